@@ -15,6 +15,8 @@ from pentad.core.errors import Problem, UserError, raise_problems
 
 MAX_JSON_BYTES = 100_000_000
 """What the safetensors format allows a header; config files and indexes are far smaller."""
+MAX_ROW_BYTES = 32 << 20
+"""Of a row of a dataset: no prompt, example or document is as long."""
 SUBFOLDERS = ("", "additional_chat_templates")
 """Where transformers looks for a tokenizer's files."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

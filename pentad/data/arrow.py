@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import datetime
 import decimal
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -20,9 +21,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pentad.core.errors import Problem, UserError
+from pentad.core.folders import MAX_ROW_BYTES
+from pentad.core.machine import host_memory
 from pentad.data.stamp import Stamp, digest_of_file
 
 ROW_GROUPS_KEPT = 8
+GIB = 1 << 30
+VALUE_BYTES = 16
+"""The widest value of a fixed width."""
 
 
 class FileRows:
@@ -37,6 +43,13 @@ class FileRows:
 
     def where(self, index: int) -> str:
         return f"{self.path}:{index + 1}"
+
+    def _row(self, table: pa.Table, at: int, index: int) -> dict[str, Any]:
+        row = {name: plain(table[name][at].as_py()) for name in table.column_names}
+        if num_characters(row) > MAX_ROW_BYTES:
+            rule = f"the row holds more than {MAX_ROW_BYTES >> 20} MiB of text"
+            raise UserError(Problem(self.where(index), rule, "split the row"))
+        return row
 
 
 class TableRows(FileRows):
@@ -54,7 +67,7 @@ class TableRows(FileRows):
     def row(self, index: int) -> dict[str, Any]:
         if self.stamp is not None:
             self.stamp.check()
-        return row_of(self.table, index)
+        return self._row(self.table, index, index)
 
 
 class ParquetRows(FileRows):
@@ -63,19 +76,23 @@ class ParquetRows(FileRows):
     def __init__(self, path: Path, limit: int | None) -> None:
         super().__init__(path)
         self.stamp = Stamp(path)
-        self.file = pq.ParquetFile(path)
+        self.file = open_parquet(path)
         meta = self.file.metadata
         self.ends = list(accumulate(meta.row_group(i).num_rows for i in range(meta.num_row_groups)))
         self.size = meta.num_rows if limit is None else min(limit, meta.num_rows)
-        self.group = lru_cache(maxsize=ROW_GROUPS_KEPT)(self.file.read_row_group)
+        self.group = lru_cache(maxsize=ROW_GROUPS_KEPT)(self._read_group)
 
     def __len__(self) -> int:
         return int(self.size)
 
+    def _read_group(self, which: int) -> pa.Table:
+        return unpacked(self.path, self.file, [which], ROW_GROUPS_KEPT)
+
     def row(self, index: int) -> dict[str, Any]:
         self.stamp.check()
         which = bisect.bisect_right(self.ends, index)
-        return row_of(self.group(which), index - (self.ends[which - 1] if which else 0))
+        begin = self.ends[which - 1] if which else 0
+        return self._row(self.group(which), index - begin, index)
 
 
 def open_table(
@@ -93,7 +110,7 @@ def open_table(
             schema = rows.file.schema_arrow
         else:
             stamp = Stamp(path) if kind == "arrow" else None
-            table = pq.read_table(path) if kind == "parquet" else read_arrow(path)
+            table = read_parquet(path) if kind == "parquet" else read_arrow(path)
             rows = TableRows(path, table if limit is None else table.slice(0, limit), stamp)
             schema = table.schema
     except (pa.ArrowException, OSError) as error:
@@ -105,6 +122,46 @@ def open_table(
     return rows
 
 
+def open_parquet(path: Path) -> pq.ParquetFile:
+    """Texts stay as they are stored, as indices of a dictionary where there is one: a text that
+    is repeated a billion times is in memory once."""
+    meta = pq.read_metadata(path)
+    columns = [meta.schema.column(i) for i in range(meta.num_columns)]
+    texts = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
+    return pq.ParquetFile(path, read_dictionary=texts)
+
+
+def read_parquet(path: Path) -> pa.Table:
+    file = open_parquet(path)
+    return unpacked(path, file, range(file.metadata.num_row_groups), 1)
+
+
+def unpacked(path: Path, file: pq.ParquetFile, groups: Sequence[int], num_kept: int) -> pa.Table:
+    """Row groups in memory, of which `num_kept` such reads may be kept at once.
+
+    How much they take is known before, from what the file says of its columns.
+    """
+    limit = host_memory()[1] // (2 * num_kept)
+    meta = file.metadata
+    size = sum(
+        _column_bytes(meta.row_group(group).column(i))
+        for group in groups
+        for i in range(meta.num_columns)
+    )
+    if size > limit:
+        free = f"{limit / GIB:.1f} GiB are free for it"
+        rule = f"it takes up to {size / GIB:.1f} GiB of memory, and {free}"
+        remedy = "save it as JSON lines or Arrow, or in smaller row groups and set streaming"
+        raise UserError(Problem(str(path), rule, remedy))
+    tables = [file.read_row_group(group) for group in groups]
+    return pa.concat_tables(tables) if tables else file.schema_arrow.empty_table()
+
+
+def _column_bytes(column: pq.ColumnChunkMetaData) -> int:
+    """What is stored, unpacked, and for each value a number or an index."""
+    return int(column.total_uncompressed_size + VALUE_BYTES * column.num_values)
+
+
 def read_arrow(path: Path) -> pa.Table:
     """The stream format, as HF `datasets` writes it, or the file format."""
     mapped = pa.memory_map(str(path))
@@ -113,10 +170,6 @@ def read_arrow(path: Path) -> pa.Table:
     except pa.ArrowInvalid:
         mapped.seek(0)
         return pa.ipc.open_file(mapped).read_all()
-
-
-def row_of(table: pa.Table, index: int) -> dict[str, Any]:
-    return {name: plain(table[name][index].as_py()) for name in table.column_names}
 
 
 def plain(value: Any) -> Any:
@@ -132,7 +185,17 @@ def plain(value: Any) -> Any:
     return value
 
 
+def num_characters(value: Any) -> int:
+    """Of all texts in a value."""
+    if isinstance(value, str):
+        return len(value)
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(map(num_characters, inner))
+
+
 def holds_binary(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         return True
     if pa.types.is_fixed_size_binary(kind) and not pa.types.is_decimal(kind):

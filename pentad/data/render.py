@@ -191,7 +191,9 @@ def render(
 ) -> str:
     try:
         return whole_text(tokenizer.render(messages, for_answer=for_answer, tools=tools))
-    except (TemplateError, TypeError, ValueError, KeyError) as error:
+    except (BadRow, UserError):
+        raise
+    except Exception as error:  # a template may divide by zero, recurse, count too far
         raise BadRow(f"the chat template refuses it: {error}") from error
 
 

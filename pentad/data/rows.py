@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from pentad.core.errors import Problem, UserError, raise_problems
+from pentad.core.folders import MAX_ROW_BYTES
 from pentad.data.stamp import Stamp
 
 Format = Literal["auto", "jsonl", "parquet", "hf"]
@@ -98,9 +99,13 @@ class JsonLines:
 
     def _scan(self, limit: int | None) -> bytes:
         start, digest = 0, hashlib.blake2b(digest_size=16)
-        for number, line in enumerate(self.file, 1):
+        lines = iter(lambda: self.file.readline(MAX_ROW_BYTES + 1), b"")
+        for number, line in enumerate(lines, 1):
             if limit is not None and len(self.lines) == limit:
                 break
+            if len(line) > MAX_ROW_BYTES:
+                rule = f"the line is longer than {MAX_ROW_BYTES >> 20} MiB"
+                raise UserError(Problem(f"{self.path}:{number}", rule, "split the row"))
             digest.update(line)
             if line.strip():
                 self.starts.append(start)

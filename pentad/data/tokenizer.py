@@ -15,6 +15,7 @@ from typing import Any
 
 from pentad.core.errors import Problem, UserError
 from pentad.core.folders import check_plain, download_hint, read_object
+from pentad.data.cut import MAX_CPU_S, MAX_GROWTH_BYTES, CutOff, cut_off
 from pentad.data.stamp import digest_of_file
 from pentad.weights.hf import companion_files
 
@@ -77,14 +78,26 @@ class Tokenizer:
 
     def render(self, messages: Messages, *, for_answer: bool, tools: Messages = ()) -> str:
         """The conversation as one text; `for_answer` opens the assistant's turn at its end."""
-        text = self.inner.apply_chat_template(
+        return rendered(
+            self.inner,
             [dict(message) for message in messages],
             tools=[dict(tool) for tool in tools] or None,
             add_generation_prompt=for_answer,
-            tokenize=False,
         )
-        assert isinstance(text, str)
-        return text
+
+
+def rendered(inner: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    """The text of the chat template of a transformers tokenizer, which must come to an end."""
+    try:
+        with cut_off():
+            text = inner.apply_chat_template(messages, tokenize=False, **options)
+    except CutOff as error:
+        limits = f"{MAX_CPU_S:g} s or {MAX_GROWTH_BYTES >> 30} GiB"
+        rule = f"one conversation of {len(messages)} messages takes it more than {limits}"
+        where = f"chat template of {getattr(inner, 'name_or_path', 'the tokenizer')}"
+        raise UserError(Problem(where, rule, "mend chat_template.jinja")) from error
+    assert isinstance(text, str)
+    return text
 
 
 def is_plain_decoder(inner: Any) -> bool:
@@ -121,6 +134,7 @@ def load_tokenizer(folder: str | Path, *, key: str = "actor.path") -> Tokenizer:
     except Exception as error:  # transformers raises nearly anything on a broken file
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(Problem(where, f"the tokenizer does not load: {first}")) from error
+    check_expansion(path)
     more = path / "generation_config.json"
     config = read_object(more) if more.exists() else {}
     vocab_size = len(inner)
@@ -135,6 +149,47 @@ def load_tokenizer(folder: str | Path, *, key: str = "actor.path") -> Tokenizer:
         prefix_ids=prefix_ids,
         prefix_text=inner.decode(prefix_ids, skip_special_tokens=False) if prefix_ids else "",
     )
+
+
+MAX_EXPANSION = 64
+"""Of a text by the replacements of a tokenizer; Unicode's own normal forms come to 18."""
+
+
+def check_expansion(folder: Path) -> None:
+    """Refuses a tokenizer whose replacements make much out of little, before it is used."""
+    file = folder / "tokenizer.json"
+    if not file.exists():
+        return
+    found = read_object(file)
+    for name in ("normalizer", "pre_tokenizer", "decoder"):
+        factor = _expansion(found.get(name))
+        if factor > MAX_EXPANSION:
+            rule = f"its {name} can make a text {factor:,} times as long (at most {MAX_EXPANSION})"
+            raise UserError(Problem(str(file), rule, "take the tokenizer of the original model"))
+
+
+def _expansion(part: Any) -> int:
+    """By how much a part and the parts within it can lengthen a text; level by level, as it may be
+    nested to any depth."""
+    level, factor = [part], 1
+    while level:
+        parts = [one for one in level if isinstance(one, dict)]
+        for one in parts:
+            factor = min(10**9, factor * _replacing(one))
+        level = [inner for one in level if isinstance(one, list) for inner in one]
+        level += [inner for one in parts for inner in one.values()]
+    return factor
+
+
+def _replacing(part: dict[str, Any]) -> int:
+    content, pattern = part.get("content"), part.get("pattern")
+    if part.get("type") != "Replace" or not isinstance(content, str):
+        return 1
+    num = len(content)
+    text = pattern.get("String") if isinstance(pattern, dict) else None
+    if isinstance(text, str) and text:
+        return max(1, -(-num // len(text)))
+    return 1 + num if num > 1 else 1  # an expression may match nothing, between all characters
 
 
 def tokenizer_class(folder: Path) -> Any:

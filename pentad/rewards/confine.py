@@ -48,10 +48,13 @@ splice 275 76           tee 276 77              vmsplice 278 75         userfaul
 inotify_init 253 -      inotify_init1 294 26    fanotify_init 300 262   perf_event_open 298 241
 add_key 248 217         request_key 249 218     keyctl 250 219          syslog 103 116
 unshare 272 97          setns 308 268           bpf 321 280
+setsockopt 54 208       sendmsg 46 211          sendmmsg 307 269
+landlock_create_ruleset 444 444                 landlock_add_rule 445 445
 """
 """What a program nobody has read has no business with: sockets, other processes' memory, signals,
-priorities, locks and queues, rights and times of files, memory that no limit counts, supplies of
-the whole machine, keys, namespaces."""
+priorities, locks and queues, rights and times of files, memory that no limit counts (in buffers of
+sockets, in files under way between them, in rules), supplies of the whole machine, keys,
+namespaces."""
 ARGUED = """
 clone 56 220            clone3 435 435          kill 62 129             tgkill 234 131
 prlimit64 302 261       prctl 157 167           fcntl 72 25             ioctl 16 29
@@ -160,6 +163,8 @@ class Limits:
     """Goes on without the protections that this machine does not offer."""
 
 
+PAGE_TABLE_SHARE = 16
+"""Of the memory limit so much may be page tables beside it: 32 times what dense memory needs."""
 WHERE_PYTHON_IS = ("LD_LIBRARY_PATH", "PYTHONHOME")
 """Variables of the run that a worker of isolated jobs is started with, and takes from its jobs."""
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -271,6 +276,18 @@ def _install_filter(*, isolate: bool) -> None:
     buffer = ctypes.create_string_buffer(program)
     header = struct.pack("HP", len(program) // 8, ctypes.addressof(buffer))
     prctl(PR_SET_SECCOMP, 2, ctypes.c_char_p(header))
+
+
+def page_table_bytes(watch: int) -> int:
+    """Of the process that this descriptor stands for; 0 when it has ended."""
+    try:
+        told = Path(f"/proc/self/fdinfo/{watch}").read_text()
+        pid = int(told.partition("\nPid:")[2].split()[0])
+        status = Path(f"/proc/{pid}/status").read_text() if pid > 0 else ""
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    found = status.partition("\nVmPTE:")[2].split()
+    return int(found[0]) << 10 if found else 0
 
 
 # --- files -----------------------------------------------------------------------------------

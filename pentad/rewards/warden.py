@@ -27,6 +27,8 @@ from pentad.rewards import confine, origin
 FRAME = struct.Struct(">II")
 PARENT_CHECK_S = 1.0
 PROCESS_CHECK_S = 0.02
+MEMORY_CHECK_S = 0.01
+"""How often page tables are counted, which no limit of the kernel counts."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -129,7 +131,8 @@ class Warden:
     def _watch(self, job: dict[str, Any], watch: int, pipe: int, num_before: int) -> Ended:
         """Reads what the job writes until it ends or breaks a limit."""
         deadline = time.monotonic() + job["timeout_s"]
-        check_s = PROCESS_CHECK_S if self.limits.allow_processes else PARENT_CHECK_S
+        check_s = PROCESS_CHECK_S if self.limits.allow_processes else MEMORY_CHECK_S
+        max_tables = self.limits.max_memory_bytes // confine.PAGE_TABLE_SHARE
         written = bytearray()
         poll = select.poll()
         for descriptor in (watch, pipe, self.control):
@@ -150,6 +153,8 @@ class Warden:
                 return Ended(None, body=bytes(written))
             if self.control in ready or os.getppid() != self.parent:
                 return Ended("cancelled", "nobody waits for it")
+            if confine.page_table_bytes(watch) > max_tables:
+                return Ended("memory", f"more than {max_tables} bytes of page tables")
             if self.limits.allow_processes:
                 num = self._num_processes() - num_before
                 if num > self.limits.max_processes:

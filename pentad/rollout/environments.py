@@ -10,6 +10,7 @@ from typing import Any, Protocol, get_origin, get_type_hints
 
 from pentad.core.errors import DataFailure, InfraFailure, Problem, UserError
 from pentad.data.render import TOOL_CALL, is_tool
+from pentad.data.tokenizer import rendered
 
 
 class RolloutTokenizer(Protocol):
@@ -86,9 +87,7 @@ def following_ids(
         {"role": "assistant", "content": ANSWERED},
         *messages,
     ]
-    text: str = tokenizer.apply_chat_template(
-        conversation, tokenize=False, add_generation_prompt=True
-    )
+    text = rendered(tokenizer, conversation, add_generation_prompt=True)
     _, answered, suffix = text.partition(ANSWERED)
     if not answered:
         where, rule = "chat template", "it does not show the text of an assistant's turn"

@@ -168,6 +168,8 @@ class HttpClient:
 
 CONNECT_TIMEOUT_S = 10.0
 CALL_TIMEOUT_S = 60.0
+MAX_ANSWER_BYTES = 256 << 20
+"""Of one answer, streamed or not; the longest of tokens with their experts are a tenth of it."""
 MAX_QUOTED = 300
 """Characters of a server's answer that a sentence quotes."""
 
@@ -278,15 +280,27 @@ class Wire:
 
 
 async def joined_text(pieces: AsyncIterator[bytes]) -> str:
-    return b"".join([piece async for piece in pieces]).decode("utf-8", "replace")
+    return b"".join([piece async for piece in bounded(pieces)]).decode("utf-8", "replace")
+
+
+async def bounded(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Raises HttpError where an answer has no end."""
+    num_bytes = 0
+    async for piece in pieces:
+        num_bytes += len(piece)
+        if num_bytes > MAX_ANSWER_BYTES:
+            raise HttpError(f"its answer is longer than {MAX_ANSWER_BYTES >> 20} MiB")
+        yield piece
 
 
 async def lines_of(pieces: AsyncIterator[bytes]) -> AsyncIterator[str]:
     """As they come; the last one may have no end."""
-    rest = b""
-    async for piece in pieces:
-        *whole, rest = (rest + piece).split(b"\n")
-        for line in whole:
-            yield line.decode("utf-8", "replace")
-    if rest:
-        yield rest.decode("utf-8", "replace")
+    rest: list[bytes] = []  # joined once, at the line's end
+    async for piece in bounded(pieces):
+        first, *more = piece.split(b"\n")
+        rest.append(first)
+        for start in more:
+            yield b"".join(rest).decode("utf-8", "replace")
+            rest = [start]
+    if last := b"".join(rest):
+        yield last.decode("utf-8", "replace")

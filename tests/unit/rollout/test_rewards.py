@@ -16,6 +16,7 @@ from pentad.rewards.code_tests import program_in, read_tests, same_output, same_
 from pentad.rewards.functions import BUILT_IN, as_scored
 from pentad.rewards.sandbox import MIB, JobFailed, SandboxSettings
 from pentad.rewards.scorer import RewardScorer, RewardSettings
+from pentad.trainer.records import mean_parts
 
 
 def group_of(texts, answer="42", **fields) -> Group:
@@ -657,3 +658,11 @@ def test_what_a_reward_draws_follows_from_seed_prompt_and_sample(tmp_path, name)
     assert len(set(first)) == 4, "samples draw apart"
     assert all(one == first for one in [*later, *drawn(3, 2)])
     assert not set(first) & set(drawn(4, 1)[0])
+
+
+def test_the_share_of_failed_rewards_is_one_of_all_samples():
+    group = group_of("abcd")
+    group.samples[0].reward_parts = {"reward_failed": 1.0, "reward_failed/timeout": 1.0}
+    group.samples[1].reward_parts = {"correct": 1.0}
+    shares = {"correct": 1.0, "reward_failed": 0.25, "reward_failed/timeout": 0.25}
+    assert mean_parts([group]) == shares

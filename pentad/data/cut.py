@@ -1,0 +1,105 @@
+"""Cuts off Python code of a model folder, such as a chat template, that does not come to an end.
+
+Counted is the processor time of the calling thread, so that a busy machine cuts off nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MAX_CPU_S = 5.0
+GROWING_CPU_S = 0.3
+MAX_GROWTH_BYTES = 1 << 30
+"""Of the process, since the call began, once it has taken GROWING_CPU_S."""
+CHECK_S = 0.05
+IDLE_CHECKS = 40
+"""After so many without a call the watching thread ends; the next call starts another."""
+
+
+class CutOff(Exception):
+    """The code took too long, or too much memory."""
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    thread: int = field(default_factory=threading.get_ident)
+    clock: int = field(init=False)
+    began_s: float = field(init=False)
+    began_bytes: int | None = None
+    is_cut: bool = False
+
+    def __post_init__(self) -> None:
+        self.clock = time.pthread_getcpuclockid(self.thread)
+        self.began_s = time.clock_gettime(self.clock)
+
+    def is_too_much(self) -> bool:
+        taken_s = time.clock_gettime(self.clock) - self.began_s
+        if self.began_bytes is None:
+            self.began_bytes = _resident_bytes()
+        if taken_s < GROWING_CPU_S:
+            return False
+        return taken_s > MAX_CPU_S or _resident_bytes() - self.began_bytes > MAX_GROWTH_BYTES
+
+
+class _Watch:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.calls: set[_Call] = set()
+        self.thread: threading.Thread | None = None
+
+    def add(self, call: _Call) -> None:
+        with self.lock:
+            self.calls.add(call)
+            if self.thread is None or not self.thread.is_alive():  # a fork has none
+                self.thread = threading.Thread(target=self._look, name="cut-off", daemon=True)
+                self.thread.start()
+
+    def remove(self, call: _Call) -> None:
+        with self.lock:
+            self.calls.discard(call)
+        while call.is_cut:  # until it is raised here, not in what comes after
+            time.sleep(0.001)
+
+    def _look(self) -> None:
+        num_idle = 0
+        while num_idle < IDLE_CHECKS:
+            time.sleep(CHECK_S)
+            with self.lock:
+                num_idle = 0 if self.calls else num_idle + 1
+                for call in [call for call in self.calls if call.is_too_much()]:
+                    self.calls.discard(call)
+                    call.is_cut = True
+                    raising = ctypes.pythonapi.PyThreadState_SetAsyncExc
+                    raising(ctypes.c_ulong(call.thread), ctypes.py_object(CutOff))
+
+
+_watch = _Watch()
+os.register_at_fork(after_in_child=lambda: _watch.__init__())  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def cut_off() -> Iterator[None]:
+    """Raises CutOff in what is called within, unless it comes to an end in time."""
+    call = _Call()
+    _watch.add(call)
+    try:
+        yield
+    except CutOff:
+        call.is_cut = False
+        raise
+    finally:
+        _watch.remove(call)
+
+
+def _resident_bytes() -> int:
+    """0 on systems that do not say."""
+    path = Path("/proc/self/statm")
+    pages = int(path.read_text().split()[1]) if path.exists() else 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
