@@ -76,8 +76,8 @@ class ChaosRun:
     """(start, open files) of the scheduler, at the end of each step."""
     num_starts: int = 0
     shared: set[Path] = field(default_factory=set)
-    """Folders that the scheduler has had in shared memory: samples and weights on their way. A
-    scheduler that is killed leaves them, and the next start removes them."""
+    """Temporary folders that the scheduler has had: samples and weights on their way, where ranks
+    meet. A scheduler that is killed leaves them, and the next start removes them."""
     restarts: frozenset[Restart] = frozenset()
     """What the scenario has restarted within a start of the run."""
 

@@ -106,7 +106,7 @@ def check_whole(trial: ChaosRun, whole: ChaosRun | None) -> None:
 
 
 def check_leaks(trial: ChaosRun, whole: ChaosRun | None) -> None:
-    """No process, no folder in shared memory, and no more open files than before."""
+    """No process, no temporary folder, and no more open files than before."""
     trial.wait_gone()
     left = sorted(str(path) for path in trial.shared if path.exists())
     require(not left, f"folders that are left: {left}")

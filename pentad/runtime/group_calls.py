@@ -14,7 +14,9 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from typing import Any, TypeVar
 
 from pentad.core.errors import InfraFailure, RunError, Transient
@@ -34,11 +36,14 @@ from pentad.runtime.report import (
     tail,
 )
 from pentad.runtime.roles import RoleProcess, RoleSpec, Runtime
+from pentad.runtime.scratch import scratch_folder
 from pentad.runtime.wire import Connection
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+MEETING = "pentad-meeting-"
+"""How the names of folders begin in which the ranks of one machine meet."""
 POLL_S = 0.2
 FOLLOW_S, SETTLE_S = 2.0, 0.3
 """After a failure, how long others may take to say what they saw; once a cause is known, less."""
@@ -134,6 +139,8 @@ class RankGroup:
         self.pace = Pace(self.world)
         self.is_leaving: Callable[[], bool] = bool
         """Whether the run was asked to stop."""
+        self.stack = ExitStack()
+        """What is removed after the ranks have ended."""
         self.loop = AwakeLoop()
         self.thread = threading.Thread(target=self._run_loop, name="rank group", daemon=True)
 
@@ -161,13 +168,21 @@ class RankGroup:
             self.members.append(member)
             connecting[rank] = asyncio.create_task(self._connect(member))
         await self._all(lambda one: wait_for(connecting[one.rank]))
-        host = self.members[0].process.address[0]
-        places = await self._all(lambda one: self._ask(one, "open_rendezvous", host=host))
-        place = places[0]["value"]
+        place = await self._choose_place()
         await self._all(lambda one: self._ask(one, "join", place=place))
         self.joined_at = awake_s()
         self.watching = asyncio.create_task(self._watch())
         self.watching.add_done_callback(self._note_watch_ended)
+
+    async def _choose_place(self) -> dict[str, Any]:
+        """Where the ranks meet: on this machine in a folder that no other user can open, removed
+        once they have ended, however they did; else at a port that rank 0 opens."""
+        host = self.members[0].process.address[0]
+        if self.world > 1 and ip_address(host).is_loopback:
+            return {"file": str(self.stack.enter_context(scratch_folder(MEETING)) / "store")}
+        places = await self._all(lambda one: self._ask(one, "open_rendezvous", host=host))
+        chosen: dict[str, Any] = places[0]["value"]
+        return chosen
 
     async def _connect(self, member: Member) -> None:
         def on_event(event: str, value: Any) -> None:
@@ -446,6 +461,7 @@ class RankGroup:
         self._wait(self._close())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
+        self.stack.close()
 
     async def _close(self) -> None:
         for one in self.members:

@@ -13,10 +13,8 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import timedelta
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +30,8 @@ from pentad.runtime.pace import WaitMeter
 from pentad.runtime.rank import Rank
 from pentad.runtime.report import describe_failure
 from pentad.runtime.roles import BEAT_S, RoleSpec
-from pentad.runtime.scratch import scratch_folder
 
 TARGET = f"{__name__}:RankHost"
-MEETING = "pentad-meeting-"
-"""How the names of folders begin in which the ranks of one machine meet."""
 JOIN_S = 600.0
 """Longest wait in a collective, and for the group to come together."""
 Emit = Callable[[str, Any], None]
@@ -179,8 +174,6 @@ class RankHost:
         self.thread = ThreadPoolExecutor(1, "rank")
         self.service: RankService | None = None
         self.rendezvous: dist.Store | None = None
-        self.stack = ExitStack()
-        """What goes with this process."""
         self.waits = WaitMeter()
         if payload["num_threads"]:
             torch.set_num_threads(payload["num_threads"])
@@ -189,13 +182,10 @@ class RankHost:
         return self.rank.beat()
 
     async def open_rendezvous(self, host: str) -> dict[str, Any]:
-        """On rank 0: where the group meets. On one machine a folder that no other user can open;
-        else a port of the kernel's choice, which asks nobody who they are."""
+        """On rank 0, where the group is on several machines: the port at which it meets, of the
+        kernel's choice. It asks for no proof."""
         if self.rank.rank > 0 or self.rank.world == 1:
             return {"value": {}}
-        if ip_address(host).is_loopback:
-            folder = self.stack.enter_context(scratch_folder(MEETING))
-            return {"value": {"file": str(folder / "store")}}
         listening = socket.create_server((host, 0))
         port: int = listening.getsockname()[1]
         self.rendezvous = dist.TCPStore(
@@ -241,7 +231,6 @@ class RankHost:
 
     async def close(self) -> None:
         """The process ends: what was worth waiting for was, by `end`."""
-        self.stack.close()
 
     def _join(self, place: dict[str, Any]) -> None:
         payload, timeout_s = self.payload, self.payload["timeout_s"]

@@ -2,6 +2,9 @@
 
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 
@@ -11,7 +14,7 @@ from role_processes import role_processes
 from pentad.core.errors import Crashed, RunError, Transient, UserError
 from pentad.runtime import rank_host
 from pentad.runtime.environment import rank_environment
-from pentad.runtime.group_calls import GroupSettings, RankGroup
+from pentad.runtime.group_calls import MEETING, GroupSettings, RankGroup
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.roles import RoleSpec
 
@@ -47,10 +50,17 @@ def pids():
 
 
 @pytest.fixture(autouse=True)
-def nothing_left():
-    yield
+def temporary(tmp_path, monkeypatch):
+    """The temporary folder of the group and its ranks. However a group ends, nothing is left: no
+    process, no thread, no folder."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
     assert not pids()
     assert not [one for one in threading.enumerate() if one.name == "rank group"]
+    assert not list(folder.glob(f"*{MEETING}*"))
 
 
 def test_calls_of_two_threads_come_to_all_ranks_in_one_order(tmp_path, caplog):
@@ -144,3 +154,36 @@ def test_a_group_that_is_left_in_mid_call_does_not_wait(tmp_path):
         raise KeyError("something else")
     assert time.monotonic() - began < 12
     thread.join(60)
+
+
+def test_ranks_of_one_machine_meet_in_a_folder_that_no_other_user_can_open(tmp_path, temporary):
+    with make_group(tmp_path) as group:
+        group.call("note")
+        (meeting,) = temporary.glob(f"*{MEETING}*")
+        assert meeting.stat().st_mode & 0o777 == 0o700
+
+
+SCHEDULER = """
+import sys, time
+from pathlib import Path
+from test_groups import make_group
+
+with make_group(Path(sys.argv[1])) as group:
+    group.call("note")
+    print("met", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_what_a_killed_scheduler_left_is_removed_by_the_next_start(tmp_path, temporary):
+    here = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", SCHEDULER, str(tmp_path)]
+    with subprocess.Popen(command, env=here, stdout=subprocess.PIPE, text=True) as scheduler:
+        try:
+            assert scheduler.stdout.readline() == "met\n", (tmp_path / "rank-0.log").read_text()
+        finally:
+            scheduler.kill()
+    (left,) = temporary.glob(f"*{MEETING}*")
+    with make_group(tmp_path) as group:
+        group.call("note")
+        assert not left.exists()

@@ -214,8 +214,11 @@ def test_a_process_that_is_left_is_a_leak(tmp_path, monkeypatch):
         left.wait()
 
 
-@pytest.mark.parametrize("name", ["pentad-weights-x/owner.lock", "pentad-store-x/owner"])
-def test_folders_of_samples_and_weights_are_seen_among_open_files(tmp_path, name):
+NAMES = ["pentad-weights-x/owner.lock", "pentad-store-x/owner", "pentad-meeting-x/owner.lock"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_temporary_folders_of_a_run_are_seen_among_open_files(tmp_path, name):
     """Of the process itself, which stands for the scheduler; they are still judged when it was
     killed: the next start removes them."""
     path = tmp_path / name

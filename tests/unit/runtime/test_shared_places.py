@@ -3,15 +3,13 @@
 import fcntl
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from pentad.core.own_files import open_own
 from pentad.data import file_blobs
-from pentad.runtime import rank_host, scratch
+from pentad.runtime import group_calls, scratch
 from pentad.sync.transport import transfer_folder
 
 pytestmark = pytest.mark.timeout(60)
@@ -156,7 +154,7 @@ def test_folders_of_a_run_are_closed_to_others(tmp_path):
     old = os.umask(0)
     try:
         with (
-            scratch.scratch_folder(rank_host.MEETING, tmp_path) as meeting,
+            scratch.scratch_folder(group_calls.MEETING, tmp_path) as meeting,
             transfer_folder(tmp_path, is_private=True) as own,
             transfer_folder(tmp_path, is_private=False) as seen,
         ):
@@ -178,39 +176,3 @@ def test_weights_are_written_to_no_name_that_others_can_guess(tmp_path, name):
     with transfer_folder(tmp_path, is_private=True) as folder:
         (folder / "weights.safetensors").write_bytes(b"x")
     assert not (tmp_path / "target").exists()
-
-
-CODE = """
-import asyncio, sys
-from pathlib import Path
-from pentad.runtime.rank_host import RankHost
-
-async def main(host):
-    payload = {"rank": 0, "world": 2, "num_threads": 0, "timeout_s": 60}
-    hosted = RankHost(payload, lambda *event: None)
-    place = (await hosted.open_rendezvous(host))["value"]
-    print(sorted(place), flush=True)
-    if "file" in place:
-        folder = Path(place["file"]).parent
-        print(oct(folder.stat().st_mode & 0o777), folder.owner() == Path("/proc/self").owner())
-    await hosted.close()
-    print("file" in place and folder.exists())
-
-asyncio.run(main(sys.argv[1]))
-"""
-
-
-@pytest.mark.parametrize(
-    ("host", "said"),
-    [
-        ("127.0.0.1", ["['file']", "0o700 True", "False"]),
-        ("0.0.0.0", ["['host', 'port']", "False"]),
-    ],
-)
-def test_ranks_of_one_machine_meet_in_a_folder_of_their_own(tmp_path, host, said):
-    given = os.environ | {"TMPDIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, host], capture_output=True, text=True, env=given
-    )
-    assert done.stdout.split("\n")[:-1] == said, done.stderr
-    assert not list(tmp_path.iterdir())
