@@ -297,7 +297,7 @@ def test_what_a_killed_writer_left_is_swept_and_nothing_else(tmp_path):
     assert {entry.name for entry in tmp_path.iterdir()} == {"old", ".git-1"}
 
 
-@pytest.mark.parametrize("number", [1, os.getpid(), os.getppid()])
+@pytest.mark.parametrize("number", [1, os.getpid(), os.getppid()], ids=["init", "own", "parent"])
 @pytest.mark.parametrize("state", ["writing", "replaced", "removed"])
 def test_a_process_that_has_the_number_of_a_dead_writer_keeps_nothing(tmp_path, state, number):
     left = tmp_path / f".epoch0epochstep1globalstep1.{state}-{number}"
