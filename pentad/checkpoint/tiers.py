@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
@@ -27,8 +29,14 @@ from pentad.checkpoint.folders import (
 from pentad.checkpoint.quarantine import list_aside
 from pentad.core.folders import INFO
 from pentad.core.remote import Remote
+from pentad.runtime.awake import awake_s
+from pentad.runtime.signals import handling_signals
 
 log = logging.getLogger(__name__)
+
+POLL_S = 0.05
+STOPPED_S = 10.0
+"""How long a signal lets an upload at the end of a run take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,25 +193,37 @@ class Tiers:
             return self.known
 
     def close(self, timeout_s: float = 600.0) -> bool:
-        """Waits for uploads; whether the store has everything. What is missing is reported, and
-        uploaded by the next start of the run."""
+        """Waits for uploads; whether the store has everything. A signal ends the wait within
+        STOPPED_S, a second one at once. What is missing is reported, and uploaded by the next start
+        of the run."""
         self.is_closed = True
         self.held.close()
         process = self.process
         if process is None:
             return True
         self._send("close")
-        try:
-            process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        cut = self._wait(process, timeout_s)
         self.reader.join()
         waiting = self.status().waiting_step
         if waiting is not None:
             rest = "it is on the local disk, and the next start of the run uploads it"
-            self.report(f"the checkpoint of step {waiting + 1} is not in {self.remote_uri}; {rest}")
+            place = f"{self.remote_uri}{f' ({cut} ended the upload)' if cut else ''}"
+            self.report(f"the checkpoint of step {waiting + 1} is not in {place}; {rest}")
         return waiting is None
+
+    def _wait(self, process: subprocess.Popen[str], timeout_s: float) -> str:
+        """Until the uploader has ended, or is ended; the last signal that came, "" without one."""
+        names: list[str] = []
+        deadline = awake_s() + timeout_s
+        with handling_signals(lambda number, _: names.append(signal.Signals(number).name)):
+            while process.poll() is None:
+                if names:
+                    deadline = min(deadline, awake_s() + STOPPED_S)
+                if len(names) > 1 or awake_s() > deadline:
+                    process.kill()
+                    process.wait()
+                time.sleep(POLL_S)
+        return names[-1] if names else ""
 
     @property
     def keep_committed(self) -> int:

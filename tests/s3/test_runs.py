@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import signal
+import threading
 import time
 from pathlib import Path
 
@@ -127,6 +131,34 @@ def test_what_the_end_of_a_run_could_not_upload_the_next_start_does(sft, remote,
     )
     assert committed(remote) == [2]
     assert weights(again) == weights(first)
+
+
+def test_a_signal_ends_the_wait_of_a_run_for_a_store_that_hangs(
+    sft, remote, tmp_path, proxy, monkeypatch
+):
+    """The run is complete; a further start uploads what is missing, and ends by a signal too."""
+    plain_close = Tiers.close
+
+    def close(self, timeout_s):
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return plain_close(self, timeout_s)
+
+    monkeypatch.setattr(Tiers, "close", close)
+    more = (f"checkpoint.endpoint_url={proxy.url}", "saver.mode=sync")
+    is_write = {True: "stall", False: ""}
+    proxy.choose = lambda one: is_write[one.method == "PUT" and "probe" not in one.target]
+    for num_starts in (1, 2):
+        began = time.monotonic()
+        found = sft(tmp_path / "one", 3, *more)
+        said = (found.records / "log.txt").read_text()
+        sentence = "(SIGTERM ended the upload); it is on the local disk, and the next start of the"
+        assert said.count(sentence) == num_starts
+        assert time.monotonic() - began < 60
+        assert json.loads((found.records / "exit.json").read_text())["end"] == "complete"
+    assert committed(remote) == []
+    proxy.choose = lambda request: ""
+    sft(tmp_path / "one", 3, *more)
+    assert committed(remote) == [2]
 
 
 def test_a_run_with_a_local_checkpoint_starts_while_the_store_is_away(

@@ -23,7 +23,7 @@ from pentad.checkpoint.fetch import give_up, read_remote
 from pentad.checkpoint.folders import COMMIT, damage, find_checkpoints, prune, read_checkpoint
 from pentad.checkpoint.quarantine import quarantine
 from pentad.checkpoint.s3 import Store, StoreError
-from pentad.checkpoint.tiers import Tiers
+from pentad.checkpoint.tiers import STOPPED_S, Tiers
 from pentad.checkpoint.upload import upload
 from pentad.config.load import load_config
 from pentad.config.resolve import resolve
@@ -178,6 +178,34 @@ def test_what_is_not_uploaded_in_time_is_said_and_done_by_the_next_start(
     found = again.find()
     assert found is not None and found.step == 6
     assert again.close(PATIENCE_S) and remote_steps(Store(remote)) == [6]
+
+
+@pytest.mark.parametrize(
+    ("signals", "limit_s", "said"),
+    [
+        ([signal.SIGTERM], STOPPED_S + 10, "SIGTERM"),
+        ([signal.SIGINT], STOPPED_S + 10, "SIGINT"),
+        ([signal.SIGTERM, signal.SIGINT], STOPPED_S - 2, "SIGINT"),
+        ([signal.SIGTERM, signal.SIGTERM], STOPPED_S - 2, "SIGTERM"),
+    ],
+    ids=["SIGTERM", "SIGINT", "two", "twice"],
+)
+def test_a_signal_ends_the_wait_for_a_store_that_hangs(
+    remote, open_tiers, make_checkpoint, proxy, signals, limit_s, said
+):
+    proxy.choose = lambda request: "stall" if request.method == "PUT" else ""
+    tiers, reports = open_tiers(replace(remote, endpoint_url=proxy.url))
+    tiers.after_commit(make_checkpoint(6, size=SMALL).step)
+    wait_for(lambda: "stall" in proxy.faults, "first object")
+    for number, one in enumerate(signals):
+        threading.Timer(0.5 + number, os.kill, (os.getpid(), one)).start()
+    began = time.monotonic()
+    assert not tiers.close(PATIENCE_S)
+    assert time.monotonic() - began < limit_s
+    place = rf"s3://\S+ \({said} ended the upload\)"
+    assert re.fullmatch(
+        rf"the checkpoint of step 7 is not in {place}; .* next start .*", reports[-1]
+    )
 
 
 def test_a_killed_uploader_goes_on_without_sending_finished_parts_again(
