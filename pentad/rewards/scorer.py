@@ -222,13 +222,14 @@ class RewardScorer:
     def _settle(self, prompt: Prompt, result: Scored | JobFailed, mates: Sequence[float]) -> Scored:
         """`mates` are the rewards of the group that are known. A sample that is the cause of a
         failure has none above 0 or above theirs; where that is unclear it has their mean, so that
-        it is neither rewarded nor punished."""
+        it is neither rewarded nor punished; without any the group is dropped."""
         if isinstance(result, Scored):
             return result
         if result.kind == "lost":
             raise InfraFailure(f"the reward pool lost a worker: {result.detail}")
         value = min([0.0, *mates]) if result.cause == "sample" else 0.0
-        if self.settings.on_failure == "drop" and result.cause == "ours":
+        is_open = result.cause == "ours" or (result.cause == "unclear" and not mates)
+        if self.settings.on_failure == "drop" and is_open:
             raise DataFailure(f"reward_{result.kind}", result.detail)
         if self.settings.on_failure == "drop" and result.cause == "unclear":
             value = mean(mates)

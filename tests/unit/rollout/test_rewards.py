@@ -337,6 +337,17 @@ def test_a_reward_that_fails_on_all_answers_drops_the_group_and_is_no_zero(
     assert rewards(group) == [None, None]
 
 
+@pytest.mark.parametrize("other", ["if completion == 'good': 1 / 0\n  return 2.0", "return None"])
+@pytest.mark.parametrize("texts", [["bad", "good"], ["good", "bad"]])
+def test_a_group_in_which_no_answer_has_all_its_rewards_is_dropped(custom, texts, other):
+    """Each function works on one of the answers, so none of them is to blame."""
+    first = "def reward(completion):\n  if completion == 'bad': 1 / 0\n  return None"
+    fn = custom(f"{first}\ndef other(completion):\n  {other}")
+    with pytest.raises(DataFailure) as caught:
+        score((fn, fn.replace(":reward", ":other")), group_of(texts), sandbox=LIMITS)
+    assert caught.value.reason == "reward_error"
+
+
 def test_an_answer_is_blamed_only_if_the_reward_works_on_a_mate_at_that_time(custom, tmp_path):
     """A service that goes away between two answers of a group."""
     fn = custom(
