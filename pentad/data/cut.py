@@ -62,10 +62,10 @@ class _Watch:
                 self.thread.start()
 
     def remove(self, call: _Call) -> None:
-        with self.lock:
+        with self.lock:  # nothing is raised in what comes after
             self.calls.discard(call)
-        while call.is_cut:  # until it is raised here, not in what comes after
-            time.sleep(0.001)
+            if call.is_cut:
+                _raise_in(call.thread, None)
 
     def _look(self) -> None:
         num_idle = 0
@@ -76,8 +76,13 @@ class _Watch:
                 for call in [call for call in self.calls if call.is_too_much()]:
                     self.calls.discard(call)
                     call.is_cut = True
-                    raising = ctypes.pythonapi.PyThreadState_SetAsyncExc
-                    raising(ctypes.c_ulong(call.thread), ctypes.py_object(CutOff))
+                    _raise_in(call.thread, CutOff)
+
+
+def _raise_in(thread: int, kind: type[Exception] | None) -> None:
+    """Has it raised at the thread's next operation; None: takes back what was not raised yet."""
+    raised = None if kind is None else ctypes.py_object(kind)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
 
 
 _watch = _Watch()
@@ -91,9 +96,6 @@ def cut_off() -> Iterator[None]:
     _watch.add(call)
     try:
         yield
-    except CutOff:
-        call.is_cut = False
-        raise
     finally:
         _watch.remove(call)
 

@@ -179,6 +179,51 @@ def test_templates_that_end_are_left_alone_in_all_threads(chat):
     assert len(texts) == 800 and len(set(texts)) == 200
 
 
+def swallowed():
+    with contextlib.suppress(cut.CutOff):
+        while True:
+            pass
+
+
+def wrapped():
+    try:
+        while True:
+            pass
+    except Exception as error:
+        raise ValueError("something else") from error
+
+
+@pytest.mark.parametrize("body", [swallowed, wrapped])
+def test_code_that_catches_the_end_of_its_time_ends_all_the_same(monkeypatch, body):
+    monkeypatch.setattr(cut, "MAX_CPU_S", 0.1)
+
+    def work():
+        with contextlib.suppress(ValueError), cut.cut_off():
+            body()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_what_ends_as_its_time_is_over_is_cut_off_within_or_not_at_all():
+    """Nothing is raised in what comes after it."""
+    num_cut = 0
+    for _ in range(200):
+        try:
+            with cut.cut_off():
+                (call,) = cut._watch.calls
+                with cut._watch.lock:
+                    call.is_cut = True
+                    cut._raise_in(call.thread, cut.CutOff)
+        except cut.CutOff:
+            num_cut += 1
+        for _ in range(100):
+            pass
+    assert num_cut
+
+
 def test_a_process_that_is_forked_while_a_template_is_watched_watches_its_own(chat):
     chat.render([{"role": "user", "content": "x"}], for_answer=True)
     code = "import os, pentad.data.cut as c, time\n"
