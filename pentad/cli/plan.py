@@ -51,11 +51,12 @@ def run_plan(
 ) -> int:
     """Prints the plan; 0 when it fits, 1 when it does not. `world`: as if so many ranks were left
     that train."""
+    refused = refusals(config)  # of the layout that the run starts with
     if world is not None:
         config, note = left_with(config, world)
         notes = [*notes, note]
     command = task_of(config)
-    notes = [*notes, *unread(config, command), *refusals(config)]
+    notes = [*notes, *unread(config, command), *refused]
     if command != "train":
         where = f"allocation_mode = {config.allocation_mode}"
         notes.append(f"{where} has no sampler: planned for {command}")

@@ -299,6 +299,9 @@ def test_how_groups_and_weights_travel(more, store, handoff):
         (["cluster.n_gpus_per_node=8", "allocation_mode=embedded:d4|archon:d5"], False),
         (["cluster.n_gpus_per_node=2", "allocation_mode=archon:d2", "cluster.n_nodes=2"], True),
         (["allocation_mode=embedded:d1|archon:d1"], False),
+        (["cluster.n_gpus_per_node=8", "allocation_mode=vllm:d4+archon:d4", "only=train"], False),
+        (["cluster.n_gpus_per_node=8", "allocation_mode=vllm:d4+archon:d4", "only=rollout"], False),
+        (["cluster.n_gpus_per_node=8", "allocation_mode=vllm:d2+archon:d2", "only=rollout"], True),
     ],
 )
 def test_a_run_refuses_a_layout_that_leaves_half_of_the_devices_idle(words, is_refused):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pentad.cli.plan import left_with
+from pentad.cli.plan import left_with, run_plan
 from pentad.config.rules.elastic import fit_world
 from pentad.core.errors import UserError
 from pentad.planner.prepare import prepare
@@ -46,6 +46,15 @@ def test_the_note_names_layout_reason_and_what_stays():
     assert "nothing changes" in left_with(config, 8)[1]
     assert "fewer than elastic.min_ranks = 6: a run would wait" in left_with(config, 5)[1]
     assert "a run would not do so" in left_with(config_of("archon:d4"), 2)[1]
+
+
+def test_ranks_that_are_lost_are_not_taken_for_a_layout_that_leaves_devices_idle(capsys):
+    cluster = ["cluster.n_gpus_per_node=8", "elastic.enabled=true"]
+    config = config_of("archon:d8", *cluster)
+    run_plan(config, [], gpu_memory=80, world=4)
+    assert "a run refuses it" not in capsys.readouterr().out
+    run_plan(config_of("archon:d4", *cluster), [], gpu_memory=80)
+    assert "allow_idle=true" in capsys.readouterr().out
 
 
 def test_a_world_larger_than_the_layout_is_refused():
