@@ -25,6 +25,8 @@ from pentad.rollout.workflows import (
     Generator,
     OwnPrompts,
     contained,
+    keep_said,
+    run_episodes,
 )
 from pentad.serve.service import in_thread
 
@@ -49,12 +51,10 @@ class AgentWorkflow(OwnPrompts):
 
     async def run(self, prompt: Prompt, sampler: Generator, context: Context) -> list[Sample]:
         proxy = Proxy()
-        async with proxy.serving(), asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(self._episode(prompt, i, proxy, sampler, context))
-                for i in range(context.num_samples)
-            ]
-        return [sample for task in tasks for sample in task.result()]
+        async with proxy.serving():
+            return await run_episodes(
+                prompt, context, lambda i: self._episode(prompt, i, proxy, sampler, context)
+            )
 
     async def _episode(
         self, prompt: Prompt, index: int, proxy: Proxy, sampler: Generator, context: Context
@@ -74,6 +74,9 @@ class AgentWorkflow(OwnPrompts):
             if episode.failure.done():
                 episode.failure.result()
             reward = work.result()
+        except Exception as error:
+            keep_said(error, episode.samples())
+            raise
         finally:
             await episode.close()
             work.cancel()

@@ -14,6 +14,7 @@ import logging
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from statistics import mean
 from typing import cast
 
 from pentad.core.errors import DataFailure, InfraFailure, Problem, RunError, UserError, first_cause
@@ -23,7 +24,14 @@ from pentad.core.types import Group, Prompt, Sample, SamplingParams
 from pentad.rollout.checks import check_samples
 from pentad.rollout.environments import RolloutTokenizer
 from pentad.rollout.replicas import CheckedSampler, Fleet, Replica
-from pentad.rollout.workflows import Context, OwnPrompts, SingleTurn, Workflow, contained
+from pentad.rollout.workflows import (
+    WORKFLOW_FAILED,
+    Context,
+    OwnPrompts,
+    SingleTurn,
+    Workflow,
+    contained,
+)
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +106,7 @@ class Executor:
             run_seed=settings.run_seed,
             max_total_tokens=settings.max_total_tokens,
             max_sampled_tokens=settings.max_sampled_tokens,
+            show=self._show_once,
         )
         self.shown: set[str] = set()
         """Errors of workflows, by kind and place, whose traceback is in the log."""
@@ -184,6 +193,22 @@ class Executor:
             log.warning("prompt %d: the workflow raised", prompt.gid, exc_info=cause)
 
     async def _scored(self, group: Group) -> Group:
+        """A sample whose episode failed has the mean of its mates: the mistake may be the
+        workflow's, so it is neither rewarded nor punished."""
+        failed = {id(one) for one in group.samples if WORKFLOW_FAILED in one.reward_parts}
+        if not failed:
+            return await self._rewarded(group)
+        rest = [one for one in group.samples if id(one) not in failed]
+        passed = (await self._rewarded(replace(group, samples=rest))).samples
+        known, others = [one.reward for one in passed if one.reward is not None], iter(passed)
+        for number, sample in enumerate(group.samples):
+            if id(sample) in failed:
+                sample.reward = mean(known) if known else None
+            else:
+                group.samples[number] = next(others)
+        return group
+
+    async def _rewarded(self, group: Group) -> Group:
         if self.reward is None:
             is_scored = all(sample.reward is not None for sample in group.samples)
             if self.settings.needs_reward and not is_scored:

@@ -8,20 +8,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from pentad.core.errors import DataFailure, is_cancelled
+from pentad.core.errors import (
+    DataFailure,
+    InfraFailure,
+    RunError,
+    UserError,
+    first_cause,
+    is_cancelled,
+)
 from pentad.core.seeds import derive_seed
 from pentad.core.types import FinishReason, Generation, Prompt, Request, Sample, SamplingParams
 from pentad.data.tokenizer import decode_all
+from pentad.rewards.scorer import FAILED
 from pentad.rollout.environments import Environment, RolloutTokenizer, Tools, observation_ids
 
 T = TypeVar("T")
 
+WORKFLOW_FAILED = f"{FAILED}/workflow_error"
+"""The part of samples whose episode failed: they have the mean reward of their mates."""
 CLOSE_TIMEOUT_S = 10.0
 """An environment or agent that takes longer to end is left to itself: deadlines must hold."""
 
@@ -46,6 +57,8 @@ class Context:
     """Most tokens of a sample, prompt included; None if the sampler sets no limit."""
     max_sampled_tokens: int | None = None
     """Most tokens sampled in one sample, over all its turns; None: no limit."""
+    show: Callable[[Prompt, BaseException], None] = lambda prompt, error: None
+    """Reports an error that does not end the workflow."""
 
     def seed(self, gid: int, index: int) -> int:
         return derive_seed(self.run_seed, "sample", gid, self.attempt, index)
@@ -212,55 +225,127 @@ class MultiTurn:
 
     async def run(self, prompt: Prompt, sampler: Generator, context: Context) -> list[Sample]:
         check_fits(prompt, context)
-        async with asyncio.TaskGroup() as conversations:
-            tasks = [
-                conversations.create_task(contained(self._converse(prompt, i, sampler, context)))
-                for i in range(context.num_samples)
-            ]
-        return [task.result() for task in tasks]
+
+        async def episode(index: int) -> list[Sample]:
+            talk = Talk(Transcript(prompt.ids))
+            try:
+                await contained(self._converse(talk, prompt, index, sampler, context))
+            except Exception as error:
+                keep_said(error, [talk.sample()] if talk.texts else [])
+                raise
+            sample = talk.sample()
+            if talk.parts:
+                sample.reward, sample.reward_parts = sum(talk.parts.values()), talk.parts
+            return [sample]
+
+        return await run_episodes(prompt, context, episode)
 
     async def _converse(
-        self, prompt: Prompt, index: int, sampler: Generator, context: Context
-    ) -> Sample:
+        self, talk: Talk, prompt: Prompt, index: int, sampler: Generator, context: Context
+    ) -> None:
         """One conversation. A turn cut off by a token limit is the last one."""
-        environment = self.environment()
-        transcript = Transcript(prompt.ids)
+        environment, transcript = self.environment(), talk.transcript
         seed = context.seed(prompt.gid, index)
-        texts: list[str] = []
-        turns: list[tuple[str, str]] = []
-        parts: dict[str, float] = {}
         try:
             await environment.reset(prompt.fields)
             while True:
                 request = context.request(transcript.ids, [seed], transcript.num_sampled)
                 [generation] = await sampler.generate(request)
-                transcript.add_sampled(generation)
-                texts.append(context.text_of(generation))
-                turns.append(("assistant", texts[-1]))
-                step = await environment.step(texts[-1])
+                talk.add_answer(generation, context.text_of(generation))
+                step = await environment.step(talk.texts[-1])
                 for name, value in step.reward_parts.items():
-                    parts[name] = parts.get(name, 0.0) + value
+                    talk.parts[name] = talk.parts.get(name, 0.0) + value
                 if step.is_done or generation.finish == "length":
-                    finish = generation.finish
                     break
                 ending = context.ending_id(generation)
                 given = observation_ids(step.observation, self.role, ending, context.tokenizer)
                 num_tokens = len(transcript.ids) + len(given)
                 is_full = context.room(num_tokens, transcript.num_sampled) == 0
-                if is_full or len(texts) == self.max_turns:
-                    finish = "length"
+                if is_full or len(talk.texts) == self.max_turns:
+                    talk.finish = "length"
                     break
                 transcript.add_given(given)
                 if step.observation is not None:
-                    turns.append((self.role, step.observation))
+                    talk.turns.append((self.role, step.observation))
         finally:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await environment.close()
-        sample = transcript.finished(finish, "\n".join(texts))
-        sample.turns = tuple(turns)
-        if parts:
-            sample.reward, sample.reward_parts = sum(parts.values()), parts
+
+
+@dataclass(slots=True)
+class Talk:
+    """A conversation as it grows."""
+
+    transcript: Transcript
+    texts: list[str] = field(default_factory=list)
+    """Of the policy."""
+    turns: list[tuple[str, str]] = field(default_factory=list)
+    parts: dict[str, float] = field(default_factory=dict)
+    """Of its reward."""
+    finish: FinishReason = "stop"
+
+    def add_answer(self, generation: Generation, text: str) -> None:
+        self.transcript.add_sampled(generation)
+        self.texts.append(text)
+        self.turns.append(("assistant", text))
+        self.finish = generation.finish
+
+    def sample(self) -> Sample:
+        sample = self.transcript.finished(self.finish, "\n".join(self.texts))
+        sample.turns = tuple(self.turns)
         return sample
+
+
+class EpisodeFailed(Exception):
+    """The user's code raised in an episode in which the policy had said something."""
+
+    def __init__(self, cause: BaseException, samples: list[Sample]) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+        self.samples = samples
+
+
+def keep_said(error: Exception, samples: list[Sample]) -> None:
+    """Raises EpisodeFailed with what was said until an error of the user's code. Errors of the run
+    and of its machinery, and those before the first answer, are no doing of an answer."""
+    cause = first_cause(error)
+    is_own = isinstance(cause, InfraFailure | DataFailure | UserError | RunError)
+    if samples and not is_own:
+        raise EpisodeFailed(cause, samples) from error
+
+
+async def run_episodes(
+    prompt: Prompt,
+    context: Context,
+    episode: Callable[[int], Coroutine[Any, Any, list[Sample]]],
+) -> list[Sample]:
+    """The samples of a group in which each has an episode of its own.
+
+    An episode that fails is run once more, with the same seed. If it fails again while others
+    pass, what was said in it is kept, marked with WORKFLOW_FAILED: otherwise an answer could have
+    its group dropped. If none passes, the first error is raised.
+    """
+
+    async def run(index: int) -> list[Sample] | EpisodeFailed:
+        with suppress(EpisodeFailed):
+            return await episode(index)
+        try:
+            return await episode(index)
+        except EpisodeFailed as failed:
+            return failed
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(run(index)) for index in range(context.num_samples)]
+    found = [task.result() for task in tasks]
+    failed = [one for one in found if isinstance(one, EpisodeFailed)]
+    if len(failed) == len(found):
+        raise failed[0].cause
+    for one in failed:
+        context.show(prompt, one.cause)
+        for sample in one.samples:
+            sample.reward_parts = {FAILED: 1.0, WORKFLOW_FAILED: 1.0}
+    kept = [one.samples if isinstance(one, EpisodeFailed) else one for one in found]
+    return [sample for samples in kept for sample in samples]
 
 
 async def contained(work: Coroutine[Any, Any, T]) -> T:

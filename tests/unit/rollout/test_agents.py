@@ -202,6 +202,36 @@ def test_a_program_that_raises_is_tried_again_with_other_seeds_then_dropped(lab)
     assert len({r.seeds for r in lab.sampler.requests}) == 3
 
 
+@pytest.mark.parametrize("is_plain", [False, True], ids=["coroutine", "thread"])
+def test_an_answer_that_a_program_fails_on_does_not_drop_its_group(lab, is_plain):
+    """The policy says one of four letters by its seed; the program cannot read one of them."""
+    lab.sampler.script = lambda request, i: [*lab.ids("wxyz"[request.seeds[i] % 4]), lab.end]
+    asked = []
+
+    def judge(text):
+        asked.append(text)
+        return {"known": {"w": 1.0, "x": 2.0, "y": 6.0}[text]}
+
+    async def program(base_url, api_key, model):
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+        answer = await client.completions.create(model=model, prompt="a")
+        return judge(answer.choices[0].text)
+
+    def plain(base_url, api_key, model):
+        client = openai.OpenAI(base_url=base_url, api_key=api_key)
+        return judge(client.completions.create(model=model, prompt="a").choices[0].text)
+
+    samples = lab.run(plain if is_plain else program, num_samples=8)
+    by_text = {sample.text: sample for sample in samples}
+    assert len(samples) == 8 and {"z"} < set(by_text)
+    passed = [sample.reward for sample in samples if sample.text != "z"]
+    failed = [sample for sample in samples if sample.text == "z"]
+    assert len(asked) == 8 + len(failed)
+    for sample in failed:
+        assert sample.reward == pytest.approx(sum(passed) / len(passed))
+        assert sample.reward_parts == {"reward_failed": 1.0, "reward_failed/workflow_error": 1.0}
+
+
 @pytest.mark.parametrize("end", [sys.exit, lambda: asyncio.current_task().cancel()])
 def test_a_coroutine_that_ends_itself_ends_nothing_else(lab, end):
     async def program(base_url):

@@ -355,6 +355,82 @@ def test_an_error_of_the_run_inside_a_workflow_is_passed_on(scripted, build):
         asyncio.run(build([scripted(draw)], Custom(raising)).rollout(prompt(3), 0))
 
 
+class Fragile:
+    """An environment of one turn that raises `error` at the answers in `bad`, `times` times each.
+    An answer that is the key of a reward has it."""
+
+    def __init__(self, bad, error, times=9, rewards=None) -> None:
+        self.left = dict.fromkeys(bad, times)
+        self.error = error
+        self.rewards = rewards or {}
+
+    async def reset(self, fields) -> None:
+        if "reset" in self.left:
+            raise self.error
+
+    async def step(self, text: str) -> Step:
+        if self.left.get(text, 0):
+            self.left[text] -= 1
+            raise self.error
+        return Step(None, is_done=True, reward_parts=self.rewards.get(text, {}))
+
+    async def close(self) -> None:
+        pass
+
+
+MARKS = {"reward_failed": 1.0, "reward_failed/workflow_error": 1.0}
+ERRORS = [ValueError("odd"), SystemExit(3), ExceptionGroup("tasks", [KeyError("x")])]
+
+
+@pytest.mark.parametrize("is_own", [False, True], ids=["reward.fn", "own rewards"])
+@pytest.mark.parametrize("error", ERRORS, ids=lambda one: type(one).__name__)
+def test_an_answer_its_environment_fails_on_does_not_drop_its_group(
+    scripted, build, caplog, error, is_own
+):
+    clean = asyncio.run(build([scripted(draw)]).rollout(prompt(3), 0))
+    texts = [sample.text for sample in clean.samples]
+    assert len(set(texts)) == 4
+    rewards = {text: {"own": float(i)} for i, text in enumerate(texts)} if is_own else {}
+    fragile, reward = Fragile({texts[1]}, error, rewards=rewards), Half()
+    executor = build([scripted(draw)], MultiTurn(lambda: fragile), reward)
+    group = asyncio.run(executor.rollout(prompt(3), 0))
+    assert drawn(group) == drawn(clean) and fragile.left[texts[1]] == 7, "tried once more"
+    values = [float(i) for i in range(4)] if is_own else [one.reward for one in clean.samples]
+    values[1] = (values[0] + values[2] + values[3]) / 3
+    assert [sample.reward for sample in group.samples] == pytest.approx(values)
+    assert [sample.reward_parts == MARKS for sample in group.samples] == [False, True, False, False]
+    assert [len(one.samples) for one in reward.groups] == [3], "what failed is not judged"
+    assert len([record for record in caplog.records if record.exc_info]) == 1
+
+
+def test_an_environment_that_fails_once_leaves_no_mark(scripted, build):
+    clean = asyncio.run(build([scripted(draw)]).rollout(prompt(3), 0))
+    fragile = Fragile({one.text for one in clean.samples}, ValueError("odd"), times=1)
+    workflow = MultiTurn(lambda: fragile)
+    group = asyncio.run(build([scripted(draw)], workflow).rollout(prompt(3), 0))
+    assert drawn(group) == drawn(clean) and not any(one.reward_parts for one in group.samples)
+    assert [one.reward for one in group.samples] == [one.reward for one in clean.samples]
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "kind", "said"),
+    [
+        ("all", ValueError("odd"), DataFailure, "workflow_error: ValueError: odd"),
+        ("reset", ValueError("odd"), DataFailure, "workflow_error: ValueError: odd"),
+        ("one", InfraFailure("no tool"), InfraFailure, "prompt 3 failed 4 times .*no tool"),
+        ("one", DataFailure("bad", "row"), DataFailure, "bad: row"),
+        ("one", RunError("the disk is full"), RunError, "the disk is full"),
+    ],
+)
+def test_what_is_no_doing_of_one_answer_fails_the_group(scripted, build, bad, error, kind, said):
+    clean = asyncio.run(build([scripted(draw)]).rollout(prompt(3), 0))
+    texts = [sample.text for sample in clean.samples]
+    fragile = Fragile({"all": texts, "one": texts[:1], "reset": ["reset"]}[bad], error, times=99)
+    executor = build([scripted(draw)], MultiTurn(lambda: fragile), max_retries=0)
+    with pytest.raises(kind, match=said):
+        asyncio.run(executor.rollout(prompt(3), 0))
+
+
 def test_rewards_of_the_workflow_are_kept_and_missing_ones_named(scripted, plain_tokenizer):
     def scored(samples) -> None:
         for sample in samples:
