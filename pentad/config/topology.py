@@ -44,12 +44,8 @@ def facts_of(
     if is_spread is None:
         is_spread = config.scheduler.type == "ray" or config.cluster.n_nodes > 1
     cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
-    return Facts(
-        kind=kind or ("cuda" if count else "cpu"),
-        num_devices=count,
-        is_spread=is_spread,
-        cores=cores,
-    )
+    kind = kind or ("cuda" if count else "cpu")
+    return Facts(kind=kind, num_devices=count, is_spread=is_spread, cores=cores)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +75,8 @@ def topology(config: Config, facts: Facts | None = None) -> Topology:
 
 def find_topology(config: Config, facts: Facts | None = None) -> Topology | None:
     """None while the allocation is unset or wrong: the layout rules say what is wrong with it."""
-    if parsed_allocation(config) is None:
+    written = parsed_allocation(config)
+    if written is None:
         return None
     asked = _Asked(
         text=str(config.allocation_mode),
@@ -96,7 +93,7 @@ def find_topology(config: Config, facts: Facts | None = None) -> Topology | None
         num_units=config.num_data_storage_units,
         is_short=bool(config.offload_train) or config.actor.archon.offload_params,
     )
-    return _stated(asked, chosen(parsed_allocation(config), "it"), facts or facts_of(config))
+    return _stated(asked, written, facts or facts_of(config))
 
 
 def scorers(config: Config) -> tuple[str, ...]:
@@ -268,7 +265,8 @@ class Topology:
             if not wanted:
                 continue
             # Agents start samplers on any machine; scorers are threads of the first.
-            size, nodes = len(wanted), range(self.num_nodes if "rollout" in roles_of(group) else 1)
+            samples = any(part.role == "rollout" for part in group)
+            size, nodes = len(wanted), range(self.num_nodes if samples else 1)
             node = next((n for n in nodes if beside is None or used[n] + size <= beside), None)
             for _ in wanted:
                 places.append(None if node is None else (node, used[node]))
@@ -358,10 +356,6 @@ class Topology:
 
 
 NO_MACHINE = "no machine has room"
-
-
-def roles_of(group: tuple[Component, ...]) -> set[str]:
-    return {part.role for part in group}
 
 
 def size_of(part: Component) -> int:
