@@ -19,6 +19,7 @@ from pathlib import Path
 GIB = 2**30
 MIB = 2**20
 CGROUP = Path("/sys/fs/cgroup")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 QUERY_TIMEOUT_S = 20.0
 """nvidia-smi takes seconds where the driver is not kept loaded, and forever where it is broken."""
 
@@ -57,7 +58,26 @@ def find_gpus() -> tuple[Gpu, ...]:
     if done.returncode != 0:
         said = (done.stdout + done.stderr).strip().splitlines()
         raise GpuQueryError(f"nvidia-smi: {said[-1] if said else f'exit {done.returncode}'}")
-    return visible(parse_gpus(done.stdout), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return visible(parse_gpus(done.stdout), os.environ.get(VISIBLE))
+
+
+@contextmanager
+def gpus_hidden(is_hidden: bool) -> Iterator[None]:
+    """For a command that computes on the CPU: no GPU of the machine is counted, neither here nor in
+    the processes that it starts."""
+    if not is_hidden:
+        yield
+        return
+    before = os.environ.get(VISIBLE)
+    os.environ[VISIBLE] = ""
+    find_gpus.cache_clear()
+    try:
+        yield
+    finally:
+        os.environ.pop(VISIBLE)
+        if before is not None:
+            os.environ[VISIBLE] = before
+        find_gpus.cache_clear()
 
 
 class NvmlMemory(ctypes.Structure):
