@@ -363,7 +363,8 @@ def _quantise(
 ) -> tuple[tl.tensor, tl.tensor]:
     wide = x.to(tl.float32)
     largest = tl.max(tl.abs(wide), 1)
-    scale = tl.where(largest > 0, largest * (1.0 / LARGEST), 1.0)
+    scale = tl.where(largest == 0, 1.0, largest * (1.0 / LARGEST))
+    scale += tl.sum(0.0 * wide, 1)  # nan where a number is not finite; a maximum passes over nan
     scaled = tl.div_rn(wide, tl.broadcast_to(scale[:, None], wide.shape))
     if ROUNDS:  # numbers beside 1.5 * 2**23 are whole
         scaled = (scaled + 12582912.0) - 12582912.0

@@ -62,8 +62,10 @@ class Pages:
 
 
 def quantise(x_TKd: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """8 bits and the scale of each token and head; a head of zeros has scale 1."""
+    """8 bits and the scale of each token and head; a head of zeros has scale 1, and one with a
+    number that is not finite the scale nan, so that it is not finite when it is read."""
     largest_TK = x_TKd.float().abs().amax(-1)
-    scale_TK = torch.where(largest_TK > 0, largest_TK * (1.0 / LARGEST[dtype]), 1.0)
+    scale_TK = torch.where(largest_TK == 0, 1.0, largest_TK * (1.0 / LARGEST[dtype]))
+    scale_TK += 0.0 * largest_TK  # infinity times 0 is nan
     scaled_TKd = x_TKd.float() / scale_TK.unsqueeze(-1)
     return (scaled_TKd.round() if dtype == torch.int8 else scaled_TKd).to(dtype), scale_TK

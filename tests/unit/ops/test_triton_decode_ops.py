@@ -148,3 +148,17 @@ def test_eight_bits_keep_each_number_to_half_a_step(form):
     assert ((back - x).abs() <= step * 1.0001).all()
     largest = torch.full_like(scale, LARGEST[EIGHT_BITS[form]])
     assert torch.equal(bits.float().abs().amax(-1), largest)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("form", EIGHT_BITS)
+def test_what_is_not_finite_stays_so(form, number):
+    k, v = rand(2, 2, 8), rand(2, 2, 8)
+    k[1, 0, 3] = number
+    places = torch.arange(2, device=DEVICE)
+    for write in (Pages.write, fused.store):
+        pages = pages_of(1, 4, 2, 8, dtype=torch.float32, form=form)
+        write(pages, places, k, v)
+        keys, values = pages.read(torch.zeros(1, dtype=torch.long, device=DEVICE), torch.float32)
+        assert keys[0, :2].isfinite().all(-1).tolist() == [[True, True], [False, True]]
+        assert values.isfinite().all()
