@@ -35,10 +35,11 @@ from pentad.checkpoint.shards import COUNTERS, Stateful
 from pentad.core.device import DTYPES
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.folders import STATE, RecoveryPath
-from pentad.models.hf_weights import box_of, hf_metadata
+from pentad.models.hf_weights import hf_metadata
 from pentad.models.language_model import LanguageModel
 from pentad.models.registry import build_whole, save_model
 from pentad.parallel.cuts import local
+from pentad.weights.boxes import box_of
 from pentad.weights.dcp import DcpFolder, Demand
 from pentad.weights.megatron.layout import INDEX
 from pentad.weights.regions import Region, clip_all

@@ -214,7 +214,7 @@ def plain_cases(subject: ParallelSubject, world: int) -> Iterator[LayoutCase]:
         dense = "archon:" + "".join(f"{letter}{n}" for letter, n in sizes.items() if n > 1)
         experts = subject.dims.num_experts
         ranks = world // p
-        widths = [e for e in divisors(ranks) if e > 1 and experts and experts % e == 0]
+        widths = [e for e in divisors(ranks) if 1 < e <= experts]
         for text in [dense, *([f"{dense}e{widths[-1]}"] if widths else [])]:
             if not case_problems(subject, text):
                 yield from read_cases(subject, [text])

@@ -90,13 +90,10 @@ def width_problems(layout: Layout, dims: ModelDims, where: str) -> Iterator[Prob
 
 
 def expert_problems(layout: Layout, dims: ModelDims, where: str) -> Iterator[Problem]:
-    if dims.num_experts and not deals_experts(dims.num_experts, layout.ep):
+    if dims.num_experts and layout.ep > dims.num_experts:
         ranks = layout.dp_replicate * layout.stage_world
-        fits = [e for e in divisors(ranks) if deals_experts(dims.num_experts, e)]
-        each = experts_each(dims.num_experts, layout.ep)
-        rule = (
-            f"num_experts = {dims.num_experts}, {each} to a rank, leave a rank of e{layout.ep} none"
-        )
+        fits = [e for e in divisors(ranks) if e <= dims.num_experts]
+        rule = f"num_experts = {dims.num_experts} leave a rank of e{layout.ep} none"
         yield Problem(where, rule, f"e can be {list_of(fits)} on {ranks} ranks a stage")
     if not dims.num_experts and layout.ep * layout.etp > 1:
         rule = f"e{layout.ep} and t{layout.etp} of ffn need experts, and the model has none"
@@ -104,13 +101,15 @@ def expert_problems(layout: Layout, dims: ModelDims, where: str) -> Iterator[Pro
 
 
 def experts_each(num_experts: int, ep: int) -> int:
-    """Experts of a rank; of the last one perhaps fewer."""
+    """Experts of the ranks that hold the most."""
     return -(-num_experts // ep)
 
 
-def deals_experts(num_experts: int, ep: int) -> bool:
-    """Whether every rank gets one."""
-    return experts_each(num_experts, ep) * (ep - 1) < num_experts
+def expert_range(num_experts: int, ep: int, rank: int) -> tuple[int, int]:
+    """The experts of a rank of ep: as many as others hold, or one more on the first ranks."""
+    each, more = divmod(num_experts, ep)
+    start = rank * each + min(rank, more)
+    return start, start + each + (rank < more)
 
 
 def no_bias(dims: ModelDims) -> str:

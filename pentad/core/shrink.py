@@ -4,8 +4,8 @@
 2. Only where d1 is still too large do p, t and c shrink: their product stays the largest that fits,
    and among equals t stays before p, and p before c.
 3. e stays if it divides the ranks of a stage, else it becomes the largest below that does and
-   leaves no rank without an expert (the last may have fewer than the others); t of ffn too, and
-   dp_replicate, which divides d.
+   leaves no rank without an expert (it need not divide them); t of ffn too, and dp_replicate, which
+   divides d.
 
 Whether a model can be cut so is for the caller's rules: the first layout that they accept is taken.
 """

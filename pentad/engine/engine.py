@@ -38,7 +38,7 @@ from pentad.engine.state import present_all, read_random, sources_between, write
 from pentad.engine.tags import Offload, WeightTags
 from pentad.models.balance import measure_balance, move_biases, scale_losses
 from pentad.models.families import ConfigLike, dims_of, read_config
-from pentad.models.hf_weights import box_of, hf_metadata
+from pentad.models.hf_weights import hf_metadata
 from pentad.models.moe import Routes
 from pentad.models.registry import build_whole, plan_export
 from pentad.ops.meter import Meter
@@ -49,6 +49,7 @@ from pentad.parallel.gradients import global_square, sum_copies
 from pentad.parallel.mesh import Meshes, build_meshes
 from pentad.runtime.environment import make_deterministic
 from pentad.runtime.rank import pulse
+from pentad.weights.boxes import box_of
 from pentad.weights.hf import FolderPlan
 from pentad.weights.map import WeightMap
 from pentad.weights.regions import Box, Region

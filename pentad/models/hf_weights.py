@@ -1,25 +1,21 @@
 """A model's weights under their HF-on-disk names: out by iteration, in by exact installation.
 
-Parameters may be plain tensors or DTensors of any layout; a model may be one pipeline stage.
+Parameters may be plain tensors or parts of any layout (DTensor, PartTensor); a model may be one
+pipeline stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from pentad.models.language_model import LanguageModel
 from pentad.weights import transfer
-from pentad.weights.cuts import cut_range
-from pentad.weights.regions import Box, full_box
+from pentad.weights.boxes import as_spread, box_of, rows_of
 from pentad.weights.transfer import PairsReader, TensorInfo
-
-if TYPE_CHECKING:  # a second to import, and samplers have none
-    from torch.distributed.tensor import DTensor, Placement
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What torch.compile and activation checkpointing put into parameter names."""
@@ -54,57 +50,8 @@ def native_shards(model: LanguageModel) -> dict[str, transfer.Shard]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    spread = as_dtensor(tensor)
+    spread = as_spread(tensor)
     return tensor if spread is None else spread.to_local()
-
-
-def as_dtensor(tensor: Tensor) -> DTensor | None:
-    """None for one that is whole here."""
-    if type(tensor) in (Tensor, nn.Parameter):
-        return None
-    from torch.distributed.tensor import DTensor
-
-    return tensor if isinstance(tensor, DTensor) else None
-
-
-def box_of(tensor: Tensor) -> Box:
-    """Which part of the global tensor lies here."""
-    spread = as_dtensor(tensor)
-    if spread is None:
-        return full_box(tensor.shape)
-    coordinate = spread.device_mesh.get_coordinate()
-    assert coordinate is not None, "this rank is not part of the tensor's mesh"
-    cuts = list(zip(spread.placements, spread.device_mesh.shape, coordinate, strict=True))
-    return tuple(rows_of(size, dim, cuts) for dim, size in enumerate(tensor.shape))
-
-
-def rows_of(size: int, dim: int, cuts: Sequence[tuple[Placement, int, int]]) -> tuple[int, int]:
-    """The rows of one dim after (placement, number of ranks, rank) of each mesh dim in turn.
-
-    FSDP over tensor parallelism says it with a strided shard; the rows are a block all the same.
-    """
-    from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    rows = torch.arange(size)
-    for placement, num, rank in cuts:
-        if isinstance(placement, _StridedShard) and placement.dim == dim:
-            parts = [_chunk(part, num, rank) for part in rows.chunk(int(placement.split_factor))]
-            rows = torch.cat(parts)
-        elif isinstance(placement, Shard) and placement.dim == dim:
-            rows = _chunk(rows, num, rank)
-        else:
-            assert not placement.is_partial(), "a partial sum is no weight"
-    if len(rows) == 0:
-        return 0, 0
-    start, stop = int(rows[0]), int(rows[-1]) + 1
-    assert stop - start == len(rows), f"{cuts} scatter the rows of dim {dim}"
-    return start, stop
-
-
-def _chunk(rows: Tensor, num: int, rank: int) -> Tensor:
-    start, stop = cut_range(len(rows), num, rank)
-    return rows[start:stop]
 
 
 def hf_metadata(model: LanguageModel, dtype: torch.dtype | None = None) -> dict[str, TensorInfo]:
@@ -134,10 +81,12 @@ def gather_whole(tensor: Tensor) -> Tensor:
 
     Without DTensor's own redistribution, which remembers process groups that may be gone.
     """
-    spread = as_dtensor(tensor)
+    spread = as_spread(tensor)
     if spread is None:
         return tensor
     from torch.distributed.tensor import Shard
+
+    from pentad.weights.parts import BalancedShard
 
     mesh, whole = spread.device_mesh, spread.to_local()
     at = mesh.get_coordinate()
@@ -145,7 +94,7 @@ def gather_whole(tensor: Tensor) -> Tensor:
     cuts = list(zip(spread.placements, mesh.shape, at, strict=True))
     for axis in reversed(range(mesh.ndim)):
         placement, num, _ = cuts[axis]
-        if num > 1 and isinstance(placement, Shard):
+        if num > 1 and isinstance(placement, Shard | BalancedShard):
             dim, size = placement.dim, tensor.shape[placement.dim]
             ends = [
                 rows_of(size, dim, [*cuts[:axis], (placement, num, rank)]) for rank in range(num)

@@ -2,27 +2,26 @@
 
 A rank computes with plain tensors: the box that tp, ep and etp leave it, as the model file's plan
 says. FSDP2 stores that box over fsdp or efsdp. To the outside a parameter is a DTensor of the
-whole tensor, whatever the layout.
+whole tensor, whatever the layout (a `PartTensor` where ep does not divide the experts).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import gcd
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from pentad.core.fit import experts_each
 from pentad.ops.rounding import Place
 from pentad.parallel.mesh import ALONE, Axis, Meshes
+from pentad.weights.boxes import placed_box
 from pentad.weights.cuts import REPEATED, UNITS, CutPlan, cut_entry, split_dims
 from pentad.weights.map import Entry, WeightMap
+from pentad.weights.parts import AnyPlacement, BalancedShard, PartTensor
 from pentad.weights.regions import Box, Shape, box_shape, full_box, slices
 
 EXPERT_AXES = ("ep", "etp")
@@ -30,7 +29,7 @@ EXPERT_AXES = ("ep", "etp")
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's memory of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor | PartTensor) else tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +47,8 @@ class Cut:
     stored_dim: int
     """The dim that storage cuts."""
     mesh: DeviceMesh | None
-    placements: tuple[Placement, ...]
-    """Of the stored shard, as a DTensor of the whole."""
+    placements: tuple[AnyPlacement, ...]
+    """Of the stored shard within the whole."""
     sees_all: bool = False
     """Each of the copies sees all tokens and heads: their gradients are equal, and not summed."""
 
@@ -61,10 +60,13 @@ class Cut:
         """A stored shard as the tensor it is a part of; shares memory."""
         if self.mesh is None:
             return local
+        plain = tuple(one for one in self.placements if not isinstance(one, BalancedShard))
+        if len(plain) < len(self.placements):
+            return PartTensor(local.detach(), self.shape, self.stored, self.mesh, self.placements)
         whole = torch.empty(self.shape, device="meta")
         meta = TensorMeta(whole.shape, whole.stride(), local.dtype)
         return DTensor(  # not from_local, which would move a shard kept on the host
-            local.detach(), DTensorSpec(self.mesh, self.placements, meta), requires_grad=False
+            local.detach(), DTensorSpec(self.mesh, plain, meta), requires_grad=False
         )
 
     def take(self, whole: Tensor) -> Tensor:
@@ -74,20 +76,14 @@ class Cut:
     @property
     def stored(self) -> Box:
         """The stored shard within the whole tensor."""
-        spec = self.present(torch.empty(self.shape, device="meta"))
-        return stored_box(spec) if isinstance(spec, DTensor) else full_box(self.shape)
+        if self.mesh is None:
+            return full_box(self.shape)
+        return placed_box(self.shape, self.mesh, self.placements)
 
     @property
     def place(self) -> Place:
         """As `stored`, for what goes by an element's place."""
         return Place.of(self.shape, self.stored)
-
-
-def stored_box(tensor: DTensor) -> Box:
-    shape, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return tuple((start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
 def plan_cuts(
@@ -112,8 +108,8 @@ def _cut(entry: Entry, weight_map: WeightMap, plan: CutPlan, meshes: Meshes) -> 
     num_stored = layout.efsdp if is_expert else layout.dp_shard * layout.cp
     sizes = list(part.shape)
     if "ep" in axes:  # all ranks must choose one dim, whether they hold as many experts or not
-        num = entry.shape[axes["ep"]]
-        sizes[axes["ep"]] = gcd(experts_each(num, layout.ep), num)
+        each, more = divmod(entry.shape[axes["ep"]], layout.ep)
+        sizes[axes["ep"]] = 1 if more else each
     dim = storage_dim(tuple(sizes), num_stored)
     copies, mesh, placements = _outside(entry, weight_map, axes, meshes, is_expert)
     return Cut(
@@ -129,12 +125,14 @@ def _cut(entry: Entry, weight_map: WeightMap, plan: CutPlan, meshes: Meshes) -> 
 
 def _outside(
     entry: Entry, weight_map: WeightMap, axes: Mapping[str, int], meshes: Meshes, is_expert: bool
-) -> tuple[Axis, DeviceMesh | None, tuple[Placement, ...]]:
+) -> tuple[Axis, DeviceMesh | None, tuple[AnyPlacement, ...]]:
     """(copies, mesh, placements but the last) of a parameter."""
     if meshes.dense is None or meshes.expert is None:
         return ALONE, None, ()
 
-    def at(axis: str) -> Placement:
+    def at(axis: str) -> AnyPlacement:
+        if axis == "ep" and axis in axes and entry.shape[axes[axis]] % meshes.layout.ep:
+            return BalancedShard(axes[axis])
         return Shard(axes[axis]) if axis in axes else Replicate()
 
     if is_expert:

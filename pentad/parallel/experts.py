@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pentad.core.fit import experts_each
+from pentad.core.fit import expert_range, experts_each
 from pentad.ops.experts import sort_pairs, sum_rows, take_rows, take_weights
 from pentad.ops.meter import timed
 from pentad.parallel.collectives import exchange
 from pentad.parallel.mesh import Axis
-from pentad.weights.cuts import cut_range
 
 RunExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(rows sorted by expert, how many each has, the weight of each row) to their results."""
@@ -42,11 +41,11 @@ class ExpertDispatch:
         self.etp = etp
         self.num_ep = group.size // etp
         self.num_experts = num_experts
-        start, stop = cut_range(num_experts, self.num_ep, group.rank // etp)
+        start, stop = expert_range(num_experts, self.num_ep, group.rank // etp)
         assert stop > start, f"{num_experts} experts over ep = {self.num_ep}"
         self.num_held = stop - start
         self.num_each = experts_each(num_experts, self.num_ep)
-        """The last rank may hold fewer."""
+        """The last ranks may hold one fewer."""
 
     def __call__(
         self,
@@ -90,7 +89,11 @@ class ExpertDispatch:
     def _by_rank(self, sizes_R: Tensor) -> Tensor:
         """Pairs of each expert by the rank that holds it; places without an expert stay empty."""
         lack = self.num_ep * self.num_each - self.num_experts
-        return (pad(sizes_R, (0, lack)) if lack else sizes_R).view(self.num_ep, -1)
+        if not lack:
+            return sizes_R.view(self.num_ep, -1)
+        full_R, rest_R = sizes_R.tensor_split([(self.num_ep - lack) * self.num_each])
+        rows_PE = full_R.view(-1, self.num_each), pad(rest_R.view(lack, -1), (0, 1))
+        return torch.cat(rows_PE)
 
     def _num_leaving(self, counts: list[int]) -> int:
         """Of pairs by rank of the group those that are another's."""

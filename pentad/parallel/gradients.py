@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-from torch.distributed.tensor import DTensor
 
 from pentad.core.errors import RunError
 from pentad.core.group_values import OptionalGroup, gather_values
 from pentad.ops.digest import digest_of
 from pentad.parallel.collectives import reduce_ranks
-from pentad.parallel.cuts import Cut, local, stored_box
+from pentad.parallel.cuts import Cut, local
 from pentad.parallel.mesh import Axis, Meshes
+from pentad.weights.boxes import as_spread, box_of
 
 MAX_APART = 0.05
 """Of the size of gradients that should be equal: rounding in 16 bit stays far below it, and what
@@ -90,8 +90,8 @@ def differing_copies(
 
     Every rank of the group calls it, with the tensors that it holds shards of.
     """
-    shards = ((name, one) for name, one in tensors.items() if isinstance(one, DTensor))
-    mine = digest_of((f"{name} {stored_box(one)}", local(one)) for name, one in shards).entries
+    shards = ((name, one) for name, one in tensors.items() if as_spread(one) is not None)
+    mine = digest_of((f"{name} {box_of(one)}", local(one)) for name, one in shards).entries
     first: dict[str, tuple[int, str]] = {}
     found = []
     for rank, held in enumerate(gather_values(mine, group)):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
-from pentad.core.fit import experts_each, stages_of_rank
+from pentad.core.fit import expert_range, stages_of_rank
 from pentad.core.layout import Allocation, Component, Coords, Layout
 from pentad.core.machine import GIB, host_memory
 from pentad.core.sizes import PROCESS_BYTES, DeviceKind, HandoffKind
@@ -291,11 +291,9 @@ def _row(
     run: list[tuple[int, Coords]], layout: Layout, num_heads: int, num_experts: int
 ) -> InnerRow:
     heads = num_heads // layout.tp
-    experts = experts_each(num_experts, layout.ep)
     places = [place for _, place in run]
     held = [i for p in places for i in range(p.tp * heads, (p.tp + 1) * heads)]
-    routed = [i for p in places for i in range(p.ep * experts, (p.ep + 1) * experts)]
-    routed = [i for i in routed if i < num_experts]
+    routed = [i for p in places for i in range(*expert_range(num_experts, layout.ep, p.ep))]
     dp = [p.dp_replicate * layout.dp_shard + p.dp_shard for p in places]
     dense = (dp, [p.cp for p in places], [p.tp for p in places], held)
     sparse = ([p.efsdp for p in places], [p.ep for p in places], [p.etp for p in places], routed)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pentad.core.errors import Problem, UserError
+from pentad.core.fit import expert_range
 from pentad.weights.map import Condition, Entry, Sizes, always, size_of
 from pentad.weights.regions import Box, Region, Shape, clip
 
@@ -54,6 +55,8 @@ def cut_range(size: int, num: int, rank: int) -> tuple[int, int]:
 
 def cut_symbol(symbol: str, axis: str, num: int, rank: int, sizes: Sizes) -> tuple[int, int]:
     """The rows of a symbol that a rank holds."""
+    if axis == "ep":
+        return expert_range(size_of(symbol, sizes), num, rank)
     if symbol not in UNITS:
         return cut_range(size_of(symbol, sizes), num, rank)
     unit = sizes[UNITS[symbol]]

@@ -21,7 +21,7 @@ def conserve(layout: Layout):
     dispatch = ExpertDispatch(group, layout.etp, NUM_EXPERTS)
     rank = dist.get_rank()
     torch.manual_seed(rank)
-    num_tokens = (7, 0, 16, 1)[rank]  # uneven, and one rank without any
+    num_tokens = (7, 0, 16, 1, 3)[rank]  # uneven, and one rank without any
     x_TD = torch.randn(num_tokens, WIDTH, dtype=torch.float64)
     weights_Tk = torch.rand(num_tokens, CHOSEN, dtype=torch.float64)
     skewed_TE = torch.rand(num_tokens, NUM_EXPERTS) + torch.arange(NUM_EXPERTS) / 8

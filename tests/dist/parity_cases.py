@@ -17,7 +17,6 @@ from engine_toys import (
     state_of,
 )
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from pentad.core.errors import RunError
 from pentad.core.layout import Layout
@@ -25,7 +24,7 @@ from pentad.core.settings import BalanceSettings, EngineSettings, OptimizerSetti
 from pentad.engine.engine import Engine, build_engine
 from pentad.models.hf_weights import gather_whole
 from pentad.ops.digest import digest_of, tensor_checksum
-from pentad.parallel.cuts import local, stored_box
+from pentad.parallel.cuts import local
 from pentad.parallel.gradients import global_square
 from pentad.sync.publisher import take_snapshot
 
@@ -64,7 +63,8 @@ GLM = DENSE | {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.4,
 }
-CONFIGS = {"dense": DENSE, "moe": MOE, "biased": BIASED, "shared": SHARED, "glm": GLM}
+SIX = MOE | {"num_experts": 6}
+CONFIGS = {"dense": DENSE, "moe": MOE, "six": SIX, "biased": BIASED, "shared": SHARED, "glm": GLM}
 LOSSES = {"token": PolicyLoss(0.3), "sequence": SequenceLoss(), "value": ValueLoss()}
 
 
@@ -122,7 +122,7 @@ def train_step(
     engine = make(model, layout, loss, **settings)
     _other = make(model, beside, loss, **settings) if beside else None
     rows = make_rows(num_rows)
-    chosen = engine.routes(rows) if scores and model in ("moe", "glm") else None
+    chosen = engine.routes(rows) if scores and model in ("moe", "six", "glm") else None
     for row, given in zip(rows, routes or chosen or [], strict=False):
         row.routes = torch.arange(given.shape[-1]).expand_as(given) if crowd else given
     scored = engine.forward(rows) if scores else None
@@ -178,17 +178,12 @@ def ranks_agree(model: str, layout: Layout, steps: int = 3) -> dict[str, Any]:
         engine.accumulate(rows, LOSSES["token"])
         results.append(engine.end_step())
     held = {
-        name: (stored_box_of(engine, name), tensor_checksum(tensor))
+        name: (engine.cuts[name].stored, tensor_checksum(tensor))
         for name, tensor in engine.masters.items()
     }
     everyone: list[Any] = [None] * layout.world
     dist.all_gather_object(everyone, (results, held))
     return {"results": [one[0] for one in everyone], "held": [one[1] for one in everyone]}
-
-
-def stored_box_of(engine: Engine, name: str) -> Any:
-    whole_tensor = engine.cuts[name].present(engine.masters[name])
-    return stored_box(whole_tensor) if isinstance(whole_tensor, DTensor) else None
 
 
 def expert_norms(layout: Layout, routes: list[Tensor]) -> dict[str, float]:

@@ -40,6 +40,9 @@ KINDS = {
     "ep2": Kind(Layout(dp_shard=2, ep=2)),
     "etp2": Kind(Layout(tp=2, etp=2)),
     "ep3": Kind(Layout(dp_shard=3, ep=3)),
+    "ep4": Kind(Layout(dp_shard=4, ep=4)),  # 2, 2, 1 and 1 experts of six
+    "ep5": Kind(Layout(dp_shard=5, ep=5)),  # 2, and 1 on each other
+    "dp4 tp2 ep4": Kind(Layout(dp_shard=4, tp=2, ep=4)),
     "dp3": Kind(Layout(dp_shard=3)),
     "tp4": Kind(Layout(tp=4)),  # each key-value head on two ranks
     "hsdp2 dp2": Kind(Layout(dp_replicate=2, dp_shard=2)),
@@ -51,7 +54,7 @@ KINDS = {
 SAVES = [
     *[("tied5", k) for k in ("alone", "dp2", "tp2", "interleaved", "zbv", "fsdp dp2")],
     *[("tied5", k) for k in ("dp3", "hsdp2 dp2", "tp4")],
-    *[("moe6", k) for k in ("alone", "ep3", "pp2 tp2 ep2", "ep2 etp2", "fsdp")],
+    *[("moe6", k) for k in ("alone", "ep3", "pp2 tp2 ep2", "ep2 etp2", "fsdp", "ep5")],
     ("glm5", "1f1b"),
 ]
 PAIRS = [
@@ -79,11 +82,19 @@ PAIRS = [
     ("moe6", "pp2 tp2 ep2", "pp2 tp2 ep2"),
     ("moe6", "ep2 etp2", "alone"),
     ("moe6", "fsdp", "ep2 etp2"),
+    ("moe6", "alone", "ep5"),
+    ("moe6", "ep5", "alone"),
+    ("moe6", "ep5", "ep2"),
+    ("moe6", "ep5", "ep4"),
+    ("moe6", "ep2 etp2", "ep5"),
+    ("moe6", "ep5", "dp4 tp2 ep4"),
     ("glm5", "1f1b", "ep2"),
 ]
 
 
 PAIRS_REST = [
+    ("moe6", "ep2 etp2", "ep5"),
+    ("moe6", "ep5", "dp4 tp2 ep4"),
     ("tied5", "interleaved", "interleaved"),
     ("tied5", "hsdp2 dp2", "hsdp2 dp2"),
     ("moe6", "alone", "dp4 ep2"),

@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from pentad.core.fit import expert_range
 from pentad.core.layout import Layout
 
 pytestmark = pytest.mark.dist
@@ -16,6 +17,7 @@ NUM_EXPERTS, CHOSEN, HIDDEN = 8, 3, 24
     [
         *(Layout(dp_shard=4, ep=4), Layout(dp_shard=4, ep=2, etp=2), Layout(dp_shard=4, ep=2)),
         Layout(dp_shard=3, ep=3),  # 3, 3 and 2 experts
+        Layout(dp_shard=5, ep=5),  # 2, 2, 2, 1 and 1
     ],
     ids=str,
 )
@@ -23,13 +25,11 @@ def test_token_conservation(pool, layout):
     """Every chosen pair arrives at its expert, once on each rank that cuts it, and comes back."""
     found = pool.run(layout.world, "exchange_cases", "conserve", layout=layout)
     group_size = layout.ep * layout.etp
-    held = -(-NUM_EXPERTS // layout.ep)
     for start in range(0, layout.world, group_size):
         ranks = found[start : start + group_size]
         chosen = Counter(expert for ids, _, _ in ranks for expert in ids)
         for place, (_, arrived, off) in enumerate(ranks):
-            first = held * (place // layout.etp)
-            mine = range(NUM_EXPERTS)[first : first + held]
+            mine = range(*expert_range(NUM_EXPERTS, layout.ep, place // layout.etp))
             assert mine and arrived == [chosen[n] for n in mine]
             assert off < 1e-12, "a result came back to another token, or not at all"
         total = sum(sum(arrived) for _, arrived, _ in ranks)

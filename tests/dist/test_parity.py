@@ -140,6 +140,27 @@ def test_mixture(pool, layout):
     check(pool, "moe", layout)
 
 
+BALANCED = [
+    ("six", Layout(dp_shard=4, ep=4), {}),  # 2, 2, 1 and 1 experts
+    ("six", Layout(tp=2, cp=2, ep=4), {"offload_params": True}),
+    ("moe", Layout(dp_shard=5, ep=5), {}),  # 2, 2, 2, 1 and 1
+    ("six", Layout(dp_shard=5, ep=5), {"crowd": True}),
+    ("moe", Layout(dp_shard=7, ep=7), {}),  # 2, and 1 on each other
+    ("six", Layout(dp_shard=4, tp=2, ep=4), {}),  # each stored on two ranks
+    ("six", Layout(dp_shard=4, tp=2, ep=4, etp=2), {}),
+    ("six", Layout(dp_replicate=2, dp_shard=4, ep=4), {}),
+]
+BALANCED_REST = [BALANCED[1], BALANCED[3], BALANCED[4], BALANCED[6], BALANCED[7]]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "settings"), table(BALANCED, BALANCED_REST), ids=str
+)
+def test_experts_over_any_number_of_ranks(pool, model, layout, settings):
+    """Where torch.chunk would leave a rank without one."""
+    check(pool, model, layout, **settings)
+
+
 CORNERS = {
     "a sequence's sum is spread over cp ranks": ("dense", Layout(cp=4), {"loss": "sequence"}),
     "sequence loss, three axes": ("dense", Layout(dp_shard=2, cp=2, tp=2), {"loss": "sequence"}),
@@ -260,6 +281,7 @@ ROUNDED = [
     *(("dense", layout) for layout in (Layout(dp_shard=3), Layout(dp_shard=2, tp=2, cp=2))),
     ("dense", Layout(dp_replicate=2, tp=2)),
     ("biased", Layout(dp_shard=2, tp=4)),
+    ("moe", Layout(dp_shard=5, ep=5)),
     ("moe", Layout(dp_shard=3, tp=2, ep=3, etp=2)),
     ("moe", Layout(dp_shard=2, cp=2, tp=2, ep=2, etp=2)),
     ("glm", Layout(dp_shard=2, tp=2, ep=4)),

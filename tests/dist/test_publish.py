@@ -21,6 +21,8 @@ CASES = [
     ("parity", "moe", Layout(dp_shard=2, tp=2, ep=2), "shm", {"compute_dtype": "bfloat16"}),
     ("parity", "glm", Layout(pp=2, dp_shard=2, ep=2), "shm", {"pp_schedule": "1F1B"}),
     ("hf", "qwen3", Layout(dp_shard=2, tp=2), "shm", {"compute_dtype": "bfloat16"}),
+    ("parity", "six", Layout(dp_shard=4, ep=4), "file", {"compute_dtype": "bfloat16"}),
+    ("parity", "moe", Layout(dp_shard=5, ep=5), "shm", {}),
     ("parity", "dense", Layout(dp_replicate=2, tp=4), "shm", {"compute_dtype": "bfloat16"}),
 ]
 

@@ -31,6 +31,7 @@ def run(pool, layout: Layout, function: str, **kwargs):
         ("dense", Layout(cp=2)),  # cp ranks clipped by different norms
         ("moe", Layout(dp_replicate=2, tp=2, ep=2)),
         ("dense", Layout(tp=4)),  # each kv head is held twice
+        ("six", Layout(dp_replicate=2, dp_shard=4, ep=4)),
         ("moe", Layout(dp_shard=2, cp=2, tp=2, ep=4, etp=2)),
     ],
     ids=str,
@@ -104,6 +105,8 @@ def test_a_copy_of_the_state_brings_a_layout_back_bit_by_bit(pool):
         ("dense", Layout(dp_replicate=2, tp=4)),
         ("moe", Layout(dp_shard=2, cp=2, tp=2, ep=2, etp=2)),
         ("moe", Layout(dp_shard=4)),
+        ("six", Layout(dp_shard=4, ep=4)),
+        ("moe", Layout(dp_shard=5, ep=5)),
     ],
     ids=str,
 )

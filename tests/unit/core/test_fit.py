@@ -4,7 +4,7 @@ import pytest
 
 from pentad.core.dims import ModelDims
 from pentad.core.errors import UserError
-from pentad.core.fit import check_fit, heads_work
+from pentad.core.fit import check_fit, expert_range, experts_each, heads_work
 from pentad.core.layout import Layout
 
 
@@ -35,9 +35,9 @@ MOE = {"num_experts": 6, "moe_intermediate_size": 9, "moe_layers": (True, False)
         (Layout(tp=3), {}, "t3 must divide intermediate_size = 40"),
         (Layout(tp=6), {"vocab_size": 8}, "t6 leaves a rank without any of the 8 words"),
         (
-            Layout(dp_shard=4, ep=4),
+            Layout(dp_shard=8, ep=8),
             MOE,
-            "6, 2 to a rank, leave a rank of e4 none; e can be 1, 2 on 4",
+            "num_experts = 6 leave a rank of e8 none; e can be 1, 2, 4 on 8 ranks",
         ),
         (Layout(dp_shard=2, etp=2), MOE, "t2 of ffn must divide moe_intermediate_size = 9"),
         (Layout(dp_shard=2, ep=2), {}, "e2 and t1 of ffn need experts, and the model has none"),
@@ -53,4 +53,26 @@ def test_what_does_not_fit_is_refused(layout, changes, sentence):
 def test_what_fits_passes():
     check_fit(Layout(dp_shard=2, cp=3), dims())
     check_fit(Layout(dp_shard=3, ep=3, cp=3), dims(**MOE))
+    for ep in range(1, 7):
+        check_fit(Layout(dp_shard=ep, ep=ep), dims(**MOE))
     assert heads_work(dims(), 3, 4) and heads_work(dims(), 12, 1) and not heads_work(dims(), 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "sizes"),
+    [
+        (8, [3, 3, 2]),
+        (8, [2, 2, 2, 1, 1]),
+        (8, [2, 1, 1, 1, 1, 1, 1]),
+        (6, [2, 2, 1, 1]),
+        (6, [1] * 6),
+        (128, [26, 26, 26, 25, 25]),
+        (128, [2] * 56 + [1] * 16),
+    ],
+    ids=str,
+)
+def test_experts_are_dealt_in_balanced_parts(num_experts, sizes):
+    ranges = [range(*expert_range(num_experts, len(sizes), rank)) for rank in range(len(sizes))]
+    assert [len(one) for one in ranges] == sizes
+    assert [expert for one in ranges for expert in one] == list(range(num_experts))
+    assert experts_each(num_experts, len(sizes)) == max(sizes)

@@ -87,7 +87,12 @@ def test_d_gives_way_first(text, world, expected):
     [
         ("archon:d4e4", 3, 12, "archon:d3e3"),
         ("archon:d4e4", 3, 8, "archon:d3e3"),  # 3, 3 and 2 experts
-        ("archon:d4e4", 3, 4, "archon:d3e1"),  # 2, 2 and none
+        ("archon:d4e4", 3, 4, "archon:d3e3"),  # 2, 1 and 1
+        ("archon:d8e8", 7, 8, "archon:d7e7"),  # 2, and 1 on each other
+        ("archon:d8e8", 5, 8, "archon:d5e5"),  # 2, 2, 2, 1 and 1
+        ("archon:d7e7", 5, 8, "archon:d5e5"),
+        ("archon:(attn:d8|ffn:e8)", 7, 8, "archon:(attn:d7|ffn:e7)"),
+        ("archon:(attn:d4t2|ffn:e8)", 7, 6, "archon:(attn:d3t2|ffn:e6)"),
         ("archon:(attn:d4|ffn:e4)", 2, 8, "archon:(attn:d2|ffn:e2)"),
         ("archon:(attn:d2t2|ffn:d1t1e4)", 3, 8, "archon:(attn:d1t2|ffn:d1t1e2)"),
         ("archon:(attn:d4|ffn:t2e2)", 3, 8, "archon:(attn:d3|ffn:t1e1)"),
@@ -108,8 +113,8 @@ def test_it_says_what_changed():
     after, _ = shrink(before, 7, fits(mixture(8)))
     said = describe(before, after, 7)
     assert said == (
-        "archon:(attn:d3t2|ffn:e3) for archon:(attn:d4t2|ffn:e8) on 7 ranks: d 4 -> 3, "
-        "e of ffn 8 -> 3; 1 of them idle"
+        "archon:(attn:d3t2|ffn:e6) for archon:(attn:d4t2|ffn:e8) on 7 ranks: d 4 -> 3, "
+        "e of ffn 8 -> 6; 1 of them idle"
     )
 
 

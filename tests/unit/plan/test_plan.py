@@ -619,6 +619,8 @@ def test_rank_rows_say_what_a_rank_holds():
         ("+2", "1", "0", "0-15", "2", "64-95"),
         ("+3", "1", "1", "16-31", "3", "96-127"),
     ]
+    rows, _ = inner_rows(Layout(dp_shard=5, ep=5), 32, 8)
+    assert [row.experts for row in rows] == ["0-1", "2-3", "4-5", "6", "7"]
     assert span([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
 
 

@@ -70,10 +70,10 @@ RED = [
     (
         "experts",
         MOE,
-        ["archon:d72e72"],
+        ["archon:d144e144"],
         None,
-        "num_experts = 128, 2 to a rank, leave a rank of e72 none",
-        "e can be 1, 2, 3, 4, 6, 8, 9, 12 on 72 ranks",
+        "num_experts = 128 leave a rank of e144 none",
+        "e can be 1, 2, 3, 4, 6, 8, 9, 12, 16, 18, 24, 36, 48, 72 on 144 ranks",
     ),
     (
         "replicas",
@@ -237,7 +237,7 @@ def config_of(*overrides: str):
 
 
 def test_the_model_is_looked_up():
-    bad = config_of("actor.path=Qwen/Qwen3-30B-A3B", "allocation_mode=archon:d72e72")
+    bad = config_of("actor.path=Qwen/Qwen3-30B-A3B", "allocation_mode=archon:d144e144")
     assert ["num_experts = 128" in p.rule for p in check_layout(bad)] == [True]
     unknown = config_of("actor.path=Qwen/Qwen3-9B", "allocation_mode=archon:d0")
     assert [p.where.split(" ")[0] for p in check_layout(unknown)] == [

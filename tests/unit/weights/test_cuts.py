@@ -96,11 +96,12 @@ def test_gate_and_up_are_each_cut_whether_stacked_or_under_each_other():
         assert torch.equal(fused, expected.reshape(4, 7))
 
 
-def test_experts_are_dealt_over_ep_and_cut_over_etp():
+@pytest.mark.parametrize("sizes", [[3, 2], [2, 2, 1], [2, 1, 1, 1], [1] * 5], ids=str)
+def test_experts_are_dealt_over_ep_and_cut_over_etp(sizes):
     experts = numbers(5, 2, 9, 7)
-    for ep_rank, part in enumerate(experts.split(2)):
+    for ep_rank, part in enumerate(experts.split(sizes)):
         for etp_rank, expected in enumerate(part.split(3, dim=2)):
-            coords = {"ep": (3, ep_rank), "etp": (3, etp_rank), "tp": (2, 1)}
+            coords = {"ep": (len(sizes), ep_rank), "etp": (3, etp_rank), "tp": (2, 1)}
             out = local(Rule("t", "E 2 M D", "x"), coords, x=experts)
             assert torch.equal(out, expected)
 
