@@ -108,7 +108,10 @@ class Membership:
 
     def _settle(self, fitted: Fitted, present: list[int], generation: int) -> Formed:
         before = len(self.formed.used) if self.formed else self.count
-        self.formed = Formed(fitted.config, tuple(present[: fitted.world]))
+        # Of one rank, a config of its own would be a run in one process: this one has processes.
+        processes = fitted.config.scheduler.model_copy(update={"processes": "separate"})
+        config = fitted.config.model_copy(update={"scheduler": processes})
+        self.formed = Formed(config, tuple(present[: fitted.world]))
         layout = str(component_of(fitted.config, "actor"))
         if fitted.why or fitted.world != before:
             what = fitted.why or f"{layout} on all {self.count} slots"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from engine_toys import make_rows, state_of
 from parity_cases import CONFIGS, LOSSES, MOE, whole

@@ -7,6 +7,7 @@ import torch
 
 from pentad.config.load import read_config
 from pentad.config.resolve import resolve
+from pentad.config.topology import Facts, topology
 from pentad.core.errors import RunError
 from pentad.runtime.report import Failure
 from pentad.runtime.restarts import Lost, RestartPolicy
@@ -156,3 +157,13 @@ def test_samplers_on_gpus_that_a_shrink_would_move_are_refused(members):
     assert refusals("embedded:d1+archon:d2", "cuda") == ["elastic.enabled = true"]
     assert not refusals("embedded:d1+archon:d2", "cpu")
     assert not refusals("embedded:d2|archon:d2", "cuda")
+
+
+def test_a_group_of_one_rank_is_a_process_beside_the_scheduler_as_before(members, held):
+    group = members("allocation_mode=embedded:d1+archon:d2", "reward.fn=x:y", "elastic.min_ranks=1")
+    held.lacks[1] = "it is lost"
+    formed = group.form(0)
+    assert formed.config.allocation_mode == "embedded:d1+archon:d1"
+    placed = topology(formed.config, Facts(kind="cpu", num_devices=None))
+    assert placed.is_learner_apart and not placed.is_one_process
+    assert placed.store == "files", "in memory only a learner of this process would find groups"
