@@ -16,7 +16,7 @@ from pathlib import Path
 
 MAX_CPU_S = 5.0
 GROWING_CPU_S = 0.3
-MAX_GROWTH_BYTES = 1 << 30
+MAX_GROWTH_BYTES = 1 << 28
 """Of the process, since the call began, once it has taken GROWING_CPU_S."""
 CHECK_S = 0.05
 IDLE_CHECKS = 40
@@ -32,17 +32,16 @@ class _Call:
     thread: int = field(default_factory=threading.get_ident)
     clock: int = field(init=False)
     began_s: float = field(init=False)
-    began_bytes: int | None = None
+    began_bytes: int = field(init=False)
     is_cut: bool = False
 
     def __post_init__(self) -> None:
         self.clock = time.pthread_getcpuclockid(self.thread)
         self.began_s = time.clock_gettime(self.clock)
+        self.began_bytes = _resident_bytes()  # the watching thread may come late
 
     def is_too_much(self) -> bool:
         taken_s = time.clock_gettime(self.clock) - self.began_s
-        if self.began_bytes is None:
-            self.began_bytes = _resident_bytes()
         if taken_s < GROWING_CPU_S:
             return False
         return taken_s > MAX_CPU_S or _resident_bytes() - self.began_bytes > MAX_GROWTH_BYTES

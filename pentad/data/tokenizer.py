@@ -92,7 +92,7 @@ def rendered(inner: Any, messages: Sequence[Mapping[str, Any]], **options: Any) 
         with cut_off():
             text = inner.apply_chat_template(messages, tokenize=False, **options)
     except CutOff as error:
-        limits = f"{MAX_CPU_S:g} s or {MAX_GROWTH_BYTES >> 30} GiB"
+        limits = f"{MAX_CPU_S:g} s or {MAX_GROWTH_BYTES >> 20} MiB"
         rule = f"one conversation of {len(messages)} messages takes it more than {limits}"
         where = f"chat template of {getattr(inner, 'name_or_path', 'the tokenizer')}"
         raise UserError(Problem(where, rule, "mend chat_template.jinja")) from error

@@ -51,7 +51,6 @@ def test_where_and_how_fast_it_runs_may_change(override):
         "actor.path=other",
         "train_dataset.path=other",
         "train_dataset.shuffle=false",
-        "train_dataset.batch_size=4",
         "gconfig.n_samples=4",
         "gconfig.temperature=0.5",
         "algorithm.eps_clip=0.1",

@@ -9,6 +9,7 @@ DEFAULTS = {
     "head_dim": 128,
     "max_position_embeddings": 524288,
     "attention_bias": True,
+    "pad_token_id": 1,
 }
 
 SPEC = ModelSpec(
