@@ -36,7 +36,7 @@ class Made:
                 "rows_digest": f"rows {step}",
                 "num_tokens": 100,
                 "kernel": {"tokens_per_expert_mean": 100 * TOP_K / EXPERTS, "balance": {"1": {}}},
-                "collective": {"pairs_computed": 100 * TOP_K},
+                "collective": {"pairs_computed": 100 * TOP_K, "dispatch_bytes": 64},
             }
             for step in range(1, STEPS + 1)
         ]
