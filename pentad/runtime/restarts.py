@@ -1,8 +1,18 @@
-"""What follows the loss of a process: the one place that counts tries, failures and retired slots.
+"""What follows the loss of a process: the one place that counts failures, generations and retired
+slots, for the ranks that train, for scorers, samplers and servers.
 
-Losses go in, decisions come out; nothing is read, started or waited for here. A slot is blamed
-first: it is retired, and the others train without it. The step, or the code, is blamed where the
-same exception comes from another slot, or where no slot explains what fails at one step.
+Losses go in, decisions come out; nothing is read, started or waited for here. A process without
+slots and steps (a scorer, a sampler, a server) has one count, from one answer to the next:
+
+    policy = RestartPolicy(retries=config.rollout.restarts)
+    process = start(policy.generation)
+    policy.note_progress()                # with every answer
+    if not policy.restarts_after(cause):  # it was lost: the next generation, or none
+        raise GivenUp(...)
+
+Of ranks that train a slot is blamed first: it is retired, and the others train without it. The
+step, or the code, is blamed where the same exception comes from another slot, or where no slot
+explains what fails at one step.
 """
 
 from __future__ import annotations
@@ -57,20 +67,23 @@ class Decision:
 
 @dataclass(slots=True)
 class RestartPolicy:
+    """Of one group of ranks, or of one process. Example: RestartPolicy(retries=3)."""
+
     retries: int
-    """Restarts of the same group that gain no checkpoint (`recover.retries`)."""
+    """Restarts in a row that gain nothing: no checkpoint (`recover.retries`), no answer
+    (`rollout.restarts`)."""
     slot_failures: int | None = None
     """Failures after which a slot is retired; None: slots are never retired."""
     newest: int = -1
     """Step of the newest checkpoint when the last loss was counted."""
     used: int = 0
-    """Restarts of this group since that checkpoint."""
+    """Restarts of this group since it made progress."""
     generation: int = 0
     """Groups before the present one."""
     failures: Counter[int] = field(default_factory=Counter)
-    """By slot, since that checkpoint."""
+    """By slot, since the last progress."""
     retired: list[int] = field(default_factory=list)
-    """Since that checkpoint."""
+    """Since the last progress."""
     step: int | None = None
     """Of the last loss."""
     num_here: int = 0
@@ -88,6 +101,16 @@ class RestartPolicy:
             self.count_anew()
         self.generation += decision.action != "stop"
         return decision
+
+    def restarts_after(self, cause: str) -> bool:
+        """A process without slots and steps was lost: whether it is started again."""
+        return self.decide(Lost(kind="died", cause=cause, slot=None)).action == "restart"
+
+    def note_progress(self) -> None:
+        """An answer or a checkpoint was gained: what failed before does not count any more."""
+        self.used = 0
+        self.failures.clear()
+        self.retired.clear()
 
     def count_anew(self) -> None:
         """The next group has other slots: what the last one failed with is not held against it."""
@@ -119,9 +142,7 @@ class RestartPolicy:
     def _count(self, lost: Lost, digest: str) -> bool:
         """Notes the loss. Whether the same exception came at this step before."""
         if lost.newest > self.newest:
-            self.used = 0
-            self.failures.clear()
-            self.retired.clear()
+            self.note_progress()
         if lost.step != self.step:
             self.num_here = self.num_in_all = 0
             self.slots_here.clear()

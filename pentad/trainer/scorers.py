@@ -31,6 +31,7 @@ from pentad.runtime.group_calls import GroupSettings, RankGroup
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.rank import Rank
 from pentad.runtime.rank_host import JOIN_S, specs_of_ranks
+from pentad.runtime.restarts import RestartPolicy
 from pentad.runtime.roles import RoleSpec, Runtime
 from pentad.telemetry.log import NOTICE, announced
 from pentad.trainer.learner_thread import LearnerThread
@@ -144,13 +145,10 @@ class ScorerProcesses:
         self.runtime = runtime or LocalRuntime()
         self.steps = dict(steps)
         """Calls that prepare it, with their arguments."""
-        self.max_restarts = config.rollout.restarts
+        self.policy = RestartPolicy(retries=config.rollout.restarts)
         self.settings = GroupSettings(stall_s=config.stall_abort_s, timeout_s=JOIN_S)
-        self.generation = 0
-        self.num_lost = 0
-        """Times in a row that it was lost without an answer gained."""
         self.lost_at = 0.0
-        """When the first of them was noticed."""
+        """When the first loss since the last answer was noticed."""
         self.group: RankGroup | None = None
         self.thread: LearnerThread | None = None
 
@@ -165,7 +163,7 @@ class ScorerProcesses:
             [self.log_folder / f"{role}-{rank}.log" for rank in ranks],
             device=self.device,
             devices=self.devices,
-            generation=self.generation,
+            generation=self.policy.generation,
             deterministic=config.actor.archon.use_deterministic_algorithms,
             is_spread=self.runtime.is_spread,
             seed=config.seed,
@@ -176,9 +174,10 @@ class ScorerProcesses:
 
     async def call(self, method: str, **arguments: Any) -> Any:
         answer = await self._make((method, arguments))
-        if self.num_lost:
-            self.num_lost, away_s = 0, time.monotonic() - self.lost_at
+        if self.policy.used:
+            away_s = time.monotonic() - self.lost_at
             log.warning("the %s scores again %.1f s after it was lost", self.role, away_s)
+        self.policy.note_progress()
         return answer
 
     async def _make(self, call: tuple[str, dict[str, Any]] | None) -> Any:
@@ -191,15 +190,13 @@ class ScorerProcesses:
                     await prepare(self.thread, self.steps)
                 return None if call is None else await self.thread.call(call[0], **call[1])
             except Transient as error:
-                self.num_lost += 1
-                self.lost_at = self.lost_at if self.num_lost > 1 else time.monotonic()
-                if self.num_lost > self.max_restarts:
-                    often = f"{self.num_lost} times in a row, without an answer gained"
+                self.lost_at = self.lost_at if self.policy.used else time.monotonic()
+                if not self.policy.restarts_after(str(error)):
+                    often = f"{self.policy.used + 1} times in a row, without an answer gained"
                     raise GivenUp(f"the {self.role} was lost {often}: {error}") from error
                 text = "the %s is lost, and started again: %s"
                 log.warning(text, self.role, error, extra=NOTICE)
                 await self.close()
-                self.generation += 1
 
     async def close(self) -> None:
         thread, group, self.thread, self.group = self.thread, self.group, None, None

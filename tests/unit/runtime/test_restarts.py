@@ -110,6 +110,15 @@ def test_a_checkpoint_gained_forgets_and_a_changed_group_counts_anew():
     assert policy.generation == 4 and actions(policy, losses([3])) == [R]
 
 
+def test_a_process_without_slots_is_started_again_so_often_between_two_answers():
+    policy = RestartPolicy(retries=2)
+    lost = "was ended by signal 9"
+    assert [policy.restarts_after(lost) for _ in range(3)] == [True, True, False]
+    assert (policy.generation, policy.used) == (2, 2)
+    policy.note_progress()
+    assert policy.restarts_after(lost) and (policy.generation, policy.used) == (3, 1)
+
+
 def test_sentences_name_what_is_blamed_and_slots_that_are_not_come_back():
     policy = RestartPolicy(retries=3, slot_failures=2)
     said = [policy.decide(lost) for lost in losses([1, 1, 2], "raise")]
