@@ -96,8 +96,8 @@ soak: setup
 	OMP_NUM_THREADS=1 $(BIN)/pentad chaos --soak $(FAULTS) $(ARGS)
 
 check: setup-tests
-	$(BIN)/ruff check pentad tests
-	$(BIN)/ruff format --check pentad tests
+	$(BIN)/ruff check pentad pentad_tools tests scripts
+	$(BIN)/ruff format --check pentad pentad_tools tests scripts
 	$(BIN)/mypy
 
 # `pentad bench` with ARGS; without them also the scripts, which say in their heads what they measure.
@@ -117,7 +117,7 @@ recipes: setup
 	$(BIN)/python recipes/run.py $(ARGS)
 
 docs: setup
-	$(BIN)/python -m pentad.cli.reference docs
+	$(BIN)/python -m pentad_tools.docs docs
 
 clean:
 	rm -rf $(VENV) $(MEGATRON) $(VLLM) $(QUEUE) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

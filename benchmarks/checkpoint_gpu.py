@@ -34,8 +34,8 @@ from pentad.checkpoint.job import CommitJob, run_job  # noqa: E402
 from pentad.checkpoint.restore import restore_learner  # noqa: E402
 from pentad.checkpoint.shards import StateSaver, save_learner  # noqa: E402
 from pentad.checkpoint.writer import Writer  # noqa: E402
-from pentad.cli.bench_rl import SMOLLM2_135M  # noqa: E402
-from pentad.cli.bench_train import QWEN3_0_6B  # noqa: E402
+from pentad_tools.bench.bench_rl import SMOLLM2_135M  # noqa: E402
+from pentad_tools.bench.bench_train import QWEN3_0_6B  # noqa: E402
 from pentad.core.settings import EngineSettings, OptimizerSettings  # noqa: E402
 from pentad.engine.engine import Engine, build_engine  # noqa: E402
 

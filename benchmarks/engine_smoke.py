@@ -18,7 +18,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pentad.cli.bench_train import QWEN3_0_6B  # noqa: E402
+from pentad_tools.bench.bench_train import QWEN3_0_6B  # noqa: E402
 from pentad.core.settings import EngineSettings, OptimizerSettings  # noqa: E402
 from pentad.core.types import Row, TokenOutputs  # noqa: E402
 from pentad.engine.engine import Engine, build_engine  # noqa: E402

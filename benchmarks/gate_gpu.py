@@ -20,7 +20,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pentad.cli.bench_kernels import device_us  # noqa: E402
+from pentad_tools.bench.bench_kernels import device_us  # noqa: E402
 from pentad.ops import gated, gated_kernel  # noqa: E402
 
 SHAPES = {

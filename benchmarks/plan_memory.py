@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from engine_smoke import DEVICE, IS_GPU, TOY, MeanNll, make_rows  # noqa: E402
 
-from pentad.cli.bench_train import QWEN3_0_6B, QWEN3_4B, QWEN3_MOE_SLICE  # noqa: E402
+from pentad_tools.bench.bench_train import QWEN3_0_6B, QWEN3_4B, QWEN3_MOE_SLICE  # noqa: E402
 from pentad.core.errors import RunError  # noqa: E402
 from pentad.core.layout import Layout  # noqa: E402
 from pentad.core.settings import EngineSettings, OptimizerSettings  # noqa: E402

@@ -17,7 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pentad.cli.bench_kernels import SHAPES, both_ways, measure_router  # noqa: E402
+from pentad_tools.bench.bench_kernels import SHAPES, both_ways, measure_router  # noqa: E402
 from pentad.ops import router  # noqa: E402
 from pentad.ops.router import RouteRule, fused_route, reference_route  # noqa: E402
 

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from pentad.cli.reference import ROWS
+from pentad_tools.docs import ROWS
 
 PACKAGE = "pentad"
 ROOT = Path(__file__).parents[1] / PACKAGE
+TOOLS = Path(__file__).parents[1] / "pentad_tools"
+BOTH = (ROOT, TOOLS)
 LAYERS = [set(row.split()) for row in ROWS]  # a package imports only from rows above its own
 LEVEL = {name: row for row, names in enumerate(LAYERS) for name in names}
 HEAVY = {"torch", "triton", "transformers", "ray", "sglang", "vllm", "numpy"}
@@ -60,6 +62,8 @@ def problems_of(root: Path) -> list[str]:
         for line, name in imports_of(path):
             names = name.split(".")
             where = f"{path}:{line}"
+            if names[0] == TOOLS.name:
+                out.append(f"{where}: {me or root.name} must not import {names[0]}")
             if me in LIGHT and names[0] in HEAVY:
                 out.append(f"{where}: {me} must not import {names[0]}")
             if names[0] in OPTIONAL:
@@ -111,8 +115,9 @@ def _reached(module: str, edges: dict[str, set[str]]) -> set[str]:
     return found
 
 
-def test_files_do_not_import_each_other_in_circles():
-    assert circles_of(ROOT) == []
+@pytest.mark.parametrize("root", BOTH, ids=lambda root: root.name)
+def test_files_do_not_import_each_other_in_circles(root):
+    assert circles_of(root) == []
 
 
 def test_a_circle_through_three_files_is_seen(tmp_path):
@@ -141,7 +146,7 @@ def undeclared(root: Path, pyproject: str) -> list[str]:
     extras = {k: v for k, v in project["optional-dependencies"].items() if k != "test"}
     wanted = [*project["dependencies"], *(line for lines in extras.values() for line in lines)]
     declared = {re.split(r"[^\w.-]", line)[0].lower().replace("_", "-") for line in wanted}
-    known = {*sys.stdlib_module_names, *OF_ANOTHER, root.name}
+    known = {*sys.stdlib_module_names, *OF_ANOTHER, root.name, PACKAGE}
     out = []
     for path in sorted(root.rglob("*.py")):
         for line, name in imports_of(path):
@@ -151,8 +156,14 @@ def undeclared(root: Path, pyproject: str) -> list[str]:
     return out
 
 
-def test_every_import_is_declared():
-    assert undeclared(ROOT, (ROOT.parent / "pyproject.toml").read_text()) == []
+@pytest.mark.parametrize("root", BOTH, ids=lambda root: root.name)
+def test_every_import_is_declared(root):
+    assert undeclared(root, (ROOT.parent / "pyproject.toml").read_text()) == []
+
+
+def test_the_product_names_the_tools_where_it_adds_their_commands_and_nowhere_else():
+    found = {path for path in ROOT.rglob("*.py") if TOOLS.name in path.read_text()}
+    assert found == {ROOT / "cli" / "main.py", ROOT / "cli" / "errors.py"}
 
 
 def test_an_undeclared_import_is_caught(tmp_path):
@@ -173,6 +184,7 @@ def test_an_undeclared_import_is_caught(tmp_path):
             "must not import config",
         ),
         ("config", "def f():\n    import torch", "must not import torch"),
+        ("cli", "def f():\n    import pentad_tools.docs", "must not import pentad_tools"),
         ("stuff", "", "not a room"),
     ],
 )
@@ -200,11 +212,11 @@ def aliases_of(path: Path) -> list[tuple[str, int, str]]:
     return found
 
 
-def twice_defined(root: Path) -> dict[str, list[str]]:
+def twice_defined(*roots: Path) -> dict[str, list[str]]:
     """Names of classes and type aliases that stand for two things."""
     places: dict[str, list[str]] = {}
     meanings: dict[str, set[str]] = {}
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted(path for root in roots for path in root.rglob("*.py")):
         found = [
             (node.name, node.lineno, f"class {path}:{node.lineno}")
             for node in nodes_of(path)
@@ -217,7 +229,7 @@ def twice_defined(root: Path) -> dict[str, list[str]]:
 
 
 def test_every_type_name_has_one_meaning():
-    assert not twice_defined(ROOT)
+    assert not twice_defined(*BOTH)
 
 
 def test_a_type_name_with_two_meanings_is_seen(tmp_path):
@@ -232,13 +244,14 @@ def test_layers_are_swapped_in_one_place():
 
 
 def test_no_empty_rooms():
-    for room in [path for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"]:
+    rooms = [path for root in BOTH for path in root.iterdir() if path.is_dir()]
+    for room in [room for room in rooms if room.name != "__pycache__"]:
         code = [p for p in room.rglob("*.py") if p.name != "__init__.py"]
         assert code, f"{room} holds nothing"
 
 
 def test_every_module_says_what_it_owns():
-    for path in ROOT.rglob("*.py"):
+    for path in [path for root in BOTH for path in root.rglob("*.py")]:
         if path.name == "__init__.py" and not path.read_text():
             continue
         assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no first sentence"

@@ -47,7 +47,7 @@ def reporting(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(code) from None
         except ModuleNotFoundError as error:
             package = (error.name or "").partition(".")[0]
-            if package in ("", "pentad"):
+            if package in ("", "pentad", "pentad_tools"):
                 raise
             _show_traceback()
             _show([str(_not_installed(package))], "1 problem, nothing was started:")

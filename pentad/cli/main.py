@@ -7,14 +7,17 @@ Commands import their work when they run, so that `pentad --help` stays quick an
 from __future__ import annotations
 
 import functools
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from typer import Argument, Exit, Option
 
 from pentad.cli.errors import leaving, reporting
-from pentad.cli.recipe import EVAL_OPTIONS, Recipe, read_recipe, read_subject, takes_recipe
+from pentad.cli.options import DeviceOption, Figures, Findings
+from pentad.cli.recipe import EVAL_OPTIONS, Recipe, read_subject, takes_recipe
 from pentad.cli.runs import SMOKE_STEPS, run_command
 from pentad.core.machine import gpus_hidden
 
@@ -27,9 +30,6 @@ app = typer.Typer(
     rich_markup_mode=None,  # boxes would cut the names of long options short
 )
 
-DeviceOption = Annotated[str, Option(help="cpu, cuda or auto.")]
-Figures = Annotated[bool, Option("--json", help="Print the figures as JSON.")]
-Findings = Annotated[bool, Option("--json", help="Print the findings as JSON.")]
 Fresh = Annotated[bool, Option("--fresh", help="Start anew in a folder that has a run.")]
 
 
@@ -306,37 +306,6 @@ def serve(
     run_serve(**given)
 
 
-@app.command(name="verify-parallel")
-@reporting
-def verify_parallel(
-    words: Annotated[
-        list[str] | None,
-        Argument(
-            metavar="MODEL|RECIPE KEY=VALUE",
-            help="A model's folder, a public name, a family or a YAML file, then overrides.",
-        ),
-    ] = None,
-    world: Annotated[int | None, Option(min=2, help="Number of ranks.")] = None,
-    layouts: Annotated[
-        list[str] | None, Option(help='Such as "d2t2 p2t2" or "archon:(attn:d2t2|ffn:d1e4)".')
-    ] = None,
-    full: Annotated[bool, Option("--full", help="The model as it is, not made small.")] = False,
-    device: DeviceOption = "auto",
-    seed: Annotated[int, Option(min=0, help="Of weights and rows.")] = 1,
-    json: Figures = False,
-) -> None:
-    """Run layouts here and compare each with one rank.
-
-    For example: pentad verify-parallel qwen3_moe --world 8 --layouts "d2p2t2 d1p2t2c2"
-    """
-    from pentad.cli.verify_parallel import run_verify_parallel
-
-    code = run_verify_parallel(
-        words or [], world=world, layouts=layouts, full=full, device=device, seed=seed, json=json
-    )
-    raise Exit(code)
-
-
 @app.command()
 @reporting
 def replay(
@@ -355,88 +324,6 @@ def replay(
     from pentad.cli.replay import run_replay_command
 
     raise Exit(run_replay_command(run, step, layout=layout, device=device, dump=dump))
-
-
-@app.command()
-@reporting
-def bench(
-    parts: Annotated[
-        list[str] | None, Argument(help="train, router, mixture, head, rl; all if none.")
-    ] = None,
-    models: Annotated[
-        list[str] | None, Option(help="Of the training cases, those with this in the name.")
-    ] = None,
-    steps: Annotated[int, Option(min=1, help="Timed steps of each training case.")] = 5,
-    device: DeviceOption = "auto",
-    baselines: Annotated[
-        str, Option(help="Folder of earlier figures, one file per kind of machine.")
-    ] = "benchmarks/baselines",
-    save: Annotated[bool, Option("--save", help="Make these figures the baseline.")] = False,
-    json: Figures = False,
-) -> None:
-    """Measure speed and memory here, beside transformers and earlier figures.
-
-    On a GPU: whole RL steps and training of Qwen3 models, router, mixture, log-probs. On a CPU:
-    small cases.
-    """
-    from pentad.cli.bench import run_bench
-
-    code = run_bench(
-        parts or [],
-        device=device,
-        models=models or [],
-        num_steps=steps,
-        baselines=baselines,
-        save=save,
-        json=json,
-    )
-    raise Exit(code)
-
-
-@app.command()
-@reporting
-def chaos(
-    words: Annotated[
-        list[str] | None,
-        Argument(
-            metavar="RECIPE KEY=VALUE", help="A YAML file, then overrides (small runs of its own)."
-        ),
-    ] = None,
-    scenario: Annotated[list[str] | None, Option(help="Those of this name (all).")] = None,
-    list_: Annotated[bool, Option("--list", help="Name them and do nothing.")] = False,
-    seed: Annotated[int, Option(min=0, help="Chooses ranks and steps.")] = 1,
-    command: Annotated[
-        Literal["train", "sft", "pretrain"], Option(help="What runs the recipe.")
-    ] = "pretrain",
-    soak: Annotated[
-        int, Option(min=0, help="Instead, so many faults drawn at random.", metavar="N")
-    ] = 0,
-    keep: Annotated[bool, Option("--keep", help="Keep the folders of the runs.")] = False,
-) -> None:
-    """Break real runs on purpose and check that they end as they should.
-
-    For example: pentad chaos --scenario kill-backward --seed 7
-    """
-    from pentad.cli.chaos import list_scenarios, run_chaos
-
-    if list_:
-        list_scenarios()
-        return
-    recipe = read_recipe(words, None, {}) if words else None
-    code = run_chaos(recipe, scenario or [], command=command, seed=seed, num_soak=soak, keep=keep)
-    raise Exit(code)
-
-
-@app.command(name="verify-model")
-@reporting
-def verify_model(
-    model: Annotated[str, Argument(help="A family, a model file, or a HF folder.")],
-    json: Findings = False,
-) -> None:
-    """Prove a model file against transformers, on the CPU."""
-    from pentad.cli.model_commands import run_verify_model
-
-    raise Exit(run_verify_model(model, json))
 
 
 @app.command(name="verify-checkpoint")
@@ -474,16 +361,10 @@ def verify_checkpoint(
     raise Exit(code)
 
 
-@app.command(name="new-model")
-@reporting
-def new_model(
-    config: Annotated[str, Argument(help="A HF folder, a config.json, or a model_type.")],
-    out: Annotated[str | None, Option(help="The file to write.")] = None,
-) -> None:
-    """Draft the file of a new model family from its HF config."""
-    from pentad.cli.model_commands import run_new_model
-
-    run_new_model(config, out)
+TOOLS = "pentad_tools"
+"""The package beside this one with commands of its own; an installation may lack it."""
+if find_spec(TOOLS) is not None:
+    import_module(f"{TOOLS}.commands").add_to(app)
 
 
 def main() -> None:

@@ -329,47 +329,6 @@ def comparable(record: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def reference() -> str:
-    """docs/telemetry.md."""
-    lines = [HEAD, *_table("", StepRecord)]
-    for block, cls in BLOCKS.items():
-        lines += [f"\n## `{block}`\n"]
-        if cls.__doc__ and not cls.__doc__.startswith(cls.__name__ + "("):
-            lines += [cls.__doc__ + "\n"]
-        lines += _table(f"{block}.", cls)
-    return "\n".join(lines) + "\n"
-
-
-HEAD = """# What a step record says
-
-`steps.jsonl` in the run folder has one JSON object a line, one line a step. Every field below is
-in every record; what does not apply or was not measured is `null`. This page is written from the
-classes in `pentad/telemetry/record.py` by `make docs`.
-
-`pentad.telemetry.steps.read_lines(path)` reads the file. It passes over a line that a crash tore
-off at the end, and over steps that a resumed run did again: those are kept and marked `superseded`.
-
-Two runs of one seed give the same records apart from the fields marked *varies*, which measure
-the machine.
-
-| field | meaning | unit | varies |
-|---|---|---|---|
-| `schema` | version of this format, 1 | | |
-| `nonfinite` | fields that are null because they were NaN or infinite, with what they were | | |"""
-
-
-def _table(prefix: str, cls: type) -> list[str]:
-    head = ["| field | meaning | unit | varies |", "|---|---|---|---|"] if prefix else []
-    rows = []
-    for entry in dataclasses.fields(cls):
-        meaning, unit = entry.metadata["meaning"], entry.metadata["unit"]
-        if entry.name in BLOCKS:
-            meaning = "see below"
-        varies = "yes" if entry.metadata["varies"] else ""
-        rows.append(f"| `{prefix}{entry.name}` | {meaning} | {unit} | {varies} |")
-    return [*head, *rows]
-
-
 def _names(cls: type) -> list[str]:
     return [entry.name for entry in dataclasses.fields(cls)]
 

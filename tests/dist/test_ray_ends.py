@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from run_cases import settings_of
 
-from pentad.chaos.broken_run import SHARED, open_files
+from pentad_tools.chaos.broken_run import SHARED, open_files
 from pentad.data.toy import write_model, write_task
 
 pytest.importorskip("ray")

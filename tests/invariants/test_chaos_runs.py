@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from pentad.chaos import invariants, suite
-from pentad.chaos.broken_run import Broken, ChaosRun
-from pentad.chaos.scenarios import Scenario
-from pentad.chaos.workloads import STEPS, Workload
-from pentad.cli import chaos
 from pentad.cli import main as cli
+from pentad_tools.chaos import chaos, invariants, suite
+from pentad_tools.chaos.broken_run import Broken, ChaosRun
+from pentad_tools.chaos.scenarios import Scenario
+from pentad_tools.chaos.workloads import STEPS, Workload
 
 pytestmark = pytest.mark.chaos
 

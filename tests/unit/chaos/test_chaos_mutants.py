@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from pentad.chaos import invariants
-from pentad.chaos.broken_run import MARK, Broken, ChaosRun
-from pentad.chaos.invariants import CHECKS
-from pentad.chaos.scenarios import SCENARIOS
-from pentad.chaos.workloads import Workload
+from pentad_tools.chaos import invariants
+from pentad_tools.chaos.broken_run import MARK, Broken, ChaosRun
+from pentad_tools.chaos.invariants import CHECKS
+from pentad_tools.chaos.scenarios import SCENARIOS
+from pentad_tools.chaos.workloads import Workload
 
 pytestmark = pytest.mark.chaos
 
@@ -203,7 +203,7 @@ def test_the_check_holds_and_fails_on_its_mutant(tmp_path, check, mutate, senten
 
 def test_a_process_that_is_left_is_a_leak(tmp_path, monkeypatch):
     trial = Made(tmp_path).write()
-    monkeypatch.setattr("pentad.chaos.broken_run.LIMIT_S", 1.0)
+    monkeypatch.setattr("pentad_tools.chaos.broken_run.LIMIT_S", 1.0)
     mark = {**os.environ, MARK: str(tmp_path / "run")}
     left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=mark)
     try:

@@ -2,9 +2,9 @@
 
 import os
 
-from pentad.cli.parallel_ranks import LayoutService
 from pentad.core.errors import RunError
 from pentad.engine import engine
+from pentad_tools.parallel.parallel_ranks import LayoutService
 
 
 class Sabotaged(LayoutService):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from pentad.cli import bench, bench_rl, bench_train, bench_trl
 from pentad.cli.main import app
+from pentad_tools.bench import bench, bench_rl, bench_train, bench_trl
 
 CPU = torch.device("cpu")
 

@@ -4,12 +4,14 @@ import os
 import subprocess
 import sys
 import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[3]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = SETTINGS["project"]
 
 
 def requirement(package):
@@ -55,6 +57,23 @@ def test_a_missing_package_is_one_sentence_with_the_command(tmp_path, package, w
     assert out.stderr.splitlines()[-1].startswith(
         f"* {package}: this command needs it and it is not installed; pip install '{package}"
     )
+
+
+def test_the_wheel_has_both_packages():
+    patterns = SETTINGS["tool"]["setuptools"]["packages"]["find"]["include"]
+    files = [file for name in ("pentad", "pentad_tools") for file in (ROOT / name).rglob("*.py")]
+    packages = {".".join(file.relative_to(ROOT).parent.parts) for file in files}
+    assert {"pentad.cli", "pentad_tools", "pentad_tools.chaos"} <= packages
+    assert not [name for name in packages if not any(fnmatch(name, one) for one in patterns)]
+    assert all((ROOT / name.replace(".", "/") / "__init__.py").exists() for name in packages)
+
+
+def test_without_the_tools_the_product_has_its_own_commands():
+    code = "import sys; sys.modules['pentad_tools'] = None; sys.argv = ['pentad', '--help']\n"
+    code += "import importlib.util as u; u.find_spec = lambda name: None\n"
+    code += "from pentad.cli.main import main; main()"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert out.returncode == 0 and " train " in out.stdout and " bench " not in out.stdout
 
 
 def test_the_wheel_says_what_it_is_and_stays_within_what_was_tested():

@@ -8,10 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from pentad.cli import parallel_ranks
-from pentad.cli.parallel_cases import LayoutCase, choose_cases, config_at, read_subject, shrink
-from pentad.cli.parallel_ranks import engine_settings_of
-from pentad.cli.verify_parallel import judge, run_verify_parallel
 from pentad.config.derived import known_config, public_dims
 from pentad.core.errors import RunError, UserError
 from pentad.core.fit import check_fit
@@ -19,6 +15,16 @@ from pentad.core.layout import Layout
 from pentad.core.settings import EngineSettings
 from pentad.models.families import dims_of
 from pentad.parallel.pipeline import plan_pipeline
+from pentad_tools.parallel import parallel_ranks
+from pentad_tools.parallel.parallel_cases import (
+    LayoutCase,
+    choose_cases,
+    config_at,
+    read_subject,
+    shrink,
+)
+from pentad_tools.parallel.parallel_ranks import engine_settings_of
+from pentad_tools.parallel.verify_parallel import judge, run_verify_parallel
 
 MODELS = public_dims()
 

@@ -2,12 +2,13 @@ import re
 
 import pytest
 
-from pentad.config.describe import configuration_page, fields
+from pentad.config.describe import fields
 from pentad.config.load import load_config
 from pentad.config.resolve import resolve
 from pentad.config.rules.check import check
 from pentad.core.errors import UserError
 from pentad.planner.prepare import prepare
+from pentad_tools.docs import configuration_page
 
 
 def test_every_key_has_a_row_with_its_default():

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from pentad.chaos import invariants
+from pentad_tools.chaos import invariants
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "invariants.md").read_text()

@@ -11,8 +11,8 @@ from pentad.models.families import dims_of
 from pentad.models.hf.config import measure, read_hf_config
 from pentad.models.hf.module import build_hf_map
 from pentad.models.language_model import LanguageModel, _is_decayed
-from pentad.models.proof.cases import SIZES, variants_of
 from pentad.models.registry import build_model
+from pentad_tools.models.cases import SIZES, variants_of
 
 FURTHER = {
     "gpt_oss": {"num_local_experts": 3, "num_experts_per_tok": 2, "layer_types": None},

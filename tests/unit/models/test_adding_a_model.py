@@ -9,13 +9,13 @@ import torch
 import transformers
 from closeness import assert_close
 
-from pentad.cli.model_commands import run_new_model
 from pentad.core.errors import UserError
 from pentad.models import families
 from pentad.models.decoder import causal_attend
-from pentad.models.proof.verify import verify
 from pentad.models.registry import load_model
-from pentad.models.skeleton import draft
+from pentad_tools.models.model_commands import run_new_model
+from pentad_tools.models.skeleton import draft
+from pentad_tools.models.verify import verify
 
 PAGE = (Path(__file__).parents[3] / "docs" / "adding-a-model.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

@@ -14,16 +14,16 @@ from pentad.core.errors import UserError
 from pentad.models import families
 from pentad.models.families import dims_of, family_of, spec_of
 from pentad.models.hf_weights import native_shards
-from pentad.models.proof.cases import (
+from pentad.models.registry import build_model, create_model, load_model, load_weights, save_model
+from pentad.weights import transfer
+from pentad.weights.transfer import RandomReader, Shard
+from pentad_tools.models.cases import (
     DEEPSEEK_SIZES,
     EXPERT_SIZES,
     PARTIAL_ROTARY,
     SHARED_SIZES,
     SIZES,
 )
-from pentad.models.registry import build_model, create_model, load_model, load_weights, save_model
-from pentad.weights import transfer
-from pentad.weights.transfer import RandomReader, Shard
 
 CONFIG = {
     "model_type": "llama",

@@ -10,19 +10,19 @@ import transformers
 from pentad.core.errors import UserError
 from pentad.models import families
 from pentad.models.families import spec_of
-from pentad.models.proof import checks
-from pentad.models.proof.cases import variants_of
-from pentad.models.proof.verify import (
+from pentad.models.spec import MEGATRON
+from pentad.weights import cuts
+from pentad.weights.cuts import Seam
+from pentad.weights.map import Glu, Stack, Transposed, as_spec
+from pentad_tools.models import checks
+from pentad_tools.models.cases import variants_of
+from pentad_tools.models.verify import (
     FamilySubject,
     iter_outcomes,
     subject_of,
     verify,
     verify_subject,
 )
-from pentad.models.spec import MEGATRON
-from pentad.weights import cuts
-from pentad.weights.cuts import Seam
-from pentad.weights.map import Glu, Stack, Transposed, as_spec
 
 transformers.utils.logging.disable_progress_bar()
 

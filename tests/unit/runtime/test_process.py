@@ -10,11 +10,11 @@ import time
 
 import pytest
 
-from pentad.chaos.spares import Fork
 from pentad.core.errors import RunError
 from pentad.runtime.group_calls import GroupSettings, RankGroup
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.process import RankProcess
+from pentad_tools.chaos.spares import Fork
 
 
 def sleeper() -> subprocess.Popen:

@@ -179,7 +179,7 @@ def test_stacks_are_written_to_the_log(tmp_path):
 STARTER = """
     import asyncio, sys, time
     from pathlib import Path
-    from pentad.chaos.spares import SPARES, make_spares
+    from pentad_tools.chaos.spares import SPARES, make_spares
     from test_role_processes import LocalRuntime, roles, spec
 
     make_spares(int(sys.argv[2]))

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import transformers
 
-from pentad.cli.model_commands import run_verify_model
 from pentad.config.derived import known_model
 from pentad.data.toy import write_model, write_task
 from pentad.models import families
-from pentad.models.proof.verify import subject_of, verify_subject
 from pentad.planner.prepare import prepare
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.assemble import run_sft
+from pentad_tools.models.model_commands import run_verify_model
+from pentad_tools.models.verify import subject_of, verify_subject
 
 FILE = Path(__file__).parent / "seed_oss.py"
 

@@ -8,10 +8,10 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from pentad.chaos.broken_run import ChaosRun, require
 from pentad.checkpoint.folders import damage, list_steps, read_checkpoint
 from pentad.telemetry.record import comparable
 from pentad.telemetry.steps import read_lines
+from pentad_tools.chaos.broken_run import ChaosRun, require
 
 NEAR = 1e-4
 """Of losses, over the few steps of a trial."""

@@ -19,10 +19,10 @@ from transformers.models.auto import modeling_auto
 from pentad.core.errors import Problem, UserError
 from pentad.models.config_reader import dims_from_hf
 from pentad.models.families import has_file
-from pentad.models.proof.cases import EXPERT_SIZES, SIZES
 from pentad.models.spec import ATTN, DECODER, FFN, LAYER
 from pentad.weights.hf import HfFolder
 from pentad.weights.map import Glu, Rows, Rule, Stack
+from pentad_tools.models.cases import EXPERT_SIZES, SIZES
 
 QKV, GATE_UP = LAYER + "self_attn.qkv_proj.weight", LAYER + "mlp.gate_up_proj.weight"
 FUSED = {

@@ -16,9 +16,9 @@ import transformers
 
 from pentad.core.errors import Problem, UserError
 from pentad.models.families import family_of, read_config, spec_of
-from pentad.models.proof.cases import FamilyCase, Fault, build_case, shrunk, variants_of
-from pentad.models.proof.checks import CHECKS, WEIGHT_CHECKS, check_headers
 from pentad.models.spec import ModelSpec
+from pentad_tools.models.cases import FamilyCase, Fault, build_case, shrunk, variants_of
+from pentad_tools.models.checks import CHECKS, WEIGHT_CHECKS, check_headers
 
 
 @dataclass(frozen=True, slots=True)

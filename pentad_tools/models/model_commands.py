@@ -14,8 +14,8 @@ from rich.table import Table
 from pentad.cli.output import make_table, print_parts, quiet_transformers
 from pentad.core.errors import Problem, UserError
 from pentad.models.families import read_config
-from pentad.models.proof.verify import FamilyReport, verify
-from pentad.models.skeleton import draft, full_config
+from pentad_tools.models.skeleton import draft, full_config
+from pentad_tools.models.verify import FamilyReport, verify
 
 
 def run_verify_model(name_or_path: str, as_json: bool) -> int:

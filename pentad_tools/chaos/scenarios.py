@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from pentad.chaos.broken_run import ChaosRun, Restart, require
-from pentad.chaos.invariants import check_groups, newest_state
-from pentad.chaos.workloads import WorkloadKind
 from pentad.checkpoint.folders import list_steps
 from pentad.runtime.slots import Slots
+from pentad_tools.chaos.broken_run import ChaosRun, Restart, require
+from pentad_tools.chaos.invariants import check_groups, newest_state
+from pentad_tools.chaos.workloads import WorkloadKind
 
 Act = Callable[[ChaosRun], None]
 RECOVERED = "recovered"

@@ -18,14 +18,6 @@ from typing import Any
 from rich.text import Text
 
 from pentad.cli.output import make_table, print_parts
-from pentad.cli.parallel_cases import (
-    LayoutCase,
-    ParallelSubject,
-    choose_cases,
-    config_at,
-    read_subject,
-    shrink,
-)
 from pentad.config.rules.start import too_many_ranks
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.fit import default_stages_per_rank
@@ -34,6 +26,14 @@ from pentad.runtime.group_calls import GroupSettings, RankGroup
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.rank import rank_from_environment
 from pentad.telemetry.record import finite
+from pentad_tools.parallel.parallel_cases import (
+    LayoutCase,
+    ParallelSubject,
+    choose_cases,
+    config_at,
+    read_subject,
+    shrink,
+)
 
 GRADIENT_TOLERANCE = 5e-5
 """Of a tensor's norm: sums of some thousand fp32 terms in another order."""
@@ -78,7 +78,7 @@ def run_verify_parallel(
     is_kept = False  # logs of ranks that failed are
     try:
         payload = make_payload(subject, cases, folder, full=full, device=device, seed=seed)
-        from pentad.cli.parallel_ranks import measure_alone
+        from pentad_tools.parallel.parallel_ranks import measure_alone
 
         alone = asdict(measure_alone(payload))
         if not json:
@@ -152,8 +152,8 @@ def run_cases(
     folder: Path,
 ) -> Iterator[tuple[int, LayoutResult]]:
     """Layouts of equal size in one group of processes; after a failure the rest in a new one."""
-    from pentad.cli.parallel_ranks import LayoutService, engine_settings_of
     from pentad.runtime.rank_host import specs_of_ranks
+    from pentad_tools.parallel.parallel_ranks import LayoutService, engine_settings_of
 
     by_world: dict[int, list[int]] = {}
     for number, case in enumerate(cases):

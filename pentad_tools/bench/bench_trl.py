@@ -2,8 +2,8 @@
 
 Same model config with random weights, prompts, group size, stop ids, reward and optimizer. TRL
 samples with vLLM in its own process where that is installed and there is a GPU, else with
-transformers. It runs as a process of its own: `python -m pentad.cli.bench_trl FOLDER`, over a
-folder that `bench_rl.write_recipe` made.
+transformers. It runs as a process of its own, `python -m pentad_tools.bench.bench_trl FOLDER`, over
+a folder that `bench_rl.write_recipe` made.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from pentad.cli.bench_rl import RlCase, idle_share, watched, write_recipe
+from pentad_tools.bench.bench_rl import RlCase, idle_share, watched, write_recipe
 
 MICROBATCH_TOKENS = 32_768
 """Of a forward and backward of TRL, padded."""
@@ -69,7 +69,7 @@ def measure(case: RlCase, device: torch.device, num_steps: int) -> TrlMeasured |
             "num_steps": NUM_WARM + num_steps,
         }
         (folder / "case.json").write_text(json.dumps(about))
-        command = [sys.executable, "-m", "pentad.cli.bench_trl", name]
+        command = [sys.executable, "-m", "pentad_tools.bench.bench_trl", name]
         log = folder / "trl.log"
         try:
             with log.open("wb") as output, watched(folder / "busy.csv", device):
@@ -213,6 +213,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     # Under its own name: datasets pickles what belongs to __main__ with all that it can reach.
-    from pentad.cli import bench_trl
+    from pentad_tools.bench import bench_trl
 
     bench_trl.main()

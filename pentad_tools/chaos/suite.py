@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pentad.chaos.broken_run import Broken, ChaosRun
-from pentad.chaos.invariants import ALWAYS, CHECKS
-from pentad.chaos.scenarios import SCENARIOS, Scenario
-from pentad.chaos.workloads import Workload, WorkloadKind
+from pentad_tools.chaos.broken_run import Broken, ChaosRun
+from pentad_tools.chaos.invariants import ALWAYS, CHECKS
+from pentad_tools.chaos.scenarios import SCENARIOS, Scenario
+from pentad_tools.chaos.workloads import Workload, WorkloadKind
 
 
 @dataclass(frozen=True, slots=True)

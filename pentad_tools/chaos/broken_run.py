@@ -17,13 +17,13 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Literal
 
-from pentad.chaos.spares import make_spares
-from pentad.chaos.workloads import Workload
 from pentad.core.faults import VARIABLE, InjectedFault
 from pentad.core.specs import load
 from pentad.runtime.local_roles import OF_A_RANK
 from pentad.runtime.standby import ENVIRONMENT, IMPORTED_LATE, overwrite
 from pentad.telemetry.steps import read_lines
+from pentad_tools.chaos.spares import make_spares
+from pentad_tools.chaos.workloads import Workload
 
 MARK = "PENTAD_CHAOS"
 """Variable by which the processes of a trial know each other, whoever their parent is."""

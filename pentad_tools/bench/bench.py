@@ -15,14 +15,14 @@ from typing import Any, TypeVar
 import torch
 
 import pentad
-from pentad.cli import bench_kernels, bench_rl, bench_train, bench_trl
-from pentad.cli.bench_kernels import Figure, Line
-from pentad.cli.bench_rl import RlCase
-from pentad.cli.bench_train import TrainCase, TrainMeasurement
 from pentad.cli.output import make_table, print_parts
 from pentad.core.device import pick_device
 from pentad.core.errors import Problem, UserError
 from pentad.telemetry import host
+from pentad_tools.bench import bench_kernels, bench_rl, bench_train, bench_trl
+from pentad_tools.bench.bench_kernels import Figure, Line
+from pentad_tools.bench.bench_rl import RlCase
+from pentad_tools.bench.bench_train import TrainCase, TrainMeasurement
 
 PARTS = ("train", "router", "mixture", "head", "rl")
 NEEDS_GPU = ("router", "mixture")

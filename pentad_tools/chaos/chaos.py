@@ -13,14 +13,14 @@ from pathlib import Path
 
 import typer
 
-from pentad.chaos.scenarios import Scenario
-from pentad.chaos.suite import SCENARIOS, Result, Suite, fitting, soak
-from pentad.chaos.workloads import Workload, WorkloadKind, built_in, of_recipe
 from pentad.cli.output import make_table, print_parts
 from pentad.cli.recipe import Recipe
 from pentad.config.derived import component_of
 from pentad.config.rules.rule import RunCommand
 from pentad.core.errors import Problem, UserError
+from pentad_tools.chaos.scenarios import Scenario
+from pentad_tools.chaos.suite import SCENARIOS, Result, Suite, fitting, soak
+from pentad_tools.chaos.workloads import Workload, WorkloadKind, built_in, of_recipe
 
 MIN_WIDTH = 180
 

@@ -22,7 +22,13 @@ from pentad.models.decoder import Decoder, causal_attend
 from pentad.models.families import dims_of, map_of, path_of, read_config
 from pentad.models.hf_weights import iter_hf, native_tensors
 from pentad.models.moe import Experts
-from pentad.models.proof.cases import (
+from pentad.models.registry import build_model, create_model, load_model, load_weights, save_model
+from pentad.models.spec import MEGATRON_PLAN, padded_vocab
+from pentad.weights import transfer
+from pentad.weights.cuts import split_dims
+from pentad.weights.hf import HfFolder
+from pentad.weights.transfer import whole_shards
+from pentad_tools.models.cases import (
     EXPERT_GRID,
     NUM_TOKENS,
     PLAIN,
@@ -32,19 +38,13 @@ from pentad.models.proof.cases import (
     randomise,
     read_all,
 )
-from pentad.models.proof.ranks import (
+from pentad_tools.models.ranks import (
     MegatronForward,
     SimulatedLayout,
     local_tensor,
     ranks_of,
     round_trip_fault,
 )
-from pentad.models.registry import build_model, create_model, load_model, load_weights, save_model
-from pentad.models.spec import MEGATRON_PLAN, padded_vocab
-from pentad.weights import transfer
-from pentad.weights.cuts import split_dims
-from pentad.weights.hf import HfFolder
-from pentad.weights.transfer import whole_shards
 
 CARRIED = {"max_position_embeddings": "max_position", "initializer_range": "initializer_range"}
 """Config key -> the dimension that takes it; no weight and no logit would show it."""

@@ -1,0 +1,11 @@
+"""Options that several commands take."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from typer import Option
+
+DeviceOption = Annotated[str, Option(help="cpu, cuda or auto.")]
+Figures = Annotated[bool, Option("--json", help="Print the figures as JSON.")]
+Findings = Annotated[bool, Option("--json", help="Print the findings as JSON.")]

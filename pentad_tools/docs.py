@@ -1,0 +1,221 @@
+"""Writes the generated pages of docs/: the configuration reference, the map, the step records."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import sys
+from pathlib import Path
+
+from pydantic.fields import FieldInfo
+
+import pentad
+from pentad.config.describe import fields, section_of, show, takes
+from pentad.config.schema import Config
+from pentad.config.section import Section
+from pentad.telemetry.record import BLOCKS, StepRecord
+
+PACKAGE = Path(pentad.__file__).parent
+TOOLS = Path(__file__).parent
+ROWS = (
+    "core",
+    "telemetry rl",
+    "ops weights",
+    "models parallel data runtime",
+    "config engine infer sync checkpoint",
+    "planner samplers rewards serve",
+    "rollout",
+    "trainer",
+    "cli",
+)
+"""Packages in the order of their layers, each importing only from lines above its own."""
+
+MAP = """\
+# Map of the code
+
+One line per module, from its own first sentence. A package imports only from the rows above its
+row, and none imports `pentad_tools`; `tests/test_house.py` keeps it so. Written by `make docs`.
+"""
+
+
+def map_page() -> str:
+    """One line per module, package by package in the order of the layers."""
+    blocks = [MAP.strip()]
+    for number, row in enumerate(ROWS):
+        for room in row.split():
+            lines = _lines(PACKAGE / room, PACKAGE)
+            if lines:
+                blocks += [f"## {room} (row {number})", lines]
+    blocks += ["## pentad_tools (beside the package)", _lines(TOOLS, TOOLS.parent)]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _lines(folder: Path, root: Path) -> str:
+    return "\n".join(filter(None, (_line(path, root) for path in sorted(folder.rglob("*.py")))))
+
+
+def _line(path: Path, root: Path) -> str:
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    if text is None:
+        return ""
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    sentence = re.split(r"(?<=\.)\s", paragraph)[0]
+    return f"- `{path.relative_to(root).as_posix()}`: {sentence}"
+
+
+CONFIGURATION = """\
+# Configuration
+
+A run is described by one YAML file, the recipe. A small one:
+
+```yaml
+experiment_name: sums
+actor:
+  path: models/qwen3-0.6b
+  optimizer: {lr: 2e-6}
+gconfig:
+  n_samples: 8
+  stop: ["${train_dataset.answer_key}:"]
+train_dataset:
+  path: data/sums.jsonl
+  answer_key: answer
+reward:
+  fn: exact_match
+```
+
+**Overrides.** Every key can be set on the command line by its dotted path; the value is YAML, and
+a leading `+` is accepted: `pentad train recipe.yaml gconfig.n_samples=16 gconfig.stop='["\\n"]'`.
+An override wins over the file. The switches of `pentad train --help`, such as `--max-staleness 2`,
+are another way to write overrides; setting one key both ways is an error.
+
+**References.** `${other.key}` stands for the value of another key, also one left at its default;
+`${oc.env:HOME}` for an environment variable, `${oc.env:NAME,fallback}` with a fallback. Write
+`\\${` for the two characters themselves.
+
+**Values.** Unquoted `true` and `false` are booleans, `null` is unset, `1e-6` is a number, and every
+other word, `on`, `off` and `0010` among them, is text. Where a key takes text, a number is the text
+that was written: `trial_name: 1.10` is "1.10". An override for text is that text (`a #b`, `*.x`)
+unless it begins with a quote or a bracket, or is `null`. A key given twice is an error.
+
+**Paths.** A relative path starts at the folder in which the command is typed, wherever the recipe
+lies: models, data, rewards, agents, model files and `fileroot`. `~` is the home folder.
+
+**Unset values.** A default of null means that the run chooses. Choices that follow from other keys
+are made before the run starts and printed as notes; the config with all choices made is written
+to the run's folder and can be used as a recipe. What is given explicitly is kept: values that
+contradict each other are refused. (One is raised, with a note: `mb_spec.n_mbs` below the number of
+pipeline stages.)
+
+**Keys that are not read.** A key that differs from its default and that the run does not read given
+its other keys, is named in a warning (`plan`: a note): `layers_per_stage` without a pipeline, for
+instance. A detail of the algorithm that nobody reads is refused.
+
+**Plan and start.** Whatever a start refuses for its config and its model's, `plan` says in the same
+words. What is planned and not built yet is a note of the plan and a refusal of the start.
+
+**Mistakes** are reported together, before anything starts, each with its key, its value, the line
+it stands on, the rule and a remedy, and the command ends with exit code 2:
+
+```
+2 problems, nothing was started:
+* actor.lr = 1e-06 (recipe.yaml:4): there is no such key; did you mean actor.optimizer.lr or \
+critic.optimizer.lr?
+* gconfig.temperature = 0: training needs samples that differ, and at 0 they are all the likeliest \
+one; use 1.0; evaluator.temperature may be 0.
+```
+
+The tables below are generated from `pentad/config/schema.py` by `make docs`.
+"""
+
+
+def configuration_page() -> str:
+    """docs/configuration.md."""
+    blocks = [CONFIGURATION, "## Top level", _keys_table(Config)]
+    pages: dict[type[Section], str] = {}
+    for name, field in fields().items():
+        section = section_of(field.annotation)
+        if section is None:
+            continue
+        first = pages.setdefault(section, name)
+        if name == first:
+            blocks += [f"## {name}", _keys_table(section)]
+        elif "." not in name:
+            blocks += [f"## {name}", f"Takes the keys of `{first}`."]
+    return "\n\n".join(block.strip() for block in blocks) + "\n"
+
+
+def _keys_table(section: type[Section]) -> str:
+    rows = ["| key | takes | default | meaning |", "|---|---|---|---|"]
+    for name, field in section.model_fields.items():
+        cells = [f"`{name}`", takes(field), _default(field), field.description or ""]
+        rows.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
+    return "\n".join(rows)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "needed"
+    return "see below" if isinstance(field.default, Section) else f"`{show(field.default)}`"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def telemetry_page() -> str:
+    """docs/telemetry.md."""
+    lines = [TELEMETRY, *_fields_table("", StepRecord)]
+    for block, cls in BLOCKS.items():
+        lines += [f"\n## `{block}`\n"]
+        if cls.__doc__ and not cls.__doc__.startswith(cls.__name__ + "("):
+            lines += [cls.__doc__ + "\n"]
+        lines += _fields_table(f"{block}.", cls)
+    return "\n".join(lines) + "\n"
+
+
+TELEMETRY = """# What a step record says
+
+`steps.jsonl` in the run folder has one JSON object a line, one line a step. Every field below is
+in every record; what does not apply or was not measured is `null`. This page is written from the
+classes in `pentad/telemetry/record.py` by `make docs`.
+
+`pentad.telemetry.steps.read_lines(path)` reads the file. It passes over a line that a crash tore
+off at the end, and over steps that a resumed run did again: those are kept and marked `superseded`.
+
+Two runs of one seed give the same records apart from the fields marked *varies*, which measure
+the machine.
+
+| field | meaning | unit | varies |
+|---|---|---|---|
+| `schema` | version of this format, 1 | | |
+| `nonfinite` | fields that are null because they were NaN or infinite, with what they were | | |"""
+
+
+def _fields_table(prefix: str, cls: type) -> list[str]:
+    head = ["| field | meaning | unit | varies |", "|---|---|---|---|"] if prefix else []
+    rows = []
+    for entry in dataclasses.fields(cls):
+        meaning, unit = entry.metadata["meaning"], entry.metadata["unit"]
+        if entry.name in BLOCKS:
+            meaning = "see below"
+        varies = "yes" if entry.metadata["varies"] else ""
+        rows.append(f"| `{prefix}{entry.name}` | {meaning} | {unit} | {varies} |")
+    return [*head, *rows]
+
+
+PAGES = {"configuration.md": configuration_page, "map.md": map_page, "telemetry.md": telemetry_page}
+
+
+def main() -> None:
+    """Writes every generated page into the folder given as the only argument."""
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m pentad_tools.docs FOLDER")
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, page in PAGES.items():
+        (folder / name).write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
