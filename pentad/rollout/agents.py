@@ -21,12 +21,12 @@ from pentad.core.types import Prompt, Sample
 from pentad.rollout.proxy import MODEL, Episode, Proxy
 from pentad.rollout.workflows import (
     CLOSE_TIMEOUT_S,
+    Attempts,
     Context,
+    Episodes,
     Generator,
     OwnPrompts,
     contained,
-    keep_said,
-    run_episodes,
 )
 from pentad.serve.service import in_thread
 
@@ -42,7 +42,7 @@ PARAMETERS = {
 }
 
 
-class AgentWorkflow(OwnPrompts):
+class AgentWorkflow(Episodes, OwnPrompts):
     """Runs the program once for each sample, at an address of its own."""
 
     def __init__(self, agent: Callable[..., Any]) -> None:
@@ -52,8 +52,9 @@ class AgentWorkflow(OwnPrompts):
     async def run(self, prompt: Prompt, sampler: Generator, context: Context) -> list[Sample]:
         proxy = Proxy()
         async with proxy.serving():
-            return await run_episodes(
-                prompt, context, lambda i: self._episode(prompt, i, proxy, sampler, context)
+            attempts = Attempts(prompt, sampler, context, own_prompts=True)
+            return await attempts.run(
+                lambda index, said: self._episode(prompt, index, proxy, said, context)
             )
 
     async def _episode(
@@ -74,9 +75,6 @@ class AgentWorkflow(OwnPrompts):
             if episode.failure.done():
                 episode.failure.result()
             reward = work.result()
-        except Exception as error:
-            keep_said(error, episode.samples())
-            raise
         finally:
             await episode.close()
             work.cancel()

@@ -25,8 +25,11 @@ from pentad.rollout.checks import check_samples
 from pentad.rollout.environments import RolloutTokenizer
 from pentad.rollout.replicas import CheckedSampler, Fleet, Replica
 from pentad.rollout.workflows import (
+    CLOSE_TIMEOUT_S,
     WORKFLOW_FAILED,
+    WORKFLOW_LATE,
     Context,
+    Episodes,
     OwnPrompts,
     SingleTurn,
     Workflow,
@@ -106,6 +109,7 @@ class Executor:
             run_seed=settings.run_seed,
             max_total_tokens=settings.max_total_tokens,
             max_sampled_tokens=settings.max_sampled_tokens,
+            deadline_s=settings.deadline_s,
             show=self._show_once,
         )
         self.shown: set[str] = set()
@@ -156,10 +160,11 @@ class Executor:
         raise InfraFailure(f"prompt {prompt.gid} failed {len(causes)} times ({'; '.join(causes)})")
 
     async def _on(self, replica: Replica, prompt: Prompt, context: Context) -> list[Sample]:
-        """The workflow on one replica, under the deadline."""
+        """The workflow on one replica, under the deadline, which `Episodes` keep themselves."""
         sampler = CheckedSampler(replica, self.settings.vocab_size)
+        closing_s = 2 * CLOSE_TIMEOUT_S if isinstance(self.workflow, Episodes) else 0.0
         try:
-            async with asyncio.timeout(self.settings.deadline_s) as deadline:
+            async with asyncio.timeout(self.settings.deadline_s + closing_s) as deadline:
                 samples = await contained(self.workflow.run(prompt, sampler, context))
         except Exception as failure:
             cause = first_cause(failure)
@@ -190,22 +195,33 @@ class Executor:
         known = f"{type(cause).__name__} {[(frame.filename, frame.lineno) for frame in place]}"
         if known not in self.shown:
             self.shown.add(known)
-            log.warning("prompt %d: the workflow raised", prompt.gid, exc_info=cause)
+            log.warning("prompt %d: %s", prompt.gid, self._blame(), exc_info=cause)
+
+    def _blame(self) -> str:
+        if isinstance(self.workflow, Episodes):
+            return "the workflow failed"
+        return (
+            "the workflow failed, and its group with it; where it derives from "
+            "pentad.rollout.workflows.Episodes, an error counts against its sample alone"
+        )
 
     async def _scored(self, group: Group) -> Group:
-        """A sample whose episode failed has the mean of its mates: the mistake may be the
-        workflow's, so it is neither rewarded nor punished."""
-        failed = {id(one) for one in group.samples if WORKFLOW_FAILED in one.reward_parts}
+        """A sample whose episode raised has the mean of the others: the mistake may be the
+        workflow's, so it is neither rewarded nor punished. One whose episode did not end while
+        others did has no reward above 0 or above theirs."""
+        marks = {WORKFLOW_FAILED, WORKFLOW_LATE}
+        failed = {id(one) for one in group.samples if marks & one.reward_parts.keys()}
         if not failed:
             return await self._rewarded(group)
         rest = [one for one in group.samples if id(one) not in failed]
         passed = (await self._rewarded(replace(group, samples=rest))).samples
         known, others = [one.reward for one in passed if one.reward is not None], iter(passed)
         for number, sample in enumerate(group.samples):
-            if id(sample) in failed:
-                sample.reward = mean(known) if known else None
-            else:
+            if id(sample) not in failed:
                 group.samples[number] = next(others)
+            elif known:
+                is_late = WORKFLOW_LATE in sample.reward_parts
+                sample.reward = min(0.0, *known) if is_late else mean(known)
         return group
 
     async def _rewarded(self, group: Group) -> Group:

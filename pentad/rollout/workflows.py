@@ -7,8 +7,8 @@ rendered and encoded once, as a suffix, and masked; nothing sampled is ever enco
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
@@ -30,9 +30,12 @@ from pentad.rewards.scorer import FAILED
 from pentad.rollout.environments import Environment, RolloutTokenizer, Tools, observation_ids
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 WORKFLOW_FAILED = f"{FAILED}/workflow_error"
-"""The part of samples whose episode failed: they have the mean reward of their mates."""
+"""The part of samples whose episode raised: they have the mean reward of the rest of the group."""
+WORKFLOW_LATE = f"{FAILED}/deadline"
+"""The part of samples whose episode did not end in time: they have no reward above 0."""
 CLOSE_TIMEOUT_S = 10.0
 """An environment or agent that takes longer to end is left to itself: deadlines must hold."""
 
@@ -57,6 +60,8 @@ class Context:
     """Most tokens of a sample, prompt included; None if the sampler sets no limit."""
     max_sampled_tokens: int | None = None
     """Most tokens sampled in one sample, over all its turns; None: no limit."""
+    deadline_s: float | None = None
+    """How long the episodes of a group may take; None: no limit."""
     show: Callable[[Prompt, BaseException], None] = lambda prompt, error: None
     """Reports an error that does not end the workflow."""
 
@@ -197,7 +202,213 @@ class SingleTurn:
         return answered(prompt.ids, generations, context.texts_of(generations))
 
 
-class MultiTurn:
+@dataclass(slots=True)
+class Talk:
+    """A conversation as it grows."""
+
+    transcript: Transcript
+    texts: list[str] = field(default_factory=list)
+    """Of the policy."""
+    turns: list[tuple[str, str]] = field(default_factory=list)
+    parts: dict[str, float] = field(default_factory=dict)
+    """Of its reward."""
+    finish: FinishReason = "stop"
+
+    def add_answer(self, generation: Generation, text: str) -> None:
+        self.transcript.add_sampled(generation)
+        self.texts.append(text)
+        self.turns.append(("assistant", text))
+        self.finish = generation.finish
+
+    def sample(self) -> Sample:
+        sample = self.transcript.finished(self.finish, "\n".join(self.texts))
+        sample.turns = tuple(self.turns)
+        return sample
+
+
+class Said:
+    """The sampler as one episode sees it. Keeps what was drawn, and how long that took."""
+
+    def __init__(self, sampler: Generator) -> None:
+        self.sampler = sampler
+        self.answers: list[tuple[Request, Generation]] = []
+        self.clock = asyncio.get_running_loop().time
+        self.begun = self.since = self.clock()
+        self.own_s = 0.0
+        """How long no request was under way, until `since`."""
+        self.num_waiting = 0
+
+    async def generate(self, request: Request) -> list[Generation]:
+        if not self.num_waiting:
+            self.own_s += self.clock() - self.since
+        self.num_waiting += 1
+        try:
+            answers = await self.sampler.generate(request)
+        finally:
+            self.num_waiting -= 1
+            self.since = self.clock()
+        self.answers += [(request, answer) for answer in answers]
+        return answers
+
+    @property
+    def is_starved(self) -> bool:
+        """Whether it waits for tokens now: for the first, or after most of its time passed so."""
+        is_idle = not self.answers or self.own_s <= (self.clock() - self.begun) / 2
+        return self.num_waiting > 0 and is_idle
+
+    def samples(self, prompt: Prompt, context: Context, *, own_prompts: bool) -> list[Sample]:
+        """One a sequence; the last that begins with the prompt, unless prompts are its own."""
+        talks: list[Talk] = []
+        for request, generation in self.answers:
+            ids = list(request.prompt_ids)
+            fitting = [t for t in talks if t.transcript.ids == ids[: len(t.transcript.ids)]]
+            talk = max(fitting, key=lambda t: len(t.transcript.ids), default=None)
+            if talk is None:
+                talks.append(talk := Talk(Transcript(ids)))
+            elif given := ids[len(talk.transcript.ids) :]:
+                talk.transcript.add_given(given)
+                talk.turns.append(("user", decode_all(context.tokenizer, [given])[0]))
+            talk.add_answer(generation, context.text_of(generation))
+        if not own_prompts:
+            size = len(prompt.ids)
+            usable = [t for t in talks if tuple(t.transcript.ids[:size]) == tuple(prompt.ids)]
+            return [talk.sample() for talk in usable[-1:]]
+        samples = [talk.sample() for talk in talks]
+        for sample in samples:
+            given = sample.ids[: int(sample.mask.argmax())].tolist()
+            sample.given_text = context.tokenizer.decode(given, skip_special_tokens=False)
+        return samples
+
+
+@dataclass(slots=True)
+class EpisodeFailed:
+    """What the policy had said in an episode that failed afterwards."""
+
+    part: str
+    """WORKFLOW_FAILED or WORKFLOW_LATE."""
+    cause: BaseException
+    samples: list[Sample]
+
+
+class Episodes:
+    """A workflow whose samples have an episode each: derive from it and write `episode`.
+
+    An error counts against the sample whose episode raised it, and against no other: what fails by
+    an answer must not drop its group, or the policy can choose what it is trained on.
+    """
+
+    async def episode(
+        self, prompt: Prompt, index: int, sampler: Generator, context: Context
+    ) -> Sample | list[Sample]:
+        """Sample `index` of the group, drawn with `context.seed(prompt.gid, index)`."""
+        raise NotImplementedError
+
+    async def run(self, prompt: Prompt, sampler: Generator, context: Context) -> list[Sample]:
+        check_fits(prompt, context)
+        own_prompts = isinstance(self, OwnPrompts)
+        attempts = Attempts(prompt, sampler, context, own_prompts=own_prompts)
+        return await attempts.run(lambda i, said: self.episode(prompt, i, said, context))
+
+
+EpisodeRunner = Callable[[int, Generator], Coroutine[Any, Any, Sample | list[Sample]]]
+
+
+class Attempts:
+    """The episodes of one group.
+
+    One that raises is run once more, with the same seed. If it raises again, or has not ended at
+    the deadline, while others pass, what was said in it is kept and marked. If none passes the
+    first error is raised; so is one of the machinery, or before the first answer of an episode.
+    """
+
+    def __init__(
+        self, prompt: Prompt, sampler: Generator, context: Context, *, own_prompts: bool
+    ) -> None:
+        self.prompt = prompt
+        self.sampler = sampler
+        self.context = context
+        self.own_prompts = own_prompts
+        self.said: dict[int, Said] = {}
+        """By sample: what the attempt under way has drawn."""
+        self.failed: dict[int, EpisodeFailed] = {}
+
+    async def run(self, episode: EpisodeRunner) -> list[Sample]:
+        indices = range(self.context.num_samples)
+        tasks = [asyncio.ensure_future(self._attempt(episode, index)) for index in indices]
+        try:
+            await asyncio.wait(
+                tasks, timeout=self.context.deadline_s, return_when=asyncio.FIRST_EXCEPTION
+            )
+            errors = [error for task in tasks if task.done() and (error := task.exception())]
+            if errors:
+                raise first_cause(BaseExceptionGroup("episodes", errors))
+            for index, task in enumerate(tasks):
+                if not task.done():
+                    self._give_up(index)
+        finally:
+            await self._end(tasks)
+        return self._settled([[] if i in self.failed else tasks[i].result() for i in indices])
+
+    async def _attempt(self, episode: EpisodeRunner, index: int) -> list[Sample]:
+        """Empty when both attempts failed."""
+        for _ in range(2):
+            said = self.said[index] = Said(self.sampler)
+            try:
+                found = await contained(episode(index, said))
+            except Exception as error:
+                cause = first_cause(error)
+                # Errors of the run and of its machinery are no doing of an answer.
+                is_ours = isinstance(cause, InfraFailure | DataFailure | UserError | RunError)
+                if is_ours or not self._keep(index, WORKFLOW_FAILED, cause):
+                    raise
+            else:
+                self.failed.pop(index, None)
+                return [found] if isinstance(found, Sample) else found
+        return []
+
+    def _give_up(self, index: int) -> None:
+        """The deadline is over. Time that the episode took, and not the sampler, is its own."""
+        if index in self.failed:
+            return
+        late = f"the group was not done after {self.context.deadline_s} s"
+        if self.said[index].is_starved:
+            raise InfraFailure(f"{late}, waiting for tokens")
+        cause = DataFailure("deadline", f"{late}, in the workflow")
+        if not self._keep(index, WORKFLOW_LATE, cause):
+            raise cause
+
+    def _keep(self, index: int, part: str, cause: BaseException) -> bool:
+        """Whether anything was said in the episode, which is kept then."""
+        drawn = self.said[index]
+        said = drawn.samples(self.prompt, self.context, own_prompts=self.own_prompts)
+        if said:
+            self.failed[index] = EpisodeFailed(part, cause, said)
+        return bool(said)
+
+    def _settled(self, found: list[list[Sample]]) -> list[Sample]:
+        if len(self.failed) == len(found):
+            raise self.failed[0].cause
+        for index, failed in self.failed.items():
+            self.context.show(self.prompt, failed.cause)
+            for sample in failed.samples:
+                sample.reward_parts = {FAILED: 1.0, failed.part: 1.0}
+            found[index] = failed.samples
+        return [sample for samples in found for sample in samples]
+
+    async def _end(self, tasks: Sequence[asyncio.Task[list[Sample]]]) -> None:
+        """Cancels what has not ended. What does not obey is left behind: deadlines must hold."""
+        pending = [task for task in tasks if not task.done()]
+        for task in pending:
+            task.cancel()
+        if pending:
+            ended, stubborn = await asyncio.wait(pending, timeout=CLOSE_TIMEOUT_S + 1)
+            for task in ended:
+                task.cancelled() or task.exception()  # asked for, so that asyncio reports none
+            if stubborn:
+                log.warning("prompt %d: an episode does not end; it is left", self.prompt.gid)
+
+
+class MultiTurn(Episodes):
     """n conversations between the policy and an environment, each with one of its own."""
 
     def __init__(
@@ -223,22 +434,15 @@ class MultiTurn:
         found: Tools = getattr(self.environment(), "tools", ())  # of one that is made to be asked
         return found
 
-    async def run(self, prompt: Prompt, sampler: Generator, context: Context) -> list[Sample]:
-        check_fits(prompt, context)
-
-        async def episode(index: int) -> list[Sample]:
-            talk = Talk(Transcript(prompt.ids))
-            try:
-                await contained(self._converse(talk, prompt, index, sampler, context))
-            except Exception as error:
-                keep_said(error, [talk.sample()] if talk.texts else [])
-                raise
-            sample = talk.sample()
-            if talk.parts:
-                sample.reward, sample.reward_parts = sum(talk.parts.values()), talk.parts
-            return [sample]
-
-        return await run_episodes(prompt, context, episode)
+    async def episode(
+        self, prompt: Prompt, index: int, sampler: Generator, context: Context
+    ) -> Sample:
+        talk = Talk(Transcript(prompt.ids))
+        await self._converse(talk, prompt, index, sampler, context)
+        sample = talk.sample()
+        if talk.parts:
+            sample.reward, sample.reward_parts = sum(talk.parts.values()), talk.parts
+        return sample
 
     async def _converse(
         self, talk: Talk, prompt: Prompt, index: int, sampler: Generator, context: Context
@@ -270,82 +474,6 @@ class MultiTurn:
         finally:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await environment.close()
-
-
-@dataclass(slots=True)
-class Talk:
-    """A conversation as it grows."""
-
-    transcript: Transcript
-    texts: list[str] = field(default_factory=list)
-    """Of the policy."""
-    turns: list[tuple[str, str]] = field(default_factory=list)
-    parts: dict[str, float] = field(default_factory=dict)
-    """Of its reward."""
-    finish: FinishReason = "stop"
-
-    def add_answer(self, generation: Generation, text: str) -> None:
-        self.transcript.add_sampled(generation)
-        self.texts.append(text)
-        self.turns.append(("assistant", text))
-        self.finish = generation.finish
-
-    def sample(self) -> Sample:
-        sample = self.transcript.finished(self.finish, "\n".join(self.texts))
-        sample.turns = tuple(self.turns)
-        return sample
-
-
-class EpisodeFailed(Exception):
-    """The user's code raised in an episode in which the policy had said something."""
-
-    def __init__(self, cause: BaseException, samples: list[Sample]) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
-        self.samples = samples
-
-
-def keep_said(error: Exception, samples: list[Sample]) -> None:
-    """Raises EpisodeFailed with what was said until an error of the user's code. Errors of the run
-    and of its machinery, and those before the first answer, are no doing of an answer."""
-    cause = first_cause(error)
-    is_own = isinstance(cause, InfraFailure | DataFailure | UserError | RunError)
-    if samples and not is_own:
-        raise EpisodeFailed(cause, samples) from error
-
-
-async def run_episodes(
-    prompt: Prompt,
-    context: Context,
-    episode: Callable[[int], Coroutine[Any, Any, list[Sample]]],
-) -> list[Sample]:
-    """The samples of a group in which each has an episode of its own.
-
-    An episode that fails is run once more, with the same seed. If it fails again while others
-    pass, what was said in it is kept, marked with WORKFLOW_FAILED: otherwise an answer could have
-    its group dropped. If none passes, the first error is raised.
-    """
-
-    async def run(index: int) -> list[Sample] | EpisodeFailed:
-        with suppress(EpisodeFailed):
-            return await episode(index)
-        try:
-            return await episode(index)
-        except EpisodeFailed as failed:
-            return failed
-
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(run(index)) for index in range(context.num_samples)]
-    found = [task.result() for task in tasks]
-    failed = [one for one in found if isinstance(one, EpisodeFailed)]
-    if len(failed) == len(found):
-        raise failed[0].cause
-    for one in failed:
-        context.show(prompt, one.cause)
-        for sample in one.samples:
-            sample.reward_parts = {FAILED: 1.0, WORKFLOW_FAILED: 1.0}
-    kept = [one.samples if isinstance(one, EpisodeFailed) else one for one in found]
-    return [sample for samples in kept for sample in samples]
 
 
 async def contained(work: Coroutine[Any, Any, T]) -> T:

@@ -341,6 +341,24 @@ def test_a_thread_that_hangs_does_not_hold_the_run(lab):
     release.set()
 
 
+def test_an_answer_that_a_program_hangs_at_does_not_drop_its_group(lab):
+    lab.sampler.script = lambda request, i: [*lab.ids("wxyz"[request.seeds[i] % 4]), lab.end]
+
+    async def program(base_url, api_key, model):
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+        answer = await client.completions.create(model=model, prompt="a")
+        if answer.choices[0].text == "z":
+            await asyncio.sleep(600)
+        return 1.0
+
+    samples = lab.run(program, num_samples=8, deadline_s=20.0)
+    late = {"reward_failed": 1.0, "reward_failed/deadline": 1.0}
+    by_text = {sample.text: (sample.reward, sample.reward_parts) for sample in samples}
+    assert len(samples) == 8 and by_text.pop("z") == (0.0, late)
+    assert by_text and all(told == (1.0, {"agent": 1.0}) for told in by_text.values())
+    assert all(sample.given_text for sample in samples)
+
+
 @pytest.mark.parametrize("reward", ["much", float("nan"), {"a": None}])
 def test_a_reward_that_is_no_number_stops_the_run(lab, reward):
     async def judged(base_url, api_key, model):
