@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 import pentad
 from pentad.config.describe import fields, section_of, show, takes
-from pentad.config.schema import Config
+from pentad.config.schema import RecipeConfig
 from pentad.config.section import Section
 from pentad.telemetry.record import BLOCKS, StepRecord
 
@@ -107,6 +107,10 @@ to the run's folder and can be used as a recipe. What is given explicitly is kep
 contradict each other are refused. (One is raised, with a note: `mb_spec.n_mbs` below the number of
 pipeline stages.)
 
+**Aliases.** `resource` and `parallelism` are other ways to write `allocation_mode`, `use_kl_loss` and
+`use_tis` switches for keys of `algorithm`. They are read as those keys, with a note; the config that
+a run writes has the keys alone. An alias beside its key must agree with it.
+
 **Keys that are not read.** A key that differs from its default and that the run does not read given
 its other keys, is named in a warning (`plan`: a note): `layers_per_stage` without a pipeline, for
 instance. A detail of the algorithm that nobody reads is refused.
@@ -131,7 +135,7 @@ The tables below are generated from `pentad/config/schema.py` by `make docs`.
 
 def configuration_page() -> str:
     """docs/configuration.md."""
-    blocks = [CONFIGURATION, "## Top level", _keys_table(Config)]
+    blocks = [CONFIGURATION, "## Top level", _keys_table(RecipeConfig)]
     pages: dict[type[Section], str] = {}
     for name, field in fields().items():
         section = section_of(field.annotation)

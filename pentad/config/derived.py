@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pentad.config.model_schema import ArchonConfig, ModelConfig
-from pentad.config.schema import Config, ParallelismConfig
+from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.folders import read_object
@@ -117,18 +117,6 @@ def part_of(config: Config, role: str) -> Component | None:
 def allocation_of(config: Config) -> Allocation:
     """Of a config that passed its rules."""
     return chosen(parsed_allocation(config), "allocation_mode")
-
-
-def allocation_for(sizes: ParallelismConfig) -> str:
-    """A run that only trains, by the sizes of its axes."""
-    d, e = sizes.data_parallel, sizes.expert_parallel
-    rest = f"p{sizes.pipeline_parallel}t{sizes.tensor_parallel}"
-    return f"archon:d{d}{rest}" if e == 1 else f"archon:(attn:d{d * e}{rest}|ffn:d{d}{rest}e{e})"
-
-
-def component_for(sizes: ParallelismConfig) -> Component:
-    (component,) = parse_allocation(allocation_for(sizes))
-    return component
 
 
 def component_of(config: Config, role: str) -> Component:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from pentad.config.schema import Config
+from pentad.config.schema import Config, RecipeConfig
 from pentad.config.section import Section, leaves
 from pentad.core.errors import visible
 from pentad.core.settings import MAX_INT, Bound
@@ -24,7 +24,9 @@ def section_of(annotation: Any) -> type[Section] | None:
     return None
 
 
-def iter_fields(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def iter_fields(
+    section: type[Section] = RecipeConfig, prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
     """(dotted key, field) of every key, blocks before what they hold."""
     for name, field in section.model_fields.items():
         yield prefix + name, field
@@ -35,7 +37,7 @@ def iter_fields(section: type[Section] = Config, prefix: str = "") -> Iterator[t
 
 @cache
 def fields() -> dict[str, FieldInfo]:
-    """Every dotted key with its field."""
+    """Every dotted key of a recipe with its field."""
     return dict(iter_fields())
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 import difflib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import getitem
 from pathlib import Path
 
 from pydantic import ValidationError
 
+from pentad.config.aliases import normalise
 from pentad.config.describe import (
     choices,
     fields,
@@ -35,7 +36,7 @@ from pentad.config.other_systems import (
     not_built,
 )
 from pentad.config.recipe_file import COMMAND_LINE, Tree, drop, dump_yaml, read_tree
-from pentad.config.schema import Config
+from pentad.config.schema import Config, RecipeConfig
 from pentad.core.algorithms import ELSEWHERE
 from pentad.core.errors import Problem, UserError
 from pentad.core.settings import MAX_INT
@@ -54,6 +55,8 @@ class Reading:
     """False where the recipe could not be read: every key may be in it."""
     notes: tuple[str, ...] = ()
     """On keys that were read as others."""
+    written: dict[str, str] = field(default_factory=dict)
+    """`key = value` -> the alias that was written for it."""
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -64,13 +67,22 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     return reading.config
 
 
-def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Reading:
-    tree = read_tree(path, overrides, Config().model_dump(mode="json"), text_keys())
-    notes = tuple(_move(tree))
+def read_config(
+    path: str | Path | None, overrides: Sequence[str] = (), *, samples: bool = True
+) -> Reading:
+    """Without `samples` it is for a command that only trains."""
+    tree = read_tree(path, overrides, RecipeConfig().model_dump(mode="json"), text_keys())
+    notes = [*_move(tree), *normalise(_readable(tree), tree, samples=samples)]
+    config = Config.model_validate(tree.values)
+    bad = frozenset(tree.bad)
+    return Reading(config, tree.problems, bad, tree.is_read, tuple(notes), tree.written)
+
+
+def _readable(tree: Tree) -> RecipeConfig:
+    """What is left of a tree when all that cannot be used is taken out and reported."""
     while True:
         try:
-            config = Config.model_validate(tree.values)
-            return Reading(config, tree.problems, frozenset(tree.bad), tree.is_read, notes)
+            return RecipeConfig.model_validate(tree.values)
         except ValidationError as error:
             _take_out(error, tree)
 

@@ -101,6 +101,8 @@ class Tree:
     problems: list[Problem] = field(default_factory=list)
     bad: set[str] = field(default_factory=set)
     """Dotted keys that were left out."""
+    written: dict[str, str] = field(default_factory=dict)
+    """`key = value` -> the alias that was written for it."""
     is_read: bool = True
     """False where the recipe could not be read, so that nothing is known of what it says."""
 
@@ -266,14 +268,18 @@ def _apply_override(override: str, tree: Tree, texts: Collection[str]) -> None:
         tree.problems.append(Problem(where[:80], rule))
         tree.bad.add(key)
         return
-    *outer, last = key.split(".")
-    place = tree.values
-    for name in outer:
-        if not isinstance(place.get(name), dict):
-            place[name] = {}
-        place = place[name]
-    place[last] = _with_text_keys(value)
+    put(tree.values, key, _with_text_keys(value))
     tree.sources[key] = COMMAND_LINE
+
+
+def put(values: dict[str, Any], key: str, value: object) -> None:
+    """Sets a dotted key, with the blocks that it is in."""
+    *outer, last = key.split(".")
+    for name in outer:
+        if not isinstance(values.get(name), dict):
+            values[name] = {}
+        values = values[name]
+    values[last] = value
 
 
 def _first_clause(error: Exception) -> str:

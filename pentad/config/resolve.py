@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import getpass
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pentad.config.derived import (
     SCORERS,
-    allocation_for,
     count_devices,
     frozen_models,
     parsed_allocation,
@@ -28,7 +28,6 @@ from pentad.core.fit import default_stages_per_rank, splits_backward
 from pentad.core.layout import Allocation, Component
 from pentad.core.specs import absolute
 
-DEFAULT_KL_COEF = 0.001
 DEFAULT_RECOVERY = {"recover.freq_secs": 600.0, "recover.freq_epochs": 1}
 PATHS = (
     *("fileroot", "checkpoint.local_dir"),
@@ -60,7 +59,6 @@ def resolve(config: Config, *, samples: bool = True) -> tuple[Config, list[str]]
     _expand_homes(draft)
     config = draft.config
     _choose_user(draft)
-    _choose_kl(draft)
     _choose_allocation(draft, samples)
     _choose_mode(draft)
     _choose_offloading(draft)
@@ -144,19 +142,18 @@ def _choose_allocation(draft: _Draft, samples: bool) -> None:
     config = draft.config
     if config.allocation_mode is not None:
         return
-    if config.parallelism is not None:
-        draft.set("allocation_mode", allocation_for(config.parallelism), "from parallelism")
-        return
     join = "|" if config.mode in (None, "colocate") else "+"
-    if config.resource is None:
-        sizes, why = _shares(config, join)
-    else:
-        why, sizes = "from resource", config.resource.sizes()
-        join = "|" if config.mode == "colocate" else "+"
+    sizes, why = _shares(config, join)
+    text = allocation_for_sizes(config, sizes, join, samples=samples)
+    draft.set("allocation_mode", text, why)
+
+
+def allocation_for_sizes(
+    config: Config, sizes: Mapping[str, int], join: str, *, samples: bool
+) -> str:
+    """The layout in which each role has so many devices; `join`: | where both sides share them."""
     if not samples and sizes["actor"] > 1:
-        chosen = Allocation(((Component("archon", None, (("d", sizes["actor"]),)),),))
-        draft.set("allocation_mode", str(chosen), why)
-        return
+        return str(Allocation(((Component("archon", None, (("d", sizes["actor"]),)),),)))
     sides = (
         Component("embedded", None, (("d", sizes["rollout"]),)),
         Component("archon", None, (("d", sizes["actor"]),)),
@@ -165,7 +162,7 @@ def _choose_allocation(draft: _Draft, samples: bool) -> None:
     own = {role: sizes[role] for role in SCORERS if role in sizes}
     if config.mode == "async" and config.only is None:
         own = {role: sizes.get(role, 1) for role in (*own, *frozen_models(config))}
-    draft.set("allocation_mode", str(chosen.with_own(own)), why)
+    return str(chosen.with_own(own))
 
 
 def _shares(config: Config, join: str) -> tuple[dict[str, int], str]:
@@ -209,22 +206,7 @@ def _choose_offloading(draft: _Draft) -> None:
         draft.set("offload_rollout", False, "rollout and training do not share devices")
 
 
-def _choose_kl(draft: _Draft) -> None:
-    algorithm, use_kl_loss = draft.config.algorithm, draft.config.use_kl_loss
-    if use_kl_loss:
-        if algorithm.kl_in is None:
-            draft.set("algorithm.kl_in", "loss", "use_kl_loss = true")
-        if algorithm.kl_coef is None:
-            draft.set("algorithm.kl_coef", DEFAULT_KL_COEF, "use_kl_loss = true")
-    elif use_kl_loss is False and algorithm.kl_coef is None and algorithm.settings.kl_in == "loss":
-        draft.set("algorithm.kl_coef", 0.0, "use_kl_loss = false")
-
-
 def _choose_correction(draft: _Draft) -> None:
-    use_tis = draft.config.use_tis
-    if use_tis is not None and draft.config.algorithm.correction is None:
-        word = "tis" if use_tis else "none"
-        draft.set("algorithm.correction", word, f"use_tis = {show(use_tis)}")
     algorithm = draft.config.algorithm
     if algorithm.correction is not None:
         return

@@ -402,11 +402,6 @@ class Config(Section):
     """Layout of sampling and training, such as `sglang:d4t2+archon:d4p2t2`. null: from `resource`,
     else `embedded:dN|archon:dN` over all N devices (N is 1 without GPUs); in mode hybrid and async
     half of them sample."""
-    parallelism: ParallelismConfig | None = None
-    """The layout of training as sizes of its axes, instead of or in agreement with
-    `allocation_mode`: a run that does not sample."""
-    resource: ResourceConfig | None = None
-    """Devices by role, instead of or in agreement with `allocation_mode`."""
     cluster: ClusterConfig = ClusterConfig()
     """The machines."""
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -448,10 +443,6 @@ class Config(Section):
     colocate on a GPU, where the plan says that both do not fit together (a note says so)."""
     compute_advantages_and_returns: bool = True
     """Whether the trainer computes advantages; false takes those the rollout delivers."""
-    use_kl_loss: bool | None = None
-    """Switch for the KL term in the loss. null: as `algorithm` says."""
-    use_tis: bool | None = None
-    """Switch for truncated importance sampling. null: as `algorithm` says."""
     strict: bool = False
     """Trainer and embedded sampler agree bit for bit on the log-prob of every token, by kernels
     that do not depend on the batch; slower. What cannot is refused. Gradients are not covered."""
@@ -505,3 +496,23 @@ class Config(Section):
     """When a run that trains something else than it should is stopped."""
     telemetry: TelemetryConfig = TelemetryConfig()
     """What is recorded, and where."""
+
+
+class RecipeConfig(Config):
+    """What a recipe may say: the keys of a config, and aliases, which are read as such keys."""
+
+    parallelism: ParallelismConfig | None = None
+    """The layout of training as sizes of its axes, instead of or in agreement with
+    `allocation_mode`, which it is read as: a run that does not sample."""
+    resource: ResourceConfig | None = None
+    """Devices by role, instead of or in agreement with `allocation_mode`, which it is read as."""
+    use_kl_loss: bool | None = None
+    """Switch for the KL term in the loss; read as `algorithm.kl_coef` and `algorithm.kl_in`. null:
+    as `algorithm` says."""
+    use_tis: bool | None = None
+    """Switch for truncated importance sampling; read as `algorithm.correction`. null: as
+    `algorithm` says."""
+
+
+ALIASES = frozenset(RecipeConfig.model_fields) - frozenset(Config.model_fields)
+"""Keys of a recipe that a config does not have (`pentad.config.aliases`)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from pentad.config.derived import register_models
@@ -30,15 +31,17 @@ def prepare(
     refuse besides; it is asked where there are problems, since a start without any asks by itself.
     What depends on the device is left to a Slurm job: this machine is not where it runs.
     """
-    reading = read_config(path, overrides)
+    samples = command not in ("sft", "pretrain")
+    reading = read_config(path, overrides, samples=samples)
     if not reading.is_read:
         raise UserError(reading.problems)
     with suppress(UserError):  # a rule reports it
         register_models(reading.config)
-    samples = command not in ("sft", "pretrain")
     config, notes = resolve(reading.config, samples=samples)
     notes = [*reading.notes, *notes]
-    problems: list[Problem | str] = [*reading.problems, *check(config, command, skip=reading.bad)]
+    found = check(config, command, skip=reading.bad)
+    found = [replace(one, where=reading.written.get(one.where, one.where)) for one in found]
+    problems: list[Problem | str] = [*reading.problems, *found]
     if command == "plan":
         problems += check_planned(config, choose_device(config, gpu_memory).kind, reading.bad)
     elif problems and ask_start is not None:

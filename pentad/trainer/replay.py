@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from pentad.checkpoint.disk import holding
 from pentad.checkpoint.folders import COMMIT, Checkpoint, find_checkpoints, state_folder
 from pentad.checkpoint.restore import restore_learner
+from pentad.config.aliases import config_from_record
 from pentad.config.derived import (
     component_of,
     layout_of,
@@ -225,7 +226,7 @@ def config_of(batch: KeptBatch, folder: Path, layout: str | None) -> Config:
     if folder.resolve().parents[2].name == "logs":
         values["fileroot"] = str(folder.resolve().parents[3])
     try:
-        config = Config.model_validate(values | ({"allocation_mode": layout} if layout else {}))
+        config = config_from_record(values | ({"allocation_mode": layout} if layout else {}))
     except ValidationError as error:
         rule = f"its config is of another version: {error.errors()[0]['msg']}"
         raise UserError(Problem(f"step {batch.step}", rule)) from error
@@ -258,7 +259,7 @@ def _replay(plan: ReplayPlan, device: torch.device, rank: Rank, dump: str) -> Re
     learner, critic = learners["actor"], learners.get("critic")
     has = restore(plan, learners)
     trained = plan.batches[0].step - 1
-    scored_apart = scorers(Config.model_validate(last.facts["config"]))
+    scored_apart = scorers(config_from_record(last.facts["config"]))
     update = build_update(config, algorithm, learner, critic, scored_apart)
     load_tags(learner, config, set(update.tags) - has, trained, keeps_ref=False)
     place = place_of(device, layout_of(config, "actor"))

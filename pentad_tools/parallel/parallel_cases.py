@@ -187,8 +187,7 @@ def read_cases(subject: ParallelSubject, texts: list[str]) -> list[LayoutCase]:
 
 def config_at(subject: ParallelSubject, text: str) -> Config:
     """What a run of the recipe with this layout would have, resolved."""
-    given = {"allocation_mode": text, "resource": None}
-    return resolve(subject.config.model_copy(update=given))[0]
+    return resolve(subject.config.model_copy(update={"allocation_mode": text}))[0]
 
 
 def case_problems(subject: ParallelSubject, text: str) -> list[Problem]:

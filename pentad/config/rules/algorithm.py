@@ -23,22 +23,7 @@ from pentad.core.sizes import MIN_TEMPERATURE
 RULES: Rules[[Config]] = Rules()
 
 
-@RULES.add("use_kl_loss", "algorithm.kl_coef", "algorithm.kl_in", "algorithm.name")
-def the_kl_switch_agrees(config: Config) -> Problem | None:
-    coef, place = config.algorithm.kl_coef, config.algorithm.kl_in
-    where = f"use_kl_loss = {show(config.use_kl_loss)}"
-    if config.use_kl_loss and coef == 0:
-        return Problem(where, "algorithm.kl_coef = 0 switches it off", "leave one of the two out")
-    if config.use_kl_loss and place == "reward":
-        rule = "algorithm.kl_in = reward takes the KL term out of the loss"
-        return Problem(where, rule, "leave one of the two out")
-    if config.use_kl_loss is False and coef and place != "reward":
-        rule = f"algorithm.kl_coef = {coef:g} asks for a KL term"
-        return Problem(where, rule, "set algorithm.kl_coef=0, or algorithm.kl_in=reward")
-    return None
-
-
-@RULES.add("ref_update_interval", "algorithm.kl_coef", "use_kl_loss")
+@RULES.add("ref_update_interval", "algorithm.kl_coef")
 def a_refreshed_reference_is_used(config: Config) -> Problem | None:
     if config.ref_update_interval is None or config.algorithm.kl_coef:
         return None
@@ -48,43 +33,32 @@ def a_refreshed_reference_is_used(config: Config) -> Problem | None:
     return Problem(where, rule, "leave it out, or give a coefficient")
 
 
-@RULES.add("use_tis", "algorithm.correction")
-def the_tis_switch_agrees(config: Config) -> Problem | None:
-    correction = config.algorithm.correction
-    if config.use_tis is None or correction is None or config.use_tis == (correction == "tis"):
-        return None
-    where = f"use_tis = {show(config.use_tis)}"
-    rule = f"algorithm.correction = {correction} says otherwise"
-    return Problem(where, rule, "leave one of the two out")
-
-
-@RULES.add("algorithm", "use_kl_loss", "use_tis")
+@RULES.add("algorithm")
 def details_belong_to_something(config: Config) -> list[Problem]:
     """Details of a part that nobody turned on. An explicit "off" is a decision and passes."""
     algorithm = config.algorithm
     return list(idle_problems(algorithm.settings, algorithm.given, show))
 
 
-@RULES.add("algorithm.decoupled", "algorithm.correction", "use_tis")
+@RULES.add("algorithm.decoupled", "algorithm.correction")
 def decoupled_ppo_has_a_correction(config: Config) -> list[Problem]:
     return list(decoupled_problems(config.algorithm.settings))
 
 
-@RULES.add("algorithm", "use_tis")
+@RULES.add("algorithm")
 def the_ratio_against_the_sampler_is_read(config: Config) -> list[Problem]:
     return list(correction_problems(config.algorithm.settings, config.algorithm.given, show))
 
 
-@RULES.add("algorithm.correction", "use_tis", "max_staleness", "updates_per_batch")
+@RULES.add("algorithm.correction", "max_staleness", "updates_per_batch")
 def off_policy_data_are_corrected(config: Config) -> Problem | None:
     algorithm = config.algorithm
     asked = off_policy(config)
     if not asked or algorithm.correction != "none" or algorithm.allow_uncorrected:
         return None
-    where = "use_tis = false" if config.use_tis is False else "algorithm.correction = none"
     rule = f"{asked} trains a policy that is not the one that sampled"
     remedy = "leave it out for the default, or set algorithm.allow_uncorrected=true"
-    return Problem(where, rule, remedy)
+    return Problem("algorithm.correction = none", rule, remedy)
 
 
 def off_policy(config: Config) -> str:

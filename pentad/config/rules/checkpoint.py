@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from pentad.config.describe import fields, nearest_keys, show
 from pentad.config.rules.rule import RUNS, Rules
-from pentad.config.schema import Config
+from pentad.config.schema import ALIASES, Config
 from pentad.core.errors import Problem
 from pentad.core.remote import split_uri
 from pentad.core.settings import EngineKeys
@@ -61,7 +61,7 @@ OF_A_MODEL = (
 )
 HARMLESS = (
     *("experiment_name", "trial_name", "fileroot", "user"),
-    *("mode", "allocation_mode", "parallelism", "resource", "cluster", "scheduler"),
+    *("mode", "allocation_mode", "cluster", "scheduler"),
     *("num_iters_per_train_update", "balance_data", "store", "num_data_storage_units"),
     *("offload_train", "offload_rollout", "stall_warning_s", "stall_abort_s"),
     *(f"{role}.{key}" for role in ("actor", "critic") for key in OF_A_MODEL),
@@ -120,8 +120,10 @@ def fixed_problems(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[P
 def changed_keys(
     old: Mapping[str, Any], new: Mapping[str, Any], path: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, old value, new value) of everything that differs."""
-    for key in [*old, *(key for key in new if key not in old)]:
+    """(dotted key, old value, new value) of everything that differs; records of older versions
+    may have aliases beside their keys."""
+    names = [*old, *(key for key in new if key not in old)]
+    for key in [name for name in names if path or name not in ALIASES]:
         here = f"{path}.{key}" if path else str(key)
         before, after = old.get(key), new.get(key)
         if isinstance(before, Mapping) and isinstance(after, Mapping):

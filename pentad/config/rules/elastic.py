@@ -61,11 +61,7 @@ def _shrunk(config: Config, before: Component, world: int) -> Config | None:
         groups = [
             tuple(after if one == before else one for one in group) for group in allocation.groups
         ]
-        changes: dict[str, Any] = {
-            "allocation_mode": str(Allocation(tuple(groups))),
-            "parallelism": None,
-            "resource": None,
-        }
+        changes: dict[str, Any] = {"allocation_mode": str(Allocation(tuple(groups)))}
         for name in (key, "critic") if is_shared else (key,):
             model = config.critic if name == "critic" else config.actor
             cut: dict[str, Any] = {"dp_replicate": replicas}

@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pentad.config.derived import (
-    component_for,
     parsed_allocation,
     part_of,
 )
-from pentad.config.describe import show
 from pentad.config.rules.rule import RUNS, Rules
 from pentad.config.schema import Config
 from pentad.config.topology import find_topology
@@ -28,7 +26,7 @@ def server_of(config: Config) -> Component | None:
     return None if not rollout or rollout.backend == "embedded" else rollout
 
 
-@RULES.add("mode", "allocation_mode", "resource")
+@RULES.add("mode", "allocation_mode")
 def the_mode_fits_the_devices(config: Config) -> Problem | None:
     allocation = parsed_allocation(config)
     apart = allocation and allocation.are_apart
@@ -68,36 +66,6 @@ def offloaded_training_takes_turns(config: Config) -> Problem | None:
         rule = "offload_train = true: weights have left the GPU when the server takes them"
         return Problem(where, rule, "use disk")
     return None
-
-
-@RULES.add("parallelism", "allocation_mode", commands=RUNS)
-def parallelism_agrees_with_the_allocation(config: Config) -> Problem | None:
-    actor = part_of(config, "actor")
-    if config.parallelism is None or not actor:
-        return None
-    wanted = component_for(config.parallelism)
-    if wanted.layout() == actor.layout():
-        return None
-    rule = f"is {wanted} ({wanted.world} devices), but allocation_mode has {actor}"
-    remedy = "leave parallelism out, or make the two agree"
-    return Problem(f"parallelism = {show(config.parallelism.model_dump())}", rule, remedy)
-
-
-@RULES.add("resource", "allocation_mode")
-def resource_agrees_with_the_allocation(config: Config) -> list[Problem]:
-    allocation = parsed_allocation(config)
-    if config.resource is None or allocation is None:
-        return []
-    found = []
-    names = {"ref": "reference"}
-    for role, wanted in config.resource.sizes().items():
-        component = allocation.find(role)
-        if component is not None and component.world != wanted:
-            key = names.get(role, role)
-            where = f"resource.{key} = {show(getattr(config.resource, key))}"
-            rule = f"is {wanted} devices, but {component} has {component.world}"
-            found.append(Problem(where, rule, "leave resource out, or make the two agree"))
-    return found
 
 
 @RULES.add("scheduler.processes", "scheduler.type", "allocation_mode", "cluster")

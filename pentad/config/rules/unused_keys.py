@@ -272,7 +272,7 @@ OF_ROLLOUT = (
     *("gconfig", "reward", "rollout", "algorithm", "ref", "teacher", "max_staleness"),
     *("num_iters_per_train_update", "updates_per_batch", "use_streaming_dataset"),
     *("store", "num_data_storage_units"),
-    *("ref_update_interval", "compute_advantages_and_returns", "use_kl_loss", "use_tis", "strict"),
+    *("ref_update_interval", "compute_advantages_and_returns", "strict"),
     *("evaluator.n_samples", "evaluator.temperature", "evaluator.max_new_tokens"),
     *("guards.max_logprob_gap", "only", "groups_from"),
 )

@@ -185,8 +185,8 @@ def test_switches_are_overrides(seen):
         "num_data_storage_units=1",
     }
     config = load_config(None, recipe.overrides)
-    assert config.resource is not None
-    assert (config.resource.rollout, config.balance_data) == ((1, 4), True)
+    assert (config.allocation_mode, config.balance_data) == ("embedded:d4+archon:d4", True)
+    assert (config.algorithm.kl_in, config.algorithm.correction) == ("loss", "none")
 
 
 def test_the_file_may_be_named_either_way(seen):

@@ -103,13 +103,6 @@ BROKEN = [
         "stall_abort_s = 10 must be four of them",
     ),
     (
-        "parallelism_agrees_with_the_allocation",
-        "plan",
-        ["parallelism.tensor_parallel=2", "allocation_mode=embedded:d1|archon:d2"],
-        "parallelism = {{data_parallel: 1, tensor_parallel: 2, pipeline_parallel:...",
-        "is archon:d1p1t2 (2 devices), but allocation_mode has archon:d2",
-    ),
-    (
         "slurm_nodes_hold_the_layout",
         "plan",
         [*SLURM, "allocation_mode=embedded:d1|archon:d3"],
@@ -494,13 +487,6 @@ BROKEN = [
         "the job runs both sides",
     ),
     (
-        "resource_agrees_with_the_allocation",
-        "train",
-        [*APART, "resource={{actor: [1, 4], rollout: [1, 1]}}"],
-        "resource.actor = [1, 4]",
-        "is 4 devices, but archon:d1 has 1",
-    ),
-    (
         "strict_needs_the_embedded_sampler",
         "train",
         ["strict=true", "allocation_mode=vllm:d1|archon:d1"],
@@ -627,27 +613,6 @@ BROKEN = [
         "rollout.max_running = 256",
     ),
     (
-        "the_kl_switch_agrees",
-        "train",
-        ["use_kl_loss=true", "algorithm.kl_coef=0"],
-        "use_kl_loss = true",
-        "algorithm.kl_coef = 0",
-    ),
-    (
-        "the_kl_switch_agrees",
-        "train",
-        ["use_kl_loss=true", "algorithm.kl_in=reward"],
-        "use_kl_loss = true",
-        "algorithm.kl_in = reward",
-    ),
-    (
-        "the_kl_switch_agrees",
-        "train",
-        ["use_kl_loss=false", "algorithm.kl_coef=0.01"],
-        "use_kl_loss = false",
-        "algorithm.kl_coef = 0.01",
-    ),
-    (
         "a_refreshed_reference_is_used",
         "train",
         ["ref_update_interval=5", "algorithm.kl_coef=0"],
@@ -660,20 +625,6 @@ BROKEN = [
         ["ref_update_interval=5"],
         "ref_update_interval = 5",
         "nothing reads the reference model with algorithm.kl_coef = null",
-    ),
-    (
-        "the_tis_switch_agrees",
-        "train",
-        ["use_tis=true", "algorithm.correction=mis"],
-        "use_tis = true",
-        "algorithm.correction = mis",
-    ),
-    (
-        "the_tis_switch_agrees",
-        "train",
-        ["use_tis=false", "algorithm.correction=tis"],
-        "use_tis = false",
-        "algorithm.correction = tis",
     ),
     (
         "details_belong_to_something",

@@ -126,8 +126,7 @@ def test_the_reference_of_resource_and_of_the_allocation_must_agree():
         "allocation_mode=embedded[rollout]:d1+archon[actor]:d1+archon[ref]:d1",
         "algorithm.kl_coef=0.1",
     ]
-    config, _ = resolve(read_config(None, words).config)
-    texts = [str(problem) for problem in check(config, "train")]
+    texts = [str(problem) for problem in read_config(None, words).problems]
     assert (
         "resource.reference = [1, 2]: is 2 devices, but archon[ref]:d1 has 1; leave resource out, "
         "or make the two agree." in texts

@@ -3,7 +3,6 @@
 import pytest
 
 from pentad.config.load import read_config
-from pentad.config.resolve import resolve
 from pentad.core.errors import UserError
 from pentad.planner.prepare import prepare
 
@@ -83,9 +82,9 @@ def test_what_means_something_else_is_answered():
 )
 def test_parallelism_is_a_layout(sizes, layout):
     words = [f"parallelism.{name}={size}" for name, size in sizes.items()]
-    config, notes = resolve(read_config(None, words).config)
-    assert config.allocation_mode == layout
-    assert f"allocation_mode = {layout}: from parallelism" in notes
+    reading = read_config(None, words)
+    assert reading.config.allocation_mode == layout
+    assert f"allocation_mode = {layout}: from parallelism" in reading.notes
 
 
 def test_parallelism_and_allocation_must_agree():

@@ -1,8 +1,9 @@
 import pytest
 
+from pentad.config.aliases import DEFAULT_KL_COEF
 from pentad.config.derived import num_running, task_of
 from pentad.config.load import dump_config, load_config
-from pentad.config.resolve import DEFAULT_KL_COEF, PATHS, resolve
+from pentad.config.resolve import PATHS, resolve
 from pentad.config.topology import Facts, topology
 from pentad.planner.prepare import prepare
 
