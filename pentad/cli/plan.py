@@ -26,12 +26,13 @@ from pentad.config.rules.modes import placement_problems
 from pentad.config.rules.start import unbuilt_problems
 from pentad.config.rules.unused_keys import unread
 from pentad.config.run_process import RunProcess
-from pentad.config.schema import Config, DatasetConfig
+from pentad.config.schema import Config
 from pentad.config.topology import Topology, facts_of, topology
 from pentad.core.errors import Problem, UserError
 from pentad.core.layout import Component
 from pentad.core.machine import GIB, host_memory
 from pentad.data.rows import open_rows
+from pentad.data.section import DatasetConfig
 from pentad.planner.figures import RunPlan, SamplePlan, TrainPlan, inner_rows, span, stage_rows
 from pentad.planner.memory import RULE_OMITS
 from pentad.planner.plan import build_plan, choose_device, thumb_of

@@ -11,9 +11,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from pentad.config.schema import Config, RecipeConfig
-from pentad.config.section import Section, leaves
 from pentad.core.errors import visible
-from pentad.core.settings import MAX_INT, Bound
+from pentad.core.section import MAX_INT, Section, bounds_of, leaves
 
 
 def section_of(annotation: Any) -> type[Section] | None:
@@ -134,9 +133,7 @@ def _list_words(args: tuple[Any, ...]) -> str:
 
 
 def _bounds(metadata: list[Any]) -> str:
-    bound = next((note for note in metadata if isinstance(note, Bound)), Bound())
-    low = "" if bound.ge is None else f" of at least {bound.ge:g}"
-    low = low if bound.gt is None else f" above {bound.gt:g}"
-    high = "" if bound.le is None else f"at most {bound.le:g}"
-    high = high if bound.lt in (None, MAX_INT) else f"below {bound.lt:g}"
-    return f"{low} and {high}" if high else low
+    words = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
+    given = bounds_of(metadata)
+    said = [f"{words[name]} {limit:g}" for name, limit in given.items() if limit != MAX_INT]
+    return " " + " and ".join(said) if said else ""

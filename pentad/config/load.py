@@ -39,7 +39,7 @@ from pentad.config.recipe_file import COMMAND_LINE, Tree, drop, dump_yaml, read_
 from pentad.config.schema import Config, RecipeConfig
 from pentad.core.algorithms import ELSEWHERE
 from pentad.core.errors import Problem, UserError
-from pentad.core.settings import MAX_INT
+from pentad.core.section import MAX_INT
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pentad.config.section import Section
+from pydantic import Field
+
 from pentad.core.algorithms import (
     FACTS,
     AlgorithmFacts,
@@ -15,25 +16,24 @@ from pentad.core.algorithms import (
     KlPlace,
     LossNorm,
 )
-from pentad.core.settings import (
-    Bound,
+from pentad.core.section import (
     Count,
-    EngineKeys,
     NonNegative,
     NonNegativeInt,
-    OptimizerKeys,
     Positive,
+    Section,
     Share,
     ShortNames,
 )
+from pentad.core.settings import EngineKeys, OptimizerKeys
 
 AlgorithmName: TypeAlias = Literal[tuple(FACTS)]  # type: ignore[valid-type]
-ParamDType = Annotated[Literal["float32", "bfloat16"], ShortNames()]
-ComputeDType = Annotated[Literal["auto", "float32", "bfloat16"], ShortNames()]
+ParamDType = Annotated[Literal["float32", "bfloat16"], ShortNames]
+ComputeDType = Annotated[Literal["auto", "float32", "bfloat16"], ShortNames]
 
 
 class MicrobatchConfig(Section):
-    n_mbs: Annotated[int, Bound(ge=1, le=1000000)] | None = None
+    n_mbs: Annotated[int, Field(ge=1, le=1000000)] | None = None
     """Microbatches a step is cut into, at least. Raised to the number of pipeline stages. null: 1,
     or on a GPU as many as its memory asks for, where there is no pipeline (a note says so)."""
     max_tokens_per_mb: Count | None = None
@@ -119,7 +119,7 @@ class ConvertorConfig(Section):
     """Accepted and without effect: converting is copying, and done on the CPU."""
     use_gpu_index: tuple[NonNegativeInt, ...] | None = None
     """As `use_gpu_num`."""
-    process_num: Annotated[int, Bound(ge=1, le=1024)] = 1
+    process_num: Annotated[int, Field(ge=1, le=1024)] = 1
     """Processes that share the files to write."""
     tensor_model_parallel_size: Count = 1
     """Ranks each matrix is cut over."""
@@ -153,7 +153,7 @@ class AlgorithmConfig(Section):
     """Clip range of the importance ratio below 1 (and above, unless `eps_clip_higher`)."""
     eps_clip_higher: Positive | None = None
     """Clip range above 1."""
-    c_clip: Annotated[float, Bound(gt=1)] | None = None
+    c_clip: Annotated[float, Field(gt=1)] | None = None
     """Dual clip: bound on the ratio where the advantage is negative. null: 3. A large number
     switches it off."""
     kl_coef: NonNegative | None = None
@@ -182,7 +182,7 @@ class AlgorithmConfig(Section):
     """Lets `correction: none` pass with `max_staleness` above 0 or `updates_per_batch` above 1."""
     correction_level: CorrectionLevel | None = None
     """Whether the weight is that of a token, of a sequence, or the sequence's geometric mean."""
-    correction_cap: Annotated[float, Bound(ge=1)] | None = None
+    correction_cap: Annotated[float, Field(ge=1)] | None = None
     """Largest weight that is let through."""
     correction_floor: Share | None = None
     """Smallest weight that is let through."""
@@ -200,7 +200,7 @@ class AlgorithmConfig(Section):
     reward_clip: Positive | None = None
     """Scaled rewards are clipped to plus or minus this; in `distill` (where null is 10) a token's
     log-prob less the teacher's."""
-    max_reward: Annotated[float, Bound(gt=0, le=1e15)] | None = None
+    max_reward: Annotated[float, Field(gt=0, le=1e15)] | None = None
     """A reward of this size or more, after scaling and clipping, stops the run. null: 1e6."""
 
     @property

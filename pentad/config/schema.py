@@ -1,9 +1,9 @@
 """The one schema of a run: every key with its type, its default and what it means.
 
-YAML recipes, `dotted.key=value` overrides and docs/configuration.md are all read off these classes
-and those of `model_schema`; keys that a part of the engine reads as they are stand in
-`core.settings`, which sections inherit. A value of null means "unset": `pentad.config.resolve` or
-the part that reads the key chooses, and says so. Rules between keys are in `pentad.config.rules`.
+YAML recipes, `dotted.key=value` overrides and docs/configuration.md are all read off these
+classes. A block that one room reads stands in that room's `section.py`. A value of null means
+"unset": `pentad.config.resolve` or the part that reads the key chooses, and says so. Rules between
+keys are in `pentad.config.rules`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
+from pentad.checkpoint.section import CheckpointConfig
 from pentad.config.model_schema import (
     AlgorithmConfig,
     MegatronConfig,
@@ -20,27 +21,16 @@ from pentad.config.model_schema import (
     ReferenceConfig,
     TeacherConfig,
 )
-from pentad.config.section import Section
-from pentad.core.settings import (
-    Bound,
-    BoundSettings,
-    Count,
-    NonNegative,
-    NonNegativeInt,
-    Positive,
-)
-from pentad.core.sizes import CacheDtype
+from pentad.core.section import Count, NonNegative, NonNegativeInt, Positive, Seconds, Section
+from pentad.data.section import DatasetConfig
+from pentad.rewards.section import RewardConfig
+from pentad.rl.section import GuardsConfig
+from pentad.rollout.section import GenerationConfig, RolloutConfig
+from pentad.telemetry.section import TelemetryConfig
 
-AxisSize = Annotated[int, Bound(ge=1, le=65536)]
+AxisSize = Annotated[int, Field(ge=1, le=65536)]
 """Ranks along one axis of a layout."""
-Seconds = Annotated[float, Bound(gt=0, le=1e9)]
-
 Mode = Literal["colocate", "hybrid", "async"]
-
-
-REWARD_NAMES = ("exact_match", "numeric", "gsm8k", "sort_digits", "math", "code")
-WORKFLOW_NAMES = ("single_turn", "agent")
-
 SWITCH = {"true": "on", "false": "off"}
 """What YAML makes of the words on and off, as text."""
 
@@ -109,159 +99,6 @@ class ParallelismConfig(Section):
     """Ranks that the experts are dealt to. Outside the experts they are data parallel."""
 
 
-class GenerationConfig(Section):
-    n_samples: Count = 8
-    """Samples per prompt: the size of a group."""
-    max_new_tokens: Count = 256
-    """Longest answer; with several turns, of each of them."""
-    max_sampled_tokens: Count | None = None
-    """Most tokens sampled in one sample, all its turns together: what the overlong penalty and
-    `loss_norm: constant` count against. null: `max_new_tokens` in single_turn, else no limit."""
-    temperature: NonNegative = 1.0
-    """Sampling temperature; the trainer computes log-probs at the same one."""
-    top_p: Annotated[float, Bound(gt=0, le=1)] = 1.0
-    """Nucleus sampling. Training needs 1: the trainer cannot reproduce a cut distribution."""
-    top_k: NonNegativeInt = 0
-    """Draws from the k likeliest tokens, 0 from all. Training needs 0."""
-    stop: tuple[str, ...] = ()
-    """Texts that end an answer."""
-    stop_token_ids: tuple[NonNegativeInt, ...] = ()
-    """Tokens that end an answer, besides those of the model."""
-
-
-class DatasetConfig(Section):
-    path: str | None = None
-    """File or folder."""
-    format: Literal["auto", "jsonl", "parquet", "hf"] = "auto"
-    """auto: by the name of the file; a folder is a saved HF dataset."""
-    prompt_key: str = "prompt"
-    """Column with the prompt as text."""
-    messages_key: str | None = None
-    """Column with the prompt as chat messages; replaces `prompt_key`."""
-    tools_key: str | None = "tools"
-    """Column with the tools that the chat template shows to the policy, where a row has any: a list
-    of JSON schemas as OpenAI has them, or its JSON text. null: rows have none."""
-    answer_key: str = "answer"
-    """Column the built-in rewards compare with."""
-    response_key: str = "response"
-    """Column with the text to learn, for sft."""
-    text_key: str | None = None
-    """Column with the text of a document, for pretrain. null: text."""
-    chat_template: Literal["auto"] | bool = "auto"
-    """Whether the tokenizer's chat template wraps the prompt. auto: for messages only."""
-    batch_size: Count = 32
-    """Prompts a step (for sft: examples, for pretrain: sequences)."""
-    shuffle: bool = True
-    """Whether each epoch has its own order, drawn from `seed`."""
-    max_length: Count | None = None
-    """Most prompt tokens (for sft: tokens in all); longer rows are dropped and counted. For
-    pretrain the tokens of every sequence; null: the model's context, held-out ones as trained."""
-    mask_documents: bool = True
-    """For pretrain: a token sees its own document alone, not what is packed beside it."""
-    limit: Count | None = None
-    """Reads only this many rows; of token shards, sequences."""
-
-    @property
-    def uses_chat(self) -> bool:
-        """Whether prompts go through the chat template."""
-        if self.chat_template == "auto":
-            return self.messages_key is not None
-        return self.chat_template
-
-
-class RewardConfig(Section):
-    fn: str | tuple[str, ...] | None = None
-    """A built-in reward (exact_match, numeric, gsm8k, math, code, sort_digits), or your own:
-    `package.module:function` or `path/to/file.py:function`. Or a list of them, which add up."""
-    weights: tuple[float, ...] | None = None
-    """What the value of each function of `fn` is multiplied by. null: 1 each."""
-    timeout_s: Seconds = 10.0
-    """After this long the process of a reward is ended and the sample counts as failed."""
-    num_workers: Annotated[int, Bound(ge=1, le=1024)] | None = None
-    """Processes that compute rewards. null: half the cores, at most 8."""
-    memory_mb: Count = 1024
-    """Memory limit of each of them."""
-    on_failure: Literal["drop", "zero"] = "drop"
-    """What a reward that failed twice does, where the sample is not the cause: drop, the group is
-    given up and counted; zero, the sample is scored 0 and marked."""
-    allow_processes: bool = False
-    """Whether a reward of your own may start processes."""
-    allow_weaker: bool = False
-    """Goes on where this machine lacks a protection that rewards are run under."""
-
-    @property
-    def functions(self) -> tuple[str, ...]:
-        """The functions of `fn`."""
-        return (self.fn,) if isinstance(self.fn, str) else self.fn or ()
-
-
-class ServerConfig(Section):
-    addresses: tuple[str, ...] = ()
-    """Servers to attach to, such as `http://node7:8000`, one for each replica (the d of the rollout
-    component). Empty: the run starts its servers on this machine and ends them."""
-    python: str | None = None
-    """Environment that vLLM or SGLang is installed in: its folder or its interpreter. null: that of
-    the `vllm` or `sglang` command on the path."""
-    args: tuple[str, ...] = ()
-    """Further words for the command line of servers that the run starts."""
-    start_timeout_s: Seconds = 600.0
-    """A server that does not answer after this long ends the run."""
-    weight_transport: Literal["disk", "broadcast", "ipc"] = "disk"
-    """How new weights reach a server: through a file, by broadcast (gloo, or NCCL from a GPU), or
-    by reference on a GPU that both share."""
-    transfer_folder: str | None = None
-    """Where weights lie while they travel by disk; servers must see it under the same name. null:
-    shared memory, or the temporary folder where there is none."""
-    check_weights_every: NonNegativeInt = 20
-    """At a server's first publish and every n-th after it all tensors that it holds are compared
-    with those of the trainer. 0: at the first alone."""
-    gpu_memory_share: Annotated[float, Bound(gt=0, le=1)] | None = None
-    """Part of a GPU's memory that a started server takes. null: 0.4 on a GPU that also trains, else
-    the server's own choice."""
-
-
-class RolloutConfig(Section):
-    workflow: str = "single_turn"
-    """single_turn; agent, which runs the program that `agent` names; or `package.module:Class` of
-    your own."""
-    agent: str | None = None
-    """Of `workflow: agent`: `package.module:function` or `path/to/file.py:function`, a function
-    that talks to the policy as to an OpenAI server."""
-    max_concurrent_groups: Count | None = None
-    """Groups in flight. null: one batch, times one more for each step of staleness."""
-    deadline_s: Seconds = 600.0
-    """A group that takes longer is aborted and counts as failed."""
-    max_retries: NonNegativeInt = 2
-    """Attempts after the first before a failing group is dropped and counted."""
-    max_batch_tokens: Count | None = None
-    """Most tokens the sampler runs in one forward pass. null: 8192; of the embedded sampler on a
-    GPU 32768, fewer of a wide model or where little memory is free, and of them 8192 in prompts
-    that go on from cached tokens; `max_running` where that is more."""
-    max_running: Annotated[int, Bound(ge=1, le=1000000)] | None = None
-    """Most sequences that a sampler decodes together. null: as many as it gets at once, at least
-    256 and at most 1024; what does not fit the key-value cache waits."""
-    kv_cache_gb: Annotated[float, Bound(gt=0, le=1e6)] | None = None
-    """Memory of the key-value cache. null: derived from what is free."""
-    kv_cache_dtype: CacheDtype = "auto"
-    """Format of the key-value cache. auto: as the model computes. int8 (embedded sampler) and fp8:
-    half of the memory of bf16, and decoding reads half as much; log-probs of sampler and trainer
-    then differ by more than the rounding of 16 bits (docs/serving.md has the figures)."""
-    on_update: Literal["continue", "reprefill"] = "continue"
-    """What new weights do to answers under way: they go on with the cache of the old weights, or
-    their cache is computed anew."""
-    replay_routes: bool = False
-    """Of a mixture of experts: the sampler reports where it sent each token, and training sends it
-    to the same experts, so that rounding cannot choose others."""
-    weight_deltas: bool = True
-    """Weights that travel by disk: only tensors that changed since the version that the sampler
-    holds are written; what it ends with is proven whole. false: all of them, every time."""
-    restarts: NonNegativeInt = 3
-    """How often an embedded sampler or a scorer in a process of its own, or a server that the run
-    started, is started again in a row, without an answer gained in between, before the run ends."""
-    server: ServerConfig = ServerConfig()
-    """The servers of a rollout component `vllm` or `sglang`."""
-
-
 class FrequencyConfig(Section):
     freq_epochs: Count | None = None
     """Every n epochs."""
@@ -291,31 +128,6 @@ class SaverConfig(FrequencyConfig):
     keep_best: Count | None = None
     """HF folders that stay for their held-out evaluation besides: accuracy (mean reward where
     nothing is right or wrong), in SFT the loss. Steps without one are never the best."""
-
-
-class CheckpointConfig(Section):
-    local_dir: str | None = None
-    """Folder of checkpoints and exports, such as one on a fast disk. null: checkpoints/ in
-    `fileroot`."""
-    remote_uri: str | None = None
-    """`s3://BUCKET/PREFIX` that recovery checkpoints are copied to while training goes on, and
-    restored from where the local ones are older or gone. null: local ones alone."""
-    endpoint_url: str | None = None
-    """Server of a store that is not Amazon's (MinIO, SeaweedFS, Ceph); its buckets are addressed by
-    path. null: Amazon's. Credentials are read from the environment (AWS_ACCESS_KEY_ID ...)."""
-    region: str | None = None
-    """Region of the bucket. null: as the environment says."""
-    async_workers: Count = 4
-    """Requests to the store at a time."""
-    retention: Count = 2
-    """Newest checkpoints that the store keeps. `recover.keep_last` local ones are kept, and those
-    that the store has no copy of, nor of a newer one."""
-    bandwidth_mb_s: Positive | None = None
-    """Most megabytes a second that are uploaded. null: as many as go."""
-    timeout_s: Seconds = 30.0
-    """A request without a byte for this long has stalled and is tried again."""
-    finish_timeout_s: Seconds = 600.0
-    """The end of a run waits this long for an upload; the next start goes on with it."""
 
 
 class RecoverConfig(FrequencyConfig):
@@ -349,38 +161,10 @@ class ElasticConfig(Section):
     slot_failures: Count = 2
     """A rank whose process died, hung or raised so often, without a checkpoint gained in between,
     counts as away. One that merely failed once is started again."""
-    heartbeat_interval_s: Annotated[float, Bound(ge=0.05, le=60)] = 0.5
+    heartbeat_interval_s: Annotated[float, Field(ge=0.05, le=60)] = 0.5
     """How often each rank shows that it runs; `stall_abort_s` without a sign is a hang."""
     standbys: bool = True
     """Whether processes that have imported everything wait to take the place of lost ones."""
-
-
-class WandbConfig(Section):
-    project: str = "pentad"
-    """Project the run appears in."""
-    entity: str | None = None
-    """User or team. null: the account's default."""
-    mode: Literal["online", "offline", "disabled"] = "online"
-    """Whether records are sent as they come, kept for later, or dropped."""
-
-
-class TelemetryConfig(Section):
-    tensorboard: bool = False
-    """Writes TensorBoard files beside steps.jsonl."""
-    wandb: WandbConfig | None = None
-    """Sends records to Weights & Biases. null: does not."""
-    hardware_peak_tflops: Positive | None = None
-    """Peak of one device for MFU. null: that of the detected GPU; on a CPU MFU is not reported."""
-    mfu_target: Annotated[float, Bound(gt=0, le=1)] | None = None
-    """Warns when MFU stays below it."""
-    samples_per_step: NonNegativeInt = 4
-    """Samples of each step written to samples.jsonl, TensorBoard and Weights & Biases."""
-    keep_batches: NonNegativeInt = 16
-    """Last steps whose groups are kept for `pentad replay`, about 25 bytes a token. 0: none."""
-
-
-class GuardsConfig(Section, BoundSettings):  # type: ignore[misc]
-    """The keys of `core.settings.BoundSettings`."""
 
 
 class Config(Section):

@@ -8,9 +8,11 @@ device and layout. `into` goes from the one to the other by the names of the fie
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field
 
 from pentad.core.errors import Problem, raise_problems
 from pentad.core.fit import (
@@ -19,52 +21,11 @@ from pentad.core.fit import (
     splits_backward,
     takes_stages_per_rank,
 )
+from pentad.core.section import Count, DType, NonNegative, Positive, Share, ShortNames
 
 T = TypeVar("T")
-MAX_INT = 2**63
-"""Integers are below it: what is larger fits no tensor, file or clock."""
-ALIASES = {
-    "I1F1B": "Interleaved1F1B",
-    "IZB": "InterleavedZeroBubble",
-    "ZBV": "ZBVZeroBubble",
-    "fp32": "float32",
-    "bf16": "bfloat16",
-}
-
-
-@dataclass(frozen=True)
-class Bound:
-    """Limits of a number: pydantic keeps them where the key is read from a config."""
-
-    ge: float | None = None
-    gt: float | None = None
-    le: float | None = None
-    lt: float | None = None
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
-        return handler(source) | {k: v for k, v in vars(self).items() if v is not None}
-
-
-class ShortNames:
-    """Lets a key take the names of `ALIASES`, too."""
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
-        before = {"type": "no-info", "function": long_name}
-        return {"type": "function-before", "function": before, "schema": handler(source)}
-
-
-def long_name(value: object) -> object:
-    return ALIASES.get(value, value) if isinstance(value, str) else value
-
-
-Count = Annotated[int, Bound(ge=1, lt=MAX_INT)]
-NonNegativeInt = Annotated[int, Bound(ge=0, lt=MAX_INT)]
-Positive = Annotated[float, Bound(gt=0)]
-NonNegative = Annotated[float, Bound(ge=0)]
-Share = Annotated[float, Bound(ge=0, le=1)]
-DType = Literal["float32", "bfloat16", "float64"]
 ScheduleName = Annotated[
-    Literal["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"], ShortNames()
+    Literal["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"], ShortNames
 ]
 
 
@@ -86,9 +47,9 @@ class OptimizerKeys:
     """Peak learning rate. 0 trains nothing, which is a good test of everything else."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay on matrices; norms, biases and embeddings are not decayed."""
-    beta1: Annotated[float, Bound(ge=0, lt=1)] = 0.9
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Decay of the first moment."""
-    beta2: Annotated[float, Bound(ge=0, lt=1)] = 0.95
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     """Decay of the second moment."""
     eps: Positive = 1e-8
     """Added to the root of the second moment."""
@@ -378,26 +339,3 @@ class EngineSettings(EngineKeys):
     def is_mixed(self) -> bool:
         """Whether master weights are cast for compute."""
         return self.compute_dtype != self.param_dtype
-
-
-@dataclass(frozen=True, kw_only=True)
-class BoundSettings:
-    """When a run that trains something else than it should is stopped: the keys of `guards`."""
-
-    max_logprob_gap: Positive | None = 0.3
-    """Largest mean difference of a token's log-prob between trainer and sampler, on samples drawn
-    with the weights that are trained (ten times as much where all are older); a shift of all
-    log-probs counts three times. null: any."""
-    patience_steps: Count = 5
-    """Steps in a row past a bound (one log-prob reported for all tokens, gradients that are not
-    finite) that stop the run; of log-prob differences, as many of the last twice as many."""
-    max_nonfinite_share: Share = 0.5
-    """Also stops when more than this share of the last 20 steps had no finite gradient."""
-    max_rollbacks: NonNegativeInt = 2
-    """How often a run that would stop, since `patience_steps` gradients in a row were not finite,
-    goes back to the weights and optimizer state of its newest recovery checkpoint instead (of an
-    older one if that has not helped). Steps, data and learning rate go on: what was trained since
-    is not trained again."""
-    replica_check_steps: Count | None = 100
-    """Steps after which ranks compare what several of them hold copies of, weights and optimizer
-    state, bit by bit; a difference ends the run before it is saved. null: never."""

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from pentad.core.settings import BoundSettings
 from pentad.core.types import Sample, StepResult
+from pentad.rl.section import GuardsConfig
 
 STALE_FACTOR = 10.0
 """How much further apart the two may be on tokens of older weights, where no others are there."""
@@ -69,7 +69,7 @@ def compare(samples: Sequence[Sample], trainer: Sequence[np.ndarray], version: i
 class Bounds:
     """Sees every step of a run; says when it must end."""
 
-    def __init__(self, settings: BoundSettings) -> None:
+    def __init__(self, settings: GuardsConfig) -> None:
         self.settings = settings
         self.lasting: dict[str, int] = {}
         """Steps in a row that each sign has been there."""

@@ -1,7 +1,7 @@
 """Where records go besides the run folder: TensorBoard, Weights & Biases. None can stop a run.
 
 Each sink lives on a thread of its own. One that raises, or does not keep up, is switched off and
-reported once; steps.jsonl has everything in any case.
+reported once; steps.jsonl always has everything.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from pentad.core.errors import Problem, UserError
+from pentad.telemetry.section import WandbConfig
 
 log = logging.getLogger(__name__)
 
@@ -42,13 +42,6 @@ class Sink(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WandbSettings:
-    project: str
-    entity: str | None = None
-    mode: str = "online"
 
 
 class BackgroundSink:
@@ -138,7 +131,7 @@ def build_sinks(
     folder: Path,
     *,
     tensorboard: bool = False,
-    wandb: WandbSettings | None = None,
+    wandb: WandbConfig | None = None,
     run_name: str = "",
 ) -> Sequence[BackgroundSink]:
     """The sinks that are configured. One whose library is missing is a UserError, at the start."""
@@ -155,7 +148,7 @@ def build_sinks(
             from pentad.telemetry.wandb_sink import WandbSink
         except ImportError as error:
             raise _missing(f"telemetry.wandb.project = {wandb.project}", "wandb") from error
-        make = partial(WandbSink, folder, run_name, **asdict(wandb))
+        make = partial(WandbSink, folder, run_name, **wandb.model_dump())
         sinks.append(BackgroundSink("wandb", make, can_redraw=False))
     return sinks
 

@@ -23,7 +23,7 @@ from pentad.config.rules.start import (
     disk_problems,
     unbuilt_problems,
 )
-from pentad.config.schema import REWARD_NAMES, Config, DatasetConfig
+from pentad.config.schema import Config
 from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
@@ -31,8 +31,10 @@ from pentad.core.machine import installed
 from pentad.core.sizes import DeviceKind, RunSize
 from pentad.data.prompts import PromptStream, open_prompts
 from pentad.data.render import DataSettings
+from pentad.data.section import DatasetConfig
 from pentad.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from pentad.models.families import no_sampler_for
+from pentad.rewards.section import REWARD_NAMES
 from pentad.rollout.environments import tools_of
 from pentad.rollout.executor import load_workflow
 from pentad.rollout.workflows import OwnPrompts, Workflow

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pentad.config.schema import REWARD_NAMES, Config
+from pentad.config.schema import Config
 from pentad.core.errors import Problem, UserError
 from pentad.core.roles import Scored
 from pentad.core.types import Prompt, Sample
@@ -17,6 +17,7 @@ from pentad.data.prompts import PromptStream, RejectedPrompt
 from pentad.data.tokenizer import Tokenizer
 from pentad.rewards.sandbox import JobFailed
 from pentad.rewards.scorer import RewardScorer, RewardSettings
+from pentad.rewards.section import REWARD_NAMES
 from pentad.trainer.translate import reward_settings
 
 ROWS_TRIED = 4

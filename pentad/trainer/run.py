@@ -54,7 +54,7 @@ from pentad.telemetry.log import NOTICE, announced, log_to
 from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.runfolder import RunFolder, describe_start, set_aside, write_json
 from pentad.telemetry.screen import Screen, open_screen
-from pentad.telemetry.sinks import WandbSettings, build_sinks
+from pentad.telemetry.sinks import build_sinks
 from pentad.trainer.batches import BatchKeeper
 from pentad.trainer.crew import Regroup
 from pentad.trainer.learner_thread import Calls
@@ -371,7 +371,7 @@ def open_recorder(config: Config, folder: RunFolder, title: str, num_steps: int)
     sinks = build_sinks(
         folder.path,
         tensorboard=telemetry.tensorboard,
-        wandb=WandbSettings(**telemetry.wandb.model_dump()) if telemetry.wandb else None,
+        wandb=telemetry.wandb,
         run_name=name,
     )
     return Recorder(

@@ -8,16 +8,18 @@ import torch
 
 from pentad.config.derived import chosen, num_running, reshards
 from pentad.config.rules.algorithm import sample_limit
-from pentad.config.schema import Config, DatasetConfig, ModelConfig
+from pentad.config.schema import Config, ModelConfig
 from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.dims import ModelDims
 from pentad.core.errors import UserError
 from pentad.core.remote import Remote
+from pentad.core.section import DType
 from pentad.core.seeds import derive_seed
-from pentad.core.settings import BalanceSettings, DType, EngineSettings, OptimizerSettings, into
+from pentad.core.settings import BalanceSettings, EngineSettings, OptimizerSettings, into
 from pentad.core.sizes import default_microbatch_tokens
 from pentad.core.types import SamplingParams
 from pentad.data.render import Columns, DataSettings
+from pentad.data.section import DatasetConfig
 from pentad.data.tokenizer import Tokenizer
 from pentad.infer.settings import SamplerSettings
 from pentad.rewards.sandbox import SandboxSettings

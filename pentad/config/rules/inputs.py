@@ -12,10 +12,12 @@ from pentad.config.derived import full_name, problems_of
 from pentad.config.describe import join_or, show, value_at
 from pentad.config.resolve import PATHS
 from pentad.config.rules.rule import RUNS, Rules
-from pentad.config.schema import REWARD_NAMES, WORKFLOW_NAMES, Config, ModelConfig
+from pentad.config.schema import Config, ModelConfig
 from pentad.core.errors import Problem, UserError
 from pentad.core.folders import download_hint, recovery_problem
 from pentad.models.families import register
+from pentad.rewards.section import REWARD_NAMES
+from pentad.rollout.section import WORKFLOW_NAMES
 
 RULES: Rules[[Config]] = Rules()
 MAX_NAME_BYTES = 255

@@ -20,8 +20,10 @@ from pentad.config.derived import (
 from pentad.config.describe import fields, show, value_at
 from pentad.config.resolve import DEFAULT_RECOVERY
 from pentad.config.rules.rule import Command
-from pentad.config.schema import Config, DatasetConfig, ModelConfig, Section
+from pentad.config.schema import Config, ModelConfig
 from pentad.config.topology import find_topology
+from pentad.core.section import Section
+from pentad.data.section import DatasetConfig
 
 
 @dataclass(frozen=True, slots=True)

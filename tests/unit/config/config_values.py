@@ -6,8 +6,8 @@ from typing import Annotated, Literal, Union, get_args, get_origin
 from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
-from pentad.config.schema import Config, Section
-from pentad.core.settings import Bound
+from pentad.config.schema import Config
+from pentad.core.section import Section, bounds_of
 
 WORDS = st.sampled_from(["x", "on", "1e-6", "0010", "models/q wen", "${seed}", "a: b", "#", "null"])
 
@@ -38,15 +38,14 @@ def _values(annotation, metadata) -> st.SearchStrategy:
         return st.lists(_values(first, []), min_size=sizes[0], max_size=sizes[1])
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return sections(annotation)
-    bound = next((note for note in metadata if isinstance(note, Bound)), Bound())
-    low = bound.ge if bound.gt is None else bound.gt
-    high = bound.le if bound.lt is None else bound.lt
+    bound = bounds_of(metadata)
+    low, high = bound.get("ge", bound.get("gt")), bound.get("le", bound.get("lt"))
     if annotation is float:
         return st.floats(
             low,
             high,
-            exclude_min=bound.gt is not None,
-            exclude_max=bound.lt is not None,
+            exclude_min="gt" in bound,
+            exclude_max="lt" in bound,
             allow_nan=False,
             allow_infinity=False,
         )

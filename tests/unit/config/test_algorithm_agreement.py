@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from pentad.config.load import read_config
 from pentad.config.resolve import resolve
 from pentad.config.rules.check import check
-from pentad.config.schema import REWARD_NAMES, AlgorithmConfig
+from pentad.config.schema import AlgorithmConfig
 from pentad.core.algorithms import FACTS, TUNABLES
 from pentad.core.errors import UserError
 from pentad.rewards.functions import BUILT_IN
+from pentad.rewards.section import REWARD_NAMES
 from pentad.rl.algorithms import settings_for
 from pentad.rl.overrides import run_problems
 

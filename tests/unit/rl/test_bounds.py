@@ -6,9 +6,9 @@ import math
 import numpy as np
 import pytest
 
-from pentad.core.settings import BoundSettings
 from pentad.core.types import Sample, StepResult
 from pentad.rl.bounds import SHARE_WINDOW, Bounds, compare
+from pentad.rl.section import GuardsConfig
 
 RNG = np.random.default_rng(0)
 
@@ -36,27 +36,27 @@ def sentences(bounds, *steps):
 
 
 def test_only_a_gap_that_lasts_or_returns_ends_the_run():
-    bounds = Bounds(BoundSettings(patience_steps=3))
+    bounds = Bounds(GuardsConfig(patience_steps=3))
     far, near = seen(sample(0.5, 3)), seen(sample(0.01, 3))
     said = sentences(bounds, far, near, near, near, near, far, near, far, near, far)
     assert said[:9] == [""] * 9
     assert "of tokens that were drawn with the weights they train" in said[9]
     assert "guards.max_logprob_gap = 0.3, in 3 of the last 6 comparisons" in said[9]
-    open_end = Bounds(BoundSettings(patience_steps=3, max_logprob_gap=None))
+    open_end = Bounds(GuardsConfig(patience_steps=3, max_logprob_gap=None))
     assert sentences(open_end, *[far] * 9) == [""] * 9
 
 
 def test_a_shift_of_all_log_probs_counts_three_times():
     shifted, rounded = sample(0.2, 3), sample(0.0, 3)
     rounded[0].rollout_logprobs[1:] += np.resize([0.25, -0.25], 40).astype(np.float32)
-    bounds = Bounds(BoundSettings(patience_steps=1))
+    bounds = Bounds(GuardsConfig(patience_steps=1))
     assert bounds.past([step()], seen(rounded)) == ""
     assert "differ by 0.6 per log-prob" in bounds.past([step()], seen(shifted))
     assert bounds.past([step()], seen(sample(0.9, 1))) == "", "older weights shift by right"
 
 
 def test_samples_of_the_present_weights_decide_where_there_are_any():
-    bounds = Bounds(BoundSettings(patience_steps=1))
+    bounds = Bounds(GuardsConfig(patience_steps=1))
     assert bounds.past([step()], seen(sample(0.01, 3), sample(2.5, 1))) == ""
     assert "weights they train" in bounds.past([step()], seen(sample(0.5, 3), sample(0.0, 1)))
     # A sample that began with older weights is not of the present ones.
@@ -66,17 +66,17 @@ def test_samples_of_the_present_weights_decide_where_there_are_any():
 
 
 def test_stale_samples_alone_may_be_ten_times_as_far():
-    bounds = Bounds(BoundSettings(patience_steps=1))
+    bounds = Bounds(GuardsConfig(patience_steps=1))
     assert bounds.past([step()], seen(sample(2.5, 1))) == ""
     said = bounds.past([step()], seen(sample(3.5, 1)))
     assert "more than guards.max_logprob_gap = 0.3 times 10, 1 steps in a row" in said
     assert "lower the learning rate or max_staleness" in said
-    patient, old, young = Bounds(BoundSettings()), seen(sample(3.5, 1)), seen(sample(2.5, 1))
+    patient, old, young = Bounds(GuardsConfig()), seen(sample(3.5, 1)), seen(sample(2.5, 1))
     assert sentences(patient, *[old, old, old, old, young] * 4) == [""] * 20
 
 
 def test_one_log_prob_for_all_tokens_is_found_at_any_age_but_not_in_a_certain_policy():
-    bounds = Bounds(BoundSettings(patience_steps=1, max_logprob_gap=None))
+    bounds = Bounds(GuardsConfig(patience_steps=1, max_logprob_gap=None))
     assert "one log-prob, -0.5, for all" in bounds.past([step()], seen(sample(0, 1, 40, -0.5)))
     certain = sample(0, 3, 40, 0.0)
     assert bounds.past([step()], seen((certain[0], np.zeros(41)))) == ""
@@ -88,7 +88,7 @@ def test_one_log_prob_for_all_tokens_is_found_at_any_age_but_not_in_a_certain_po
 
 
 def test_each_sampler_is_counted_for_itself():
-    bounds = Bounds(BoundSettings(patience_steps=2))
+    bounds = Bounds(GuardsConfig(patience_steps=2))
     assert [bounds.past_probe(0, 0.5), bounds.past_probe(1, 0.5)] == ["", ""]
     assert [bounds.past_probe(0, None), bounds.past_probe(1, 0.1)] == ["", ""]
     assert "sampler 0 drew for the comparison" in bounds.past_probe(0, math.nan)
@@ -101,13 +101,13 @@ def test_impossible_tokens_are_no_usable_gradient():
     said[5] = -math.inf
     compared = seen((own, said))
     assert compared.num_impossible == 1
-    bounds = Bounds(BoundSettings(patience_steps=2))
+    bounds = Bounds(GuardsConfig(patience_steps=2))
     assert [bool(text) for text in sentences(bounds, compared, compared)] == [False, True]
 
 
 @pytest.mark.parametrize(("period", "ends"), [(2, False), (3, True)])
 def test_a_share_of_bad_steps_ends_the_run(period, ends):
-    bounds = Bounds(BoundSettings(max_nonfinite_share=0.5))
+    bounds = Bounds(GuardsConfig(max_nonfinite_share=0.5))
     norms = [1.0 if i % period == 0 else math.nan for i in range(3 * SHARE_WINDOW)]
     said = [bounds.past([step(norm)]) for norm in norms]
     assert any(said) == ends and not any(said[: SHARE_WINDOW - 1])
@@ -116,14 +116,14 @@ def test_a_share_of_bad_steps_ends_the_run(period, ends):
 def test_a_batch_without_sampled_tokens_is_no_sign():
     made, own = sample(0.0, 3)
     made.mask[:] = False
-    assert Bounds(BoundSettings(patience_steps=1)).past([step()], seen((made, own))) == ""
+    assert Bounds(GuardsConfig(patience_steps=1)).past([step()], seen((made, own))) == ""
 
 
 def test_a_resumed_run_goes_on_counting():
     bad = step(math.nan)
-    first = Bounds(BoundSettings(patience_steps=3))
+    first = Bounds(GuardsConfig(patience_steps=3))
     assert [first.past([bad]), first.past([bad])] == ["", ""]
-    again = Bounds(BoundSettings(patience_steps=3))
+    again = Bounds(GuardsConfig(patience_steps=3))
     again.restore(json.loads(json.dumps(first.state())))
     assert "no usable gradient" in again.past([bad])
-    assert Bounds(BoundSettings(patience_steps=3)).past([bad]) == ""
+    assert Bounds(GuardsConfig(patience_steps=3)).past([bad]) == ""

@@ -10,7 +10,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pentad.telemetry.sinks import BackgroundSink, WandbSettings, build_sinks
+from pentad.telemetry.section import WandbConfig
+from pentad.telemetry.sinks import BackgroundSink, build_sinks
 
 
 class Listed:
@@ -186,7 +187,7 @@ def test_wandb_gets_a_table_of_what_was_said(tmp_path, monkeypatch):
     stand_in.Table = lambda columns, data: [dict(zip(columns, row, strict=True)) for row in data]
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     monkeypatch.delitem(sys.modules, "pentad.telemetry.wandb_sink", raising=False)
-    (sink,) = build_sinks(tmp_path, wandb=WandbSettings(project="p"))
+    (sink,) = build_sinks(tmp_path, wandb=WandbConfig(project="p"))
     turns = [["assistant", "50"], ["user", "too high"], ["assistant", "42"]]
     line = {"pick": "best", "question": "6*7?", "text": "50\n42", "turns": turns, "reward": 1.5}
     line |= {"expected": "42", "reward_parts": {"right": 1.0, "short": 0.5}}
@@ -203,8 +204,9 @@ def test_a_missing_library_is_a_sentence_at_the_start(tmp_path):
         "import sys, pathlib\n"
         "sys.modules['tensorboard'] = sys.modules['wandb'] = None\n"
         "from pentad.core.errors import UserError\n"
-        "from pentad.telemetry.sinks import WandbSettings, build_sinks\n"
-        "for asked in ({'tensorboard': True}, {'wandb': WandbSettings(project='p')}):\n"
+        "from pentad.telemetry.section import WandbConfig\n"
+        "from pentad.telemetry.sinks import build_sinks\n"
+        "for asked in ({'tensorboard': True}, {'wandb': WandbConfig(project='p')}):\n"
         "    try: build_sinks(pathlib.Path('x'), **asked)\n"
         "    except UserError as error: print(error)\n"
     )
@@ -221,8 +223,9 @@ def test_wandb_keeps_an_offline_run(tmp_path):
     pytest.importorskip("wandb")
     code = (
         "import sys, pathlib\n"
-        "from pentad.telemetry.sinks import WandbSettings, build_sinks\n"
-        "settings = WandbSettings(project='p', mode='offline')\n"
+        "from pentad.telemetry.section import WandbConfig\n"
+        "from pentad.telemetry.sinks import build_sinks\n"
+        "settings = WandbConfig(project='p', mode='offline')\n"
         "(sink,) = build_sinks(pathlib.Path(sys.argv[1]), wandb=settings)\n"
         "for step in (1, 2): sink.write(step, {'loss': 1.0 / step})\n"
         "sink.close(timeout_s=240)\n"

@@ -1,4 +1,8 @@
-"""What a block of keys is: an immutable pydantic model whose fields are documented by texts."""
+"""What a block of keys is: a frozen pydantic model whose fields are documented by texts.
+
+Every room has its blocks in `section.py`, beside the code that reads them; `config.schema` composes
+them. The class that a recipe fills is the class that the part reads.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,35 @@ import ast
 import inspect
 from dataclasses import is_dataclass
 from itertools import pairwise
-from typing import Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
+
+MAX_INT = 2**63
+"""Integers are below it: what is larger fits no tensor, file or clock."""
+SHORT_NAMES = {
+    "I1F1B": "Interleaved1F1B",
+    "IZB": "InterleavedZeroBubble",
+    "ZBV": "ZBVZeroBubble",
+    "fp32": "float32",
+    "bf16": "bfloat16",
+}
+
+
+def long_name(value: object) -> object:
+    return SHORT_NAMES.get(value, value) if isinstance(value, str) else value
+
+
+ShortNames = BeforeValidator(long_name)
+"""Lets a key take the names of `SHORT_NAMES`, too."""
+Count = Annotated[int, Field(ge=1, lt=MAX_INT)]
+NonNegativeInt = Annotated[int, Field(ge=0, lt=MAX_INT)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Seconds = Annotated[float, Field(gt=0, le=1e9)]
+DType = Literal["float32", "bfloat16", "float64"]
 
 
 class Section(BaseModel):
@@ -62,3 +91,11 @@ def leaves(annotation: Any) -> list[Any]:
     """The plain types and literal values an annotation is made of."""
     args = get_args(annotation)
     return [leaf for arg in args for leaf in leaves(arg)] if args else [annotation]
+
+
+def bounds_of(metadata: list[Any]) -> dict[Literal["ge", "gt", "le", "lt"], float]:
+    """The limits of a number, from the metadata of its field or of its annotation."""
+    given = [note.metadata if isinstance(note, FieldInfo) else [note] for note in metadata]
+    names: tuple[Literal["ge", "gt", "le", "lt"], ...] = ("ge", "gt", "le", "lt")
+    notes = [note for some in given for note in some]
+    return {name: getattr(note, name) for name in names for note in notes if hasattr(note, name)}

@@ -1,0 +1,47 @@
+"""The keys of the blocks `train_dataset` and `valid_dataset`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pentad.core.section import Count, Section
+
+
+class DatasetConfig(Section):
+    path: str | None = None
+    """File or folder."""
+    format: Literal["auto", "jsonl", "parquet", "hf"] = "auto"
+    """auto: by the name of the file; a folder is a saved HF dataset."""
+    prompt_key: str = "prompt"
+    """Column with the prompt as text."""
+    messages_key: str | None = None
+    """Column with the prompt as chat messages; replaces `prompt_key`."""
+    tools_key: str | None = "tools"
+    """Column with the tools that the chat template shows to the policy, where a row has any: a list
+    of JSON schemas as OpenAI has them, or its JSON text. null: rows have none."""
+    answer_key: str = "answer"
+    """Column the built-in rewards compare with."""
+    response_key: str = "response"
+    """Column with the text to learn, for sft."""
+    text_key: str | None = None
+    """Column with the text of a document, for pretrain. null: text."""
+    chat_template: Literal["auto"] | bool = "auto"
+    """Whether the tokenizer's chat template wraps the prompt. auto: for messages only."""
+    batch_size: Count = 32
+    """Prompts a step (for sft: examples, for pretrain: sequences)."""
+    shuffle: bool = True
+    """Whether each epoch has its own order, drawn from `seed`."""
+    max_length: Count | None = None
+    """Most prompt tokens (for sft: tokens in all); longer rows are dropped and counted. For
+    pretrain the tokens of every sequence; null: the model's context, held-out ones as trained."""
+    mask_documents: bool = True
+    """For pretrain: a token sees its own document alone, not what is packed beside it."""
+    limit: Count | None = None
+    """Reads only this many rows; of token shards, sequences."""
+
+    @property
+    def uses_chat(self) -> bool:
+        """Whether prompts go through the chat template."""
+        if self.chat_template == "auto":
+            return self.messages_key is not None
+        return self.chat_template

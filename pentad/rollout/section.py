@@ -1,0 +1,75 @@
+"""The keys of the blocks `rollout` and `gconfig`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pentad.core.section import Count, NonNegative, NonNegativeInt, Seconds, Section
+from pentad.core.sizes import CacheDtype
+from pentad.samplers.section import ServerConfig
+
+WORKFLOW_NAMES = ("single_turn", "agent")
+
+
+class GenerationConfig(Section):
+    n_samples: Count = 8
+    """Samples per prompt: the size of a group."""
+    max_new_tokens: Count = 256
+    """Longest answer; with several turns, of each of them."""
+    max_sampled_tokens: Count | None = None
+    """Most tokens sampled in one sample, all its turns together: what the overlong penalty and
+    `loss_norm: constant` count against. null: `max_new_tokens` in single_turn, else no limit."""
+    temperature: NonNegative = 1.0
+    """Sampling temperature; the trainer computes log-probs at the same one."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling. Training needs 1: the trainer cannot reproduce a cut distribution."""
+    top_k: NonNegativeInt = 0
+    """Draws from the k likeliest tokens, 0 from all. Training needs 0."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer."""
+    stop_token_ids: tuple[NonNegativeInt, ...] = ()
+    """Tokens that end an answer, besides those of the model."""
+
+
+class RolloutConfig(Section):
+    workflow: str = "single_turn"
+    """single_turn; agent, which runs the program that `agent` names; or `package.module:Class` of
+    your own."""
+    agent: str | None = None
+    """Of `workflow: agent`: `package.module:function` or `path/to/file.py:function`, a function
+    that talks to the policy as to an OpenAI server."""
+    max_concurrent_groups: Count | None = None
+    """Groups in flight. null: one batch, times one more for each step of staleness."""
+    deadline_s: Seconds = 600.0
+    """A group that takes longer is aborted and counts as failed."""
+    max_retries: NonNegativeInt = 2
+    """Attempts after the first before a failing group is dropped and counted."""
+    max_batch_tokens: Count | None = None
+    """Most tokens the sampler runs in one forward pass. null: 8192; of the embedded sampler on a
+    GPU 32768, fewer of a wide model or where little memory is free, and of them 8192 in prompts
+    that go on from cached tokens; `max_running` where that is more."""
+    max_running: Annotated[int, Field(ge=1, le=1000000)] | None = None
+    """Most sequences that a sampler decodes together. null: as many as it gets at once, at least
+    256 and at most 1024; what does not fit the key-value cache waits."""
+    kv_cache_gb: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Memory of the key-value cache. null: derived from what is free."""
+    kv_cache_dtype: CacheDtype = "auto"
+    """Format of the key-value cache. auto: as the model computes. int8 (embedded sampler) and fp8:
+    half of the memory of bf16, and decoding reads half as much; log-probs of sampler and trainer
+    then differ by more than the rounding of 16 bits (docs/serving.md has the figures)."""
+    on_update: Literal["continue", "reprefill"] = "continue"
+    """What new weights do to answers under way: they go on with the cache of the old weights, or
+    their cache is computed anew."""
+    replay_routes: bool = False
+    """Of a mixture of experts: the sampler reports where it sent each token, and training sends it
+    to the same experts, so that rounding cannot choose others."""
+    weight_deltas: bool = True
+    """Weights that travel by disk: only tensors that changed since the version that the sampler
+    holds are written; what it ends with is proven whole. false: all of them, every time."""
+    restarts: NonNegativeInt = 3
+    """How often an embedded sampler or a scorer in a process of its own, or a server that the run
+    started, is started again in a row, without an answer gained in between, before the run ends."""
+    server: ServerConfig = ServerConfig()
+    """The servers of a rollout component `vllm` or `sglang`."""
