@@ -11,7 +11,7 @@ from rich.text import Text
 from pentad.cli.output import make_table, print_parts
 from pentad.core.errors import UserError
 from pentad.planner.doctor import Finding, examine, is_healthy
-from pentad.rewards.sandbox import SandboxSettings, WorkerLost, what_is_missing
+from pentad.rewards.sandbox import WorkerLost, what_is_missing
 
 MARKS = {
     "ok": ("ok", "green"),
@@ -36,7 +36,7 @@ def run_doctor(json: bool) -> int:
 def check_isolation() -> Finding:
     """Whether untrusted programs can be run here, found by trying to break out."""
     try:
-        missing = asyncio.run(what_is_missing(SandboxSettings(isolate=True)))
+        missing = asyncio.run(what_is_missing())
     except (UserError, WorkerLost) as failure:
         return Finding("isolation", "warn", f"the reward pool does not start ({failure})")
     if missing:

@@ -9,6 +9,7 @@ from pentad.config.schema import Config
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.roles import Scored
 from pentad.data.prompts import RejectedPrompt, open_prompts
+from pentad.data.render import DataSource
 from pentad.data.tokenizer import load_tokenizer
 from pentad.trainer.reward_trial import (
     Trial,
@@ -17,7 +18,6 @@ from pentad.trainer.reward_trial import (
     reason_of,
     try_completions,
 )
-from pentad.trainer.translate import data_settings, reward_settings
 
 SHOWN = 300
 """Characters of a value that are printed."""
@@ -40,12 +40,10 @@ def run_reward_command(config: Config, row: int, completion: str | None) -> None
 
 async def _try(config: Config, row: int, completion: str | None) -> list[Trial]:
     data, path = config.train_dataset, model_folder(config)
-    settings = chosen(reward_settings(config, data.answer_key), "reward.fn")
+    chosen(config.reward.fn, "reward.fn")
     limit = 2**31  # however long: nothing is sampled
-    stream = open_prompts(
-        data_settings(data, "train_dataset", seed=config.seed, max_tokens=limit, streaming=True),
-        load_tokenizer(path),
-    )
+    source = DataSource(data=data, seed=config.seed, room=limit, streaming=True)
+    stream = open_prompts(source, load_tokenizer(path))
     if row >= len(stream.rows):
         rule = f"there are {len(stream.rows)} rows, counted from 0"
         raise UserError(Problem(f"--row = {row}", rule))
@@ -56,7 +54,7 @@ async def _try(config: Config, row: int, completion: str | None) -> list[Trial]:
     given = own_completions(prompt, data.answer_key)
     if completion is not None:
         given = {"the completion": completion}
-    scorer = await open_scorer(settings)
+    scorer = await open_scorer(config, data.answer_key)
     try:
         scorer.check_columns(prompt.fields)
         return await try_completions(scorer, stream, row, given)

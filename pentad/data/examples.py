@@ -16,7 +16,7 @@ import numpy as np
 
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Row
-from pentad.data.render import DataSettings
+from pentad.data.render import DataSource
 from pentad.data.stamp import check_same_data
 
 TOO_LONG = "too_long"
@@ -42,12 +42,12 @@ def epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
 class OrderedData(ABC):
     """Data of which every ordinal of an endless sequence has its place, shuffled by epoch."""
 
-    def __init__(self, settings: DataSettings) -> None:
-        self.settings = settings
+    def __init__(self, source: DataSource) -> None:
+        self.source = source
         self.warnings: set[str] = set()
         self.notes: list[str] = []
         """What people should know of how rows are read."""
-        self._order = lru_cache(maxsize=2)(lambda e: epoch_order(len(self), settings.seed, e))
+        self._order = lru_cache(maxsize=2)(lambda e: epoch_order(len(self), source.seed, e))
 
     @abstractmethod
     def __len__(self) -> int:
@@ -64,7 +64,7 @@ class OrderedData(ABC):
     def place(self, ordinal: int) -> tuple[int, int]:
         """Epoch, and the place in the data."""
         epoch, position = divmod(ordinal, len(self))
-        return epoch, int(self._order(epoch)[position]) if self.settings.shuffle else position
+        return epoch, int(self._order(epoch)[position]) if self.source.data.shuffle else position
 
     def steps_per_epoch(self, size: int) -> int:
         """Batches that draw all of an epoch at least once."""
@@ -81,7 +81,7 @@ class OrderedData(ABC):
 
     def check_state(self, saved: Mapping[str, Any]) -> None:
         """UserError if an ordinal would now stand for something else."""
-        where = f"{self.settings.columns.key}.path = {self.settings.path}"
+        where = f"{self.source.key}.path = {self.source.path}"
         check_same_data(where, saved, self.state())
 
 

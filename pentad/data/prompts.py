@@ -23,8 +23,8 @@ from pentad.core.types import Prompt
 from pentad.data.examples import TOO_LONG, OrderedData
 from pentad.data.render import (
     BadRow,
-    DataSettings,
-    check_columns,
+    DataSource,
+    check_source,
     encode_prompts,
     plain_note,
     prefix_warning,
@@ -65,16 +65,16 @@ class _Rejected:
 
 
 class PromptStream(OrderedData):
-    def __init__(self, rows: DatasetRows, tokenizer: Tokenizer, settings: DataSettings) -> None:
-        super().__init__(settings)
-        check_columns(settings.columns, tokenizer)
-        self.notes += filter(None, [plain_note(settings.columns, tokenizer)])
+    def __init__(self, rows: DatasetRows, tokenizer: Tokenizer, source: DataSource) -> None:
+        super().__init__(source)
+        check_source(source, tokenizer)
+        self.notes += filter(None, [plain_note(source, tokenizer)])
         self.rows = rows
         self.tokenizer = tokenizer
         self.dropped: Counter[str] = Counter()
         """Rows left out at the start, by reason."""
         self.prompts: list[_Tokenised] | None = None
-        if not settings.streaming:
+        if not source.streaming:
             self.prompts = self._tokenise_all()
 
     def __len__(self) -> int:
@@ -108,7 +108,7 @@ class PromptStream(OrderedData):
             if len(found) == num:
                 break
         if not found:
-            where = f"{self.settings.columns.key}.path = {self.settings.path}"
+            where = f"{self.source.key}.path = {self.source.path}"
             raise UserError(Problem(where, f"no row of it can be a prompt: {rejected}"))
         return found
 
@@ -117,7 +117,7 @@ class PromptStream(OrderedData):
         return [len(prompt.ids) for prompt in self.prompts or ()]
 
     def summary(self) -> str:
-        text = f"{self.settings.path}: {len(self.rows)} rows"
+        text = f"{self.source.path}: {len(self.rows)} rows"
         if self.prompts is None:
             return f"{text}, read as they are needed"
         lengths = self.lengths()
@@ -128,20 +128,20 @@ class PromptStream(OrderedData):
         return text
 
     def state(self) -> dict[str, Any]:
-        settings = self.settings
+        source = self.source
         prompts = self.prompts
         return {
             "rows": len(self.rows),
             "prompts": len(self),
             "digest": self.rows.digest.hex(),
             "tokens": None if prompts is None else digest_of_arrays(p.ids for p in prompts),
-            "shuffle": settings.shuffle,
-            "seed": settings.seed if settings.shuffle else None,
+            "shuffle": source.data.shuffle,
+            "seed": source.seed if source.data.shuffle else None,
         }
 
     def _prompt(self, gid: int, found: _Tokenised, epoch: int) -> Prompt:
         fields = dict(self.rows.row(found.row))
-        messages = tuple(prompt_messages(fields, self.settings.columns))
+        messages = tuple(prompt_messages(fields, self.source))
         return Prompt(gid, tuple(found.ids.tolist()), fields, found.text, epoch, messages)
 
     def _read(self, gid: int, index: int) -> _Tokenised:
@@ -164,34 +164,34 @@ class PromptStream(OrderedData):
                     self.dropped[found.reason] += 1
         raise_first(problems)
         if not kept:
-            key, limit = self.settings.columns.key, self.settings.max_tokens
+            key, limit = self.source.key, self.source.max_tokens
             rule = f"all {len(self.rows)} prompts are longer than {limit} tokens"
             remedy = (
                 f"{key}.max_length or the model's context less the tokens of an answer says so: "
                 "raise the one, or lower gconfig.max_new_tokens"
             )
-            raise UserError(Problem(f"{key}.path = {self.settings.path}", rule, remedy))
+            raise UserError(Problem(f"{key}.path = {self.source.path}", rule, remedy))
         return kept
 
     def _tokenise(self, indices: Sequence[int]) -> list[_Tokenised | _Rejected]:
         """What becomes of these rows, in their order."""
-        columns, limit = self.settings.columns, self.settings.max_tokens
+        source, limit = self.source, self.source.max_tokens
         found: dict[int, _Tokenised | _Rejected] = {}
         texts: dict[int, str] = {}
         for index in indices:
             try:
                 row = self.rows.row(index)
-                texts[index] = render_prompt(row, columns, self.tokenizer)
-                if warning := tools_warning(row, columns):
+                texts[index] = render_prompt(row, source, self.tokenizer)
+                if warning := tools_warning(row, source):
                     self.warnings.add(warning)
             except BadRow as error:
                 found[index] = _Rejected(BAD_ROW, error.at(self.rows.where(index)))
             except UserError as error:
                 found[index] = _Rejected(BAD_ROW, error.problems[0])
-        all_ids = encode_prompts([*texts.values()], columns, self.tokenizer)
+        all_ids = encode_prompts([*texts.values()], source, self.tokenizer)
         for (index, text), ids in zip(texts.items(), all_ids, strict=True):
             where = self.rows.where(index)
-            if warning := prefix_warning(text, columns, self.tokenizer):
+            if warning := prefix_warning(text, source, self.tokenizer):
                 self.warnings.add(warning)
             if not ids:
                 found[index] = _Rejected(BAD_ROW, Problem(where, "the prompt is empty"))
@@ -203,5 +203,5 @@ class PromptStream(OrderedData):
         return [found[index] for index in indices]
 
 
-def open_prompts(settings: DataSettings, tokenizer: Tokenizer) -> PromptStream:
-    return PromptStream(settings.open(streaming=settings.streaming), tokenizer, settings)
+def open_prompts(source: DataSource, tokenizer: Tokenizer) -> PromptStream:
+    return PromptStream(source.open(streaming=source.streaming), tokenizer, source)

@@ -9,16 +9,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
-from pentad.core.errors import Problem, UserError
-from pentad.data.rows import DatasetRows, Format, open_rows
+from pentad.core.errors import Problem, RunError, UserError
+from pentad.data.rows import DatasetRows, open_rows
+from pentad.data.section import DatasetConfig
 from pentad.data.tokenizer import Messages, Tokenizer
 
-ChatTemplate = Literal["auto"] | bool
 TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 """A call of a tool in an answer, as Hermes and Qwen templates have it."""
 
@@ -36,81 +36,64 @@ class BadRow(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Columns:
-    """Which columns of a row are read, and how."""
+class DataSource:
+    """A dataset of a run: its block of keys, and what the run adds to them."""
 
+    data: DatasetConfig
     key: str = "train_dataset"
-    """The block of the config to name in errors."""
-    prompt_key: str = "prompt"
-    messages_key: str | None = None
-    """Column with chat messages; read instead of the prompt."""
-    tools_key: str | None = "tools"
-    """Column with the tools of a row, where it has any."""
+    """The name of the block, for errors."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """Of the workflow: shown with every row, before those of the row."""
-    response_key: str = "response"
-    text_key: str | None = None
-    """Column with the text of a document; null: text."""
-    chat_template: ChatTemplate = "auto"
-    """auto: messages go through the tokenizer's chat template, plain text does not."""
-
-    @property
-    def uses_chat(self) -> bool:
-        if self.chat_template == "auto":
-            return self.messages_key is not None
-        return self.chat_template
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataSettings:
-    """Which rows are read, in which order, and what is made of them."""
-
-    path: str
-    format: Format = "auto"
-    columns: Columns = field(default_factory=Columns)
-    shuffle: bool = True
+    """Those of the workflow: shown with every row, before those of the row."""
     seed: int = 0
-    max_tokens: int | None = None
-    """Longer prompts, or examples, are left out and counted."""
-    limit: int | None = None
-    """Only the first so many rows are read."""
+    room: int | None = None
+    """Tokens that the model's context has room for."""
     streaming: bool = False
     """Prompts are read as they are needed."""
-    mask_documents: bool = True
-    """Of packed sequences: a token sees its own document alone."""
+
+    @property
+    def path(self) -> str:
+        if self.data.path is None:
+            raise RunError(f"{self.key}.path is not set, and the config was not checked for it")
+        return self.data.path
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Longer prompts, or examples, are left out and counted."""
+        given = (self.data.max_length, self.room)
+        return min((limit for limit in given if limit is not None), default=None)
 
     def open(self, *, streaming: bool) -> DatasetRows:
-        key = f"{self.columns.key}.path"
+        data, key = self.data, f"{self.key}.path"
         return open_rows(
-            self.path, format=self.format, streaming=streaming, limit=self.limit, key=key
+            self.path, format=data.format, streaming=streaming, limit=data.limit, key=key
         )
 
 
-def check_columns(columns: Columns, tokenizer: Tokenizer) -> None:
+def check_source(source: DataSource, tokenizer: Tokenizer) -> None:
     """What is wrong whatever the rows are."""
-    where = f"{columns.key}.chat_template = {str(columns.chat_template).lower()}"
-    if columns.messages_key is not None and not columns.uses_chat:
-        rule = f"messages ({columns.key}.messages_key = {columns.messages_key}) need a template"
+    where = f"{source.key}.chat_template = {str(source.data.chat_template).lower()}"
+    if source.data.messages_key is not None and not source.data.uses_chat:
+        rule = f"messages ({source.key}.messages_key = {source.data.messages_key}) need a template"
         raise UserError(Problem(where, rule, "set it to auto, or name a text column"))
-    if columns.uses_chat and not tokenizer.has_chat_template:
+    if source.data.uses_chat and not tokenizer.has_chat_template:
         rule = f"the tokenizer in {tokenizer.folder} has no chat template"
         remedy = "add chat_template.jinja to that folder, or train on plain text"
         raise UserError(Problem(where, rule, remedy))
-    if columns.uses_chat:
+    if source.data.uses_chat:
         check_template(tokenizer)
-    if columns.tools:
-        check_workflow_tools(columns, tokenizer)
+    if source.tools:
+        check_workflow_tools(source, tokenizer)
 
 
-def check_workflow_tools(columns: Columns, tokenizer: Tokenizer) -> None:
-    names = ", ".join(map(name_of, columns.tools))
+def check_workflow_tools(source: DataSource, tokenizer: Tokenizer) -> None:
+    names = ", ".join(map(name_of, source.tools))
     describe = "describe them in the prompt and give the workflow no tools"
-    if not columns.uses_chat:
-        where = f"{columns.key}.chat_template = {str(columns.chat_template).lower()}"
+    if not source.data.uses_chat:
+        where = f"{source.key}.chat_template = {str(source.data.chat_template).lower()}"
         rule = f"the workflow has tools ({names}), which the chat template alone shows"
         raise UserError(Problem(where, rule, f"set it to true, or {describe}"))
     try:
-        hidden = hidden_tools([{"role": "user", "content": "."}], tokenizer, columns.tools)
+        hidden = hidden_tools([{"role": "user", "content": "."}], tokenizer, source.tools)
     except BadRow:
         return  # it has wishes that this conversation does not meet; rows may
     if hidden:
@@ -119,13 +102,14 @@ def check_workflow_tools(columns: Columns, tokenizer: Tokenizer) -> None:
         raise UserError(Problem(where, rule, f"use a template that shows them, or {describe}"))
 
 
-def plain_note(columns: Columns, tokenizer: Tokenizer) -> str | None:
+def plain_note(source: DataSource, tokenizer: Tokenizer) -> str | None:
     """A sentence for text that a chat model gets without its template, where no key says so."""
-    if columns.chat_template != "auto" or columns.uses_chat or not tokenizer.has_chat_template:
+    data, key = source.data, source.key
+    if data.chat_template != "auto" or data.uses_chat or not tokenizer.has_chat_template:
         return None
     return (
-        f"{columns.key}.chat_template = auto: texts of {columns.prompt_key} are used as they are, "
-        f"without the tokenizer's chat template; {columns.key}.chat_template=true applies it"
+        f"{key}.chat_template = auto: texts of {data.prompt_key} are used as they are, "
+        f"without the tokenizer's chat template; {key}.chat_template=true applies it"
     )
 
 
@@ -141,49 +125,51 @@ def check_template(tokenizer: Tokenizer) -> None:
         return  # it has wishes that this conversation does not meet; rows may
 
 
-def render_prompt(row: Mapping[str, Any], columns: Columns, tokenizer: Tokenizer) -> str:
+def render_prompt(row: Mapping[str, Any], source: DataSource, tokenizer: Tokenizer) -> str:
     """The text up to where the answer begins."""
-    if not columns.uses_chat:
-        return text_of(row, columns.prompt_key, columns)
-    messages = prompt_messages(row, columns)
+    if not source.data.uses_chat:
+        return text_of(row, source.data.prompt_key, source)
+    messages = prompt_messages(row, source)
     if messages[-1]["role"] == "assistant":
         rule = "the last message is the assistant's, so there is nothing to answer"
         raise BadRow(rule, "end the prompt with a user's (or tool's) message")
-    tools = shown_tools(row, messages, columns, tokenizer)
+    tools = shown_tools(row, messages, source, tokenizer)
     return render(messages, tokenizer, for_answer=True, tools=tools)
 
 
-def encode_prompts(texts: Sequence[str], columns: Columns, tokenizer: Tokenizer) -> list[list[int]]:
+def encode_prompts(
+    texts: Sequence[str], source: DataSource, tokenizer: Tokenizer
+) -> list[list[int]]:
     """Ids as the model expects them: a template brings its own special ids, plain text does not,
     unless it is a template's text already."""
     return [
-        [*prefix_of(text, columns, tokenizer), *ids]
+        [*prefix_of(text, source, tokenizer), *ids]
         for text, ids in zip(texts, tokenizer.encode_all(texts), strict=True)
     ]
 
 
-def prefix_of(text: str, columns: Columns, tokenizer: Tokenizer) -> tuple[int, ...]:
+def prefix_of(text: str, source: DataSource, tokenizer: Tokenizer) -> tuple[int, ...]:
     """What comes before the ids of this text."""
-    is_there = columns.uses_chat or prefix_warning(text, columns, tokenizer) is not None
+    is_there = source.data.uses_chat or prefix_warning(text, source, tokenizer) is not None
     return () if is_there else tokenizer.prefix_ids
 
 
-def prefix_warning(text: str, columns: Columns, tokenizer: Tokenizer) -> str | None:
+def prefix_warning(text: str, source: DataSource, tokenizer: Tokenizer) -> str | None:
     """A sentence for plain text that brings what the tokenizer would put before it."""
     prefix = tokenizer.prefix_text
-    if columns.uses_chat or not prefix or not text.startswith(prefix):
+    if source.data.uses_chat or not prefix or not text.startswith(prefix):
         return None
-    key = columns.key
+    key, name = source.key, source.data.prompt_key
     return (
-        f"{key}.{columns.prompt_key}: texts begin with {prefix}, which the tokenizer adds; it is "
+        f"{key}.{name}: texts begin with {prefix}, which the tokenizer adds; it is "
         f"not added again. Chats are better given as messages, with {key}.messages_key"
     )
 
 
-def prompt_messages(row: Mapping[str, Any], columns: Columns) -> Messages:
-    if columns.messages_key is not None:
-        return messages_of(row, columns.messages_key, columns)
-    return [{"role": "user", "content": text_of(row, columns.prompt_key, columns)}]
+def prompt_messages(row: Mapping[str, Any], source: DataSource) -> Messages:
+    if source.data.messages_key is not None:
+        return messages_of(row, source.data.messages_key, source)
+    return [{"role": "user", "content": text_of(row, source.data.prompt_key, source)}]
 
 
 def render(
@@ -197,12 +183,12 @@ def render(
         raise BadRow(f"the chat template refuses it: {error}") from error
 
 
-def text_of(row: Mapping[str, Any], name: str, columns: Columns) -> str:
-    value = column_of(row, name, columns)
+def text_of(row: Mapping[str, Any], name: str, source: DataSource) -> str:
+    value = column_of(row, name, source)
     if not isinstance(value, str):
         kind = type(value).__name__
         looks_like_chat = isinstance(value, list) and value and isinstance(value[0], dict)
-        remedy = f"set {columns.key}.messages_key: {name}" if looks_like_chat else ""
+        remedy = f"set {source.key}.messages_key: {name}" if looks_like_chat else ""
         raise BadRow(f'"{name}" holds a {kind}, not text', remedy)
     return whole_text(value)
 
@@ -218,8 +204,8 @@ def whole_text(text: str) -> str:
     return text
 
 
-def messages_of(row: Mapping[str, Any], name: str, columns: Columns) -> Messages:
-    value = column_of(row, name, columns)
+def messages_of(row: Mapping[str, Any], name: str, source: DataSource) -> Messages:
+    value = column_of(row, name, source)
     if not isinstance(value, list) or not value:
         raise BadRow(f'"{name}" is not a list of messages')
     messages = []
@@ -233,10 +219,10 @@ def messages_of(row: Mapping[str, Any], name: str, columns: Columns) -> Messages
     return messages
 
 
-def column_of(row: Mapping[str, Any], name: str, columns: Columns) -> Any:
+def column_of(row: Mapping[str, Any], name: str, source: DataSource) -> Any:
     if name not in row:
         has = ", ".join(sorted(row)) or "nothing"
-        raise BadRow(f'there is no "{name}"; the row has {has}', f"set {columns.key}.*_key")
+        raise BadRow(f'there is no "{name}"; the row has {has}', f"set {source.key}.*_key")
     return row[name]
 
 
@@ -244,11 +230,11 @@ def column_of(row: Mapping[str, Any], name: str, columns: Columns) -> Any:
 
 
 def shown_tools(
-    row: Mapping[str, Any], messages: Messages, columns: Columns, tokenizer: Tokenizer
+    row: Mapping[str, Any], messages: Messages, source: DataSource, tokenizer: Tokenizer
 ) -> Messages:
     """The tools to render with `messages`, those before the first answer: the workflow's, then the
     row's. Raises BadRow where the template would leave one out."""
-    tools = [*columns.tools, *row_tools(row, columns)]
+    tools = [*source.tools, *row_tools(row, source)]
     names = [name_of(tool) for tool in tools]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -256,35 +242,37 @@ def shown_tools(
     if hidden := hidden_tools(messages, tokenizer, tools):
         shown = ", ".join(hidden)
         rule = f"the chat template in {tokenizer.folder} does not show the row's tools ({shown})"
-        remedy = f"use a template that shows them, or set {columns.key}.tools_key: null"
+        remedy = f"use a template that shows them, or set {source.key}.tools_key: null"
         raise BadRow(rule, remedy)
     return tools
 
 
-def row_tools(row: Mapping[str, Any], columns: Columns) -> list[dict[str, Any]]:
-    value = row.get(columns.tools_key) if columns.tools_key is not None else None
+def row_tools(row: Mapping[str, Any], source: DataSource) -> list[dict[str, Any]]:
+    value = row.get(source.data.tools_key) if source.data.tools_key is not None else None
     if not value:
         return []
     try:
         # Columnar files fill keys that other tools have with null.
         tools = json.loads(value) if isinstance(value, str) else without_nulls(value)
     except (ValueError, RecursionError) as error:
-        raise BadRow(f'"{columns.tools_key}" is text that is no JSON ({error})') from error
+        raise BadRow(f'"{source.data.tools_key}" is text that is no JSON ({error})') from error
     if not isinstance(tools, list) or not all(map(is_tool, tools)):
-        rule = f'"{columns.tools_key}" is no list of objects with type = function and a function'
-        remedy = f"set {columns.key}.tools_key: null if the column means something else"
+        rule = (
+            f'"{source.data.tools_key}" is no list of objects with type = function and a function'
+        )
+        remedy = f"set {source.key}.tools_key: null if the column means something else"
         raise BadRow(f"{rule} that has a name", remedy)
     return tools
 
 
-def tools_warning(row: Mapping[str, Any], columns: Columns) -> str | None:
+def tools_warning(row: Mapping[str, Any], source: DataSource) -> str | None:
     """A sentence for a row of plain text with tools, which nothing shows to the policy."""
-    name = columns.tools_key
-    if columns.uses_chat or name is None or not row.get(name):
+    name = source.data.tools_key
+    if source.data.uses_chat or name is None or not row.get(name):
         return None
     return (
-        f"{columns.key}: rows have {name}, which plain text does not show to the policy; set "
-        f"{columns.key}.chat_template: true, or {columns.key}.tools_key: null"
+        f"{source.key}: rows have {name}, which plain text does not show to the policy; set "
+        f"{source.key}.chat_template: true, or {source.key}.tools_key: null"
     )
 
 

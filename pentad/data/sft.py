@@ -24,8 +24,8 @@ from pentad.core.types import Row
 from pentad.data.examples import TOO_LONG, Examples
 from pentad.data.render import (
     BadRow,
-    DataSettings,
-    check_columns,
+    DataSource,
+    check_source,
     messages_of,
     plain_note,
     prefix_of,
@@ -50,10 +50,10 @@ class _Example:
 
 
 class SftDataset(Examples):
-    def __init__(self, rows: DatasetRows, tokenizer: Tokenizer, settings: DataSettings) -> None:
-        super().__init__(settings)
-        check_columns(settings.columns, tokenizer)
-        self.notes += filter(None, [plain_note(settings.columns, tokenizer)])
+    def __init__(self, rows: DatasetRows, tokenizer: Tokenizer, source: DataSource) -> None:
+        super().__init__(source)
+        check_source(source, tokenizer)
+        self.notes += filter(None, [plain_note(source, tokenizer)])
         self.tokenizer = tokenizer
         self.counts: Counter[str] = Counter()
         """What happened to examples or turns, by a short word: "dropped too_long"."""
@@ -75,23 +75,23 @@ class SftDataset(Examples):
     def summary(self) -> str:
         lengths = [len(example.ids) for example in self.examples]
         trained = sum(int(example.mask.sum()) for example in self.examples)
-        text = f"{self.settings.path}: {len(lengths)} examples of {min(lengths)} to {max(lengths)}"
+        text = f"{self.source.path}: {len(lengths)} examples of {min(lengths)} to {max(lengths)}"
         text += f" tokens, {trained} of {sum(lengths)} tokens trained"
         for what, count in self.counts.items():
             text += f", {count} {what}"
         return text
 
     def state(self) -> dict[str, Any]:
-        settings = self.settings
+        source = self.source
         return {
             "examples": len(self),
             "tokens": digest_of_arrays(a for e in self.examples for a in (e.ids, e.mask)),
-            "shuffle": settings.shuffle,
-            "seed": settings.seed if settings.shuffle else None,
+            "shuffle": source.data.shuffle,
+            "seed": source.seed if source.data.shuffle else None,
         }
 
     def _tokenise_all(self, rows: DatasetRows) -> list[_Example]:
-        key, limit = self.settings.columns.key, self.settings.max_tokens
+        key, limit = self.source.key, self.source.max_tokens
         problems: list[Problem | str] = []
         kept: list[_Example] = []
         for index in range(len(rows)):
@@ -110,31 +110,31 @@ class SftDataset(Examples):
         if not kept:
             rule = f"all {len(rows)} examples are longer than {limit} tokens"
             remedy = f"{key}.max_length or the model's context says so: raise the one, or cut them"
-            raise UserError(Problem(f"{key}.path = {self.settings.path}", rule, remedy))
+            raise UserError(Problem(f"{key}.path = {self.source.path}", rule, remedy))
         return kept
 
     def _example(self, rows: DatasetRows, index: int) -> _Example:
-        row, columns = rows.row(index), self.settings.columns
-        if not columns.uses_chat:
-            prompt = text_of(row, columns.prompt_key, columns)
-            response = text_of(row, columns.response_key, columns)
-            warnings = prefix_warning(prompt, columns, self.tokenizer), tools_warning(row, columns)
+        row, source = rows.row(index), self.source
+        if not source.data.uses_chat:
+            prompt = text_of(row, source.data.prompt_key, source)
+            response = text_of(row, source.data.response_key, source)
+            warnings = prefix_warning(prompt, source, self.tokenizer), tools_warning(row, source)
             self.warnings.update(warning for warning in warnings if warning)
-            prefix = prefix_of(prompt, columns, self.tokenizer)
+            prefix = prefix_of(prompt, source, self.tokenizer)
             pieces = [(prompt, False), (response, True)]
             return self._join(pieces, prefix, lambda: self.tokenizer.eos_id)
-        if columns.messages_key is not None:
-            messages = messages_of(row, columns.messages_key, columns)
+        if source.data.messages_key is not None:
+            messages = messages_of(row, source.data.messages_key, source)
         else:
-            answer = text_of(row, columns.response_key, columns)
+            answer = text_of(row, source.data.response_key, source)
             messages = [
-                *prompt_messages(row, columns),
+                *prompt_messages(row, source),
                 {"role": "assistant", "content": answer},
             ]
         ends = [i for i, message in enumerate(messages, 1) if message["role"] == "assistant"]
         if not ends:
             raise BadRow("the conversation has no assistant turn")
-        tools = shown_tools(row, messages[: ends[0] - 1], columns, self.tokenizer)
+        tools = shown_tools(row, messages[: ends[0] - 1], source, self.tokenizer)
         pieces = self._turns(messages, ends, tools)
         return self._join(pieces, (), lambda: self._last_stop(messages[: ends[-1]], tools))
 
@@ -206,5 +206,5 @@ class SftDataset(Examples):
         return said
 
 
-def open_sft(settings: DataSettings, tokenizer: Tokenizer) -> SftDataset:
-    return SftDataset(settings.open(streaming=True), tokenizer, settings)
+def open_sft(source: DataSource, tokenizer: Tokenizer) -> SftDataset:
+    return SftDataset(source.open(streaming=True), tokenizer, source)

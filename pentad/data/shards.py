@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from pentad.core.errors import Problem, UserError
-from pentad.data.render import BadRow, DataSettings, text_of
+from pentad.data.render import BadRow, DataSource, text_of
 from pentad.data.rows import STREAMS, SUFFIXES, DatasetRows, FileKind, find_files, raise_first
 from pentad.data.stamp import Stamp, digest_of_file
 from pentad.data.tokenizer import Tokenizer
@@ -84,14 +84,14 @@ class TextFiles:
         return str(self.files[index])
 
 
-def find_data(settings: DataSettings) -> tuple[FileKind, list[Path]]:
+def find_data(source: DataSource) -> tuple[FileKind, list[Path]]:
     """The files to pretrain on, all of one kind. Texts in a folder of rows, such as a README.md,
     are about them."""
-    where = f"{settings.columns.key}.path = {settings.path}"
-    root = Path(settings.path).expanduser()
+    where = f"{source.key}.path = {source.path}"
+    root = Path(source.path).expanduser()
     has_rows = root.is_dir() and any(file.suffix in SUFFIXES for file in root.rglob("*"))
     wanted = {end: kind for end, kind in KINDS.items() if kind != "text" or not has_rows}
-    found = find_files(settings.path, settings.format, where, wanted)
+    found = find_files(source.path, source.data.format, where, wanted)
     kinds = sorted({kind for _, kind in found})
     if len(kinds) > 1:
         raise UserError(Problem(where, f"files of several kinds: {', '.join(kinds)}"))
@@ -99,16 +99,16 @@ def find_data(settings: DataSettings) -> tuple[FileKind, list[Path]]:
 
 
 def open_texts(
-    settings: DataSettings, kind: FileKind, files: list[Path], tokenizer: Tokenizer, cache: Path
+    source: DataSource, kind: FileKind, files: list[Path], tokenizer: Tokenizer, cache: Path
 ) -> TokenShard:
     """Texts as a shard in the folder `cache`."""
-    column = settings.columns.text_key or "text"
+    column = source.data.text_key or "text"
     rows: DatasetRows = (
-        TextFiles(files[: settings.limit], column)
+        TextFiles(files[: source.data.limit], column)
         if kind == "text"
-        else settings.open(streaming=True)
+        else source.open(streaming=True)
     )
-    return open_shard(tokenise(rows, column, settings, tokenizer, cache))
+    return open_shard(tokenise(rows, column, source, tokenizer, cache))
 
 
 def open_shard(path: Path) -> TokenShard:
@@ -174,12 +174,12 @@ def check_ids(shard: TokenShard, ids: np.ndarray, start: int, vocab_size: int) -
 
 
 def tokenise(
-    rows: DatasetRows, column: str, settings: DataSettings, tokenizer: Tokenizer, cache: Path
+    rows: DatasetRows, column: str, source: DataSource, tokenizer: Tokenizer, cache: Path
 ) -> Path:
     """The shard of these texts; written if it is not there."""
     ids = tokenizer.prefix_ids, tokenizer.eos_id, tokenizer.vocab_size
     marks = column, len(rows), *ids  # the digest of a table is of all rows, whatever the limit
-    where = f"{settings.columns.key}.path = {settings.path}"
+    where = f"{source.key}.path = {source.path}"
     try:
         known = rows.digest + tokenizer.digest + repr(marks).encode()
     except OSError as error:
@@ -196,7 +196,7 @@ def tokenise(
             fcntl.flock(file, fcntl.LOCK_EX)  # another run may be writing the same
             if not target.exists():
                 try:
-                    write_shard(file, documents(rows, column, settings, tokenizer), tokenizer)
+                    write_shard(file, documents(rows, column, source, tokenizer), tokenizer)
                 except BaseException:
                     file.truncate(0)
                     raise
@@ -209,7 +209,7 @@ def tokenise(
 
 
 def documents(
-    rows: DatasetRows, column: str, settings: DataSettings, tokenizer: Tokenizer
+    rows: DatasetRows, column: str, source: DataSource, tokenizer: Tokenizer
 ) -> Iterator[list[int]]:
     """Ids of each text, with what the model expects before it and the id that ends it, where the
     text does not bring them.
@@ -223,7 +223,7 @@ def documents(
         texts = []
         for index in range(start, min(start + DOCUMENTS_AT_ONCE, len(rows))):
             try:
-                text = text_of(rows.row(index), column, settings.columns)
+                text = text_of(rows.row(index), column, source)
                 counts["empty"] += not text
                 texts += [text] if text else []
             except BadRow as error:
@@ -239,7 +239,7 @@ def documents(
             yield [*(() if is_begun else prefix), *ids, *end]
     raise_first(problems)
     if counts["empty"] == len(rows):
-        where = f"{settings.columns.key}.path = {settings.path}"
+        where = f"{source.key}.path = {source.path}"
         raise UserError(Problem(where, f'"{column}" is empty in all {len(rows)} rows'))
 
 

@@ -19,7 +19,7 @@ import torch
 from pentad.core.errors import Problem, UserError
 from pentad.core.types import Row
 from pentad.data.examples import Examples
-from pentad.data.render import DataSettings
+from pentad.data.render import DataSource
 from pentad.data.shards import TokenShard, check_ids, find_data, open_shard, open_texts, survey
 from pentad.data.tokenizer import Tokenizer
 
@@ -29,27 +29,27 @@ class TokenSequences(Examples):
         self,
         shards: list[TokenShard],
         tokenizer: Tokenizer,
-        settings: DataSettings,
+        source: DataSource,
         vocab_size: int,
         limit: int | None = None,
     ) -> None:
-        super().__init__(settings)
-        assert settings.max_tokens is not None and settings.max_tokens > 1, "checked before"
+        super().__init__(source)
+        assert source.max_tokens is not None and source.max_tokens > 1, "checked before"
         self.shards = shards
-        self.length = settings.max_tokens
+        self.length = source.max_tokens
         self.eos_id = tokenizer.eos_id
         self.vocab_size = vocab_size
         self.ends = list(accumulate(len(shard.ids) for shard in shards))
         self.num = max(self.ends[-1] - 1, 0) // (self.length - 1)
         self.num = min(self.num, limit or self.num)
-        where = f"{settings.columns.key}.path = {settings.path}"
+        where = f"{source.key}.path = {source.path}"
         if not self.num:
-            key = settings.columns.key
+            key = source.key
             rule = f"it holds {self.ends[-1]} tokens, and a sequence has {self.length}"
             raise UserError(Problem(where, rule, f"give more, or a smaller {key}.max_length"))
         found = [survey(shard, self.eos_id, vocab_size) for shard in shards]
         self.digest = hashlib.blake2b(b"".join(one.digest for one in found), digest_size=16)
-        if settings.mask_documents and not any(one.ends for one in found):
+        if source.data.mask_documents and not any(one.ends for one in found):
             self.warnings.add(
                 f"{where}: the id {self.eos_id} that ends a document was not found in it, so "
                 "documents see each other"
@@ -66,7 +66,7 @@ class TokenSequences(Examples):
         start = index * (self.length - 1)
         ids = self.span(start, start + self.length)
         pieces = [ids]
-        if self.settings.mask_documents:
+        if self.source.data.mask_documents:
             pieces = np.split(ids, np.flatnonzero(ids[:-1] == self.eos_id) + 1)
         # Nothing is predicted in a piece of one token; an example has a row in any case.
         return [_row(piece) for piece in pieces if len(piece) > 1] or [_row(ids[:1])]
@@ -86,20 +86,20 @@ class TokenSequences(Examples):
 
     def summary(self) -> str:
         left = self.ends[-1] - 1 - self.num * (self.length - 1)
-        text = f"{self.settings.path}: {self.ends[-1]} tokens, {self.num} sequences of "
+        text = f"{self.source.path}: {self.ends[-1]} tokens, {self.num} sequences of "
         text += f"{self.length}, {left} tokens left over"
         return text if len(self.shards) == 1 else f"{text}, {len(self.shards)} shards"
 
     def state(self) -> dict[str, Any]:
-        settings = self.settings
+        source = self.source
         return {
             "sequences": self.num,
             "length": self.length,
             "tokens": self.digest.hexdigest(),
-            "mask_documents": settings.mask_documents,
-            "eos_id": self.eos_id if settings.mask_documents else None,
-            "shuffle": settings.shuffle,
-            "seed": settings.seed if settings.shuffle else None,
+            "mask_documents": source.data.mask_documents,
+            "eos_id": self.eos_id if source.data.mask_documents else None,
+            "shuffle": source.data.shuffle,
+            "seed": source.seed if source.data.shuffle else None,
         }
 
 
@@ -110,12 +110,12 @@ def _row(ids: np.ndarray) -> Row:
 
 
 def open_tokens(
-    settings: DataSettings, tokenizer: Tokenizer, vocab_size: int, cache: Path
+    source: DataSource, tokenizer: Tokenizer, vocab_size: int, cache: Path
 ) -> TokenSequences:
     """UserError with what is wrong with the data."""
-    kind, files = find_data(settings)
+    kind, files = find_data(source)
     if kind == "tokens":
-        shards, limit = [open_shard(file) for file in files], settings.limit
+        shards, limit = [open_shard(file) for file in files], source.data.limit
     else:
-        shards, limit = [open_texts(settings, kind, files, tokenizer, cache)], None
-    return TokenSequences(shards, tokenizer, settings, vocab_size, limit)
+        shards, limit = [open_texts(source, kind, files, tokenizer, cache)], None
+    return TokenSequences(shards, tokenizer, source, vocab_size, limit)

@@ -329,7 +329,7 @@ class RewardFunction:
         assert self.pool is not None, "start() comes first"
         payload = {"spec": self.spec, "shared": shared, "own": list(own)}
         is_shared = len(own) > 1 and not self.waits_together
-        limit = min(SHARED_JOB_TIMEOUT_S, self.pool.settings.timeout_s) if is_shared else None
+        limit = min(SHARED_JOB_TIMEOUT_S, self.pool.reward.timeout_s) if is_shared else None
         answer = await self._run(EACH, payload, limit, num_calls=len(own), is_alone=is_alone)
         if isinstance(answer, JobFailed):
             return answer

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from pentad.core.errors import Problem, UserError, one_line
 from pentad.rewards import breakout, confine
+from pentad.rewards.section import RewardConfig
 from pentad.rewards.warden import FRAME
 from pentad.runtime.scratch import scratch_folder
 
@@ -37,6 +38,8 @@ MAX_NESTING = 50
 """Of lists and dicts in a result: all that read it may recurse."""
 GRACE_S = 10.0
 """How much later than the worker the pool itself gives up on a job."""
+START_TIMEOUT_S = 60.0
+"""For starting a worker, the import of the reward's module included."""
 CLOSE_PATIENCE_S = 2.0
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
 BOOT += "from pentad.rewards.warden import main; main()"
@@ -44,33 +47,17 @@ MIB = 1 << 20
 FOLDER_PREFIX = "pentad-jobs-"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SandboxSettings(confine.Limits):
-    """How many workers there are, and what a job may use."""
-
-    num_workers: int = 2
-    timeout_s: float = 10.0
-    start_timeout_s: float = 60.0
-    """For starting a worker, the import of the reward's module included."""
-
-    def __post_init__(self) -> None:
-        sizes = ("max_memory_bytes", "max_file_bytes", "max_result_bytes")
-        limits = ("num_workers", "timeout_s", "start_timeout_s", *sizes)
-        problems = [
-            Problem(f"{name} = {getattr(self, name)}", "must be above 0")
-            for name in limits
-            if getattr(self, name) <= 0
-        ]
-        if self.isolate and self.allow_processes:
-            rule = "isolated programs start none"
-            problems.append(Problem("reward.allow_processes = true", rule, "leave it out"))
-        if problems:
-            raise UserError(problems)
-
-    def limits(self) -> dict[str, Any]:
-        """What the worker process is started with."""
-        names = [field.name for field in dataclasses.fields(confine.Limits)]
-        return {name: value for name, value in dataclasses.asdict(self).items() if name in names}
+def limits_of(reward: RewardConfig, *, isolate: bool = False) -> confine.Limits:
+    """What a job may use; `isolate`: it is a program of the model."""
+    if isolate and reward.allow_processes:
+        rule = "isolated programs start none"
+        raise UserError(Problem("reward.allow_processes = true", rule, "leave it out"))
+    return confine.Limits(
+        isolate=isolate,
+        allow_processes=reward.allow_processes,
+        max_memory_bytes=reward.memory_mb * MIB,
+        allow_weaker=reward.allow_weaker,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +85,15 @@ class WorkerLost(Exception):
 class Worker:
     """The parent's side of one warden process. One job at a time."""
 
-    def __init__(self, settings: SandboxSettings, preload: Sequence[str], folder: str) -> None:
-        self.settings = settings
+    def __init__(
+        self,
+        limits: confine.Limits,
+        preload: Sequence[str],
+        folder: str,
+        start_timeout_s: float = START_TIMEOUT_S,
+    ) -> None:
+        self.limits = limits
+        self.start_timeout_s = start_timeout_s
         self.preload = preload
         self.folder = folder
         self.process: asyncio.subprocess.Process | None = None
@@ -108,7 +102,7 @@ class Worker:
 
     async def start(self) -> dict[str, Any]:
         """Returns the warden's first message: what it imported and which protections hold."""
-        limits = self.settings.limits()
+        limits = dataclasses.asdict(self.limits)
         config = {"limits": limits, "folder": self.folder, "preload": list(self.preload)}
         with breakout.bait(self.folder) as bait:
             self.process = await asyncio.create_subprocess_exec(
@@ -119,15 +113,15 @@ class Worker:
                 json.dumps([path or str(Path.cwd()) for path in sys.path]),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                env=_environment(isolate=self.settings.isolate),
+                env=_environment(isolate=self.limits.isolate),
                 start_new_session=True,
             )
-            _, body = await self._reply(self.settings.start_timeout_s)
+            _, body = await self._reply(self.start_timeout_s)
         return dict(json.loads(body))
 
     async def run(self, job: dict[str, Any], payload: bytes) -> tuple[JobFailed | None, bytes]:
         if self.process is None:
-            check_start(await self.start(), self.settings)
+            check_start(await self.start(), self.limits)
         await self._send({"kind": "job", **job}, payload)
         header, body = await self._reply(job["timeout_s"] + GRACE_S)
         failed = JobFailed(header["failure"], header["detail"]) if header["failure"] else None
@@ -167,7 +161,7 @@ class Worker:
         try:
             async with asyncio.timeout(timeout_s):
                 num_head, num_body = FRAME.unpack(await reader.readexactly(FRAME.size))
-                if num_head > MAX_HEADER_BYTES or num_body > self.settings.max_result_bytes + MIB:
+                if num_head > MAX_HEADER_BYTES or num_body > self.limits.max_result_bytes + MIB:
                     raise WorkerLost(f"it announced {num_head} and {num_body} bytes")
                 head, body = await reader.readexactly(num_head), await reader.readexactly(num_body)
             return json.loads(head), body
@@ -177,19 +171,19 @@ class Worker:
             raise WorkerLost(f"it ended or sent nonsense ({failure})") from failure
 
 
-def check_start(said: dict[str, Any], settings: SandboxSettings) -> None:
+def check_start(said: dict[str, Any], limits: confine.Limits) -> None:
     """Raises UserError if a worker's first message is not what jobs can rely on."""
     problems = [
         Problem(f"reward.fn = {spec}", f"it cannot be imported ({one_line(error, MAX_DETAIL)})")
         for spec, error in said["errors"].items()
     ]
-    limit, used = settings.max_memory_bytes, said["address_space_bytes"]
+    limit, used = limits.max_memory_bytes, said["address_space_bytes"]
     if used > limit:
         rule = f"a worker takes {used >> 20} MiB before it does anything"
         remedy = f"give at least {(2 * used) >> 20}"
         problems.append(Problem(f"reward.memory_mb = {limit >> 20}", rule, remedy))
     weak = not breakout.AMOUNTS.issuperset(said["missing"])
-    if weak and not settings.allow_weaker and not problems:
+    if weak and not limits.allow_weaker and not problems:
         remedy = "see docs/security.md, or accept it with reward.allow_weaker = true"
         problems.append(Problem("reward pool", lacking(said), remedy))
     if problems:
@@ -202,11 +196,12 @@ def check_platform() -> None:
         raise UserError(Problem(f"platform = {sys.platform}", rule, "use a built-in reward"))
 
 
-async def what_is_missing(settings: SandboxSettings) -> str:
-    """The protections that this machine does not offer, in words; nothing if it offers all."""
+async def what_is_missing() -> str:
+    """The protections of isolated programs that this machine does not offer, in words; nothing if
+    it offers all."""
     check_platform()
     with scratch_folder(FOLDER_PREFIX) as folder:
-        worker = Worker(settings, (), str(folder))
+        worker = Worker(confine.Limits(isolate=True), (), str(folder))
         try:
             said = await worker.start()
         finally:
@@ -234,9 +229,19 @@ def _environment(*, isolate: bool) -> dict[str, str]:
 class Sandbox:
     """Runs jobs, at most `num_workers` at a time. Belongs to the event loop that started it."""
 
-    def __init__(self, settings: SandboxSettings, preload: Sequence[str] = ()) -> None:
-        self.settings = settings
+    def __init__(
+        self,
+        reward: RewardConfig,
+        preload: Sequence[str] = (),
+        *,
+        isolate: bool = False,
+        start_timeout_s: float = START_TIMEOUT_S,
+    ) -> None:
+        self.reward = reward
+        self.limits = limits_of(reward, isolate=isolate)
+        self.num_workers = reward.num_workers or max(1, min(8, (os.cpu_count() or 2) // 2))
         self.preload = preload
+        self.start_timeout_s = start_timeout_s
         self.folder = ""
         self.cleaning = contextlib.ExitStack()
         self.idle: asyncio.LifoQueue[Worker] = asyncio.LifoQueue()
@@ -248,12 +253,13 @@ class Sandbox:
         Returns what `core.specs.describe` says of each function, where it was imported."""
         check_platform()
         self.folder = str(self.cleaning.enter_context(scratch_folder(FOLDER_PREFIX)))
-        for _ in range(self.settings.num_workers):
-            self.workers.append(Worker(self.settings, self.preload, self.folder))
+        for _ in range(self.num_workers):
+            worker = Worker(self.limits, self.preload, self.folder, self.start_timeout_s)
+            self.workers.append(worker)
         first = self.workers[0]
         try:
             said = await first.start()
-            check_start(said, self.settings)
+            check_start(said, self.limits)
             if said["missing"]:
                 log.warning("reward pool: %s", lacking(said))
         except WorkerLost as failure:
@@ -294,7 +300,7 @@ class Sandbox:
         capture: Literal["result", "stdout"] = "result",
     ) -> Any | JobFailed:
         """The same on a worker that was taken from `idle` and goes back there."""
-        timeout_s = timeout_s or self.settings.timeout_s
+        timeout_s = timeout_s or self.reward.timeout_s
         job = {"spec": spec, "timeout_s": timeout_s, "capture": capture}
         # A task of its own: a reply that is half read must be read to its end.
         task = asyncio.create_task(worker.run(job, body))

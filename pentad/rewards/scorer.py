@@ -13,9 +13,8 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from statistics import mean
-from typing import Literal
 
 from pentad.core.errors import DataFailure, InfraFailure, Problem, UserError
 from pentad.core.roles import Scored
@@ -33,7 +32,8 @@ from pentad.rewards.functions import (
     read_signature,
     together,
 )
-from pentad.rewards.sandbox import Cause, JobFailed, Sandbox, SandboxSettings
+from pentad.rewards.sandbox import Cause, JobFailed, Sandbox
+from pentad.rewards.section import RewardConfig
 from pentad.rewards.sharing import SharedJobs
 
 log = logging.getLogger(__name__)
@@ -45,38 +45,27 @@ FAILED = "reward_failed"
 """The part of samples without a reward; `reward_failed/KIND` beside it says why."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardSettings:
-    """Which rewards, and what happens when one fails."""
-
-    fn: str | tuple[str, ...]
-    """Names of BUILT_IN, `package.module:function` or `path/to/file.py:function`."""
-    weights: tuple[float, ...] = ()
-    """One for each function; none: 1 each."""
-    answer_field: str = "answer"
-    """Dataset field that is given as `answer`."""
-    on_failure: Literal["drop", "zero"] = "drop"
-    """After the last try: drop the group and count the reason, or score the sample 0."""
-    max_retries: int = 1
-    seed: int = 0
-    """Of the run: what functions draw follows from it and from the sample that they score."""
-    sandbox: SandboxSettings = field(default_factory=SandboxSettings)
-
-    @property
-    def functions(self) -> tuple[str, ...]:
-        return (self.fn,) if isinstance(self.fn, str) else self.fn
-
-
 class RewardScorer:
-    """Scores the samples of a group, all at once. `start` before use, `close` after."""
+    """Scores the samples of a group, all at once. `start` before use, `close` after.
 
-    def __init__(self, settings: RewardSettings) -> None:
-        self.settings = settings
+    `answer_field` is the dataset field that functions are given as `answer`. What they draw follows
+    from `seed`, that of the run, and from the sample that they score.
+    """
+
+    def __init__(
+        self,
+        reward: RewardConfig,
+        *,
+        answer_field: str = "answer",
+        seed: int = 0,
+        max_retries: int = 1,
+    ) -> None:
+        self.reward = reward
+        self.answer_field = answer_field
         self.functions = [
-            RewardFunction(fn, settings.answer_field, settings.max_retries, settings.seed)
-            for fn in settings.functions
+            RewardFunction(fn, answer_field, max_retries, seed) for fn in reward.functions
         ]
-        self.weights = settings.weights or (1.0,) * len(self.functions)
+        self.weights = reward.weights or (1.0,) * len(self.functions)
         self.names = part_names(self.functions)
         for function in self.functions:
             function.may_abstain = len(self.functions) > 1
@@ -88,7 +77,7 @@ class RewardScorer:
 
     async def start(self) -> None:
         """Imports the functions where they will run and reads what they take. Raises UserError."""
-        for fn in self.settings.functions:
+        for fn in self.reward.functions:
             if fn not in BUILT_IN and ":" not in fn:
                 rule = f"there is no built-in reward of that name; there are {', '.join(BUILT_IN)}"
                 remedy = "for your own, give package.module:function or path/to/file.py:function"
@@ -96,17 +85,14 @@ class RewardScorer:
         pooled = [function for function in self.functions if function.is_pooled]
         programs = [function for function in self.functions if function.fn == "code"]
         if programs:
-            limits = replace(self.settings.sandbox, isolate=True)
-            await self._open_pool(programs, limits, [code_tests.CALL])
+            pool = Sandbox(self.reward, [code_tests.CALL], isolate=True)
+            await self._open_pool(programs, pool)
         if pooled:
             results = [POOLED[f.fn][1] for f in pooled if f.fn in POOLED]
             specs = [function.spec for function in pooled]
-            await self._open_pool(pooled, self.settings.sandbox, [*specs, *results, EACH])
+            await self._open_pool(pooled, Sandbox(self.reward, [*specs, *results, EACH]))
 
-    async def _open_pool(
-        self, functions: Sequence[RewardFunction], limits: SandboxSettings, preload: Sequence[str]
-    ) -> None:
-        pool = Sandbox(limits, preload)
+    async def _open_pool(self, functions: Sequence[RewardFunction], pool: Sandbox) -> None:
         jobs = SharedJobs(pool)
         self.pools.append(pool)
         try:
@@ -150,7 +136,7 @@ class RewardScorer:
     async def judge(
         self, prompt: Prompt, samples: Sequence[Sample], *, max_retries: int | None = None
     ) -> list[Scored | JobFailed]:
-        """A verdict a sample, or the failure that is left after `max_retries` (the settings')."""
+        """A verdict a sample, or the failure that is left after `max_retries`."""
         columns = await together(
             [f.judge(prompt, samples, max_retries=max_retries) for f in self.functions]
         )
@@ -229,9 +215,9 @@ class RewardScorer:
             raise InfraFailure(f"the reward pool lost a worker: {result.detail}")
         value = min([0.0, *mates]) if result.cause == "sample" else 0.0
         is_open = result.cause == "ours" or (result.cause == "unclear" and not mates)
-        if self.settings.on_failure == "drop" and is_open:
+        if self.reward.on_failure == "drop" and is_open:
             raise DataFailure(f"reward_{result.kind}", result.detail)
-        if self.settings.on_failure == "drop" and result.cause == "unclear":
+        if self.reward.on_failure == "drop" and result.cause == "unclear":
             value = mean(mates)
         self._show_once(prompt, result, value)
         parts = {FAILED: 1.0, f"{FAILED}/{result.kind}": 1.0}

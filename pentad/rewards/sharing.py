@@ -78,7 +78,7 @@ class SharedJobs:
     def _wake(self) -> None:
         while self.waiting and self.waiting[0].answer.done():
             self.waiting.popleft()
-        if self.waiting and len(self.senders) < self.pool.settings.num_workers:
+        if self.waiting and len(self.senders) < self.pool.num_workers:
             sender = asyncio.create_task(self._send())
             self.senders.add(sender)
             sender.add_done_callback(self._sent)
@@ -127,7 +127,7 @@ class SharedJobs:
             [job] = message
             return [await self.pool.run_on(worker, job.spec, job.body, job.timeout_s)]
         body = pickled(SEVERAL, {"jobs": [(job.spec, job.body) for job in message]})
-        limit = min(SHARED_JOB_TIMEOUT_S, self.pool.settings.timeout_s)
+        limit = min(SHARED_JOB_TIMEOUT_S, self.pool.reward.timeout_s)
         answers = await self.pool.run_on(worker, SEVERAL, body, limit)
         if isinstance(answers, list) and len(answers) == len(message):
             self.max_jobs = min(MESSAGE_JOBS, self.max_jobs + 1)

@@ -15,12 +15,13 @@ from pentad.core.types import Request, SamplingParams
 from pentad.data.render import (
     TOOL_CALL,
     BadRow,
-    Columns,
+    DataSource,
     encode_prompts,
     is_tool,
     messages_of,
     render,
 )
+from pentad.data.section import DatasetConfig
 from pentad.data.tokenizer import Tokenizer
 from pentad.infer.settings import RequestLimits, check_request
 from pentad.serve.wire import (
@@ -34,7 +35,7 @@ from pentad.serve.wire import (
     size_of,
 )
 
-CHAT = Columns(key="messages", messages_key="messages")
+CHAT = DataSource(data=DatasetConfig(messages_key="messages"), key="messages")
 ROLES = {"system": "system", "developer": "system"} | {r: r for r in ("user", "assistant", "tool")}
 """Role of a message -> the one templates know."""
 CALL_START = "<tool_call>"
@@ -207,7 +208,7 @@ def check_unicode(text: str, where: str) -> None:
 
 DEFAULT_COMPLETION_TOKENS = 16
 """As with OpenAI; a chat answer may fill the context."""
-PLAIN = Columns(key="prompt")
+PLAIN = DataSource(data=DatasetConfig(), key="prompt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

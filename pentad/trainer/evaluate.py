@@ -41,7 +41,6 @@ from pentad.trainer.translate import (
     compute_dtype,
     eval_params,
     executor_settings,
-    reward_settings,
     sampler_settings,
     sampling_params,
 )
@@ -141,10 +140,9 @@ async def open_reward(
     config: Config, answer_key: str, stack: AsyncExitStack
 ) -> RewardScorer | None:
     """The scorer of a dataset with that answer key, closed with `stack`; None if none is named."""
-    settings = reward_settings(config, answer_key)
-    if settings is None:
+    if not config.reward.functions:
         return None
-    scorer = RewardScorer(settings)
+    scorer = RewardScorer(config.reward, answer_field=answer_key, seed=config.seed)
     await scorer.start()
     stack.push_async_callback(scorer.close)
     return scorer
@@ -193,7 +191,7 @@ def no_majority(config: Config, reward: RewardScorer | None) -> str:
     if reward is None:
         return "the workflow scores its samples itself"
     if not reward.has_results:
-        names = ", ".join(reward.settings.functions)
+        names = ", ".join(config.reward.functions)
         return f"the reward {names} compares no answers that could be counted"
     return ""
 

@@ -30,7 +30,7 @@ from pentad.core.errors import Problem, UserError
 from pentad.core.machine import installed
 from pentad.core.sizes import DeviceKind, RunSize
 from pentad.data.prompts import PromptStream, open_prompts
-from pentad.data.render import DataSettings
+from pentad.data.render import DataSource
 from pentad.data.section import DatasetConfig
 from pentad.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from pentad.models.families import no_sampler_for
@@ -44,7 +44,7 @@ from pentad.trainer.learners import check_start, trained_dims
 from pentad.trainer.reward_trial import check_reward
 from pentad.trainer.run_folders import checkpoint_path
 from pentad.trainer.samplers import server_problems
-from pentad.trainer.translate import algorithm_settings, data_settings, remote_of
+from pentad.trainer.translate import algorithm_settings, remote_of
 
 T = TypeVar("T")
 
@@ -181,14 +181,13 @@ def sampled_dims(config: Config, path: str) -> ModelDims:
 def train_stream(
     config: Config, dims: ModelDims, tokenizer: Tokenizer, workflow: Workflow | None
 ) -> PromptStream:
-    settings = data_settings(
-        config.train_dataset,
-        "train_dataset",
+    source = DataSource(
+        data=config.train_dataset,
         seed=config.seed,
         streaming=config.use_streaming_dataset,
-        max_tokens=room_for_prompt(dims, config.gconfig.max_new_tokens),
+        room=room_for_prompt(dims, config.gconfig.max_new_tokens),
     )
-    return open_prompts(with_tools(settings, workflow), tokenizer)
+    return open_prompts(with_tools(source, workflow), tokenizer)
 
 
 def valid_stream(
@@ -200,18 +199,15 @@ def valid_stream(
     new_tokens = config.evaluator.max_new_tokens or config.gconfig.max_new_tokens
     data = config.valid_dataset.model_copy(update={"shuffle": False})
     room = room_for_prompt(dims, new_tokens, key)
-    settings = data_settings(data, "valid_dataset", seed=config.seed, max_tokens=room)
-    return open_prompts(with_tools(settings, workflow), tokenizer)
+    source = DataSource(data=data, key="valid_dataset", seed=config.seed, room=room)
+    return open_prompts(with_tools(source, workflow), tokenizer)
 
 
-def with_tools(settings: DataSettings, workflow: Workflow | None) -> DataSettings:
+def with_tools(source: DataSource, workflow: Workflow | None) -> DataSource:
     """Prompts show the tools of the workflow too; one that makes its own prompts shows its own."""
-    columns = settings.columns
     if isinstance(workflow, OwnPrompts):
-        columns = replace(columns, tools_key=None)
-    elif workflow is not None:
-        columns = replace(columns, tools=tools_of(workflow))
-    return replace(settings, columns=columns)
+        return replace(source, data=source.data.model_copy(update={"tools_key": None}))
+    return source if workflow is None else replace(source, tools=tools_of(workflow))
 
 
 def room_for_prompt(dims: ModelDims, max_new_tokens: int, key: str = "gconfig") -> int:
@@ -263,7 +259,7 @@ def answer_problems(
     if not missing:
         return []
     has = ", ".join(sorted(rows.row(missing[0]))) or "nothing"
-    where = f"{stream.settings.columns.key}.answer_key = {name}"
+    where = f"{stream.source.key}.answer_key = {name}"
     rule = (
         f"reward.fn = {built_in[0]} compares with it, and {len(missing)} of "
         f"{len(stream)} rows have none, the first at {rows.where(missing[0])}"

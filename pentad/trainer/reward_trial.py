@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,9 +16,8 @@ from pentad.core.types import Prompt, Sample
 from pentad.data.prompts import PromptStream, RejectedPrompt
 from pentad.data.tokenizer import Tokenizer
 from pentad.rewards.sandbox import JobFailed
-from pentad.rewards.scorer import RewardScorer, RewardSettings
+from pentad.rewards.scorer import RewardScorer
 from pentad.rewards.section import REWARD_NAMES
-from pentad.trainer.translate import reward_settings
 
 ROWS_TRIED = 4
 """Of built-in rewards, which only a row can be wrong for: the start is refused if none works."""
@@ -88,9 +87,10 @@ def first_rows(stream: PromptStream, num: int) -> list[int]:
     return found
 
 
-async def open_scorer(settings: RewardSettings) -> RewardScorer:
-    """A scorer with one worker, started."""
-    scorer = RewardScorer(replace(settings, sandbox=replace(settings.sandbox, num_workers=1)))
+async def open_scorer(config: Config, answer_key: str) -> RewardScorer:
+    """A scorer with one worker, started. `answer_key` is that of the dataset that is scored."""
+    alone = config.reward.model_copy(update={"num_workers": 1})
+    scorer = RewardScorer(alone, answer_field=answer_key, seed=config.seed)
     await scorer.start()
     return scorer
 
@@ -104,16 +104,16 @@ def check_reward(config: Config, streams: Sequence[tuple[PromptStream | None, st
     for stream, answer_key in streams:
         rows = first_rows(stream, 1) if stream is not None else []
         columns = stream.of_row(rows[0]).fields if stream is not None and rows else ()
-        settings, kind = reward_settings(config, answer_key), (answer_key, *sorted(columns))
-        if settings is not None and kind not in seen:
-            asyncio.run(_check(config, settings, stream, columns))
+        kind = (answer_key, *sorted(columns))
+        if config.reward.functions and kind not in seen:
+            asyncio.run(_check(config, answer_key, stream, columns))
         seen.add(kind)
 
 
 async def _check(
-    config: Config, settings: RewardSettings, stream: PromptStream | None, columns: Collection[str]
+    config: Config, answer_key: str, stream: PromptStream | None, columns: Collection[str]
 ) -> None:
-    scorer = await open_scorer(settings)
+    scorer = await open_scorer(config, answer_key)
     try:
         if stream is not None and columns:
             scorer.check_columns(columns)
@@ -140,22 +140,21 @@ def _check_rows(config: Config, scorer: RewardScorer, stream: PromptStream) -> N
 
 
 async def _try_rows(scorer: RewardScorer, stream: PromptStream) -> None:
-    settings = scorer.settings
-    is_own = any(fn not in REWARD_NAMES for fn in settings.functions)
+    is_own = any(fn not in REWARD_NAMES for fn in scorer.reward.functions)
     failed: list[Trial] = []
     num_tried = 0
     for row in first_rows(stream, 1 if is_own else ROWS_TRIED):
-        completions = own_completions(stream.of_row(row), settings.answer_field)
+        completions = own_completions(stream.of_row(row), scorer.answer_field)
         trials = await try_completions(scorer, stream, row, completions)
         num_tried += len(trials)
         failed += [trial for trial in trials if isinstance(trial.result, JobFailed)]
-    accepts_some = not is_own or settings.on_failure == "zero"
+    accepts_some = not is_own or scorer.reward.on_failure == "zero"
     if failed and (len(failed) == num_tried or not accepts_some):
         raise UserError(failure_of(scorer, failed[0]))
 
 
 def failure_of(scorer: RewardScorer, trial: Trial) -> Problem:
-    where = f"reward.fn = {', '.join(scorer.settings.functions)}"
+    where = f"reward.fn = {', '.join(scorer.reward.functions)}"
     rule = (
         f"it fails on row {trial.row} ({trial.where}) with {trial.what}: {reason_of(trial.result)}"
     )

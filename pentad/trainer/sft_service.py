@@ -16,6 +16,7 @@ from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.data.examples import Examples
+from pentad.data.render import DataSource
 from pentad.data.sft import SftDataset, open_sft
 from pentad.data.tokenizer import Tokenizer, load_tokenizer
 from pentad.data.tokens import TokenSequences, open_tokens
@@ -23,7 +24,6 @@ from pentad.rl.losses import SftLoss
 from pentad.runtime.rank import Rank
 from pentad.trainer.learners import build_role, trained_dims
 from pentad.trainer.service import EngineService
-from pentad.trainer.translate import data_settings
 
 EVALUATED_AT_ONCE = 1024
 """Examples."""
@@ -104,12 +104,7 @@ class SftService(ExampleService):
 
     @staticmethod
     def open_part(config: Config, part: str, dims: ModelDims, tokenizer: Tokenizer) -> SftDataset:
-        source = config.train_dataset if part == "train" else config.valid_dataset
-        assert source is not None, "read where there is one"
-        settings = data_settings(
-            source, f"{part}_dataset", seed=config.seed, max_tokens=dims.max_position
-        )
-        return open_sft(settings, tokenizer)
+        return open_sft(source_of(config, part, dims.max_position), tokenizer)
 
 
 class PretrainService(ExampleService):
@@ -121,16 +116,22 @@ class PretrainService(ExampleService):
     def open_part(
         config: Config, part: str, dims: ModelDims, tokenizer: Tokenizer
     ) -> TokenSequences:
-        source = config.train_dataset if part == "train" else config.valid_dataset
-        assert source is not None, "read where there is one"
-        length = source.max_length or config.train_dataset.max_length or dims.max_position
+        given = source_of(config, part).max_tokens or config.train_dataset.max_length
+        length = given or dims.max_position
         if not 1 < length <= dims.max_position:
             rule = f"a sequence has 2 tokens or more, and the model's context {dims.max_position}"
             where = f"{part}_dataset.max_length = {length}"
             raise UserError(Problem(where, rule, f"give at most {dims.max_position}"))
-        settings = data_settings(source, f"{part}_dataset", seed=config.seed, max_tokens=length)
         cache = Path(config.fileroot).expanduser() / "tokens"
-        return open_tokens(settings, tokenizer, dims.vocab_size, cache)
+        source = source_of(config, part, length)
+        return open_tokens(source, tokenizer, dims.vocab_size, cache)
+
+
+def source_of(config: Config, part: str, room: int | None = None) -> DataSource:
+    """The rows of `train` or `valid`."""
+    data = config.train_dataset if part == "train" else config.valid_dataset
+    assert data is not None, "read where there is one"
+    return DataSource(data=data, key=f"{part}_dataset", seed=config.seed, room=room)
 
 
 def parts_of(config: Config) -> list[str]:

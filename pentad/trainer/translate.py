@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from pentad.config.derived import chosen, num_running, reshards
@@ -18,12 +16,8 @@ from pentad.core.seeds import derive_seed
 from pentad.core.settings import BalanceSettings, EngineSettings, OptimizerSettings, into
 from pentad.core.sizes import default_microbatch_tokens
 from pentad.core.types import SamplingParams
-from pentad.data.render import Columns, DataSettings
-from pentad.data.section import DatasetConfig
 from pentad.data.tokenizer import Tokenizer
 from pentad.infer.settings import SamplerSettings
-from pentad.rewards.sandbox import SandboxSettings
-from pentad.rewards.scorer import RewardSettings
 from pentad.rl.algorithms import settings_for
 from pentad.rl.overrides import run_problems
 from pentad.rollout.executor import ExecutorSettings
@@ -157,37 +151,3 @@ def remote_of(config: Config) -> Remote | None:
     place = f"{chosen(config.user, 'user')}/{config.experiment_name}/{config.trial_name}"
     remote = into(Remote, tiers, uri=tiers.remote_uri, num_workers=tiers.async_workers)
     return remote.under(place)
-
-
-def reward_settings(config: Config, answer_key: str) -> RewardSettings | None:
-    """None if no reward is named. `answer_key` is that of the dataset that is scored."""
-    reward = config.reward
-    if not reward.functions:
-        return None
-    half = (os.cpu_count() or 2) // 2  # of the cores, at most 8
-    num_workers = reward.num_workers or max(1, min(8, half))
-    memory = reward.memory_mb * 2**20
-    return into(
-        RewardSettings,
-        reward,
-        fn=reward.functions,
-        weights=reward.weights or (),
-        answer_field=answer_key,
-        seed=config.seed,
-        sandbox=into(SandboxSettings, reward, num_workers=num_workers, max_memory_bytes=memory),
-    )
-
-
-def data_settings(
-    data: DatasetConfig, key: str, *, seed: int, max_tokens: int, streaming: bool = False
-) -> DataSettings:
-    """`max_tokens` is what the model's context has room for."""
-    return into(
-        DataSettings,
-        data,
-        path=chosen(data.path, f"{key}.path"),
-        columns=into(Columns, data, key=key),
-        seed=seed,
-        max_tokens=min(data.max_length or max_tokens, max_tokens),
-        streaming=streaming,
-    )

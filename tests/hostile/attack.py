@@ -21,7 +21,8 @@ import programs
 
 from pentad.rewards import confine, sandbox
 from pentad.rewards.confine import LIBC, check
-from pentad.rewards.sandbox import MIB, JobFailed, Sandbox, SandboxSettings
+from pentad.rewards.sandbox import JobFailed, Sandbox
+from pentad.rewards.section import RewardConfig
 
 RUN, CALL = (f"pentad.rewards.calls:{name}" for name in ("print_output", "call"))
 REFUSE = "import pentad.rewards.enclosure as e; e.LIBC = type('Refusing', (), "
@@ -154,9 +155,8 @@ async def main() -> None:
     if rest == ["refused"]:
         refusal = "import pentad.rewards.confine as c; l = c.LIBC; " + REFUSE
         sandbox.BOOT = sandbox.BOOT.replace("from pentad", refusal + "from pentad")
-    limits = {"max_memory_bytes": 512 * MIB, "isolate": True, "num_workers": 1}
-    settings = SandboxSettings(**limits, allow_weaker=rest == ["refused"])
-    pool = Sandbox(settings, [RUN, CALL])
+    reward = RewardConfig(memory_mb=512, num_workers=1, allow_weaker=rest == ["refused"])
+    pool = Sandbox(reward, [RUN, CALL], isolate=True)
     with tempfile.TemporaryDirectory() as folder:
         victim = Victim(folder)
         try:

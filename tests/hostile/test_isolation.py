@@ -19,13 +19,14 @@ from pentad.cli.doctor import check_isolation
 from pentad.core.errors import UserError
 from pentad.rewards import breakout, sandbox
 from pentad.rewards.breakout import AMOUNTS
-from pentad.rewards.sandbox import Sandbox, SandboxSettings, what_is_missing
+from pentad.rewards.sandbox import Sandbox, what_is_missing
+from pentad.rewards.section import RewardConfig
 
 HERE = Path(__file__).parent
 USERS = ["root", "ordinary"] if os.getuid() == 0 else ["ordinary"]
 
 
-LACKING = asyncio.run(what_is_missing(SandboxSettings(isolate=True)))
+LACKING = asyncio.run(what_is_missing())
 needs_namespaces = pytest.mark.skipif("namespaces are refused" in LACKING, reason=LACKING)
 
 
@@ -140,7 +141,7 @@ def spoil(monkeypatch, code: str) -> None:
 
 def start(**changes) -> None:
     async def run():
-        pool = Sandbox(SandboxSettings(isolate=True, num_workers=1, **changes))
+        pool = Sandbox(RewardConfig(num_workers=1, **changes), isolate=True)
         await pool.start()
         await pool.close()
 
@@ -153,7 +154,7 @@ def test_a_missing_protection_is_found_by_trying(monkeypatch, name):
     code, lacking = SPOILT[name]
     by_user = AMOUNTS if REFUSED in code else set()
     spoil(monkeypatch, code)
-    told = asyncio.run(what_is_missing(SandboxSettings(isolate=True)))
+    told = asyncio.run(what_is_missing())
     found = {name for name in breakout.MEANING if name in told.partition(" a job can ")[0]}
     assert lacking - by_user <= found <= lacking | by_user, told
     assert all(breakout.MEANING[name] in told for name in found)

@@ -2,7 +2,8 @@
 
 import asyncio
 
-from pentad.rewards.sandbox import MIB, JobFailed, Sandbox, SandboxSettings
+from pentad.rewards.sandbox import MIB, JobFailed, Sandbox
+from pentad.rewards.section import RewardConfig
 
 RUN = "pentad.rewards.calls:print_output"
 SPARSE = """
@@ -47,8 +48,8 @@ print("sent")
 
 def run_program(source: str, **changes) -> object:
     async def run():
-        limits = {"isolate": True, "num_workers": 1, "timeout_s": 60.0}
-        pool = Sandbox(SandboxSettings(**limits, max_memory_bytes=300 * MIB, **changes), [RUN])
+        reward = RewardConfig(num_workers=1, timeout_s=60.0, memory_mb=300, **changes)
+        pool = Sandbox(reward, [RUN], isolate=True)
         await pool.start()
         try:
             given = {"source": source, "stdin": ""}

@@ -11,8 +11,9 @@ sys.path.append(str(Path(__file__).parent))
 from test_isolation import REFUSED, needs_namespaces, spoil  # noqa: E402
 from test_results import group_of  # noqa: E402
 
-from pentad.rewards.sandbox import JobFailed, Sandbox, SandboxSettings  # noqa: E402
-from pentad.rewards.scorer import RewardScorer, RewardSettings  # noqa: E402
+from pentad.rewards.sandbox import JobFailed, Sandbox  # noqa: E402
+from pentad.rewards.scorer import RewardScorer  # noqa: E402
+from pentad.rewards.section import RewardConfig  # noqa: E402
 
 RUN, CALL, ASSERTS, EACH = (
     f"pentad.rewards.calls:{name}" for name in ("print_output", "call", "asserts", "each")
@@ -45,11 +46,12 @@ PLANTED = {
 """Jobs that leave marks wherever their data goes."""
 
 
-def found_after(planted, look, **limits) -> list[str]:
+def found_after(planted, look, *, isolate=False, **limits) -> list[str]:
     """The kinds of marks that a job finds after the others, on the same worker."""
 
     async def run():
-        pool = Sandbox(SandboxSettings(num_workers=1, timeout_s=60.0, **limits), [RUN, EACH])
+        reward = RewardConfig(num_workers=1, timeout_s=60.0, **limits)
+        pool = Sandbox(reward, [RUN, EACH], isolate=isolate)
         await pool.start()
         try:
             for call, given in planted:
@@ -130,8 +132,7 @@ def test_a_program_that_computes_nothing_is_not_right_after_one_that_does():
     thief = READER.read_text() + "\nprint(*[f'LEFT-{k}-12345678 ' * 50 for k in marks_in_reach()])"
 
     async def run():
-        limits = SandboxSettings(num_workers=1, timeout_s=60.0)
-        scorer = RewardScorer(RewardSettings(fn="code", sandbox=limits))
+        scorer = RewardScorer(RewardConfig(fn="code", num_workers=1, timeout_s=60.0))
         await scorer.start()
         try:
             scored = [await scorer.score(group_of(text, answer)) for text in (right, thief)]

@@ -17,8 +17,9 @@ from pentad.core.roles import Scored
 from pentad.core.types import Group, Prompt, Sample
 from pentad.rewards.code_tests import same_value
 from pentad.rewards.functions import as_scored
-from pentad.rewards.sandbox import JobFailed, SandboxSettings, _value_of
-from pentad.rewards.scorer import RewardScorer, RewardSettings
+from pentad.rewards.sandbox import JobFailed, _value_of
+from pentad.rewards.scorer import RewardScorer
+from pentad.rewards.section import RewardConfig
 from pentad.telemetry.log import log_to
 
 sys.path.append(str(Path(__file__).parent))
@@ -43,8 +44,8 @@ def scores(fn: str, cases: list[tuple[str, object]]) -> list[object]:
     """The reward of each (completion, answer), or what dropped its group."""
 
     async def run():
-        limits = SandboxSettings(num_workers=1, timeout_s=20.0)
-        scorer = RewardScorer(RewardSettings(fn=fn, max_retries=0, sandbox=limits))
+        reward = RewardConfig(fn=fn, num_workers=1, timeout_s=20.0)
+        scorer = RewardScorer(reward, max_retries=0)
         await scorer.start()
         found = []
         for text, answer in cases:

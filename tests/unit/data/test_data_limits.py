@@ -13,10 +13,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from sections import data_source
 
 from pentad.core.errors import UserError
 from pentad.data import cut, rows
-from pentad.data.render import BadRow, Columns, check_columns, render
+from pentad.data.render import BadRow, check_source, render
 from pentad.data.rows import open_rows
 from pentad.data.tokenizer import MAX_EXPANSION, load_tokenizer
 
@@ -153,7 +154,7 @@ def test_a_template_without_end_is_a_sentence(chat, monkeypatch, name):
     monkeypatch.setattr(cut, "MAX_CPU_S", 1.0)
     monkeypatch.setattr(chat.inner, "chat_template", ENDLESS[name])
     with bounded(max_bytes=6 << 30), pytest.raises(UserError) as caught:
-        check_columns(Columns(messages_key="messages"), chat)
+        check_source(data_source(messages_key="messages"), chat)
     assert "chat template of" in str(caught.value) and "mend chat_template" in str(caught.value)
 
 

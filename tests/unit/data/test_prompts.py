@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sections import data_source
 
 from pentad.core.errors import UserError
 from pentad.core.seeds import derive_seed
 from pentad.data.examples import epoch_order
 from pentad.data.prompts import RejectedPrompt, open_prompts
-from pentad.data.render import Columns, DataSettings
 
 ROWS = [{"prompt": "x" * (i + 1), "answer": str(i)} for i in range(20)]
 
@@ -20,9 +20,8 @@ ROWS = [{"prompt": "x" * (i + 1), "answer": str(i)} for i in range(20)]
 @pytest.fixture
 def open_stream(plain, write_jsonl):
     def make(rows=ROWS, tokenizer=plain, columns=None, **settings):
-        columns = columns or Columns()
-        path = write_jsonl(rows)
-        return open_prompts(DataSettings(path=path, columns=columns, **settings), tokenizer)
+        given = settings | (columns or {})
+        return open_prompts(data_source(path=write_jsonl(rows), **given), tokenizer)
 
     return make
 
@@ -41,7 +40,7 @@ def test_an_epoch_draws_every_prompt_once_in_an_order_of_its_own(open_stream):
 
 def test_a_column_that_no_row_has_is_one_line(open_stream):
     with pytest.raises(UserError) as caught:
-        open_stream(columns=Columns(prompt_key="question"))
+        open_stream(columns={"prompt_key": "question"})
     (problem,) = caught.value.problems
     assert "question" in problem.rule and "(and 19 more rows alike)" in problem.rule
 
@@ -69,7 +68,7 @@ def test_a_reward_that_writes_into_a_row_does_not_change_the_data(open_stream):
 
 
 def test_long_prompts_are_left_out_and_counted(open_stream):
-    stream = open_stream(max_tokens=8)
+    stream = open_stream(max_length=8)
     assert len(stream) == 8 and stream.dropped == {"too_long": 12}
     assert max(len(stream.prompt(gid).ids) for gid in range(8)) == 8
     assert stream.summary().endswith(
@@ -78,7 +77,7 @@ def test_long_prompts_are_left_out_and_counted(open_stream):
 
 
 def test_streaming_rejects_long_prompts_when_they_come_up(open_stream):
-    stream = open_stream(max_tokens=8, streaming=True, shuffle=False)
+    stream = open_stream(max_length=8, streaming=True, shuffle=False)
     assert len(stream) == 20 and len(stream.prompt(7).ids) == 8
     with pytest.raises(
         RejectedPrompt, match=r"train.jsonl:9: the prompt has 9 tokens, more than 8"
@@ -93,14 +92,14 @@ def test_streaming_rejects_broken_rows_with_their_line(open_stream, tmp_path):
         stream.prompt(1)
     assert caught.value.reason == "bad_row"
     (tmp_path / "b.jsonl").write_text('{"prompt": "a"}\n{oops\n')
-    settings = DataSettings(path=str(tmp_path / "b.jsonl"), streaming=True, shuffle=False)
+    settings = data_source(path=str(tmp_path / "b.jsonl"), streaming=True, shuffle=False)
     with pytest.raises(RejectedPrompt, match=r"b.jsonl:2: not JSON"):
         open_prompts(settings, stream.tokenizer).prompt(1)
 
 
 def test_all_prompts_too_long_is_refused(open_stream):
     with pytest.raises(UserError, match="all 20 prompts are longer than 0 tokens"):
-        open_stream(max_tokens=0)
+        open_stream(room=0)
 
 
 def test_the_limit_reads_the_first_rows_only(open_stream):
@@ -138,7 +137,7 @@ def test_all_bad_rows_are_reported_together(open_stream):
 def test_messages_go_through_the_template_once(open_stream, chat):
     rows = [{"chat": [{"role": "system", "content": "be brief", "name": None}]}]
     rows[0]["chat"].append({"role": "user", "content": "hi"})
-    stream = open_stream(rows, chat, Columns(messages_key="chat"))
+    stream = open_stream(rows, chat, {"messages_key": "chat"})
     prompt = stream.prompt(0)
     assert prompt.text == (
         "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
@@ -151,27 +150,28 @@ def test_messages_go_through_the_template_once(open_stream, chat):
 def test_a_text_prompt_is_plain_unless_the_template_is_asked_for(open_stream, chat):
     rows = [{"prompt": "hi"}]
     assert open_stream(rows, chat).prompt(0).text == "hi"
-    templated = open_stream(rows, chat, Columns(chat_template=True)).prompt(0)
+    templated = open_stream(rows, chat, {"chat_template": True}).prompt(0)
     assert templated.text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize(
     ("columns", "is_said"),
     [
-        (Columns(), True),
-        (Columns(key="valid_dataset", prompt_key="prompt"), True),
-        (Columns(chat_template=True), False),
-        (Columns(chat_template=False), False),
+        ({}, True),
+        ({"key": "valid_dataset", "prompt_key": "prompt"}, True),
+        ({"chat_template": True}, False),
+        ({"chat_template": False}, False),
     ],
 )
 def test_a_chat_model_that_gets_plain_text_is_noted(open_stream, chat, plain, columns, is_said):
     stream = open_stream([{"prompt": "hi"}], chat, columns)
+    key = columns.get("key", "train_dataset")
     said = (
-        f"{columns.key}.chat_template = auto: texts of prompt are used as they are, without the "
-        f"tokenizer's chat template; {columns.key}.chat_template=true applies it"
+        f"{key}.chat_template = auto: texts of prompt are used as they are, without the "
+        f"tokenizer's chat template; {key}.chat_template=true applies it"
     )
     assert stream.notes == ([said] if is_said else [])
-    assert open_stream([{"prompt": "hi"}], plain, Columns()).notes == [], "there is none to apply"
+    assert open_stream([{"prompt": "hi"}], plain, {}).notes == [], "there is none to apply"
 
 
 def test_plain_prompts_get_the_begin_id_and_templates_do_not(
@@ -183,18 +183,18 @@ def test_plain_prompts_get_the_begin_id_and_templates_do_not(
     tokenizer = load_tokenizer(folder)
     rows = [{"prompt": "hi"}]
     assert open_stream(rows, tokenizer).prompt(0).ids == (4, *tokenizer.encode("hi"))
-    templated = open_stream(rows, tokenizer, Columns(chat_template=True))
+    templated = open_stream(rows, tokenizer, {"chat_template": True})
     assert templated.prompt(0).ids == tuple(tokenizer.encode("hi"))
 
 
 def test_a_template_that_is_missing_or_unwanted_is_refused(open_stream, plain, chat):
     rows = [{"prompt": "hi", "chat": [{"role": "user", "content": "hi"}]}]
     with pytest.raises(UserError, match="chat_template = true: the tokenizer in .* has no chat"):
-        open_stream(rows, plain, Columns(chat_template=True))
+        open_stream(rows, plain, {"chat_template": True})
     with pytest.raises(UserError, match="chat_template = auto: the tokenizer in .* has no chat"):
-        open_stream(rows, plain, Columns(messages_key="chat"))
+        open_stream(rows, plain, {"messages_key": "chat"})
     with pytest.raises(UserError, match="chat_template = false: messages .* need a template"):
-        open_stream(rows, chat, Columns(messages_key="chat", chat_template=False))
+        open_stream(rows, chat, {"messages_key": "chat", "chat_template": False})
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_a_template_that_is_missing_or_unwanted_is_refused(open_stream, plain, c
 )
 def test_bad_messages_are_named(open_stream, chat, messages, rule):
     with pytest.raises(UserError, match=r"train.jsonl:1: ") as caught:
-        open_stream([{"chat": messages}], chat, Columns(messages_key="chat"))
+        open_stream([{"chat": messages}], chat, {"messages_key": "chat"})
     assert rule in str(caught.value)
 
 
@@ -223,7 +223,7 @@ def test_a_template_that_refuses_a_row_is_quoted(open_stream, tokenizer_folder, 
     tokenizer = load_tokenizer(tokenizer_folder(tmp_path / "m", template=template))
     rows = [{"chat": [{"role": "user", "content": "hi"}]}]
     with pytest.raises(UserError, match="the chat template refuses it: no system role"):
-        open_stream(rows, tokenizer, Columns(messages_key="chat"))
+        open_stream(rows, tokenizer, {"messages_key": "chat"})
 
 
 @pytest.mark.parametrize("template", ["{% for m in messages %}", "{{ messages | nosuch }}"])
@@ -233,9 +233,9 @@ def test_a_broken_template_is_no_fault_of_a_row(open_stream, tokenizer_folder, t
     tokenizer = load_tokenizer(tokenizer_folder(tmp_path / "m", template=template))
     rows = [{"chat": [{"role": "user", "content": "hi"}]}]
     with pytest.raises(UserError, match="its chat template does not compile: ") as caught:
-        open_stream(rows, tokenizer, Columns(messages_key="chat"))
+        open_stream(rows, tokenizer, {"messages_key": "chat"})
     assert "train.jsonl" not in str(caught.value) and str(tmp_path / "m") in str(caught.value)
-    assert open_stream([{"prompt": "hi"}], tokenizer, Columns()) is not None, "it is not read"
+    assert open_stream([{"prompt": "hi"}], tokenizer, {}) is not None, "it is not read"
 
 
 @given(size=st.integers(1, 500), seed=st.integers(0, 2**63), epoch=st.integers(0, 9))
@@ -285,4 +285,4 @@ def test_a_resumed_run_sees_that_its_data_changed(open_stream, chat):
     with pytest.raises(UserError, match="digest was .* is .*start anew with --fresh"):
         open_stream([*ROWS[:-1], {"prompt": "x" * 20, "answer": "20"}], seed=1).check_state(state)
     with pytest.raises(UserError, match="prompts was 20, is 5; tokens was .* is "):
-        open_stream(seed=1, max_tokens=5).check_state(state)
+        open_stream(seed=1, max_length=5).check_state(state)

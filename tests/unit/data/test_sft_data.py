@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
+from sections import data_source
 
 from pentad.core.errors import UserError
-from pentad.data.render import Columns, DataSettings
 from pentad.data.sft import open_sft
 from pentad.data.tokenizer import load_tokenizer
 
-CHAT = Columns(messages_key="messages")
+CHAT = {"messages_key": "messages"}
 TALK = [
     {"role": "user", "content": "1+1"},
     {"role": "assistant", "content": "2"},
@@ -23,7 +23,7 @@ TALK = [
 def open_data(plain, write_jsonl):
     def make(rows, tokenizer=plain, **settings):
         settings = {"shuffle": False, **settings}
-        return open_sft(DataSettings(path=write_jsonl(rows), **settings), tokenizer)
+        return open_sft(data_source(path=write_jsonl(rows), **settings), tokenizer)
 
     return make
 
@@ -54,7 +54,7 @@ def test_a_begin_id_is_context(open_data, tokenizer_folder, tmp_path):
 
 
 def test_every_assistant_turn_is_trained_up_to_its_end(open_data, chat):
-    row = open_data([{"messages": TALK}], chat, columns=CHAT).batch(0, 1)[0]
+    row = open_data([{"messages": TALK}], chat, **CHAT).batch(0, 1)[0]
     assert pieces(row, chat)[0] == "2<|im_end|>4<|im_end|>"
     assert chat.decode(row.ids.tolist(), keep_special=True) == (
         "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
@@ -97,20 +97,20 @@ def test_where_the_next_role_ends_a_turn_every_turn_is_trained_with_it(open_data
     after a call; after the last answer, too, it is the user's and not the end of a text."""
     stops = ("<|endoftext|>", "<|user|>", "<|observation|>")
     tokenizer = made(GLM, GLM_TOKENS, stops, eos="<|endoftext|>")
-    row = open_data([{"messages": TALK}], tokenizer, columns=CHAT).batch(0, 1)[0]
+    row = open_data([{"messages": TALK}], tokenizer, **CHAT).batch(0, 1)[0]
     trained, _ = pieces(row, tokenizer)
     assert trained == "\n2<|user|>\n4<|user|>"
     assert tokenizer.decode(row.ids.tolist(), keep_special=True) == (
         "[gMASK]<sop><|user|>\n1+1<|assistant|>\n2<|user|>\n2+2<|assistant|>\n4<|user|>"
     )
     called = [*TALK[:2], {"role": "tool", "content": "3"}, *TALK[1:2]]
-    row = open_data([{"messages": called}], tokenizer, columns=CHAT).batch(0, 1)[0]
+    row = open_data([{"messages": called}], tokenizer, **CHAT).batch(0, 1)[0]
     assert pieces(row, tokenizer)[0] == "\n2<|observation|>\n2<|user|>"
 
 
 def test_llama_turns_end_with_their_own_id(open_data, made):
     tokenizer = made(LLAMA3, LLAMA3_TOKENS, ["<|endoftext|>", "<|eot_id|>"], eos="<|eot_id|>")
-    row = open_data([{"messages": TALK}], tokenizer, columns=CHAT).batch(0, 1)[0]
+    row = open_data([{"messages": TALK}], tokenizer, **CHAT).batch(0, 1)[0]
     assert pieces(row, tokenizer)[0] == "2<|eot_id|>4<|eot_id|>"
 
 
@@ -119,7 +119,7 @@ def test_turns_that_nothing_ends_are_counted(open_data, made):
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    data = open_data([{"messages": TALK}], made(template, (), ()), columns=CHAT)
+    data = open_data([{"messages": TALK}], made(template, (), ()), **CHAT)
     assert pieces(data.batch(0, 1)[0], data.tokenizer)[0] == "24<|im_end|>"
     assert "1 turns without a stop id" in data.summary()
 
@@ -133,7 +133,7 @@ def test_a_text_that_brings_its_begin_id_gets_no_second_one(open_data, made, wri
     texts = ["<bos><|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>", "<bos>ho", "plain"]
     data = open_data([{"prompt": text, "response": "yo"} for text in texts], tokenizer)
     path = write_jsonl([{"prompt": text} for text in texts], "prompts.jsonl")
-    stream = open_prompts(DataSettings(path=path, shuffle=False), tokenizer)
+    stream = open_prompts(data_source(path=path, shuffle=False), tokenizer)
     for i in range(3):
         for ids in (data.batch(i, 1)[0].ids.tolist(), list(stream.prompt(i).ids)):
             assert ids[0] == bos and ids.count(bos) == 1
@@ -144,8 +144,7 @@ def test_a_text_that_brings_its_begin_id_gets_no_second_one(open_data, made, wri
 
 
 def test_prompt_and_response_through_the_template(open_data, chat):
-    columns = Columns(chat_template=True)
-    row = open_data([{"prompt": "hi", "response": "yo"}], chat, columns=columns).batch(0, 1)[0]
+    row = open_data([{"prompt": "hi", "response": "yo"}], chat, chat_template=True).batch(0, 1)[0]
     assert pieces(row, chat) == (
         "yo<|im_end|>",
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
@@ -156,9 +155,9 @@ def test_the_context_is_what_sampling_would_see(open_data, chat, write_jsonl):
     """The ids before the answer are those the prompt stream gives for the same conversation."""
     from pentad.data.prompts import open_prompts
 
-    row = open_data([{"messages": TALK[:2]}], chat, columns=CHAT).batch(0, 1)[0]
+    row = open_data([{"messages": TALK[:2]}], chat, **CHAT).batch(0, 1)[0]
     path = write_jsonl([{"messages": TALK[:1]}], "prompts.jsonl")
-    prompt = open_prompts(DataSettings(path=path, columns=CHAT), chat).prompt(0)
+    prompt = open_prompts(data_source(path=path, **CHAT), chat).prompt(0)
     assert tuple(row.ids[: len(prompt.ids)].tolist()) == prompt.ids
     assert row.columns["weights"][len(prompt.ids) :].all()
 
@@ -171,7 +170,7 @@ def test_a_template_without_an_end_gets_one(open_data, tokenizer_folder, tmp_pat
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     tokenizer = load_tokenizer(tokenizer_folder(tmp_path / "m", template=template))
-    row = open_data([{"messages": TALK[:2]}], tokenizer, columns=CHAT).batch(0, 1)[0]
+    row = open_data([{"messages": TALK[:2]}], tokenizer, **CHAT).batch(0, 1)[0]
     assert pieces(row, tokenizer) == ("2<|im_end|>", "[user]1+1[assistant]")
 
 
@@ -189,14 +188,14 @@ def test_a_template_that_rewrites_history_is_refused_for_all_turns(
     with pytest.raises(
         UserError, match="writes earlier turns differently.*one assistant turn each"
     ):
-        open_data([{"messages": TALK}], tokenizer, columns=CHAT)
-    row = open_data([{"messages": TALK[:2]}], tokenizer, columns=CHAT).batch(0, 1)[0]
+        open_data([{"messages": TALK}], tokenizer, **CHAT)
+    row = open_data([{"messages": TALK[:2]}], tokenizer, **CHAT).batch(0, 1)[0]
     assert pieces(row, tokenizer)[0] == "<think></think>2<|im_end|>"
 
 
 def test_long_examples_are_dropped_and_counted(open_data):
     rows = [{"prompt": "ab", "response": "c" * n} for n in (1, 5, 9)]
-    dropped = open_data(rows, max_tokens=8)
+    dropped = open_data(rows, max_length=8)
     assert (len(dropped), dropped.counts) == (2, {"dropped too_long": 1})
     assert dropped.summary().endswith(
         "2 examples of 4 to 8 tokens, 8 of 12 tokens trained, 1 dropped too_long"
@@ -223,7 +222,7 @@ def test_bad_examples_are_named_with_their_line(open_data, row, rule):
 
 def test_a_conversation_without_answer_is_refused(open_data, chat):
     with pytest.raises(UserError, match="train.jsonl:1: the conversation has no assistant turn"):
-        open_data([{"messages": TALK[:1]}], chat, columns=CHAT)
+        open_data([{"messages": TALK[:1]}], chat, **CHAT)
 
 
 def test_batches_cover_an_epoch_and_any_step_can_be_found_again(open_data, plain):

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from sections import data_source
 
 from pentad.core.errors import RunError, UserError
 from pentad.data import shards
-from pentad.data.render import Columns, DataSettings
 from pentad.data.tokenizer import load_tokenizer
 from pentad.data.tokens import TokenSequences, open_tokens
 from pentad.data.toy import write_byte_model
@@ -30,9 +30,8 @@ def tokenizer(tmp_path_factory):
 @pytest.fixture
 def opened(tokenizer, tmp_path):
     def open_one(path, **changes):
-        settings = {"max_tokens": LENGTH, "shuffle": False} | changes
-        columns = Columns(text_key=settings.pop("text_key", None))
-        data = DataSettings(path=str(path), columns=columns, **settings)
+        given = {"max_length": LENGTH, "shuffle": False} | changes
+        data = data_source(path=str(path), **given)
         return open_tokens(data, tokenizer, VOCAB, tmp_path / "tokens")
 
     return open_one
@@ -233,7 +232,7 @@ def test_the_id_that_ends_a_document_is_part_of_the_state(tokenizer, opened, tmp
     other = replace(tokenizer, eos_id=9)
     for mask, differs in ((True, True), (False, False)):
         data = opened(tmp_path / "a.npy", mask_documents=mask)
-        again = TokenSequences(data.shards, other, data.settings, VOCAB)
+        again = TokenSequences(data.shards, other, data.source, VOCAB)
         assert (again.state() != data.state()) == differs
 
 
@@ -283,7 +282,7 @@ def test_a_page_beside_rows_is_not_data(opened, tmp_path):
 def test_texts_that_begin_with_the_prefix_get_it_once(tokenizer_folder, tmp_path):
     found = load_tokenizer(tokenizer_folder(tmp_path / "model", bos=True))
     path = write_lines(tmp_path / "a.jsonl", "<bos>first text", "second text")
-    data = DataSettings(path=str(path), columns=Columns(), max_tokens=LENGTH)
+    data = data_source(path=str(path), max_length=LENGTH)
     ids = open_tokens(data, found, found.vocab_size, tmp_path / "tokens").shards[0].ids
     (begin,) = found.prefix_ids
     assert (ids == begin).sum() == 2 and ids[0] == begin != ids[1]

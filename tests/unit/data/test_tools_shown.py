@@ -5,10 +5,10 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from sections import data_source
 
 from pentad.core.errors import UserError
 from pentad.data.prompts import RejectedPrompt, open_prompts
-from pentad.data.render import Columns, DataSettings
 from pentad.data.sft import open_sft
 from pentad.data.tokenizer import load_tokenizer
 from pentad.serve.jobs import chat_ids, read_conversation
@@ -44,7 +44,7 @@ def shows(chat_folder):
 
 def settings(path, **columns):
     given = {"messages_key": "m", **columns}
-    return DataSettings(path=str(path), columns=Columns(**given), shuffle=False)
+    return data_source(path=str(path), shuffle=False, **given)
 
 
 def write(tmp_path, *rows):
@@ -175,9 +175,7 @@ def test_a_template_that_leaves_tools_out_is_refused_at_the_start(chat_folder, t
 
 def test_streamed_rows_are_refused_as_they_come(chat, tmp_path):
     path = write(tmp_path, {"m": [USER], "tools": [ADD]}, {"m": [USER]})
-    given = DataSettings(
-        path=str(path), columns=Columns(messages_key="m"), shuffle=False, streaming=True
-    )
+    given = data_source(path=str(path), messages_key="m", shuffle=False, streaming=True)
     stream = open_prompts(given, chat)
     with pytest.raises(RejectedPrompt, match="does not show the row's tools"):
         stream.prompt(0)

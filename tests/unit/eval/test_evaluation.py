@@ -7,7 +7,8 @@ import pytest
 
 from pentad.core.errors import RunError
 from pentad.core.types import Group, Prompt, Sample
-from pentad.rewards.scorer import RewardScorer, RewardSettings
+from pentad.rewards.scorer import RewardScorer
+from pentad.rewards.section import RewardConfig
 from pentad.rollout.evaluation import Answered, summarise
 
 
@@ -85,7 +86,7 @@ def test_all_failed_is_an_error_that_says_why():
 
 def results(fn, texts):
     async def main():
-        scorer = RewardScorer(RewardSettings(fn=fn))
+        scorer = RewardScorer(RewardConfig(fn=fn))
         await scorer.start()
         try:
             assert scorer.has_results
@@ -114,5 +115,5 @@ def test_what_completions_come_to(fn, texts, expected):
 
 
 def test_rewards_without_results_say_so():
-    assert not RewardScorer(RewardSettings(fn="code")).has_results
-    assert not RewardScorer(RewardSettings(fn="mine.py:score")).has_results
+    assert not RewardScorer(RewardConfig(fn="code")).has_results
+    assert not RewardScorer(RewardConfig(fn="mine.py:score")).has_results

@@ -9,7 +9,8 @@ import pytest
 from pentad.core.errors import DataFailure, InfraFailure, RunError, UserError
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Generation, Group, Prompt, SamplingParams
-from pentad.rewards.scorer import RewardScorer, RewardSettings
+from pentad.rewards.scorer import RewardScorer
+from pentad.rewards.section import RewardConfig
 from pentad.rollout.environments import Step
 from pentad.rollout.executor import Executor, ExecutorSettings
 from pentad.rollout.workflows import MultiTurn, SingleTurn, Transcript
@@ -448,7 +449,7 @@ def test_rewards_of_the_workflow_are_kept_and_missing_ones_named(scripted, plain
 def test_a_built_in_reward_scores_the_group(scripted, build, plain_tokenizer):
     letters = [plain_tokenizer.convert_tokens_to_ids(c) for c in "ab"]
     sampler = scripted(lambda request, i: letters[: 1 + i % 2])
-    reward = RewardScorer(RewardSettings(fn="sort_digits"))
+    reward = RewardScorer(RewardConfig(fn="sort_digits"))
     executor = build([sampler], reward=reward)
     group = asyncio.run(executor.rollout(Prompt(0, (1,), {"answer": "ab"}), 0))
     assert [sample.text for sample in group.samples] == ["a", "ab", "a", "ab"]

@@ -8,8 +8,9 @@ import pytest
 from pentad.core.roles import Scored
 from pentad.core.types import Group, Prompt, Sample
 from pentad.rewards import sharing
-from pentad.rewards.sandbox import MIB, JobFailed, SandboxSettings
-from pentad.rewards.scorer import RewardScorer, RewardSettings
+from pentad.rewards.sandbox import JobFailed
+from pentad.rewards.scorer import RewardScorer
+from pentad.rewards.section import RewardConfig
 
 
 def group_of(texts, gid=0) -> Group:
@@ -21,13 +22,11 @@ def group_of(texts, gid=0) -> Group:
 def scoring(tmp_path, source, use, num_workers=1, timeout_s=60.0):
     """What `use(scorer)` returns, of a scorer that knows its reward to be quick."""
     (tmp_path / "own.py").write_text(f"import os, time\nfrom pathlib import Path\n{source}")
-    limits = SandboxSettings(
-        num_workers=num_workers, timeout_s=timeout_s, max_memory_bytes=256 * MIB
-    )
-    settings = RewardSettings(fn=f"{tmp_path / 'own.py'}:reward", sandbox=limits)
+    limits = {"num_workers": num_workers, "timeout_s": timeout_s, "memory_mb": 256}
+    reward = RewardConfig(fn=f"{tmp_path / 'own.py'}:reward", **limits)
 
     async def run():
-        scorer = RewardScorer(settings)
+        scorer = RewardScorer(reward)
         await scorer.start()
         try:
             await scorer.score(group_of("a"))

@@ -14,8 +14,9 @@ from pentad.core.types import Group, Prompt, Sample
 from pentad.rewards import verifiers
 from pentad.rewards.code_tests import program_in, read_tests, same_output, same_value
 from pentad.rewards.functions import BUILT_IN, as_scored
-from pentad.rewards.sandbox import MIB, JobFailed, SandboxSettings
-from pentad.rewards.scorer import RewardScorer, RewardSettings
+from pentad.rewards.sandbox import JobFailed
+from pentad.rewards.scorer import RewardScorer
+from pentad.rewards.section import RewardConfig
 from pentad.trainer.records import mean_parts
 
 
@@ -36,11 +37,12 @@ def group_of(texts, answer="42", **fields) -> Group:
 
 def score(fn, group: Group, use=None, **changes) -> Group:
     """Scores one group, or does what `use(scorer)` says."""
-    limits = changes.pop("sandbox", None) or SandboxSettings(num_workers=1, timeout_s=20.0)
+    beside = {name: changes.pop(name) for name in ("seed", "max_retries") if name in changes}
+    keys = {"num_workers": 1, "timeout_s": 20.0} | changes
 
     async def run():
         name = fn if isinstance(fn, tuple) else str(fn)
-        scorer = RewardScorer(RewardSettings(fn=name, sandbox=limits, **changes))
+        scorer = RewardScorer(RewardConfig(fn=name, **keys), **beside)
         await scorer.start()
         try:
             return await (use(scorer) if use else scorer.score(group))
@@ -144,17 +146,17 @@ TOWER = r"\boxed{9^{9^{9^{9}}}}"
 @pytest.mark.parametrize("mates", [[], [r"\boxed{7}"], [TOWER]])
 def test_a_tower_of_powers_ends_in_time_and_is_wrong(mates):
     """Alone, beside a right answer, and where all answers are such."""
-    limits = SandboxSettings(num_workers=1, timeout_s=2.0)
-    group = score("math", group_of([TOWER, *mates], "7"), sandbox=limits)
+    limits = {"num_workers": 1, "timeout_s": 2.0}
+    group = score("math", group_of([TOWER, *mates], "7"), **limits)
     assert rewards(group) == [0.0, *(float(mate != TOWER) for mate in mates)]
     assert group.samples[0].reward_parts["correct"] == 0.0
     assert group.samples[0].reward_parts["reward_failed"] == 1.0
 
 
 def test_a_row_whose_own_answer_is_a_tower_drops_its_group():
-    limits = SandboxSettings(num_workers=1, timeout_s=1.0)
+    limits = {"num_workers": 1, "timeout_s": 1.0}
     with pytest.raises(DataFailure) as caught:
-        score("math", group_of([r"\boxed{7}"], TOWER), sandbox=limits)
+        score("math", group_of([r"\boxed{7}"], TOWER), **limits)
     assert caught.value.reason in ("reward_timeout", "reward_memory")
 
 
@@ -194,9 +196,9 @@ def test_programs_are_judged_by_what_they_do():
             assert sample.reward_parts["timeout"] == float(name == "hangs")
         return ends
 
-    limits = SandboxSettings(num_workers=1, timeout_s=2.0, max_memory_bytes=512 * MIB)
+    limits = {"num_workers": 1, "timeout_s": 2.0, "memory_mb": 512}
     expected = {name: (value, passed) for name, (_, _, value, passed) in CODE.items()}
-    assert score("code", group_of([]), use, sandbox=limits) == expected
+    assert score("code", group_of([]), use, **limits) == expected
 
 
 @pytest.mark.parametrize(
@@ -299,7 +301,7 @@ FAILURES = {
     "return '[' * 3000": "error",
 }
 """What a function of the user's does on an answer, and what that counts as."""
-LIMITS = SandboxSettings(num_workers=1, timeout_s=3.0, max_memory_bytes=512 * MIB)
+LIMITS = {"num_workers": 1, "timeout_s": 3.0, "memory_mb": 512}
 
 
 def function_that(body: str, *, is_batched: bool) -> str:
@@ -318,7 +320,7 @@ def test_an_answer_that_a_reward_fails_on_costs_its_mates_nothing(custom, body, 
     """No answer drops its group. What it does to the process scores it 0; what makes the function
     raise may be the function's mistake, and leaves it the mean of its mates."""
     fn, kind = custom(function_that(body, is_batched=is_batched)), FAILURES[body]
-    group = score(fn, group_of(["good", "bad", "good"]), sandbox=LIMITS)
+    group = score(fn, group_of(["good", "bad", "good"]), **LIMITS)
     assert rewards(group) == [2.0, 2.0 if kind == "error" else 0.0, 2.0]
     parts = [sample.reward_parts for sample in group.samples]
     assert parts == [{}, {"reward_failed": 1.0, f"reward_failed/{kind}": 1.0}, {}]
@@ -332,7 +334,7 @@ def test_a_reward_that_fails_on_all_answers_drops_the_group_and_is_no_zero(
     fn = custom(function_that(body, is_batched=is_batched))
     group = group_of(["bad", "bad"])
     with pytest.raises(DataFailure) as caught:
-        score(fn, group, sandbox=LIMITS)
+        score(fn, group, **LIMITS)
     assert caught.value.reason == f"reward_{FAILURES[body]}"
     assert rewards(group) == [None, None]
 
@@ -344,7 +346,7 @@ def test_a_group_in_which_no_answer_has_all_its_rewards_is_dropped(custom, texts
     first = "def reward(completion):\n  if completion == 'bad': 1 / 0\n  return None"
     fn = custom(f"{first}\ndef other(completion):\n  {other}")
     with pytest.raises(DataFailure) as caught:
-        score((fn, fn.replace(":reward", ":other")), group_of(texts), sandbox=LIMITS)
+        score((fn, fn.replace(":reward", ":other")), group_of(texts), **LIMITS)
     assert caught.value.reason == "reward_error"
 
 
@@ -426,8 +428,8 @@ def test_samples_are_scored_at_the_same_time(custom, tmp_path):
         "  while not ((here / 'a').exists() and (here / 'b').exists()): time.sleep(0.01)\n"
         "  return 1.0"
     )
-    limits = SandboxSettings(num_workers=2, timeout_s=60.0)
-    assert rewards(score(fn, group_of(["a", "b"]), sandbox=limits)) == [1.0, 1.0]
+    limits = {"num_workers": 2, "timeout_s": 60.0}
+    assert rewards(score(fn, group_of(["a", "b"]), **limits)) == [1.0, 1.0]
 
 
 def test_quick_calls_share_a_job_and_do_not_see_what_others_did_to_their_arguments(custom):
@@ -456,13 +458,13 @@ def test_quick_calls_share_a_job_and_do_not_see_what_others_did_to_their_argumen
 @pytest.mark.parametrize("body", ["while True: pass", "os._exit(1)", "raise KeyError('x')"])
 def test_one_bad_sample_of_a_shared_job_costs_the_others_nothing(custom, body):
     fn = custom(f"def reward(completion):\n  if completion == 'bad':\n    {body}\n  return 1.0")
-    limits = SandboxSettings(num_workers=1, timeout_s=1.5 if "while" in body else 20.0)
+    limits = {"num_workers": 1, "timeout_s": 1.5 if "while" in body else 20.0}
 
     async def use(scorer):
         await scorer.score(group_of(["a"]))  # it is a quick one
         return await scorer.score(group_of(["a", "bad", "b"]))
 
-    group = score(fn, None, use, sandbox=limits, on_failure="zero")
+    group = score(fn, None, use, **limits, on_failure="zero")
     assert rewards(group) == [1.0, 0.0, 1.0]
     assert group.samples[1].reward_parts["reward_failed"] == 1.0
 
@@ -475,10 +477,10 @@ def test_slow_calls_have_jobs_of_their_own_and_coroutines_wait_together(custom):
         await scorer.score(group_of(["a"]))
         return await scorer.score(group_of("abcd"))
 
-    limits = SandboxSettings(num_workers=2, timeout_s=60.0)
-    group = score(custom("def " + slow.format("")), None, use, sandbox=limits)
+    limits = {"num_workers": 2, "timeout_s": 60.0}
+    group = score(custom("def " + slow.format("")), None, use, **limits)
     assert len(set(rewards(group))) == 4
-    group = score(custom(source + "async def " + slow.format("await ")), None, use, sandbox=limits)
+    group = score(custom(source + "async def " + slow.format("await ")), None, use, **limits)
     assert len(set(rewards(group))) == 1
 
 
@@ -662,8 +664,8 @@ def test_what_a_reward_draws_follows_from_seed_prompt_and_sample(tmp_path, name)
         return [rewards(group) for group in scored]
 
     def drawn(seed, num_workers):
-        limits = SandboxSettings(num_workers=num_workers, timeout_s=20.0)
-        return score(f"{file}:{name}", None, twice, seed=seed, sandbox=limits)
+        limits = {"num_workers": num_workers, "timeout_s": 20.0}
+        return score(f"{file}:{name}", None, twice, seed=seed, **limits)
 
     first, *later = drawn(3, 1)
     assert len(set(first)) == 4, "samples draw apart"

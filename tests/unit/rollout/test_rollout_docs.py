@@ -8,7 +8,8 @@ import pytest
 
 from pentad.core.types import Prompt, SamplingParams
 from pentad.rewards.functions import BATCHED, BUILT_IN, PARAMETERS
-from pentad.rewards.scorer import RewardScorer, RewardSettings
+from pentad.rewards.scorer import RewardScorer
+from pentad.rewards.section import RewardConfig
 from pentad.rollout.executor import Executor, ExecutorSettings, load_workflow
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -51,13 +52,13 @@ def execute(scripted, chat_tokenizer):
 def test_the_example_reward_scores(execute, tmp_path):
     (tmp_path / "mine.py").write_text("\n".join(python_blocks("rewards.md")))
     workflow, place = load_workflow("single_turn"), f"{tmp_path}/mine.py"
-    [sample] = execute(workflow, ["6+7=13"], {"answer": "13"}, RewardSettings(fn=f"{place}:score"))
+    [sample] = execute(workflow, ["6+7=13"], {"answer": "13"}, RewardConfig(fn=f"{place}:score"))
     assert sample.reward == 1.1 and sample.reward_parts == {"correct": 1.0, "work": 0.1}
     row = {"answer": "13", "solution": "13", "difficulty": 3}
-    by_name = RewardSettings(fn=f"{place}:by_difficulty")
+    by_name = RewardConfig(fn=f"{place}:by_difficulty")
     [sample] = execute(workflow, ["so 13"], row, by_name)
     assert sample.reward == 3.0
-    several = RewardSettings(fn=("numeric", f"{place}:closeness"), weights=(1.0, 0.2))
+    several = RewardConfig(fn=("numeric", f"{place}:closeness"), weights=(1.0, 0.2))
     samples = execute(workflow, ["13", "12", "x"], row, several, num_samples=3)
     parts = [{"numeric": 1.0, "correct": 1.0, "closeness": 1.0}, 0.5, 1 / 14]
     assert samples[0].reward == 1.2 and samples[0].reward_parts == parts[0]
@@ -78,7 +79,7 @@ def test_the_example_workflows_run(execute, tmp_path):
 
     workflow = load_workflow(f"{tmp_path}/tools.py:tools")
     call = '<tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call>'
-    numeric = RewardSettings(fn="numeric")
+    numeric = RewardConfig(fn="numeric")
     [sample] = execute(workflow, [call, "it is 42"], {"answer": "42"}, numeric)
     assert sample.reward == 1.0 and sample.text.endswith("it is 42")
 

@@ -17,7 +17,8 @@ import pytest
 
 from pentad.core.errors import UserError
 from pentad.rewards import sandbox
-from pentad.rewards.sandbox import MIB, JobFailed, Sandbox, SandboxSettings
+from pentad.rewards.sandbox import JobFailed, Sandbox
+from pentad.rewards.section import RewardConfig
 from pentad.runtime import scratch
 
 FILE = Path(__file__).with_name("hostile.py")
@@ -29,16 +30,17 @@ def spec(name: str) -> str:
     return name if ":" in name else f"{FILE}:{name}"
 
 
-def settings(**changes) -> SandboxSettings:
-    base = {"num_workers": 2, "timeout_s": 20.0, "max_memory_bytes": 512 * MIB}
-    return SandboxSettings(**{**base, **changes})
+def pool_of(preload=(), **changes) -> Sandbox:
+    keys = {"num_workers": 2, "timeout_s": 20.0, "memory_mb": 512} | changes
+    beside = {name: keys.pop(name) for name in ("isolate", "start_timeout_s") if name in keys}
+    return Sandbox(RewardConfig(**keys), preload, **beside)
 
 
 def with_pool(use, preload=("fine",), **changes):
     """Runs `use(pool)`; afterwards no process and no file of the pool may be left."""
 
     async def run():
-        pool = Sandbox(settings(**changes), [spec(name) for name in preload])
+        pool = pool_of([spec(name) for name in preload], **changes)
         await pool.start()
         try:
             return await use(pool)
@@ -92,7 +94,7 @@ def test_every_kind_of_hostile_job_fails_as_itself_and_its_worker_goes_on():
             assert pool.workers[0].process.pid == worker, f"{name} cost a worker"
         return ends
 
-    assert with_pool(use, num_workers=1, max_memory_bytes=256 * MIB) == KINDS
+    assert with_pool(use, num_workers=1, memory_mb=256) == KINDS
 
 
 def hammer(num_jobs: int, timeout_s: float) -> Counter[str]:
@@ -114,7 +116,7 @@ def hammer(num_jobs: int, timeout_s: float) -> Counter[str]:
                 assert isinstance(result, JobFailed) and result.kind == KINDS[name], str(result)
         return Counter(names)
 
-    return with_pool(use, max_memory_bytes=160 * MIB)
+    return with_pool(use, memory_mb=160)
 
 
 def test_the_pool_is_whole_after_hostile_jobs_by_the_dozen():
@@ -138,7 +140,7 @@ def test_where_processes_are_allowed_bombs_are_stopped_and_orphans_ended(tmp_pat
         assert not is_alive(pid), "the daemon is gone when its job is over"
         assert (await pool.run(spec("fine"), {"x": 3}))["x"] == 3
 
-    with_pool(use, allow_processes=True, max_processes=16, num_workers=1)
+    with_pool(use, allow_processes=True, num_workers=1)
 
 
 def test_a_cancelled_job_is_ended_and_its_worker_kept(tmp_path):
@@ -181,9 +183,10 @@ def test_a_parent_that_is_killed_leaves_no_process_and_its_folder_to_the_next(
 ):
     code = f"""
 import asyncio
-from pentad.rewards.sandbox import Sandbox, SandboxSettings
+from pentad.rewards.sandbox import Sandbox
+from pentad.rewards.section import RewardConfig
 async def main():
-    pool = Sandbox(SandboxSettings(num_workers=1, allow_processes=True), [{spec("fine")!r}])
+    pool = Sandbox(RewardConfig(num_workers=1, allow_processes=True), [{spec("fine")!r}])
     await pool.start()
     print(pool.workers[0].process.pid, flush=True)
     await pool.run({spec("sleep")!r}, {{"path": {str(tmp_path / "pid")!r}, "seconds": 600}}, 600.0)
@@ -232,7 +235,7 @@ def test_a_reward_module_that_hangs_or_fails_to_import_is_a_sentence(tmp_path):
 
         async def start(name=name) -> None:
             limit = 1.0 if name == "hangs" else 30.0
-            pool = Sandbox(settings(start_timeout_s=limit), [f"{tmp_path}/{name}.py:f"])
+            pool = pool_of([f"{tmp_path}/{name}.py:f"], start_timeout_s=limit)
             await pool.start()
 
         before = len(psutil.Process().children(recursive=True))
@@ -243,16 +246,14 @@ def test_a_reward_module_that_hangs_or_fails_to_import_is_a_sentence(tmp_path):
 
 def test_a_memory_limit_below_what_the_imports_take_is_refused(tmp_path):
     (tmp_path / "big.py").write_text("import mmap\nm = mmap.mmap(-1, 600 << 20)\ndef f(): pass\n")
-    pool = Sandbox(settings(), [f"{tmp_path}/big.py:f"])
+    pool = pool_of([f"{tmp_path}/big.py:f"])
     with pytest.raises(UserError, match=r"reward.memory_mb = 512: a worker takes \d+ MiB before"):
         asyncio.run(pool.start())
 
 
-def test_settings_that_contradict_or_make_no_sense_are_refused():
-    with pytest.raises(UserError, match=r"num_workers = 0: must be above 0"):
-        settings(num_workers=0)
+def test_isolated_programs_that_may_start_processes_are_refused():
     with pytest.raises(UserError, match="isolated programs start none"):
-        settings(isolate=True, allow_processes=True)
+        pool_of(isolate=True, allow_processes=True)
 
 
 def test_a_worker_imports_nothing_heavy():
@@ -341,7 +342,7 @@ def test_protections_are_tried_out_before_the_first_job(monkeypatch):
     spoilt = f"import pentad.rewards.confine as c; {allow_all}; from pentad"
     monkeypatch.setattr(sandbox, "BOOT", sandbox.BOOT.replace("from pentad", spoilt))
     with pytest.raises(UserError, match="does not offer: processes.* a job can start processes"):
-        asyncio.run(Sandbox(settings(isolate=True)).start())
+        asyncio.run(pool_of(isolate=True).start())
 
     async def use(pool):
         return await pool.run(spec("fine"), {"x": 1})

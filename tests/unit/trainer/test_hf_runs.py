@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from pentad.cli.main import app
 from pentad.core.errors import UserError
 from pentad.core.settings import EngineSettings
+from pentad.data.render import DataSource
 from pentad.data.sft import open_sft
 from pentad.data.tokenizer import load_tokenizer
 from pentad.data.toy import write_model, write_task
@@ -19,7 +20,6 @@ from pentad.planner.prepare import prepare
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.assemble import run_sft, run_train
 from pentad.trainer.learners import trained_dims
-from pentad.trainer.translate import data_settings
 from pentad.weights.hf import HfFolder
 from pentad.weights.transfer import PairsReader
 
@@ -83,10 +83,7 @@ def test_sft_trains_a_model_without_a_model_file(task, tmp_path, family):
     )
     assert not info["missing_keys"] and not info["unexpected_keys"]
     tokenizer = load_tokenizer(str(summary.model))
-    data = open_sft(
-        data_settings(config.train_dataset, "train_dataset", seed=config.seed, max_tokens=64),
-        tokenizer,
-    )
+    data = open_sft(DataSource(data=config.train_dataset, seed=config.seed, room=64), tokenizer)
     # The export's own loss on the data went down too: it is the model that was trained.
     before = AutoModelForCausalLM.from_pretrained(task / family, dtype=torch.float32)
     rows = data.batch(0, 16)
