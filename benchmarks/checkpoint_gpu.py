@@ -36,8 +36,8 @@ from pentad.checkpoint.shards import StateSaver, save_learner  # noqa: E402
 from pentad.checkpoint.writer import Writer  # noqa: E402
 from pentad_tools.bench.bench_rl import SMOLLM2_135M  # noqa: E402
 from pentad_tools.bench.bench_train import QWEN3_0_6B  # noqa: E402
-from pentad.core.settings import EngineSettings, OptimizerSettings  # noqa: E402
 from pentad.engine.engine import Engine, build_engine  # noqa: E402
+from pentad.engine.section import EngineSettings, ModelConfig  # noqa: E402
 
 QWEN3_1_7B: dict[str, Any] = {**QWEN3_0_6B, "hidden_size": 2048, "intermediate_size": 6144}
 MODELS = {"toy": TOY, "smol": SMOLLM2_135M, "1.7b": QWEN3_1_7B}
@@ -93,10 +93,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to write; default a temporary folder")
     given = parser.parse_args()
     config = MODELS[given.model]
-    settings = EngineSettings(
-        compute_dtype="bfloat16" if DEVICE.type == "cuda" else "float32",
-        optimizer=OptimizerSettings(lr=1e-4),
-    )
+    keys = {"archon": {"ac_mode": "none", "enable_compile": False}}
+    settings = EngineSettings(model=ModelConfig.model_validate(keys), total_steps=1)
     engine = build_engine(config, settings, device=DEVICE, init_from_scratch=True)
     with TemporaryDirectory(prefix="pentad-bench-", dir=given.folder) as name:
         root, writer = Path(name) / "run", Writer()

@@ -19,9 +19,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pentad_tools.bench.bench_train import QWEN3_0_6B  # noqa: E402
-from pentad.core.settings import EngineSettings, OptimizerSettings  # noqa: E402
 from pentad.core.types import Row, TokenOutputs  # noqa: E402
 from pentad.engine.engine import Engine, build_engine  # noqa: E402
+from pentad.engine.section import EngineSettings, ModelConfig  # noqa: E402
 from pentad.ops.attention import PaddedAttend, build_attend, reference_attention  # noqa: E402
 from pentad.ops.experts import (  # noqa: E402
     reference_mixture,
@@ -67,12 +67,16 @@ def make_rows(lengths: list[int], vocab_size: int, seed: int = 0) -> list[Row]:
     return rows
 
 
-def make_engine(config: dict[str, Any], **settings: Any) -> Engine:
-    settings.setdefault("compute_dtype", "bfloat16")
-    settings.setdefault("optimizer", OptimizerSettings(lr=1e-5))
-    return build_engine(
-        config, EngineSettings(**settings), device=DEVICE, init_from_scratch=True, seed=1
-    )
+def make_engine(config: dict[str, Any], **keys: Any) -> Engine:
+    archon = {"ac_mode": "none", "enable_compile": False, "reshard_after_forward_policy": "always"}
+    keys = {
+        "dtype": "bfloat16",
+        "optimizer": {"lr": 1e-5},
+        **keys,
+        "archon": archon | keys.get("archon", {}),
+    }
+    settings = EngineSettings(model=ModelConfig.model_validate(keys), total_steps=1)
+    return build_engine(config, settings, device=DEVICE, init_from_scratch=True, seed=1)
 
 
 def train_step(engine: Engine, rows: list[Row]) -> tuple[float, float]:
@@ -180,21 +184,23 @@ def check_engine(checks: Checks, config: dict[str, Any], lengths: list[int]) -> 
     config = config | {"num_hidden_layers": 4}
     rows = make_rows(lengths, config["vocab_size"])
     torch.backends.cuda.matmul.allow_tf32 = False
-    exact = make_engine(config, compute_dtype="float32")
+    exact = make_engine(config, dtype="float32")
     truth = exact.forward(rows)
     loss, norm = train_step(exact, rows)
     del exact
     variants: dict[str, dict[str, Any]] = {
         "bf16": {},
-        "bf16 cast whole": {"reshard_after_forward": False},
-        "bf16 small microbatches": {"max_tokens_per_mb": sum(lengths) // 2},
-        "bf16 full recomputation": {"ac_mode": "full"},
-        "bf16 selective recomputation": {"ac_mode": "selective"},
+        "bf16 cast whole": {"archon": {"reshard_after_forward_policy": "never"}},
+        "bf16 small microbatches": {"mb_spec": {"max_tokens_per_mb": sum(lengths) // 2}},
+        "bf16 full recomputation": {"archon": {"ac_mode": "full"}},
+        "bf16 selective recomputation": {"archon": {"ac_mode": "selective"}},
     }
     if IS_GPU:
-        variants["bf16 compiled"] = {"compile": True}
-        variants["bf16 compiled selective"] = {"compile": True, "ac_mode": "selective"}
-        variants["bf16 compiled, cast whole"] = {"compile": True, "reshard_after_forward": False}
+        compiled = {"enable_compile": True}
+        selective, whole = {"ac_mode": "selective"}, {"reshard_after_forward_policy": "never"}
+        variants["bf16 compiled"] = {"archon": compiled}
+        variants["bf16 compiled selective"] = {"archon": compiled | selective}
+        variants["bf16 compiled, cast whole"] = {"archon": compiled | whole}
     for name, settings in variants.items():
         engine = make_engine(config, **settings)
         got = engine.forward(rows)

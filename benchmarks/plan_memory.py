@@ -33,10 +33,10 @@ from engine_smoke import DEVICE, IS_GPU, TOY, MeanNll, make_rows  # noqa: E402
 from pentad_tools.bench.bench_train import QWEN3_0_6B, QWEN3_4B, QWEN3_MOE_SLICE  # noqa: E402
 from pentad.core.errors import RunError  # noqa: E402
 from pentad.core.layout import Layout  # noqa: E402
-from pentad.core.settings import EngineSettings, OptimizerSettings  # noqa: E402
 from pentad.engine.engine import Engine  # noqa: E402
 from pentad.engine.flops import detect_peak_tflops, measure_throughput  # noqa: E402
 from pentad.engine.held import HeldModel, decoder_maker  # noqa: E402
+from pentad.engine.section import EngineSettings, ModelConfig  # noqa: E402
 from pentad.models.families import dims_of  # noqa: E402
 from pentad.parallel.cuts import local  # noqa: E402
 from pentad.parallel.mesh import build_meshes  # noqa: E402
@@ -123,18 +123,17 @@ def predict(config: dict[str, Any], case: Case) -> dict[str, float]:
 
 def make_engine(config: dict[str, Any], case: Case) -> Engine:
     how = MODES[case.mode]
-    settings = EngineSettings(
-        compute_dtype="bfloat16" if IS_GPU else "float32",
-        optimizer=OptimizerSettings(lr=1e-5),
-        ac_mode=how["mode"],
-        ac_selective=how.get("selective", "op"),
-        ac_memory_budget=how.get("budget", 0.5),
-        compile=case.compile,
-        keep_logits=case.keep,
-        offload_params=case.offload,
-        reshard_after_forward=case.offload,  # as on one rank by default
-        max_tokens_per_mb=case.tokens,
-    )
+    archon = {
+        "ac_mode": how["mode"],
+        "ac_selective": how.get("selective", "op"),
+        "ac_memory_budget": how.get("budget", 0.5),
+        "enable_compile": case.compile,
+        "keep_logits": case.keep,
+        "offload_params": case.offload,
+    }
+    keys = {"archon": archon, "mb_spec": {"max_tokens_per_mb": case.tokens}}
+    settings = EngineSettings(model=ModelConfig.model_validate(keys), total_steps=1)
+    settings = settings.settled(DEVICE.type, Layout())
     meshes = build_meshes(Layout(), DEVICE)
     maker = decoder_maker(dims_of(config), settings, meshes, value_head=False)
     held = HeldModel(maker, meshes)

@@ -20,12 +20,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from pentad.config.schema import Config
 from pentad.core.device import DTYPES
-from pentad.core.settings import OptimizerSettings, into
 from pentad.data.tokenizer import load_tokenizer
 from pentad.engine.optim import compute_lr
 from pentad.models.families import dims_of
 from pentad.trainer.sft_service import PretrainService
-from pentad.trainer.translate import compute_dtype
 
 
 class Objective(nn.Module):
@@ -64,11 +62,11 @@ class Peer:
         self.data = PretrainService.open_part(config, "train", dims, load_tokenizer(actor.path))
         self.device, self.batch_size = device, config.train_dataset.batch_size
         self.per_pass = (actor.mb_spec.max_tokens_per_mb or 1) // self.data.length
-        self.optim = into(OptimizerSettings, actor.optimizer, total_steps=config.total_train_steps)
+        self.optim, self.num_steps = actor.optimizer, config.total_train_steps
         disable_progress_bar()
         self.model = Qwen3MoeForCausalLM.from_pretrained(
             actor.path,
-            dtype=DTYPES[compute_dtype(actor, device)],
+            dtype=DTYPES[actor.compute_dtype(device.type)],
             attn_implementation="sdpa",
             experts_implementation="grouped_mm",
         ).to(device)
@@ -115,7 +113,7 @@ class Peer:
         if self.optim.gradient_clipping:
             nn.utils.clip_grad_norm_(self.masters, self.optim.gradient_clipping)
         for group in self.optimizer.param_groups:
-            group["lr"] = compute_lr(self.optim, step)
+            group["lr"] = compute_lr(self.optim, step, self.num_steps)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.cast()

@@ -30,9 +30,9 @@ import torch
 import torch.distributed as dist
 
 from pentad.core.layout import Layout
-from pentad.core.settings import EngineSettings, OptimizerSettings
 from pentad.core.types import Request, SamplingParams
 from pentad.engine.engine import build_engine
+from pentad.engine.section import EngineSettings, ModelConfig
 from pentad.infer.settings import SamplerSettings
 from pentad.models.families import dims_of
 from pentad.planner.activations import Checkpointing
@@ -105,7 +105,7 @@ def learn(rank: int, layout: Layout, config: dict[str, Any], dtype: str, given: 
     if layout.world > 1:
         store = dist.FileStore(given["store"], layout.world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.world)
-    settings = EngineSettings(compute_dtype=dtype, optimizer=OptimizerSettings(lr=1e-3))
+    settings = EngineSettings(model=ModelConfig(dtype=dtype), total_steps=1)
     engine = build_engine(
         config, settings, device=device, layout=layout, init_from_scratch=True, seed=3
     )

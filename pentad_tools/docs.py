@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 import pentad
 from pentad.config.describe import fields, section_of, show, takes
 from pentad.config.schema import RecipeConfig
-from pentad.config.section import Section
+from pentad.core.section import Section
 from pentad.telemetry.record import BLOCKS, StepRecord
 
 PACKAGE = Path(pentad.__file__).parent

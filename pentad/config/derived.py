@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pentad.config.model_schema import ArchonConfig, ModelConfig
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, RunError, UserError
@@ -17,6 +16,7 @@ from pentad.core.layout import Allocation, Component, Layout, parse_allocation
 from pentad.core.machine import GpuQueryError, find_gpus
 from pentad.core.sizes import DTYPE_BYTES, DeviceKind
 from pentad.data.rows import STREAMS, SUFFIXES
+from pentad.engine.section import ModelConfig
 from pentad.models.families import planned_dims, public_configs, public_models, register
 
 T = TypeVar("T")
@@ -215,22 +215,13 @@ def known_dims(path: str | None) -> ModelDims | None:
 
 def compute_bytes(model: ModelConfig, kind: DeviceKind) -> int:
     """Of one number as it is computed with, sampled from and saved."""
-    if model.dtype == "auto":
-        return 2 if kind == "cuda" else 4
-    return DTYPE_BYTES[model.dtype]
+    return DTYPE_BYTES[model.compute_dtype(kind)]
 
 
 def snapshot_on_host(config: Config, kind: DeviceKind) -> bool:
     """Whether weights that are published within the process lie in host memory: those that leave
     the GPU before samplers wake."""
     return kind == "cuda" and bool(config.offload_train)
-
-
-def reshards(archon: ArchonConfig, pp: int, world: int) -> bool:
-    """A pipeline would gather too often; one rank has nothing to gather but from the host."""
-    policy = archon.reshard_after_forward_policy
-    gathers = world > 1 or archon.offload_params
-    return pp == 1 and gathers if policy == "default" else policy == "always"
 
 
 def is_saved_within(config: Config) -> bool:

@@ -14,17 +14,11 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from pentad.checkpoint.section import CheckpointConfig
-from pentad.config.model_schema import (
-    AlgorithmConfig,
-    MegatronConfig,
-    ModelConfig,
-    ReferenceConfig,
-    TeacherConfig,
-)
 from pentad.core.section import Count, NonNegative, NonNegativeInt, Positive, Seconds, Section
 from pentad.data.section import DatasetConfig
+from pentad.engine.section import ModelConfig
 from pentad.rewards.section import RewardConfig
-from pentad.rl.section import GuardsConfig
+from pentad.rl.section import AlgorithmConfig, GuardsConfig
 from pentad.rollout.section import GenerationConfig, RolloutConfig
 from pentad.telemetry.section import TelemetryConfig
 
@@ -97,6 +91,45 @@ class ParallelismConfig(Section):
     """Ranks the layers are dealt to."""
     expert_parallel: AxisSize = 1
     """Ranks that the experts are dealt to. Outside the experts they are data parallel."""
+
+
+class ConvertorConfig(Section):
+    model: str | None = None
+    """What the model is called; for the reader of the recipe."""
+    model_type: str | None = None
+    """Family of the model. null: the `model_type` of its config.json."""
+    hf_model_path: str | None = None
+    """HF folder that is converted. null: `actor.path`."""
+    save_path: str | None = None
+    """Folder of the converted checkpoint. A later run with the same source and sizes finds it."""
+    use_gpu_num: NonNegativeInt = 0
+    """Accepted and without effect: converting is copying, and done on the CPU."""
+    use_gpu_index: tuple[NonNegativeInt, ...] | None = None
+    """As `use_gpu_num`."""
+    process_num: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Processes that share the files to write."""
+    tensor_model_parallel_size: Count = 1
+    """Ranks each matrix is cut over."""
+    pipeline_model_parallel_size: Count = 1
+    """Ranks the layers are dealt to."""
+
+
+class MegatronConfig(Section):
+    use_hf_ckpt: bool = False
+    """Converts the HF model into a legacy Megatron checkpoint before the first run and starts
+    from that. Not needed for training, which reads HF folders as they are."""
+    ckpt_convertor: ConvertorConfig = ConvertorConfig()
+    """The conversion."""
+
+
+class ReferenceConfig(Section):
+    path: str | None = None
+    """Folder of the reference model of the KL term. null: the actor as it was at the start."""
+
+
+class TeacherConfig(Section):
+    path: str | None = None
+    """Folder of the teacher of the algorithm `distill`; its vocabulary must be the actor's."""
 
 
 class FrequencyConfig(Section):

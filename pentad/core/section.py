@@ -6,10 +6,6 @@ them. The class that a recipe fills is the class that the part reads.
 
 from __future__ import annotations
 
-import ast
-import inspect
-from dataclasses import is_dataclass
-from itertools import pairwise
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -53,13 +49,6 @@ class Section(BaseModel):
         validate_default=True,
     )
 
-    @classmethod
-    def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """Keys that a section inherits from `core.settings` are documented there."""
-        for base in filter(is_dataclass, cls.__mro__):
-            for name, text in texts_under_fields(base).items():
-                cls.model_fields[name].description = text
-
     @model_validator(mode="before")
     @classmethod
     def refuse_boolean_numbers(cls, values: Any) -> Any:
@@ -74,17 +63,6 @@ def _as_word(field: FieldInfo | None, value: Any) -> Any:
         return value
     types = leaves(field.annotation)
     return value if bool in types or str in types else str(value).lower()
-
-
-def texts_under_fields(cls: type) -> dict[str, str]:
-    (found,) = ast.parse(inspect.getsource(cls)).body
-    assert isinstance(found, ast.ClassDef)
-    return {
-        line.target.id: inspect.cleandoc(str(under.value.value))
-        for line, under in pairwise(found.body)
-        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
-        if isinstance(under, ast.Expr) and isinstance(under.value, ast.Constant)
-    }
 
 
 def leaves(annotation: Any) -> list[Any]:

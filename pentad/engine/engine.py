@@ -24,7 +24,6 @@ from pentad.core.faults import hit
 from pentad.core.fit import check_fit
 from pentad.core.layout import Layout
 from pentad.core.roles import StagedFile
-from pentad.core.settings import EngineSettings
 from pentad.core.types import Accumulated, Loss, Row, StepResult
 from pentad.engine.batch import PackedRows, check_routes, check_rows, pack_rows
 from pentad.engine.explain import explain
@@ -34,6 +33,7 @@ from pentad.engine.optim import FusedAdamW, OpenStep, WholeGradient, compute_lr,
 from pentad.engine.outputs import add_up, check_agreement, per_row, routes_per_row
 from pentad.engine.packing import MicrobatchPlan, plan_call, sequence_cost
 from pentad.engine.predictor import Predicted
+from pentad.engine.section import EngineSettings
 from pentad.engine.state import present_all, read_random, sources_between, write_random
 from pentad.engine.tags import Offload, WeightTags
 from pentad.models.balance import measure_balance, move_biases, scale_losses
@@ -83,6 +83,7 @@ def build_engine(
     """
     device = torch.device(device)
     layout = layout or Layout()
+    settings = settings.settled(device.type, layout)
     if backend == "fsdp":
         # Here, since transformers takes seconds to import.
         from pentad.engine.transformers_model import transformers_maker
@@ -92,10 +93,10 @@ def build_engine(
     else:
         dims = dims_of(source, family)
         check_fit(layout, dims)
-        check_balance(settings.balance, dims)
+        check_balance(settings.model.archon, dims)
         meshes = build_meshes(layout, device)
         maker = decoder_maker(dims, settings, meshes, value_head=value_head)
-    with explain("loading", settings):
+    with explain("loading", settings.model):
         held = HeldModel(maker, meshes)
         if init_from_scratch:
             held.initialise(seed)
@@ -141,19 +142,20 @@ class Engine:
         self.hf_config = hf_config
         self.source_folder = source_folder
         self.tokenizer_folder = tokenizer_folder
-        if settings.deterministic:
+        if settings.model.archon.use_deterministic_algorithms:
             make_deterministic()
         self.passes = held.passes(settings)
         self.parameters, self.cuts = held.parameters, held.cuts
         self.tensors = held.memory()
         self.boxes: dict[str, Box] = {}
         """Which part of each whole tensor that is; known with the first publish."""
-        self.tags = WeightTags(self.tensors, settings.tag_memory)
+        saves_memory = self.device.type == "cuda" and settings.model.gradient_checkpointing
+        self.tags = WeightTags(self.tensors, "host" if saves_memory else "device")
         self.masters = {name: self.tensors[name] for name in self.parameters}
         self.optimizer: FusedAdamW | None = None
-        if settings.optimizer is not None:
-            decayed, cuts = held.whole.decayed, self.cuts
-            self.optimizer = FusedAdamW(self.masters, settings.optimizer, decayed, cuts, seed)
+        if settings.total_steps is not None:
+            decayed, keys = held.whole.decayed, settings.model.optimizer
+            self.optimizer = FusedAdamW(self.masters, keys, decayed, self.cuts, seed)
         self.offloaded = Offload(self.device)
         self.cost = sequence_cost(self.dims)
         self.meter = Meter()
@@ -174,7 +176,7 @@ class Engine:
     def forward(self, rows: Sequence[Row], tag: str = "actor") -> list[dict[str, Tensor]]:
         """The same on every rank."""
         predicted, plan = self._score(rows, tag)
-        return per_row(predicted, plan, rows, self.meshes, self.settings.min_tokens_per_mb)
+        return per_row(predicted, plan, rows, self.meshes, self.settings.model.min_tokens_per_mb)
 
     def routes(self, rows: Sequence[Row], tag: str = "actor") -> list[Tensor]:
         """The experts each token is sent to under the weights named `tag`, as `Row.routes`."""
@@ -186,7 +188,7 @@ class Engine:
         for chosen in noted:
             chosen_TLk = torch.stack([chosen[layer] for layer in sorted(chosen)], dim=1)
             recorded.append(gather_shared(chosen_TLk, self.meshes.tp))
-        at_least = self.settings.min_tokens_per_mb
+        at_least = self.settings.model.min_tokens_per_mb
         return routes_per_row(recorded, plan, rows, self.meshes, at_least)
 
     def _score(
@@ -220,7 +222,7 @@ class Engine:
                 columns,
                 self.device,
                 multiple=self.meshes.token_multiple,
-                at_least=self.settings.min_tokens_per_mb,
+                at_least=self.settings.model.min_tokens_per_mb,
                 cp=self.meshes.cp,
             )
 
@@ -262,7 +264,7 @@ class Engine:
         num_microbatches = sum(bool(indices) for turn in plan for indices in turn)
         step.add(loss_total, count, num_tokens, num_microbatches)
         step.whole = whole
-        at_least = self.settings.min_tokens_per_mb
+        at_least = self.settings.model.min_tokens_per_mb
         outputs_per_row = per_row(predicted, plan, rows, self.meshes, at_least)
         return Accumulated(loss_total, count, stats_total, outputs_per_row)
 
@@ -271,7 +273,7 @@ class Engine:
         if step.whole is None:
             raise RunError("end_step was called before accumulate(..., last=True)")
         self.onload()
-        lr = compute_lr(step.optimizer.settings, self.num_steps)
+        lr = compute_lr(step.optimizer.keys, self.num_steps, self.settings.total_steps or 0)
         norm = float(step.whole.square.sqrt()) / step.count if step.count else 0.0
         reason = step.why_skipped(norm)
         counted = self.passes.loads
@@ -285,11 +287,11 @@ class Engine:
         num_pairs = int(counted.arrived) // layout.etp if "combine" in work else None
         if not reason:
             self.is_half_moved = True
-            with explain("the optimizer step", self.settings):
+            with explain("the optimizer step", self.settings.model):
                 self._move(step, step.whole.shards, norm, lr)
                 hit("optimizer")
             for decoder in self.held.decoders:
-                move_biases(decoder, loads, self.settings.balance.bias_rate)
+                move_biases(decoder, loads, self.settings.model.archon.moe_bias_rate)
             self.is_half_moved = False
         self._drop_gradients()
         compiling.report()
@@ -433,7 +435,7 @@ class Engine:
 
     @property
     def _publish_dtype(self) -> torch.dtype:
-        return DTYPES[self.settings.publish_dtype or self.settings.compute_dtype]
+        return DTYPES[self.settings.publish_dtype or self.settings.model.dtype]
 
     # State
 

@@ -9,14 +9,14 @@ from contextlib import contextmanager
 import torch
 
 from pentad.core.errors import RunError
-from pentad.core.settings import EngineSettings
+from pentad.engine.section import ModelConfig
 
 VARIES = " does not have a deterministic implementation"
 """How torch ends the name of an operation that it refuses."""
 
 
 @contextmanager
-def explain(phase: str, settings: EngineSettings, num_tokens: int | None = None) -> Iterator[None]:
+def explain(phase: str, model: ModelConfig, num_tokens: int | None = None) -> Iterator[None]:
     """Says in which phase memory ran out, how much was asked for and what would help; or which
     operation cannot be repeated bit by bit. `num_tokens` of the microbatch, if one is at work."""
     try:
@@ -24,7 +24,7 @@ def explain(phase: str, settings: EngineSettings, num_tokens: int | None = None)
     except torch.OutOfMemoryError as error:
         where = phase if num_tokens is None else f"{phase} of a microbatch of {num_tokens} tokens"
         sizes = _sizes(str(error))
-        remedies = _remedies(settings, has_tokens=phase not in ("loading", "the optimizer step"))
+        remedies = _remedies(model, has_tokens=phase not in ("loading", "the optimizer step"))
         raise RunError(f"out of device memory in {where}{sizes}; {remedies}") from error
     except RuntimeError as error:
         if VARIES not in str(error):
@@ -46,15 +46,15 @@ def _sizes(said: str) -> str:
     return text + (f", tensors hold {held[1]}" if held else "")
 
 
-def _remedies(settings: EngineSettings, *, has_tokens: bool) -> str:
+def _remedies(model: ModelConfig, *, has_tokens: bool) -> str:
     """Keys that are not yet what they could be."""
     found = []
     if has_tokens:
         found.append("lower mb_spec.max_tokens_per_mb")
-        if settings.ac_mode != "full" or not settings.gradient_checkpointing:
+        if model.archon.ac_mode != "full" or not model.gradient_checkpointing:
             found.append("set archon.ac_mode: full")
-        if settings.keep_logits:
+        if model.archon.keep_logits:
             found.append("set archon.keep_logits: false")
-    if not settings.offload_params:
+    if not model.archon.offload_params:
         found.append("set archon.offload_params: true")
     return ", ".join([*found, "or use more devices (allocation_mode)"])

@@ -15,9 +15,9 @@ from pentad.core.device import DTYPES
 from pentad.core.dims import ModelDims
 from pentad.core.errors import raise_problems
 from pentad.core.fit import balance_problems
-from pentad.core.settings import BalanceSettings, EngineSettings
 from pentad.engine.passes import Passes, WholePasses
 from pentad.engine.predictor import Predictor, wrap_model
+from pentad.engine.section import ArchonConfig, EngineSettings
 from pentad.models.balance import apply_balance
 from pentad.models.decoder import Decoder
 from pentad.models.hf_weights import hf_metadata, iter_hf, kept_buffers
@@ -46,11 +46,12 @@ class Maker:
     """Whether parameters lie on the host."""
 
 
-def check_balance(balance: BalanceSettings, dims: ModelDims) -> None:
-    """Refuses what needs experts where there are none; the map says whether a bias has a place."""
-    losses = {"aux_loss_coef": balance.aux_loss_coef, "z_loss_coef": balance.z_loss_coef}
-    given = losses if dims.num_experts else losses | {"bias_rate": balance.bias_rate}
-    raise_problems(balance_problems(dims, given, ("bias_rate", 0.0)))
+def check_balance(archon: ArchonConfig, dims: ModelDims) -> None:
+    """Refuses what needs experts where there are none. A bias is part of the weights: it is refused
+    where the model's files have no place for it, since a saved model would route differently from
+    the one that was trained."""
+    bias = ("moe_bias_rate", archon.moe_bias_rate)
+    raise_problems(balance_problems(dims, archon.router_losses, bias))
 
 
 def decoder_maker(
@@ -59,10 +60,10 @@ def decoder_maker(
     """Of models that have a model file."""
 
     def build(**stage: object) -> Decoder:
-        dtype = DTYPES[settings.param_dtype]
+        dtype = DTYPES[settings.model.param_dtype]
         options = {"value_head": value_head, **stage}
         model = build_model(dims, device="meta", dtype=dtype, **options)  # type: ignore[arg-type]
-        apply_balance(model, settings.balance)
+        apply_balance(model, settings.model.archon)
         if settings.strict:
             apply_strict(model)
         return model
@@ -71,8 +72,8 @@ def decoder_maker(
         assert isinstance(model, Decoder)
         return wrap_model(model, settings, meshes.device, meshes)
 
-    pipeline = plan_pipeline(dims, meshes.layout, settings)
-    return Maker(build, wrap, pipeline, settings.offload_params)
+    pipeline = plan_pipeline(dims, meshes.layout, settings.model)
+    return Maker(build, wrap, pipeline, settings.model.archon.offload_params)
 
 
 class HeldModel:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from pentad.core.seeds import derive_seed
-from pentad.core.settings import OptimizerSettings
+from pentad.engine.section import OptimizerConfig
 from pentad.ops import rounding
 from pentad.ops.rounding import Place
 from pentad.parallel.cuts import Cut
@@ -39,7 +39,7 @@ class FusedAdamW:
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
-        settings: OptimizerSettings,
+        keys: OptimizerConfig,
         decayed: Container[str] = (),
         cuts: Mapping[str, Cut] | None = None,
         seed: int = 0,
@@ -47,7 +47,7 @@ class FusedAdamW:
         """Over this rank's memory of the parameters: every operation is elementwise. Weight decay
         applies to those named in `decayed`. Random bits go by `seed`, the names, and where the
         shards of `cuts` lie in whole tensors."""
-        self.lr, self.settings, self.seed = settings.lr, settings, seed
+        self.lr, self.keys, self.seed = keys.lr, keys, seed
         self.names = {parameter: name for name, parameter in parameters.items()}
         self.places = {
             name: cuts[name].place if cuts else Place.of(p.shape, full_box(p.shape))
@@ -55,7 +55,7 @@ class FusedAdamW:
         }
         self.groups = [
             (decay, group)
-            for decay, is_in in ((settings.weight_decay, True), (0.0, False))
+            for decay, is_in in ((keys.weight_decay, True), (0.0, False))
             if (group := [p for name, p in parameters.items() if (name in decayed) == is_in])
         ]
         # From the start, so that memory is known and a checkpoint can be loaded before a step.
@@ -94,11 +94,11 @@ class FusedAdamW:
             [state["step"] for _, _, state in moved],
             fused=True,
             amsgrad=False,
-            beta1=self.settings.beta1,
-            beta2=self.settings.beta2,
+            beta1=self.keys.beta1,
+            beta2=self.keys.beta2,
             lr=self.lr,
             weight_decay=weight_decay,
-            eps=self.settings.eps,
+            eps=self.keys.eps,
             maximize=False,
         )
 
@@ -108,7 +108,7 @@ class FusedAdamW:
         """One tensor after the other."""
         if not moved:
             return
-        beta1, beta2 = self.settings.beta1, self.settings.beta2
+        beta1, beta2 = self.keys.beta1, self.keys.beta2
         steps = [state["step"] for _, _, state in moved]
         torch._foreach_add_(steps, 1)
         steps_N = torch.stack(steps).double()
@@ -128,7 +128,7 @@ class FusedAdamW:
                 lr=self.lr,
                 beta1=beta1,
                 beta2=beta2,
-                eps=self.settings.eps,
+                eps=self.keys.eps,
                 weight_decay=weight_decay,
                 key=derive_seed(self.seed, "round", name, number),
                 place=self.places[name],
@@ -162,23 +162,22 @@ def optimizer_state(
     }
 
 
-def compute_lr(settings: OptimizerSettings, step: int) -> float:
+def compute_lr(keys: OptimizerConfig, step: int, total: int) -> float:
     """Of the step with this index, counted from 0: a pure function, so there is nothing to save.
 
     Warm-up rises linearly over w = proportion * total steps and reaches `lr` at step w - 1; then
     linear or cosine falls from `lr` to `min_lr_ratio * lr`, which it reaches at step `total`.
     """
-    total = settings.total_steps or 0
-    num_warmup = round(settings.warmup_steps_proportion * total)
+    num_warmup = round(keys.warmup_steps_proportion * total)
     if step < num_warmup:
-        return settings.lr * (step + 1) / num_warmup
-    if settings.lr_scheduler_type == "constant":
-        return settings.lr
+        return keys.lr * (step + 1) / num_warmup
+    if keys.lr_scheduler_type == "constant":
+        return keys.lr
     done = min(1.0, (step - num_warmup) / max(1, total - num_warmup))
     left = 1.0 - done
-    if settings.lr_scheduler_type == "cosine":
+    if keys.lr_scheduler_type == "cosine":
         left = 0.5 * (1.0 + math.cos(math.pi * done))
-    return settings.lr * (settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * left)
+    return keys.lr * (keys.min_lr_ratio + (1.0 - keys.min_lr_ratio) * left)
 
 
 def clip_scale(norm: float, max_norm: float | None) -> float:
@@ -212,7 +211,7 @@ class OpenStep:
 
     def scale(self, norm: float) -> float:
         """What the gradient of the summed loss is multiplied by."""
-        return clip_scale(norm, self.optimizer.settings.gradient_clipping) / self.count
+        return clip_scale(norm, self.optimizer.keys.gradient_clipping) / self.count
 
     def why_skipped(self, norm: float) -> str:
         """Empty when the weights may move."""

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from pentad.core.dims import ModelDims
-from pentad.core.settings import EngineSettings
+from pentad.engine.section import EngineSettings
 
 MicrobatchPlan = list[list[list[int]]]
 """plan[rank][microbatch] = row indices, ascending. Every rank has as many microbatches."""
@@ -37,12 +37,12 @@ def plan_call(
     """What each data-parallel rank computes of a call's rows. `take` rounds a number of
     microbatches up to one that a pipeline's schedule runs; without one, those that would be empty
     on all ranks are left out."""
-    num = settings.n_mbs
+    num, spec = settings.model.mb_spec.fewest, settings.model.mb_spec
     while True:
         plan = plan_microbatches(
             lengths,
             cost,
-            max_tokens=settings.max_tokens_per_mb,
+            max_tokens=spec.max_tokens_per_mb,
             num_ranks=num_ranks,
             min_per_rank=take(num) if take else num,
             by_cost=settings.balance_data,

@@ -11,12 +11,12 @@ from torch import Tensor
 from pentad.core.device import DTYPES
 from pentad.core.errors import RunError
 from pentad.core.faults import hit, is_armed
-from pentad.core.settings import EngineSettings
 from pentad.core.types import Attend, Loss, TokenOutputs
 from pentad.engine.batch import PackedRows
 from pentad.engine.explain import explain
 from pentad.engine.outputs import Sums
 from pentad.engine.predictor import Predicted, Predictor
+from pentad.engine.section import EngineSettings
 from pentad.models.balance import ExpertLoads
 from pentad.models.moe import Routes
 from pentad.ops.attention import build_attend
@@ -67,7 +67,7 @@ class WholePasses:
         try:
             for packed in microbatches:
                 routes: Routes | None = None if noted is None else {}
-                with explain("scoring", self.settings, packed.num_tokens):
+                with explain("scoring", self.settings.model, packed.num_tokens):
                     logprobs_T, _, values_T = self._predict(packed, routes)
                 predicted.append((logprobs_T, None, values_T))
                 if noted is not None and routes is not None:
@@ -83,7 +83,7 @@ class WholePasses:
         sums: list[Sums] = []
         try:
             for packed in microbatches:
-                with explain("forward and backward", self.settings, packed.num_tokens):
+                with explain("forward and backward", self.settings.model, packed.num_tokens):
                     routes: Routes = {}
                     hit("forward")
                     loss_sum, stats, named = apply_loss(packed, loss, self._predict(packed, routes))
@@ -122,7 +122,7 @@ def run_part(
     attend: Attend = build_attend(
         packed.lengths,
         device=meshes.device,
-        dtype=DTYPES[settings.compute_dtype],
+        dtype=DTYPES[settings.model.dtype],
         head_dim=dims.head_dim,
         longest=settings.max_row_tokens,
     )

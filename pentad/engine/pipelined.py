@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pentad.core.device import DTYPES
-from pentad.core.settings import EngineSettings
 from pentad.core.types import Loss
 from pentad.engine.batch import PackedRows
 from pentad.engine.explain import explain
@@ -25,6 +24,7 @@ from pentad.engine.passes import (
     without_filling,
 )
 from pentad.engine.predictor import Predicted, Predictor
+from pentad.engine.section import EngineSettings
 from pentad.models.balance import ExpertLoads
 from pentad.models.moe import Routes
 from pentad.parallel.collectives import reduce_ranks
@@ -60,7 +60,7 @@ class PipelinedPasses:
         predicted: dict[int, Predicted] = {}
 
         def compute(position: int, mb: int, hidden_TD: Tensor | None) -> Tensor:
-            with explain("scoring", self.settings, packed[mb].num_tokens):
+            with explain("scoring", self.settings.model, packed[mb].num_tokens):
                 out = self._run(position, packed[mb], hidden_TD, routes[mb])
             if isinstance(out, Tensor):
                 return out
@@ -81,7 +81,7 @@ class PipelinedPasses:
         sums: dict[int, Sums] = {}
 
         def compute(position: int, mb: int, hidden_TD: Tensor | None) -> Tensor:
-            with explain("forward and backward", self.settings, packed[mb].num_tokens):
+            with explain("forward and backward", self.settings.model, packed[mb].num_tokens):
                 routes: Routes = {}
                 out = self._run(position, packed[mb], hidden_TD, routes)
                 self.loads.add(without_filling(routes, packed[mb], self.meshes))
@@ -112,8 +112,8 @@ class PipelinedPasses:
         self.tied.follow()
         share, width = self.meshes.token_multiple, self.dims.hidden_size
         shapes = [(mb.num_tokens // share, width) for mb in packed]
-        dtype = DTYPES[self.settings.compute_dtype]
-        with explain("forward and backward" if backward else "scoring", self.settings):
+        dtype = DTYPES[self.settings.model.dtype]
+        with explain("forward and backward" if backward else "scoring", self.settings.model):
             self.pipeline.run(compute, shapes, dtype, backward=backward, reduces=reduces)
 
     def _all_layers(self, known: Routes, packed: PackedRows) -> Routes:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from pentad.core.errors import raise_problems
 from pentad.core.fit import strict_problems
 from pentad.core.layout import Layout
-from pentad.core.settings import EngineSettings
 from pentad.core.types import Attend
+from pentad.engine.section import EngineSettings
 from pentad.models.decoder import Block, Decoder
 from pentad.models.families import spec_of
 from pentad.models.language_model import LanguageModel
@@ -110,7 +110,7 @@ def wrap_model(
         settings.temperature,
         settings.logprob_bytes,
         strict=settings.strict,
-        keep_logits=settings.keep_logits,
+        keep_logits=settings.model.archon.keep_logits is True,
     )
     spec = spec_of(decoder.dims.family)
     parts = ModelParts(
@@ -123,7 +123,7 @@ def wrap_model(
         plan=spec.plan,
         seams=spec.seams,
     )
-    cuts = lay_out(parts, settings, meshes)
+    cuts = lay_out(parts, settings.model, meshes)
     predictor.cuts = cuts
     predictor.tp = meshes.tp
     if decoder.has_lm_head:

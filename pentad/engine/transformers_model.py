@@ -12,9 +12,9 @@ from pentad.core.device import DTYPES
 from pentad.core.errors import Problem, UserError, raise_problems
 from pentad.core.fit import check_fit, whole_kv_head_problems
 from pentad.core.layout import Layout
-from pentad.core.settings import BalanceSettings, EngineSettings
 from pentad.engine.held import Maker
 from pentad.engine.predictor import Predictor, present_cut
+from pentad.engine.section import EngineSettings
 from pentad.models.families import ConfigLike
 from pentad.models.hf.config import read_hf_config
 from pentad.models.hf.module import HfModel, build_hf_model
@@ -32,7 +32,8 @@ def transformers_maker(
     """Of models of transformers; what cannot be trained like that is refused here."""
     config = read_hf_config(source)
     problems = []
-    if settings.balance != BalanceSettings():
+    archon = settings.model.archon
+    if any(archon.router_losses.values()) or archon.moe_bias_rate:
         rule = "losses and biases that balance experts need a model file"
         problems.append(Problem("backend = fsdp", rule, "leave them out, or use archon"))
     if settings.strict:
@@ -42,13 +43,15 @@ def transformers_maker(
 
     def build(**stage: object) -> HfModel:
         assert not stage, "transformers' models are not cut into stages"
-        return build_hf_model(config, dtype=DTYPES[settings.param_dtype], value_head=value_head)
+        return build_hf_model(
+            config, dtype=DTYPES[settings.model.param_dtype], value_head=value_head
+        )
 
     def wrap(model: LanguageModel) -> Predictor:
         assert isinstance(model, HfModel)
         return lay_out_hf(model, settings, meshes)
 
-    return Maker(build, wrap, offloads=settings.offload_params)
+    return Maker(build, wrap, offloads=archon.offload_params)
 
 
 def match_layout(model: HfModel, layout: Layout) -> dict[str, str]:
@@ -71,17 +74,16 @@ def match_layout(model: HfModel, layout: Layout) -> dict[str, str]:
 def lay_out_hf(model: HfModel, settings: EngineSettings, meshes: Meshes) -> Predictor:
     """The steps of `parallel.apply`, by styles instead of seams; no expert parallelism."""
     styles = match_layout(model, meshes.layout)
-    predictor = Predictor(
-        model, settings.temperature, settings.logprob_bytes, keep_logits=settings.keep_logits
-    )
+    keeps, room = settings.model.archon.keep_logits is True, settings.logprob_bytes
+    predictor = Predictor(model, settings.temperature, room, keep_logits=keeps)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     cuts = plan_style_cuts(shapes, styles, meshes)
     cut_parameters(model, cuts)
     apply_styles(model, styles, meshes.tp)
     blocks = model.blocks
-    compiling.expect(model.dims, settings, meshes.layout, meshes.device)
-    apply_to_blocks(blocks, settings, meshes.device)
-    apply_storage(predictor, model, blocks.values(), cuts, {}, settings, meshes)
+    compiling.expect(model.dims, settings.model, meshes.layout, meshes.device)
+    apply_to_blocks(blocks, settings.model, meshes.device)
+    apply_storage(predictor, model, blocks.values(), cuts, {}, settings.model, meshes)
     predictor.cuts = cuts
     if meshes.layout.world > 1:
         model.present = partial(present_cut, cuts)

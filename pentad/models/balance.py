@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from pentad.core.dims import ModelDims
-from pentad.core.errors import Problem, UserError
-from pentad.core.fit import no_bias
-from pentad.core.settings import BalanceSettings
 from pentad.core.types import LayerBalance
+from pentad.engine.section import ArchonConfig
 from pentad.models.decoder import Block
 from pentad.models.language_model import LanguageModel
 from pentad.models.moe import Moe, Router, Routes
@@ -31,18 +29,11 @@ def iter_routers(model: LanguageModel) -> Iterator[tuple[int, Router]]:
             yield layer, block.ffn.router
 
 
-def apply_balance(model: LanguageModel, settings: BalanceSettings) -> None:
-    """Switches on what the settings ask for.
-
-    A bias is part of the weights: it is refused where the model's files have no place for it,
-    since a saved model would route differently from the one that was trained.
-    """
+def apply_balance(model: LanguageModel, archon: ArchonConfig) -> None:
+    """Switches on the losses that the keys ask for."""
     for _, router in iter_routers(model):
-        router.aux_loss_coef = settings.aux_loss_coef
-        router.z_loss_coef = settings.z_loss_coef
-        if settings.bias_rate and router.bias is None:
-            where = f"bias_rate = {settings.bias_rate}"
-            raise UserError(Problem(where, no_bias(model.dims), "use aux_loss_coef"))
+        router.aux_loss_coef = archon.moe_aux_loss_coef
+        router.z_loss_coef = archon.moe_z_loss_coef
 
 
 def scale_losses(model: LanguageModel, count_per_token: float) -> None:

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pentad.core.dims import ModelDims
-from pentad.core.settings import EngineSettings
 from pentad.core.swap import swap_class
+from pentad.engine.section import ModelConfig
 from pentad.parallel.blocks import Parts, apply_to_blocks, compiling
 from pentad.parallel.collectives import gather_parts, scatter_sum
 from pentad.parallel.cuts import Cut, cut_parameters, plan_cuts
@@ -56,7 +56,7 @@ class ModelParts:
     seams: tuple[Seam, ...]
 
 
-def lay_out(parts: ModelParts, settings: EngineSettings, meshes: Meshes) -> dict[str, Cut]:
+def lay_out(parts: ModelParts, keys: ModelConfig, meshes: Meshes) -> dict[str, Cut]:
     """Everything up to memory; returns who holds what."""
     dims = parts.weight_map.dims
     named = dict(parts.model.named_parameters())
@@ -65,15 +65,15 @@ def lay_out(parts: ModelParts, settings: EngineSettings, meshes: Meshes) -> dict
     apply_seams(parts.model, parts.seams, dims, cuts, meshes.tp)
     if meshes.expert_group.size > 1:
         parts.set_dispatch(ExpertDispatch(meshes.expert_group, meshes.layout.etp, dims.num_experts))
-    is_sharded = needs_storage(settings, meshes, cuts) and not is_cast_whole(settings, meshes)
+    is_sharded = needs_storage(keys, meshes, cuts) and not is_cast_whole(keys, meshes)
     is_apart = meshes.expert_group.size > 1 or is_sharded
     mixtures = parts.mixtures if is_apart else {}
-    compiling.expect(dims, settings, meshes.layout, meshes.device)
-    apply_to_blocks(parts.blocks, settings, meshes.device, mixtures)
+    compiling.expect(dims, keys, meshes.layout, meshes.device)
+    apply_to_blocks(parts.blocks, keys, meshes.device, mixtures)
     entries = parts.weight_map.entries
     own_dtypes = {name: entries[name].rule.dtype for name in named if entries[name].rule.dtype}
     blocks = parts.blocks.values()
-    apply_storage(parts.root, parts.model, blocks, cuts, own_dtypes, settings, meshes)
+    apply_storage(parts.root, parts.model, blocks, cuts, own_dtypes, keys, meshes)
     return cuts
 
 

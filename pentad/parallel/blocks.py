@@ -26,7 +26,7 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.kept import last_time, note_seconds
 from pentad.core.layout import Layout
-from pentad.core.settings import EngineSettings
+from pentad.engine.section import ModelConfig
 from pentad.parallel.recompute_log import RecomputeLog
 from pentad.telemetry.log import NOTICE
 
@@ -77,42 +77,42 @@ class Parts:
 
 def apply_to_blocks(
     blocks: Mapping[int, nn.Module],
-    settings: EngineSettings,
+    model: ModelConfig,
     device: torch.device,
     parts: Mapping[int, Parts] | None = None,
 ) -> None:
     """`parts`, by layer, of the blocks that cannot be compiled whole."""
-    has_budget = settings.ac_mode == "memory_budget" and settings.gradient_checkpointing
+    has_budget = model.archon.ac_mode == "memory_budget" and model.gradient_checkpointing
     if has_budget and device.type not in COMPILED_ON:
         rule = f"the compiler keeps to it, and blocks are compiled on CUDA only, not on {device}"
         raise UserError(Problem("ac_mode = memory_budget", rule, "use selective or full"))
-    watch = RecomputeLog() if settings.ac_debug else None
+    watch = RecomputeLog() if model.archon.ac_debug else None
     for index, block in blocks.items():
-        apply_to_block(block, index, settings, device, watch, (parts or {}).get(index))
+        apply_to_block(block, index, model, device, watch, (parts or {}).get(index))
 
 
 def apply_to_block(
     block: nn.Module,
     index: int,
-    settings: EngineSettings,
+    model: ModelConfig,
     device: torch.device,
     watch: RecomputeLog | None = None,
     parts: Parts | None = None,
 ) -> None:
-    how = _recomputing(index, settings)
+    how = _recomputing(index, model)
     if watch is not None:
         if how is _run_plain:
             watch.log_kept(index)
         else:
             contexts = _keep_products if how is _run_keeping_products else None
             how = partial(_run_watched, watch, index, contexts)
-    if not (settings.compile and device.type in COMPILED_ON):
+    if not (model.archon.enable_compile is True and device.type in COMPILED_ON):
         if how is not _run_plain:
             block.forward = _around(block, how)
         return
-    has_budget = settings.gradient_checkpointing and settings.ac_mode == "memory_budget"
-    backend = _inductor_within(settings.ac_memory_budget) if has_budget else "inductor"
-    compiled = partial(compile_run, backend=backend, is_static=settings.pad_to_maximum)
+    has_budget = model.gradient_checkpointing and model.archon.ac_mode == "memory_budget"
+    backend = _inductor_within(model.archon.ac_memory_budget) if has_budget else "inductor"
+    compiled = partial(compile_run, backend=backend, is_static=model.pad_to_maximum is True)
     if parts is None:
         block.forward = _around(block, compiled(how))
     elif how is _run_keeping_products:
@@ -140,15 +140,15 @@ class Compiling:
         """The model and where it runs: the time is noted, and logged, under this name."""
 
     def expect(
-        self, dims: ModelDims, settings: EngineSettings, layout: Layout, device: torch.device
+        self, dims: ModelDims, model: ModelConfig, layout: Layout, device: torch.device
     ) -> None:
         """Of which model the blocks are that will be compiled."""
-        if not (settings.compile and device.type in COMPILED_ON):
+        if not (model.archon.enable_compile is True and device.type in COMPILED_ON):
             return
-        model = f"{dims.family}, {dims.num_layers} layers of width {dims.hidden_size}"
+        which = f"{dims.family}, {dims.num_layers} layers of width {dims.hidden_size}"
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        place = f"{settings.compute_dtype}, layout {layout}, {name}"
-        self.what, self.total_s = f"{model}, {place}, torch {torch.__version__}", 0.0
+        place = f"{model.dtype}, layout {layout}, {name}"
+        self.what, self.total_s = f"{which}, {place}, torch {torch.__version__}", 0.0
 
     def watch(self) -> None:
         from torch._dynamo.callback import callback_handler  # slow to import, and not for all
@@ -205,13 +205,13 @@ def compile_run(
     return compiled
 
 
-def _recomputing(index: int, settings: EngineSettings) -> Callable[..., Any]:
+def _recomputing(index: int, model: ModelConfig) -> Callable[..., Any]:
     """How a block is run so that it keeps as little as asked for."""
-    if not settings.gradient_checkpointing or settings.ac_mode in ("none", "memory_budget"):
+    if not model.gradient_checkpointing or model.archon.ac_mode in ("none", "memory_budget"):
         return _run_plain
-    if settings.keeps_products:
+    if model.archon.keeps_products:
         return _run_keeping_products
-    return _run_recomputed if settings.is_recomputed(index) else _run_plain
+    return _run_recomputed if model.archon.is_recomputed(index) else _run_plain
 
 
 @cache

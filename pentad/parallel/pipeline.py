@@ -20,7 +20,7 @@ from pentad.core.fit import (
     takes_microbatches,
 )
 from pentad.core.layout import Layout
-from pentad.core.settings import EngineSettings
+from pentad.engine.section import ModelConfig
 from pentad.parallel.cuts import local
 from pentad.parallel.mesh import ALONE, Axis
 
@@ -74,36 +74,36 @@ class Pipeline:
         return num
 
 
-def plan_pipeline(dims: ModelDims, layout: Layout, settings: EngineSettings) -> Pipeline | None:
+def plan_pipeline(dims: ModelDims, layout: Layout, model: ModelConfig) -> Pipeline | None:
     """The pipeline a layout asks for; None where it has one rank of it. Refuses what cannot be."""
     if layout.pp == 1:
         return None
-    schedule = settings.pp_schedule
+    schedule = model.archon.pp_schedule
     if schedule not in SCHEDULES:
         rule = "is no pipeline schedule"
         raise UserError(Problem(f"pp_schedule = {schedule}", rule, f"use {', '.join(SCHEDULES)}"))
     problems = [
-        *settings.schedule_problems(
+        *model.archon.schedule_problems(
             "",
             pp=layout.pp,
-            compiles=settings.compile,
-            keeps=settings.gradient_checkpointing,
-            reshards=settings.reshard_after_forward,
+            compiles=model.archon.enable_compile is True,
+            keeps=model.gradient_checkpointing,
+            reshards=model.archon.reshard_after_forward_policy == "always",
             moe=dims.num_experts > 0,
         ),
-        *settings.stage_problems(
+        *model.archon.stage_problems(
             "", f"layout = {layout}", pp=layout.pp, num_layers=dims.num_layers
         ),
     ]
     if problems:
         raise UserError(problems)
-    num = settings.stages_per_rank or default_stages_per_rank(schedule)
+    num = model.archon.stages_per_rank or default_stages_per_rank(schedule)
     return Pipeline(
         schedule=schedule,
         pp=layout.pp,
         stages_per_rank=num,
-        layers=_layers(dims, layout.pp * num, settings.layers_per_stage),
-        recomputes=settings.gradient_checkpointing and settings.ac_mode != "none",
+        layers=_layers(dims, layout.pp * num, model.archon.layers_per_stage),
+        recomputes=model.gradient_checkpointing and model.archon.ac_mode != "none",
     )
 
 

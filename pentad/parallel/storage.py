@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from pentad.core.device import DTYPES
-from pentad.core.settings import EngineSettings
+from pentad.engine.section import ModelConfig
 from pentad.parallel.cuts import Cut
 from pentad.parallel.mesh import Meshes
 
@@ -106,20 +106,25 @@ def _add(total: Tensor, part: Tensor) -> None:
         total.add_(part)
 
 
-def needs_storage(settings: EngineSettings, meshes: Meshes, cuts: Mapping[str, Cut]) -> bool:
+def needs_storage(keys: ModelConfig, meshes: Meshes, cuts: Mapping[str, Cut]) -> bool:
     """Whether anything is sharded, replicated, cast or kept elsewhere; if not, parameters stay
     plain tensors."""
     layout = meshes.layout
     num_dense = layout.dp * layout.cp
     has_experts = any(cut.is_expert for cut in cuts.values())
     num_expert = layout.dp_replicate * layout.efsdp if has_experts else 1
-    return settings.is_mixed or settings.offload_params or num_dense > 1 or num_expert > 1
+    return keys.is_mixed or keys.archon.offload_params or num_dense > 1 or num_expert > 1
 
 
-def is_cast_whole(settings: EngineSettings, meshes: Meshes) -> bool:
+def reshards(keys: ModelConfig) -> bool:
+    """Whether blocks give up their gathered weights between forward and backward."""
+    return keys.archon.reshard_after_forward_policy == "always"
+
+
+def is_cast_whole(keys: ModelConfig, meshes: Meshes) -> bool:
     """Whether there is nothing to gather and room for all weights in compute dtype at once."""
-    is_here = meshes.layout.world == 1 and not settings.offload_params
-    return is_here and not settings.reshard_after_forward
+    is_here = meshes.layout.world == 1 and not keys.archon.offload_params
+    return is_here and not reshards(keys)
 
 
 def apply_storage(
@@ -128,7 +133,7 @@ def apply_storage(
     blocks: Iterable[nn.Module],
     cuts: Mapping[str, Cut],
     own_dtypes: Mapping[str, str],
-    settings: EngineSettings,
+    keys: ModelConfig,
     meshes: Meshes,
 ) -> None:
     """Master weights in storage, cast to `compute_dtype` block by block when used.
@@ -137,11 +142,11 @@ def apply_storage(
     units of their own. Embedding, final norm and heads are the root's: a tied head is used at
     both ends.
     """
-    if not needs_storage(settings, meshes, cuts):
+    if not needs_storage(keys, meshes, cuts):
         return
-    if is_cast_whole(settings, meshes):
+    if is_cast_whole(keys, meshes):
         names = dict(model.named_parameters())
-        dtypes = {name: DTYPES[own_dtypes.get(name, settings.compute_dtype)] for name in names}
+        dtypes = {name: DTYPES[own_dtypes.get(name, keys.dtype)] for name in names}
         root.register_forward_pre_hook(CastWeights(model, dtypes))
         return
     dims = {id(p): cuts[name].stored_dim for name, p in model.named_parameters()}
@@ -150,12 +155,12 @@ def apply_storage(
         return Shard(dims[id(parameter)])
 
     pins = meshes.device.type == "cuda"
-    offload = CPUOffloadPolicy(pin_memory=pins) if settings.offload_params else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=pins) if keys.archon.offload_params else OffloadPolicy()
 
     def shard(module: nn.Module, dtype: str, *, experts: bool = False) -> None:
         policy = MixedPrecisionPolicy(
             param_dtype=DTYPES[dtype],
-            reduce_dtype=DTYPES[settings.reduce_dtype],
+            reduce_dtype=DTYPES[keys.reduce_dtype],
             cast_forward_inputs=False,
         )
         unit = fully_shard(
@@ -164,22 +169,22 @@ def apply_storage(
             mp_policy=policy,
             offload_policy=offload,
             shard_placement_fn=place,
-            reshard_after_forward=settings.reshard_after_forward if module is not root else None,
+            reshard_after_forward=reshards(keys) if module is not root else None,
         )
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
 
     for name, module in model.named_modules():
-        keys = [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]
-        if any(key in cuts and cuts[key].is_expert for key in keys):
-            shard(module, settings.compute_dtype, experts=True)
+        held = [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]
+        if any(key in cuts and cuts[key].is_expert for key in held):
+            shard(module, keys.dtype, experts=True)
             continue
-        own = {own_dtypes[key] for key in keys if key in own_dtypes} - {settings.compute_dtype}
+        own = {own_dtypes[key] for key in held if key in own_dtypes} - {keys.dtype}
         for dtype in own:
             shard(module, dtype)
     for block in blocks:
-        shard(block, settings.compute_dtype)
-    shard(root, settings.compute_dtype)
+        shard(block, keys.dtype)
+    shard(root, keys.dtype)
 
 
 def give_memory(root: nn.Module, device: torch.device, *, offload: bool) -> None:

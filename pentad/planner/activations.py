@@ -16,7 +16,7 @@ from typing import Literal
 
 from pentad.core.dims import ModelDims
 from pentad.core.layout import Layout
-from pentad.core.settings import is_recomputed
+from pentad.engine.section import is_recomputed
 
 AcMode = Literal["none", "selective", "full", "memory_budget"]
 WIDE = 4

@@ -15,7 +15,6 @@ from pentad.config.derived import (
     is_saved_within,
     model_folder,
     num_running,
-    reshards,
     rows_per_step,
     snapshot_on_host,
     task_of,
@@ -213,7 +212,7 @@ def plan_trainer(
     archon = model.archon
     layout = component.layout(archon.dp_replicate)
     number, tokens = microbatches(part, layout, batch, device)
-    keys = archon.chosen(layout.pp, device.kind)
+    keys = archon.chosen(device.kind, layout.pp, layout.world)
     assert keys.ac_mode != "auto", "one was chosen"
     compiles = archon.enable_compile is True or archon.enable_compile == "auto"
     trains = part.key == "critic" or component.role in ("actor", "critic")
@@ -235,7 +234,7 @@ def plan_trainer(
         microbatch_tokens=tokens,
         param_bytes=DTYPE_BYTES[model.param_dtype],
         reduce_bytes=DTYPE_BYTES[model.reduce_dtype],
-        reshard=reshards(archon, layout.pp, layout.world),
+        reshard=archon.reshards(layout.pp, layout.world),
         has_whole_tables=component.backend == "fsdp",
         keeps_logits=keys.keep_logits is True and part.key == "actor" and trains,
         offload=archon.offload_params,

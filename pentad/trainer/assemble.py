@@ -54,7 +54,7 @@ from pentad.trainer.sft import run_sft
 from pentad.trainer.state import Budget, RunState
 from pentad.trainer.stopping import StopFlag, cut_short, stop_flag, stop_task_early
 from pentad.trainer.train_pump import PublishPump, TrainedBatch, TrainPump
-from pentad.trainer.translate import compute_dtype, sampling_params
+from pentad.trainer.translate import sampling_params
 
 __all__ = ["run_sft", "run_train"]
 
@@ -261,7 +261,7 @@ class Assembly:
                 temperature=self.params.temperature,
                 weights_digest=snapshot.digest.hex(),
                 tolerance=tolerance_of(
-                    compute_dtype(self.config.actor, self.device),
+                    self.config.actor.compute_dtype(self.device.type),
                     strict=self.config.strict,
                     cache_dtype=self.config.rollout.kv_cache_dtype,
                 ),

@@ -38,7 +38,6 @@ from pentad.trainer.preflight import (
 )
 from pentad.trainer.reward_trial import check_reward
 from pentad.trainer.translate import (
-    compute_dtype,
     eval_params,
     executor_settings,
     sampler_settings,
@@ -177,7 +176,7 @@ async def _samplers(config: Config, subject: Subject, device: torch.device) -> d
         model_folder(config),
         sampler_settings(config, subject.dims),
         device=device,
-        dtype=DTYPES[compute_dtype(config.actor, device)],
+        dtype=DTYPES[config.actor.compute_dtype(device.type)],
         decode=lambda ids: tokenizer.decode(ids, keep_special=True),
         version=0,
     )

@@ -15,7 +15,7 @@ import torch
 
 from pentad.config.derived import chosen, component_of, layout_of, model_folder
 from pentad.config.rules.algorithm import sample_limit
-from pentad.config.schema import Config, ModelConfig
+from pentad.config.schema import Config
 from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
@@ -23,12 +23,12 @@ from pentad.core.roles import Learner
 from pentad.core.seeds import derive_seed
 from pentad.core.sizes import RunSize
 from pentad.engine.engine import Engine, build_engine
+from pentad.engine.section import EngineSettings, ModelConfig
 from pentad.models.families import dims_of, known_families, read_config
 from pentad.models.hf_weights import native_shards
 from pentad.models.language_model import LanguageModel
 from pentad.models.registry import build_model, open_weights
 from pentad.telemetry.log import NOTICE
-from pentad.trainer.translate import engine_settings
 from pentad.trainer.update import BatchUpdate
 from pentad.weights import transfer
 
@@ -165,11 +165,8 @@ def build_role(
     model = config.critic if is_critic else config.actor
     path = model_folder(config, role)
     weights, layout = weights_folder(config, role), layout_of(config, role)
-    settings = engine_settings(
-        model,
-        device,
-        pp=layout.pp,
-        world=layout.world,
+    settings = EngineSettings(
+        model=model,
         temperature=temperature,
         total_steps=total_steps,
         max_row_tokens=max_row_tokens,
@@ -205,13 +202,9 @@ def build_scorer(
     """
     given = config.ref.path if role == "ref" else config.teacher.path
     path, layout = model_folder(config, role), layout_of(config, role)
-    settings = engine_settings(
-        config.actor,
-        device,
-        pp=layout.pp,
-        world=layout.world,
+    settings = EngineSettings(
+        model=config.actor,
         temperature=config.gconfig.temperature,
-        total_steps=None,
         max_row_tokens=max_row_tokens,
         strict=config.strict,
     )

@@ -50,7 +50,7 @@ from pentad.trainer.ranks import rank_problems
 from pentad.trainer.records import grad_norm_of, loss_of
 from pentad.trainer.run import place_of
 from pentad.trainer.run_folders import checkpoint_path
-from pentad.trainer.translate import algorithm_settings, compute_dtype
+from pentad.trainer.translate import algorithm_settings
 from pentad.trainer.update import BatchResult
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2}
@@ -264,7 +264,7 @@ def _replay(plan: ReplayPlan, device: torch.device, rank: Rank, dump: str) -> Re
     load_tags(learner, config, set(update.tags) - has, trained, keeps_ref=False)
     place = place_of(device, layout_of(config, "actor"))
     changed = differences(last.facts["place"], place)
-    tolerance = TOLERANCES[compute_dtype(config.actor, device)] if changed else 0.0
+    tolerance = TOLERANCES[config.actor.compute_dtype(device.type)] if changed else 0.0
     compared: list[ReplayedNumber] = []
     for number, batch in enumerate(plan.batches, 1):
         rank.report(batch.step)

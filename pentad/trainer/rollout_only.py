@@ -21,11 +21,11 @@ from pentad.config.derived import model_folder
 from pentad.config.schema import Config
 from pentad.core.device import pick_device
 from pentad.core.errors import Problem, RunError, UserError
-from pentad.core.settings import EngineSettings
 from pentad.core.types import Group
 from pentad.data.ledger import Ledger
 from pentad.data.store import MemoryStore
 from pentad.engine.engine import build_engine
+from pentad.engine.section import EngineSettings, ModelConfig
 from pentad.rl.metrics import sample_metrics
 from pentad.runtime.rank import rank_from_environment
 from pentad.sync.publisher import Publisher, Snapshot, take_snapshot
@@ -43,7 +43,6 @@ from pentad.trainer.samplers import SamplerOpener
 from pentad.trainer.scheduler import NoPump, Scheduler, Watchdog
 from pentad.trainer.state import Budget, RunState
 from pentad.trainer.stopping import stop_task_early, stopped
-from pentad.trainer.translate import compute_dtype
 
 log = logging.getLogger(__name__)
 
@@ -209,13 +208,10 @@ class RolloutOnly:
 def first_weights(config: Config, device: torch.device) -> Snapshot:
     """What the actor begins with, as samplers on this device get it; read on the CPU."""
     path, weights = model_folder(config), weights_folder(config, "actor")
+    dtype = config.actor.compute_dtype(device.type)
     engine = build_engine(
         path,
-        EngineSettings(
-            compute_dtype=compute_dtype(config.actor, device),
-            param_dtype=config.actor.param_dtype,
-            optimizer=None,
-        ),
+        EngineSettings(model=ModelConfig(dtype=dtype, param_dtype=config.actor.param_dtype)),
         init_from_scratch=weights is None,
         seed=config.seed,
         weights=weights,

@@ -48,7 +48,7 @@ from pentad.samplers.server_replica import KeptWeights, ServerRemote
 from pentad.sync.handoff import Handoff
 from pentad.sync.tickets import Kind
 from pentad.telemetry.runfolder import run_path
-from pentad.trainer.translate import compute_dtype, sampler_settings
+from pentad.trainer.translate import sampler_settings
 
 log = logging.getLogger(__name__)
 
@@ -225,7 +225,7 @@ class SamplerOpener:
             dims=self.dims,
             sampler=sampler_settings(config, self.dims),
             device=self.device.type,
-            dtype=compute_dtype(config.actor, self.device),
+            dtype=config.actor.compute_dtype(self.device.type),
             tokenizer=str(self.tokenizer.folder.resolve()),
             model_files=tuple(map(absolute, config.model_files)),
             deterministic=is_deterministic(config),
@@ -272,7 +272,7 @@ def shared_memory() -> Path:
 def embedded_sampler(
     config: Config, dims: ModelDims, tokenizer: Tokenizer, device: torch.device
 ) -> EmbeddedSampler:
-    dtype = DTYPES[compute_dtype(config.actor, device)]
+    dtype = DTYPES[config.actor.compute_dtype(device.type)]
     return EmbeddedSampler(
         blank_model(dims, device=device, dtype=dtype),
         sampler_settings(config, dims),
@@ -293,7 +293,7 @@ def server_settings(
         server,
         model_folder=str(Path(model_folder(config)).resolve()),
         dims=dims,
-        dtype=compute_dtype(config.actor, device),
+        dtype=config.actor.compute_dtype(device.type),
         device=device.type,
         devices=placed.samplers[index].devices,
         tensor_parallel=tensor,

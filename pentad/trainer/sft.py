@@ -30,7 +30,6 @@ from pentad.trainer.recovery import Identity
 from pentad.trainer.run import OpenRun, RunSummary, open_run
 from pentad.trainer.selftest import NUM_PROBES, check_packing, tolerance_of
 from pentad.trainer.sft_service import ExampleService, PretrainService, SftService, parts_of
-from pentad.trainer.translate import compute_dtype
 from pentad.trainer.update import step_from
 
 log = logging.getLogger(__name__)
@@ -116,7 +115,7 @@ class ExampleRun(PlainRun):
         run, config = self.open, self.open.config
         examples = self.data.batch(0, min(NUM_PROBES, len(self.data)))
         with announced(log, "self-test: packed sequences get the log-probs they get alone"):
-            tolerance = tolerance_of(compute_dtype(config.actor, run.device))
+            tolerance = tolerance_of(config.actor.compute_dtype(run.device.type))
             packed = check_packing(self.calls, [row.ids.tolist() for row in examples], tolerance)
         self.restore(self._check_data)
         self.recover.prepare()

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-
-from pentad.config.derived import chosen, num_running, reshards
+from pentad.config.derived import chosen, num_running
 from pentad.config.rules.algorithm import sample_limit
-from pentad.config.schema import Config, ModelConfig
+from pentad.config.schema import Config
 from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.dims import ModelDims
 from pentad.core.errors import UserError
 from pentad.core.remote import Remote
-from pentad.core.section import DType
 from pentad.core.seeds import derive_seed
-from pentad.core.settings import BalanceSettings, EngineSettings, OptimizerSettings, into
-from pentad.core.sizes import default_microbatch_tokens
+from pentad.core.settings import into
 from pentad.core.types import SamplingParams
 from pentad.data.tokenizer import Tokenizer
 from pentad.infer.settings import SamplerSettings
@@ -36,64 +32,6 @@ def algorithm_settings(config: Config) -> AlgorithmSettings:
     if problems:
         raise UserError(problems)
     return settings
-
-
-def compute_dtype(model: ModelConfig, device: torch.device) -> DType:
-    if model.dtype == "auto":
-        return "bfloat16" if device.type == "cuda" else "float32"
-    return model.dtype
-
-
-def engine_settings(
-    model: ModelConfig,
-    device: torch.device,
-    *,
-    temperature: float,
-    total_steps: int | None,
-    max_row_tokens: int,
-    pp: int = 1,
-    world: int = 1,
-    strict: bool = False,
-    balance_data: bool = True,
-) -> EngineSettings:
-    """`max_row_tokens` is the longest sequence the run can meet: no microbatch is smaller.
-
-    `pp` counts the pipeline ranks of the layout, `world` all of them. Without `total_steps` the
-    engine only scores: it has no optimizer, and no schedule that would need the number.
-    """
-    archon = model.archon
-    is_cuda = device.type == "cuda"
-    budget = model.mb_spec.max_tokens_per_mb
-    num_stages = pp * (archon.stages_per_rank or 1) if pp > 1 else 1
-    budget = budget or default_microbatch_tokens(max_row_tokens, device.type, num_stages)
-    saves_memory = is_cuda and model.gradient_checkpointing
-    return into(
-        EngineSettings,
-        model,
-        model.mb_spec,
-        archon.chosen(pp, device.type),
-        compute_dtype=compute_dtype(model, device),
-        temperature=temperature,
-        max_tokens_per_mb=budget,
-        n_mbs=model.mb_spec.fewest,
-        max_row_tokens=max_row_tokens,
-        balance_data=balance_data,
-        pad_to_maximum=model.pad_to_maximum is True,
-        compile=archon.enable_compile is True
-        or (archon.enable_compile == "auto" and is_cuda and not strict),
-        strict=strict,
-        reshard_after_forward=reshards(archon, pp, world),
-        balance=BalanceSettings(
-            aux_loss_coef=archon.moe_aux_loss_coef,
-            z_loss_coef=archon.moe_z_loss_coef,
-            bias_rate=archon.moe_bias_rate,
-        ),
-        deterministic=archon.use_deterministic_algorithms,
-        tag_memory="host" if saves_memory else "device",
-        optimizer=None
-        if total_steps is None
-        else into(OptimizerSettings, model.optimizer, total_steps=total_steps),
-    )
 
 
 def sampling_params(config: Config, tokenizer: Tokenizer) -> SamplingParams:

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from pentad.config.derived import known_config
-from pentad.core.settings import EngineSettings, OptimizerSettings
 from pentad.core.types import Row
 from pentad.engine.engine import build_engine
 from pentad.engine.flops import detect_peak_tflops, measure_throughput
+from pentad.engine.section import EngineSettings, ModelConfig
 from pentad.models.families import dims_of
 from pentad.rl.losses import SftLoss
 
@@ -227,17 +227,19 @@ def make_row(ids: Tensor) -> Row:
 
 
 def build_ours(case: TrainCase, device: torch.device) -> Callable[[], float]:
-    settings = EngineSettings(
-        compute_dtype="bfloat16" if device.type == "cuda" else "float32",
-        param_dtype=case.masters,  # type: ignore[arg-type]
-        reduce_dtype=case.masters,  # type: ignore[arg-type]
-        max_tokens_per_mb=case.microbatch,
-        ac_mode=case.ac_mode,
-        keep_logits=device.type == "cuda" and case.ac_mode == "none",
-        compile=case.compiled,
-        reshard_after_forward=False,
-        optimizer=OptimizerSettings(lr=LR, weight_decay=0.01),
-    )
+    keys = {
+        "param_dtype": case.masters,
+        "reduce_dtype": case.masters,
+        "mb_spec": {"max_tokens_per_mb": case.microbatch},
+        "optimizer": {"lr": LR, "weight_decay": 0.01},
+        "archon": {
+            "ac_mode": case.ac_mode,
+            "keep_logits": device.type == "cuda" and case.ac_mode == "none",
+            "enable_compile": case.compiled,
+            "reshard_after_forward_policy": "never",
+        },
+    }
+    settings = EngineSettings(model=ModelConfig.model_validate(keys), total_steps=1)
     engine = build_engine(case.config, settings, device=device, init_from_scratch=True, seed=1)
     rows = [make_row(ids) for ids in make_ids(case).split(case.lengths)]
 

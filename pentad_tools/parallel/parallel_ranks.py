@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pentad.config.schema import ModelConfig
 from pentad.core.layout import Layout
-from pentad.core.settings import BalanceSettings, EngineSettings, OptimizerSettings
 from pentad.core.types import Row, StepResult
 from pentad.engine.engine import Engine, build_engine
+from pentad.engine.section import EngineSettings, ModelConfig, OptimizerConfig
 from pentad.models.hf_weights import gather_whole
 from pentad.rl.losses import SftLoss
 from pentad.runtime.rank import Rank
 from pentad.runtime.rank_host import device_of
-from pentad.trainer.translate import engine_settings
 
-OPTIMIZER = OptimizerSettings(lr=1e-3, beta1=0.9, gradient_clipping=None)
+OPTIMIZER = OptimizerConfig(lr=1e-3, beta1=0.9, gradient_clipping=None)
 EXP_AVG = "optimizer.exp_avg."
 MAX_LENGTH = 48
 
@@ -55,35 +53,22 @@ class StepMeasurement:
 def engine_settings_of(model: ModelConfig, layout: Layout) -> dict[str, Any]:
     """What a run on GPUs gives its engine, but for what changes numbers beyond rounding (16 bit,
     losses that depend on the split), the size of the model, or what the ranks here do not have."""
-    made = engine_settings(
-        model,
-        torch.device("cuda"),
-        temperature=1.0,
-        total_steps=None,
-        max_row_tokens=MAX_LENGTH,
-        pp=layout.pp,
-        world=layout.world,
-    )
-    made = replace(
-        made,
-        compute_dtype="float32",
-        param_dtype="float32",
-        reduce_dtype="float32",
-        publish_dtype=None,
-        compile=False,
-        ac_mode="none" if made.ac_mode == "memory_budget" else made.ac_mode,  # needs compile
-        ac_debug=False,
-        layers_per_stage=None,
-        offload_params=False,
-        max_tokens_per_mb=None,
-        max_row_tokens=None,
-        n_mbs=1,
-        pad_to_maximum=False,
-        balance=BalanceSettings(),
-    )
-    found = asdict(made)
-    del found["optimizer"], found["balance"]
-    return found
+    made = EngineSettings(model=model).settled("cuda", layout).model
+    archon = made.archon
+    plain = {
+        "enable_compile": False,
+        "ac_mode": "none" if archon.ac_mode == "memory_budget" else archon.ac_mode,  # compiles
+        "ac_debug": False,
+        "layers_per_stage": None,
+        "offload_params": False,
+        **dict.fromkeys((*archon.router_losses, "moe_bias_rate"), 0.0),
+    }
+    kept = {"gradient_checkpointing": made.gradient_checkpointing, "pad_to_maximum": False}
+    return {
+        **kept,
+        **dict.fromkeys(("dtype", "param_dtype", "reduce_dtype"), "float32"),
+        "archon": archon.model_copy(update=plain).model_dump(mode="json"),
+    }
 
 
 def make_rows(vocab_size: int, num_rows: int, max_length: int, seed: int) -> list[Row]:
@@ -153,7 +138,7 @@ def _build(
     is_fresh = payload["source"] is None and not saved.exists()
     return build_engine(
         source if payload["source"] or is_fresh else saved,
-        EngineSettings(optimizer=OPTIMIZER, **settings),
+        EngineSettings(model=ModelConfig(**settings, optimizer=OPTIMIZER), total_steps=2),
         device=device,
         layout=layout,
         init_from_scratch=is_fresh,

@@ -13,13 +13,14 @@ from parity_cases import make as make_archon
 from pipeline_cases import over_stages
 from torch import Tensor
 
+from pentad.engine.section import OptimizerConfig
+from sections import engine_settings
 from pentad.checkpoint.folders import find_checkpoints, info_folder, state_folder
 from pentad.checkpoint.job import CommitJob, run_job
 from pentad.checkpoint.restore import restore_learner
 from pentad.checkpoint.shards import StateSaver, save_learner
 from pentad.checkpoint.writer import Writer
 from pentad.core.layout import Layout
-from pentad.core.settings import EngineSettings, OptimizerSettings
 from pentad.engine.engine import Engine, build_engine
 from pentad.weights.transfer import iter_sources
 
@@ -31,14 +32,14 @@ PARTS = ("model.", "optimizer.exp_avg.", "optimizer.exp_avg_sq.", "tags.ref.")
 
 def make(model: str, layout: Layout, loss: str, backend: str, seed: int, **settings: Any) -> Engine:
     # The eps keeps a young AdamW from blowing up the rounding of small gradients to lr.
-    settings["optimizer"] = OptimizerSettings(
+    settings["optimizer"] = OptimizerConfig(
         lr=1e-2, weight_decay=1.0, gradient_clipping=0.5, eps=1e-2
     )
     if backend == "archon":
         return make_archon(model, layout, loss, seed, **settings)
     return build_engine(
         CONFIGS[model],
-        EngineSettings(**settings),
+        engine_settings(**settings),
         layout=layout,
         init_from_scratch=True,
         seed=seed,

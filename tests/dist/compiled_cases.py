@@ -42,6 +42,6 @@ def compiled_step(
     chosen = aot_eager_decomp_partition if backend == "traced" else backend
     step = vars(importlib.import_module(cases))["train_step"]
     with compiled_as_on_a_gpu(chosen):
-        out = step(compile=True, **kwargs)
+        out = step(enable_compile=True, **kwargs)
         breaks = list(counters["graph_break"])
         return out | {"num_graphs": counters["stats"]["unique_graphs"], "breaks": breaks}

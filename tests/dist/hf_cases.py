@@ -8,10 +8,11 @@ from typing import Any
 from engine_toys import CONFIG, PolicyLoss, ValueLoss, bring_back, keep_state, make_rows
 from parity_cases import bend, gradients_of, whole
 
+from pentad.engine.section import OptimizerConfig
+from sections import engine_settings
 from pentad.core.errors import RunError
 from pentad.core.layout import Layout
 from pentad.engine.engine import Engine, build_engine
-from pentad.core.settings import EngineSettings, OptimizerSettings
 
 SMALL = CONFIG | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -34,7 +35,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 LOSSES = {"token": PolicyLoss(0.3), "value": ValueLoss()}
-SETTINGS = OptimizerSettings(lr=1e-2, weight_decay=1.0, gradient_clipping=0.5, eps=1e-2)
+SETTINGS = OptimizerConfig(lr=1e-2, weight_decay=1.0, gradient_clipping=0.5, eps=1e-2)
 """The eps keeps a first step of AdamW from blowing up fp32 noise in small gradients to lr."""
 
 
@@ -46,7 +47,7 @@ def make(source: str, layout: Layout, loss: str = "token", **settings: Any) -> E
     is_folder = source not in CONFIGS
     engine = build_engine(
         source if is_folder else CONFIGS[source],
-        EngineSettings(**settings),
+        engine_settings(**settings),
         layout=layout,
         init_from_scratch=not is_folder,
         seed=3,

@@ -18,9 +18,10 @@ from engine_toys import (
 )
 from torch import Tensor
 
+from pentad.engine.section import OptimizerConfig
+from sections import engine_settings
 from pentad.core.errors import RunError
 from pentad.core.layout import Layout
-from pentad.core.settings import BalanceSettings, EngineSettings, OptimizerSettings
 from pentad.engine.engine import Engine, build_engine
 from pentad.models.hf_weights import gather_whole
 from pentad.ops.digest import digest_of, tensor_checksum
@@ -70,13 +71,13 @@ LOSSES = {"token": PolicyLoss(0.3), "sequence": SequenceLoss(), "value": ValueLo
 
 def make(model: str, layout: Layout, loss: str = "token", seed: int = 3, **settings: Any) -> Engine:
     settings.setdefault(
-        "optimizer", OptimizerSettings(lr=1e-2, weight_decay=1.0, gradient_clipping=0.5)
+        "optimizer", OptimizerConfig(lr=1e-2, weight_decay=1.0, gradient_clipping=0.5)
     )
     if CONFIGS[model]["model_type"] == "glm4_moe":
-        settings.setdefault("balance", BalanceSettings(bias_rate=0.01))
+        settings.setdefault("moe_bias_rate", 0.01)
     engine = build_engine(
         CONFIGS[model],
-        EngineSettings(**settings),
+        engine_settings(**settings),
         layout=layout,
         init_from_scratch=True,
         seed=seed,
@@ -147,7 +148,7 @@ def train_step(
 
 def rounded_steps(model: str, layout: Layout) -> dict[str, Tensor]:
     """Weights and moments in bfloat16 after two steps by given gradients."""
-    engine = make(model, layout, param_dtype="bfloat16", compute_dtype="bfloat16")
+    engine = make(model, layout, param_dtype="bfloat16", dtype="bfloat16")
     for number in range(2):
         for name, master in engine.masters.items():
             gen = torch.Generator().manual_seed(len(name) + sum(map(ord, name)) + number)
@@ -275,7 +276,7 @@ def weights_out(model: str, layout: Layout, folder: str) -> dict[str, Any]:
     digest = digest_of(given.items()).hex()
     digests: list[Any] = [None] * layout.world
     dist.all_gather_object(digests, digest)
-    loaded = build_engine(folder, EngineSettings(), layout=layout)
+    loaded = build_engine(folder, engine_settings(), layout=layout)
     rows = make_rows(4)
     engine.load_tag("same", folder)
     a, b, c = engine.forward(rows), loaded.forward(rows), engine.forward(rows, "same")

@@ -11,11 +11,11 @@ from engine_toys import make_rows, state_of
 from parity_cases import CONFIGS, DENSE, GLM, LOSSES, MOE, make, whole
 from torch import Tensor
 
+from sections import engine_settings
 from pentad.ops.digest import digest_of
 from pentad.core.errors import UserError
 from pentad.core.layout import Layout
 from pentad.engine.engine import Engine, build_engine
-from pentad.core.settings import EngineSettings
 
 CONFIGS |= {
     "tied5": DENSE | {"num_hidden_layers": 5},
@@ -114,7 +114,7 @@ def weights_out(model: str, layout: Layout, folder: str, loss: str, **settings: 
     dist.all_gather_object(everyone, digest_of(given.items()).hex())
     loaded = build_engine(
         folder,
-        EngineSettings(**settings),
+        engine_settings(**settings),
         layout=layout,
         value_head=loss == "value",
     )

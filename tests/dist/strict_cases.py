@@ -2,10 +2,10 @@
 
 import torch
 
+from sections import engine_settings
 from pentad.core.layout import Layout
 from pentad.core.types import Row
 from pentad.engine.engine import build_engine
-from pentad.core.settings import EngineSettings
 
 DENSE = {
     "model_type": "qwen3",
@@ -33,7 +33,7 @@ MIXTURE = DENSE | {
 
 def scores(model: str, layout: Layout | None = None) -> list[list[float]]:
     """Log-probs of ragged rows, exact: every fp32 number is a Python float."""
-    settings = EngineSettings(strict=True, pp_schedule="1F1B", max_tokens_per_mb=40)
+    settings = engine_settings(strict=True, pp_schedule="1F1B", max_tokens_per_mb=40)
     config = MIXTURE if model == "mixture" else DENSE
     engine = build_engine(config, settings, layout=layout, init_from_scratch=True, seed=5)
     generator = torch.Generator().manual_seed(1)

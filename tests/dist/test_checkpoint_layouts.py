@@ -13,7 +13,7 @@ from pentad.core.layout import Layout
 
 pytestmark = pytest.mark.dist
 CASE_S = 300.0
-ZERO_BUBBLE = {"pp_schedule": "ZBVZeroBubble", "reshard_after_forward": False}
+ZERO_BUBBLE = {"pp_schedule": "ZBVZeroBubble", "reshard_after_forward_policy": "never"}
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ KINDS = {
     "dp2": Kind(Layout(dp_shard=2)),
     "hsdp2": Kind(Layout(dp_replicate=2)),
     "tp2": Kind(Layout(tp=2)),
-    "cp2": Kind(Layout(cp=2), {"reshard_after_forward": False}),
+    "cp2": Kind(Layout(cp=2), {"reshard_after_forward_policy": "never"}),
     "1f1b": Kind(Layout(pp=2), {"pp_schedule": "1F1B"}),
     "interleaved": Kind(Layout(pp=2)),
     "zbv": Kind(Layout(pp=2), ZERO_BUBBLE),

@@ -200,7 +200,7 @@ CORNERS = {
         Layout(cp=2, tp=2),
         {"ac_mode": "selective", "ac_selective": 2},
     ),
-    "gathered weights kept": ("moe", Layout(dp_shard=4), {"reshard_after_forward": False}),
+    "gathered weights kept": ("moe", Layout(dp_shard=4), {"reshard_after_forward_policy": "never"}),
     "masters in another dtype": ("moe", Layout(dp_shard=2, tp=2, ep=2), {"param_dtype": "float64"}),
     "filled up to one size": (
         "moe",

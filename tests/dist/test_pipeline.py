@@ -32,7 +32,7 @@ def check(
 ) -> None:
     true = reference(model, loss=loss, calls=calls, num_rows=num_rows)
     if schedule.endswith("ZeroBubble"):
-        settings.setdefault("reshard_after_forward", False)
+        settings.setdefault("reshard_after_forward_policy", "never")
     mine = pool.run(
         layout.world,
         "pipeline_cases",
@@ -183,7 +183,7 @@ def test_recomputed_blocks(pool, schedule, ac):
 
 @pytest.mark.parametrize("schedule", table(["1F1B", "Interleaved1F1B"], ["1F1B"]))
 def test_recomputed_operations(pool, schedule):
-    ac = {"ac_mode": "selective", "ac_selective": "op", "reshard_after_forward": False}
+    ac = {"ac_mode": "selective", "ac_selective": "op", "reshard_after_forward_policy": "never"}
     check(pool, "moe5", Layout(pp=2, tp=2), schedule=schedule, **ac)
 
 
@@ -225,7 +225,7 @@ def test_gradients_computed_in_bfloat16_add_up_in_float32_where_backward_is_spli
             model="own5",
             layout=Layout(pp=2, dp_shard=2),
             pp_schedule=schedule,
-            reshard_after_forward=False,
+            reshard_after_forward_policy="never",
             compute_dtype="bfloat16",
             n_mbs=12,
         )["gradients"]

@@ -9,7 +9,7 @@ from pentad.models.registry import load_model
 
 pytestmark = pytest.mark.dist
 CASE_S = 300.0
-ZERO_BUBBLE = {"pp_schedule": "ZBVZeroBubble", "reshard_after_forward": False}
+ZERO_BUBBLE = {"pp_schedule": "ZBVZeroBubble", "reshard_after_forward_policy": "never"}
 
 
 def run(pool, layout: Layout, function: str, **kwargs):

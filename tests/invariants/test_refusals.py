@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from pentad.core.errors import RunError, UserError
-from pentad.core.settings import EngineSettings, into
+from pentad.engine.section import EngineSettings
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.telemetry.steps import read_lines
-from pentad.trainer import assemble, learners
+from pentad.trainer import learners
 
 
 def test_a_folder_of_another_config_is_left_alone(lab):
@@ -90,14 +90,10 @@ def test_a_sampler_that_keeps_its_old_weights_stops_the_run(lab, monkeypatch):
 
 def test_a_sampler_that_runs_another_policy_stops_the_run(lab, monkeypatch):
     """The weights arrive whole, but the sampler reports the log-probs of another temperature."""
-    params = assemble.sampling_params
     monkeypatch.setattr(
-        "pentad.trainer.translate.into",
-        lambda cls, *sections, **derived: into(
-            cls, *sections, **derived | ({"temperature": 2.0} if cls is EngineSettings else {})
-        ),
+        "pentad.trainer.learners.EngineSettings",
+        lambda **given: EngineSettings(**given | {"temperature": 2.0}),
     )
-    assert params is assemble.sampling_params
     with pytest.raises(RunError, match="differ between sampler and trainer"):
         lab.train()
 

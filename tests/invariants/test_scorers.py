@@ -95,7 +95,7 @@ def test_every_role_is_built_under_every_schedule(lab, teacher, role, schedule, 
     device = torch.device("cpu")
     if role in ("actor", "critic"):
         engine = build_learner(config, role, RunSize(10, 32), device=device)
-        assert engine.settings.optimizer.total_steps == 10 * config.updates_per_batch
+        assert engine.settings.total_steps == 10 * config.updates_per_batch
     else:
         engine = build_scorer(config, role, 32, device=device)
         assert engine.optimizer is None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from dataclasses import fields as dataclass_fields
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,7 +16,7 @@ from pentad.config.rules.rule import RUNS, Rules
 from pentad.config.schema import ALIASES, Config
 from pentad.core.errors import Problem
 from pentad.core.remote import split_uri
-from pentad.core.settings import EngineKeys
+from pentad.engine.section import ArchonConfig
 
 RULES: Rules[[Config]] = Rules()
 
@@ -55,9 +54,7 @@ def the_endpoint_is_a_url(config: Config) -> Iterator[Problem]:
 
 OF_A_MODEL = (
     *("mb_spec", "gradient_checkpointing", "pad_to_maximum", "enable_tree_training"),
-    *(f"archon.{key.name}" for key in dataclass_fields(EngineKeys)),
-    *("archon.enable_compile", "archon.reshard_after_forward_policy"),
-    *("archon.use_deterministic_algorithms", "archon.dp_replicate"),
+    *(f"archon.{key}" for key in ArchonConfig.model_fields if not key.startswith("moe_")),
 )
 HARMLESS = (
     *("experiment_name", "trial_name", "fileroot", "user"),

@@ -12,7 +12,7 @@ from pentad.config.derived import known_config, public_dims
 from pentad.core.errors import RunError, UserError
 from pentad.core.fit import check_fit
 from pentad.core.layout import Layout
-from pentad.core.settings import EngineSettings
+from pentad.engine.section import ModelConfig
 from pentad.models.families import dims_of
 from pentad.parallel.pipeline import plan_pipeline
 from pentad_tools.parallel import parallel_ranks
@@ -54,11 +54,14 @@ def test_a_recipe_brings_its_model_its_layout_and_its_settings(tmp_path):
     (case,) = choose_cases(subject, None, [])
     assert case.layout == Layout(pp=2, dp_shard=2, tp=2, ep=4)
     settings = engine_settings_of(config_at(subject, case.text).actor, case.layout)
-    assert settings["pp_schedule"] == "ZBVZeroBubble" and not settings["reshard_after_forward"]
-    assert (settings["ac_mode"], settings["ac_selective"]) == ("selective", 2)
+    archon = settings["archon"]
+    assert archon["pp_schedule"] == "ZBVZeroBubble"
+    assert archon["reshard_after_forward_policy"] == "never"
+    assert (archon["ac_mode"], archon["ac_selective"]) == ("selective", 2)
     other = read_subject([str(file), "actor.archon.ac_mode=full", "actor.archon.pp_schedule=1F1B"])
     settings = engine_settings_of(config_at(other, case.text).actor, case.layout)
-    assert settings["ac_mode"] == "full" and not settings["reshard_after_forward"]
+    assert settings["archon"]["ac_mode"] == "full"
+    assert settings["archon"]["reshard_after_forward_policy"] == "never"
 
 
 POLICIES = ("default", "always", "never")
@@ -73,12 +76,11 @@ def test_every_layout_that_is_chosen_gets_the_settings_of_a_run(family, policy):
     assert any(case.layout.pp > 1 for case in cases) == (policy != "always" or family == "qwen3")
     for case in cases:
         layout = case.layout
-        given = engine_settings_of(config_at(subject, case.text).actor, layout)
-        settings = EngineSettings(optimizer=parallel_ranks.OPTIMIZER, **given)
-        wanted = {"default": layout.pp == 1, "always": True, "never": False}[policy]
-        assert settings.reshard_after_forward == wanted, case.text
+        keys = ModelConfig(**engine_settings_of(config_at(subject, case.text).actor, layout))
+        wanted = {"default": "always" if layout.pp == 1 else "never"}.get(policy, policy)
+        assert keys.archon.reshard_after_forward_policy == wanted, case.text
         check_fit(layout, subject.dims)
-        plan_pipeline(subject.dims, layout, settings)
+        plan_pipeline(subject.dims, layout, keys)
 
 
 def test_a_folder_is_taken_with_its_switches(tmp_path):

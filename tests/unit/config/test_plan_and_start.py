@@ -22,6 +22,7 @@ from pentad.core.fit import check_fit
 from pentad.data.toy import write_byte_model
 from pentad.engine.held import check_balance
 from pentad.engine.predictor import check_strict
+from pentad.engine.section import EngineSettings
 from pentad.models.families import dims_of
 from pentad.parallel.pipeline import plan_pipeline
 from pentad.planner.prepare import prepare
@@ -29,7 +30,6 @@ from pentad.trainer.preflight import check_train
 from pentad.trainer.ranks import rank_problems
 from pentad.trainer.sft import check_examples
 from pentad.trainer.sft_service import SftService
-from pentad.trainer.translate import engine_settings
 
 SIZES = st.sampled_from([1, 1, 1, 2, 2, 3, 4, 8, 64])
 ONE_OF = {
@@ -147,20 +147,12 @@ def engines(config, command: str, device: torch.device) -> None:
     for role in ("actor", "critic") if has_critic else ("actor",):
         model = config.critic if role == "critic" else config.actor
         layout, dims = layout_of(config, role), dims_of(model.path)
-        made = engine_settings(
-            model,
-            device,
-            temperature=1.0,
-            total_steps=1,
-            max_row_tokens=64,
-            pp=layout.pp,
-            world=layout.world,
-            strict=config.strict and command == "train" and role == "actor",
-        )
+        strict = config.strict and command == "train" and role == "actor"
+        made = EngineSettings(model=model, strict=strict).settled(device.type, layout)
         check_fit(layout, dims)
-        plan_pipeline(dims, layout, made)
+        plan_pipeline(dims, layout, made.model)
         if component_of(config, role).backend != "fsdp":
-            check_balance(made.balance, dims)
+            check_balance(made.model.archon, dims)
         if made.strict:
             check_strict(layout)
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sections import engine_settings
 
 from pentad.cli.recipe import read_recipe
 from pentad.config.load import read_config
@@ -19,12 +20,12 @@ from pentad.config.resolve import resolve
 from pentad.config.rules.checkpoint import judge_changes
 from pentad.core.errors import DataFailure, RunError, UserError
 from pentad.core.roles import Installed
-from pentad.core.settings import EngineSettings, OptimizerSettings
 from pentad.core.types import Generation, Row
 from pentad.data.ledger import Ledger
 from pentad.data.store import MemoryStore
 from pentad.data.toy import write_byte_model, write_model
 from pentad.engine.engine import build_engine
+from pentad.engine.section import OptimizerConfig
 from pentad.planner.plan import build_plan, choose_device
 from pentad.planner.prepare import prepare
 from pentad.rewards.functions import check_columns, read_signature
@@ -261,7 +262,7 @@ def run_out_of_memory():
         def __call__(self, outputs, columns):
             raise torch.OutOfMemoryError("Out of memory. Tried to allocate 2.00 GiB. GPU 0")
 
-    settings = EngineSettings(optimizer=OptimizerSettings())
+    settings = engine_settings(optimizer=OptimizerConfig())
     engine = build_engine("plain", settings, init_from_scratch=True)
     engine.begin_step()
     engine.accumulate([Row(torch.ones(64, dtype=torch.long), {"weights": zeros(64)})], Greedy())

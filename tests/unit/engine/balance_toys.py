@@ -2,9 +2,10 @@
 
 import torch.distributed as dist
 from engine_toys import CONFIG, PolicyLoss, make_rows, state_of
+from sections import engine_settings
 
-from pentad.core.settings import BalanceSettings, EngineSettings, OptimizerSettings
 from pentad.engine.engine import Engine, build_engine
+from pentad.engine.section import OptimizerConfig
 
 MIXTURE = CONFIG | {
     "model_type": "qwen3_moe",
@@ -30,9 +31,11 @@ GLM = CONFIG | {
 
 
 def make_mixture(layout=None, balance=None, config=MIXTURE, **settings) -> Engine:
-    optimizer = OptimizerSettings(lr=1e-3, gradient_clipping=None)
-    chosen = EngineSettings(
-        optimizer=optimizer, balance=BalanceSettings(**(balance or {})), **settings
+    optimizer = OptimizerConfig(lr=1e-3, gradient_clipping=None)
+    chosen = engine_settings(
+        optimizer=optimizer,
+        **{f"moe_{name}": value for name, value in (balance or {}).items()},
+        **settings,
     )
     return build_engine(config, chosen, layout=layout, init_from_scratch=True, seed=3)
 

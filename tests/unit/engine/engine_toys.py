@@ -3,11 +3,12 @@
 from typing import Any
 
 import torch
+from sections import engine_settings
 from torch import Tensor
 
-from pentad.core.settings import EngineSettings, OptimizerSettings
 from pentad.core.types import Row, TokenOutputs
 from pentad.engine.engine import Engine, build_engine
+from pentad.engine.section import OptimizerConfig
 from pentad.models.decoder import causal_attend
 from pentad.parallel.cuts import local
 
@@ -82,11 +83,11 @@ def make_rows(num: int = 12, seed: int = 0, max_len: int = 30) -> list[Row]:
 
 
 def make_engine(value_head: bool = False, lr: float = 1e-2, config=None, **settings) -> Engine:
-    optimizer = OptimizerSettings(lr=lr, weight_decay=1.0, gradient_clipping=0.5)
+    optimizer = OptimizerConfig(lr=lr, weight_decay=1.0, gradient_clipping=0.5)
     settings.setdefault("optimizer", optimizer)
     return build_engine(
         config or CONFIG,
-        EngineSettings(**settings),
+        engine_settings(**settings),
         init_from_scratch=True,
         seed=3,
         value_head=value_head,

@@ -4,10 +4,10 @@ import pytest
 import torch
 from balance_toys import GLM, biases, make_mixture, spread_over_steps, step
 from engine_toys import PolicyLoss, bring_back, keep_state, make_engine, make_rows, train
+from sections import engine_settings
 from transformers import AutoModelForCausalLM
 
 from pentad.core.errors import UserError
-from pentad.core.settings import EngineSettings
 from pentad.core.types import Row
 from pentad.engine.engine import build_engine
 from pentad.infer.engine import InferenceEngine
@@ -168,7 +168,7 @@ def test_weights_without_the_bias_are_refused_by_the_sampler():
 
 
 def test_the_fsdp_backend_computes_with_the_bias_and_hands_it_out_in_float32():
-    settings = EngineSettings(publish_dtype="bfloat16")
+    settings = engine_settings(publish_dtype="bfloat16")
     theirs = build_engine(GLM, settings, init_from_scratch=True, seed=3, backend="fsdp")
     weights = {name: tensor.float() for name, tensor in theirs.iter_weights()}
     name = "model.layers.1.mlp.gate.e_score_correction_bias"

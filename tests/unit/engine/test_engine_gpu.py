@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_toys import CONFIG, PolicyLoss, make_rows
+from sections import engine_settings
 
-from pentad.core.settings import EngineSettings, OptimizerSettings
 from pentad.engine.engine import Engine, build_engine
+from pentad.engine.section import OptimizerConfig
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,8 +31,8 @@ def clean():
 
 
 def make(config, **settings) -> Engine:
-    optimizer = OptimizerSettings(lr=1e-3, gradient_clipping=0.5)
-    given = EngineSettings(compute_dtype="bfloat16", optimizer=optimizer, **settings)
+    optimizer = OptimizerConfig(lr=1e-3, gradient_clipping=0.5)
+    given = engine_settings(dtype="bfloat16", optimizer=optimizer, **settings)
     return build_engine(config, given, device="cuda", init_from_scratch=True, seed=3)
 
 
@@ -51,9 +52,9 @@ def step(engine: Engine) -> tuple[float, float, int]:
 def test_a_smaller_budget_takes_less_memory():
     found = {}
     for budget in (1.0, 0.0):
-        engine = make(WIDE, ac_mode="memory_budget", ac_memory_budget=budget, compile=True)
+        engine = make(WIDE, ac_mode="memory_budget", ac_memory_budget=budget, enable_compile=True)
         step(engine)  # compiles
-        engine = make(WIDE, ac_mode="memory_budget", ac_memory_budget=budget, compile=True)
+        engine = make(WIDE, ac_mode="memory_budget", ac_memory_budget=budget, enable_compile=True)
         found[budget] = step(engine)
         del engine
     assert found[0.0][2] < 0.95 * found[1.0][2]
@@ -67,7 +68,9 @@ def test_a_smaller_budget_takes_less_memory():
 def test_deterministic_runs_are_equal_bit_by_bit(config, compiles):
     finals = []
     for _ in range(2):
-        engine = make(config, deterministic=True, compile=compiles, ac_mode="selective")
+        engine = make(
+            config, use_deterministic_algorithms=True, enable_compile=compiles, ac_mode="selective"
+        )
         seen = [step(engine)[:2] for _ in range(3)]
         finals.append((seen, {name: x.clone() for name, x in engine.masters.items()}))
     assert finals[0][0] == finals[1][0]

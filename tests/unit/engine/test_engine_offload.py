@@ -15,9 +15,10 @@ from engine_toys import (
     make_rows,
     train,
 )
+from sections import engine_settings
 
-from pentad.core.settings import EngineSettings, OptimizerSettings
 from pentad.engine.engine import build_engine
+from pentad.engine.section import OptimizerConfig
 
 WIDE = CONFIG | {"hidden_size": 256, "intermediate_size": 1024, "head_dim": 64}
 HAS_CUDA = torch.cuda.is_available()
@@ -46,8 +47,8 @@ def on(device: str, config=CONFIG, **settings):
     """An engine on the device, in fp32 if nothing else is said, so that two can be compared."""
     if device == "cpu":
         return make_engine(max_tokens_per_mb=60, **settings)
-    optimizer = OptimizerSettings(lr=1e-2, weight_decay=1.0, gradient_clipping=0.5)
-    given = EngineSettings(max_tokens_per_mb=60, optimizer=optimizer, **settings)
+    optimizer = OptimizerConfig(lr=1e-2, weight_decay=1.0, gradient_clipping=0.5)
+    given = engine_settings(max_tokens_per_mb=60, optimizer=optimizer, **settings)
     return build_engine(config, given, device=device, init_from_scratch=True, seed=3)
 
 
@@ -75,7 +76,7 @@ def test_offloaded_training_gives_the_same_numbers(device, tmp_path):
             torch.testing.assert_close(x["logprobs"], y["logprobs"], rtol=1e-3, atol=5e-3)
     away.save_hf(str(tmp_path / "out"))
     again = build_engine(
-        str(tmp_path / "out"), EngineSettings(offload_params=True), device=away.device
+        str(tmp_path / "out"), engine_settings(offload_params=True), device=away.device
     )
     for x, y in zip(again.forward(rows), away.forward(rows), strict=True):
         assert_close(x["logprobs"], y["logprobs"])
@@ -114,7 +115,7 @@ def test_little_stays_on_the_device_between_steps():
     stays = {}
     for is_offloaded in (True, False):
         before = torch.cuda.memory_allocated()
-        engine = on("cuda", WIDE, offload_params=is_offloaded, compute_dtype="bfloat16")
+        engine = on("cuda", WIDE, offload_params=is_offloaded, dtype="bfloat16")
         train(engine, make_rows())
         torch.cuda.synchronize()
         masters = sum(x.numel() * x.element_size() for x in engine.masters.values())
@@ -130,7 +131,7 @@ def test_little_stays_on_the_device_between_steps():
 def test_state_that_left_the_device_comes_back_bit_by_bit(device, dtype):
     """Whoever needs it brings it back: no call is refused and none reads memory that is gone."""
     rows = make_rows()
-    stays, leaves = (on(device, compute_dtype=dtype, tag_memory="device") for _ in range(2))
+    stays, leaves = (on(device, dtype=dtype) for _ in range(2))
     for engine in (stays, leaves):
         engine.save_tag("ref")
     for _ in range(2):

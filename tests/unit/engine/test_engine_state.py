@@ -15,10 +15,11 @@ from engine_toys import (
     train,
     weights_of,
 )
+from sections import engine_settings
 
 from pentad.core.errors import RunError
-from pentad.core.settings import EngineSettings, OptimizerSettings
 from pentad.engine.engine import build_engine
+from pentad.engine.section import OptimizerConfig
 
 
 def test_tags_are_used_and_left_again():
@@ -66,7 +67,7 @@ def test_scoring_a_tag_between_two_accumulates_leaves_the_gradient_alone():
 def test_a_tag_can_hold_other_weights_than_ever_trained(tmp_path):
     engine, rows = make_engine(), make_rows()
     before = weights_of(engine)
-    teacher = build_engine(CONFIG, EngineSettings(), init_from_scratch=True, seed=77)
+    teacher = build_engine(CONFIG, engine_settings(), init_from_scratch=True, seed=77)
     teacher.save_hf(str(tmp_path / "teacher"))
     engine.load_tag("teacher", tmp_path / "teacher")
     for mine, theirs in zip(engine.forward(rows, "teacher"), teacher.forward(rows), strict=True):
@@ -77,18 +78,15 @@ def test_a_tag_can_hold_other_weights_than_ever_trained(tmp_path):
 
 def test_a_run_continues_from_its_state_bitwise():
     rows, loss = make_rows(), PolicyLoss()
-    optimizer = OptimizerSettings(
-        lr=1e-2, lr_scheduler_type="cosine", warmup_steps_proportion=0.5, total_steps=6
-    )
-    straight = make_engine(optimizer=optimizer)
+    keys = {"lr_scheduler_type": "cosine", "warmup_steps_proportion": 0.5}
+    given = {"optimizer": OptimizerConfig(lr=1e-2, **keys), "total_steps": 6}
+    straight = make_engine(**given)
     straight.save_tag("ref")
     train(straight, rows, loss, steps=3)
     state = keep_state(straight)
     expected = train(straight, rows, loss, steps=3)
 
-    resumed = build_engine(
-        CONFIG, EngineSettings(optimizer=optimizer), init_from_scratch=True, seed=99
-    )
+    resumed = build_engine(CONFIG, engine_settings(**given), init_from_scratch=True, seed=99)
     resumed.save_tag("stale")
     bring_back(resumed, state)
     assert resumed.num_steps == 3 and list(resumed.tags.copies) == ["ref"]
@@ -104,7 +102,7 @@ def test_a_state_of_another_model_is_refused_before_anything_changes():
     engine.save_tag("ref")
     before = weights_of(engine)
     other = build_engine(
-        CONFIG | {"num_hidden_layers": 2}, EngineSettings(), init_from_scratch=True
+        CONFIG | {"num_hidden_layers": 2}, engine_settings(), init_from_scratch=True
     )
     with pytest.raises(RunError, match="the checkpoint is of another model"):
         engine.begin_restore(other.state_counters())
@@ -169,7 +167,7 @@ def test_weights_are_not_handed_out_while_others_are_in_place():
 
 
 def test_a_bfloat16_run_goes_on_bit_for_bit_and_rounds_by_its_seed():
-    settings = {"param_dtype": "bfloat16", "compute_dtype": "bfloat16", "lr": 1e-5}
+    settings = {"param_dtype": "bfloat16", "dtype": "bfloat16", "lr": 1e-5}
     rows = make_rows()
     engine = make_engine(**settings)
     before = weights_of(engine)

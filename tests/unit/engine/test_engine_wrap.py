@@ -15,9 +15,9 @@ from engine_toys import (
     train,
     weights_of,
 )
+from sections import engine_keys, engine_settings
 from torch import Tensor
 
-from pentad.core.settings import EngineSettings
 from pentad.engine.engine import build_engine
 from pentad.models.families import REGISTERED, qwen3_moe
 from pentad.ops.attention import PaddedAttend
@@ -89,13 +89,15 @@ def no_process_group():
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("reshards", [True, False], ids=["by-block", "whole"])
+@pytest.mark.parametrize("reshards", ["always", "never"], ids=["by-block", "whole"])
 def test_masters_are_cast_for_compute_and_stepped_in_full(no_process_group, tmp_path, reshards):
     """The path of a GPU (fp32 masters, bf16 compute) with fp64 masters and fp32 compute."""
     rows = make_rows()
     plain = make_engine(max_tokens_per_mb=60)
-    mixed = make_engine(param_dtype="float64", max_tokens_per_mb=60, reshard_after_forward=reshards)
-    assert mixed.settings.is_mixed
+    mixed = make_engine(
+        param_dtype="float64", max_tokens_per_mb=60, reshard_after_forward_policy=reshards
+    )
+    assert mixed.settings.model.is_mixed
     assert {p.dtype for p in mixed.parameters.values()} == {torch.float64}
     for a, b in zip(mixed.forward(rows), plain.forward(rows), strict=True):
         assert torch.equal(a["logprobs"], b["logprobs"])
@@ -133,9 +135,9 @@ def test_weights_cast_whole_train_as_those_cast_by_block(no_process_group, is_mo
             param_dtype="float64",
             max_tokens_per_mb=60,
             ac_mode=ac_mode,
-            reshard_after_forward=reshards,
+            reshard_after_forward_policy=reshards,
         )
-        for reshards in (True, False)
+        for reshards in ("always", "never")
     ]
     for _ in range(2):
         norms = []
@@ -153,8 +155,8 @@ def test_weights_cast_whole_train_as_those_cast_by_block(no_process_group, is_mo
 
 def test_a_model_of_transformers_is_cast_whole_too(no_process_group):
     rows, results = make_rows(), []
-    for reshards in (True, False):
-        settings = EngineSettings(param_dtype="float64", reshard_after_forward=reshards)
+    for reshards in ("always", "never"):
+        settings = engine_settings(param_dtype="float64", reshard_after_forward_policy=reshards)
         engine = build_engine(CONFIG, settings, backend="fsdp", init_from_scratch=True)
         results.append((train(engine, rows).grad_norm, engine.tensors))
     assert results[0][0] == results[1][0] > 0
@@ -163,7 +165,10 @@ def test_a_model_of_transformers_is_cast_whole_too(no_process_group):
 
 
 def test_a_failed_pass_leaves_the_masters_in_place(no_process_group):
-    engine, rows = make_engine(param_dtype="float64", reshard_after_forward=False), make_rows()
+    engine, rows = (
+        make_engine(param_dtype="float64", reshard_after_forward_policy="never"),
+        make_rows(),
+    )
 
     class Failing(PolicyLoss):
         def __call__(self, outputs, columns):
@@ -191,7 +196,7 @@ def test_steps_smaller_than_the_compute_dtype_can_hold_are_not_lost(no_process_g
 
 def test_bf16_compute_stays_near_fp32(no_process_group):
     rows = make_rows(6)
-    exact, rough = make_engine(), make_engine(compute_dtype="bfloat16")
+    exact, rough = make_engine(), make_engine(dtype="bfloat16")
     for a, b in zip(exact.forward(rows), rough.forward(rows), strict=True):
         # bf16 keeps 8 bits; log-probs of this model reach -20.
         assert (a["logprobs"] - b["logprobs"]).abs().max() < 0.5
@@ -202,7 +207,7 @@ def test_bf16_compute_stays_near_fp32(no_process_group):
 
 
 def test_deterministic_mode_is_torchs_own_refusal():
-    engine = make_engine(deterministic=True)
+    engine = make_engine(use_deterministic_algorithms=True)
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert not train(engine, make_rows()).skipped
@@ -226,7 +231,7 @@ def test_compiled_blocks_share_one_graph_over_layers_and_lengths(monkeypatch):
     torch._dynamo.reset()
     eager, compiled = make_engine().decoder, make_engine().decoder
     for i, block in enumerate(compiled.layers.values()):
-        apply_to_block(block, i, EngineSettings(compile=True), torch.device("cuda"))
+        apply_to_block(block, i, engine_keys(enable_compile=True), torch.device("cuda"))
     for length in (9, 20):
         ids, attend = torch.arange(length), PaddedAttend([length], device=torch.device("cpu"))
         for model in (eager, compiled):
@@ -255,7 +260,7 @@ def test_a_mixture_trains_with_its_router_in_the_dtype_its_map_names(no_process_
     }
     rows = make_rows()
     exact = make_engine(config=config)
-    rough = make_engine(config=config, compute_dtype="bfloat16")
+    rough = make_engine(config=config, dtype="bfloat16")
     seen: dict[str, torch.dtype] = {}
     block = rough.decoder.layers["1"]
     for name in ("ffn.router", "attn.q"):

@@ -93,7 +93,7 @@ def test_deterministic_runs_are_equal_bit_by_bit_and_the_default_is_off(determin
     assert not torch.are_deterministic_algorithms_enabled()
     finals = []
     for _ in range(2):
-        engine = make_engine(deterministic=True, max_tokens_per_mb=60)
+        engine = make_engine(use_deterministic_algorithms=True, max_tokens_per_mb=60)
         results = [train(engine, make_rows(), PolicyLoss(0.2)) for _ in range(3)]
         finals.append((results, {n: t.clone() for n, t in engine.masters.items()}))
     assert torch.are_deterministic_algorithms_enabled()
@@ -104,7 +104,7 @@ def test_deterministic_runs_are_equal_bit_by_bit_and_the_default_is_off(determin
 
 
 def test_an_operation_that_varies_is_refused_by_name(deterministic):
-    engine, rows = make_engine(deterministic=True), make_rows()
+    engine, rows = make_engine(use_deterministic_algorithms=True), make_rows()
     engine.begin_step()
     with pytest.raises(RunError) as error:
         engine.accumulate(rows, Varying())
@@ -116,6 +116,6 @@ def test_what_libraries_read_is_set_where_nobody_set_it(deterministic, monkeypat
     import os
 
     monkeypatch.setenv("NCCL_ALGO", "Tree")
-    make_engine(deterministic=True)
+    make_engine(use_deterministic_algorithms=True)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert os.environ["NCCL_ALGO"] == "Tree", "what the user set stays"

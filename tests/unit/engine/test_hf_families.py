@@ -6,13 +6,14 @@ import pytest
 import torch
 from closeness import assert_close
 from engine_toys import CONFIG, PolicyLoss, make_rows
+from sections import engine_settings
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pentad.core.errors import UserError
 from pentad.core.layout import Layout
-from pentad.core.settings import BalanceSettings, EngineSettings, OptimizerSettings
 from pentad.core.types import Row
 from pentad.engine.engine import build_engine
+from pentad.engine.section import OptimizerConfig
 from pentad.engine.transformers_model import match_layout
 from pentad.models.hf.config import read_hf_config
 from pentad.models.hf.module import LogitRule, build_hf_model, read_logit_rule
@@ -127,7 +128,7 @@ def own_logprobs(model, row: Row) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_logprobs_are_those_of_the_familys_own_logits(family, tmp_path):
     model = write(tmp_path / "model", family)
-    engine = build_engine(tmp_path / "model", EngineSettings(optimizer=None), backend="fsdp")
+    engine = build_engine(tmp_path / "model", engine_settings(total_steps=None), backend="fsdp")
     rows = rows_of(7, 12, 3)
     for row, output in zip(rows, engine.forward(rows), strict=True):
         assert_close(output["logprobs"][1:], own_logprobs(model, row))
@@ -142,26 +143,26 @@ def test_packed_logprobs_are_those_of_the_familys_own_logits(family, tmp_path):
 def test_weights_go_out_under_their_names_on_disk(tmp_path):
     """Experts one by one, a renamed head: as samplers read them."""
     write(tmp_path / "moe", "qwen3_moe")
-    engine = build_engine(tmp_path / "moe", EngineSettings(), backend="fsdp")
+    engine = build_engine(tmp_path / "moe", engine_settings(), backend="fsdp")
     names = [name for name, _ in engine.iter_weights()]
     assert "model.layers.1.mlp.experts.3.down_proj.weight" in names
     assert "model.layers.1.mlp.experts.down_proj" in engine.parameters
-    index = build_engine(tmp_path / "moe", EngineSettings())  # our own model of the same folder
+    index = build_engine(tmp_path / "moe", engine_settings())  # our own model of the same folder
     assert {n: tuple(t.shape) for n, t in engine.iter_weights()} == {
         n: tuple(t.shape) for n, t in index.iter_weights()
     }
     write(tmp_path / "neox", "gpt_neox")
-    neox = build_engine(tmp_path / "neox", EngineSettings(), backend="fsdp")
+    neox = build_engine(tmp_path / "neox", engine_settings(), backend="fsdp")
     assert "embed_out.weight" in dict(neox.iter_weights())
 
 
 @pytest.mark.parametrize("family", ["gemma2", "granite", "olmo2", "qwen3_moe"])
 def test_gradients_are_those_of_transformers(family, tmp_path):
     model = write(tmp_path / "model", family)
-    settings = EngineSettings(
+    settings = engine_settings(
         ac_mode="full",
         max_tokens_per_mb=16,
-        optimizer=OptimizerSettings(lr=1.0, gradient_clipping=None),
+        optimizer=OptimizerConfig(lr=1.0, gradient_clipping=None),
     )
     engine = build_engine(tmp_path / "model", settings, backend="fsdp")
     rows = rows_of(7, 12, 3)
@@ -187,7 +188,7 @@ def test_blocks_are_recomputed(tmp_path):
     write(tmp_path / "model", "olmo2")
     calls = []
     for mode in ("none", "full"):
-        engine = build_engine(tmp_path / "model", EngineSettings(ac_mode=mode), backend="fsdp")
+        engine = build_engine(tmp_path / "model", engine_settings(ac_mode=mode), backend="fsdp")
         block = engine.decoder.blocks[0]
         seen: list[int] = []
         block.mlp.register_forward_hook(lambda *args, seen=seen: seen.append(1))
@@ -203,27 +204,27 @@ def test_fresh_weights_are_drawn_as_transformers_draws_them():
     for family, start in (("gemma3_text", 0.0), ("qwen3", 1.0)):
         config = config_of(family).to_dict()
         make = {"init_from_scratch": True, "backend": "fsdp", "seed": 4}
-        engine = build_engine(config, EngineSettings(), **make)
+        engine = build_engine(config, engine_settings(), **make)
         weights = dict(engine.iter_weights())
         norm = weights["model.layers.0.input_layernorm.weight"]
         assert torch.equal(norm, torch.full_like(norm, start))
         assert float(weights["model.layers.0.mlp.up_proj.weight"].std()) == pytest.approx(
             0.02, rel=0.1
         )
-        again = dict(build_engine(config, EngineSettings(), **make).iter_weights())
+        again = dict(build_engine(config, engine_settings(), **make).iter_weights())
         assert all(torch.equal(weights[name], again[name]) for name in weights)
 
 
 def test_a_critic_is_saved_as_a_classifier_of_its_family(tmp_path):
     write(tmp_path / "model", "mistral")
-    engine = build_engine(tmp_path / "model", EngineSettings(), backend="fsdp", value_head=True)
+    engine = build_engine(tmp_path / "model", engine_settings(), backend="fsdp", value_head=True)
     rows = rows_of(6, 4)
     values = [output["values"] for output in engine.forward(rows)]
     assert all("logprobs" not in output for output in engine.forward(rows))
     engine.save_hf(str(tmp_path / "critic"))
     saved = json.loads((tmp_path / "critic" / "config.json").read_text())
     assert saved["architectures"] == ["MistralForSequenceClassification"]
-    again = build_engine(tmp_path / "critic", EngineSettings(), backend="fsdp", value_head=True)
+    again = build_engine(tmp_path / "critic", engine_settings(), backend="fsdp", value_head=True)
     for a, b in zip(values, again.forward(rows), strict=True):
         assert_close(a, b["values"])
 
@@ -322,7 +323,7 @@ def test_layouts_that_cannot_cut_a_model_are_refused(family, more, layout, said)
 
 
 def test_settings_that_need_a_model_file_are_refused():
-    settings = EngineSettings(strict=True, balance=BalanceSettings(aux_loss_coef=0.1))
+    settings = engine_settings(strict=True, moe_aux_loss_coef=0.1)
     with pytest.raises(UserError) as caught:
         build_engine(CONFIG, settings, backend="fsdp", init_from_scratch=True)
     said = str(caught.value)
@@ -336,12 +337,12 @@ def test_a_folder_that_lacks_a_tensor_is_refused_by_its_name(tmp_path):
         (tmp_path / "model" / "config.json").write_text(
             json.dumps(config | {"num_hidden_layers": 3})
         )
-        build_engine(tmp_path / "model", EngineSettings(), backend="fsdp")
+        build_engine(tmp_path / "model", engine_settings(), backend="fsdp")
 
 
 def test_mixed_precision_casts_for_compute_and_keeps_the_masters(tmp_path):
     model = write(tmp_path / "model", "olmo2")
-    settings = EngineSettings(compute_dtype="float64")
+    settings = engine_settings(dtype="float64")
     engine = build_engine(tmp_path / "model", settings, backend="fsdp")
     (row,) = rows_of(9)
     (output,) = engine.forward([row])

@@ -11,9 +11,10 @@ updates (test_engine_balance.py, tests/dist/test_balance.py); routes that nobody
 import torch
 from closeness import assert_close
 from engine_toys import ValueLoss, make_engine, make_rows, train
+from sections import engine_settings
 
-from pentad.core.settings import EngineSettings, OptimizerSettings
 from pentad.engine.engine import build_engine
+from pentad.engine.section import OptimizerConfig
 
 
 def test_a_critics_head_is_initialised_saved_and_loaded(tmp_path):
@@ -28,24 +29,23 @@ def test_a_critics_head_is_initialised_saved_and_loaded(tmp_path):
     assert not torch.equal(head, start)
     assert any("score" in name or "value" in name for name, _ in critic.iter_weights())
     critic.save_hf(str(tmp_path / "critic"))
-    again = build_engine(str(tmp_path / "critic"), EngineSettings(), value_head=True, seed=77)
+    again = build_engine(str(tmp_path / "critic"), engine_settings(), value_head=True, seed=77)
     for a, b in zip(again.forward(rows), critic.forward(rows), strict=True):
         assert_close(a["values"], b["values"])
 
 
 def test_the_schedule_and_the_random_numbers_continue_where_they_were():
     """Elsewhere a recovered run warmed up once more, under another stream of random numbers."""
-    optimizer = OptimizerSettings(
-        lr=1e-2, lr_scheduler_type="cosine", warmup_steps_proportion=0.3, total_steps=10
-    )
-    rows, engine = make_rows(), make_engine(optimizer=optimizer)
+    keys = {"lr_scheduler_type": "cosine", "warmup_steps_proportion": 0.3}
+    given = {"optimizer": OptimizerConfig(lr=1e-2, **keys), "total_steps": 10}
+    rows, engine = make_rows(), make_engine(**given)
     for _ in range(5):
         train(engine, rows)
     state = {name: tensor.clone() for name, tensor in engine.state_tensors().items()}
     counters = engine.state_counters()
     drawn = torch.rand(3)
     rates = [train(engine, rows).lr for _ in range(4)]
-    other = make_engine(optimizer=optimizer)
+    other = make_engine(**given)
     torch.manual_seed(99)
     other.begin_restore(counters)
     for name, tensor in other.state_tensors().items():

@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch._dynamo
 from engine_toys import CONFIG, PolicyLoss, make_engine, make_rows, train
+from sections import engine_keys, engine_settings
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 from torch._inductor import compile_fx
 
 from pentad.core.errors import UserError
-from pentad.core.settings import EngineSettings
 from pentad.engine.engine import build_engine
 from pentad.engine.predictor import mixtures_of
 from pentad.models.decoder import causal_attend
@@ -23,11 +23,11 @@ CUDA = torch.device("cuda")
 def kept_and_gradients(budget: float | None) -> tuple[int, list[Tensor]]:
     """Elements that blocks compiled as for a GPU keep for backward, and all gradients."""
     decoder = make_engine().decoder
-    settings = EngineSettings(compile=True)
+    keys = engine_keys(enable_compile=True)
     if budget is not None:
-        settings = EngineSettings(compile=True, ac_mode="memory_budget", ac_memory_budget=budget)
+        keys = engine_keys(enable_compile=True, ac_mode="memory_budget", ac_memory_budget=budget)
     for i, block in decoder.layers.items():
-        apply_to_block(block, int(i), settings, CUDA)
+        apply_to_block(block, int(i), keys, CUDA)
     kept: list[int] = []
 
     def pack(x: Tensor) -> Tensor:
@@ -83,19 +83,15 @@ def test_numbers_of_a_model_are_constants_of_its_compiled_blocks(monkeypatch, ho
     torch._dynamo.reset()
     decoder = make_engine().decoder
     for i, block in decoder.layers.items():
-        apply_to_block(block, int(i), EngineSettings(compile=True, ac_mode=how), CUDA)
+        apply_to_block(block, int(i), engine_keys(enable_compile=True, ac_mode=how), CUDA)
     ids = torch.arange(24)
     decoder(ids, ids, causal_attend)
     assert len(inputs) > 5 and not [x for x in inputs if x.dim() == 0]
 
 
 def test_a_budget_is_refused_where_nothing_is_compiled():
-    with pytest.raises(UserError, match=r"memory_budget: needs compile, and enable_compile = f"):
-        EngineSettings(ac_mode="memory_budget")
     with pytest.raises(UserError, match="on CUDA only, not on cpu; use selective or full"):
-        make_engine(ac_mode="memory_budget", compile=True)
-    with pytest.raises(UserError, match="ac_memory_budget = 1.5: must lie between 0 and 1"):
-        EngineSettings(ac_memory_budget=1.5)
+        make_engine(ac_mode="memory_budget", enable_compile=True)
     assert make_engine(ac_mode="memory_budget", gradient_checkpointing=False)
 
 
@@ -144,13 +140,6 @@ def test_ac_debug_names_layers_that_keep_everything(caplog):
     ]
 
 
-def test_ac_debug_cannot_look_into_compiled_blocks():
-    with pytest.raises(
-        UserError, match="ac_debug = true: enable_compile = true hides what it would"
-    ):
-        EngineSettings(ac_debug=True, compile=True)
-
-
 MIXTURE = CONFIG | {
     "model_type": "qwen2_moe",
     "num_experts": 6,
@@ -185,10 +174,10 @@ def test_a_mixture_in_parts_is_compiled_and_recomputed_as_asked(
         return note
 
     monkeypatch.setattr(torch, "compile", compile_not)
-    settings = EngineSettings(compile=True, **how)
-    engine = build_engine(MIXTURE, EngineSettings(), init_from_scratch=True)
+    keys = engine_keys(enable_compile=True, **how)
+    engine = build_engine(MIXTURE, engine_settings(), init_from_scratch=True)
     decoder = engine.decoder
-    apply_to_blocks(decoder.blocks, settings, CUDA, mixtures_of(decoder))
+    apply_to_blocks(decoder.blocks, keys, CUDA, mixtures_of(decoder))
     runs = {}
     for layer, block in decoder.blocks.items():
         for part in (block.attn_norm, block.ffn.router):
@@ -218,9 +207,9 @@ def test_no_kind_of_block_is_left_uncompiled_because_there_are_many(monkeypatch)
     monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
     torch._dynamo.reset()
     config = MIXTURE | {"num_hidden_layers": 2, "mlp_only_layers": [1]}
-    decoder = build_engine(config, EngineSettings(), init_from_scratch=True).decoder
-    settings = EngineSettings(compile=True, ac_mode="none")
-    apply_to_blocks(decoder.blocks, settings, CUDA, mixtures_of(decoder))
+    decoder = build_engine(config, engine_settings(), init_from_scratch=True).decoder
+    keys = engine_keys(enable_compile=True, ac_mode="none")
+    apply_to_blocks(decoder.blocks, keys, CUDA, mixtures_of(decoder))
     for ids in (torch.arange(24), torch.arange(1)):
         with torch.no_grad():
             decoder(ids, ids, causal_attend)

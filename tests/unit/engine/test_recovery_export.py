@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_toys import CONFIG, make_rows, train
+from sections import engine_settings
 from typer.testing import CliRunner
 
 from pentad.checkpoint.folders import find_checkpoints, info_folder, state_folder
@@ -12,8 +13,8 @@ from pentad.checkpoint.job import CommitJob, run_job
 from pentad.checkpoint.shards import StateSaver, save_learner
 from pentad.cli.main import app
 from pentad.core.errors import UserError
-from pentad.core.settings import EngineSettings, OptimizerSettings
 from pentad.engine.engine import build_engine
+from pentad.engine.section import OptimizerConfig
 from pentad.weights.hf import HfFolder
 from pentad.weights.megatron.layout import find_weights
 from pentad.weights.regions import full_box
@@ -28,7 +29,7 @@ MOE = CONFIG | {
 
 
 def train_and_save(root: Path, config=MOE, backend="archon", value_head=False, role="default"):
-    settings = EngineSettings(optimizer=OptimizerSettings(lr=1e-2), publish_dtype="bfloat16")
+    settings = engine_settings(optimizer=OptimizerConfig(lr=1e-2), publish_dtype="bfloat16")
     engine = build_engine(
         config,
         settings,

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from sections import engine_settings
 
 from pentad.core.errors import UserError
 from pentad.core.layout import Layout
-from pentad.core.settings import EngineSettings
 from pentad.core.types import Row
 from pentad.engine.engine import build_engine
 from pentad.infer.sampler import EmbeddedSampler
@@ -72,7 +72,7 @@ MODELS = {"dense": DENSE, "mixture": MIXTURE, "shared": SHARED, "odd": ODD, "glm
 
 
 def learner_of(config, **settings):
-    options = EngineSettings(**({"strict": True, "gradient_checkpointing": False} | settings))
+    options = engine_settings(**({"strict": True, "gradient_checkpointing": False} | settings))
     learner = build_engine(config, options, init_from_scratch=True, seed=3)
     for name, tensor in learner.tensors.items():
         if name.endswith("router.bias"):
@@ -224,11 +224,6 @@ def test_layouts_that_cut_layers_are_refused():
     check_strict(Layout())
     with pytest.raises(UserError, match="tp = 2: layers cut over ranks"):
         check_strict(replace(Layout(), tp=2))
-
-
-def test_compiled_blocks_are_refused():
-    with pytest.raises(UserError, match="compiled code adds up"):
-        EngineSettings(strict=True, compile=True)
 
 
 def test_windows_are_exact_too(make_request, generate, windowed_dims):

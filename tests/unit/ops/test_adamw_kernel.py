@@ -9,8 +9,8 @@ pytest.importorskip("triton", reason="the kernel needs Triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-from pentad.core.settings import OptimizerSettings  # noqa: E402
 from pentad.engine import optim  # noqa: E402
+from pentad.engine.section import OptimizerConfig  # noqa: E402
 from pentad.ops import adamw_kernel  # noqa: E402
 
 
@@ -24,7 +24,7 @@ def test_steps_equal_those_of_torch(num, weight_decay, monkeypatch):
     torch.manual_seed(0)
     start = torch.randn(2, num, device=DEVICE)
     mine = {"large.weight": start.clone(), "small.weight": start.clone()}
-    settings = OptimizerSettings(lr=1e-2, beta2=0.9999, weight_decay=weight_decay)
+    settings = OptimizerConfig(lr=1e-2, beta2=0.9999, weight_decay=weight_decay)
     optimizer = optim.FusedAdamW(mine, settings, decayed=mine)
     for lr in (1e-2, 1e-3, 2e-3):
         optimizer.lr, gradient = lr, torch.randn(2, num, device=DEVICE)
@@ -47,8 +47,8 @@ def test_large_tensors_of_a_gpu_move_as_a_copy_in_double_does(dtype):
     shape = (3, optim.LARGE // 2)
     parameter = torch.randn(shape, device=DEVICE, dtype=dtype)
     exact = parameter.double()
-    optimizer = optim.FusedAdamW({"weight": parameter}, OptimizerSettings(lr=1e-1))
-    truth = optim.FusedAdamW({"weight": exact}, OptimizerSettings(lr=1e-1))
+    optimizer = optim.FusedAdamW({"weight": parameter}, OptimizerConfig(lr=1e-1))
+    truth = optim.FusedAdamW({"weight": exact}, OptimizerConfig(lr=1e-1))
     parameter.grad = torch.randn(shape, device=DEVICE, dtype=dtype)
     exact.grad = parameter.grad.double()
     assert optim._is_large((parameter, parameter.grad, optimizer.state[parameter]))

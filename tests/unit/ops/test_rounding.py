@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 
-from pentad.core.settings import OptimizerSettings
 from pentad.engine.optim import HAS_TRITON, FusedAdamW
+from pentad.engine.section import OptimizerConfig
 from pentad.ops import rounding
 from pentad.ops.rounding import Place, random_bits, round_up_or_down
 
@@ -86,7 +86,7 @@ def movement(dtype, num_steps=200, lr=1e-6, beta2=0.95):
     start = (torch.randn(256, 256, generator=gen) * 0.02).bfloat16()
     sign = torch.randn(256, 256, generator=gen).sign()
     parameter = start.to(dtype, copy=True)
-    optimizer = FusedAdamW({"w": parameter}, OptimizerSettings(lr=lr, beta2=beta2))
+    optimizer = FusedAdamW({"w": parameter}, OptimizerConfig(lr=lr, beta2=beta2))
     for number in range(num_steps):
         parameter.grad = (sign * torch.rand(256, 256, generator=gen)).to(dtype)
         optimizer.step(number=number)
@@ -117,7 +117,7 @@ def test_a_shard_moves_bit_for_bit_as_its_part_of_the_whole_does(shape, box, mon
     gen = torch.Generator().manual_seed(1)
     start = torch.randn(shape, generator=gen).bfloat16()
     gradients = [torch.randn(shape, generator=gen).bfloat16() for _ in range(3)]
-    settings = OptimizerSettings(lr=1e-3, weight_decay=0.1)
+    settings = OptimizerConfig(lr=1e-3, weight_decay=0.1)
     whole = start.clone()
     wanted = steps_of(whole, gradients, FusedAdamW({"w": whole}, settings, "w", seed=4))
     part = cut(start, box).clone()
@@ -143,7 +143,7 @@ def test_the_kernel_rounds_with_the_same_bits(shape, box, monkeypatch):
     for has_kernel in (True, False):
         monkeypatch.setattr(optim, "_has_kernel", lambda moved, has=has_kernel: has)
         mine = start.clone()
-        optimizer = FusedAdamW({"w": mine}, OptimizerSettings(lr=1e-3, weight_decay=0.1), "w")
+        optimizer = FusedAdamW({"w": mine}, OptimizerConfig(lr=1e-3, weight_decay=0.1), "w")
         optimizer.places["w"] = Place.of(shape, box)
         if start.numel():
             found.append(steps_of(mine, gradients, optimizer))

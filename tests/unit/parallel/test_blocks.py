@@ -5,10 +5,10 @@ import time
 
 import pytest
 import torch
+from sections import engine_keys
 from torch import nn
 
 from pentad.core import kept
-from pentad.core.settings import EngineSettings
 from pentad.parallel.blocks import Compiling, apply_to_blocks, compile_run, compiling
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ class Block(nn.Module):
 def gradients(**settings):
     torch.manual_seed(0)
     blocks = nn.ModuleList([Block(), Block()])
-    apply_to_blocks(dict(enumerate(blocks)), EngineSettings(**settings), CPU)
+    apply_to_blocks(dict(enumerate(blocks)), engine_keys(**settings), CPU)
     x_TD = torch.randn(5, 8)
     torch.manual_seed(1)
     for block in blocks:

@@ -9,11 +9,11 @@ from itertools import product
 import pytest
 import torch
 import torch._dynamo
+from sections import engine_keys
 from tables import table
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 
-from pentad.core.settings import EngineSettings
 from pentad.models.families import dims_of
 from pentad.models.layers import Mlp
 from pentad.models.moe import Moe
@@ -142,7 +142,7 @@ def test_gradients_are_those_of_plain_fp32(monkeypatch, launches, kind, mode, ho
     assert not launches
     set_up(monkeypatch, device)
     kept = {}
-    settings = EngineSettings(compile=compiles, **MODES[mode])
+    settings = engine_keys(enable_compile=compiles, **MODES[mode])
     for has_kernel in (True, False):
         torch._dynamo.reset()
         layers = make(kind, device, torch.bfloat16)

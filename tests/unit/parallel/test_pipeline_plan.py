@@ -1,9 +1,9 @@
 """The pipeline of a layout: stages, their ranks, what they hold, how many microbatches."""
 
 import pytest
+from sections import engine_keys
 
 from pentad.core.layout import Layout
-from pentad.core.settings import EngineSettings
 from pentad.models.families import dims_of
 from pentad.parallel.pipeline import plan_pipeline
 
@@ -22,14 +22,14 @@ DIMS = dims_of(
 
 
 def plan(pp: int, schedule: str, **settings):
-    keeps = {"reshard_after_forward": False, "pp_schedule": schedule, **settings}
-    made = plan_pipeline(DIMS, Layout(pp=pp), EngineSettings(**keeps))
+    keeps = {"reshard_after_forward_policy": "never", "pp_schedule": schedule, **settings}
+    made = plan_pipeline(DIMS, Layout(pp=pp), engine_keys(**keeps))
     assert made is not None
     return made
 
 
 def test_one_pipeline_rank_is_no_pipeline():
-    assert plan_pipeline(DIMS, Layout(tp=2), EngineSettings()) is None
+    assert plan_pipeline(DIMS, Layout(tp=2), engine_keys()) is None
 
 
 @pytest.mark.parametrize(

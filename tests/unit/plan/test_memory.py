@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from sections import engine_settings
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pentad.config.derived import public_dims
 from pentad.core.dims import ModelDims
 from pentad.core.layout import Layout
-from pentad.core.settings import EngineSettings
 from pentad.engine.predictor import wrap_model
 from pentad.models.decoder import Decoder
 from pentad.ops import logprob
@@ -105,7 +105,7 @@ def measure(dims: ModelDims, mode: str, selective: str | int, **extra) -> tuple[
     decoder = Decoder(dims)
     for tensor in (*decoder.parameters(), *decoder.buffers()):
         torch.nn.init.normal_(tensor, std=0.02)
-    settings = EngineSettings(ac_mode=mode, ac_selective=selective, **extra)
+    settings = engine_settings(ac_mode=mode, ac_selective=selective, **extra)
     predictor = wrap_model(decoder, settings, CPU)
     length = NUM_TOKENS // NUM_SEQUENCES
     lengths = [length] * NUM_SEQUENCES

@@ -3,20 +3,18 @@
 import random
 
 import pytest
-import torch
 
 from pentad.config.load import read_config
 from pentad.config.resolve import resolve
 from pentad.config.rules.layout import layout_problems
 from pentad.core.dims import ModelDims
 from pentad.core.errors import UserError
-from pentad.core.fit import balance_problems, check_fit
+from pentad.core.fit import check_fit
 from pentad.core.layout import parse_allocation
-from pentad.models.balance import apply_balance
+from pentad.engine.held import check_balance
+from pentad.engine.section import EngineSettings
 from pentad.models.families import dims_of, known_families, map_of
-from pentad.models.registry import build_model
 from pentad.parallel.pipeline import plan_pipeline
-from pentad.trainer.translate import engine_settings
 
 NUM_DRAWS = 600
 
@@ -79,22 +77,10 @@ def engine_refuses(config, dims: ModelDims) -> str:
     (component,) = parse_allocation(config.allocation_mode)
     try:
         layout = component.layout(config.actor.archon.dp_replicate)
-        settings = engine_settings(
-            config.actor,
-            torch.device("cuda"),
-            temperature=1.0,
-            total_steps=1,
-            max_row_tokens=8,
-            pp=layout.pp,
-            world=layout.world,
-        )
+        keys = EngineSettings(model=config.actor).settled("cuda", layout).model
         check_fit(layout, dims)
-        plan_pipeline(dims, layout, settings)
-        balance = settings.balance
-        losses = {"aux_loss_coef": balance.aux_loss_coef, "bias_rate": balance.bias_rate}
-        if problems := list(balance_problems(dims, losses, ("bias_rate", 0.0))):
-            raise UserError(problems)
-        apply_balance(build_model(dims, device="meta", dtype=torch.float32), balance)
+        plan_pipeline(dims, layout, keys)
+        check_balance(keys.archon, dims)
     except (UserError, AssertionError) as error:
         return str(error) or type(error).__name__
     return ""

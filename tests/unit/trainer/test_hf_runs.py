@@ -5,12 +5,12 @@ import json
 
 import pytest
 import torch
+from sections import engine_settings
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from pentad.cli.main import app
 from pentad.core.errors import UserError
-from pentad.core.settings import EngineSettings
 from pentad.data.render import DataSource
 from pentad.data.sft import open_sft
 from pentad.data.tokenizer import load_tokenizer
@@ -138,7 +138,7 @@ def test_rl_samples_from_the_model_file_what_transformers_module_trains(task, tm
 
 def test_servers_take_weights_of_models_without_a_model_file(task):
     """Their names are those of the folder, each once."""
-    engine = build_engine(task / "olmo2", EngineSettings(optimizer=None), backend="fsdp")
+    engine = build_engine(task / "olmo2", engine_settings(total_steps=None), backend="fsdp")
     pairs = list(engine.iter_weights())
     PairsReader(pairs)
     assert {name for name, _ in pairs} == set(HfFolder(task / "olmo2").infos)

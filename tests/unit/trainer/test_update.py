@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 from closeness import assert_close
+from sections import engine_settings
 
-from pentad.core.settings import EngineSettings, OptimizerSettings
 from pentad.core.types import Group, Prompt, Row, Sample
 from pentad.engine.engine import build_engine
+from pentad.engine.section import OptimizerConfig
 from pentad.rl.algorithms import settings_for
 from pentad.trainer.update import BatchUpdate
 
@@ -29,14 +30,14 @@ CONFIG = {
 
 
 def engine(**more):
-    settings = EngineSettings(
-        gradient_checkpointing=False, optimizer=OptimizerSettings(lr=1e-2), **more
+    settings = engine_settings(
+        gradient_checkpointing=False, optimizer=OptimizerConfig(lr=1e-2), **more
     )
     return build_engine(CONFIG, settings, init_from_scratch=True, seed=3)
 
 
 def critic():
-    settings = EngineSettings(gradient_checkpointing=False, optimizer=OptimizerSettings(lr=1e-2))
+    settings = engine_settings(gradient_checkpointing=False, optimizer=OptimizerConfig(lr=1e-2))
     return build_engine(CONFIG, settings, init_from_scratch=True, seed=4, value_head=True)
 
 
@@ -153,12 +154,12 @@ MIXTURE = CONFIG | {
 
 def test_routes_of_the_sampler_are_followed_and_held_against_the_learners_own():
     """Half of the samples come with the learner's own routes, half with others."""
-    settings = EngineSettings(
-        gradient_checkpointing=False, optimizer=OptimizerSettings(lr=1e-2), max_tokens_per_mb=32
+    settings = engine_settings(
+        gradient_checkpointing=False, optimizer=OptimizerConfig(lr=1e-2), max_tokens_per_mb=32
     )
     learner = build_engine(MIXTURE, settings, init_from_scratch=True, seed=3)
-    value_settings = EngineSettings(
-        gradient_checkpointing=False, optimizer=OptimizerSettings(lr=1e-2)
+    value_settings = engine_settings(
+        gradient_checkpointing=False, optimizer=OptimizerConfig(lr=1e-2)
     )
     judge = build_engine(MIXTURE, value_settings, init_from_scratch=True, seed=4, value_head=True)
     groups = batch(2, 2)

@@ -1,0 +1,325 @@
+"""The keys of the blocks `actor` and `critic`, and what an engine is given beside them.
+
+The class that a recipe fills is the class that engine and planner read. What it leaves open is
+chosen in one place, `EngineSettings.settled`, which knows the device and the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pentad.core.errors import Problem
+from pentad.core.fit import (
+    SCHEDULES,
+    default_stages_per_rank,
+    splits_backward,
+    takes_stages_per_rank,
+)
+from pentad.core.layout import Layout
+from pentad.core.section import (
+    Count,
+    DType,
+    NonNegative,
+    Positive,
+    Section,
+    Share,
+    ShortNames,
+)
+from pentad.core.sizes import default_microbatch_tokens
+
+ParamDType = Annotated[Literal["float32", "bfloat16"], ShortNames]
+ComputeDType = Annotated[Literal["auto", "float32", "bfloat16"], ShortNames]
+ScheduleName = Annotated[
+    Literal["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"], ShortNames
+]
+
+
+class MicrobatchConfig(Section):
+    n_mbs: Annotated[int, Field(ge=1, le=1000000)] | None = None
+    """Microbatches a step is cut into, at least. Raised to the number of pipeline stages. null: 1,
+    or on a GPU as many as its memory asks for, where there is no pipeline (a note says so)."""
+    max_tokens_per_mb: Count | None = None
+    """Most tokens one forward pass takes; more microbatches are made where needed. null: derived
+    from the longest sequence the run can meet."""
+
+    @property
+    def fewest(self) -> int:
+        return self.n_mbs or 1
+
+
+class OptimizerConfig(Section):
+    type: Literal["adamw"] = "adamw"
+    """The optimizer; its state is kept in `param_dtype`."""
+    lr: NonNegative = 1e-6
+    """Peak learning rate. 0 trains nothing, which is a good test of everything else."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay on matrices; norms, biases and embeddings are not decayed."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the first moment."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of the second moment."""
+    eps: Positive = 1e-8
+    """Added to the root of the second moment."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after warm-up."""
+    warmup_steps_proportion: Share = 0.0
+    """Share of all steps over which the learning rate rises from 0."""
+    min_lr_ratio: Share = 0.0
+    """Where linear and cosine end, as a share of `lr`."""
+    gradient_clipping: Positive | None = 1.0
+    """Largest global gradient norm. null: no clipping."""
+
+
+class ArchonConfig(Section):
+    pp_schedule: ScheduleName = "Interleaved1F1B"
+    """Pipeline schedule. Short names: I1F1B, IZB, ZBV."""
+    stages_per_rank: Count | None = None
+    """Pipeline stages each rank holds. null: 1 under 1F1B, else 2."""
+    layers_per_stage: tuple[Count, ...] | None = None
+    """How many layers each pipeline stage holds, first to last. null: balanced by cost, embedding
+    and head counted."""
+    ac_mode: Literal["auto", "none", "selective", "full", "memory_budget"] = "auto"
+    """Activation checkpointing. auto: selective; on a CPU none, unless the layout has a pipeline
+    or `ac_selective` is given. Needs `gradient_checkpointing`."""
+    ac_selective: Literal["op"] | Count | None = None
+    """What selective keeps: `op` (the results of expensive operations), or a stride n (every n-th
+    layer is recomputed). null: op, or 2 under a zero-bubble schedule, which op would hang."""
+    ac_memory_budget: Share = 0.5
+    """For memory_budget: 0 recomputes most, 1 nothing. Needs compile."""
+    ac_debug: bool = False
+    """Logs, once a layer, which operations are kept and which are computed again. Slow, and
+    without compile, which would hide them."""
+    keep_logits: bool | None = None
+    """Keeps the head's logits (4 bytes x tokens of a microbatch x vocabulary) for backward, which
+    computes them again otherwise. null: on a GPU without a sampler, where the run's plan with the
+    largest microbatch takes at most 80% of its memory. Not under a pipeline."""
+    offload_params: bool = False
+    """Keeps parameters, gradients and optimizer state in host memory, where the optimizer then
+    runs; layers are brought to the device as they are used. On one device, too."""
+    enable_compile: Literal["auto"] | bool = "auto"
+    """torch.compile per block. auto: on for CUDA unless the schedule is a zero-bubble one."""
+    reshard_after_forward_policy: Literal["default", "always", "never"] = "default"
+    """Whether parameters are sharded again between forward and backward. default: yes, but not
+    in a pipeline and not on one rank (unless offloaded), where that only costs time."""
+    use_deterministic_algorithms: bool = False
+    """Bitwise repeatable training, or a refusal that names the operation."""
+    dp_replicate: Count = 1
+    """Replicas among the data-parallel ranks; the rest of `d` shards."""
+    moe_aux_loss_coef: NonNegative = 0.0
+    """Weight of the load-balancing loss of a mixture, which is 1 in each layer when all experts
+    are equally busy. A mean over each microbatch, so it depends on how a step is cut."""
+    moe_z_loss_coef: NonNegative = 0.0
+    """Weight of the mean square of the routers' log-partition; as `moe_aux_loss_coef`."""
+    moe_bias_rate: NonNegative = 0.0
+    """How far the selection bias of an expert moves at each step, towards equal load. Needs a
+    family whose files have a place for it: glm4_moe has one, Qwen3-MoE has none."""
+
+    @property
+    def router_losses(self) -> dict[str, float]:
+        """Those by which routers are trained beside the loss, by key."""
+        return {name: getattr(self, name) for name in ("moe_aux_loss_coef", "moe_z_loss_coef")}
+
+    def selection(self, pp: int) -> Literal["op"] | int:
+        """`ac_selective`, or what a pipeline of `pp` ranks makes of null."""
+        is_split = pp > 1 and splits_backward(self.pp_schedule)
+        return self.ac_selective or (2 if is_split else "op")
+
+    def reshards(self, pp: int, world: int) -> bool:
+        """A pipeline would gather too often; one rank has nothing to gather but from the host."""
+        policy, gathers = self.reshard_after_forward_policy, world > 1 or self.offload_params
+        return pp == 1 and gathers if policy == "default" else policy == "always"
+
+    def chosen(self, device: str, pp: int, world: int, *, strict: bool = False) -> ArchonConfig:
+        """These keys with a choice where they leave it to the engine."""
+        is_cuda = device == "cuda"
+        selects = is_cuda or self.ac_selective is not None
+        mode = "selective" if selects else "none"
+        compiles = self.enable_compile == "auto" and is_cuda and not strict
+        choices = {
+            "ac_mode": mode if self.ac_mode == "auto" else self.ac_mode,
+            "ac_selective": self.selection(pp),
+            "keep_logits": self.keep_logits is True,
+            "enable_compile": self.enable_compile is True or compiles,
+            "reshard_after_forward_policy": "always" if self.reshards(pp, world) else "never",
+        }
+        return self.model_copy(update=choices)
+
+    @property
+    def keeps_products(self) -> bool:
+        """Whether layers keep the results of their expensive operations."""
+        return self.ac_mode == "selective" and self.ac_selective == "op"
+
+    def is_recomputed(self, layer: int) -> bool:
+        """Whether a layer keeps its input only."""
+        return is_recomputed(self.ac_mode, self.ac_selective, layer)
+
+    def compile_problems(
+        self, prefix: str, *, compiles: bool | Literal["auto"], keeps: bool
+    ) -> Iterator[Problem]:
+        """What needs compiled blocks, or blocks that are not. `keeps`: whether activation
+        checkpointing is on."""
+        is_budget = self.ac_mode == "memory_budget"
+        if is_budget and keeps and compiles is False:
+            remedy = "use ac_mode: selective or full, or leave enable_compile out"
+            rule = f"needs compile, and {prefix}enable_compile = false"
+            yield Problem(f"{prefix}ac_mode = memory_budget", rule, remedy)
+        if self.ac_debug and compiles is True:
+            needs = ", which ac_mode = memory_budget needs," if is_budget else ""
+            rule = f"{prefix}enable_compile = true{needs} hides what it would look at"
+            yield Problem(f"{prefix}ac_debug = true", rule, "leave one of the two out")
+
+    def stage_problems(
+        self, prefix: str, where: str, *, pp: int, num_layers: int | None
+    ) -> Iterator[Problem]:
+        """Stages that the schedule or the model does not have. `where`: what says `pp`."""
+        schedule, given = self.pp_schedule, self.stages_per_rank
+        if given is not None and not takes_stages_per_rank(schedule, given):
+            want = {"1F1B": "exactly 1", "ZBVZeroBubble": "exactly 2"}.get(schedule, "at least 2")
+            others = [name for name in SCHEDULES if takes_stages_per_rank(name, given)]
+            rule = f"pp_schedule = {schedule} takes {want}"
+            yield Problem(f"{prefix}stages_per_rank = {given}", rule, f"or use {', '.join(others)}")
+        each = given or default_stages_per_rank(schedule)
+        stages, layers = pp * each, self.layers_per_stage
+        if num_layers is not None and stages > num_layers:
+            rule = f"p{pp} x {each} stages a rank ({schedule}) = {stages} stages"
+            rule += f", and the model has {num_layers} layers"
+            yield Problem(where, rule, f"p can be at most {num_layers // each}")
+        if layers is None:
+            return
+        where = f"{prefix}layers_per_stage = {list(layers)}"
+        if len(layers) != stages:
+            rule = f"{len(layers)} numbers for p{pp} x {each} stages a rank = {stages}"
+            yield Problem(where, rule, "give one for each stage, or leave it out")
+        elif min(layers) < 1:
+            yield Problem(where, "every stage needs a layer", "leave it out to have them balanced")
+        elif num_layers is not None and sum(layers) != num_layers:
+            rule = f"sums to {sum(layers)}, and the model has {num_layers} layers"
+            yield Problem(where, rule, "leave it out to have them balanced")
+
+    def schedule_problems(
+        self, prefix: str, *, pp: int, compiles: bool, keeps: bool, reshards: bool, moe: bool
+    ) -> Iterator[Problem]:
+        """What `pp_schedule` does not go with. A backward in two parts keeps its graph in between:
+        what frees or replays it would be wrong, or wait without end. `keeps`: whether activation
+        checkpointing is on. `prefix` of the keys: that of the block in the config, or none."""
+        name, key = f"pp_schedule = {self.pp_schedule}", prefix
+        if self.keep_logits:
+            rule = "a pipeline would hold the logits of several microbatches at once"
+            yield Problem(f"{key}keep_logits = true", rule, "leave it out")
+        keeps_products = keeps and self.ac_mode == "selective" and self.selection(pp) == "op"
+        stride = "use ac_selective: 2 or ac_mode: full"
+        if not splits_backward(self.pp_schedule):
+            # Experts are gathered within their block, in backward but not in every forward.
+            if keeps_products and reshards and moe:
+                rule = "experts of a pipeline would be gathered anew, which ac_selective = op "
+                where = f"{key}reshard_after_forward_policy = always"
+                yield Problem(where, f"{rule}cannot replay", f"leave it out, or {stride}")
+            return
+        other = "use pp_schedule: Interleaved1F1B"
+        if compiles:
+            rule = f"{name} splits backward, which compiled blocks do not support"
+            remedy = f"leave enable_compile out, or {other}"
+            yield Problem(f"{key}enable_compile = true", rule, remedy)
+        if keeps_products:
+            rule = f"{name} needs the kept results twice, and they are dropped after the first use"
+            yield Problem(f"{key}ac_selective = op", rule, f"{stride}, or {other}")
+        if reshards:
+            rule = f"{name} would give wrong gradients with parameters sharded in between"
+            where = f"{key}reshard_after_forward_policy = always"
+            yield Problem(where, rule, f"leave it out, or {other}")
+        if keeps and self.ac_mode == "memory_budget":
+            rule = f"needs compile, which {name} excludes"
+            yield Problem(f"{key}ac_mode = memory_budget", rule, f"use ac_mode: full, or {other}")
+
+
+def is_recomputed(mode: str, selective: str | int | None, layer: int) -> bool:
+    """Whether activation checkpointing keeps only the input of a layer."""
+    if mode == "selective" and isinstance(selective, int):
+        return layer % selective == 0
+    return mode == "full"
+
+
+class ModelConfig(Section):
+    path: str | None = None
+    """Folder with config.json, safetensors and a tokenizer. `plan` also knows the names of the
+    public Qwen2.5 and Qwen3 models. For the critic, null means the actor's."""
+    init_from_scratch: bool = False
+    """Starts from random weights; only config.json and the tokenizer are read."""
+    checkpoint_load_path: str | None = None
+    """Megatron folder (torch_dist or legacy) that training starts from; `path` then gives only
+    config.json and the tokenizer. null: the weights in `path`."""
+    dtype: ComputeDType = "auto"
+    """Compute type. auto: bfloat16 on a GPU, float32 on a CPU."""
+    param_dtype: ParamDType = "float32"
+    """Type of the master weights and of the optimizer state. bfloat16 is rounded stochastically."""
+    reduce_dtype: ParamDType = "float32"
+    """Type in which gradients are summed over ranks."""
+    gradient_checkpointing: bool = True
+    """Switches activation checkpointing as a whole; `archon.ac_mode` says which kind."""
+    pad_to_maximum: Literal["auto"] | bool = "auto"
+    """Fills every microbatch up to `mb_spec.max_tokens_per_mb` with tokens that are never trained,
+    so that all have one shape. auto: no, shapes may differ."""
+    enable_tree_training: bool = False
+    """Not supported: true is refused. Rows that share a prefix are computed one by one."""
+    mb_spec: MicrobatchConfig = MicrobatchConfig()
+    """How a step is cut into microbatches."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimizer and its schedule."""
+    archon: ArchonConfig = ArchonConfig()
+    """The training engine."""
+
+    def compute_dtype(self, device: str) -> Literal["float32", "bfloat16"]:
+        """In which forward and backward run on a device of this type."""
+        if self.dtype == "auto":
+            return "bfloat16" if device == "cuda" else "float32"
+        return self.dtype
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether master weights are cast for compute."""
+        return self.dtype != self.param_dtype
+
+    @property
+    def min_tokens_per_mb(self) -> int:
+        """What every microbatch is filled up to."""
+        return (self.mb_spec.max_tokens_per_mb or 1) if self.pad_to_maximum is True else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What an engine must know besides its weights: its block of keys, and what the run adds."""
+
+    model: ModelConfig = ModelConfig()
+    total_steps: int | None = None
+    """Optimizer steps of the run, which warm-up and decay are shares of. None: it only scores."""
+    temperature: float = 1.0
+    """Log-probs and entropies are those of softmax(logits / temperature)."""
+    strict: bool = False
+    """Log-probs that equal the strict sampler's bit for bit: a token's do not depend on its batch.
+    On ranks that hold whole layers, uncompiled."""
+    balance_data: bool = True
+    """Rows are dealt to ranks and microbatches by cost; otherwise in their order."""
+    max_row_tokens: int | None = None
+    """The longest sequence there will be, where that is known: no microbatch is smaller."""
+    publish_dtype: DType | None = None
+    """For the weights handed to samplers and saved; None: the compute dtype."""
+    logprob_bytes: int | None = None
+    """Room for one chunk of logits; None: `ops.logprob.CHUNK_BYTES`."""
+
+    def settled(self, device: str, layout: Layout) -> EngineSettings:
+        """With a choice for every key that is left to the engine."""
+        model, archon, pp = self.model, self.model.archon, layout.pp
+        tokens = model.mb_spec.max_tokens_per_mb
+        if tokens is None and self.max_row_tokens is not None:
+            num_stages = pp * (archon.stages_per_rank or 1) if pp > 1 else 1
+            tokens = default_microbatch_tokens(self.max_row_tokens, device, num_stages)
+        choices = {
+            "dtype": model.compute_dtype(device),
+            "mb_spec": model.mb_spec.model_copy(update={"max_tokens_per_mb": tokens}),
+            "archon": archon.chosen(device, pp, layout.world, strict=self.strict),
+        }
+        return replace(self, model=model.model_copy(update=choices))
