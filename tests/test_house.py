@@ -62,13 +62,9 @@ def problems_of(root: Path) -> list[str]:
         for line, name in imports_of(path):
             names = name.split(".")
             where = f"{path}:{line}"
-<<<<<<< HEAD
             if names[0] == TOOLS.name:
                 out.append(f"{where}: {me or root.name} must not import {names[0]}")
-            if me in LIGHT and names[0] in HEAVY:
-=======
             if (me in LIGHT or path.name == "section.py") and names[0] in HEAVY:
->>>>>>> e296253 (Sections: blocks of keys stand in the room that reads them; guards and wandb lose their twins (27.5))
                 out.append(f"{where}: {me} must not import {names[0]}")
             if names[0] in OPTIONAL:
                 users.setdefault((me, names[0]), set()).add(str(path))
