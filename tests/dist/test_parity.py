@@ -258,7 +258,7 @@ def test_an_engine_keeps_to_its_axes_beside_one_of_another_layout(pool, model, l
 @pytest.mark.parametrize("model", table(["dense", "moe"], ["dense"]))
 def test_any_split_gives_one_gradient_in_double_precision(pool, model):
     """Layouts, microbatches and calls drawn at random against one rank with one of each."""
-    double = {"param_dtype": "float64", "compute_dtype": "float64", "reduce_dtype": "float64"}
+    double = {"param_dtype": "float64", "dtype": "float64", "reduce_dtype": "float64"}
     true = train_step(model, Layout(), num_rows=9, **double)
     draw = random.Random(5)
     # Sorted by size, so that the pool makes each world once.

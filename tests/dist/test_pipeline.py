@@ -226,7 +226,7 @@ def test_gradients_computed_in_bfloat16_add_up_in_float32_where_backward_is_spli
             layout=Layout(pp=2, dp_shard=2),
             pp_schedule=schedule,
             reshard_after_forward_policy="never",
-            compute_dtype="bfloat16",
+            dtype="bfloat16",
             n_mbs=12,
         )["gradients"]
         for schedule in ("Interleaved1F1B", "ZBVZeroBubble", "InterleavedZeroBubble")

@@ -12,18 +12,18 @@ pytestmark = pytest.mark.dist
 
 CASES = [
     ("parity", "dense", Layout(dp_shard=2), "shm", {}),
-    ("parity", "dense", Layout(tp=2), "shm", {"compute_dtype": "bfloat16"}),
-    ("parity", "moe", Layout(dp_shard=2, ep=2), "file", {"compute_dtype": "bfloat16"}),
+    ("parity", "dense", Layout(tp=2), "shm", {"dtype": "bfloat16"}),
+    ("parity", "moe", Layout(dp_shard=2, ep=2), "file", {"dtype": "bfloat16"}),
     ("hf", "qwen3", Layout(dp_shard=2), "file", {}),
-    ("pipeline", "tied8", Layout(pp=2), "shm", {"compute_dtype": "bfloat16"}),
-    ("parity", "moe", Layout(dp_shard=3, ep=3), "shm", {"compute_dtype": "bfloat16"}),
+    ("pipeline", "tied8", Layout(pp=2), "shm", {"dtype": "bfloat16"}),
+    ("parity", "moe", Layout(dp_shard=3, ep=3), "shm", {"dtype": "bfloat16"}),
     ("parity", "dense", Layout(dp_shard=2, cp=2), "file", {}),
-    ("parity", "moe", Layout(dp_shard=2, tp=2, ep=2), "shm", {"compute_dtype": "bfloat16"}),
+    ("parity", "moe", Layout(dp_shard=2, tp=2, ep=2), "shm", {"dtype": "bfloat16"}),
     ("parity", "glm", Layout(pp=2, dp_shard=2, ep=2), "shm", {"pp_schedule": "1F1B"}),
-    ("hf", "qwen3", Layout(dp_shard=2, tp=2), "shm", {"compute_dtype": "bfloat16"}),
-    ("parity", "six", Layout(dp_shard=4, ep=4), "file", {"compute_dtype": "bfloat16"}),
+    ("hf", "qwen3", Layout(dp_shard=2, tp=2), "shm", {"dtype": "bfloat16"}),
+    ("parity", "six", Layout(dp_shard=4, ep=4), "file", {"dtype": "bfloat16"}),
     ("parity", "moe", Layout(dp_shard=5, ep=5), "shm", {}),
-    ("parity", "dense", Layout(dp_replicate=2, tp=4), "shm", {"compute_dtype": "bfloat16"}),
+    ("parity", "dense", Layout(dp_replicate=2, tp=4), "shm", {"dtype": "bfloat16"}),
 ]
 
 
@@ -40,7 +40,7 @@ def test_the_files_of_all_ranks_are_the_weights(
         layout=layout,
         kind=kind,
         folder=str(tmp_path),
-        bucket=512 if "compute_dtype" in settings else 0,
+        bucket=512 if "dtype" in settings else 0,
         **settings,
     )
     for version in out["seen"]:
@@ -51,7 +51,7 @@ def test_the_files_of_all_ranks_are_the_weights(
         training = Training(
             dims=dims_of(CONFIGS[model]),
             layout=layout,
-            keeping=Checkpointing(compute_bytes=2 if settings.get("compute_dtype") else 4),
+            keeping=Checkpointing(compute_bytes=2 if settings.get("dtype") else 4),
             microbatch_tokens=8,
         )
         planned = training.compute_bytes * publish_params(training, 0)

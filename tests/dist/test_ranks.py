@@ -122,7 +122,7 @@ def test_weights_leave_whole_from_every_layout(pool, tmp_path, model, layout):
 
 @pytest.mark.parametrize(("dtype", "copy"), [("float32", False), ("bfloat16", True)])
 def test_a_publish_in_the_process_holds_the_bytes_that_a_plan_counts(dtype, copy):
-    held = snapshot_held(model="moe", layout=Layout(), copy=copy, compute_dtype=dtype)
+    held = snapshot_held(model="moe", layout=Layout(), copy=copy, dtype=dtype)
     training = Training(
         dims=dims_of(CONFIGS["moe"]),
         layout=Layout(),

@@ -84,7 +84,7 @@ def test_ten_random_splits_give_one_gradient(loss):
         budget = None if trial == 0 else shuffle.choice([None, 30, 60, 200])
         engine = make_engine(
             param_dtype="float64",
-            compute_dtype="float64",
+            dtype="float64",
             max_tokens_per_mb=budget,
             n_mbs=1 if trial == 0 else shuffle.randint(1, 6),
             logprob_bytes=None if trial == 0 else shuffle.choice([1, 8000, 1 << 20]),
@@ -207,7 +207,7 @@ def test_the_order_of_calls_is_kept():
     with pytest.raises(RunError, match="outside a step"):
         engine.end_step()
     with pytest.raises(RunError, match="only scores"):
-        make_engine(optimizer=None).begin_step()
+        make_engine(total_steps=None).begin_step()
 
 
 def test_a_loss_that_ignores_the_model_is_refused():
