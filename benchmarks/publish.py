@@ -40,7 +40,8 @@ from pentad.planner.memory import Training, publish_bucket, publish_params, snap
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.roles import RoleSpec
 from pentad.samplers import remote
-from pentad.samplers.remote import HostedSettings, RemoteSampler
+from pentad.samplers.remote import HostedSettings, RoleSampler
+from pentad.samplers.replica import Replica
 from pentad.sync.handoff import Handoff, snapshot_of
 from pentad.sync.publisher import Publisher
 from pentad.sync.shards import ShardWriter
@@ -134,7 +135,7 @@ def learn(rank: int, layout: Layout, config: dict[str, Any], dtype: str, given: 
     del kept
 
 
-async def keep_busy(sampler: RemoteSampler, vocab: int) -> None:
+async def keep_busy(sampler: Replica, vocab: int) -> None:
     """Requests under way, as in a run, until it is cancelled."""
     number = 0
     while True:
@@ -166,7 +167,11 @@ async def measure(args: argparse.Namespace, pipes: list[Connection], folder: Pat
     runtime, handoff = LocalRuntime(), Handoff(args.kind, folder)
     rows = []
     try:
-        sampler = await RemoteSampler.open(await runtime.start(spec), handoff, patience_s=600.0)
+        process = await runtime.start(spec)
+        sampler = Replica(
+            "rollout-0", lambda _: RoleSampler.open(process, handoff), handoff, max_restarts=0
+        )
+        await sampler.open()
         publisher = Publisher([sampler])
         for pipe in pipes:
             await asyncio.to_thread(pipe.recv)

@@ -155,25 +155,6 @@ async def contract(kind: str, sampler: ServerSampler, two: Policies, report: Rep
         assert all(g.finish == "abort" for g in answers)
         return f"{1e3 * (time.perf_counter() - began):.0f} ms, {[len(g.ids) for g in answers]}"
 
-    async def pause() -> None:
-        heard: list[int] = []
-        first = asyncio.Event()
-
-        def hear(_i: int, token: int, _l: float) -> None:
-            heard.append(token)
-            first.set()
-
-        request = ask("paused", new=600)
-        task = asyncio.create_task(sampler.generate(request, hear))
-        await first.wait()
-        await sampler.pause()
-        num = len(heard)
-        await asyncio.sleep(0.5)
-        assert len(heard) == num < 600, (num, len(heard))
-        await sampler.resume()
-        (g,) = await task
-        assert len(g.ids) == 600 and g.ids == heard
-
     async def under_way() -> str:
         heard = asyncio.Event()
         request = ask("cut", 2, new=3000)
@@ -247,7 +228,6 @@ async def contract(kind: str, sampler: ServerSampler, two: Policies, report: Rep
         await report.part(kind, "seeds", seeds)
     await report.part(kind, "stop ids", stops)
     await report.part(kind, "abort", abort)
-    await report.part(kind, "pause and resume", pause)
     await report.part(kind, "install with answers under way", under_way)
     await report.part(kind, "sleep and wake", sleep)
     await report.part(kind, "transports", transports, 180)

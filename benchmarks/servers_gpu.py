@@ -53,7 +53,8 @@ from pentad.runtime.local_roles import LocalRuntime  # noqa: E402
 from pentad.runtime.roles import RoleSpec  # noqa: E402
 from pentad.samplers import remote, sglang, vllm  # noqa: E402
 from pentad.samplers.process import ServerSettings  # noqa: E402
-from pentad.samplers.remote import HostedSettings, RemoteSampler  # noqa: E402
+from pentad.samplers.remote import HostedSettings, RoleSampler  # noqa: E402
+from pentad.samplers.replica import Replica  # noqa: E402
 from pentad.samplers.server_sampler import ServerSampler  # noqa: E402
 from pentad.sync.handoff import Handoff  # noqa: E402
 from pentad.telemetry.steps import read_lines  # noqa: E402
@@ -174,7 +175,11 @@ async def apart(two: Policies, qwen: Path, folder: Path, report: Report) -> None
         devices=(0,),
     )
     runtime = LocalRuntime()
-    sampler = await RemoteSampler.open(await runtime.start(spec), Handoff("ipc", folder))
+    process, handoff = await runtime.start(spec), Handoff("ipc", folder)
+    sampler = Replica(
+        "rollout-0", lambda _: RoleSampler.open(process, handoff), handoff, max_restarts=0
+    )
+    await sampler.open()
     totals = []
     for version in range(6):
         began = time.perf_counter()

@@ -48,7 +48,8 @@ class Sampler(Protocol):
     """Continues prompts with the current policy. All methods may be called while others run."""
 
     capabilities: frozenset[str]
-    """Of: pause, sleep, abort, stop_strings, seeds (draws follow them), routes, strict."""
+    """Of: pause (while weights are replaced), sleep, abort, stop_strings, seeds (draws follow
+    them), routes, strict."""
 
     @property
     def version(self) -> int:
@@ -64,12 +65,6 @@ class Sampler(Protocol):
     async def abort(self, request_id: str) -> None:
         """Ends one request at once; its generations return with finish "abort"."""
         ...
-
-    async def pause(self) -> None:
-        """No token is drawn until `resume`; in-flight requests stay."""
-        ...
-
-    async def resume(self) -> None: ...
 
     async def install(self, version: int, weights: NamedTensors) -> Installed:
         """Replaces all weights between two tokens; all or nothing, every tensor exactly once."""

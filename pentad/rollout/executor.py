@@ -23,7 +23,7 @@ from pentad.core.specs import load
 from pentad.core.types import Group, Prompt, Sample, SamplingParams
 from pentad.rollout.checks import check_samples
 from pentad.rollout.environments import RolloutTokenizer
-from pentad.rollout.replicas import CheckedSampler, Fleet, Replica
+from pentad.rollout.replicas import Candidate, CheckedSampler, Fleet
 from pentad.rollout.workflows import (
     CLOSE_TIMEOUT_S,
     WORKFLOW_FAILED,
@@ -159,7 +159,7 @@ class Executor:
             return samples
         raise InfraFailure(f"prompt {prompt.gid} failed {len(causes)} times ({'; '.join(causes)})")
 
-    async def _on(self, replica: Replica, prompt: Prompt, context: Context) -> list[Sample]:
+    async def _on(self, replica: Candidate, prompt: Prompt, context: Context) -> list[Sample]:
         """The workflow on one replica, under the deadline, which `Episodes` keep themselves."""
         sampler = CheckedSampler(replica, self.settings.vocab_size)
         closing_s = 2 * CLOSE_TIMEOUT_S if isinstance(self.workflow, Episodes) else 0.0

@@ -1,6 +1,6 @@
-"""The samplers of a run: which one takes a group, which ones are in doubt, and what each answers.
+"""The samplers of a run: which one takes a group, and what each answers.
 
-A replica that fails is suspect: it gets no work until its health check passes. With one replica
+A replica that failed a request gets no other one until its health check passes. With one replica
 and no failure nothing here depends on time.
 """
 
@@ -30,96 +30,93 @@ _request_numbers = itertools.count()
 
 
 @dataclass(slots=True, eq=False)
-class Replica:
-    """One sampler and how far it is trusted."""
+class Candidate:
+    """One sampler that groups may be given to."""
 
     name: str
     sampler: Sampler
+    backoff_s: float
+    """Pause before the health check that follows a failure; doubles with each failure in a row."""
+    is_alone: bool
+    """Whether there is no other one, so that the first health check is made at once."""
     load: int = 0
     """Samples given to it and not yet back."""
     last_error: str | None = None
-    """Why it is suspect; None when it is trusted."""
+    """Why it gets no work; None where it does."""
     num_failures: int = 0
     """Since it last answered well."""
-    probe: asyncio.Task[bool] | None = None
+    checking: asyncio.Task[None] | None = None
 
     def fail(self, reason: str) -> None:
         self.last_error = reason
         self.num_failures += 1
+        if self.checking is None or self.checking.done():
+            self.checking = asyncio.create_task(self._check())
 
-    async def is_healthy(self) -> bool:
-        try:
-            async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                await self.sampler.health()
-        except Exception as failure:
-            self.fail(f"{type(failure).__name__}: {failure}")
-            return False
-        self.last_error = None
-        return True
+    async def _check(self) -> None:
+        """Until it is healthy."""
+        while self.last_error is not None:
+            if not self.is_alone or self.num_failures > 1:
+                pause_s = self.backoff_s * 2 ** min(self.num_failures - 1, 10)
+                await asyncio.sleep(min(MAX_BACKOFF_S, pause_s))
+            try:
+                async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                    await self.sampler.health()
+                self.last_error = None
+            except Exception as failure:
+                self.last_error = f"{type(failure).__name__}: {failure}"
+                self.num_failures += 1
 
 
 class Fleet:
-    """The replicas of a run."""
+    """Picks a replica for each group."""
 
     def __init__(
         self, samplers: Mapping[str, Sampler], patience_s: float, backoff_s: float
     ) -> None:
-        self.replicas = {name: Replica(name, sampler) for name, sampler in samplers.items()}
+        is_alone = len(samplers) == 1
+        self.replicas = {
+            name: Candidate(name, sampler, backoff_s, is_alone)
+            for name, sampler in samplers.items()
+        }
         self.patience_s = patience_s
-        self.backoff_s = backoff_s
 
-    async def pick(self, prompt: Prompt, num_samples: int) -> Replica:
+    async def pick(self, prompt: Prompt, num_samples: int) -> Candidate:
         """Reserves the prompt's own replica, where its prefix may be cached, or an idler one.
 
         The caller gives the load back.
         """
+        trusted = await self._trusted()
+        least = min(trusted, key=lambda r: r.load)
+        home = least
+        if len(trusted) > 1:
+            home = max(trusted, key=lambda r: derive_seed(r.name, *prompt.ids))
+        picked = home if home.load <= least.load + num_samples else least
+        picked.load += num_samples
+        return picked
+
+    async def _trusted(self) -> list[Candidate]:
+        """Replicas that get work; waits until there is one."""
         deadline = awake_s() + self.patience_s
-        while True:
-            trusted = [r for r in self.replicas.values() if r.last_error is None]
-            self._probe_suspects(at_once=not trusted)
-            if trusted:
-                least = min(trusted, key=lambda r: r.load)
-                home = least
-                if len(trusted) > 1:
-                    home = max(trusted, key=lambda r: derive_seed(r.name, *prompt.ids))
-                picked = home if home.load <= least.load + num_samples else least
-                picked.load += num_samples
-                return picked
-            await self._next_probe(deadline)
-
-    def _probe_suspects(self, *, at_once: bool) -> None:
-        for replica in self.replicas.values():
-            if replica.last_error is not None and replica.probe is None:
-                replica.probe = asyncio.create_task(self._probe(replica, at_once=at_once))
-
-    async def _probe(self, replica: Replica, *, at_once: bool) -> bool:
-        """Asks a suspect for its health; after the first time it is left alone for a while."""
-        if not at_once or replica.num_failures > 1:
-            pause_s = self.backoff_s * 2 ** min(replica.num_failures - 1, 10)
-            await asyncio.sleep(min(MAX_BACKOFF_S, pause_s))
-        healthy = await replica.is_healthy()
-        replica.probe = None
-        return healthy
-
-    async def _next_probe(self, deadline: float) -> None:
-        """Waits until a replica may be well again."""
-        left_s = deadline - awake_s()
-        if left_s <= 0:
-            reasons = [f"{r.name}: {r.last_error}" for r in self.replicas.values()]
-            raise InfraFailure(f"no replica can serve ({'; '.join(reasons)})")
-        probes = [r.probe for r in self.replicas.values() if r.probe is not None]
-        await asyncio.wait(probes, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        while not (found := [r for r in self.replicas.values() if r.last_error is None]):
+            left_s = deadline - awake_s()
+            if left_s <= 0:
+                reasons = [f"{r.name}: {r.last_error}" for r in self.replicas.values()]
+                raise InfraFailure(f"no replica can serve ({'; '.join(reasons)})")
+            checks = [r.checking for r in self.replicas.values() if r.checking is not None]
+            await asyncio.wait(checks, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        return found
 
     def close(self) -> None:
         for replica in self.replicas.values():
-            if replica.probe is not None:
-                replica.probe.cancel()
+            if replica.checking is not None:
+                replica.checking.cancel()
 
 
 class CheckedSampler:
     """One replica as a workflow sees it for one group: answers checked, abandoned work aborted."""
 
-    def __init__(self, replica: Replica, vocab_size: int) -> None:
+    def __init__(self, replica: Candidate, vocab_size: int) -> None:
         self.replica = replica
         self.vocab_size = vocab_size
         self.drawn = Drawn()

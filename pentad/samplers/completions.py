@@ -15,7 +15,8 @@ from pentad.core.types import Generation
 from pentad.samplers import server_key
 from pentad.samplers.dialect import Call, Dialect, finish_of, sampling_params
 from pentad.samplers.http import Wire
-from pentad.samplers.server_sampler import ServerSampler, closed_on_failure
+from pentad.samplers.server_sampler import ServerSampler
+from pentad.samplers.started_server import closed_on_failure
 
 PATH = "/v1/completions"
 

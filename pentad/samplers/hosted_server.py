@@ -1,8 +1,7 @@
 """A vLLM or SGLang server in a role process, on the machine that has its GPUs.
 
-The process starts the server there, reaches it on that machine's own address, and serves the
-methods that `remote.RemoteSampler` calls: weights are pulled by ticket, as an embedded sampler
-pulls them. It ends when the server does, and is started again as any replica.
+The process starts the server there and reaches it on that machine's own address. Weights are pulled
+by ticket, as an embedded sampler pulls them. The process ends when its server does.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,8 +20,8 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import InfraFailure
 from pentad.samplers import sglang, vllm
 from pentad.samplers.process import ServerSettings
-from pentad.samplers.remote import pack_generation, request_of, with_tuples
-from pentad.samplers.server_replica import KeptWeights, ServerRemote
+from pentad.samplers.remote import HostedSampler, with_tuples
+from pentad.samplers.started_server import StartedServer
 from pentad.sync.tickets import open_ticket
 
 log = logging.getLogger(__name__)
@@ -42,97 +42,47 @@ def make_server(payload: Mapping[str, Any], emit: Callable[[str, Any], None]) ->
     given = with_tuples(payload["settings"])
     given["dims"] = ModelDims(**with_tuples(given["dims"]))
     given["transfer_folder"] = Path(given["transfer_folder"])
-    settings = ServerSettings(**given)
-    return HostedServer(payload["name"], payload["backend"], settings, Path(payload["log"]), emit)
+    start, settings = START[payload["backend"]], ServerSettings(**given)
+    return HostedServer(partial(start, settings, payload["name"], Path(payload["log"])), emit)
 
 
-class HostedServer:
-    """A server's methods with JSON values and arrays for arguments."""
+class HostedServer(HostedSampler[StartedServer]):
+    """A server that is started by the first call."""
 
     def __init__(
-        self,
-        name: str,
-        backend: str,
-        settings: ServerSettings,
-        log_file: Path,
-        emit: Callable[[str, Any], None],
+        self, start: Callable[[], Awaitable[StartedServer]], emit: Callable[[str, Any], None]
     ) -> None:
-        self.name = name
-        self.backend = backend
-        self.settings = settings
-        self.log_file = log_file
-        self.emit = emit
-        self.remote: ServerRemote | None = None
+        super().__init__(None, emit)
+        self.start = start
         self.watching: asyncio.Task[None] | None = None
 
     async def hello(self) -> dict[str, Any]:
         """Starts the server: in the main thread, with which it ends."""
-        sampler = await START[self.backend](self.settings, self.name, self.log_file)
-        self.remote = ServerRemote(sampler, KeptWeights())
-        self.watching = asyncio.create_task(self._watch(self.remote))
-        capabilities = sorted(sampler.capabilities)
-        return {"capabilities": capabilities, "version": sampler.version, "stats": self.stats()}
+        server = await self.start()
+        self.host(server)
+        self.watching = asyncio.create_task(self._watch(server))
+        return await super().hello()
 
-    async def _watch(self, remote: ServerRemote) -> None:
+    async def _watch(self, server: StartedServer) -> None:
         """This process without its server is of no use: its starter sees it end."""
-        log.error("%s: %s", self.name, await remote.lost)
+        log.error("%s: %s", server.process.name, await server.lost)
         os.kill(os.getpid(), signal.SIGTERM)  # `role_host` ends by it
 
-    @property
-    def _open(self) -> ServerRemote:
-        if self.remote is None:
-            raise InfraFailure(f"{self.name} has not started")
-        return self.remote
-
-    async def generate(self, request: dict[str, Any], is_heard: bool) -> dict[str, Any]:
-        def report(index: int, id_: int, logprob: float) -> None:
-            self.emit("token", [request["id"], index, id_, logprob])
-
-        wanted, heard = request_of(request), report if is_heard else None
-        made = await self._unless_ended(self._open.generate(wanted, heard))
-        return {"generations": [pack_generation(one) for one in made], "stats": self.stats()}
-
-    async def pull(self, ticket: dict[str, Any]) -> dict[str, Any]:
-        """Installs what the ticket names; the server says what reached it."""
+    async def _install(self, ticket: dict[str, Any]) -> Any:
         pairs = await asyncio.to_thread(open_ticket, ticket)
-        return asdict(await self._unless_ended(self._open.install(ticket["version"], pairs)))
+        return await self.sampler.install(ticket["version"], pairs)
 
-    async def _unless_ended(self, call: Awaitable[T]) -> T:
+    async def _answer(self, call: Awaitable[T]) -> T:
         """Answers nothing once the server has ended: the end of this process, which follows, is
         what its caller has to know."""
         try:
             return await call
         except InfraFailure:
-            if self._open.lost.done():
+            if self.sampler.lost.done():
                 await asyncio.Event().wait()
             raise
-
-    async def abort(self, request_id: str) -> None:
-        await self._open.abort(request_id)
-
-    async def pause(self) -> None:
-        await self._open.pause()
-
-    async def resume(self) -> None:
-        await self._open.resume()
-
-    async def rewind(self) -> None:
-        await self._open.rewind()
-
-    async def sleep(self) -> None:
-        await self._open.sleep()
-
-    async def wake(self) -> None:
-        await self._open.wake()
-
-    async def health(self) -> None:
-        await self._open.health()
-
-    def stats(self) -> dict[str, float]:
-        return self.remote.stats() if self.remote else {}
 
     async def close(self) -> None:
         if self.watching is not None:
             self.watching.cancel()
-        if self.remote is not None:
-            await self.remote.close()
+        await super().close()

@@ -1,17 +1,16 @@
-"""The embedded engine in a process of its own: the end that `runtime.role_host` makes there
-(`HostedSampler`), and `core.roles.Sampler` over a connection to it (`RemoteSampler`).
+"""A sampler in a role process: what the process serves (`HostedSampler`), and the connection of a
+replica to it (`RoleSampler`). The target here makes the embedded engine.
 
-Weights are pulled by ticket (`sync.handoff`); the receipt must say what the ticket does. Once the
-connection is lost the object is done: `samplers.replica` makes another one.
+Weights are pulled by ticket (`sync.handoff`); the receipt must say what the ticket does.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 from pentad.core.device import DTYPES
 from pentad.core.dims import ModelDims
 from pentad.core.errors import InfraFailure, RunError, WrongWeights
-from pentad.core.roles import Installed, NamedTensors
+from pentad.core.roles import Installed, Sampler
 from pentad.core.types import Generation, Request, SamplingParams
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.settings import SamplerSettings
@@ -38,7 +37,12 @@ from pentad.sync.tickets import open_ticket
 if TYPE_CHECKING:
     from pentad.data.tokenizer import Tokenizer
 
+S = TypeVar("S", bound=Sampler)
+T = TypeVar("T")
+
 TARGET = f"{__name__}:make_sampler"
+PLAIN_CALLS = ("abort", "rewind", "sleep", "wake", "health")
+"""Methods of a sampler that a role process serves as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +65,7 @@ class HostedSettings:
     """Of torch on a CPU: results depend on it. 0: torch's own choice."""
 
 
-def make_sampler(payload: Mapping[str, Any], emit: Callable[[str, Any], None]) -> HostedSampler:
+def make_sampler(payload: Mapping[str, Any], emit: Callable[[str, Any], None]) -> HostedEngine:
     """The target of a role process."""
     given = dict(payload)
     for path in given["model_files"]:
@@ -87,22 +91,31 @@ def make_sampler(payload: Mapping[str, Any], emit: Callable[[str, Any], None]) -
             return tokenizer().decode(ids, keep_special=True)
 
     settings = SamplerSettings(**given["sampler"])
-    return HostedSampler(
+    return HostedEngine(
         EmbeddedSampler(model, settings, decode=decode, version=given["version"]), emit
     )
 
 
-class HostedSampler:
-    """A sampler's methods with JSON values and arrays for arguments; `RemoteSampler` calls them."""
+class HostedSampler(Generic[S]):
+    """Serves a sampler with JSON values and arrays for arguments."""
 
-    def __init__(self, sampler: EmbeddedSampler, emit: Callable[[str, Any], None]) -> None:
-        self.sampler = sampler
+    def __init__(self, sampler: S | None, emit: Callable[[str, Any], None]) -> None:
+        """`sampler` None: it is made by the first call."""
         self.emit = emit
-        self.held = -1, ""
-        """Version and digest of the last install."""
-        self.abort, self.pause, self.resume = sampler.abort, sampler.pause, sampler.resume
-        self.rewind, self.sleep, self.wake = sampler.rewind, sampler.sleep, sampler.wake
-        self.health, self.stats, self.close = sampler.health, sampler.stats, sampler.close
+        self.hosted: S | None = None
+        if sampler is not None:
+            self.host(sampler)
+
+    def host(self, sampler: S) -> None:
+        self.hosted = sampler
+        for name in PLAIN_CALLS:
+            setattr(self, name, getattr(sampler, name))
+
+    @property
+    def sampler(self) -> S:
+        if self.hosted is None:
+            raise InfraFailure("the sampler has not started")
+        return self.hosted
 
     async def hello(self) -> dict[str, Any]:
         return {
@@ -115,12 +128,36 @@ class HostedSampler:
         def report(index: int, id_: int, logprob: float) -> None:
             self.emit("token", [request["id"], index, id_, logprob])
 
-        made = await self.sampler.generate(request_of(request), report if is_heard else None)
+        wanted, on_token = request_of(request), report if is_heard else None
+        made = await self._answer(self.sampler.generate(wanted, on_token))
         return {"generations": [pack_generation(one) for one in made], "stats": self.stats()}
 
     async def pull(self, ticket: dict[str, Any]) -> dict[str, Any]:
-        """Installs what the ticket names; the receipt is of what lies in the model then. Tensors
-        that it holds already since the version before are not read."""
+        """Installs what the ticket names; the receipt is of what the sampler holds then."""
+        return asdict(await self._answer(self._install(ticket)))
+
+    async def _install(self, ticket: dict[str, Any]) -> Installed:
+        raise NotImplementedError
+
+    async def _answer(self, call: Awaitable[T]) -> T:
+        return await call
+
+    def stats(self) -> dict[str, float]:
+        return self.hosted.stats() if self.hosted is not None else {}
+
+    async def close(self) -> None:
+        if self.hosted is not None:
+            await self.hosted.close()
+
+
+class HostedEngine(HostedSampler[EmbeddedSampler]):
+    def __init__(self, sampler: EmbeddedSampler, emit: Callable[[str, Any], None]) -> None:
+        super().__init__(sampler, emit)
+        self.held = -1, ""
+        """Version and digest of the last install."""
+
+    async def _install(self, ticket: dict[str, Any]) -> Installed:
+        """Tensors that it holds already since the version before are not read."""
         own: dict[str, Tensor] = {}
         if tuple(ticket["base"]) == self.held and self.held[0] == self.sampler.version:
             same = set(ticket["same"])
@@ -129,7 +166,7 @@ class HostedSampler:
         pairs = await asyncio.to_thread(open_ticket, ticket, own)
         receipt = await self.sampler.install(ticket["version"], pairs)
         self.held = receipt.version, receipt.digest
-        return asdict(receipt)
+        return receipt
 
 
 # Requests and answers as they travel.
@@ -183,7 +220,9 @@ def generations_of(values: Sequence[Mapping[str, Any]]) -> list[Generation]:
     ]
 
 
-class RemoteSampler:
+class RoleSampler:
+    """The sampler of one role process; of no use once the connection is lost."""
+
     def __init__(self, process: RoleProcess, handoff: Handoff) -> None:
         self.process = process
         self.handoff = handoff
@@ -195,13 +234,13 @@ class RemoteSampler:
         self.connection: Connection | None = None
 
     @classmethod
-    async def open(cls, process: RoleProcess, handoff: Handoff) -> RemoteSampler:
+    async def open(cls, process: RoleProcess, handoff: Handoff) -> Self:
         """Once the sampler is made there. Raises what kept it from being made."""
         sampler = cls(process, handoff)
         connect = roles.connect(process, sampler._on_event, patience_s=roles.PATIENCE_S)
         sampler.connection = await connect
         try:
-            hello = await sampler._call("hello")
+            hello = await sampler.call("hello")
         except BaseException:
             await sampler.close()
             raise
@@ -217,7 +256,7 @@ class RemoteSampler:
 
     async def generate(self, request: Request, on_token: OnToken | None = None) -> list[Generation]:
         call = asyncio.ensure_future(
-            self._call("generate", request=pack_request(request), is_heard=on_token is not None)
+            self.call("generate", request=pack_request(request), is_heard=on_token is not None)
         )
         if on_token is not None:
             self.listeners[request.id] = on_token, asyncio.get_running_loop().create_future()
@@ -234,27 +273,10 @@ class RemoteSampler:
         self.seen = answer["stats"]
         return generations_of(answer["generations"])
 
-    async def abort(self, request_id: str) -> None:
-        await self._call("abort", request_id=request_id)
-
-    async def pause(self) -> None:
-        await self._call("pause")
-
-    async def resume(self) -> None:
-        await self._call("resume")
-
-    async def rewind(self) -> None:
-        await self._call("rewind")
-        self.version = -1
-
-    async def install(self, version: int, weights: NamedTensors) -> Installed:
-        self._check_open()
-        return await self.pull(await self.handoff.offer(version, weights))
-
     async def pull(self, offer: Offer) -> Installed:
         """Raises WrongWeights where the sampler ends with something else than what is offered."""
         with self.handoff.reading(offer) as ticket:
-            receipt = Installed(**await self._call("pull", ticket=asdict(ticket)))
+            receipt = Installed(**await self.call("pull", ticket=asdict(ticket)))
         if (receipt.version, receipt.digest) != (ticket.version, ticket.digest):
             raise WrongWeights(
                 f"{self.process.name} holds version {receipt.version}, digest {receipt.digest}, "
@@ -263,14 +285,16 @@ class RemoteSampler:
         self.version = receipt.version
         return replace(receipt, num_bytes=ticket.num_bytes)
 
-    async def sleep(self) -> None:
-        await self._call("sleep")
-
-    async def wake(self) -> None:
-        await self._call("wake")
-
-    async def health(self) -> None:
-        await self._call("health")
+    async def call(self, method: str, **arguments: Any) -> Any:
+        if self.is_closed:
+            raise RunError("the sampler is closed")
+        assert self.connection is not None, "opened by `open`"
+        try:
+            return await self.connection.call(method, **arguments)
+        except InfraFailure as failure:
+            if self.is_closed:
+                raise RunError("the sampler was closed") from failure
+            raise
 
     def stats(self) -> dict[str, float]:
         return self.seen
@@ -281,20 +305,6 @@ class RemoteSampler:
         if self.connection is not None:
             await self.connection.close("the sampler was closed")
         self.process.kill()
-
-    async def _call(self, method: str, **arguments: Any) -> Any:
-        self._check_open()
-        assert self.connection is not None, "opened by `open`"
-        try:
-            return await self.connection.call(method, **arguments)
-        except InfraFailure as failure:
-            if self.is_closed:
-                raise RunError("the sampler was closed") from failure
-            raise
-
-    def _check_open(self) -> None:
-        if self.is_closed:
-            raise RunError("the sampler is closed")
 
     def _on_event(self, event: str, value: Any) -> None:
         if event == "beat":

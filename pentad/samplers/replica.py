@@ -1,9 +1,9 @@
-"""One sampler replica of a run, started again whenever its process dies or hangs.
+"""One sampler replica of a run: a process that samples, restarted whenever it dies or hangs.
 
-Requests that come while it is away wait, if no other replica serves, and are then sent again with
-the same seeds; on-policy all requests since it was last idle, in their order, so that they are
-decoded together as before and give the same numbers. A new process pulls the newest weights before
-it serves. Starts without an answer gained are bounded.
+A request is sent again, with the same seeds, by its replica where no other one can serve it, and by
+the executor on another replica where one can. On-policy a replica repeats all requests since it was
+last idle, in their order, so that they are decoded together as before and give the same numbers. A
+new process pulls the newest weights before it serves. Restarts without an answer are bounded.
 """
 
 from __future__ import annotations
@@ -13,21 +13,62 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from enum import Enum
 from typing import Any, Protocol
 
 from pentad.core.errors import FlawedAnswer, GivenUp, InfraFailure, RunError, UserError
 from pentad.core.roles import Installed, NamedTensors
 from pentad.core.types import Generation, Request
 from pentad.samplers.dialect import OnToken
-from pentad.samplers.remote import RemoteSampler
-from pentad.samplers.server_replica import END_PATIENCE_S, ServerRemote
+from pentad.samplers.started_server import END_PATIENCE_S
 from pentad.telemetry.log import NOTICE
 
 log = logging.getLogger(__name__)
 
+EXIT_WAIT_S = 0.1
+"""Between a lost connection and the end of its process."""
+NO_STATS = ("tokens_drawn", "running", "waiting")
 
-class Offering(Protocol):
-    """What keeps the newest weights: `sync.handoff`, or for servers `samplers.server_replica`."""
+
+class SupervisedProcess(Protocol):
+    def poll(self) -> str | None:
+        """How it ended, in words; None while it runs."""
+
+    def stacks(self) -> None:
+        """Has it write the stacks of its threads to its log."""
+
+
+class ProcessSampler(Protocol):
+    """A sampler in one process of the replica: `remote.RoleSampler`, or
+    `started_server.StartedServer`. Of no use once `lost` is done."""
+
+    capabilities: frozenset[str]
+    version: int
+
+    @property
+    def process(self) -> SupervisedProcess: ...
+
+    @property
+    def lost(self) -> asyncio.Future[str]:
+        """Why it was lost."""
+
+    async def generate(
+        self, request: Request, on_token: OnToken | None = None
+    ) -> list[Generation]: ...
+
+    async def pull(self, offer: Any) -> Installed: ...
+
+    async def call(self, method: str, **arguments: Any) -> Any:
+        """Any other method of a sampler."""
+
+    def stats(self) -> dict[str, float]: ...
+
+    async def close(self) -> None: ...
+
+
+class NewestWeights(Protocol):
+    """Keeps the newest weights: `sync.handoff`, or for servers of this process
+    `samplers.started_server`."""
 
     @property
     def newest(self) -> Any: ...
@@ -35,18 +76,25 @@ class Offering(Protocol):
     async def offer(self, version: int, weights: Any) -> Any: ...
 
 
-OneProcess = RemoteSampler | ServerRemote
-"""A sampler in one process of the replica; once that is lost the object is done."""
-Start = Callable[[int], Awaitable[OneProcess]]
+Start = Callable[[int], Awaitable[ProcessSampler]]
 """Starts the process of a generation and connects to it."""
-EXIT_WAIT_S = 0.1
-"""Between a lost connection and the end of its process."""
-NO_STATS = ("tokens_drawn", "running", "waiting")
+
+
+class State(Enum):
+    STARTING = "starting"
+    """A process is started and brought up to date."""
+    RUNNING = "running"
+    ASLEEP = "asleep"
+    """The process has given back the memory of its device."""
+    LOST = "lost"
+    """The process has ended; the next one is started unless another role has the device."""
+    CLOSED = "closed"
+    """By `close`, or because `failure` ended the replica."""
 
 
 @dataclass(eq=False)
-class Unanswered:
-    """A request of the busy period under way."""
+class PendingRequest:
+    """A request since the replica was last idle."""
 
     request: Request
     future: asyncio.Future[list[Generation]]
@@ -55,85 +103,138 @@ class Unanswered:
 
 
 @dataclass(eq=False)
-class ReplicaSampler:
+class Replica:
     """`core.roles.Sampler`; the same object over all processes of the replica."""
 
     name: str
     start: Start
-    handoff: Offering
+    handoff: NewestWeights
     _: KW_ONLY
     max_restarts: int
     is_exact: bool = False
     """Requests come in waves, which are repeated whole."""
-    siblings: Sequence[ReplicaSampler] = ()
+    siblings: Sequence[Replica] = ()
     """All replicas of the run, this one included."""
     capabilities: frozenset[str] = frozenset()
-    remote: OneProcess | None = None
-    """What serves; None while the replica is away."""
+    state: State = State.STARTING
+    sampler: ProcessSampler | None = None
+    """There while the state is RUNNING or ASLEEP."""
+    is_put_to_sleep: bool = False
+    """By `sleep`, until `wake`; also while the replica is LOST."""
+    is_rewound: bool = False
+    """Versions begin anew with the next install."""
+    failure: GivenUp | None = None
     generation: int = 0
     num_restarts: int = 0
     """Since the last answer."""
     lost_because: str = ""
-    failure: GivenUp | None = None
-    turned: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set, and made anew, when the replica serves again, is given up, woken or closed."""
-    busy: dict[str, Unanswered] = field(default_factory=dict)
-    is_paused: bool = False
-    is_asleep: bool = False
-    is_closed: bool = False
-    is_rewound: bool = False
+    pending: dict[str, PendingRequest] = field(default_factory=dict)
+    waiters: list[asyncio.Future[None]] = field(default_factory=list)
+    """Done at the next change of the state."""
     num_drawn: float = 0.0
     """Tokens of processes that are gone."""
     supervisor: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         """Starts the first process. Raises what keeps it from serving."""
-        while self.remote is None:
+        while self.sampler is None:
             try:
-                self.remote = await self.start(self.generation)
+                self._serve(await self.start(self.generation))
             except InfraFailure as failure:
                 self.lost_because = str(failure)
                 log.warning("%s is lost: %s", self.name, failure)
                 self._count_restart()
-        self.capabilities = self.remote.capabilities
         self.supervisor = asyncio.create_task(self._supervise(), name=f"supervisor of {self.name}")
 
     @property
     def version(self) -> int:
-        return self.remote.version if self.remote is not None else -1
+        return self.sampler.version if self.sampler is not None else -1
+
+    # States.
+
+    def _enter(self, state: State) -> None:
+        self.state = state
+        self._notify()
+
+    def _notify(self) -> None:
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self.waiters.clear()
+
+    async def _changed(self) -> None:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.waiters.append(waiter)
+        await waiter
+
+    def _serve(self, sampler: ProcessSampler) -> None:
+        self.sampler, self.capabilities = sampler, sampler.capabilities
+        self._enter(State.ASLEEP if self.is_put_to_sleep else State.RUNNING)
+
+    def _lose(self, why: str) -> None:
+        self.sampler, self.lost_because = None, why
+        self._enter(State.LOST)
+
+    def _fail(self, failure: GivenUp) -> None:
+        self.failure = failure
+        self._end_pending(failure)
+        self._enter(State.CLOSED)
+
+    def _check_open(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+        if self.state is State.CLOSED:
+            raise RunError("the sampler is closed")
 
     @property
     def has_siblings_serving(self) -> bool:
-        return any(one is not self and one.remote is not None for one in self.siblings)
+        return any(one is not self and one.sampler is not None for one in self.siblings)
+
+    def _away(self) -> InfraFailure:
+        return InfraFailure(f"{self.name} is restarted ({self.lost_because})")
+
+    async def _serving(self) -> ProcessSampler:
+        """The process that serves. Waits for it where no other replica serves."""
+        while self.sampler is None or self.sampler.lost.done():
+            self._check_open()
+            if self.sampler is None and self.has_siblings_serving:
+                raise self._away()
+            await self._changed()
+        return self.sampler
+
+    async def _is_lost(self, sampler: ProcessSampler) -> bool:
+        """Whether the loss of the process explains a failure that was just seen."""
+        await asyncio.wait([sampler.lost], timeout=END_PATIENCE_S)
+        return sampler.lost.done()
 
     # Requests.
 
     async def generate(self, request: Request, on_token: OnToken | None = None) -> list[Generation]:
         self._check_open()
-        if self.remote is None and self.has_siblings_serving:
-            raise InfraFailure(self._away())
+        if self.sampler is None and self.has_siblings_serving:
+            raise self._away()
+        if request.id in self.pending and not self.pending[request.id].future.done():
+            assert self.sampler is not None, "requests have ids of their own"
+            return await self.sampler.generate(request, on_token)  # which refuses it
         future: asyncio.Future[list[Generation]] = asyncio.get_running_loop().create_future()
-        if request.id in self.busy and not self.busy[request.id].future.done():
-            assert self.remote is not None, "requests have ids of their own"
-            return await self.remote.generate(request, on_token)  # which refuses it
-        entry = self.busy[request.id] = Unanswered(request, future, on_token)
-        if self.remote is not None:
-            self._submit(entry, self.remote)
+        entry = self.pending[request.id] = PendingRequest(request, future, on_token)
+        if self.sampler is not None:
+            self._send(entry, self.sampler)
         try:
             return await future
         finally:
             if future.cancelled() and entry.call is not None:
                 entry.call.cancel()
             if future.cancelled() or not self.is_exact:
-                self.busy.pop(request.id, None)
-            if all(one.future.done() for one in self.busy.values()):
-                self.busy.clear()
+                self.pending.pop(request.id, None)
+            if all(one.future.done() for one in self.pending.values()):
+                self.pending.clear()
 
-    def _submit(self, entry: Unanswered, remote: OneProcess) -> None:
-        entry.call = asyncio.create_task(remote.generate(entry.request, entry.on_token))
-        entry.call.add_done_callback(lambda call: self._settle(entry, call))
+    def _send(self, entry: PendingRequest, sampler: ProcessSampler) -> None:
+        entry.call = asyncio.create_task(sampler.generate(entry.request, entry.on_token))
+        entry.call.add_done_callback(lambda call: self._take_answer(entry, call))
 
-    def _settle(self, entry: Unanswered, call: asyncio.Task[list[Generation]]) -> None:
+    def _take_answer(self, entry: PendingRequest, call: asyncio.Task[list[Generation]]) -> None:
         failure = None if call.cancelled() else call.exception()
         if entry.future.done() or call is not entry.call:
             return
@@ -142,167 +243,145 @@ class ReplicaSampler:
         elif failure is None:
             self.num_restarts = 0
             entry.future.set_result(call.result())
-        elif (
-            not isinstance(failure, InfraFailure)
-            or isinstance(failure, FlawedAnswer)
-            or entry.on_token is not None
-            or self.is_closed
-            or self.has_siblings_serving
-        ):
+        elif not self._sends_again(entry, failure):
             entry.future.set_exception(failure)
 
-    # Weights and state.
+    def _sends_again(self, entry: PendingRequest, failure: BaseException) -> bool:
+        """Whether the next process gets the request. One whose tokens were reported already is
+        not repeated."""
+        is_process = isinstance(failure, InfraFailure) and not isinstance(failure, FlawedAnswer)
+        is_alone = not self.has_siblings_serving
+        is_open = self.state is not State.CLOSED
+        return is_process and entry.on_token is None and is_open and is_alone
+
+    def _end_pending(self, error: Exception) -> None:
+        for entry in self.pending.values():
+            if not entry.future.done():
+                entry.future.set_exception(error)
+
+    async def abort(self, request_id: str) -> None:
+        self._check_open()
+        await self._apply("abort", request_id=request_id)
+
+    # Weights, memory, health.
 
     async def install(self, version: int, weights: NamedTensors) -> Installed:
-        """While the replica is away and others serve it is left out: it pulls what is newest
-        before it comes back. Where none serves it is waited for."""
+        """A replica that is lost while others serve is left out: it pulls what is newest before it
+        serves again. Where none serves it is waited for."""
         self._check_open()
         offer = await self.handoff.offer(version, weights)
         while True:
-            remote = await self._serving()
+            sampler = await self._serving()
             try:
-                if self.is_rewound and remote.version > version:
-                    await remote.rewind()
-                receipt = await remote.pull(offer)
+                if self.is_rewound and sampler.version > version:
+                    await sampler.call("rewind")
+                receipt = await sampler.pull(offer)
                 self.is_rewound = False
                 return receipt
             except InfraFailure:
-                if not remote.lost.done():
+                if not await self._is_lost(sampler):
                     raise
-                await self._until_away(remote)
 
     async def rewind(self) -> None:
         """Done by the next install: the process of that moment may be another one."""
         self._check_open()
         self.is_rewound = True
 
-    async def abort(self, request_id: str) -> None:
-        self._check_open()
-        await self._apply(lambda remote: remote.abort(request_id))
-
-    async def pause(self) -> None:
-        self._check_open()
-        self.is_paused = True
-        await self._apply(lambda remote: remote.pause())
-
-    async def resume(self) -> None:
-        self._check_open()
-        self.is_paused = False
-        await self._apply(lambda remote: remote.resume())
-
     async def sleep(self) -> None:
-        """One that is away is started when it is woken, since another has the device now."""
+        """A lost replica is started when it is woken, since another role has the device now."""
         self._check_open()
-        self.is_asleep = True
-        await self._apply(lambda remote: remote.sleep())
+        self.is_put_to_sleep = True
+        await self._apply("sleep")
+        if self.state is State.RUNNING:
+            self._enter(State.ASLEEP)
 
     async def wake(self) -> None:
         self._check_open()
-        self.is_asleep = False
-        self._turn()
-        await self._apply(lambda remote: remote.wake())
+        self.is_put_to_sleep = False
+        self._notify()
+        await self._apply("wake")
+        if self.state is State.ASLEEP:
+            self._enter(State.RUNNING)
 
     async def health(self) -> None:
         self._check_open()
-        if self.remote is None:
-            raise InfraFailure(self._away())
-        await self.remote.health()
+        if self.sampler is None:
+            raise self._away()
+        await self.sampler.call("health")
 
     def stats(self) -> dict[str, float]:
-        """Raises what ended the replica for good: whoever watches the run gets it here."""
+        """Raises what ended the replica for good: the watchdog of the run reports it."""
         if self.failure is not None:
             raise self.failure
-        now = self.remote.stats() if self.remote is not None else dict.fromkeys(NO_STATS, 0.0)
+        now = self.sampler.stats() if self.sampler is not None else dict.fromkeys(NO_STATS, 0.0)
         return now | {"tokens_drawn": self.num_drawn + now.get("tokens_drawn", 0.0)}
 
     async def close(self) -> None:
-        if self.is_closed:
+        if self.state is State.CLOSED and self.failure is None:
             return
-        self.is_closed = True
+        self._enter(State.CLOSED)
         if self.supervisor is not None:
             self.supervisor.cancel()
             await asyncio.wait([self.supervisor])
-        if self.remote is not None:
-            await self.remote.close()
-        self._end_open(RunError("the sampler was closed"))
-        self._turn()
+        if self.sampler is not None:
+            await self.sampler.close()
+        self._end_pending(RunError("the sampler was closed"))
 
-    async def _apply(self, change: Callable[[OneProcess], Awaitable[None]]) -> None:
-        """For a state that a new process is given too: a lost one needs it no more. One that is
-        alive and did not take it is an error."""
-        if (remote := self.remote) is None:
+    async def _apply(self, method: str, **arguments: Any) -> None:
+        """For a state that a new process is given too: a lost one needs it no more. A process that
+        runs and fails at it is an error."""
+        if (sampler := self.sampler) is None:
             return
         try:
-            await change(remote)
+            await sampler.call(method, **arguments)
         except InfraFailure as failure:
-            await asyncio.wait([remote.lost], timeout=END_PATIENCE_S)
-            if not remote.lost.done():
+            if not await self._is_lost(sampler):
                 raise
             log.debug("%s: %s", self.name, failure)
-
-    def _check_open(self) -> None:
-        if self.failure is not None:
-            raise self.failure
-        if self.is_closed:
-            raise RunError("the sampler is closed")
-
-    def _away(self) -> str:
-        return f"{self.name} is started again ({self.lost_because})"
-
-    def _turn(self) -> None:
-        self.turned.set()
-        self.turned = asyncio.Event()
-
-    async def _serving(self) -> OneProcess:
-        while self.remote is None:
-            self._check_open()
-            if self.has_siblings_serving:
-                raise InfraFailure(self._away())
-            await self.turned.wait()
-        return self.remote
-
-    async def _until_away(self, remote: OneProcess) -> None:
-        while self.remote is remote:
-            await asyncio.sleep(0.01)
 
     # Supervision.
 
     async def _supervise(self) -> None:
         try:
             while True:
-                assert self.remote is not None
-                why = await asyncio.shield(self.remote.lost)
-                await self._recover(self.remote, why)
+                assert self.sampler is not None
+                why = await asyncio.shield(self.sampler.lost)
+                await self._restart(self.sampler, why)
         except asyncio.CancelledError:
             raise
+        except GivenUp as failure:
+            self._fail(failure)
         except Exception as error:
-            failure = error if isinstance(error, GivenUp) else GivenUp(f"{self.name}: {error!r}")
-            self.failure = failure
-            self._end_open(failure)
-            self._turn()
+            self._fail(GivenUp(f"{self.name}: {error!r}"))
 
-    async def _recover(self, remote: OneProcess, why: str) -> None:
+    async def _restart(self, sampler: ProcessSampler, why: str) -> None:
         began = time.monotonic()
-        self.num_drawn += remote.stats().get("tokens_drawn", 0.0)
-        remote.process.stacks()  # of one that hangs, into its log
-        await asyncio.sleep(EXIT_WAIT_S)
-        ended = remote.process.poll()
-        await remote.close()
-        self.remote, self.lost_because = None, f"it {ended}" if ended else why
+        self.num_drawn += sampler.stats().get("tokens_drawn", 0.0)
+        self._lose(why)
+        await self._bury(sampler)
         log.warning("%s is lost: %s", self.name, self.lost_because)
         if self.has_siblings_serving:
-            self._end_open(InfraFailure(self._away()))
-        while self.remote is None:
-            while self.is_asleep:
-                await self.turned.wait()
+            self._end_pending(self._away())
+        while self.sampler is None:
+            while self.is_put_to_sleep:
+                await self._changed()
             self._count_restart()
-            self.remote = await self._start_again()
-        for entry in list(self.busy.values()):
-            self._submit(entry, self.remote)
-        self._turn()
+            self._enter(State.STARTING)
+            if (started := await self._start_again()) is not None:
+                self._serve(started)
+        for entry in list(self.pending.values()):
+            self._send(entry, self.sampler)
         seconds = time.monotonic() - began
         text = "%s serves again %.1f s after it was lost, with weights of version %d"
         log.info(text, self.name, seconds, self.version, extra=NOTICE)
+
+    async def _bury(self, sampler: ProcessSampler) -> None:
+        """Ends the process and notes how it ended."""
+        sampler.process.stacks()  # of one that hangs, into its log
+        await asyncio.sleep(EXIT_WAIT_S)
+        if ended := sampler.process.poll():
+            self.lost_because = f"it {ended}"
+        await sampler.close()
 
     def _count_restart(self) -> None:
         if self.num_restarts >= self.max_restarts:
@@ -313,36 +392,29 @@ class ReplicaSampler:
         self.num_restarts += 1
         self.generation += 1
 
-    async def _start_again(self) -> OneProcess | None:
-        """A process with the newest weights; None where it did not come so far."""
-        remote = None
+    async def _start_again(self) -> ProcessSampler | None:
+        """A process with the newest weights; None where it failed before it had them."""
+        sampler = None
         try:
-            remote = await self.start(self.generation)
-            await self._bring_up_to_date(remote)
-            if not remote.lost.done():
-                return remote
-            self.lost_because = remote.lost.result()
+            sampler = await self.start(self.generation)
+            await self._bring_up_to_date(sampler)
+            if not sampler.lost.done():
+                return sampler
+            self.lost_because = sampler.lost.result()
         except (InfraFailure, RunError, UserError, OSError) as failure:
             self.lost_because = str(failure)
             log.warning("%s could not be started again: %s", self.name, failure)
-        if remote is not None:
-            await remote.close()
+        if sampler is not None:
+            await sampler.close()
         return None
 
-    async def _bring_up_to_date(self, remote: OneProcess) -> None:
-        """Until it has the state that the replica was given meanwhile."""
-        has = (None, False, False)
-        while has != (wanted := (self.handoff.newest, self.is_paused, self.is_asleep)):
-            offer, is_paused, is_asleep = wanted
+    async def _bring_up_to_date(self, sampler: ProcessSampler) -> None:
+        """Until it has what the replica was given meanwhile."""
+        has = (None, False)
+        while has != (wanted := (self.handoff.newest, self.is_put_to_sleep)):
+            offer, is_asleep = wanted
             if offer is not None and offer is not has[0]:
-                await remote.pull(offer)
-            if is_paused != has[1]:
-                await (remote.pause() if is_paused else remote.resume())
-            if is_asleep != has[2]:
-                await (remote.sleep() if is_asleep else remote.wake())
+                await sampler.pull(offer)
+            if is_asleep != has[1]:
+                await sampler.call("sleep" if is_asleep else "wake")
             has = wanted
-
-    def _end_open(self, error: Exception) -> None:
-        for entry in self.busy.values():
-            if not entry.future.done():
-                entry.future.set_exception(error)

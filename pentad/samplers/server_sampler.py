@@ -1,21 +1,17 @@
-"""The sampler over a server: `core.roles.Sampler` for whatever speaks one of the dialects.
+"""The client of a server: `core.roles.Sampler` over any dialect.
 
-What a server answers is checked before anybody sees it. A request becomes one call for each seed;
-weights are replaced while the server is paused; a server whose weights are in doubt serves nothing
-until an install succeeds.
+Every answer is checked before it is returned. A request becomes one call for each seed; weights are
+replaced while the server is paused; a server whose weights are unknown serves nothing until an
+install succeeds.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,57 +25,28 @@ from pentad.infer.settings import RequestLimits, check_request
 from pentad.models.families import map_of
 from pentad.models.hf_weights import native_shards
 from pentad.models.registry import build_model
-from pentad.samplers import server_key
-from pentad.samplers.dialect import (
-    MEMORIES,
-    Call,
-    Dialect,
-    OnPiece,
-    OnToken,
-    flaw_of,
-    joined,
-)
-from pentad.samplers.http import Wire
-from pentad.samplers.process import (
-    ServerProcess,
-    ServerSettings,
-    check_installed,
-    free_port,
-    server_python,
-)
+from pentad.samplers.dialect import MEMORIES, Call, Dialect, OnPiece, OnToken, flaw_of, joined
 from pentad.weights import transfer
-
-log = logging.getLogger(__name__)
 
 ABORT_PATIENCE_S = 5.0
 """How long an aborted call may take to hand over what it drew; then it is cut off."""
 CUT_PATIENCE_S = 60.0
 CUT_INTERVAL_S = 0.2
 """Calls that reached the server after all were aborted are ended this much later."""
-QUIET_S = 0.02
-"""A paused server is still when no token came for so long."""
-
 CONTEXT_SLACK = 8
 """Servers may end an answer so many tokens before the context is full."""
 
 
 class ServerSampler:
-    """Continues prompts on a server; `process` is given when this run started it."""
+    """Continues prompts on a server."""
 
     def __init__(
-        self,
-        dialect: Dialect,
-        dims: ModelDims,
-        *,
-        max_context: int,
-        process: ServerProcess | None = None,
-        version: int = -1,
+        self, dialect: Dialect, dims: ModelDims, *, max_context: int, version: int = -1
     ) -> None:
-        """`version` is that of the weights the server holds; -1 where nobody knows."""
+        """`version` is that of the weights the server holds; -1 where it is unknown."""
         self.dialect = dialect
         self.capabilities = dialect.capabilities
         self.dims = dims
-        self.process = process
         self.limits = RequestLimits(
             vocab_size=dims.vocab_size,
             max_context=max_context,
@@ -92,18 +59,18 @@ class ServerSampler:
         self.may_send = asyncio.Event()
         self.may_send.set()
         self.updating = asyncio.Lock()
-        self.is_paused = self.is_installing = False
+        self.is_installing = False
         self.asleep: list[str] = []
         """Of `MEMORIES`."""
         self.is_closed = False
-        self.doubt: str | None = None
-        """Why nobody knows what weights the server holds."""
+        self.unknown_weights_reason: str | None = None
+        """Why it is unknown what weights the server holds; None where they are known."""
         self.version = version
-        self.in_flight: set[str] = set()
-        """Calls that the server has."""
+        self.in_flight: dict[str, asyncio.Future[None]] = {}
+        """Calls that the server has, and the end of each."""
         self.interrupted: dict[str, bool] = {}
         """Those of them that it was made to drop, and whether what they drew is kept."""
-        self.num_drawn = self.num_installs = self.num_received = 0
+        self.num_drawn = self.num_installs = 0
         self.expected: tuple[Any, Any] | None = None
 
     async def generate(self, request: Request, on_token: OnToken | None = None) -> list[Generation]:
@@ -141,20 +108,6 @@ class ServerSampler:
         for task in calls.values():
             task.cancel("aborted")
 
-    async def pause(self) -> None:
-        self._check_serving()
-        self.is_paused = True
-        self._gate()
-        async with self.updating:
-            await self.dialect.pause()
-        await self._settle()
-
-    async def resume(self) -> None:
-        async with self.updating:
-            await self.dialect.resume()
-        self.is_paused = False
-        self._gate()
-
     async def rewind(self) -> None:
         self._check_open()
         self.version = -1
@@ -175,12 +128,14 @@ class ServerSampler:
             self._gate()
             try:
                 receipt = await self._replace(version, pairs)
-                self.doubt = None
+                self.unknown_weights_reason = None
             except InfraFailure as failure:
-                self.doubt = f"{failure}; what weights it holds is not known"
-                raise RunError(self.doubt) from failure
+                reason = f"{failure}; what weights it holds is not known"
+                self.unknown_weights_reason = reason
+                raise RunError(reason) from failure
             except BaseException:
-                self.doubt = f"{self.dialect.where}: an install of version {version} did not end"
+                reason = f"{self.dialect.where}: an install of version {version} did not end"
+                self.unknown_weights_reason = reason
                 raise
             finally:
                 self.is_installing = False
@@ -192,22 +147,17 @@ class ServerSampler:
         if "weights" in self.asleep:
             await self.dialect.wake(["weights"])
             self.asleep.remove("weights")
-        is_still = bool(self.is_paused or self.asleep)
-        began = time.monotonic()
-        if not self.dialect.tells_versions and self.in_flight:
-            if self.is_paused:
-                await self.dialect.resume()  # a paused server may hand over nothing
+        is_awake, began = not self.asleep, time.monotonic()
+        if not self.dialect.tells_versions:
             await self._interrupt(keeps=True)
-            if self.is_paused:
-                await self.dialect.pause()
-        if not is_still:
+        if is_awake:
             await self.dialect.pause()
         receipt = await self.dialect.load(version, pairs)
         self.version = version
-        if not is_still:
+        if is_awake:
             await self.dialect.resume()
         seconds = time.monotonic() - began
-        return replace(receipt, install_s=seconds, pause_s=0.0 if is_still else seconds)
+        return replace(receipt, install_s=seconds, pause_s=seconds if is_awake else 0.0)
 
     async def sleep(self) -> None:
         self._check_open()
@@ -226,7 +176,7 @@ class ServerSampler:
             raise
 
     async def _interrupt(self, *, keeps: bool) -> None:
-        """What is under way ends here and is sent again later: from where it came to, or from its
+        """Calls under way end and are sent again later: from where they were cut, or from their
         start, where the same seed draws the same tokens."""
         deadline = time.monotonic() + CUT_PATIENCE_S
         while self.in_flight:
@@ -235,17 +185,14 @@ class ServerSampler:
                 raise InfraFailure(f"{self.dialect.where}: {num} within {CUT_PATIENCE_S:g} s")
             self.interrupted |= dict.fromkeys(self.in_flight, keeps)
             await self.dialect.end_calls(sorted(self.in_flight))
-            again = time.monotonic() + CUT_INTERVAL_S
-            while self.in_flight and time.monotonic() < again:
-                await asyncio.sleep(QUIET_S / 4)
+            if ends := list(self.in_flight.values()):
+                await asyncio.wait(ends, timeout=CUT_INTERVAL_S)
 
     async def wake(self) -> None:
         if not self.asleep:
             return
         async with self.updating:
             await self.dialect.wake(self.asleep)
-            if self.is_paused:
-                await self.dialect.pause()
         self.asleep = []
         self._gate()
 
@@ -273,7 +220,7 @@ class ServerSampler:
         }
 
     async def close(self) -> None:
-        """Open requests end with an error; a server that this run started ends."""
+        """Open requests end with an error."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -281,8 +228,6 @@ class ServerSampler:
             for task in calls.values():
                 task.cancel()
         await self.dialect.close()
-        if self.process is not None:
-            await self.process.stop()
 
     # One continuation.
 
@@ -294,7 +239,6 @@ class ServerSampler:
 
         def receive(ids: Sequence[int], logprobs: Sequence[float]) -> None:
             nonlocal reported, at
-            self.num_received += len(ids)
             for token, logprob in zip(ids, logprobs, strict=True):
                 at += 1
                 if on_token is not None and at > reported:
@@ -333,11 +277,12 @@ class ServerSampler:
         return drawn
 
     async def _send(self, call: Call) -> Generation:
-        self.in_flight.add(call.id)
+        ended = self.in_flight[call.id] = asyncio.get_running_loop().create_future()
         try:
             return await self.dialect.generate(call)
         finally:
-            self.in_flight.discard(call.id)
+            del self.in_flight[call.id]
+            ended.set_result(None)
 
     def _call(
         self,
@@ -391,17 +336,10 @@ class ServerSampler:
     # State.
 
     def _gate(self) -> None:
-        if self.is_paused or self.is_installing or self.asleep:
+        if self.is_installing or self.asleep:
             self.may_send.clear()
         else:
             self.may_send.set()
-
-    async def _settle(self) -> None:
-        """Tokens drawn before the pause may still be on their way."""
-        received = -1
-        while received != self.num_received:
-            received = self.num_received
-            await asyncio.sleep(QUIET_S)
 
     def _check_weights(self, pairs: TensorPairs) -> None:
         """Raises UserError unless these are all weights of the model, each once, of its shape."""
@@ -416,66 +354,8 @@ class ServerSampler:
     def _check_open(self) -> None:
         if self.is_closed:
             raise RunError("the sampler is closed")
-        if self.process is not None:
-            self.process.check()
 
     def _check_serving(self) -> None:
         self._check_open()
-        if self.doubt is not None:
-            raise RunError(self.doubt)
-
-
-# Starting and attaching.
-
-Attach = Callable[[str, ServerSettings, ServerProcess | None], Awaitable[ServerSampler]]
-
-
-@asynccontextmanager
-async def closed_on_failure(wire: Wire) -> AsyncIterator[None]:
-    try:
-        yield
-    except BaseException:
-        await wire.close()
-        raise
-
-
-async def attach_server(
-    address: str,
-    kind: str,
-    open_dialect: Callable[[Wire, str], Awaitable[Dialect]],
-    settings: ServerSettings,
-    process: ServerProcess | None,
-) -> ServerSampler:
-    """A sampler over a server that answers at `address`; nothing is assumed of its weights.
-    `open_dialect`: of its wire and its name in sentences."""
-    where = f"rollout.server.addresses = {address}" if process is None else f"{kind} at {address}"
-    wire = Wire(address, kind, settings.key)
-    async with closed_on_failure(wire):
-        try:
-            dialect = await open_dialect(wire, where)
-        except InfraFailure as failure:
-            raise RunError(str(failure)) from failure
-    return ServerSampler(dialect, settings.dims, max_context=settings.max_context, process=process)
-
-
-async def start_server(
-    settings: ServerSettings,
-    name: str,
-    log_file: Path,
-    kind: str,
-    command: Callable[[int, str], Sequence[str]],
-    environment: dict[str, str],
-    attach: Attach,
-) -> ServerSampler:
-    """Starts a server on this machine, with weights of no use: an install must follow. `command`:
-    words after the interpreter, by port and installed version."""
-    module = kind.lower()
-    python = server_python(settings.python, module)
-    version = await asyncio.to_thread(check_installed, python, module, settings.python)
-    port, key = free_port(), secrets.token_urlsafe(32)
-    own = {**environment, server_key.VARIABLE: key}
-    process = ServerProcess(name, [python, *command(port, version)], own, log_file)
-    address, keyed = f"http://127.0.0.1:{port}", replace(settings, key=key, is_started=True)
-    return await process.opened(
-        Wire(address, kind, key), lambda: attach(address, keyed, process), settings.start_timeout_s
-    )
+        if self.unknown_weights_reason is not None:
+            raise RunError(self.unknown_weights_reason)

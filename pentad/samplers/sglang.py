@@ -45,7 +45,8 @@ from pentad.samplers.dialect import (
 )
 from pentad.samplers.http import Wire
 from pentad.samplers.process import ServerProcess, ServerSettings, free_port, server_environment
-from pentad.samplers.server_sampler import ServerSampler, attach_server, start_server
+from pentad.samplers.server_sampler import ServerSampler
+from pentad.samplers.started_server import StartedServer, attach_server, start_server
 from pentad.samplers.weight_proof import sglang_checksum
 from pentad.sync.deltas import size_of
 from pentad.sync.group import BroadcastGroup, send_all, weight_group
@@ -386,7 +387,7 @@ def check_server(where: str, about: ServerInfo, settings: ServerSettings) -> Non
     check_routes(where, settings, about.enable_return_routed_experts)
 
 
-async def start(settings: ServerSettings, name: str, log_file: Path) -> ServerSampler:
+async def start(settings: ServerSettings, name: str, log_file: Path) -> StartedServer:
     def command(port: int, version: str) -> list[str]:
         return ["-m", server_key.__name__, "sglang.launch_server", *flags(settings, port)]
 

@@ -37,7 +37,8 @@ from pentad.samplers.dialect import (
 )
 from pentad.samplers.http import Wire
 from pentad.samplers.process import ServerProcess, ServerSettings, server_environment
-from pentad.samplers.server_sampler import ServerSampler, attach_server, start_server
+from pentad.samplers.server_sampler import ServerSampler
+from pentad.samplers.started_server import StartedServer, attach_server, start_server
 from pentad.sync.deltas import size_of
 from pentad.sync.group import PROTOCOL
 from pentad.sync.transport import Broadcast, CudaIpc, DiskTransport, Transport
@@ -362,7 +363,7 @@ def transport_of(settings: ServerSettings, address: str, num_workers: int) -> Tr
     return DiskTransport(settings.transfer_folder, is_private=settings.is_started)
 
 
-async def start(settings: ServerSettings, name: str, log_file: Path) -> ServerSampler:
+async def start(settings: ServerSettings, name: str, log_file: Path) -> StartedServer:
     def command(port: int, version: str) -> list[str]:
         words = flags(settings, port, release(version))
         return ["-m", "vllm.entrypoints.openai.api_server", *words]

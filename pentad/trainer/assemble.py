@@ -251,7 +251,7 @@ class Assembly:
             await self.learner.run(self._load_tags)
             await self.learner.run(self.recover.prepare)
             self.crew.note_loaded()
-            snapshot = await self.side.take(trained, copy=self.placement.offload_train)
+            snapshot = await self.side.snapshot_weights(trained, copy=self.placement.offload_train)
             await self.side.turnstile.enter("rollout")
             await self.side.publisher.publish(snapshot)
             found = await run_selftest(
@@ -340,7 +340,7 @@ class Assembly:
         train = TrainPump(
             state,
             self.learner,
-            self.side.take,
+            self.side.snapshot_weights,
             publish,
             self.placement,
             self.side.turnstile,

@@ -22,7 +22,7 @@ from pentad.data.store import KINDS, Blobs, BlobStore, GroupStore, MemoryStore
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.runtime.calls import RankCalls
 from pentad.runtime.rank import is_one_machine
-from pentad.samplers.replica import ReplicaSampler
+from pentad.samplers.replica import Replica
 from pentad.sync.handoff import Handoff, opened, snapshot_of
 from pentad.sync.publisher import Publisher, Snapshot
 from pentad.trainer.crew import Crew
@@ -43,7 +43,7 @@ class SamplerSide:
     placement: Placement
     handoff: Handoff | None
 
-    async def take(self, version: int, *, copy: bool | None = None) -> Snapshot:
+    async def snapshot_weights(self, version: int, *, copy: bool | None = None) -> Snapshot:
         """The learner's weights as `version`, to be published."""
         given: dict[str, Any] = {
             "version": version,
@@ -58,7 +58,7 @@ class SamplerSide:
             assert service is not None, "one rank in this process, or there is a handoff"
             return replace(service.fetch(version), gather_s=time.perf_counter() - started)
         place = [handoff.kind, str(handoff.folder)]
-        replicas = [one for one in self.samplers.values() if isinstance(one, ReplicaSampler)]
+        replicas = [one for one in self.samplers.values() if isinstance(one, Replica)]
         is_pulled = any(one.handoff is handoff for one in replicas)
         deltas = is_pulled and handoff.deltas
         taken = await self.learner.call("snapshot", place=place, deltas=deltas, **given)

@@ -42,9 +42,9 @@ from pentad.runtime.roles import RoleSpec, Runtime
 from pentad.runtime.scratch import scratch_folder
 from pentad.samplers import hosted_server, remote, server_key, sglang, vllm
 from pentad.samplers.process import ServerSettings, check_installed, server_python
-from pentad.samplers.remote import HostedSettings, RemoteSampler
-from pentad.samplers.replica import ReplicaSampler
-from pentad.samplers.server_replica import KeptWeights, ServerRemote
+from pentad.samplers.remote import HostedSettings, RoleSampler
+from pentad.samplers.replica import NewestWeights, Replica, Start
+from pentad.samplers.started_server import KeptWeights, StartedServer
 from pentad.sync.handoff import Handoff
 from pentad.sync.tickets import Kind
 from pentad.telemetry.runfolder import run_path
@@ -79,23 +79,27 @@ class SamplerOpener:
     ) -> dict[str, Sampler]:
         """By name. `handoff`: how weights come from a learner elsewhere; `runtime`: that of the
         learner, which starts them too."""
-        config, placed = self.config, self.placed
-        is_embedded = component_of(config, "rollout").backend == "embedded"
-        if not is_embedded and all(one.started_by not in PLACED for one in placed.samplers):
-            return await self._open_servers()
-        if placed.is_one_process:
+        config = self.config
+        if config.rollout.server.addresses:
+            samplers = await self._attach()
+        elif self._is_embedded and self.placed.is_one_process:
             sampler = embedded_sampler(config, self.dims, self.tokenizer, self.device)
             self.stack.push_async_callback(sampler.close)
-            return {"embedded": sampler}
-        if runtime is None:
-            runtime = open_runtime(config, self.device, is_apart=False)
-            self.stack.push_async_callback(runtime.close)
-        handoff = handoff or self.open_handoff(is_spread=runtime.is_spread)
-        specs = self._embedded_specs() if is_embedded else self._server_specs()
-        samplers = await self._open_processes(specs, handoff, runtime)
-        if not is_embedded:
-            check_capabilities(config, samplers)
+            samplers = {"embedded": sampler}
+        elif self._is_embedded or any(one.started_by in PLACED for one in self.placed.samplers):
+            samplers = await self._open_processes(handoff, runtime)
+        else:
+            samplers = await self._open_servers()
+        check_capabilities(config, samplers)
         return samplers
+
+    @property
+    def _is_embedded(self) -> bool:
+        return self._backend == "embedded"
+
+    @property
+    def _backend(self) -> str:
+        return component_of(self.config, "rollout").backend
 
     def open_handoff(self, *, is_spread: bool) -> Handoff:
         """Where weights lie between processes: in memory, or in a folder that all machines see."""
@@ -110,38 +114,67 @@ class SamplerOpener:
             log.info("weights reach the sampler by %s: %s", kind, why)
         return Handoff(kind, folder, deltas=config.rollout.weight_deltas)
 
-    async def _open_servers(self) -> dict[str, Sampler]:
-        """Those that the run starts it also starts again."""
-        config, component = self.config, component_of(self.config, "rollout")
-        count, backend = component.size("d"), component.backend
-        settings = [server_settings(config, self.dims, self.device, i) for i in range(count)]
-        names = [one.name for one in self.placed.samplers]
-        if addresses := config.rollout.server.addresses:
-            made: dict[str, Sampler] = {}
-            for name, address, wanted in zip(names, addresses, settings, strict=True):
-                made[name] = await ATTACH[backend](address, wanted)
-                self.stack.push_async_callback(made[name].close)
-        else:
-            kept = KeptWeights()
-            made = await self._open_all(
-                [
-                    ReplicaSampler(
-                        name,
-                        partial(self._start_server, name, wanted, kept),
-                        kept,
-                        max_restarts=config.rollout.restarts,
-                    )
-                    for name, wanted in zip(names, settings, strict=True)
-                ]
-            )
-        check_capabilities(config, made)
+    async def _attach(self) -> dict[str, Sampler]:
+        """Servers that run already."""
+        made: dict[str, Sampler] = {}
+        addresses = self.config.rollout.server.addresses
+        for index, (one, address) in enumerate(zip(self.placed.samplers, addresses, strict=True)):
+            made[one.name] = await ATTACH[self._backend](address, self._server_settings(index))
+            self.stack.push_async_callback(made[one.name].close)
         return made
 
-    async def _start_server(
-        self, name: str, wanted: ServerSettings, kept: KeptWeights, generation: int
-    ) -> ServerRemote:
-        start = hosted_server.START[component_of(self.config, "rollout").backend]
-        return ServerRemote(await start(wanted, name, self.log_folder / f"{name}.log"), kept)
+    async def _open_servers(self) -> dict[str, Sampler]:
+        """Servers that this process starts: their weights may be tensors of this process."""
+
+        async def start(name: str, settings: ServerSettings, generation: int) -> StartedServer:
+            log_file = self.log_folder / f"{name}.log"
+            return await hosted_server.START[self._backend](settings, name, log_file)
+
+        starts = {
+            one.name: partial(start, one.name, self._server_settings(index))
+            for index, one in enumerate(self.placed.samplers)
+        }
+        return await self._open_replicas(starts, KeptWeights())
+
+    async def _open_processes(
+        self, handoff: Handoff | None, runtime: Runtime | None
+    ) -> dict[str, Sampler]:
+        """Role processes, with an embedded sampler or a server in each."""
+        if runtime is None:
+            runtime = open_runtime(self.config, self.device, is_apart=False)
+            self.stack.push_async_callback(runtime.close)
+        weights = handoff or self.open_handoff(is_spread=runtime.is_spread)
+
+        async def start(spec: RoleSpec, generation: int) -> RoleSampler:
+            process = await runtime.start(replace(spec, generation=generation))
+            return await RoleSampler.open(process, weights)
+
+        specs = self._embedded_specs() if self._is_embedded else self._server_specs()
+        starts = {spec.name: partial(start, spec) for spec in specs}
+        return await self._open_replicas(starts, weights)
+
+    async def _open_replicas(
+        self, starts: Mapping[str, Start], weights: NewestWeights
+    ) -> dict[str, Sampler]:
+        config = self.config
+        is_exact = config.max_staleness == 0 and self._is_embedded
+        replicas = [
+            Replica(name, start, weights, max_restarts=config.rollout.restarts, is_exact=is_exact)
+            for name, start in starts.items()
+        ]
+        for replica in replicas:
+            replica.siblings = replicas
+            self.stack.push_async_callback(replica.close)
+        results = await asyncio.gather(*(one.open() for one in replicas), return_exceptions=True)
+        for result in results:
+            if isinstance(result, InfraFailure):
+                raise RunError(str(result)) from result
+            if isinstance(result, BaseException):
+                raise result
+        return {replica.name: replica for replica in replicas}
+
+    def _server_settings(self, index: int) -> ServerSettings:
+        return server_settings(self.config, self.dims, self.device, index)
 
     def _embedded_specs(self) -> list[RoleSpec]:
         """Each with its GPU, or with its cores where it decodes while others train."""
@@ -153,20 +186,12 @@ class SamplerOpener:
 
     def _server_specs(self) -> list[RoleSpec]:
         """Processes that start a server each, on the machine that has its GPUs."""
-        config, backend = self.config, component_of(self.config, "rollout").backend
-        return [
-            self._spec(
-                one,
-                hosted_server.TARGET,
-                hosted_server.payload_of(
-                    one.name,
-                    backend,
-                    server_settings(config, self.dims, self.device, index),
-                    self.log_folder.absolute() / f"{one.name}.log",
-                ),
-            )
-            for index, one in enumerate(self.placed.samplers)
-        ]
+        folder, specs = self.log_folder.absolute(), []
+        for index, one in enumerate(self.placed.samplers):
+            settings, log_file = self._server_settings(index), folder / f"{one.name}.log"
+            payload = hosted_server.payload_of(one.name, self._backend, settings, log_file)
+            specs.append(self._spec(one, hosted_server.TARGET, payload))
+        return specs
 
     def _spec(
         self,
@@ -186,37 +211,6 @@ class SamplerOpener:
             environment=environment or {},
             seed=self.config.seed,
         )
-
-    async def _open_processes(
-        self, specs: list[RoleSpec], handoff: Handoff, runtime: Runtime
-    ) -> dict[str, Sampler]:
-        config = self.config
-
-        async def start(spec: RoleSpec, generation: int) -> RemoteSampler:
-            process = await runtime.start(replace(spec, generation=generation))
-            return await RemoteSampler.open(process, handoff)
-
-        limit, is_exact = config.rollout.restarts, config.max_staleness == 0
-        return await self._open_all(
-            [
-                ReplicaSampler(
-                    spec.name, partial(start, spec), handoff, max_restarts=limit, is_exact=is_exact
-                )
-                for spec in specs
-            ]
-        )
-
-    async def _open_all(self, replicas: list[ReplicaSampler]) -> dict[str, Sampler]:
-        for replica in replicas:
-            replica.siblings = replicas
-            self.stack.push_async_callback(replica.close)
-        results = await asyncio.gather(*(one.open() for one in replicas), return_exceptions=True)
-        for result in results:
-            if isinstance(result, InfraFailure):
-                raise RunError(str(result)) from result
-            if isinstance(result, BaseException):
-                raise result
-        return {replica.name: replica for replica in replicas}
 
     def _hosted(self, num_cores: int) -> HostedSettings:
         """Like `embedded_sampler` in this process: at staleness 0 both draw the same bits."""

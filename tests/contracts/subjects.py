@@ -26,8 +26,8 @@ from pentad.runtime.role_host import RoleHost, job_of
 from pentad.runtime.roles import RoleSpec
 from pentad.samplers import remote, sglang, vllm
 from pentad.samplers.process import ServerSettings
-from pentad.samplers.remote import HostedSettings, RemoteSampler
-from pentad.samplers.replica import ReplicaSampler
+from pentad.samplers.remote import HostedSettings, RoleSampler
+from pentad.samplers.replica import Replica
 from pentad.sync.handoff import Handoff
 
 DIMS = ModelDims(
@@ -124,8 +124,8 @@ def remote_subject(tmp_path: Path, on_update: str) -> Subject:
         hosting = asyncio.create_task(RoleHost(job, sock).run())
         handoff = Handoff("shm", tmp_path)
         process = ThisProcess(sock.getsockname())
-        replica = ReplicaSampler(
-            "rollout-0", lambda _: RemoteSampler.open(process, handoff), handoff, max_restarts=0
+        replica = Replica(
+            "rollout-0", lambda _: RoleSampler.open(process, handoff), handoff, max_restarts=0
         )
         await replica.open()
         try:

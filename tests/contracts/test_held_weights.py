@@ -12,7 +12,7 @@ from subjects import DIMS, embedded, policy, server_settings
 from pentad.core.errors import InfraFailure, RunError
 from pentad.models.hf_weights import iter_hf
 from pentad.samplers import sglang, weight_proof
-from pentad.samplers.server_replica import KeptOffer, KeptWeights, ServerRemote
+from pentad.samplers.started_server import KeptOffer, KeptWeights, StartedServer
 from pentad.samplers.vllm import entry_of
 from pentad.samplers.weight_proof import prove, sglang_checksum
 from pentad.sync.publisher import take_snapshot
@@ -99,7 +99,7 @@ def test_a_server_that_took_weights_while_they_changed_waits_for_the_next(
     model_folder, monkeypatch, num_before
 ):
     """Found by the proof at the first install, by the digest afterwards."""
-    monkeypatch.setattr("pentad.samplers.server_replica.END_PATIENCE_S", 0.01)
+    monkeypatch.setattr("pentad.samplers.started_server.END_PATIENCE_S", 0.01)
     live = list(iter_hf(policy(1)))
 
     def learner_steps(pairs):
@@ -111,45 +111,38 @@ def test_a_server_that_took_weights_while_they_changed_waits_for_the_next(
 
     async def main(address):
         settings = server_settings(model_folder, check_weights_every=0)
-        sampler = await sglang.attach(address, settings)
-        sampler.process = Alive()
-        remote = ServerRemote(sampler, KeptWeights())
+        server, kept = await sglang.attach(address, settings, Alive()), KeptWeights()
+        assert isinstance(server, StartedServer)
         for _ in range(num_before):
-            await sampler.install(0, live)
+            await server.install(0, live)
         stand_in.damage = learner_steps
         changing = take_snapshot(1, live, copy=False)
-        receipt = await remote.pull(await remote.kept.offer(1, changing))
-        assert (receipt.version, remote.version) == (-1, -1)
+        receipt = await server.pull(await kept.offer(1, changing))
+        assert (receipt.version, server.version) == (-1, -1)
         with pytest.raises(RunError, match="sglang-0 took"):
-            await sampler.health()
+            await server.health()
         stand_in.damage = lambda pairs: pairs
         again = take_snapshot(2, live, copy=False)
-        receipt = await remote.pull(await remote.kept.offer(2, again))
+        receipt = await server.pull(await kept.offer(2, again))
         assert (receipt.version, receipt.digest) == (2, again.digest.hex())
-        await sampler.health()
-        await remote.close()
+        await server.health()
+        await server.close()
 
     with served(stand_in.app()) as address:
         asyncio.run(main(address))
 
 
-def test_weights_that_came_meanwhile_are_not_replaced_by_older_ones():
+def test_copies_on_a_gpu_are_moved_to_host_memory_and_live_tensors_are_not():
     class OnGpu:
         is_cuda = True
 
-    async def main():
-        kept = KeptWeights()
-        newer = KeptOffer(2, [], None)
-
         def cpu(self):
-            kept.newest = newer
+            return "moved"
 
-        OnGpu.cpu = cpu
-        offer = kept.newest = KeptOffer(1, [("a", OnGpu())], None)
-        await kept.settle(offer)
-        assert kept.newest is newer
-
-    asyncio.run(main())
+    copied, live = KeptOffer(1, [("a", OnGpu())], None), KeptOffer(1, [("a", OnGpu())], object())
+    asyncio.run(copied.move_to_host())
+    asyncio.run(live.move_to_host())
+    assert copied.weights == [("a", "moved")] and isinstance(live.weights[0][1], OnGpu)
 
 
 WEIGHTS = {name: tensor for name, tensor in iter_hf(policy(1))}

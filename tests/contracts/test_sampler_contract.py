@@ -321,36 +321,6 @@ def test_tokens_under_way_can_be_recomputed_by_new_weights(reprefilling):
         torch.testing.assert_close(torch.tensor(g.logprobs), expected, atol=ATOL, rtol=0)
 
 
-def test_a_pause_keeps_work_and_draws_nothing(subject):
-    request = ask("a", [1, 2, 3], max_new_tokens=subject.long)
-
-    async def scenario(sampler):
-        heard: list[int] = []
-        drawn = asyncio.Event()
-
-        def listen(_index, id_, _logprob):
-            heard.append(id_)
-            drawn.set()
-
-        task = asyncio.create_task(sampler.generate(request, listen))
-        await drawn.wait()
-        await sampler.pause()
-        at_pause = list(heard)
-        if len(at_pause) == subject.long:
-            raise Missed
-        late = asyncio.create_task(sampler.generate(ask("late", [9])))
-        await asyncio.sleep(0.05)
-        assert heard == at_pause and not task.done() and not late.done()
-        await sampler.resume()
-        (late_generation,) = await late
-        assert_from(policy(1), ask("late", [9]), [late_generation])
-        return at_pause, await task
-
-    at_pause, (g,) = run(subject, scenario, "pause")
-    assert g.ids[: len(at_pause)] == at_pause and len(g.ids) == subject.long
-    assert_from(policy(1), request, [g])
-
-
 def test_an_abort_ends_one_request_at_once_and_no_other(subject):
     long, other = (
         ask("long", [1, 2], n=3, max_new_tokens=subject.long),

@@ -22,7 +22,8 @@ from pentad.ops.digest import digest_of
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.roles import RoleSpec
 from pentad.samplers import remote
-from pentad.samplers.remote import HostedSettings, RemoteSampler
+from pentad.samplers.remote import HostedSettings, RoleSampler
+from pentad.samplers.replica import Replica
 from pentad.sync.handoff import Handoff, snapshot_of
 from pentad.sync.publisher import Publisher, take_snapshot
 from pentad.sync.tickets import open_ticket
@@ -266,7 +267,11 @@ def used_bytes():
 async def on_gpu(tmp_path, scenario, kind):
     runtime, handoff = LocalRuntime(), Handoff(kind, tmp_path)
     try:
-        sampler = await RemoteSampler.open(await runtime.start(gpu_spec(tmp_path)), handoff)
+        process = await runtime.start(gpu_spec(tmp_path))
+        sampler = Replica(
+            "rollout-0", lambda _: RoleSampler.open(process, handoff), handoff, max_restarts=0
+        )
+        await sampler.open()
         try:
             return await scenario(sampler, handoff)
         finally:

@@ -13,7 +13,7 @@ from pentad.infer.settings import SamplerSettings
 from pentad.models.hf_weights import iter_hf
 from pentad.models.registry import create_model
 from pentad.runtime.roles import RoleSpec
-from pentad.samplers.remote import HostedSampler, RemoteSampler
+from pentad.samplers.remote import HostedEngine, RoleSampler
 
 DIMS = ModelDims(
     family="qwen3",
@@ -52,18 +52,21 @@ def no_threads_left():
         workers.pop().shutdown()
 
 
-class Receiver(RemoteSampler):
-    """A remote sampler whose calls reach a hosted one by JSON alone; `damage` may change them."""
+class Receiver(RoleSampler):
+    """A sampler of a role process, hosted here and called by JSON; `damage` may change a ticket."""
 
     def __init__(self, handoff, damage=lambda ticket: ticket, dims=DIMS):
         settings = SamplerSettings(max_running=4, kv_cache_tokens=256)
-        self.own = HostedSampler(EmbeddedSampler(policy(9, dims), settings), lambda *_: None)
+        self.own = HostedEngine(EmbeddedSampler(policy(9, dims), settings), lambda *_: None)
         workers.append(self.own.sampler.worker)
         self.handoff, self.damage = handoff, damage
         self.is_closed, self.version = False, -1
         self.process = RoleSpec(name="rollout-0", target="", payload={}, log=Path())
 
-    async def _call(self, method, **arguments):
+    async def install(self, version, weights):
+        return await self.pull(await self.handoff.offer(version, weights))
+
+    async def call(self, method, **arguments):
         sent = json.loads(json.dumps(arguments))
         sent["ticket"] = self.damage(sent["ticket"])
         return json.loads(json.dumps(await getattr(self.own, method)(**sent)))

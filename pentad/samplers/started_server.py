@@ -1,0 +1,226 @@
+"""Servers of a run: attached by address, or started here and then watched until they end.
+
+The newest weights are kept for a server that is restarted. Where they are the learner's own
+tensors, which its next step changes, a server that starts after that step gets its first weights
+with the next publish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from pentad.core.dims import ModelDims
+from pentad.core.errors import FlawedAnswer, InfraFailure, RunError
+from pentad.core.roles import Installed, NamedTensors
+from pentad.core.types import Generation, Request
+from pentad.ops.digest import WeightDigest, digest_of
+from pentad.samplers import server_key
+from pentad.samplers.dialect import Dialect, OnToken
+from pentad.samplers.http import Wire
+from pentad.samplers.process import (
+    ServerProcess,
+    ServerSettings,
+    check_installed,
+    free_port,
+    server_python,
+)
+from pentad.samplers.server_sampler import ServerSampler
+from pentad.sync.publisher import Snapshot
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+END_PATIENCE_S = 1.0
+"""Between a call that failed and the end of its process, where that was the reason."""
+Attach = Callable[[str, ServerSettings, ServerProcess | None], Awaitable[ServerSampler]]
+
+
+@dataclass(slots=True, eq=False)
+class KeptOffer:
+    """Weights of one version."""
+
+    version: int
+    weights: Iterable[tuple[str, Tensor]]
+    digest: WeightDigest | None
+    """Only of tensors that may change meanwhile."""
+
+    def is_whole(self) -> bool:
+        """Whether they are still those of the version."""
+        return self.digest is None or digest_of(self.weights).hex() == self.digest.hex()
+
+    async def move_to_host(self) -> None:
+        """Copies on a GPU, once a server has them: the memory is needed there."""
+        pairs = [] if self.digest is not None else list(self.weights)
+        if any(tensor.is_cuda for _, tensor in pairs):
+            self.weights = await asyncio.to_thread(lambda: [(n, t.cpu()) for n, t in pairs])
+
+
+class KeptWeights:
+    """The newest weights, for all servers that this process started."""
+
+    def __init__(self) -> None:
+        self.newest: KeptOffer | None = None
+
+    async def offer(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> KeptOffer:
+        if self.newest is None or self.newest.weights is not weights:
+            is_live = isinstance(weights, Snapshot) and not weights.is_copy
+            digest = weights.digest if isinstance(weights, Snapshot) and is_live else None
+            self.newest = KeptOffer(version, weights, digest)
+        return self.newest
+
+
+class StartedServer(ServerSampler):
+    """The client of a server that this process started; of no use once the server has ended."""
+
+    def __init__(
+        self, dialect: Dialect, dims: ModelDims, *, max_context: int, process: ServerProcess
+    ) -> None:
+        super().__init__(dialect, dims, max_context=max_context)
+        self.process = process
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.watching = asyncio.create_task(self._watch())
+        self.moving: asyncio.Task[None] | None = None
+
+    async def generate(self, request: Request, on_token: OnToken | None = None) -> list[Generation]:
+        try:
+            return await super().generate(request, on_token)
+        except InfraFailure as failure:
+            if await self._has_ended():
+                raise
+            raise FlawedAnswer(str(failure)) from failure
+        except RunError as error:
+            if not self.is_closed and await self._has_ended():
+                raise InfraFailure(str(error)) from error
+            raise
+
+    async def install(self, version: int, weights: NamedTensors) -> Installed:
+        """Raises InfraFailure where the server has ended meanwhile."""
+        try:
+            return await super().install(version, weights)
+        except RunError as error:
+            if await self._has_ended():
+                raise InfraFailure(str(error)) from error
+            raise
+
+    async def pull(self, offer: KeptOffer) -> Installed:
+        if self.version < 0 and not await asyncio.to_thread(offer.is_whole):
+            return await self._without_weights("was restarted and has no weights yet")
+        try:
+            receipt = await self.install(offer.version, offer.weights)
+        except InfraFailure:
+            raise
+        except RunError as error:
+            if await asyncio.to_thread(offer.is_whole):
+                raise
+            return await self._without_weights(f"took weights while they changed ({error})")
+        if offer.digest is not None and receipt.digest != offer.digest.hex():
+            return await self._without_weights(f"took other weights than version {offer.version}")
+        self.moving = asyncio.create_task(offer.move_to_host())
+        self.moving.add_done_callback(_log_failure)
+        return receipt
+
+    async def call(self, method: str, **arguments: Any) -> Any:
+        """As a role process is called."""
+        return await getattr(self, method)(**arguments)
+
+    async def _without_weights(self, why: str) -> Installed:
+        """It serves nothing until the next install, which is tried as if it were the first."""
+        await self.rewind()
+        self.unknown_weights_reason = f"{self.process.name} {why}"
+        return Installed(-1, 0, "")
+
+    async def close(self) -> None:
+        """Ends the server, too."""
+        if self.is_closed:
+            return
+        self.watching.cancel()
+        if self.moving is not None:
+            self.moving.cancel()
+        await super().close()
+        await self.process.stop()
+
+    def _check_open(self) -> None:
+        super()._check_open()
+        self.process.check()
+
+    async def _watch(self) -> None:
+        while (ended := self.process.poll()) is None:
+            await asyncio.sleep(POLL_S)
+        self.lost.set_result(f"it {ended}")
+
+    async def _has_ended(self) -> bool:
+        await asyncio.wait([self.lost], timeout=END_PATIENCE_S)
+        return self.lost.done()
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (failure := task.exception()) is not None:
+        log.warning("the newest weights stay on the GPU: %r", failure)
+
+
+# Starting and attaching.
+
+
+@asynccontextmanager
+async def closed_on_failure(wire: Wire) -> AsyncIterator[None]:
+    try:
+        yield
+    except BaseException:
+        await wire.close()
+        raise
+
+
+async def attach_server(
+    address: str,
+    kind: str,
+    open_dialect: Callable[[Wire, str], Awaitable[Dialect]],
+    settings: ServerSettings,
+    process: ServerProcess | None,
+) -> ServerSampler:
+    """A client of the server at `address`; its weights are unknown. `process`: this process
+    started it. `open_dialect`: called with its wire and its name in sentences."""
+    where = f"rollout.server.addresses = {address}" if process is None else f"{kind} at {address}"
+    wire = Wire(address, kind, settings.key)
+    async with closed_on_failure(wire):
+        try:
+            dialect = await open_dialect(wire, where)
+        except InfraFailure as failure:
+            raise RunError(str(failure)) from failure
+    dims, max_context = settings.dims, settings.max_context
+    if process is None:
+        return ServerSampler(dialect, dims, max_context=max_context)
+    return StartedServer(dialect, dims, max_context=max_context, process=process)
+
+
+async def start_server(
+    settings: ServerSettings,
+    name: str,
+    log_file: Path,
+    kind: str,
+    command: Callable[[int, str], Sequence[str]],
+    environment: dict[str, str],
+    attach: Attach,
+) -> StartedServer:
+    """Starts a server on this machine, with weights of no use: an install must follow. `command`:
+    words after the interpreter, by port and installed version."""
+    module = kind.lower()
+    python = server_python(settings.python, module)
+    version = await asyncio.to_thread(check_installed, python, module, settings.python)
+    port, key = free_port(), secrets.token_urlsafe(32)
+    own = {**environment, server_key.VARIABLE: key}
+    process = ServerProcess(name, [python, *command(port, version)], own, log_file)
+    address, keyed = f"http://127.0.0.1:{port}", replace(settings, key=key, is_started=True)
+    made = await process.opened(
+        Wire(address, kind, key), lambda: attach(address, keyed, process), settings.start_timeout_s
+    )
+    assert isinstance(made, StartedServer), "it has a process"
+    return made
