@@ -38,6 +38,7 @@ from pentad.models.families import dims_of
 from pentad.planner.activations import Checkpointing
 from pentad.planner.memory import Training, publish_bucket, publish_params, snapshot_bytes
 from pentad.runtime.local_roles import LocalRuntime
+from pentad.runtime.restarts import RestartPolicy
 from pentad.runtime.roles import RoleSpec
 from pentad.samplers import remote
 from pentad.samplers.remote import HostedSettings, RoleSampler
@@ -169,7 +170,7 @@ async def measure(args: argparse.Namespace, pipes: list[Connection], folder: Pat
     try:
         process = await runtime.start(spec)
         sampler = Replica(
-            "rollout-0", lambda _: RoleSampler.open(process, handoff), handoff, max_restarts=0
+            "rollout-0", lambda _: RoleSampler.open(process, handoff), handoff, RestartPolicy(0)
         )
         await sampler.open()
         publisher = Publisher([sampler])

@@ -50,6 +50,7 @@ from pentad.infer.sampler import EmbeddedSampler  # noqa: E402
 from pentad.infer.settings import SamplerSettings  # noqa: E402
 from pentad.models.families import dims_of  # noqa: E402
 from pentad.runtime.local_roles import LocalRuntime  # noqa: E402
+from pentad.runtime.restarts import RestartPolicy  # noqa: E402
 from pentad.runtime.roles import RoleSpec  # noqa: E402
 from pentad.samplers import remote, sglang, vllm  # noqa: E402
 from pentad.samplers.process import ServerSettings  # noqa: E402
@@ -177,7 +178,7 @@ async def apart(two: Policies, qwen: Path, folder: Path, report: Report) -> None
     runtime = LocalRuntime()
     process, handoff = await runtime.start(spec), Handoff("ipc", folder)
     sampler = Replica(
-        "rollout-0", lambda _: RoleSampler.open(process, handoff), handoff, max_restarts=0
+        "rollout-0", lambda _: RoleSampler.open(process, handoff), handoff, RestartPolicy(0)
     )
     await sampler.open()
     totals = []

@@ -18,6 +18,10 @@ TensorPairs: TypeAlias = "Sequence[tuple[str, Tensor]]"
 """The same, all of them at hand."""
 
 
+OnToken = Callable[[int, int, float], None]
+"""`on_token(i, id, logprob)`: a token of the i-th generation was drawn."""
+
+
 class SentWeights:
     """Weights of a sender in this process that keeps them as they are until it has the receipt:
     whoever installs them may compare bytes, which is quicker than to hash both sides."""
@@ -56,10 +60,8 @@ class Sampler(Protocol):
         """The weight version new tokens are drawn with."""
         ...
 
-    async def generate(
-        self, request: Request, on_token: Callable[[int, int, float], None] | None = None
-    ) -> list[Generation]:
-        """One generation per seed; `on_token(i, id, logprob)` reports progress of the i-th."""
+    async def generate(self, request: Request, on_token: OnToken | None = None) -> list[Generation]:
+        """One generation per seed; `on_token` reports progress."""
         ...
 
     async def abort(self, request_id: str) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from pentad.core.device import settle, unsettle
 from pentad.core.errors import Problem, RunError, UserError
-from pentad.core.roles import Installed, NamedTensors, SentWeights
+from pentad.core.roles import Installed, NamedTensors, OnToken, SentWeights
 from pentad.core.types import Generation, Request, TopTokens
 from pentad.infer.engine import Decode, InferenceEngine, Report
 from pentad.infer.sequence import Sequence
@@ -29,7 +29,6 @@ from pentad.infer.settings import SamplerSettings, check_request
 from pentad.models.decoder import Decoder
 from pentad.models.registry import load_model
 
-OnToken = Callable[[int, int, float], None]
 OnTop = Callable[[int, TopTokens], None]
 T = TypeVar("T")
 

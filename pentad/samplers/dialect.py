@@ -40,7 +40,6 @@ LOAD_TIMEOUT_S = 600.0
 """For a server to take new weights."""
 NPY = b"\x93NUMPY"
 FINISHES: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-OnToken = Callable[[int, int, float], None]
 OnPiece = Callable[[Sequence[int], Sequence[float]], None]
 T = TypeVar("T")
 

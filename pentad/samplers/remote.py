@@ -19,7 +19,7 @@ from torch import Tensor
 from pentad.core.device import DTYPES
 from pentad.core.dims import ModelDims
 from pentad.core.errors import InfraFailure, RunError, WrongWeights
-from pentad.core.roles import Installed, Sampler
+from pentad.core.roles import Installed, OnToken, Sampler
 from pentad.core.types import Generation, Request, SamplingParams
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.settings import SamplerSettings
@@ -30,7 +30,6 @@ from pentad.runtime import roles
 from pentad.runtime.environment import make_deterministic
 from pentad.runtime.roles import RoleProcess
 from pentad.runtime.wire import Connection
-from pentad.samplers.dialect import OnToken
 from pentad.sync.handoff import Handoff, Offer
 from pentad.sync.tickets import open_ticket
 

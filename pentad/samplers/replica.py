@@ -17,14 +17,15 @@ from enum import Enum
 from typing import Any, Protocol
 
 from pentad.core.errors import FlawedAnswer, GivenUp, InfraFailure, RunError, UserError
-from pentad.core.roles import Installed, NamedTensors
+from pentad.core.roles import Installed, NamedTensors, OnToken
 from pentad.core.types import Generation, Request
-from pentad.samplers.dialect import OnToken
-from pentad.samplers.started_server import END_PATIENCE_S
+from pentad.runtime.restarts import RestartPolicy
 from pentad.telemetry.log import NOTICE
 
 log = logging.getLogger(__name__)
 
+END_PATIENCE_S = 1.0
+"""Between a call that failed and the end of its process, where that was the reason."""
 EXIT_WAIT_S = 0.1
 """Between a lost connection and the end of its process."""
 NO_STATS = ("tokens_drawn", "running", "waiting")
@@ -109,8 +110,9 @@ class Replica:
     name: str
     start: Start
     handoff: NewestWeights
+    policy: RestartPolicy
+    """Counts the losses since the last answer (`rollout.restarts`)."""
     _: KW_ONLY
-    max_restarts: int
     is_exact: bool = False
     """Requests come in waves, which are repeated whole."""
     siblings: Sequence[Replica] = ()
@@ -124,9 +126,6 @@ class Replica:
     is_rewound: bool = False
     """Versions begin anew with the next install."""
     failure: GivenUp | None = None
-    generation: int = 0
-    num_restarts: int = 0
-    """Since the last answer."""
     lost_because: str = ""
     pending: dict[str, PendingRequest] = field(default_factory=dict)
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
@@ -139,7 +138,7 @@ class Replica:
         """Starts the first process. Raises what keeps it from serving."""
         while self.sampler is None:
             try:
-                self._serve(await self.start(self.generation))
+                self._serve(await self.start(self.policy.generation))
             except InfraFailure as failure:
                 self.lost_because = str(failure)
                 log.warning("%s is lost: %s", self.name, failure)
@@ -241,7 +240,7 @@ class Replica:
         if call.cancelled():
             entry.future.cancel()
         elif failure is None:
-            self.num_restarts = 0
+            self.policy.note_progress()
             entry.future.set_result(call.result())
         elif not self._sends_again(entry, failure):
             entry.future.set_exception(failure)
@@ -384,19 +383,17 @@ class Replica:
         await sampler.close()
 
     def _count_restart(self) -> None:
-        if self.num_restarts >= self.max_restarts:
+        if not self.policy.restarts_after(self.lost_because):
             raise GivenUp(
-                f"{self.name} was started again {self.num_restarts} times without an answer gained "
-                f"(rollout.restarts = {self.max_restarts}); the last time {self.lost_because}"
+                f"{self.name} was started again {self.policy.used} times without an answer gained "
+                f"(rollout.restarts = {self.policy.retries}); the last time {self.lost_because}"
             )
-        self.num_restarts += 1
-        self.generation += 1
 
     async def _start_again(self) -> ProcessSampler | None:
         """A process with the newest weights; None where it failed before it had them."""
         sampler = None
         try:
-            sampler = await self.start(self.generation)
+            sampler = await self.start(self.policy.generation)
             await self._bring_up_to_date(sampler)
             if not sampler.lost.done():
                 return sampler

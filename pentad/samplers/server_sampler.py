@@ -18,14 +18,14 @@ import torch
 
 from pentad.core.dims import ModelDims
 from pentad.core.errors import InfraFailure, Problem, RunError, UserError, is_cancelled
-from pentad.core.roles import Installed, NamedTensors, TensorPairs
+from pentad.core.roles import Installed, NamedTensors, OnToken, TensorPairs
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Generation, Request
 from pentad.infer.settings import RequestLimits, check_request
 from pentad.models.families import map_of
 from pentad.models.hf_weights import native_shards
 from pentad.models.registry import build_model
-from pentad.samplers.dialect import MEMORIES, Call, Dialect, OnPiece, OnToken, flaw_of, joined
+from pentad.samplers.dialect import MEMORIES, Call, Dialect, OnPiece, flaw_of, joined
 from pentad.weights import transfer
 
 ABORT_PATIENCE_S = 5.0

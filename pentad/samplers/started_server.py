@@ -20,11 +20,11 @@ from torch import Tensor
 
 from pentad.core.dims import ModelDims
 from pentad.core.errors import FlawedAnswer, InfraFailure, RunError
-from pentad.core.roles import Installed, NamedTensors
+from pentad.core.roles import Installed, NamedTensors, OnToken
 from pentad.core.types import Generation, Request
 from pentad.ops.digest import WeightDigest, digest_of
 from pentad.samplers import server_key
-from pentad.samplers.dialect import Dialect, OnToken
+from pentad.samplers.dialect import Dialect
 from pentad.samplers.http import Wire
 from pentad.samplers.process import (
     ServerProcess,
@@ -33,14 +33,13 @@ from pentad.samplers.process import (
     free_port,
     server_python,
 )
+from pentad.samplers.replica import END_PATIENCE_S
 from pentad.samplers.server_sampler import ServerSampler
 from pentad.sync.publisher import Snapshot
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-END_PATIENCE_S = 1.0
-"""Between a call that failed and the end of its process, where that was the reason."""
 Attach = Callable[[str, ServerSettings, ServerProcess | None], Awaitable[ServerSampler]]
 
 

@@ -38,6 +38,7 @@ from pentad.planner.remedies import shares_by_gpu
 from pentad.runtime.environment import DETERMINISTIC
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.nodes import NodeRuntime
+from pentad.runtime.restarts import RestartPolicy
 from pentad.runtime.roles import RoleSpec, Runtime
 from pentad.runtime.scratch import scratch_folder
 from pentad.samplers import hosted_server, remote, server_key, sglang, vllm
@@ -159,7 +160,7 @@ class SamplerOpener:
         config = self.config
         is_exact = config.max_staleness == 0 and self._is_embedded
         replicas = [
-            Replica(name, start, weights, max_restarts=config.rollout.restarts, is_exact=is_exact)
+            Replica(name, start, weights, RestartPolicy(config.rollout.restarts), is_exact=is_exact)
             for name, start in starts.items()
         ]
         for replica in replicas:

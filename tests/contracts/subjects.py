@@ -22,6 +22,7 @@ from pentad.infer.settings import SamplerSettings
 from pentad.models.decoder import Decoder
 from pentad.models.hf_weights import iter_hf
 from pentad.models.registry import create_model
+from pentad.runtime.restarts import RestartPolicy
 from pentad.runtime.role_host import RoleHost, job_of
 from pentad.runtime.roles import RoleSpec
 from pentad.samplers import remote, sglang, vllm
@@ -125,7 +126,7 @@ def remote_subject(tmp_path: Path, on_update: str) -> Subject:
         handoff = Handoff("shm", tmp_path)
         process = ThisProcess(sock.getsockname())
         replica = Replica(
-            "rollout-0", lambda _: RoleSampler.open(process, handoff), handoff, max_restarts=0
+            "rollout-0", lambda _: RoleSampler.open(process, handoff), handoff, RestartPolicy(0)
         )
         await replica.open()
         try:

@@ -20,6 +20,7 @@ from pentad.models.hf_weights import iter_hf
 from pentad.models.registry import create_model
 from pentad.ops.digest import digest_of
 from pentad.runtime.local_roles import LocalRuntime
+from pentad.runtime.restarts import RestartPolicy
 from pentad.runtime.roles import RoleSpec
 from pentad.samplers import remote
 from pentad.samplers.remote import HostedSettings, RoleSampler
@@ -228,7 +229,7 @@ def test_a_receipt_of_another_version_raises(tmp_path, damaged):
     async def answer(method, ticket):
         return asdict(Installed(ticket["version"] - damaged, 1, ticket["digest"]))
 
-    receiver._call = answer
+    receiver.call = answer
     offer = asyncio.run(handoff.offer(3, weights(1)))
     if not damaged:
         assert asyncio.run(receiver.pull(offer)).version == 3
@@ -269,7 +270,7 @@ async def on_gpu(tmp_path, scenario, kind):
     try:
         process = await runtime.start(gpu_spec(tmp_path))
         sampler = Replica(
-            "rollout-0", lambda _: RoleSampler.open(process, handoff), handoff, max_restarts=0
+            "rollout-0", lambda _: RoleSampler.open(process, handoff), handoff, RestartPolicy(0)
         )
         await sampler.open()
         try:
