@@ -24,7 +24,7 @@ OnToken = Callable[[int, int, float], None]
 
 class SentWeights:
     """Weights of a sender in this process that keeps them as they are until it has the receipt:
-    whoever installs them may compare bytes, which is quicker than to hash both sides."""
+    a receiver may compare bytes, which is quicker than to hash both sides."""
 
     __slots__ = ()
     weights: tuple[tuple[str, Tensor], ...]
@@ -73,8 +73,8 @@ class Sampler(Protocol):
         ...
 
     async def rewind(self) -> None:
-        """Versions begin anew: the learner was lost and goes on from an earlier one. Nobody asks
-        for tokens before the next install, which may be of any version."""
+        """Versions begin anew: the learner was lost and resumes from an earlier one. No tokens are
+        requested before the next install, which may be of any version."""
         ...
 
     async def sleep(self) -> None:

@@ -80,7 +80,7 @@ class Dialect:
     under way while its weights are replaced: calls are cut, and the rest is requested after."""
 
     settings: ServerSettings
-    """Of a `LoadingDialect`."""
+    """Only set on a `LoadingDialect`."""
 
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
@@ -266,7 +266,7 @@ def versions_of(where: str, spans: Sequence[VersionSpan] | None, num: int) -> li
         is_next = span.start == len(versions) and span.start <= span.end <= num
         if not is_next or not re.fullmatch(r"[0-9]{1,18}", span.version):
             found = f"weights {span.version!r} drew tokens {span.start} to {span.end}"
-            raise InfraFailure(f"{where}: {found}, which nobody installed")
+            raise InfraFailure(f"{where}: {found}, which were never installed")
         versions += [int(span.version)] * (span.end - span.start)
     if len(versions) != num:
         raise InfraFailure(f"{where}: {len(versions)} versions came for {num} tokens")

@@ -74,7 +74,7 @@ class HttpLink:
         return True
 
     def wake(self) -> bool:
-        """False where it is not to be used again: closed, or with something that nobody asked
+        """False where it is not to be used again: closed, or with something that was not asked
         for."""
         if time.monotonic() - self.idle_since > IDLE_S or self.writer.is_closing():
             return False
@@ -157,7 +157,7 @@ class HttpClient:
         while self.kept and time.monotonic() - self.kept[0].idle_since > IDLE_S:
             self.kept.pop(0).writer.close()
         if link.protocol.our_state is not h11.DONE or link.protocol.their_state is h11.SEND_BODY:
-            link.writer.transport.abort()  # to close it would first send what nobody reads
+            link.writer.transport.abort()  # to close it would first send what is not read
         elif not self.is_closed and link.rest():
             self.kept.append(link)
         else:
@@ -169,7 +169,7 @@ class HttpClient:
 CONNECT_TIMEOUT_S = 10.0
 CALL_TIMEOUT_S = 60.0
 MAX_ANSWER_BYTES = 256 << 20
-"""Of one answer, streamed or not; the longest of tokens with their experts are a tenth of it."""
+"""For one answer, streamed or not; the longest of tokens with their experts are a tenth of it."""
 MAX_QUOTED = 300
 """Characters of a server's answer that a sentence quotes."""
 

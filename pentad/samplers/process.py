@@ -26,7 +26,7 @@ from pentad.runtime.report import tail
 from pentad.samplers.http import Wire
 
 ROUTES_FLAG = "--enable-return-routed-experts"
-"""Of vLLM and SGLang alike."""
+"""The same for vLLM and SGLang."""
 TransportName = Literal["disk", "broadcast", "ipc"]
 
 

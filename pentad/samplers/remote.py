@@ -53,7 +53,7 @@ class HostedSettings:
     device: str
     dtype: str
     seed: int | None = None
-    """Of the weights it holds until the first install. None: it has none to draw from."""
+    """For the weights it holds until the first install. None: it has none to draw from."""
     version: int = -1
     tokenizer: str = ""
     """Folder; none: stop strings are refused."""
@@ -61,7 +61,7 @@ class HostedSettings:
     """Families of the user's own."""
     deterministic: bool = False
     num_threads: int = 0
-    """Of torch on a CPU: results depend on it. 0: torch's own choice."""
+    """Threads of torch on a CPU: results depend on it. 0: torch's own choice."""
 
 
 def make_sampler(payload: Mapping[str, Any], emit: Callable[[str, Any], None]) -> HostedEngine:

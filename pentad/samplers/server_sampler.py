@@ -61,7 +61,7 @@ class ServerSampler:
         self.updating = asyncio.Lock()
         self.is_installing = False
         self.asleep: list[str] = []
-        """Of `MEMORIES`."""
+        """Those of `MEMORIES` that were given back."""
         self.is_closed = False
         self.unknown_weights_reason: str | None = None
         """Why it is unknown what weights the server holds; None where they are known."""
@@ -207,7 +207,7 @@ class ServerSampler:
         if self.version >= 0 and label != str(self.version):
             raise RunError(
                 f"{self.dialect.where}: holds weights {label!r}, not version {self.version}; "
-                "somebody else changed them, or it was started anew"
+                "another client changed them, or it was restarted"
             )
 
     def stats(self) -> dict[str, float]:

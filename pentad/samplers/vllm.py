@@ -63,7 +63,7 @@ NO_LOGPROB = -9999.0
 class TokenLogprob(BaseModel):
     token_id: NonNegativeInt | None = None
     token: str = ""
-    """Of servers that send no `token_id`: "token_id:7"."""
+    """Sent in place of `token_id` by older servers: "token_id:7"."""
     logprob: float
 
     @property

@@ -175,7 +175,7 @@ def open_group_store(run: OpenRun, checked: Checked, calls: Calls, crew: Crew) -
 
 
 def own_service(calls: Calls) -> LearnerService | None:
-    """Of rank 0, where it is this process."""
+    """The service of rank 0, where it is this process."""
     if not isinstance(calls, RankCalls):
         return None
     assert isinstance(calls.service, LearnerService)

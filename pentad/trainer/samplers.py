@@ -244,7 +244,7 @@ def open_runtime(config: Config, device: torch.device, *, is_apart: bool) -> Run
 
 
 def ray_options(config: Config) -> dict[str, Any]:
-    """Of a cluster that the run starts: CPUs for TransferQueue (its units and its controller), and
+    """For a cluster that the run starts: CPUs for TransferQueue (its units and its controller), and
     where Ray's own messages go."""
     spare = config.num_data_storage_units + 1 if config.store == "transfer_queue" else 0
     folder = run_path(config.fileroot, config.experiment_name, config.trial_name, config.user)
@@ -278,7 +278,7 @@ def embedded_sampler(
 def server_settings(
     config: Config, dims: ModelDims, device: torch.device, index: int
 ) -> ServerSettings:
-    """Of the `index`-th replica."""
+    """For the `index`-th replica."""
     component, server = component_of(config, "rollout"), config.rollout.server
     tensor, pipeline = component.size("t"), component.size("p")
     placed = topology_on(config, device)

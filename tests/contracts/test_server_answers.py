@@ -164,18 +164,18 @@ ASK = {"sampling_params": {"max_tokens": 4}}
         ),
         (
             spoilt(weight_versions=[{"version": "default", "start": 0, "end": 4}]),
-            "weights 'default' drew tokens 0 to 4, which nobody installed",
+            "weights 'default' drew tokens 0 to 4, which were never installed",
         ),
         (
             spoilt(weight_versions=[{"version": "3", "start": 0, "end": 2}]),
             "2 versions came for 4 tokens",
         ),
-        (versions([("3", 0, 10**12)]), "which nobody installed"),  # not as many in memory
-        (versions([("3", 0, 2), ("3", 1, 4)]), "which nobody installed"),
-        (versions([("3", 0, 4), ("3", 4, 2)]), "which nobody installed"),
+        (versions([("3", 0, 10**12)]), "which were never installed"),  # not as many in memory
+        (versions([("3", 0, 2), ("3", 1, 4)]), "which were never installed"),
+        (versions([("3", 0, 4), ("3", 4, 2)]), "which were never installed"),
         (versions([("4", 0, 4)]), "version 4 drew a token, the server was given 3"),
         (versions([("3.0", 0, 4)]), "weights '3.0' drew tokens"),
-        (versions([("9" * 5000, 0, 4)]), "which nobody installed"),
+        (versions([("9" * 5000, 0, 4)]), "which were never installed"),
         (lambda _: raw("[" * 100_000), "answered no JSON"),
         (lambda _: {"choices": [good(ASK)["choices"][0]] * 2}, "2 choices came where 1 was asked"),
         (spoilt(token_ids=[10**30, 1, 2, 3]), "outside the vocabulary"),
