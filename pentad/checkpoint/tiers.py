@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
@@ -30,6 +29,7 @@ from pentad.checkpoint.quarantine import list_aside
 from pentad.core.folders import INFO
 from pentad.core.remote import Remote
 from pentad.runtime.awake import awake_s
+from pentad.runtime.process import Child
 from pentad.runtime.signals import handling_signals
 
 log = logging.getLogger(__name__)
@@ -59,8 +59,7 @@ class UploadStatus:
 class Tiers:
     """Rank 0's: `find` at the start, `after_commit` for every checkpoint, `close` at the end.
 
-    Make it on the main thread: the uploader is a process that ends with the thread that started
-    it. Without a `remote` there is no process, `find` looks at the local folders alone, and the
+    Without a `remote` there is no process, `find` looks at the local folders alone, and the
     committer prunes them. With one the uploader prunes both tiers, and the committer none
     (`keep_committed`): a local copy is removed only when the store has it or a newer one.
     """
@@ -86,7 +85,8 @@ class Tiers:
         self.held = ExitStack()
         self.fetched: set[int] = set()
         """Steps that the store gave already: if they could not be restored, they cannot be."""
-        self.process: subprocess.Popen[str] | None = None
+        self.process: Child | None = None
+        """The uploader."""
         self.is_closed = False
         if remote is not None:
             self._start(remote)
@@ -174,7 +174,7 @@ class Tiers:
         with self.lock:
             self.known = replace(self.known, waiting_step=step)
         try:
-            if self.process is None or self.process.poll() is not None:
+            if self.process is None or not self.process.is_running:
                 self._start(self.remote)
             self._send(step)
         except OSError as error:
@@ -211,18 +211,16 @@ class Tiers:
             self.report(f"the checkpoint of step {waiting + 1} is not in {place}; {rest}")
         return waiting is None
 
-    def _wait(self, process: subprocess.Popen[str], timeout_s: float) -> str:
+    def _wait(self, process: Child, timeout_s: float) -> str:
         """Until the uploader has ended, or is ended; the last signal that came, "" without one."""
         names: list[str] = []
         deadline = awake_s() + timeout_s
         with handling_signals(lambda number, _: names.append(signal.Signals(number).name)):
-            while process.poll() is None:
+            while not process.wait(POLL_S):
                 if names:
                     deadline = min(deadline, awake_s() + STOPPED_S)
                 if len(names) > 1 or awake_s() > deadline:
-                    process.kill()
-                    process.wait()
-                time.sleep(POLL_S)
+                    process.end()
         return names[-1] if names else ""
 
     @property
@@ -235,13 +233,8 @@ class Tiers:
         return "" if self.remote is None else self.remote.uri
 
     def _start(self, remote: Remote) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "pentad.checkpoint.upload"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # ctrl-C is for the run, which then closes it
-        )
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = Child.start([sys.executable, "-m", "pentad.checkpoint.upload"], **pipes)
         settings = {"parent": os.getpid(), "root": str(self.root), "keep_last": self.keep_last}
         self._send({**settings, "remote": asdict(remote)})
         self.reader = threading.Thread(target=self._listen, args=(self.process,), daemon=True)
@@ -253,7 +246,7 @@ class Tiers:
             self.process.stdin.write(json.dumps(message) + "\n")
             self.process.stdin.flush()
 
-    def _listen(self, process: subprocess.Popen[str]) -> None:
+    def _listen(self, process: Child) -> None:
         assert process.stdout is not None, "it is piped"
         is_closed = False
         base = self.status()
@@ -263,9 +256,9 @@ class Tiers:
             facts = json.loads(line)
             is_closed = is_closed or "closed" in facts
             self._learn(facts, base)
-        code = process.wait()
+        process.wait()
         if not is_closed and not self.is_closed:
-            text = f"the uploader ended with status {code}; the next checkpoint starts it again"
+            text = f"the uploader {process.ended()}; the next checkpoint starts it again"
             self._learn({"error": text}, base)
 
     def _learn(self, facts: dict[str, Any], base: UploadStatus) -> None:

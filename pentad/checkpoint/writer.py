@@ -13,11 +13,9 @@ import itertools
 import os
 import pickle
 import queue
-import select
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
@@ -27,15 +25,13 @@ from typing import Any
 
 from pentad.checkpoint.job import ExportJob, Memory, WriterJob, run_job
 from pentad.core.errors import RunError
-from pentad.runtime.awake import awake_s
-from pentad.runtime.process import NICENESS
+from pentad.runtime.process import NICENESS, Child, die_with_parent
 
 HEADER = struct.Struct("<Q?")
 """The number of a job, and whether it is an export; without file descriptors it is the end."""
 MAX_FDS = 250
 Lane = queue.SimpleQueue[tuple[int, list[int]] | None]
 """Jobs by number, with the file descriptors of their memory; None: the end."""
-WATCH_S = 0.5
 
 
 class Pending:
@@ -99,15 +95,15 @@ class Writer:
     """The parent's end. The process is started with the first job, and again after it was lost."""
 
     def __init__(self, stall_s: float | None = None) -> None:
-        """A process that has a job and neither reads nor writes for `stall_s` is ended: whoever
-        waits for the job gets the reason. None: it is waited for."""
+        """A process that has a job and neither reads nor writes for `stall_s` is ended: its jobs
+        fail with the reason. None: it is waited for."""
         self.stall_s = stall_s
         self._lock = threading.Lock()
         self._process: _Process | None = None
 
     @property
     def pid(self) -> int | None:
-        return None if self._process is None else self._process.popen.pid
+        return None if self._process is None else self._process.child.pid
 
     def submit(self, job: WriterJob) -> Pending:
         """Returns at once. The memory of its spans must not change until the job is done."""
@@ -133,10 +129,9 @@ class _Process:
         environment["PYTHONPATH"] = f"{known}{os.pathsep}{package}" if known else package
         command = [sys.executable, "-P", "-m", "pentad.checkpoint.writer"]
         with theirs:
-            self.popen = subprocess.Popen(
+            self.child = Child.start(
                 [*command, str(theirs.fileno()), str(os.getpid())],
-                env=environment,
-                stdin=subprocess.DEVNULL,
+                environment=environment,
                 pass_fds=[theirs.fileno()],
             )
         self._waiting: dict[int, Pending] = {}
@@ -145,14 +140,13 @@ class _Process:
         self._guard = threading.Lock()
         self._reader = threading.Thread(target=self._read, name="checkpoint-writer", daemon=True)
         self._reader.start()
-        self._end = ""
-        """How it was ended by us, in words."""
         if stall_s is not None:
-            threading.Thread(target=self._watch, args=(stall_s,), daemon=True).start()
+            given = stall_s, lambda: bool(self._waiting)
+            threading.Thread(target=self.child.end_when_stalled, args=given, daemon=True).start()
 
     @property
     def is_alive(self) -> bool:
-        return self.popen.poll() is None
+        return self.child.is_running
 
     def send(self, job: WriterJob) -> Pending:
         pending = Pending()
@@ -174,25 +168,11 @@ class _Process:
     def close(self, timeout_s: float | None) -> None:
         try:
             self._socket.sendall(HEADER.pack(0, False))  # no job: the end
-            self.popen.wait(timeout_s)
+            self.child.wait(timeout_s)
         except OSError:
             pass  # it is gone
-        except subprocess.TimeoutExpired:
-            self.popen.kill()
+        self.child.end()
         self._reader.join()
-
-    def _watch(self, stall_s: float) -> None:
-        """Ends it where it hangs; what it has read and written so far shows that it does not."""
-        seen, since = "", awake_s()
-        while self._reader.is_alive():
-            self._reader.join(WATCH_S)
-            done = io_of(self.popen.pid) if self._waiting else ""
-            if done != seen or not self._waiting:
-                seen, since = done, awake_s()
-            elif awake_s() - since > stall_s:
-                self._end = f"was ended: it wrote nothing for stall_abort_s = {stall_s:g} s"
-                self.popen.kill()
-                return
 
     def _read(self) -> None:
         with self._socket.makefile("rb") as answers:
@@ -209,22 +189,13 @@ class _Process:
 
     def _fail(self) -> None:
         """It ended: jobs that it has not answered are lost."""
-        code = self.popen.wait()
-        how = f"by signal {-code}" if code < 0 else f"with code {code}"
-        ended = self._end or f"ended ({how})"
-        words = f"the process that writes checkpoints {ended} before this one was written"
+        self.child.wait()
+        words = f"the process that writes checkpoints {self.child.ended()}"
+        self.child.end()
         with self._guard:
             lost, self._waiting = self._waiting, {}
         for pending in lost.values():
             pending.settle({}, RunError(words))
-
-
-def io_of(pid: int) -> str:
-    """What a process has read and written so far; nothing where the system does not say."""
-    try:
-        return Path(f"/proc/{pid}/io").read_text()
-    except OSError:
-        return ""
 
 
 def encode(job: WriterJob) -> tuple[Memory, list[Memory]]:
@@ -257,6 +228,7 @@ def decode(letter: Memory, memories: list[Memory]) -> WriterJob:
 
 def main(fd: int, parent: int) -> None:
     """Runs jobs until the parent hangs up or ends."""
+    die_with_parent(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":  # a file that grows beyond its limit is an error, not the end
@@ -272,7 +244,7 @@ def main(fd: int, parent: int) -> None:
             with guard:
                 connection.sendall(answer)
 
-    threading.Thread(target=_receive, args=(connection, parent, lanes), daemon=True).start()
+    threading.Thread(target=_receive, args=(connection, lanes), daemon=True).start()
     threads = [threading.Thread(target=work, args=(lane,)) for lane in lanes]
     for thread in threads:
         thread.start()
@@ -280,20 +252,16 @@ def main(fd: int, parent: int) -> None:
         thread.join()
 
 
-def _receive(connection: socket.socket, parent: int, lanes: tuple[Lane, Lane]) -> None:
-    """Also while a job runs, so that the end of the parent is seen at once, by the end of the
-    connection or, where a child of it keeps that open, by its process number."""
-    poll = select.poll()  # ours has the parent's number, and `select` knows none above 1023
-    poll.register(connection, select.POLLIN)
+def _receive(connection: socket.socket, lanes: tuple[Lane, Lane]) -> None:
+    """Also while a job runs, so that the end of the parent is seen at once."""
     try:
-        while os.getppid() == parent:
-            if poll.poll(1e3 * WATCH_S):
-                data, fds, _, _ = socket.recv_fds(connection, HEADER.size, MAX_FDS)
-                if not data:
-                    break
-                number, is_export = HEADER.unpack(data)
-                for lane in (lanes[is_export],) if fds else lanes:
-                    lane.put((number, list(fds)) if fds else None)
+        while True:
+            data, fds, _, _ = socket.recv_fds(connection, HEADER.size, MAX_FDS)
+            if not data:
+                break
+            number, is_export = HEADER.unpack(data)
+            for lane in (lanes[is_export],) if fds else lanes:
+                lane.put((number, list(fds)) if fds else None)
     finally:
         os._exit(1)
 

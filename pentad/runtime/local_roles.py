@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 
 from pentad.runtime.environment import visible_devices
-from pentad.runtime.process import RankProcess
-from pentad.runtime.report import describe_exit
+from pentad.runtime.process import Child
 from pentad.runtime.role_host import job_of
-from pentad.runtime.roles import RoleProcess, RoleSpec
+from pentad.runtime.roles import RoleProcess, RoleSpec, Runtime
 from pentad.runtime.standby import StandbyPool
 
 COMMAND = [sys.executable, "-m", "pentad.runtime.role_host"]
@@ -32,8 +29,7 @@ class LocalProcess(RoleProcess):
         standbys: StandbyPool | None = None,
         host: str = "127.0.0.1",
     ) -> None:
-        """Listens at `host`. In the main thread: the process ends with the thread that started
-        it."""
+        """Listens at `host`."""
         super().__init__(spec, token)
         self.host = host
         spec.log.parent.mkdir(parents=True, exist_ok=True)
@@ -50,65 +46,43 @@ class LocalProcess(RoleProcess):
         with (
             socket.create_server((self.host, 0)) as listening,
             tempfile.TemporaryFile("w+") as job,
-            spec.log.open("ab") as log,
         ):
             self.address = listening.getsockname()[:2]
             more = {"parent": os.getpid(), "listen_fd": listening.fileno()}
             json.dump(job_of(spec, self.token, **more), job)
             job.seek(0)
-            popen = subprocess.Popen(
+            self.process = Child.start(
                 [*COMMAND, spec.name],  # for people who list processes
-                env=environment_of(spec),
+                log=spec.log,
+                environment=environment_of(spec),
                 stdin=job,
-                stdout=log,
-                stderr=subprocess.STDOUT,
                 pass_fds=[listening.fileno()],
-                start_new_session=True,
             )
-        self.process = RankProcess(popen)
 
     @property
     def is_stopped(self) -> bool:
         return self.process.is_stopped
 
     def ended(self) -> str | None:
-        code = self.process.code
-        return None if code is None else describe_exit(code)
+        return self.process.ended()
 
     def end(self) -> None:
-        self.ended()  # its code is gone with it
         self.process.end()
 
     def stacks(self) -> None:
         self.process.send(signal.SIGUSR1)
 
 
-class LocalRuntime:
-    """Starts role processes here; one token for all of them."""
-
-    is_spread = False
+class LocalRuntime(Runtime):
+    """Starts role processes here."""
 
     def __init__(self, standbys: StandbyPool | None = None) -> None:
         """`standbys` take the place of processes that would have to be started."""
+        super().__init__()
         self.standbys = standbys
-        self.token = secrets.token_hex(32)
-        self.processes: list[LocalProcess] = []
 
-    async def start(self, spec: RoleSpec) -> LocalProcess:
-        process = LocalProcess(spec, self.token, self.standbys)
-        self.processes = [one for one in self.processes if not one.has_ended]
-        self.processes.append(process)
-        return process
-
-    def lacks(self, name: str) -> str | None:
-        return None
-
-    def lost(self) -> str | None:
-        return None
-
-    async def close(self) -> None:
-        for process in self.processes:
-            process.kill()
+    async def _start(self, spec: RoleSpec) -> LocalProcess:
+        return LocalProcess(spec, self.token, self.standbys)
 
 
 def environment_of(spec: RoleSpec) -> dict[str, str]:

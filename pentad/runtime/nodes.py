@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -22,8 +21,8 @@ from typing import Any
 
 from pentad.core.errors import InfraFailure, RunError
 from pentad.runtime import wire
-from pentad.runtime.local_roles import LocalProcess, LocalRuntime
-from pentad.runtime.roles import CONNECT_S, RoleProcess, RoleSpec
+from pentad.runtime.local_roles import LocalProcess
+from pentad.runtime.roles import CONNECT_S, RoleProcess, RoleSpec, Runtime
 
 NODES = "PENTAD_NODES"
 TOKEN = "PENTAD_NODES_TOKEN"
@@ -86,13 +85,19 @@ class NodeProcess(RoleProcess):
     """A role process that an agent started."""
 
     def __init__(
-        self, spec: RoleSpec, token: str, agent: wire.Connection, address: tuple[str, int]
+        self,
+        spec: RoleSpec,
+        token: str,
+        agent: wire.Connection,
+        address: tuple[str, int],
+        asking: list[asyncio.Task[None]],
     ) -> None:
+        """`asking`: what was asked of the agent besides, for its runtime to wait for."""
         super().__init__(spec, token)
+        self.asking = asking
         self.agent = agent
         self.address = address
         self.how: str | None = None
-        self.ending: asyncio.Task[Any] | None = None
         self.watching = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
@@ -110,41 +115,38 @@ class NodeProcess(RoleProcess):
         """The agent ends it; the next process of its name waits for that."""
         self.watching.cancel()
         self.how = self.how or "was ended"
-        self.ending = asyncio.ensure_future(self._ask("kill"))
+        self.asking.append(asyncio.create_task(self._ask("kill")))
 
     def stacks(self) -> None:
-        self.ending = asyncio.ensure_future(self._ask("stacks"))
+        self.asking.append(asyncio.create_task(self._ask("stacks")))
 
     async def _ask(self, method: str) -> None:
         if not self.agent.lost.done():  # else its processes end with their connections
             await self.agent.call(method, name=self.name)
 
 
-class NodeRuntime:
+class NodeRuntime(Runtime):
     """Starts role processes on the machines of the job that the placement has for them."""
 
     is_spread = True
 
     def __init__(self, places: Mapping[str, int]) -> None:
         """`places`: the machine of each process by name; 0 is this one."""
+        super().__init__()
         self.places = places
         self.folder, self.job_token = Path(os.environ[NODES]), os.environ[TOKEN]
-        self.token = secrets.token_hex(32)
-        self.local = LocalRuntime()
         self.agents: dict[int, tuple[wire.Connection, str]] = {}
         self.connecting = asyncio.Lock()
-        self.processes: list[NodeProcess] = []
+        self.endings: list[asyncio.Task[None]] = []
 
-    async def start(self, spec: RoleSpec) -> RoleProcess:
+    async def _start(self, spec: RoleSpec) -> RoleProcess:
         node = self.places[spec.name]
         if node == 0:
-            return await self.local.start(spec)
+            return LocalProcess(spec, self.token)
         agent, host = await self._agent(node)
         given = asdict(spec) | {"log": str(spec.log.absolute())}
         answer = await agent.call("start", spec=given, token=self.token)
-        process = NodeProcess(spec, self.token, agent, (host, answer["port"]))
-        self.processes.append(process)
-        return process
+        return NodeProcess(spec, self.token, agent, (host, answer["port"]), self.endings)
 
     async def _agent(self, node: int) -> tuple[wire.Connection, str]:
         async with self.connecting:
@@ -167,18 +169,9 @@ class NodeRuntime:
         said: dict[str, Any] = json.loads(path.read_text())
         return said
 
-    def lacks(self, name: str) -> str | None:
-        return None
-
-    def lost(self) -> str | None:
-        return None
-
     async def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-        endings = [one.ending for one in self.processes if one.ending is not None]
-        await asyncio.gather(*endings, return_exceptions=True)
-        await self.local.close()
+        await super().close()
+        await asyncio.gather(*self.endings, return_exceptions=True)
         for agent, _ in self.agents.values():
             await agent.close()
 

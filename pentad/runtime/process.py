@@ -1,5 +1,5 @@
-"""Processes of a run: how one is bound to its starter's life, what its threads do, and how its
-starter watches it and ends it."""
+"""Processes of a run: how one is started and bound to its starter's life, how its starter watches
+it and ends it, and what its threads do."""
 
 from __future__ import annotations
 
@@ -7,25 +7,60 @@ import ctypes
 import gc
 import os
 import signal
+import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from queue import SimpleQueue
 from types import FrameType
-from typing import Protocol
+from typing import IO, Any, Protocol, TypeVar
+
+from pentad.runtime.awake import awake_s
+from pentad.runtime.report import describe_exit, tail
+
+T = TypeVar("T")
 
 PR_SET_PDEATHSIG = 1
 FAILED = 1
 NICENESS = 5
 """Of processes that work beside training: its steps come first."""
+WATCH_S = 0.5
+POLL_S = 0.02
+LOG_LINES = 6
+
+
+# In the process.
 
 
 def die_with_parent(parent: int) -> None:
-    """The kernel ends this process when the thread that started it ends, however that happens."""
+    """The kernel ends this process when its parent ends, however that happens."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the line above
         os._exit(FAILED)
+    if sys.platform != "linux":
+        threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(WATCH_S)
+    os._exit(FAILED)
+
+
+END_WITH_US = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
+)
+
+
+def bound(command: Sequence[str]) -> list[str]:
+    """A command that begins with a Python interpreter and is no program of ours: it gets SIGTERM
+    (15) when its starter ends."""
+    return [command[0], "-c", END_WITH_US, *command] if sys.platform == "linux" else [*command]
 
 
 _looking = threading.Lock()
@@ -44,7 +79,48 @@ def frame_of(thread_id: int) -> FrameType | None:
                 gc.enable()
 
 
-class Child(Protocol):
+# In its starter.
+
+
+class Starter:
+    """The thread that starts all processes of this one. The kernel ends a process with the thread
+    that started it, and this thread lives as long as the program: any thread may ask."""
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        """Also in a forked child, which has none of its parent's threads."""
+        self.lock = threading.Lock()
+        self.asked: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        self.thread: threading.Thread | None = None
+
+    def __call__(self, start: Callable[[], T]) -> T:
+        future: Future[T] = Future()
+        with self.lock:
+            if self.thread is None:
+                self.thread = threading.Thread(target=self._work, name="starter", daemon=True)
+                self.thread.start()
+        self.asked.put((start, future))
+        return future.result()
+
+    def _work(self) -> None:
+        while True:
+            start, future = self.asked.get()
+            try:
+                future.set_result(start())
+            except BaseException as error:  # it is the caller's
+                future.set_exception(error)
+            del start, future
+
+
+starter = Starter()
+os.register_at_fork(after_in_child=starter._begin)
+
+
+class Started(Protocol):
+    """As much of `subprocess.Popen` as a `Child` needs."""
+
     @property
     def pid(self) -> int: ...
 
@@ -53,14 +129,56 @@ class Child(Protocol):
         ...
 
 
-class RankProcess:
-    """A process that keeps its number until `end`, so that no signal can reach another's."""
+class Child:
+    """A process that this one started: it ends with this one, and keeps its number until `end`, so
+    that no signal can reach another's."""
 
-    def __init__(self, popen: Child) -> None:
+    def __init__(self, popen: Started, log: Path | None = None) -> None:
         self.popen = popen
         self.pid = popen.pid
+        self.stdin: IO[Any] | None = getattr(popen, "stdin", None)
+        self.stdout: IO[Any] | None = getattr(popen, "stdout", None)
+        """Our ends of its pipes, where it was started with some."""
+        self.log = log
+        """What it prints is appended here."""
         self._code: int | None = None
         self._is_ended = False
+        self._ending = threading.Lock()
+        self._verdict = ""
+
+    @classmethod
+    def start(
+        cls,
+        command: Sequence[str],
+        *,
+        log: Path | None = None,
+        log_mode: int = 0o666,
+        environment: Mapping[str, str] | None = None,
+        **given: Any,
+    ) -> Child:
+        """From any thread, in a session of its own: signals of a terminal are for the run. The
+        process calls `die_with_parent`, or is started by a `bound` command. `given` to Popen."""
+        if log is None:
+            return cls._popen(command, environment, None, given)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        out = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, log_mode)
+        try:
+            given |= {"stdout": out, "stderr": subprocess.STDOUT}
+            return cls._popen(command, environment, log, given)
+        finally:
+            os.close(out)
+
+    @classmethod
+    def _popen(
+        cls,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None,
+        log: Path | None,
+        given: dict[str, Any],
+    ) -> Child:
+        options = {"start_new_session": True, "stdin": subprocess.DEVNULL, **given}
+        env = None if environment is None else dict(environment)
+        return cls(starter(lambda: subprocess.Popen([*command], env=env, **options)), log)
 
     @property
     def code(self) -> int | None:
@@ -90,15 +208,71 @@ class RankProcess:
             return False
         return stat.rpartition(") ")[2][:1] in ("T", "t")
 
+    def ended(self) -> str | None:
+        """How it ended, in words; None while it runs."""
+        if (code := self.code) is None:
+            return None
+        return self._verdict or describe_exit(code)
+
+    def tail(self, num_lines: int = LOG_LINES) -> str:
+        """The last lines that it printed."""
+        lines = () if self.log is None else tail(self.log, num_lines)
+        return " | ".join(line.strip() for line in lines)
+
+    def poll(self, num_lines: int = LOG_LINES) -> str | None:
+        """How it ended, with the last lines that it printed; None while it runs."""
+        if (ended := self.ended()) is None:
+            return None
+        lines = self.tail(num_lines)
+        return ended + (f"; the last lines of {self.log}: {lines}" if lines else "")
+
     def send(self, number: int) -> None:
         if self.is_running:
             os.kill(self.pid, number)
 
-    def end(self) -> None:
-        """It and everything it started in its session."""
-        if self._is_ended:  # its number may be another's by now
-            return
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self._code = self.popen.wait()
-        self._is_ended = True
+    def send_all(self, number: int) -> None:
+        """To everything in its session."""
+        with self._ending, suppress(ProcessLookupError, PermissionError):
+            if not self._is_ended:
+                os.killpg(self.pid, number)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Until it has ended, or for so long; whether it has."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while self.is_running:
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def end(self, verdict: str = "") -> None:
+        """It and everything it started in its session, at once; `verdict`: why, in the words of
+        `ended`."""
+        with self._ending:
+            if self._is_ended:  # its number may be another's by now
+                return
+            if self.is_running:
+                self._verdict = verdict
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._code = self.popen.wait()
+            self._is_ended = True
+
+    def end_when_stalled(self, stall_s: float, is_busy: Callable[[], bool]) -> None:
+        """Returns when it has ended. While it is busy, what it has read and written so far shows
+        that it gets on; it is ended where that does not change for `stall_s`."""
+        seen, since = "", awake_s()
+        while not self.wait(WATCH_S):
+            done = io_of(self.pid) if is_busy() else ""
+            if done != seen or not done:
+                seen, since = done, awake_s()
+            elif awake_s() - since > stall_s:
+                self.end(f"was ended: it wrote nothing for stall_abort_s = {stall_s:g} s")
+
+
+def io_of(pid: int) -> str:
+    """What a process has read and written so far; nothing where the system does not say."""
+    try:
+        return Path(f"/proc/{pid}/io").read_text()
+    except OSError:
+        return ""

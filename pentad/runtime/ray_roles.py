@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -49,7 +48,7 @@ from pentad.runtime.ray_cluster import (
 )
 from pentad.runtime.report import describe_exit
 from pentad.runtime.role_host import job_of, serve, set_up
-from pentad.runtime.roles import CONNECT_S, RoleProcess, RoleSpec
+from pentad.runtime.roles import CONNECT_S, RoleProcess, RoleSpec, Runtime
 from pentad.telemetry.log import NOTICE
 
 log = logging.getLogger(__name__)
@@ -160,8 +159,8 @@ def _send_signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-class RayRuntime:
-    """Starts role processes as actors; one token and one placement group for all of them."""
+class RayRuntime(Runtime):
+    """Starts role processes as actors, in one placement group."""
 
     def __init__(
         self,
@@ -174,14 +173,13 @@ class RayRuntime:
         they get; `held`: GPUs of this machine that the caller uses itself; `cluster`: what
         `joined_cluster` takes besides. Raises UserError where the cluster is too small or lacks
         something; what others hold is waited for, and said."""
-        self.token = secrets.token_hex(32)
+        super().__init__()
         self.bundles = list(bundles)
         self.place = {name: i for i, one in enumerate(self.bundles) for name in one.members}
         """The bundle of each role."""
         self.gpus_seen: dict[int, tuple[str, list[str]]] = {}
         """The node of a bundle and the names of its GPUs, as found there."""
         self.looking = threading.Lock()
-        self.processes: list[RayProcess] = []
         with ExitStack() as stack:
             self.cluster = stack.enter_context(joined_cluster(bundles, held, **cluster))
             self.is_spread = sum(node["Alive"] for node in ray.nodes()) > 1
@@ -191,13 +189,11 @@ class RayRuntime:
             self.check_nodes(folders or {})
             self.leaving = stack.pop_all()
 
-    async def start(self, spec: RoleSpec) -> RayProcess:
+    async def _start(self, spec: RoleSpec) -> RayProcess:
         """On the bundle of its name, which an earlier process of it has left."""
-        process = await self.cluster.run(lambda: self._start(spec))
-        self.processes.append(process)  # from any thread
-        return process
+        return await self.cluster.run(lambda: self._open_actor(spec))
 
-    def _start(self, spec: RoleSpec) -> RayProcess:
+    def _open_actor(self, spec: RoleSpec) -> RayProcess:
         bundle = self.bundles[self.place[spec.name]]
         environment = {**spec.environment, **self._visible(spec.name)}
         spec = replace(spec, environment=environment)
@@ -218,7 +214,7 @@ class RayRuntime:
     def lost(self) -> str | None:
         return self.cluster.lost
 
-    def lacks(self, name: str) -> str | None:
+    def why_unavailable(self, name: str) -> str | None:
         """A bundle whose node is gone waits until the cluster has room for it again."""
 
         def find() -> bool:
@@ -239,8 +235,7 @@ class RayRuntime:
 
     async def close(self) -> None:
         with self.leaving:
-            for process in self.processes:
-                process.kill()
+            await super().close()
 
     def check_nodes(self, folders: Mapping[str, str], package: str = "pentad") -> None:
         """UserError with what the nodes of the placement lack: the package, and the folders that

@@ -131,9 +131,9 @@ def save_stacks(logs: Sequence[tuple[str, Path]], sizes: Sequence[int]) -> None:
 
 
 def describe_exit(code: int) -> str:
-    """How a process ended that reported nothing, from its exit code."""
+    """How a process ended, in words, from its exit code."""
     if code >= 0:
-        return f"ended with exit code {code} and without a word"
+        return f"ended with exit code {code}"
     try:
         name = signal.Signals(-code).name
     except ValueError:

@@ -1,20 +1,22 @@
 """Roles of a run as processes: what one is started with, and what a runtime promises.
 
-A runtime starts processes that run `role_host`, on this machine or elsewhere. Whoever asked for one
-connects to it, and ends it with its runtime.
+A runtime starts processes that run `role_host`, on this machine or elsewhere. The caller connects
+to them, and ends them with the runtime.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pentad.core.errors import InfraFailure
 from pentad.runtime import wire
+from pentad.runtime.process import LOG_LINES
 from pentad.runtime.report import tail
 
 BEAT_S = 0.5
@@ -26,7 +28,6 @@ CONNECT_S = 120.0
 EXIT_WAIT_S = 2.0
 """A process that does not answer any more is waited for so long: how it ended says more."""
 POLL_S = 0.05
-LOG_LINES = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,23 +101,37 @@ class RoleProcess(ABC):
         """Has it write the stacks of its threads to its log."""
 
 
-class Runtime(Protocol):
-    """Starts processes; `close` ends every one it started."""
+class Runtime(ABC):
+    """Starts processes, with one token for all of them; `close` ends every one it started."""
 
-    is_spread: bool
+    is_spread: bool = False
     """Whether they may be on other machines."""
 
-    async def start(self, spec: RoleSpec) -> RoleProcess: ...
+    def __init__(self) -> None:
+        self.token = secrets.token_hex(32)
+        self.processes: list[RoleProcess] = []
 
-    def lacks(self, name: str) -> str | None:
+    async def start(self, spec: RoleSpec) -> RoleProcess:
+        process = await self._start(spec)
+        self.processes = [one for one in self.processes if not one.has_ended]
+        self.processes.append(process)  # from any thread
+        return process
+
+    @abstractmethod
+    async def _start(self, spec: RoleSpec) -> RoleProcess:
+        """Raises InfraFailure where it cannot be started."""
+
+    def why_unavailable(self, name: str) -> str | None:
         """Why there is no place for a process of this name at present; None where there is."""
-        ...
+        return None
 
     def lost(self) -> str | None:
         """Why no process can be started or watched any more; None while that is not so."""
-        ...
+        return None
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        for process in self.processes:
+            process.kill()
 
 
 async def connect(
@@ -127,7 +142,7 @@ async def connect(
     timeout_s: float = CONNECT_S,
 ) -> wire.Connection:
     """A connection to the process, as soon as it answers. Raises InfraFailure if it ends first.
-    `patience_s` None: whoever asked watches its silence."""
+    `patience_s` None: the caller watches its silence."""
     joining = asyncio.ensure_future(
         wire.connect(
             process.name,

@@ -1,7 +1,6 @@
 """Standbys: processes that have imported what a rank needs, and wait to be one.
 
-Of the time to replace a lost rank most is Python's and torch's import. A pool has its own thread,
-since a process of ours ends with the thread that started it.
+Most of the time to replace a lost rank is the import of Python's modules and torch.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import importlib
 import json
 import logging
 import os
-import queue
 import socket
 import subprocess
 import sys
@@ -20,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pentad.runtime.process import RankProcess
+from pentad.runtime.process import Child
 
 log = logging.getLogger(__name__)
 
@@ -46,38 +44,36 @@ class Standby:
         with socket.create_server(("127.0.0.1", 0)) as listening:
             self.address: tuple[str, int] = listening.getsockname()[:2]
             words = [NAME, WAIT, str(os.getpid()), str(listening.fileno()), ",".join(modules)]
-            self.popen = subprocess.Popen(
+            self.process = Child.start(
                 [*command, *words],
-                env=dict(environment),
+                environment=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[listening.fileno()],
-                start_new_session=True,
             )
-        self.process = RankProcess(self.popen)
 
     def is_ready(self) -> bool:
         """Whether it has imported everything; waits for it."""
-        assert self.popen.stdout is not None
-        return self.popen.stdout.readline() == READY
+        assert self.process.stdout is not None
+        with self.process.stdout as said:
+            return bool(said.readline() == READY)
 
-    def take(self, job: Mapping[str, Any]) -> RankProcess | None:
+    def take(self, job: Mapping[str, Any]) -> Child | None:
         """Makes it the process of a job; None where it has died."""
-        assert self.popen.stdin is not None and self.popen.stdout is not None
+        assert self.process.stdin is not None
         try:
-            with self.popen.stdin as pipe:
+            with self.process.stdin as pipe:
                 pipe.write(json.dumps(job).encode())
         except BrokenPipeError:
             self.process.end()
             return None
-        self.popen.stdout.close()
+        self.process.log = Path(job["log"])
         return self.process
 
     def end(self) -> None:
-        for stream in (self.popen.stdin, self.popen.stdout):
-            if stream is not None:
-                stream.close()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
         self.process.end()
 
 
@@ -95,18 +91,17 @@ class StandbyPool:
         self.count = count
         self.ready: list[Standby] = []
         self.lock = threading.Lock()
-        self.asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._work, name="standbys", daemon=True)
-        self.is_closed = False
+        self.filling: threading.Thread | None = None
         self.starting: Standby | None = None
+        self.is_closed = False
 
     def fill(self) -> None:
-        """Makes those that lack, one after the other, beside whatever runs."""
-        if self.thread.ident is None:
-            self.thread.start()
-        self.asked.put(True)
+        """Makes those that are missing, one after the other, beside whatever runs."""
+        if self.filling is None or not self.filling.is_alive():
+            self.filling = threading.Thread(target=self._fill, name="standbys", daemon=True)
+            self.filling.start()
 
-    def take(self, job: Mapping[str, Any]) -> tuple[RankProcess, tuple[str, int]] | None:
+    def take(self, job: Mapping[str, Any]) -> tuple[Child, tuple[str, int]] | None:
         """The process that does this job from now on and its address; None where none is ready."""
         while True:
             with self.lock:
@@ -117,34 +112,32 @@ class StandbyPool:
                 return process, standby.address
 
     def close(self) -> None:
-        """Ends those that wait. The thread stays until then: what it started ends with it."""
+        """Ends those that wait."""
         self.is_closed = True
-        if self.thread.is_alive():
+        if self.filling is not None:
             if (starting := self.starting) is not None:
                 starting.process.end()  # one that hangs in its imports is not waited for
-            self.asked.put(False)
-            self.thread.join()
+            self.filling.join()
         while self.ready:
             self.ready.pop().end()
 
-    def _work(self) -> None:
-        while self.asked.get():
-            while not self.is_closed and len(self.ready) < self.count:
-                try:
-                    standby = self.starting = Standby(self.command, self.modules, self.environment)
-                except OSError as error:
-                    log.warning("a standby could not be started (%s); none are kept", error)
-                    self.count = 0
-                    break  # the thread stays: what it started ends with it
-                if not standby.is_ready():
-                    standby.end()
-                    if not self.is_closed:
-                        log.warning("a standby ended before it was ready; none are kept")
-                    self.count = 0
-                    break
-                self.starting = None
-                with self.lock:
-                    self.ready.append(standby)
+    def _fill(self) -> None:
+        while not self.is_closed and len(self.ready) < self.count:
+            try:
+                standby = self.starting = Standby(self.command, self.modules, self.environment)
+            except OSError as error:
+                log.warning("a standby could not be started (%s); none are kept", error)
+                self.count = 0
+                return
+            if not standby.is_ready():
+                standby.end()
+                if not self.is_closed:
+                    log.warning("a standby ended before it was ready; none are kept")
+                self.count = 0
+                return
+            self.starting = None
+            with self.lock:
+                self.ready.append(standby)
 
 
 def wait_for_job(words: Sequence[str]) -> dict[str, Any]:
@@ -184,8 +177,8 @@ def rename(name: str) -> None:
 
 
 def overwrite(region: int, text: bytes) -> None:
-    """Has /proc say something else of this process, as far as there is room; nobody reads the
-    memory for anything else any more."""
+    """Has /proc say something else of this process, as far as there is room; the memory is read for
+    nothing else any more."""
     fields = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()
     start, end = int(fields[region]), int(fields[region + 1])
     size = end - start

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
 import signal
@@ -22,7 +21,7 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import InfraFailure, Problem, RunError, UserError
 from pentad.core.sizes import CacheDtype
 from pentad.runtime.environment import visible_devices
-from pentad.runtime.report import tail
+from pentad.runtime.process import Child, bound
 from pentad.samplers.http import Wire
 
 ROUTES_FLAG = "--enable-return-routed-experts"
@@ -77,12 +76,10 @@ class ServerSettings:
 STOP_PATIENCE_S = 15.0
 PROBE_INTERVAL_S = 0.5
 TAIL_LINES = 8
+INSTALLED_S = 60.0
+"""How long the server's interpreter may take to say which release it has."""
 KEY = "rollout.server.python"
 T = TypeVar("T")
-END_WITH_US = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
-)
-"""Becomes the server, which gets SIGTERM (15) when this process ends, however it ends."""
 
 
 class ServerProcess:
@@ -91,46 +88,33 @@ class ServerProcess:
     def __init__(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], log_file: Path
     ) -> None:
-        """`command` begins with a Python interpreter. To be called in the main thread: the server
-        ends with the thread that started it."""
+        """`command` begins with a Python interpreter."""
         self.name = name
         self.log_file = log_file
-        log_file.parent.mkdir(parents=True, exist_ok=True)
         self.package = tempfile.TemporaryDirectory(prefix="pentad-server-")
         own = package_path(Path(self.package.name))
         path = os.pathsep.join(filter(None, [own, environment.get("PYTHONPATH")]))
-        # After what an earlier process of it wrote; not for others to read: SGLang logs its key.
-        out = os.open(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
-            self.popen = subprocess.Popen(
-                [command[0], "-c", END_WITH_US, *command] if sys.platform == "linux" else command,
-                env={**environment, "PYTHONPATH": path},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        finally:
-            os.close(out)
+        self.child = Child.start(
+            bound(command),
+            log=log_file,
+            log_mode=0o600,  # not for others to read: SGLang logs its key
+            environment={**environment, "PYTHONPATH": path},
+        )
 
     def check(self) -> None:
         """Raises RunError if it ended, with the end of its log."""
-        ended = self.poll()
-        if ended is not None:
-            raise RunError(f"{self.name} {ended}; the last lines of {self.log_file}: {self.tail()}")
+        if (ended := self.child.poll(TAIL_LINES)) is not None:
+            raise RunError(f"{self.name} {ended}")
 
     def poll(self) -> str | None:
         """How it ended, in words; None while it runs."""
-        code = self.popen.poll()
-        if code is None:
-            return None
-        return f"ended with signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return self.child.ended()
 
     def stacks(self) -> None:
         """A server writes none."""
 
     def tail(self) -> str:
-        return " | ".join(line.strip() for line in tail(self.log_file, TAIL_LINES))
+        return self.child.tail(TAIL_LINES)
 
     async def wait_ready(self, probe: Callable[[], Awaitable[None]], timeout_s: float) -> None:
         """Until `probe` raises no InfraFailure."""
@@ -161,17 +145,12 @@ class ServerProcess:
 
     async def stop(self) -> None:
         """Asks it to end, then ends it with everything it started."""
-        self._signal(signal.SIGTERM)
+        self.child.send_all(signal.SIGTERM)
         deadline = time.monotonic() + STOP_PATIENCE_S
-        while self.popen.poll() is None and time.monotonic() < deadline:
+        while self.child.is_running and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        self._signal(signal.SIGKILL)
-        self.popen.wait()
+        self.child.end()
         self.package.cleanup()
-
-    def _signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.popen.pid, number)
 
 
 def package_path(folder: Path) -> str:
@@ -207,7 +186,13 @@ def check_installed(python: str, module: str, wanted: str | None) -> str:
         "u.find_spec(name) or sys.exit(1)\n"
         "print(m.version(m.packages_distributions()[name][0]))"
     )
-    found = subprocess.run([python, "-c", code, module], capture_output=True, text=True, timeout=60)
+    command = [python, "-c", code, module]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=INSTALLED_S)
+    except subprocess.TimeoutExpired:
+        rule = f"its interpreter {python} did not answer within {INSTALLED_S:g} s"
+        remedy = f"start it once by hand (`{python} -c pass`) and see what keeps it"
+        raise UserError(Problem(f"{KEY} = {wanted or 'null'}", rule, remedy)) from None
     if found.returncode == 0:
         return found.stdout.strip()
     remedy = f"install {module} in an environment of its own and give its folder"

@@ -185,7 +185,7 @@ class LearnerGroups:
 
     def _lacks(self, slot: int) -> str | None:
         runtime = self.crew.runtime
-        return runtime.lacks(f"learner-{slot}") if runtime else None
+        return runtime.why_unavailable(f"learner-{slot}") if runtime else None
 
     def form(self) -> Formed:
         """The next group. Waiting for it may be what the run ends with: the folder stays ours, and

@@ -473,7 +473,7 @@ OF_STORAGE = (
     *(
         Scenario(name, partial(fail_save, at=at, do=do, cause=cause), WENT_ON, "any")
         for name, at, do, cause in (
-            ("kill-writer", "write", "kill", "ended (by signal 9)"),
+            ("kill-writer", "write", "kill", "ended by signal 9"),
             ("disk-full", "write", "full", "No space left on device"),
             ("disk-full-in-commit", "commit", "full", "No space left on device"),
         )

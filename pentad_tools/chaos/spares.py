@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from pentad.runtime.local_roles import LocalProcess, own_environment
-from pentad.runtime.process import FAILED, RankProcess, die_with_parent
+from pentad.runtime.process import FAILED, Child, die_with_parent
 from pentad.runtime.role_host import job_of, run_job
 from pentad.runtime.roles import RoleSpec
 from pentad.runtime.standby import stand_in
@@ -25,7 +25,7 @@ from pentad.runtime.standby import stand_in
 
 @dataclass(slots=True)
 class Fork:
-    """As much of `Popen` as a `RankProcess` needs."""
+    """As much of `Popen` as a `Child` needs."""
 
     pid: int
     code: int | None = None
@@ -38,7 +38,7 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class Spare:
-    process: RankProcess
+    process: Child
     address: tuple[str, int]
     pipe: int
     """It reads its job there."""
@@ -69,10 +69,10 @@ def make_spares(count: int) -> None:
                 _be_spare(parent, reads, writes, listening)
             os.close(reads)
             address = listening.getsockname()[:2]
-            SPARES.append(Spare(RankProcess(Fork(pid)), address, writes))
+            SPARES.append(Spare(Child(Fork(pid)), address, writes))
 
 
-def take_spare(job: Mapping[str, Any]) -> tuple[RankProcess, tuple[str, int]] | None:
+def take_spare(job: Mapping[str, Any]) -> tuple[Child, tuple[str, int]] | None:
     """The process that does this job from now on and its address; None where there is none."""
     while SPARES:
         spare = SPARES.pop(0)

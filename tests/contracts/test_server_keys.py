@@ -73,7 +73,7 @@ def test_an_sglang_of_a_run_answers_nobody_without_its_key(model_folder, tmp_pat
         sampler = await sglang.start(settings, "sglang-0", tmp_path / "sglang.log")
         try:
             address, key = sampler.dialect.wire.address, sampler.dialect.settings.key
-            line = Path(f"/proc/{sampler.process.popen.pid}/cmdline").read_bytes()
+            line = Path(f"/proc/{sampler.process.child.pid}/cmdline").read_bytes()
             found = await asyncio.to_thread(refused, address, SGLANG_PATHS, key)
             await sampler.install(0, list(iter_hf(policy(1))))
             return key, line, found

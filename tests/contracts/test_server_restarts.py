@@ -93,7 +93,7 @@ def test_a_server_that_dies_is_started_again_with_the_newest_weights(
     rerouted = {r["rl"]["rerouted_share"] for r in records}
     assert rerouted == {0.0 if model == "mixture" else None}
     log = (folder / "log.txt").read_text()
-    assert "sglang-0 is lost: it ended with signal 9" in log, log
+    assert "sglang-0 is lost: it was ended by signal 9" in log, log
     assert "sglang-0 serves again" in log, log
     assert not [pid for pid in servers() if output_of(pid).is_relative_to(tmp_path)]
 

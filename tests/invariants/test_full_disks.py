@@ -126,7 +126,7 @@ def test_one_process_writes_for_a_run(lab, monkeypatch):
 
     def init(self, *given):
         plain(self, *given)
-        started.append(self.popen.args)
+        started.append(self.child.popen.args)
 
     monkeypatch.setattr(writer._Process, "__init__", init)
     often = ("recover.freq_steps=1", "saver.freq_steps=1", "saver.mode=async")

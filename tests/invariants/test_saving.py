@@ -99,8 +99,8 @@ def stop_first_writer(monkeypatch):
     def init(self, *given):
         plain(self, *given)
         if not stopped:
-            stopped.append(self.popen.pid)
-            self.popen.send_signal(signal.SIGSTOP)
+            stopped.append(self.child.pid)
+            self.child.send(signal.SIGSTOP)
 
     monkeypatch.setattr(writer._Process, "__init__", init)
     return stopped
@@ -225,7 +225,10 @@ def test_a_writer_that_is_killed_costs_one_export_and_is_replaced(
     steps = ("saver.freq_steps=2", "total_train_steps=6")
     summary = lab.train(*steps, trial="killed")
     said = capsys.readouterr().err
-    assert "globalstep1 could not be saved: the process that writes checkpoints ended" in said
+    assert (
+        "globalstep1 could not be saved: the process that writes checkpoints was ended by signal"
+        in said
+    )
     infra = [line["infra"] for line in read_lines(summary.records / "steps.jsonl")]
     assert max(one["num_failed_saves"] for one in infra) == 1
     assert infra[-1]["num_failed_saves"] == 0

@@ -225,7 +225,7 @@ def test_a_killed_uploader_goes_on_without_sending_finished_parts_again(
     assert tiers.process is not None
     os.kill(tiers.process.pid, signal.SIGKILL)
     wait_for(lambda: tiers.status().num_failures == 1, "notice")
-    assert "the uploader ended with status -9" in said[0]
+    assert "the uploader was ended by signal 9" in said[0]
     proxy.choose = lambda request: ""
     again, said = open_tiers(through)
     assert again.find() is not None and again.close(PATIENCE_S) and said == []

@@ -99,7 +99,7 @@ def test_a_run_starts_one_of_two_servers_again(task, tmp_path):
     steps = [r["step"] for r in read_lines(folder / "steps.jsonl") if "step" in r]
     assert steps == list(range(1, 13))
     log = (folder / "log.txt").read_text()
-    assert "vllm-1 is lost: it ended with signal 9" in log
+    assert "vllm-1 is lost: it was ended by signal 9" in log
     assert not writers_of(folder)
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pentad.core.errors import InfraFailure, RunError
-from pentad.samplers.process import ServerProcess
+from pentad.core.errors import InfraFailure, RunError, UserError
+from pentad.samplers.process import ServerProcess, check_installed
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_a_server_ends_with_a_run_that_is_killed(tmp_path):
         command = [sys.executable, "-c", "import time; time.sleep(600)"]
         process = ServerProcess("s", command, dict(os.environ), Path({str(tmp_path / "log")!r}))
         time.sleep(1)
-        Path({str(told)!r}).write_text(str(process.popen.pid))
+        Path({str(told)!r}).write_text(str(process.child.pid))
         time.sleep(600)
     """
     run = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)])
@@ -102,3 +102,12 @@ def is_gone(pid: int) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+def test_an_interpreter_that_does_not_answer_is_one_sentence(tmp_path, monkeypatch):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 60\n")
+    python.chmod(0o700)
+    monkeypatch.setattr("pentad.samplers.process.INSTALLED_S", 0.2)
+    with pytest.raises(UserError, match="its interpreter .*/python did not answer within 0.2 s"):
+        check_installed(str(python), "vllm", str(python))

@@ -63,7 +63,7 @@ def test_reports_survive_their_way():
 
 
 def test_exit_codes_are_put_into_words():
-    assert describe_exit(3) == "ended with exit code 3 and without a word"
+    assert describe_exit(3) == "ended with exit code 3"
     assert "signal 15 (SIGTERM)" in describe_exit(-15)
     assert "memory" in describe_exit(-9) and "memory" not in describe_exit(-11)
     assert "signal 99 (unknown)" in describe_exit(-99)

@@ -87,16 +87,16 @@ def test_a_standby_takes_a_job_with_its_name_log_and_environment(tmp_path):
         until = time.monotonic() + 120
         while len(pool.ready) < 2 and time.monotonic() < until:
             time.sleep(0.02)
-        spare = pool.ready[1].popen
+        spare = pool.ready[1].process
         job = {"log": str(tmp_path / "a.log"), "name": "learner-7", "standing_in": {"A": "b"}}
         process, _ = pool.take(job)  # it lacks all else: what it says of that is in its log
-        assert process.popen.wait(120) != 0
+        assert process.wait(120) and process.code != 0
         words = (tmp_path / "a.log").read_text()
         assert "KeyError" in words, words
         assert len(pool.ready) == 1
     finally:
         pool.close()
-    assert spare.poll() is not None and pool.take({}) is None
+    assert spare.ended() is not None and pool.take({}) is None
 
 
 def test_a_standby_is_listed_under_the_name_it_took():
@@ -130,7 +130,7 @@ def test_a_standby_that_fails_costs_none_of_those_that_were_taken():
     pool.fill()
     wait_for(lambda: pool.count == 0)
     pool.fill()
-    assert pool.thread.is_alive() and taken.popen.poll() is None
+    assert taken.process.is_running
     taken.end()
     pool.close()
 

@@ -13,7 +13,7 @@ import pytest
 from pentad.core.errors import RunError
 from pentad.runtime.group_calls import GroupSettings, RankGroup
 from pentad.runtime.local_roles import LocalRuntime
-from pentad.runtime.process import RankProcess
+from pentad.runtime.process import Child
 from pentad_tools.chaos.spares import Fork
 
 
@@ -32,7 +32,7 @@ def forked() -> Fork:
 @pytest.mark.parametrize("start", [sleeper, forked])
 def test_the_code_is_known_after_the_process_was_ended(start):
     """Of one that nobody asked before: its number is the system's again."""
-    process = RankProcess(start())
+    process = Child(start())
     os.kill(process.pid, signal.SIGKILL)
     process.end()
     assert process.code == -signal.SIGKILL and not process.is_running
@@ -43,7 +43,7 @@ def test_the_code_is_known_after_the_process_was_ended(start):
 
 def test_the_code_is_known_while_another_thread_ends_the_process():
     for _ in range(5):
-        process, failures, done = RankProcess(sleeper()), [], threading.Event()
+        process, failures, done = Child(sleeper()), [], threading.Event()
 
         def ask(process=process, failures=failures, done=done):
             while not done.is_set():

@@ -114,7 +114,7 @@ def test_a_process_that_ends_at_once_is_an_error_with_its_last_words(tmp_path):
         wanted = spec(tmp_path, environment={"PYTHONHASHSEED": "nonsense"})
         try:
             process = await runtime.start(wanted)
-            with pytest.raises(InfraFailure, match="rollout-0 ended with exit code 1 .*HASHSEED"):
+            with pytest.raises(InfraFailure, match="rollout-0 ended with exit code 1; .*HASHSEED"):
                 await roles.connect(process)
         finally:
             await runtime.close()

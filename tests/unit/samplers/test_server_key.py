@@ -101,7 +101,7 @@ def test_no_other_user_reads_the_log_of_a_server(tmp_path):
     try:
         log = tmp_path / "servers" / "sglang-0.log"
         process = ServerProcess("s", [sys.executable, "-c", "print(7)"], os.environ, log)
-        process.popen.wait()
+        process.child.wait()
     finally:
         os.umask(old)
     assert (log.read_text(), oct(log.stat().st_mode & 0o777)) == ("7\n", "0o600")
