@@ -81,13 +81,17 @@ class Lab:
 
     def __init__(self, retries=3, **given):
         self.lives: list[Life] = []
-        self.failing = 0
+        self.failing = self.num_starts = 0
+        self.is_held = False
         self.weights = Weights()
         policy = RestartPolicy(retries)
         self.replica = Replica("rollout-0", self.start, self.weights, policy, **given)
 
     async def start(self, generation):
-        assert generation == len(self.lives) or self.failing
+        assert generation == self.num_starts
+        self.num_starts += 1
+        while self.is_held:
+            await asyncio.sleep(0.001)
         if self.failing:
             self.failing -= 1
             raise InfraFailure("no room")
@@ -163,16 +167,21 @@ def test_where_another_replica_serves_requests_and_installs_fail_over_to_it():
             await replica.open()
         task = asyncio.create_task(lab.replica.generate(ask("a")))
         await sent(lab.lives[0], "a")
-        lab.failing = 2
+        lab.is_held = True
         lab.lives[0].die()
         with pytest.raises(InfraFailure):
             await task
-        while lab.replica.sampler is not None:
-            await asyncio.sleep(0)
+        while lab.replica.state is not State.STARTING:
+            await asyncio.sleep(0.001)
         with pytest.raises(InfraFailure, match="rollout-0 is restarted"):
             await lab.replica.generate(ask("b"))
         with pytest.raises(InfraFailure, match="rollout-0 is restarted"):
             await lab.replica.health()
+        with pytest.raises(InfraFailure, match="rollout-0 is restarted"):
+            await lab.replica.install(1, [])
+        lab.is_held = False
+        await lab.until(2)
+        assert lab.lives[1].calls == ["pull 1"]
         for replica in both:
             await replica.close()
 
@@ -202,7 +211,7 @@ def test_a_replica_that_is_lost_asleep_is_started_when_it_is_woken():
         assert lab.replica.state is State.ASLEEP
         lab.lives[0].die()
         while lab.replica.state is not State.LOST:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         await asyncio.sleep(0.02)
         assert len(lab.lives) == 1
         await lab.replica.wake()
@@ -262,7 +271,7 @@ def test_close_ends_what_waits_for_a_restart():
         await sent(lab.lives[0], "a")
         lab.lives[0].die()
         while lab.replica.state is not State.LOST:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         installing = asyncio.create_task(lab.replica.install(1, []))
         await asyncio.sleep(0.02)
         await lab.replica.close()
