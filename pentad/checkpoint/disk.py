@@ -28,6 +28,10 @@ class Disk:
         """A new file, open for writing; one that is there already is an error."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
 
+    def open_shared(self, path: Path) -> int:
+        """A file that several ranks write into; the first that comes makes it."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+
     def write(self, fd: int, data: memoryview, offset: int) -> None:
         """All of the data, however many calls it takes."""
         done = 0

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from pentad.checkpoint.disk import (
     REAL_DISK,
@@ -25,7 +25,6 @@ from pentad.checkpoint.disk import (
     is_late,
     make_folders,
     refuse_late,
-    remove_tree,
     write_aside,
 )
 from pentad.checkpoint.folders import (
@@ -36,13 +35,11 @@ from pentad.checkpoint.folders import (
     Manifest,
     PieceEntry,
     commit_marker,
-    file_damage,
     prune,
     step_of,
 )
 from pentad.core.errors import RunError, naming
 from pentad.core.faults import hit
-from pentad.core.lock import holding
 
 NUM_THREADS = 4
 """Each takes a piece, computes its digest and writes it."""
@@ -119,10 +116,27 @@ class FileSpec:
     pieces: tuple[Piece, ...]
 
 
+class WriterJob(Protocol):
+    """What a writer does, in one go."""
+
+    is_export: ClassVar[bool]
+    """Exports wait for exports, and state for state (`Writer`)."""
+
+    @property
+    def where(self) -> Path:
+        """What its failures name."""
+        ...
+
+    def run(self, disk: Disk) -> dict[str, Any]:
+        """The result, with `files` (sizes by path)."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class WriteJob:
     """Files of one rank, durable. If it fails, they are removed again."""
 
+    is_export: ClassVar[bool] = False
     root: Path
     info: str
     """`recover_info/globalstepG`."""
@@ -130,12 +144,20 @@ class WriteJob:
     generation: int | None = None
     """Of the learners (`checkpoint.disk`)."""
 
+    @property
+    def where(self) -> Path:
+        return self.root / self.info
+
+    def run(self, disk: Disk) -> dict[str, Any]:
+        return _write(self, disk)
+
 
 @dataclass(frozen=True, slots=True)
 class CommitJob:
     """Joins what the ranks wrote: the small files, the manifest and COMMIT; then the hint for
     people; then removes older checkpoints. If it fails, nothing of the step stays."""
 
+    is_export: ClassVar[bool] = False
     root: Path
     info: str
     """`recover_info/globalstepG`."""
@@ -152,30 +174,20 @@ class CommitJob:
     """Steps whose checkpoints are not removed, however old."""
     generation: int | None = None
 
+    @property
+    def where(self) -> Path:
+        return self.root / self.info
 
-@dataclass(frozen=True, slots=True)
-class ExportJob:
-    """A folder written aside, read back and compared, and renamed into the place of `target`."""
-
-    target: Path
-    files: tuple[FileSpec, ...]
-
-
-WriterJob = WriteJob | CommitJob | ExportJob
+    def run(self, disk: Disk) -> dict[str, Any]:
+        return _commit(self, disk)
 
 
 def run_job(job: WriterJob, disk: Disk = REAL_DISK) -> dict[str, Any]:
     """Runs it here. The result: `bytes`, `ms` and `files` (sizes and digests by path), and of a
     commit `notes`: what failed after it and does no harm. Raises OSError or RunError."""
     begun = time.monotonic()
-    with naming(job.target if isinstance(job, ExportJob) else job.root / job.info):
-        match job:
-            case WriteJob():
-                result = _write(job, disk)
-            case CommitJob():
-                result = _commit(job, disk)
-            case ExportJob():
-                result = _export(job, disk)
+    with naming(job.where):
+        result = job.run(disk)
     num_bytes = sum(entry["size"] for entry in result["files"].values())
     return {**result, "bytes": num_bytes, "ms": round(1e3 * (time.monotonic() - begun), 3)}
 
@@ -208,7 +220,8 @@ def _commit(job: CommitJob, disk: Disk) -> dict[str, Any]:
     try:
         if job.failure is not None:
             raise job.failure
-        _check_written(job)
+        sizes = {path: int(value["size"]) for path, value in job.written.items()}
+        check_written(job.root, sizes, job.visible_s)
         refuse_late(job.root, job.generation)
         make_folders(disk, info)
         files = {**job.written, **_write_files(job.root, job.files, disk)}
@@ -251,20 +264,21 @@ def _is_withdrawn(info: Path, disk: Disk) -> bool:
     return True
 
 
-def _check_written(job: CommitJob) -> None:
+def check_written(root: Path, sizes: Mapping[str, int], visible_s: float) -> None:
     """RunError unless the files of all ranks are here, in the sizes that were written."""
-    deadline = time.monotonic() + job.visible_s
-    for path, value in job.written.items():
-        while not (job.root / path).exists():
+    deadline = time.monotonic() + visible_s
+    for path, size in sizes.items():
+        while not (root / path).exists():
             if time.monotonic() > deadline:
                 raise RunError(
-                    f"{job.root / path}: a rank wrote it, and it is not seen here after "
-                    f"{job.visible_s:g} s; every rank must write to the same folder"
+                    f"{root / path}: a rank wrote it, and it is not seen here after "
+                    f"{visible_s:g} s; every rank must write to the same folder"
                 )
             time.sleep(POLL_S)
-        found_bytes = (job.root / path).stat().st_size
-        if found_bytes != value["size"]:
-            raise RunError(f"{job.root / path}: has {found_bytes} bytes, not {value['size']}")
+        with (root / path).open("rb") as file:  # opened, since network file systems look again then
+            found_bytes = os.fstat(file.fileno()).st_size
+        if found_bytes != size:
+            raise RunError(f"{root / path}: has {found_bytes} bytes, not {size}")
 
 
 def _tidy(job: CommitJob, disk: Disk) -> list[str]:
@@ -283,44 +297,6 @@ def _tidy(job: CommitJob, disk: Disk) -> list[str]:
     except (OSError, RunError) as error:
         notes.append(f"older checkpoints were not removed ({error})")
     return notes
-
-
-def _export(job: ExportJob, disk: Disk) -> dict[str, Any]:
-    parent, name = job.target.parent, job.target.name
-    make_folders(disk, parent)
-    aside = parent / f".{name}.writing-{os.getpid()}"
-    old = parent / f".{name}.replaced-{os.getpid()}"
-    try:
-        _remove_asides(job.target, disk)
-        make_folders(disk, aside)
-        with holding(aside):  # what sweeps the folder sees that its writer lives
-            files = _write_files(aside, job.files, disk)
-            for path, value in files.items():
-                for sentence in file_damage(aside / path, FileEntry.from_json(value)):
-                    raise RunError(f"{sentence}; {job.target} was not replaced")
-            if job.target.exists():
-                disk.rename(job.target, old)
-            disk.rename(aside, job.target)
-        disk.fsync_dir(parent)
-    except BaseException:
-        with suppress(OSError):
-            if old.exists() and not job.target.exists():
-                disk.rename(old, job.target)
-            remove_tree(disk, aside)
-        raise
-    with suppress(OSError):  # it is in place; the next one removes what is left
-        _remove_asides(job.target, disk)
-    return {"files": files}
-
-
-def _remove_asides(target: Path, disk: Disk) -> None:
-    """What this and earlier, killed writers of the folder put beside it: it has one at a time."""
-    kinds: tuple[str, ...] = (f".{target.name}.writing-", f".{target.name}.replaced-")
-    if not target.exists():
-        kinds = kinds[:1]  # what was moved away may be the only one
-    for path in list(target.parent.iterdir()):
-        if path.name.startswith(kinds):
-            remove_tree(disk, path)
 
 
 def _write_files(root: Path, files: tuple[FileSpec, ...], disk: Disk) -> dict[str, Any]:

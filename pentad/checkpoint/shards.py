@@ -12,11 +12,8 @@ import json
 import logging
 import math
 import pickle
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,15 +30,13 @@ from pentad.checkpoint.folders import info_folder, step_of
 from pentad.checkpoint.job import (
     FileSegment,
     FileSpec,
-    Memory,
     Piece,
     Span,
     WriteJob,
-    run_job,
 )
+from pentad.checkpoint.rank_saver import RankSaver
 from pentad.checkpoint.writer import Pending, Writer
 from pentad.core.errors import RunError
-from pentad.core.group_values import gather_values
 from pentad.parallel.cuts import local
 from pentad.weights.dcp import frame_of
 from pentad.weights.megatron.layout import INDEX
@@ -51,76 +46,10 @@ log = logging.getLogger(__name__)
 
 ALIGN = 64
 """Where a tensor begins: a multiple of every item size."""
-PATIENCE = timedelta(days=60)
-"""How long a rank waits for others to write their part: a large state takes its time, and a rank
-that is gone ends the wait by its closed connection."""
-ROOM = 1 << 20
-"""Sizes are rounded up to this, so that a little more state does not need new memory."""
 
 
 def aligned(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
-
-
-class HostMemory:
-    """One buffer that a writer process can map. Making it takes seconds per 10 GB, which a thread
-    spends while the run goes on."""
-
-    def __init__(self) -> None:
-        self.memory: Memory | None = None
-        self.bytes = torch.empty(0, dtype=torch.uint8)
-        self.is_pinned = False
-        self.thread: threading.Thread | None = None
-        self.failure: Exception | None = None
-
-    def prepare(self, size: int, *, pins: bool) -> None:
-        """Begins to make room; returns at once."""
-        self._wait()
-        if self.memory is None or self.memory.size < size:
-            self.close()
-            device = torch.cuda.current_device() if pins else None
-            self.thread = threading.Thread(target=self._make, args=(size, device), daemon=True)
-            self.thread.start()
-
-    def take(self, size: int, *, pins: bool) -> Memory:
-        """At least so many bytes, whose last content nobody needs any more."""
-        self.prepare(size, pins=pins)
-        self._wait()
-        if self.failure is not None:
-            failure, self.failure = self.failure, None
-            raise RunError(f"no host memory to stage {size / 1e9:.1f} GB of state ({failure})")
-        assert self.memory is not None
-        return self.memory
-
-    def close(self) -> None:
-        self._wait()
-        if self.is_pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
-            self.is_pinned = False
-        self.bytes = torch.empty(0, dtype=torch.uint8)
-        if self.memory is not None:
-            self.memory.close()
-            self.memory = None
-
-    def _wait(self) -> None:
-        if self.thread is not None:
-            self.thread.join()
-            self.thread = None
-
-    def _make(self, size: int, device: int | None) -> None:
-        try:
-            self.memory = Memory(-(-max(size, 1) // ROOM) * ROOM)
-            self.bytes = torch.frombuffer(self.memory.view, dtype=torch.uint8)
-            self.bytes.zero_()  # pages are given when they are first written
-            if device is not None:
-                torch.cuda.set_device(device)
-                where, num = self.bytes.data_ptr(), self.bytes.numel()
-                self.is_pinned = int(torch.cuda.cudart().cudaHostRegister(where, num, 0)) == 0
-                if not self.is_pinned:
-                    text = "%.1f GB of host memory cannot be pinned: saves hold training up longer"
-                    log.warning(text, num / 1e9)
-        except (OSError, RuntimeError, MemoryError) as error:
-            self.failure = error
 
 
 @torch.no_grad()
@@ -187,21 +116,11 @@ class Staged:
     """That this rank writes."""
 
 
-class StateSaver:
+class StateSaver(RankSaver):
     """One per learner and rank; all ranks make the same calls. At most one save is in flight."""
 
     def __init__(self, writer: Writer | None = None) -> None:
-        """Every rank at the same time: several ranks get a process group of their own."""
-        self.writer = writer
-        is_alone = not dist.is_initialized() or dist.get_world_size() == 1
-        self.group = None if is_alone else dist.new_group(backend="gloo")
-        self.answers = None if is_alone else dist.new_group(backend="gloo", timeout=PATIENCE)
-        """Used by one thread of each rank, beside what the ranks compute."""
-        self.rank = 0 if self.group is None else dist.get_rank()
-        self.world = 1 if self.group is None else dist.get_world_size()
-        self.memory = HostMemory()
-        self.pending: Pending | None = None
-        self.gathering: Future[list[dict[str, Any]]] | None = None
+        super().__init__(writer)
         self._plan: ShardPlan | None = None
         self._planned: list[tuple[Any, ...]] = []
 
@@ -230,54 +149,15 @@ class StateSaver:
         parts = [local(tensors[item.name]).detach() for item in plan.items]
         for item, part in zip(plan.items, parts, strict=True):
             assert tuple(part.shape) == item.shape, f"{item.name}: planned as {item.shape}"
-        pending = Pending()
-        try:
+
+        def make_job() -> WriteJob:
             lazily = partial(_lazily, _Bounce())
             give = self._stage(plan, parts) if is_async else lazily
             files = self._files(plan, parts, folder, give, counters)
-            job = WriteJob(Path(root), info_folder(step), files, generation)
-            if is_async:
-                assert self.writer is not None, "asynchronous saves need a writer"
-                pending = self.writer.submit(job)
-            else:
-                pending.settle(run_job(job))
-        except (OSError, RunError) as error:
-            pending.settle({}, error)
-        self.pending = pending
-        self.gathering = Future()
-        threading.Thread(target=self._gather, args=(pending, self.gathering), daemon=True).start()
+            return WriteJob(Path(root), info_folder(step), files, generation)
+
+        pending = self.begin(make_job, is_async=is_async)
         return Staged(pending, sum(item.size_bytes for item in plan.items))
-
-    def outcomes(self) -> list[dict[str, Any]]:
-        """What became of the last save on every rank (`Pending.outcome`), once all have ended;
-        RunError where a rank is gone."""
-        assert self.gathering is not None, "something was saved"
-        return self.gathering.result()
-
-    def finish(self) -> None:
-        """Waits until all writers have done with the memory; how that ended is in `outcomes`."""
-        if self.pending is not None and self.gathering is not None:
-            self.pending.settled()
-            wait([self.gathering])
-            self.pending = None
-
-    def close(self, *, is_failed: bool = False) -> None:
-        """After a failure other ranks are not waited for."""
-        if is_failed and self.pending is not None:
-            self.pending.settled()
-        elif not is_failed:
-            self.finish()
-        self.memory.close()
-
-    def _gather(self, own: Pending, gathering: Future[list[dict[str, Any]]]) -> None:
-        found = own.outcome()
-        try:
-            gathering.set_result(
-                [found] if self.answers is None else gather_values(found, self.answers)
-            )
-        except Exception as error:  # whatever it is, it must not be waited for
-            text = f"a rank is gone before all had written their part of the state ({error})"
-            gathering.set_exception(RunError(text))
 
     def _plan_for(self, tensors: Mapping[str, Tensor]) -> ShardPlan:
         described = [(n, t.shape, t.dtype, local(t).shape) for n, t in tensors.items()]

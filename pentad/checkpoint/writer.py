@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pentad.checkpoint.job import ExportJob, Memory, WriterJob, run_job
+from pentad.checkpoint.job import Memory, WriterJob, run_job
 from pentad.core.errors import RunError
 from pentad.runtime.process import NICENESS, Child, die_with_parent
 
@@ -157,7 +157,7 @@ class _Process:
             number = next(self._numbers)
             self._waiting[number] = pending
         try:
-            header = HEADER.pack(number, isinstance(job, ExportJob))
+            header = HEADER.pack(number, job.is_export)
             socket.send_fds(self._socket, [header], fds)
         except OSError:
             self._fail()

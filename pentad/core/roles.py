@@ -92,15 +92,6 @@ class Sampler(Protocol):
     async def close(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class StagedFile:
-    """A file of an export in pieces: (name, bytes), or (name, number of the staged bytes that come
-    next). Example: StagedFile("model.safetensors", (("header", b"..."), ("lm_head.weight", 64)))"""
-
-    path: str
-    pieces: tuple[tuple[str, bytes | int], ...]
-
-
 class Learner(Protocol):
     """Holds the trained weights. Synchronous: an SPMD group of ranks makes the same calls."""
 
@@ -132,21 +123,6 @@ class Learner(Protocol):
 
     def iter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight, whole, under its HF-on-disk name, in layer order, in the publish dtype."""
-        ...
-
-    def save_hf(self, folder: str) -> None:
-        """A folder that transformers loads; written aside, checked, then renamed into place. It
-        fails with OSError or RunError, and then on all ranks, which can go on."""
-        ...
-
-    def plan_hf(self) -> list[StagedFile]:
-        """The files of such a folder around the weights, which `stage_hf` copies to host memory.
-        Asked of one rank alone."""
-        ...
-
-    def stage_hf(self, into: Tensor | None) -> None:
-        """Copies the weights as they are, one after another, to the bytes `into` (rank 0's; None
-        elsewhere). On return they may change."""
         ...
 
 

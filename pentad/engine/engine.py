@@ -23,18 +23,22 @@ from pentad.core.errors import RunError
 from pentad.core.faults import hit
 from pentad.core.fit import check_fit
 from pentad.core.layout import Layout
-from pentad.core.roles import StagedFile
 from pentad.core.types import Accumulated, Loss, Row, StepResult
 from pentad.engine.batch import PackedRows, check_routes, check_rows, pack_rows
 from pentad.engine.explain import explain
-from pentad.engine.export import model_digest, save_whole, stage_weights
 from pentad.engine.held import HeldModel, check_balance, decoder_maker
 from pentad.engine.optim import FusedAdamW, OpenStep, WholeGradient, compute_lr, optimizer_state
 from pentad.engine.outputs import add_up, check_agreement, per_row, routes_per_row
 from pentad.engine.packing import MicrobatchPlan, plan_call, sequence_cost
 from pentad.engine.predictor import Predicted
 from pentad.engine.section import EngineSettings
-from pentad.engine.state import present_all, read_random, sources_between, write_random
+from pentad.engine.state import (
+    model_digest,
+    present_all,
+    read_random,
+    sources_between,
+    write_random,
+)
 from pentad.engine.tags import Offload, WeightTags
 from pentad.models.balance import measure_balance, move_biases, scale_losses
 from pentad.models.families import ConfigLike, dims_of, read_config
@@ -376,7 +380,9 @@ class Engine:
 
     def iter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors on every rank, gathered one at a time: all ranks iterate to the end."""
-        for name, tensor in self._gathered():
+        self.onload()
+        for name, tensor in self.held.iter_hf(self._publish_dtype):
+            pulse()
             # Asked anew each time: a generator may be read on while the weights are exchanged.
             self.tags.require_actor("handing out weights")
             yield name, tensor
@@ -396,35 +402,19 @@ class Engine:
         """What weights are called outside: the map, and name, shape and dtype of each tensor."""
         return self.held.whole.weight_map, hf_metadata(self.held.whole, self._publish_dtype)
 
-    def save_hf(self, folder: str) -> None:
-        """Rank 0 writes; on return, on any rank, the folder is whole."""
-        save_whole(folder, self._whole_weights(), self._export, self.meshes)
-
-    def plan_hf(self) -> list[StagedFile]:
-        return self._export().staged()
-
-    def stage_hf(self, into: Tensor | None) -> None:
-        """Rank 0 holds the copy."""
-        infos = hf_metadata(self.held.whole, self._publish_dtype)
-        stage_weights(self._whole_weights(), infos, into, self.device)
-
-    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights_to_save(self) -> dict[str, Shard]:
+        """`weight_shards`, of a step."""
         self._require_actor("saving")
         self._require_whole()
-        return self._gathered()
+        return self.weight_shards()
 
     def _require_whole(self) -> None:
         if self.is_half_moved:
             what = "an optimizer step or a restore failed half-way"
             raise RunError(f"{what}, so the weights are of no step")
 
-    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
-        self.onload()
-        for pair in self.held.iter_hf(self._publish_dtype):
-            pulse()
-            yield pair
-
-    def _export(self) -> FolderPlan:
+    def plan_export(self) -> FolderPlan:
+        """The HF folder of an export, laid out around the weights."""
         return plan_export(
             self.held.whole,
             dtype=self._publish_dtype,

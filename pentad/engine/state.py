@@ -8,6 +8,7 @@ one rank.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +17,8 @@ import numpy
 import torch
 from torch import Tensor
 
+from pentad.models.hf_weights import hf_metadata
+from pentad.models.language_model import LanguageModel
 from pentad.parallel.cuts import Cut
 from pentad.weights.map import WeightMap, between
 from pentad.weights.regions import Region
@@ -79,3 +82,10 @@ def _sources(name: str, regions: Mapping[str, Sequence[Region]]) -> Iterator[Reg
             yield Region(source, (), (), (), ())
             return
         yield replace(region, source=source)
+
+
+def model_digest(model: LanguageModel) -> str:
+    """Of names and shapes as on disk: whatever the layout and the backend."""
+    infos = hf_metadata(model)
+    text = repr([(name, tuple(infos[name].shape)) for name in sorted(infos)])
+    return hashlib.sha256(text.encode()).hexdigest()

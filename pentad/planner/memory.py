@@ -348,8 +348,9 @@ def training_phases(training: Training, pp_rank: int) -> dict[str, Phase]:
     # Loading reads one tensor's region at a time, in the 2 bytes of a released checkpoint.
     put(("load",), "host", "file region", 2 * largest)
     alone = training.layout.world == 1
-    if not alone:  # every rank gathers each tensor for an export
-        put(("publish",), "device", "gathered tensor", (training.compute_bytes + p) * largest)
+    if not alone:  # what a rank writes of an export it casts block by block
+        share = min(PUBLISH_BUCKET_BYTES / 4, largest)
+        put(("publish",), "device", "export block", training.compute_bytes * share)
     if training.publishes and training.handoff != "none":
         put(("publish",), "device", "publish bucket", publish_bucket(training))
         if is_staged(training):

@@ -428,18 +428,19 @@ def transfer_bytes(config: Config, samplers: list[SamplePlan]) -> float:
 
 
 def staged_bytes(config: Config, trainers: list[TrainPlan]) -> float:
-    """Host memory of the fullest node in which saves are staged, kept for the run: exports whole on
-    rank 0, and of recovery checkpoints what each rank holds."""
+    """Host memory of the fullest node in which saves are staged, kept for the run: of exports what
+    each rank writes, and of recovery checkpoints what each rank holds."""
     total = 0.0
     for trainer in trainers:
         training = trainer.training
         if not training.with_optimizer:
             continue
-        if is_saved_within(config):
-            total += export_bytes(training.dims, training.compute_bytes)
         layout = training.layout
         held = [sharded_params(training, held_params(training, r)) for r in range(layout.pp)]
         local = min(layout.world, config.cluster.n_gpus_per_node or layout.world)
+        if is_saved_within(config):
+            whole = export_bytes(training.dims, training.compute_bytes)
+            total += whole * local / layout.world
         total += local * state_bytes(max(held), training.param_bytes, training.num_tags)
     return total
 

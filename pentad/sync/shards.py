@@ -9,7 +9,6 @@ and a thread writes them while training goes on. To a disk go only tensors that 
 from __future__ import annotations
 
 import base64
-import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,39 +46,10 @@ from pentad.sync.tickets import (
     share_on_gpu,
     views,
 )
+from pentad.weights.blocks import WeightBlock, plan_blocks, staged_bytes
 from pentad.weights.map import WeightMap
-from pentad.weights.regions import (
-    Box,
-    Lookup,
-    Region,
-    box_shape,
-    clip_all,
-    coverage_fault,
-    slices,
-    within,
-)
-from pentad.weights.transfer import Shard, TensorInfo, source_block, target_block
-
-
-@dataclass(frozen=True, slots=True)
-class ShardBlock:
-    """A part of a published tensor that lies in a shard."""
-
-    shard: str
-    part: tuple[slice, ...]
-    """Of the shard's memory."""
-    region: Region
-    """Its source is the published tensor, its target that part."""
-    offset: int
-    """Where it is staged."""
-
-    @property
-    def name(self) -> str:
-        return self.region.source
-
-    @property
-    def box(self) -> Box:
-        return self.region.source_box
+from pentad.weights.regions import slices
+from pentad.weights.transfer import Shard, TensorInfo, source_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +76,11 @@ class ShardWriter:
         self.infos = infos
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
-        owners = owners_of(shards, weight_map, infos, self._gather)
-        mine = {name: shards[name].box for name, rank in owners if rank == self.rank}
-        self.blocks = list(_blocks(mine, weight_map, infos))
+        self.blocks = plan_blocks(shards, weight_map, infos, group)
         cut = {one.name for one in self.blocks if not self._is_of_words(one)}
         self.loose = {name for names in self._gather(sorted(cut)) for name in names}
         """Tensors with a block that ends within a word: small ones of odd widths."""
-        last = self.blocks[-1] if self.blocks else None
-        self.staged_bytes = last.offset + _size(last, infos) if last else 0
+        self.staged_bytes = staged_bytes(self.blocks)
         self.tensors, self.num_bytes = lay_out(infos.items())
         self.staging: Tensor | None = None
         self.thread: threading.Thread | None = None
@@ -213,13 +180,13 @@ class ShardWriter:
         )
         return ShardTicket(ticket, digest, None)
 
-    def _placed(self, same: set[str]) -> tuple[list[tuple[ShardBlock, int]], int]:
+    def _placed(self, same: set[str]) -> tuple[list[tuple[WeightBlock, int]], int]:
         """Blocks that are written, where each lies in this rank's file, and the bytes of it."""
         placed, end = [], 0
         for block in self.blocks:
             if block.name not in same:
                 placed.append((block, end))
-                end += _size(block, self.infos)
+                end += block.size_bytes
                 end += -end % ALIGN
         return placed, end
 
@@ -236,14 +203,11 @@ class ShardWriter:
             return torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
         return make_file(path, self.num_bytes) if self.rank == 0 else None
 
-    def _source(self, block: ShardBlock, shards: Mapping[str, Shard]) -> Tensor:
-        return target_block(shards[block.shard].tensor[block.part], block.region)
-
     def _write_into(self, flat: Tensor, shards: Mapping[str, Shard]) -> list[Any]:
         """Straight to where they are read."""
         whole = dict(views(flat, self.tensors))
         targets = [source_block(whole[block.name], block.region) for block in self.blocks]
-        sources = [self._source(block, shards) for block in self.blocks]
+        sources = [block.source(shards) for block in self.blocks]
         if targets:
             torch._foreach_copy_(targets, sources)
         if self.group is None:
@@ -257,30 +221,24 @@ class ShardWriter:
             size = max(self.staged_bytes, 1)
             self.staging = torch.empty(size, dtype=torch.uint8, pin_memory=pins)
 
-        def passing() -> Iterator[tuple[ShardBlock, Tensor]]:
+        def passing() -> Iterator[tuple[WeightBlock, Tensor]]:
             for block in self.blocks:
-                staged = self._staged(block)
-                piece = torch.empty_like(staged, device=device) if pins else staged
-                source_block(piece, block.region.alone).copy_(self._source(block, shards))
-                if pins:
-                    staged.copy_(piece, non_blocking=True)
-                yield block, piece
+                yield block, block.copy_to(self._staged(block), shards)
 
         sums = self._sums(passing())
         if pins:
             torch.cuda.synchronize(device)
         return sums
 
-    def _staged(self, block: ShardBlock) -> Tensor:
+    def _staged(self, block: WeightBlock) -> Tensor:
         assert self.staging is not None
-        room = self.staging[block.offset : block.offset + _size(block, self.infos)]
-        return room.view(self.infos[block.name].dtype).view(box_shape(block.box))
+        return block.view(self.staging)
 
-    def _is_of_words(self, block: ShardBlock) -> bool:
+    def _is_of_words(self, block: WeightBlock) -> bool:
         info = self.infos[block.name]
         return is_of_words(info.dtype.itemsize, info.shape, block.box)
 
-    def _sums(self, pieces: Iterator[tuple[ShardBlock, Tensor]]) -> list[Any]:
+    def _sums(self, pieces: Iterator[tuple[WeightBlock, Tensor]]) -> list[Any]:
         """[name, box, part of the checksum; of a loose tensor the bytes]."""
         hasher, known, out = Hasher(), [], []
         for block, piece in pieces:
@@ -326,13 +284,13 @@ class ShardWriter:
         for block in self.blocks:
             whole[block.name][slices(block.box)].copy_(self._staged(block))
 
-    def _write_blocks(self, path: Path, placed: Sequence[tuple[ShardBlock, int]]) -> None:
+    def _write_blocks(self, path: Path, placed: Sequence[tuple[WeightBlock, int]]) -> None:
         assert self.staging is not None
         data = self.staging.numpy().data
         file = os.open(path, os.O_WRONLY)
         try:
             for block, at in placed:
-                done, end = block.offset, block.offset + _size(block, self.infos)
+                done, end = block.offset, block.offset + block.size_bytes
                 os.lseek(file, at, os.SEEK_SET)
                 while done < end:
                     done += os.write(file, data[done : min(end, done + PUBLISH_BUCKET_BYTES)])
@@ -348,74 +306,6 @@ class ShardWriter:
         if failures := [one for one, _ in found if one]:
             raise RunError(failures[0])
         return [one for _, one in found]
-
-
-def owners_of(
-    shards: Mapping[str, Shard],
-    weight_map: WeightMap,
-    infos: Mapping[str, TensorInfo],
-    gather: Callable[[Any], list[Any]],
-) -> list[tuple[str, int]]:
-    """(shard, rank that writes it) of all ranks: of the ranks with a copy the one with the least
-    to write. RunError unless every element of every tensor is written once."""
-    entries = weight_map.entries
-    mine = [
-        [name, shard.box]
-        for name, shard in shards.items()
-        if math.prod(box_shape(shard.box)) and name in entries and not entries[name].is_copy
-    ]
-    holders: dict[tuple[str, Box], list[int]] = {}
-    for rank, held in enumerate(gather(mine)):
-        for name, box in held:
-            key = name, tuple((start, stop) for start, stop in box)
-            holders.setdefault(key, []).append(rank)
-    load: dict[int, int] = {}
-    owners: list[tuple[str, int]] = []
-    boxes: dict[str, list[Box]] = {}
-    for (name, box), ranks in holders.items():
-        rank = min(ranks, key=lambda one: (load.get(one, 0), one))
-        load[rank] = load.get(rank, 0) + math.prod(box_shape(box))
-        owners.append((name, rank))
-        boxes.setdefault(name, []).append(box)
-    for info in infos:
-        for region in weight_map.sources[info].regions:
-            fault = coverage_fault(boxes.get(region.source, []), entries[region.source].shape)
-            if fault:
-                raise RunError(f"publishing {info}: of {region.source} {fault}")
-    return owners
-
-
-def _blocks(
-    mine: Mapping[str, Box], weight_map: WeightMap, infos: Mapping[str, TensorInfo]
-) -> Iterator[ShardBlock]:
-    end = 0
-    for name, box in mine.items():
-        near = Lookup(weight_map.entries[name].regions).near
-        size = math.prod(box_shape(box)) * 4
-        for part in _parts(box, -(-size // PUBLISH_BUCKET_BYTES)):
-            for region in clip_all(near(part), part):
-                if region.source not in infos:
-                    continue
-                block = ShardBlock(name, within(part, box), region, end)
-                yield block
-                end += _size(block, infos)
-                end += -end % ALIGN
-
-
-def _parts(box: Box, num: int) -> list[Box]:
-    """The box in about so many parts, along its longest dim."""
-    if num <= 1 or not box:
-        return [box]
-    dim = max(range(len(box)), key=lambda one: box[one][1] - box[one][0])
-    start, stop = box[dim]
-    step = -(-(stop - start) // num)
-    step += -step % 2  # a word of 16-bit numbers stays whole
-    ends = [(at, min(at + step, stop)) for at in range(start, stop, step)]
-    return [(*box[:dim], one, *box[dim + 1 :]) for one in ends]
-
-
-def _size(block: ShardBlock, infos: Mapping[str, TensorInfo]) -> int:
-    return math.prod(box_shape(block.box)) * infos[block.name].dtype.itemsize
 
 
 def digest_from(sums: Sequence[list[Any]], infos: Mapping[str, TensorInfo]) -> WeightDigest:

@@ -1,10 +1,10 @@
 """HF exports of a run: when, where, how they are written, and the one at the end.
 
-Asynchronous (`saver.mode`), the weights are copied to host memory while they are those of the step,
-and another process writes them while training goes on: at most one is under way. A folder that
-cannot be written is reported at once and tried again after further steps. Folders that are whole
-stay, unless `saver.keep_last` or `saver.keep_best` is set: then older ones go once a newer one is
-whole.
+Asynchronous (`saver.mode`), every rank copies its blocks to host memory while they are those of the
+step, and its writer process writes them while training goes on: at most one is under way. A folder
+that cannot be written is reported at once and tried again after further steps. Folders that are
+whole stay, unless `saver.keep_last` or `saver.keep_best` is set: then older ones go once a newer
+one is whole.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pentad.checkpoint.job import FileSpec, Memory, Piece, Span
 from pentad.core.errors import RunError, Transient, UserError
 from pentad.core.machine import GIB
-from pentad.core.roles import StagedFile
 from pentad.telemetry.log import NOTICE
 from pentad.trainer import periodic
 from pentad.trainer.periodic import MAX_WAIT_STEPS, Periodic
@@ -201,23 +199,6 @@ class Saver(Periodic):
                 free / GIB,
                 self.size_bytes / GIB,
             )
-
-
-def file_specs(files: Iterable[StagedFile], memory: Memory) -> tuple[FileSpec, ...]:
-    """The files for a writer; their tensors lie one after another in `memory`."""
-    end = 0
-
-    def segment(content: bytes | int) -> bytes | Span:
-        nonlocal end
-        if isinstance(content, bytes):
-            return content
-        end += content
-        return Span(memory, end - content, content)
-
-    return tuple(
-        FileSpec(f.path, tuple(Piece(name, (segment(content),)) for name, content in f.pieces))
-        for f in files
-    )
 
 
 def outdated(

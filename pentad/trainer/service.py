@@ -7,21 +7,21 @@ read from the store, weights and state leave by files or by the memory of this p
 from __future__ import annotations
 
 import socket
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from pentad.checkpoint.exports import Exporter
 from pentad.checkpoint.folders import Damaged, Unreadable, info_folder, read_checkpoint
-from pentad.checkpoint.job import ExportJob
 from pentad.checkpoint.restore import restore_learner
-from pentad.checkpoint.shards import HostMemory, StateSaver, save_learner
-from pentad.checkpoint.writer import Pending, Writer
+from pentad.checkpoint.shards import StateSaver, save_learner
+from pentad.checkpoint.writer import Writer
 from pentad.config.schema import Config
 from pentad.config.topology import scorers
 from pentad.core.device import settle, unsettle
-from pentad.core.errors import RunError, UserError
+from pentad.core.errors import RunError
 from pentad.core.faults import hit
 from pentad.core.group_values import gather_values
 from pentad.core.sizes import RunSize
@@ -38,7 +38,6 @@ from pentad.sync.tickets import Kind
 from pentad.telemetry.host import rss_gb
 from pentad.trainer.batches import read_batch
 from pentad.trainer.learners import Role, build_learner, build_update, load_tags
-from pentad.trainer.saver import file_specs
 from pentad.trainer.translate import algorithm_settings
 from pentad.trainer.update import BatchFacts, BatchResult, on_host
 
@@ -47,14 +46,6 @@ FAILURES: dict[str, type[RunError]] = {
     "Unreadable": Unreadable,
 }
 """Of a rank that the others raise as well; any other is a RunError."""
-
-
-@dataclass(slots=True)
-class Exporting:
-    """Rank 0's memory for the exports of one role, and what became of the last one."""
-
-    room: HostMemory = field(default_factory=HostMemory)
-    pending: Pending | None = None
 
 
 class EngineService:
@@ -74,7 +65,7 @@ class EngineService:
         self.weights: ShardWriter | None = None
         self.writer = Writer(config.stall_abort_s)
         self.savers: dict[str, StateSaver] = {}
-        self.exports: dict[str, Exporting] = {}
+        self.exporters: dict[str, Exporter] = {}
         self.allocated_gb: float | None = None
         self.num_steps = 0
         """Of this process."""
@@ -224,34 +215,15 @@ class EngineService:
     # Exports
 
     def export(self, role: str, folder: str, is_async: bool) -> None:
-        """Writes a HF folder; asynchronous, it is copied when this returns, and `export_status`
-        says what became of it. It fails on all ranks or on rank 0 alone."""
-        engine = self.engines[role]
-        if not is_async:
-            engine.save_hf(folder)
-            return
-        if self.rank.rank > 0:
-            engine.stage_hf(None)
-            return
-        exporting = self.exports.setdefault(role, Exporting())
-        exporting.pending = None
-        try:
-            files = engine.plan_hf()
-            size = sum(part for file in files for _, part in file.pieces if isinstance(part, int))
-            memory = exporting.room.take(size, pins=self.device.type == "cuda")
-        except (OSError, RunError, UserError):
-            engine.stage_hf(None)  # the other ranks wait for it
-            raise
-        engine.stage_hf(exporting.room.bytes[:size])
-        job = ExportJob(Path(folder), file_specs(files, memory))
-        exporting.pending = self.writer.submit(job)
+        """Writes a HF folder, each rank its blocks; asynchronous, they are copied when this
+        returns, and `export_status` says what became of them. It fails on all ranks or on none."""
+        if role not in self.exporters:
+            self.exporters[role] = Exporter(self.writer)
+        self.exporters[role].export(self.engines[role], folder, is_async=is_async)
 
     def export_status(self, role: str) -> dict[str, Any]:
         """Of the last asynchronous export: whether it is done, what it failed with, seconds."""
-        pending = self.exports[role].pending
-        assert pending is not None, "there is one"
-        error = None if pending.error is None else str(pending.error)
-        return {"is_done": pending.is_done, "error": error, "seconds": pending.seconds}
+        return self.exporters[role].status()
 
     # Figures
 
@@ -280,13 +252,16 @@ class EngineService:
 
     def close(self, *, is_failed: bool) -> None:
         """What is worth waiting for was waited for: after a failure it ends at once."""
+        for exporter in self.exporters.values():
+            if is_failed:
+                exporter.abandon()
+            else:
+                exporter.finish()
         self.writer.close(0.0 if is_failed else None)
         if self.weights is not None and not is_failed:
             self.weights.close()
-        for saver in self.savers.values():
+        for saver in (*self.savers.values(), *self.exporters.values()):
             saver.close(is_failed=is_failed)
-        for exporting in self.exports.values():
-            exporting.room.close()
         unsettle()
 
 

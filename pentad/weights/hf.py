@@ -25,7 +25,6 @@ from torch import Tensor
 from pentad.core.errors import Problem, RunError, UserError, raise_problems
 from pentad.core.folders import read_object
 from pentad.core.lock import holding, is_held
-from pentad.core.roles import StagedFile
 from pentad.weights.files import DTYPE_NAMES, SafeFile, checksum
 from pentad.weights.regions import Box
 from pentad.weights.transfer import NUM_READERS, TensorInfo
@@ -152,19 +151,40 @@ class FolderPlan:
     others: Mapping[str, bytes]
     """Config, index, tokenizer and the like, by file."""
 
-    def staged(self) -> list[StagedFile]:
-        """The same folder with its tensors one after another in memory."""
-        files = [
-            StagedFile(
-                name,
-                (
-                    ("header", header_bytes(infos, METADATA)),
-                    *((tensor, info.size_bytes) for tensor, info in infos.items()),
-                ),
-            )
-            for name, infos in self.tensors.items()
-        ]
-        return files + [StagedFile(name, ((name, data),)) for name, data in self.others.items()]
+    @classmethod
+    def around(cls, infos: Mapping[str, TensorInfo], shard_bytes: int = SHARD_BYTES) -> FolderPlan:
+        """The safetensors files alone, with the index where there are several."""
+        files = plan_files(infos, shard_bytes)
+        tensors = {file: {name: infos[name] for name in names} for file, names in files.items()}
+        if len(files) == 1:
+            return cls(tensors, {})
+        total = sum(info.size_bytes for info in infos.values())
+        weight_map = {name: file for file, names in files.items() for name in names}
+        index = json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
+        return cls(tensors, {INDEX: index})
+
+    def small_parts(self) -> Iterator[tuple[str, bytes]]:
+        """By file what is not a tensor and lies at its start: headers, and the other files."""
+        for file, infos in self.tensors.items():
+            yield file, header_bytes(infos, METADATA)
+        yield from self.others.items()
+
+    def places(self) -> dict[str, tuple[str, int, TensorInfo]]:
+        """Where each tensor lies: its file, and where it begins there."""
+        found = {}
+        for file, infos in self.tensors.items():
+            at = len(header_bytes(infos, METADATA))
+            for name, info in infos.items():
+                found[name] = file, at, info
+                at += info.size_bytes
+        return found
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file."""
+        found = {file: len(data) for file, data in self.small_parts()}
+        for file, _, info in self.places().values():
+            found[file] += info.size_bytes
+        return found
 
 
 def plan_folder(
@@ -176,15 +196,10 @@ def plan_folder(
 ) -> FolderPlan:
     """Of the folders in `companions` tokenizer and generation config are taken over, the first that
     has a file gives it."""
-    files = plan_files(infos, shard_bytes)
+    around = FolderPlan.around(infos, shard_bytes)
     others = {name: path.read_bytes() for name, path in find_companions(companions).items()}
     others["config.json"] = json_bytes(config)
-    if len(files) > 1:
-        total = sum(info.size_bytes for info in infos.values())
-        weight_map = {name: file for file, names in files.items() for name in names}
-        others[INDEX] = json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
-    tensors = {file: {name: infos[name] for name in names} for file, names in files.items()}
-    return FolderPlan(tensors, others)
+    return FolderPlan(around.tensors, {**others, **around.others})
 
 
 def save_folder(folder: str | Path, pairs: Iterable[tuple[str, Tensor]], plan: FolderPlan) -> None:

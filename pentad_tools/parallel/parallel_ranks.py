@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pentad.checkpoint.exports import export_model
 from pentad.core.layout import Layout
 from pentad.core.types import Row, StepResult
 from pentad.engine.engine import Engine, build_engine
@@ -91,7 +92,7 @@ def measure_alone(payload: dict[str, Any]) -> StepMeasurement:
     engine = _build(payload, {}, Layout(), device_of(Rank(), payload["device"]))
     if payload["source"] is None:
         _unsettle(engine, payload["seed"])
-        engine.save_hf(str(folder / "model"))
+        export_model(engine, folder / "model")
     rows = _rows(payload, engine)
     routes = engine.routes(rows) if engine.dims.num_experts else None
     found, gradients = _step(engine, rows, routes)

@@ -8,6 +8,7 @@ from typing import Any
 from engine_toys import CONFIG, PolicyLoss, ValueLoss, bring_back, keep_state, make_rows
 from parity_cases import bend, gradients_of, whole
 
+from pentad.checkpoint.exports import export_model
 from pentad.engine.section import OptimizerConfig
 from sections import engine_settings
 from pentad.core.errors import RunError
@@ -93,7 +94,7 @@ def save_and_load(source: str, layout: Layout, folder: str) -> dict[str, Any]:
     engine.end_step()
     moved = engine.forward(rows)
     kept = engine.forward(rows, "ref")
-    engine.save_hf(folder)
+    export_model(engine, folder)
     again = make(folder, layout)
     bring_back(engine, before)
     return {

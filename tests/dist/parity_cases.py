@@ -18,6 +18,7 @@ from engine_toys import (
 )
 from torch import Tensor
 
+from pentad.checkpoint.exports import export_model
 from pentad.engine.section import OptimizerConfig
 from sections import engine_settings
 from pentad.core.errors import RunError
@@ -271,7 +272,7 @@ def train_once(engine: Engine, rows: list[Any]) -> dict[str, Tensor]:
 def weights_out(model: str, layout: Layout, folder: str) -> dict[str, Any]:
     """Weights by iteration on every rank, as a folder, and from it into a tag and an engine."""
     engine = make(model, layout)
-    engine.save_hf(folder)
+    export_model(engine, folder)
     given = dict(engine.iter_weights())
     digest = digest_of(given.items()).hex()
     digests: list[Any] = [None] * layout.world
@@ -285,7 +286,7 @@ def weights_out(model: str, layout: Layout, folder: str) -> dict[str, Any]:
         for x, y, z in zip(a, b, c, strict=True)
     )
     try:
-        engine.save_hf("/proc/nowhere/to/be/written")
+        export_model(engine, "/proc/nowhere/to/be/written")
         refused = ""
     except Exception as error:
         refused = type(error).__name__

@@ -12,6 +12,7 @@ from parity_cases import CONFIGS, DENSE, GLM, LOSSES, MOE, make, whole
 from torch import Tensor
 
 from sections import engine_settings
+from pentad.checkpoint.exports import export_model
 from pentad.ops.digest import digest_of
 from pentad.core.errors import UserError
 from pentad.core.layout import Layout
@@ -108,7 +109,7 @@ def shapes_seen(layout: Layout, num_rows: int, **settings: Any) -> list[int]:
 def weights_out(model: str, layout: Layout, folder: str, loss: str, **settings: Any) -> Any:
     """Weights by iteration on every rank, as a folder, and back: as a tag, and as an engine."""
     engine = make(model, layout, loss, **settings)
-    engine.save_hf(folder)
+    export_model(engine, folder)
     given = dict(engine.iter_weights())
     everyone: list[Any] = [None] * layout.world
     dist.all_gather_object(everyone, digest_of(given.items()).hex())

@@ -13,12 +13,15 @@ import pipeline_cases
 import torch
 import torch.distributed as dist
 
+from pentad.checkpoint.exports import Exporter
+from pentad.checkpoint.writer import Writer
 from pentad.core.layout import Layout
 from pentad.engine.engine import Engine
 from pentad.ops.digest import digest_of
-from pentad.sync import shards as sharding
 from pentad.sync.shards import ShardWriter
 from pentad.sync.tickets import Kind, open_ticket, wait_written
+from pentad.weights import blocks as sharding
+from pentad.weights.hf import save_folder
 
 MAKERS = {"parity": parity_cases.make, "pipeline": pipeline_cases.make, "hf": hf_cases.make}
 
@@ -60,3 +63,30 @@ def published(
         dist.all_gather_object(loads, writer.staged_bytes)
     sharding.PUBLISH_BUCKET_BYTES = 64 << 20
     return {"seen": seen, "loads": loads, "num_bytes": writer.num_bytes, "loose": writer.loose}
+
+
+def exported(
+    source: str, model: str, layout: Layout, folder: str, bucket: int = 0, **settings: Any
+) -> dict[str, Any]:
+    """Two exports by blocks, beside training and not, against one of gathered tensors."""
+    engine: Engine = MAKERS[source](model, layout, **settings)
+    if bucket:
+        sharding.PUBLISH_BUCKET_BYTES = bucket
+    root, writer = Path(folder), Writer()
+    gathered = {name: x.clone() for name, x in engine.iter_weights()}
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        save_folder(root / "whole", gathered.items(), engine.plan_export())
+    exporter = Exporter(writer)
+    exporter.export(engine, root / "waited", is_async=False)
+    exporter.export(engine, root / "beside", is_async=True)
+    with torch.no_grad():  # the learner moves on at once
+        for tensor in engine.tensors.values():
+            tensor.mul_(1.5)
+    exporter.finish()
+    error = exporter.status()["error"]
+    exporter.close()
+    writer.close()
+    sharding.PUBLISH_BUCKET_BYTES = 64 << 20
+    names = ("whole", "waited", "beside")
+    files = [{f.name: f.read_bytes() for f in (root / name).iterdir()} for name in names]
+    return {"error": error, "same": files[0] == files[1] == files[2], "names": list(files[0])}

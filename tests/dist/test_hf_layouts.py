@@ -8,6 +8,7 @@ from hf_cases import make, train_step
 from tables import table
 from transformers import AutoModelForCausalLM
 
+from pentad.checkpoint.exports import export_model
 from pentad.core.layout import Layout
 
 pytestmark = pytest.mark.dist
@@ -96,7 +97,7 @@ def test_recomputed_blocks_give_the_same_numbers(pool, mode):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("hf") / "qwen3"
-    make("qwen3", Layout()).save_hf(str(path))
+    export_model(make("qwen3", Layout()), str(path))
     return str(path)
 
 

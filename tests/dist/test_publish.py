@@ -26,6 +26,9 @@ CASES = [
     ("parity", "dense", Layout(dp_replicate=2, tp=4), "shm", {"dtype": "bfloat16"}),
 ]
 
+EXPORTS = [(*case[:3], case[4]) for case in CASES if case[2].world in (2, 4, 8)]
+"""Also shards of columns, mixtures, stages and transformers' models."""
+
 
 @pytest.mark.parametrize(("source", "model", "layout", "kind", "settings"), CASES, ids=str)
 def test_the_files_of_all_ranks_are_the_weights(
@@ -56,3 +59,22 @@ def test_the_files_of_all_ranks_are_the_weights(
         )
         planned = training.compute_bytes * publish_params(training, 0)
         assert out["loads"][0] == pytest.approx(planned, rel=0.35), "small tensors are not cut"
+
+
+@pytest.mark.parametrize(("source", "model", "layout", "settings"), EXPORTS, ids=str)
+def test_exports_by_blocks_are_those_of_gathered_tensors_byte_for_byte(
+    pool, tmp_path, source, model, layout, settings
+):
+    out = pool.run(
+        layout.world,
+        "publish_cases",
+        "exported",
+        source=source,
+        model=model,
+        layout=layout,
+        folder=str(tmp_path),
+        bucket=512 if "compute_dtype" in settings else 0,
+        **settings,
+    )
+    assert out["error"] is None and out["same"] and "model.safetensors" in out["names"]
+    assert not list(tmp_path.glob(".*"))

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from pentad.checkpoint import writer
+from pentad.checkpoint.export_job import ExportJob
 from pentad.checkpoint.writer import Writer
 from pentad.core.errors import RunError
 from pentad.engine.engine import Engine
@@ -24,7 +25,6 @@ from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.steps import read_lines
 from pentad.trainer import periodic, rollout_pump, saver
 from pentad.trainer.periodic import Frequency
-from pentad.weights import hf
 from pentad.weights.hf import HfFolder
 from pentad.weights.regions import full_box
 
@@ -56,15 +56,16 @@ def log_of(lab, trial):
 
 def refuse(monkeypatch, is_refused):
     """Writing an export fails with a full disk, where `is_refused(count of attempts)`."""
-    plain, count = hf.write_file, []
+    plain, count = ExportJob.run, []
 
-    def write(path, *args, **kwargs):
-        count.append(path)
-        plain(path, *args, **kwargs)
+    def run(self, disk):
+        count.append(self.aside)
+        result = plain(self, disk)
         if is_refused(len(count)):
             raise OSError(errno.ENOSPC, "No space left on device")
+        return result
 
-    monkeypatch.setattr(hf, "write_file", write)
+    monkeypatch.setattr(ExportJob, "run", run)
     return count
 
 

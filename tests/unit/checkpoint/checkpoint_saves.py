@@ -124,6 +124,10 @@ class CountingDisk(QuickDisk):
             self.created(fd, path)
             return fd
 
+    def open_shared(self, path: Path) -> int:
+        with self.step("open_shared", path):
+            return super().open_shared(path)
+
     def created(self, fd: int, path: Path) -> None:
         pass
 

@@ -26,9 +26,10 @@ from checkpoint_saves import (
     write_jobs,
 )
 
+from pentad.checkpoint.disk import REAL_DISK, Disk
+from pentad.checkpoint.export_job import BlockSpec, ExportJob, PlaceJob, Runs
 from pentad.checkpoint.folders import damage, find_checkpoints
 from pentad.checkpoint.job import (
-    ExportJob,
     FileSpec,
     Piece,
     Span,
@@ -122,19 +123,24 @@ def test_a_failure_of_any_operation_is_loud_and_harms_nothing(
 def test_an_export_that_fails_leaves_the_old_one(tmp_path: Path, is_lasting: bool):
     target = tmp_path / "model"
 
-    def job(text: bytes) -> ExportJob:
-        return ExportJob(target, (FileSpec("config.json", (Piece("c", (text,)),)),))
+    def export(text: bytes, disk: Disk = REAL_DISK) -> None:
+        aside, failure = tmp_path / ".model.writing-1", None
+        try:
+            run_job(ExportJob(aside, (BlockSpec("config.json", Runs(0, 3), text),)), disk)
+        except OSError as error:
+            failure = error
+        run_job(PlaceJob(aside, target, {"config.json": 3}, failure), disk)
 
-    run_job(job(b"old"))
+    export(b"old")
     for at in range(1, 30):
         disk = FailingDisk(at, errno.ENOSPC, is_lasting=is_lasting)
         try:
-            run_job(job(b"new"), disk)
+            export(b"new", disk)
         except OSError:
             moved = list(tmp_path.glob(".model.replaced-*"))
             place = target if target.exists() else moved[0]
             assert (place / "config.json").read_bytes() in (b"old", b"new")
-            run_job(job(b"old"))
+            export(b"old")
         else:
             break
     assert (target / "config.json").read_bytes() == b"new"
@@ -200,7 +206,7 @@ def test_a_writer_that_is_killed_fails_its_jobs_and_the_next_one_is_new(
     assert writer.pid is not None
     first = writer.pid
     os.kill(first, signal.SIGSTOP)
-    export = ExportJob(tmp_path / "model", (FileSpec("config.json", (Piece("c", (b"{}",)),)),))
+    export = ExportJob(tmp_path / "model", (BlockSpec("config.json", Runs(0, 2), b"{}"),))
     pendings = [writer.submit(job) for job in (write_job(tmp_path, 2, 0), export)]
     os.kill(first, signal.SIGKILL)
     for pending in pendings:
@@ -282,7 +288,7 @@ def test_an_export_does_not_hold_up_the_state_of_a_later_step(tmp_path: Path, wr
         def __reduce__(self):
             return open, (str(tmp_path / "held"), "rb")
 
-    export = ExportJob(tmp_path / "model", (FileSpec("a", (Piece(Held(), (b"x",)),)),))  # type: ignore[arg-type]
+    export = ExportJob(tmp_path / "model", (BlockSpec(Held(), Runs(0, 1), b"x"),))  # type: ignore[arg-type]
     waiting = writer.submit(export)
     pendings = [writer.submit(job) for job in write_jobs(tmp_path, 1)]
     run_job(commit_job(tmp_path, 1, [pending.wait(240) for pending in pendings]))

@@ -48,7 +48,7 @@ def test_a_commit_that_is_overtaken_just_before_its_mark_leaves_none(tmp_path, m
     assert not find_checkpoints(tmp_path, report=print)
 
 
-@pytest.mark.parametrize("place", ["_check_written", "_settle_names"])
+@pytest.mark.parametrize("place", ["check_written", "_settle_names"])
 def test_a_commit_that_another_generation_overtook_removes_nothing_of_it(
     tmp_path, monkeypatch, place
 ):

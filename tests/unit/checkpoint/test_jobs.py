@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from checkpoint_saves import Runner, commit_job, data_files, save, write_job
 
+from pentad.checkpoint.export_job import BlockSpec, ExportJob, PlaceJob, Runs
 from pentad.checkpoint.folders import damage, find_checkpoints, read_file
-from pentad.checkpoint.job import ExportJob, FileSpec, Piece, WriteJob, run_job
+from pentad.checkpoint.job import FileSpec, Piece, WriteJob, run_job
 from pentad.checkpoint.writer import Writer
 from pentad.core.errors import RunError
 
@@ -90,7 +91,32 @@ def test_lazy_bytes_are_asked_one_after_the_other(tmp_path: Path):
 
 def test_an_export_replaces_a_folder_whole(tmp_path: Path, run: Runner):
     target = tmp_path / "model"
-    for text in (b"old", b"new"):
-        run(ExportJob(target, (FileSpec("sub/weights", (Piece("w", (text,)),)),)))
-        assert (target / "sub" / "weights").read_bytes() == text
+    aside = tmp_path / ".model.writing-1"
+    for first, second in ((b"old", b"er"), (b"new", b"er")):
+        run(ExportJob(aside, (BlockSpec("weights", Runs(3, 2), second),)))
+        run(ExportJob(aside, (BlockSpec("weights", Runs(0, 3), first),)))
+        run(PlaceJob(aside, target, {"weights": 5}))
+        assert (target / "weights").read_bytes() == first + second
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_blocks_of_columns_are_written_by_runs(tmp_path: Path, run: Runner):
+    left = BlockSpec("w", Runs(0, 2, ((3, 5),)), b"aabbcc")
+    right = BlockSpec("w", Runs(2, 3, ((3, 5),)), b"AAABBBCCC")
+    run(ExportJob(tmp_path / "a", (right,)))
+    run(ExportJob(tmp_path / "a", (left,)))
+    assert (tmp_path / "a" / "w").read_bytes() == b"aaAAAbbBBBccCCC"
+
+
+@pytest.mark.parametrize("reason", ["a rank failed", "bytes are missing"])
+def test_an_export_that_is_not_whole_is_removed_and_the_old_one_stays(
+    tmp_path: Path, run: Runner, reason: str
+):
+    aside, target = tmp_path / ".model.writing-1", tmp_path / "model"
+    target.mkdir()
+    run(ExportJob(aside, (BlockSpec("weights", Runs(0, 3), b"abc"),)))
+    failure = RunError("rank 1 has no space") if reason == "a rank failed" else None
+    words = "rank 1 has no space" if failure else "has 3 bytes, not 5"
+    with pytest.raises(RunError, match=words):
+        run(PlaceJob(aside, target, {"weights": 5}, failure))
     assert [p.name for p in tmp_path.iterdir()] == ["model"]

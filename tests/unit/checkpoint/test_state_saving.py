@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import format_utils
 
-from pentad.checkpoint import shards
+from pentad.checkpoint import rank_saver, shards
 from pentad.checkpoint.folders import Checkpoint, Damaged, find_checkpoints
 from pentad.checkpoint.job import CommitJob, FileSpec, Piece, run_job
 from pentad.checkpoint.restore import fill_state, open_state, restore
@@ -179,7 +179,7 @@ def test_a_rank_without_memory_to_stage_in_says_so_to_the_commit(tmp_path, monke
     def refuse(size: int) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(shards, "Memory", refuse)
+    monkeypatch.setattr(rank_saver, "Memory", refuse)
     saver = StateSaver(Writer())
     staged = saver.save(make_state(1), tmp_path, FOLDER, is_async=True)
     words = r"no host memory to stage .* \(\[Errno 12\] Cannot allocate memory\)"

@@ -7,6 +7,7 @@ from engine_toys import PolicyLoss, bring_back, keep_state, make_engine, make_ro
 from sections import engine_settings
 from transformers import AutoModelForCausalLM
 
+from pentad.checkpoint.exports import export_model
 from pentad.core.errors import UserError
 from pentad.core.types import Row
 from pentad.engine.engine import build_engine
@@ -124,7 +125,7 @@ def test_the_bias_is_handed_out_in_float32_whatever_the_weights_are_published_in
     assert weights["model.embed_tokens.weight"].dtype == torch.bfloat16
     assert weights[name].tolist() == biases(engine)["layers.2.ffn.router.bias"]
     assert weights[name].dtype == torch.float32
-    engine.save_hf(str(tmp_path / "out"))
+    export_model(engine, str(tmp_path / "out"))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert theirs.dtype == torch.bfloat16
     assert torch.equal(theirs.state_dict()[name], weights[name])

@@ -17,6 +17,7 @@ from engine_toys import (
 )
 from sections import engine_settings
 
+from pentad.checkpoint.exports import export_model
 from pentad.engine.engine import build_engine
 from pentad.engine.section import OptimizerConfig
 
@@ -74,7 +75,7 @@ def test_offloaded_training_gives_the_same_numbers(device, tmp_path):
         a, b = away.forward(rows, tag), plain.forward(rows, tag)
         for x, y in zip(a, b, strict=True):
             torch.testing.assert_close(x["logprobs"], y["logprobs"], rtol=1e-3, atol=5e-3)
-    away.save_hf(str(tmp_path / "out"))
+    export_model(away, str(tmp_path / "out"))
     again = build_engine(
         str(tmp_path / "out"), engine_settings(offload_params=True), device=away.device
     )

@@ -17,6 +17,7 @@ from engine_toys import (
 )
 from sections import engine_settings
 
+from pentad.checkpoint.exports import export_model
 from pentad.core.errors import RunError
 from pentad.engine.engine import build_engine
 from pentad.engine.section import OptimizerConfig
@@ -68,7 +69,7 @@ def test_a_tag_can_hold_other_weights_than_ever_trained(tmp_path):
     engine, rows = make_engine(), make_rows()
     before = weights_of(engine)
     teacher = build_engine(CONFIG, engine_settings(), init_from_scratch=True, seed=77)
-    teacher.save_hf(str(tmp_path / "teacher"))
+    export_model(teacher, str(tmp_path / "teacher"))
     engine.load_tag("teacher", tmp_path / "teacher")
     for mine, theirs in zip(engine.forward(rows, "teacher"), teacher.forward(rows), strict=True):
         assert torch.equal(mine["logprobs"], theirs["logprobs"])
@@ -118,7 +119,7 @@ def test_a_restore_that_broke_off_leaves_nothing_to_save(tmp_path):
     engine.end_restore(counters)
     engine.begin_restore(counters)
     engine.restoring = None  # as after a failure
-    for call in (engine.state_tensors, lambda: engine.save_hf(str(tmp_path / "out"))):
+    for call in (engine.state_tensors, lambda: export_model(engine, str(tmp_path / "out"))):
         with pytest.raises(RunError, match="a restore failed half-way"):
             call()
 
@@ -143,7 +144,7 @@ def test_weights_leave_under_their_hf_names_and_load_in_transformers(tmp_path):
 
     engine, rows = make_engine(), make_rows()
     train(engine, rows)
-    engine.save_hf(str(tmp_path / "out"))
+    export_model(engine, str(tmp_path / "out"))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     names = dict(engine.iter_weights())
     assert names.keys() == {n for n, _ in theirs.named_parameters()}

@@ -18,6 +18,7 @@ from engine_toys import (
 from sections import engine_keys, engine_settings
 from torch import Tensor
 
+from pentad.checkpoint.exports import export_model
 from pentad.engine.engine import build_engine
 from pentad.models.families import REGISTERED, qwen3_moe
 from pentad.ops.attention import PaddedAttend
@@ -121,7 +122,7 @@ def test_masters_are_cast_for_compute_and_stepped_in_full(no_process_group, tmp_
         assert torch.equal(weight, before[name])
     for a, b in zip(mixed.forward(rows, "ref"), make_engine().forward(rows), strict=True):
         torch.testing.assert_close(a["logprobs"], b["logprobs"], rtol=1e-4, atol=1e-4)
-    mixed.save_hf(str(tmp_path / "out"))
+    export_model(mixed, str(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("is_moe", [False, True], ids=["dense", "mixture"])

@@ -9,6 +9,7 @@ from engine_toys import CONFIG, PolicyLoss, make_rows
 from sections import engine_settings
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pentad.checkpoint.exports import export_model
 from pentad.core.errors import UserError
 from pentad.core.layout import Layout
 from pentad.core.types import Row
@@ -132,7 +133,7 @@ def test_packed_logprobs_are_those_of_the_familys_own_logits(family, tmp_path):
     rows = rows_of(7, 12, 3)
     for row, output in zip(rows, engine.forward(rows), strict=True):
         assert_close(output["logprobs"][1:], own_logprobs(model, row))
-    engine.save_hf(str(tmp_path / "saved"))
+    export_model(engine, str(tmp_path / "saved"))
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     expected = model.state_dict()
     assert again.state_dict().keys() == expected.keys()
@@ -221,7 +222,7 @@ def test_a_critic_is_saved_as_a_classifier_of_its_family(tmp_path):
     rows = rows_of(6, 4)
     values = [output["values"] for output in engine.forward(rows)]
     assert all("logprobs" not in output for output in engine.forward(rows))
-    engine.save_hf(str(tmp_path / "critic"))
+    export_model(engine, str(tmp_path / "critic"))
     saved = json.loads((tmp_path / "critic" / "config.json").read_text())
     assert saved["architectures"] == ["MistralForSequenceClassification"]
     again = build_engine(tmp_path / "critic", engine_settings(), backend="fsdp", value_head=True)

@@ -13,6 +13,7 @@ from closeness import assert_close
 from engine_toys import ValueLoss, make_engine, make_rows, train
 from sections import engine_settings
 
+from pentad.checkpoint.exports import export_model
 from pentad.engine.engine import build_engine
 from pentad.engine.section import OptimizerConfig
 
@@ -28,7 +29,7 @@ def test_a_critics_head_is_initialised_saved_and_loaded(tmp_path):
     train(critic, rows, ValueLoss(), steps=3)
     assert not torch.equal(head, start)
     assert any("score" in name or "value" in name for name, _ in critic.iter_weights())
-    critic.save_hf(str(tmp_path / "critic"))
+    export_model(critic, str(tmp_path / "critic"))
     again = build_engine(str(tmp_path / "critic"), engine_settings(), value_head=True, seed=77)
     for a, b in zip(again.forward(rows), critic.forward(rows), strict=True):
         assert_close(a["values"], b["values"])

@@ -8,6 +8,7 @@ from engine_toys import CONFIG, make_rows, train
 from sections import engine_settings
 from typer.testing import CliRunner
 
+from pentad.checkpoint.exports import export_model
 from pentad.checkpoint.folders import find_checkpoints, info_folder, state_folder
 from pentad.checkpoint.job import CommitJob, run_job
 from pentad.checkpoint.shards import StateSaver, save_learner
@@ -66,7 +67,7 @@ def convert(*words: str):
 def test_the_folder_is_what_the_run_would_have_saved(tmp_path, config, backend):
     root = tmp_path / "trial"
     engine = train_and_save(root, config, backend)
-    engine.save_hf(str(tmp_path / "direct"))
+    export_model(engine, str(tmp_path / "direct"))
     shown = convert(str(root), str(tmp_path / "out"))
     assert shown.exit_code == 0, shown.output
     assert "actor after step 5" in shown.output and "It has no tokenizer" in shown.output
@@ -98,7 +99,9 @@ def test_tags_and_roles_are_chosen(tmp_path):
     for name, tensor in wanted.items():
         assert torch.equal(found.read(name, full_box(tensor.shape)), tensor), name
     critic = tmp_path / "critic"
-    train_and_save(critic, CONFIG, value_head=True, role="critic").save_hf(str(tmp_path / "a"))
+    export_model(
+        train_and_save(critic, CONFIG, value_head=True, role="critic"), str(tmp_path / "a")
+    )
     assert convert(str(critic), str(tmp_path / "b"), "--role", "critic").exit_code == 0
     same_folders(tmp_path / "a", tmp_path / "b")
 

@@ -1,0 +1,177 @@
+"""Jobs of an export: every rank writes its blocks into the files of one folder, then it is renamed.
+
+The files are laid out beforehand (`weights.hf.FolderPlan`), so ranks write without waiting for each
+other. Neither torch nor numpy: the jobs run in this process or in a `Writer`'s.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pentad.checkpoint.disk import Disk, make_folders, remove_tree
+from pentad.checkpoint.job import (
+    CHUNK_BYTES,
+    NUM_THREADS,
+    FileSegment,
+    check_written,
+    view_of,
+)
+from pentad.core import lock
+from pentad.core.errors import RunError, naming
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Where bytes lie in a file: in runs of `length`, the first at `start`, the others at `steps`
+    from it: (number, distance), outermost first."""
+
+    start: int
+    length: int
+    steps: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.length * math.prod(number for number, _ in self.steps)
+
+    def parts(self) -> Iterator[tuple[int, int, int]]:
+        """(offset in the file, start and stop in the bytes) of what is written in one go."""
+        at = 0
+        shifts = (range(0, number * distance, distance) for number, distance in self.steps)
+        for found in product(*shifts):
+            offset = self.start + sum(found)
+            for start in range(0, self.length, CHUNK_BYTES):
+                stop = min(start + CHUNK_BYTES, self.length)
+                yield offset + start, at + start, at + stop
+            at += self.length
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSpec:
+    """Bytes that one rank writes into a file that several may write into."""
+
+    path: str
+    """Relative to the job's folder."""
+    runs: Runs
+    content: FileSegment
+    """Lazy bytes are asked for twice: to be written, and to be compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportJob:
+    """The blocks of one rank in the files of a folder, durable, each read back and compared. What
+    it leaves when it fails is for a `PlaceJob` to remove: others may be writing there."""
+
+    is_export: ClassVar[bool] = True
+    aside: Path
+    """Where all ranks write the folder before it takes its place."""
+    blocks: tuple[BlockSpec, ...]
+
+    @property
+    def where(self) -> Path:
+        return self.aside
+
+    def run(self, disk: Disk) -> dict[str, Any]:
+        by_file: dict[str, list[BlockSpec]] = {}
+        for block in self.blocks:
+            by_file.setdefault(block.path, []).append(block)
+        make_folders(disk, self.aside)
+        with lock.holding(self.aside, fcntl.LOCK_SH):  # what sweeps the folder sees that we live
+            for path, blocks in by_file.items():
+                with naming(self.aside / path):
+                    _write_blocks(self.aside / path, blocks, disk)
+            disk.fsync_dir(self.aside)
+        sizes = {path: sum(one.runs.num_bytes for one in found) for path, found in by_file.items()}
+        return {"files": {path: {"size": size} for path, size in sizes.items()}}
+
+
+def _write_blocks(path: Path, blocks: list[BlockSpec], disk: Disk) -> None:
+    """All are written and durable before one is read: a file that other machines write into too is
+    opened for one of the two at a time, so that no page of it is written back with their part as it
+    was read."""
+    is_lazy = any(callable(block.content) for block in blocks)  # one at a time, in one memory
+    with ThreadPoolExecutor(1 if is_lazy else NUM_THREADS) as pool:
+        fd = disk.open_shared(path)
+        try:
+
+            def write(block: BlockSpec) -> None:
+                view = view_of(block.content)
+                assert len(view) == block.runs.num_bytes, f"{path}: a block of {len(view)} bytes"
+                for offset, start, stop in block.runs.parts():
+                    disk.write(fd, view[start:stop], offset)
+
+            for _ in pool.map(write, blocks):
+                pass
+            disk.fsync(fd)
+        finally:
+            disk.close(fd)
+        with path.open("rb", buffering=0) as file:
+            number = file.fileno()
+
+            def is_same(block: BlockSpec) -> bool:
+                view = view_of(block.content)
+                return all(
+                    os.pread(number, stop - start, offset) == bytes(view[start:stop])
+                    for offset, start, stop in block.runs.parts()
+                )
+
+            if not all(pool.map(is_same, blocks)):
+                raise RunError(f"{path}: does not read back as written; the disk is at fault")
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceJob:
+    """Renames a folder that all ranks have written into the place of `target`. If that or a rank
+    failed, what was written is removed and the old folder stays."""
+
+    is_export: ClassVar[bool] = True
+    aside: Path
+    target: Path
+    sizes: Mapping[str, int]
+    """Bytes of each file."""
+    failure: OSError | RunError | None = None
+    """What a rank failed with."""
+    visible_s: float = 10.0
+    """How long files of other machines may take to appear in a shared folder."""
+
+    @property
+    def where(self) -> Path:
+        return self.target
+
+    def run(self, disk: Disk) -> dict[str, Any]:
+        old = self.target.with_name(f".{self.target.name}.replaced-{os.getpid()}")
+        try:
+            if self.failure is not None:
+                raise self.failure
+            check_written(self.aside, self.sizes, self.visible_s)
+            disk.fsync_dir(self.aside)
+            if self.target.exists():
+                remove_tree(disk, old)  # of an earlier one that was not removed
+                disk.rename(self.target, old)
+            disk.rename(self.aside, self.target)
+            disk.fsync_dir(self.target.parent)
+        except BaseException:
+            with suppress(OSError):
+                if old.exists() and not self.target.exists():
+                    disk.rename(old, self.target)
+                remove_tree(disk, self.aside)
+            raise
+        with suppress(OSError):  # it is in place; the next one removes what is left
+            _remove_asides(self.target, disk)
+        return {"files": dict.fromkeys(self.sizes, {"size": 0})}
+
+
+def _remove_asides(target: Path, disk: Disk) -> None:
+    """What this and earlier, killed writers of the folder put beside it: it has one at a time."""
+    kinds = (f".{target.name}.writing-", f".{target.name}.replaced-")
+    for path in list(target.parent.iterdir()):
+        if path.name.startswith(kinds):
+            remove_tree(disk, path)

@@ -1,0 +1,190 @@
+"""HF exports: every rank writes the blocks it holds into safetensors files laid out beforehand.
+
+No rank gathers a tensor. All write into one folder beside the target, which rank 0 renames into
+place when all are done. Beside training a rank stages its own blocks in host memory, and its writer
+process writes them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from pentad.checkpoint.export_job import BlockSpec, ExportJob, PlaceJob, Runs
+from pentad.checkpoint.job import FileSegment, Span, run_job
+from pentad.checkpoint.rank_saver import Outcomes, RankSaver
+from pentad.checkpoint.writer import Pending, Writer, failure_in
+from pentad.core.errors import RunError
+from pentad.core.group_values import gather_values
+from pentad.runtime.rank import pulse
+from pentad.weights.blocks import WeightBlock, plan_blocks, staged_bytes
+from pentad.weights.hf import FolderPlan
+from pentad.weights.map import WeightMap
+from pentad.weights.regions import Box, Shape
+from pentad.weights.transfer import Shard, TensorInfo
+
+
+class Exportable(Protocol):
+    """A learner whose weights are exported; `engine.engine.Engine`."""
+
+    def weights_to_save(self) -> dict[str, Shard]:
+        """This rank's memory of weights that are those of a step."""
+        ...
+
+    def published(self) -> tuple[WeightMap, dict[str, TensorInfo]]: ...
+
+    def plan_export(self) -> FolderPlan: ...
+
+
+GiveBlock = Callable[[WeightBlock], FileSegment]
+"""Where the bytes of a block are."""
+
+
+class Exporter(RankSaver):
+    """One per role and rank; all ranks make the same calls. At most one export is in flight."""
+
+    def __init__(self, writer: Writer | None = None) -> None:
+        super().__init__(writer)
+        self.blocks: list[WeightBlock] | None = None
+        self.number = 0
+        """Of the folder beside the target, the same on all ranks and never the same twice."""
+        self.is_async = False
+        self.is_abandoned = False
+        self.place = PlaceJob(Path(), Path(), {})
+        """What follows when all ranks have written."""
+        self.begun = self.ended = 0.0
+
+    def export(self, learner: Exportable, folder: str | Path, *, is_async: bool) -> None:
+        """Returns when the weights may change. Not asynchronous, the folder is whole then, or it
+        fails on all ranks; asynchronous, `status` says what became of it."""
+        self.finish()
+        shards = learner.weights_to_save()
+        weight_map, infos = learner.published()
+        if self.blocks is None:
+            self.blocks = plan_blocks(shards, weight_map, infos, self.group)
+            now = time.time_ns()
+            self.number = now if self.group is None else gather_values(now, self.group)[0]
+        self.number += 1
+        self.is_async = is_async
+        target = Path(folder)
+        aside = target.with_name(f".{target.name}.writing-{self.number}")
+        self.place = PlaceJob(aside, target, {})
+
+        def make_job() -> ExportJob:
+            is_first = self.rank == 0
+            plan = learner.plan_export() if is_first else FolderPlan.around(infos)
+            self.place = PlaceJob(aside, target, plan.sizes())
+            give = self._stage(shards) if is_async else self._lazily(shards)
+            own = [BlockSpec(path, Runs(0, len(data)), data) for path, data in plan.small_parts()]
+            return ExportJob(aside, tuple([*(own if is_first else ()), *self._specs(plan, give)]))
+
+        self.begun = time.monotonic()
+        self.begin(make_job, is_async=is_async)
+        if not is_async and (failure := failure_in(self.outcomes()[0])) is not None:
+            raise failure
+
+    def status(self) -> dict[str, Any]:
+        """Whether the last export is done, what it failed with, and its seconds since `export`."""
+        assert self.gathering is not None, "there is one"
+        if not self.gathering.done():
+            return {"is_done": False, "error": None, "seconds": time.monotonic() - self.begun}
+        lost = self.gathering.exception()
+        error = str(lost) if lost is not None else self.gathering.result()[0]["error"]
+        return {"is_done": True, "error": error, "seconds": self.ended - self.begun}
+
+    def abandon(self) -> None:
+        """The process is about to end: an export under way takes nobody's place any more."""
+        self.is_abandoned = True
+
+    def conclude(self, outcomes: Outcomes) -> Outcomes:
+        """Puts the folder in its place, or removes it: the one outcome of all ranks."""
+        done = Pending()
+        if self.rank == 0:
+            failures = [failure for one in outcomes if (failure := failure_in(one)) is not None]
+            done.settle({}, self._placed(failures[0] if failures else None))
+        else:
+            done.settle({})
+        found = done.outcome()
+        self.ended = time.monotonic()
+        return [found if self.answers is None else gather_values(found, self.answers)[0]]
+
+    def _placed(self, failure: OSError | RunError | None) -> OSError | RunError | None:
+        place = self.place
+        job = PlaceJob(place.aside, place.target, place.sizes, failure)
+        if self.is_abandoned:
+            return failure or RunError(f"{place.target}: the process ended before it was whole")
+        try:
+            if self.is_async:
+                assert self.writer is not None
+                self.writer.submit(job).wait()
+            else:
+                run_job(job)
+        except (OSError, RunError) as error:
+            return error
+        return None
+
+    def _specs(self, plan: FolderPlan, give: GiveBlock) -> list[BlockSpec]:
+        assert self.blocks is not None
+        where = plan.places()
+        return [
+            BlockSpec(file, runs_of(info.shape, block.box, info.dtype.itemsize, start), give(block))
+            for block in self.blocks
+            for file, start, info in (where[block.name],)
+        ]
+
+    def _stage(self, shards: Mapping[str, Shard]) -> GiveBlock:
+        """Copies all blocks of this rank to host memory."""
+        assert self.blocks is not None
+        pins = _on_gpu(shards)
+        memory = self.memory.take(staged_bytes(self.blocks), pins=pins)
+        for block in self.blocks:
+            pulse()
+            block.copy_to(block.view(self.memory.bytes), shards)
+        if pins:
+            torch.cuda.synchronize()
+        return lambda block: Span(memory, block.offset, block.size_bytes)
+
+    def _lazily(self, shards: Mapping[str, Shard]) -> GiveBlock:
+        """Each block when it is written, all in one memory."""
+        assert self.blocks is not None
+        pins = _on_gpu(shards)
+        size = max((block.size_bytes for block in self.blocks), default=0)
+        memory = torch.empty(size, dtype=torch.uint8, pin_memory=pins)
+
+        def produce(block: WeightBlock) -> memoryview:
+            pulse()
+            with torch.no_grad():
+                block.copy_to(block.view(memory, 0), shards)
+            if pins:
+                torch.cuda.synchronize()
+            return memory[: block.size_bytes].numpy().data
+
+        return lambda block: lambda: produce(block)
+
+
+def export_model(learner: Exportable, folder: str | Path) -> None:
+    """One export, whole on return; all ranks call it."""
+    Exporter().export(learner, folder, is_async=False)
+
+
+def _on_gpu(shards: Mapping[str, Shard]) -> bool:
+    return any(shard.tensor.is_cuda for shard in shards.values())
+
+
+def runs_of(shape: Shape, box: Box, item_bytes: int, start: int) -> Runs:
+    """Where the bytes of a box lie in the file, whose tensor begins at `start`."""
+    steps: list[tuple[int, int]] = []
+    length, row_bytes, is_one_run = item_bytes, item_bytes, True
+    for size, (low, high) in reversed(list(zip(shape, box, strict=True))):
+        start += low * row_bytes
+        if is_one_run:
+            length = (high - low) * row_bytes
+            is_one_run = high - low == size
+        elif high - low > 1:
+            steps.append((high - low, row_bytes))
+        row_bytes *= size
+    return Runs(start, length, tuple(reversed(steps)))

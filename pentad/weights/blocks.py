@@ -1,0 +1,169 @@
+"""Blocks of HF tensors that this rank writes: which they are, and their bytes from its shards.
+
+Every element of every tensor is written by one of the ranks that hold it, and no rank gathers
+anything. Publishes (`sync`) and exports (`checkpoint`) write the same blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pentad.core.errors import RunError
+from pentad.core.group_values import OptionalGroup, gather_values
+from pentad.core.sizes import PUBLISH_BUCKET_BYTES
+from pentad.weights.map import WeightMap
+from pentad.weights.regions import (
+    Box,
+    Lookup,
+    Region,
+    box_shape,
+    clip_all,
+    coverage_fault,
+    within,
+)
+from pentad.weights.transfer import Shard, TensorInfo, source_block, target_block
+
+ALIGN = 64
+"""Where the bytes of a block begin in host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightBlock:
+    """A part of a HF tensor that lies in a shard of this rank."""
+
+    shard: str
+    part: tuple[slice, ...]
+    """Of the shard's memory."""
+    region: Region
+    """Its source is the HF tensor, its target that part."""
+    dtype: torch.dtype
+    """Of the HF tensor."""
+    offset: int
+    """Where it is staged."""
+
+    @property
+    def name(self) -> str:
+        return self.region.source
+
+    @property
+    def box(self) -> Box:
+        return self.region.source_box
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(box_shape(self.box)) * self.dtype.itemsize
+
+    def source(self, shards: Mapping[str, Shard]) -> Tensor:
+        """Its elements in the shard, in the shard's order and dtype."""
+        return target_block(shards[self.shard].tensor[self.part], self.region)
+
+    def view(self, memory: Tensor, offset: int | None = None) -> Tensor:
+        """Its room in bytes of memory, as a tensor of its shape: where it is staged, or there."""
+        start = self.offset if offset is None else offset
+        room = memory[start : start + self.size_bytes]
+        return room.view(self.dtype).view(box_shape(self.box))
+
+    def copy_to(self, room: Tensor, shards: Mapping[str, Shard]) -> Tensor:
+        """Fills `room`, of its shape, in host memory; returns the block where it was cast: on the
+        device of the shard."""
+        source = self.source(shards)
+        piece = torch.empty_like(room, device=source.device) if source.is_cuda else room
+        source_block(piece, self.region.alone).copy_(source)
+        if piece is not room:
+            room.copy_(piece, non_blocking=True)
+        return piece
+
+
+def plan_blocks(
+    shards: Mapping[str, Shard],
+    weight_map: WeightMap,
+    infos: Mapping[str, TensorInfo],
+    group: OptionalGroup,
+) -> list[WeightBlock]:
+    """What this rank writes of the tensors in `infos`; all ranks of the group call it, None: this
+    rank is alone. RunError on all of them unless every element is written once."""
+
+    def gather(value: Any) -> list[Any]:
+        return [value] if group is None else gather_values(value, group)
+
+    rank = 0 if group is None else torch.distributed.get_rank(group)
+    owners = owners_of(shards, weight_map, infos, gather)
+    mine = {name: shards[name].box for name, owner in owners if owner == rank}
+    return list(_blocks(mine, weight_map, infos))
+
+
+def staged_bytes(blocks: list[WeightBlock]) -> int:
+    return blocks[-1].offset + blocks[-1].size_bytes if blocks else 0
+
+
+def owners_of(
+    shards: Mapping[str, Shard],
+    weight_map: WeightMap,
+    infos: Mapping[str, TensorInfo],
+    gather: Callable[[Any], list[Any]],
+) -> list[tuple[str, int]]:
+    """(shard, rank that writes it) of all ranks: of the ranks with a copy the one with the least
+    to write. RunError unless every element of every tensor is written once."""
+    entries = weight_map.entries
+    mine = [
+        [name, shard.box]
+        for name, shard in shards.items()
+        if math.prod(box_shape(shard.box)) and name in entries and not entries[name].is_copy
+    ]
+    holders: dict[tuple[str, Box], list[int]] = {}
+    for rank, held in enumerate(gather(mine)):
+        for name, box in held:
+            key = name, tuple((start, stop) for start, stop in box)
+            holders.setdefault(key, []).append(rank)
+    load: dict[int, int] = {}
+    owners: list[tuple[str, int]] = []
+    boxes: dict[str, list[Box]] = {}
+    for (name, box), ranks in holders.items():
+        rank = min(ranks, key=lambda one: (load.get(one, 0), one))
+        load[rank] = load.get(rank, 0) + math.prod(box_shape(box))
+        owners.append((name, rank))
+        boxes.setdefault(name, []).append(box)
+    for info in infos:
+        for region in weight_map.sources[info].regions:
+            fault = coverage_fault(boxes.get(region.source, []), entries[region.source].shape)
+            if fault:
+                raise RunError(f"writing {info}: of {region.source} {fault}")
+    return owners
+
+
+def _blocks(
+    mine: Mapping[str, Box], weight_map: WeightMap, infos: Mapping[str, TensorInfo]
+) -> Iterator[WeightBlock]:
+    end = 0
+    for name, box in mine.items():
+        near = Lookup(weight_map.entries[name].regions).near
+        size = math.prod(box_shape(box)) * 4
+        for part in _parts(box, -(-size // PUBLISH_BUCKET_BYTES)):
+            for region in clip_all(near(part), part):
+                if region.source not in infos:
+                    continue
+                dtype = infos[region.source].dtype
+                block = WeightBlock(name, within(part, box), region, dtype, end)
+                yield block
+                end += block.size_bytes
+                end += -end % ALIGN
+
+
+def _parts(box: Box, num: int) -> list[Box]:
+    """The box in about so many parts, along its first dim where that is long enough (they lie in
+    one piece then), else along its longest."""
+    if num <= 1 or not box:
+        return [box]
+    lengths = [stop - start for start, stop in box]
+    dim = 0 if lengths[0] >= 2 * num else lengths.index(max(lengths))
+    start, stop = box[dim]
+    step = -(-lengths[dim] // num)
+    step += -step % 2  # a word of 16-bit numbers stays whole
+    ends = [(at, min(at + step, stop)) for at in range(start, stop, step)]
+    return [(*box[:dim], one, *box[dim + 1 :]) for one in ends]
