@@ -139,6 +139,19 @@ def strict_problems(layout: Layout, who: str) -> Iterator[Problem]:
         yield Problem("strict = true", rule, "use data and pipeline parallelism only")
 
 
+def no_tree(layout: Layout, backend: str, *, strict: bool, balanced: bool) -> str | None:
+    """Why rows that begin alike are each computed whole; None: they are computed as a tree."""
+    if backend != "archon":
+        return f"{backend} runs transformers' own layers, which know whole rows only"
+    if layout.cp > 1:
+        return f"c{layout.cp} deals the tokens of whole rows over ranks"
+    if strict:
+        return "strict mode computes every row as the sampler does"
+    if balanced:
+        return "losses and biases that balance experts count every token of every row"
+    return None
+
+
 def list_of(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 

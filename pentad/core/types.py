@@ -185,6 +185,9 @@ class Row:
     routes: Tensor | None = None
     """int64 [L, mixture layers, k]: the experts each token is to be sent to, distinct; None: the
     routers choose. The last token's may be any, nothing depends on it."""
+    group: int | None = None
+    """Rows of one group in a call answer one prompt: what they begin with in common is computed
+    once. None: computed alone."""
 
 
 class Segments(Protocol):
@@ -309,6 +312,8 @@ class StepResult:
     num_pairs: int | None = None
     """Pairs of a token and an expert that experts computed, on all ranks, counted where they had
     arrived; passes computed again count again. None without expert parallelism."""
+    left_out: tuple[int, ...] = ()
+    """Lengths of first tokens that were not computed again for rows that begin alike."""
 
 
 class Attend(Protocol):

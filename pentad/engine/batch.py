@@ -9,11 +9,16 @@ Where tokens are dealt over ranks (cp, tp) or all microbatches are to have one s
 filled up with sequences that are never trained; what is shifted is shifted before the tokens are
 dealt.
 
-Shapes: T packed tokens (of this rank's share), S sequences, C columns.
+Where rows share their first tokens (`ops.tree`), the model computes fewer tokens than the rows
+have: ids, positions and labels are those of the tree, and its outputs are spread to whole rows.
+
+Shapes: T packed tokens of whole rows (of this rank's share), U those that the model computes (T
+without a tree), S sequences, C columns.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +30,7 @@ from torch import Tensor
 from pentad.core.dims import ModelDims
 from pentad.core.errors import RunError
 from pentad.core.types import Row
+from pentad.ops.tree import Copies, TreePlan, plan_tree, send, spread
 from pentad.parallel.collectives import sum_ranks
 from pentad.parallel.mesh import ALONE, Axis
 from pentad.rl.ragged import cut
@@ -96,21 +102,33 @@ class PackedRows:
     num_rows: int
     """0: nothing but filling, computed so that all ranks make the same calls."""
     lengths: list[int]
-    """Of all sequences of the microbatch, the filling ones included."""
-    ids_T: Tensor
-    positions_T: Tensor
-    labels_T: Tensor
+    """Of all rows of the microbatch, the filling ones included."""
+    ids_U: Tensor
+    positions_U: Tensor
+    labels_U: Tensor
     columns: dict[str, Tensor]
     segments: PackedSegments
     num_real: int = 0
-    """How many tokens of this share are no filling; they come first."""
+    """How many of this share's U tokens are no filling; they come first."""
     routes_TLk: Tensor | None = None
     """The experts of each token in each mixture layer, where the rows say them."""
+    tree: RowTree | None = None
 
     @property
     def num_tokens(self) -> int:
-        """Of the whole microbatch."""
-        return sum(self.lengths)
+        """That the model computes, of the whole microbatch."""
+        return sum(self.lengths) if self.tree is None else self.tree.plan.num_tokens
+
+
+class RowTree:
+    """Rows that share their first tokens, and where whole rows find what was computed for them."""
+
+    def __init__(self, plan: TreePlan, device: torch.device) -> None:
+        self.plan = plan
+        self.rows = Copies(plan.at_T, plan.num_tokens, device)
+
+    def spread(self, x_U: Tensor | None) -> Tensor | None:
+        return None if x_U is None else spread(x_U, self.rows)
 
 
 def check_rows(rows: Sequence[Row], columns: Sequence[str], vocab_size: int) -> None:
@@ -181,13 +199,16 @@ def pack_rows(
     multiple: int = 1,
     at_least: int = 1,
     cp: Axis = ALONE,
+    shared: Sequence[int] = (),
 ) -> PackedRows:
-    """One microbatch, filled up as `fill_up` says; of it, the share of this cp rank."""
+    """One microbatch, filled up as `fill_up` says; of it, the share of this cp rank.
+
+    `shared`: how many first tokens each row has in common with others of its group."""
     lengths = fill_up([row.ids.numel() for row in rows], multiple, at_least)
     length_S = np.asarray(lengths, dtype=np.int64)
     ends_S = np.cumsum(length_S)
     num_tokens, num_real = int(ends_S[-1]), sum(row.ids.numel() for row in rows)
-    positions = np.arange(num_tokens) - np.repeat(ends_S - length_S, length_S)
+    positions_T = torch.from_numpy(np.arange(num_tokens) - np.repeat(ends_S - length_S, length_S))
     last_S = torch.from_numpy(ends_S - 1)
 
     def pack(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
@@ -213,24 +234,48 @@ def pack_rows(
     start, stop = (num_tokens // cp.size * r for r in (cp.rank, cp.rank + 1))
     here_S = np.clip(ends_S, start, stop) - np.clip(ends_S - length_S, start, stop)
 
-    def send(x_T: Tensor) -> Tensor:
+    def deal(x_T: Tensor) -> Tensor:
         x_T = x_T[start:stop] if cp.size > 1 else x_T
         return x_T if device.type == "cpu" else x_T.pin_memory().to(device, non_blocking=True)
 
-    lengths_S = torch.from_numpy(here_S)
-    if device.type != "cpu":
-        lengths_S = lengths_S.pin_memory().to(device, non_blocking=True)
+    tree, computed = None, (ids_T, positions_T, labels_T)
+    if any(shared):
+        assert cp.size == 1 and not routes, "a tree's tokens are not dealt over ranks"
+        tree = RowTree(_plan_tree(rows, shared, num_tokens - num_real, multiple, at_least), device)
+        first_U, num_real = torch.from_numpy(tree.plan.first_U), tree.plan.num_real
+        ids_U, positions_U, labels_U = (x_T[first_U] for x_T in computed)
+        labels_U[num_real:] = NO_LABEL
+        computed = (ids_U, positions_U, labels_U)
+    here = len(computed[0]) // cp.size
+    ids_U, positions_U, labels_U = map(deal, computed)
     return PackedRows(
         num_rows=len(rows),
         lengths=lengths,
-        ids_T=send(ids_T),
-        positions_T=send(torch.from_numpy(positions)),
-        labels_T=send(labels_T),
-        columns={name: send(x_T) for name, x_T in flat.items()},
-        segments=PackedSegments(lengths_S, stop - start, cp),
-        num_real=min(max(num_real - start, 0), stop - start),
-        routes_TLk=None if routes_TLk is None else send(routes_TLk),
+        ids_U=ids_U,
+        positions_U=positions_U,
+        labels_U=labels_U,
+        columns={name: deal(x_T) for name, x_T in flat.items()},
+        segments=PackedSegments(send(here_S, device), stop - start, cp),
+        num_real=min(max(num_real - cp.rank * here, 0), here),
+        routes_TLk=None if routes_TLk is None else deal(routes_TLk),
+        tree=tree,
     )
+
+
+def _plan_tree(
+    rows: Sequence[Row], shared: Sequence[int], num_filled: int, multiple: int, at_least: int
+) -> TreePlan:
+    """Rows that have no other of their group here are whole."""
+    keys = [
+        (-1 if row.group is None else row.group, n) for row, n in zip(rows, shared, strict=True)
+    ]
+    num_alike = Counter(keys)
+    prefixes = [key if num_alike[key] > 1 else (key[0], 0) for key in keys]
+    lengths = [row.ids.numel() for row in rows]
+    num_saved = sum(n * (num_alike[which, n] - 1) for which, n in set(prefixes) if n)
+    num = sum(lengths) - num_saved
+    filling = fill_up([num], multiple, at_least)[1:]
+    return plan_tree(lengths, prefixes, filling=filling, num_filled=num_filled)
 
 
 def shift_in(x_T: Tensor, last_S: Tensor, fill: int = 0) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from pentad.core.device import DTYPES
 from pentad.core.errors import RunError
 from pentad.core.faults import hit
-from pentad.core.fit import check_fit
+from pentad.core.fit import check_fit, no_tree
 from pentad.core.layout import Layout
 from pentad.core.types import Accumulated, Loss, Row, StepResult
 from pentad.engine.batch import PackedRows, check_routes, check_rows, pack_rows
@@ -29,7 +29,14 @@ from pentad.engine.explain import explain
 from pentad.engine.held import HeldModel, check_balance, decoder_maker
 from pentad.engine.optim import FusedAdamW, OpenStep, WholeGradient, compute_lr, optimizer_state
 from pentad.engine.outputs import add_up, check_agreement, per_row, routes_per_row
-from pentad.engine.packing import MicrobatchPlan, plan_call, sequence_cost
+from pentad.engine.packing import (
+    MicrobatchPlan,
+    RowBundle,
+    find_bundles,
+    left_out,
+    plan_call,
+    sequence_cost,
+)
 from pentad.engine.predictor import Predicted
 from pentad.engine.section import EngineSettings
 from pentad.engine.state import (
@@ -162,6 +169,9 @@ class Engine:
             self.optimizer = FusedAdamW(self.masters, keys, decayed, self.cuts, seed)
         self.offloaded = Offload(self.device)
         self.cost = sequence_cost(self.dims)
+        balanced = settings.model.archon.balances
+        why_not = no_tree(meshes.layout, backend, strict=settings.strict, balanced=balanced)
+        self.makes_trees = settings.model.enable_tree_training is not False and why_not is None
         self.meter = Meter()
         self.step: OpenStep | None = None
         self.is_half_moved = False
@@ -201,24 +211,36 @@ class Engine:
         """All rows forward, with the weights of the tag in place."""
         check_rows(rows, (), self.dims.vocab_size)
         check_routes(rows, self.dims)
-        plan = self._plan(rows)
+        # Experts are noted of every token of every row.
+        bundles = self._bundles(rows) if noted is None else None
+        plan = self._plan(rows, bundles)
         with self.use(tag):
-            predicted = self.passes.forward(self._microbatches(plan, rows, ()), noted)
+            microbatches = self._microbatches(plan, rows, (), bundles)
+            predicted = self.passes.forward(microbatches, noted)
         compiling.report()
         return predicted, plan
 
-    def _plan(self, rows: Sequence[Row]) -> MicrobatchPlan:
+    def _bundles(self, rows: Sequence[Row]) -> list[RowBundle] | None:
+        """Rows that begin alike; None where each is computed whole."""
+        return find_bundles(rows) if self.makes_trees else None
+
+    def _plan(self, rows: Sequence[Row], bundles: Sequence[RowBundle] | None) -> MicrobatchPlan:
         """What each data-parallel rank computes, without what would be empty on all of them."""
         check_agreement(rows, self.meshes)
         lengths = [row.ids.numel() for row in rows]
         pipeline, num_ranks = self.held.pipeline, self.meshes.layout.dp
         take = pipeline.take if pipeline is not None else None
-        return plan_call(lengths, self.cost, self.settings, num_ranks, take)
+        return plan_call(lengths, self.cost, self.settings, num_ranks, take, bundles)
 
     def _microbatches(
-        self, plan: MicrobatchPlan, rows: Sequence[Row], columns: Sequence[str]
+        self,
+        plan: MicrobatchPlan,
+        rows: Sequence[Row],
+        columns: Sequence[str],
+        bundles: Sequence[RowBundle] | None = None,
     ) -> Iterator[PackedRows]:
         at, layout = self.meshes.coords, self.meshes.layout
+        shared = {row: bundle.shared for bundle in bundles or () for row in bundle.rows}
         for indices in plan[at.dp_replicate * layout.dp_shard + at.dp_shard]:
             pulse()
             yield pack_rows(
@@ -228,6 +250,7 @@ class Engine:
                 multiple=self.meshes.token_multiple,
                 at_least=self.settings.model.min_tokens_per_mb,
                 cp=self.meshes.cp,
+                shared=[shared.get(i, 0) for i in indices],
             )
 
     # Training
@@ -255,8 +278,9 @@ class Engine:
             raise RunError("accumulate was called after the call with last=True; begin a new step")
         check_rows(rows, loss.columns, self.dims.vocab_size)
         check_routes(rows, self.dims)
-        plan = self._plan(rows)
-        microbatches = self._microbatches(plan, rows, loss.columns)
+        bundles = self._bundles(rows)
+        plan = self._plan(rows, bundles)
+        microbatches = self._microbatches(plan, rows, loss.columns, bundles)
         count = math.fsum(row.count for row in rows)
         num_tokens = sum(row.ids.numel() for row in rows)
         for decoder in self.held.decoders:
@@ -267,6 +291,7 @@ class Engine:
         loss_total, stats_total = add_up(sums, self.meshes)
         num_microbatches = sum(bool(indices) for turn in plan for indices in turn)
         step.add(loss_total, count, num_tokens, num_microbatches)
+        step.left_out += left_out(bundles, plan)
         step.whole = whole
         at_least = self.settings.model.min_tokens_per_mb
         outputs_per_row = per_row(predicted, plan, rows, self.meshes, at_least)
@@ -313,6 +338,7 @@ class Engine:
             balance=balance,
             work=work,
             num_pairs=num_pairs,
+            left_out=tuple(step.left_out),
         )
 
     def _whole_gradient(self) -> WholeGradient:

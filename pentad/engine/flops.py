@@ -62,16 +62,20 @@ def measure_throughput(
     *,
     peak_tflops: float | None,
     num_devices: int = 1,
+    left_out: Sequence[int] = (),
 ) -> Throughput:
-    """Of training these sequences once, forward and backward; recomputation is not counted."""
+    """Of training these sequences once, forward and backward; recomputation is not counted, and
+    neither are first tokens that were computed for another sequence (`left_out` has the lengths).
+    """
     counts = Counter(lengths)
+    counts.subtract(left_out)
     num_params = dims.num_matmul_params
 
     def mfu(causal: bool) -> float | None:
         if peak_tflops is None or not dims.is_whole:
             return None
         attention = sum(dims.attention_flops(n, causal=causal) * k for n, k in counts.items())
-        flops = 6.0 * num_params * sum(lengths) + attention
+        flops = 6.0 * num_params * (sum(lengths) - sum(left_out)) + attention
         return flops / seconds / (peak_tflops * 1e12 * num_devices)
 
     return Throughput(sum(lengths) / seconds, mfu(True), mfu(False), peak_tflops)

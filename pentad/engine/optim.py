@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -200,6 +200,7 @@ class OpenStep:
     count: float = 0.0
     num_tokens: int = 0
     num_microbatches: int = 0
+    left_out: list[int] = field(default_factory=list)
     whole: WholeGradient | None = None
     """None before the last rows were added."""
 

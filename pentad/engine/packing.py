@@ -1,21 +1,96 @@
-"""How rows become microbatches: pure functions of their lengths.
+"""How rows become microbatches: pure functions of the rows.
 
 A microbatch is bounded in tokens (memory) and balanced in cost (time), which differ: attention
-grows with the square of a length. All ranks compute the same plan from the same lengths, so
-nothing is exchanged.
+grows with the square of a length. Rows of a group that begin alike stay together where they can, as
+a bundle, since their common tokens are computed once (`ops.tree`). All ranks compute the same plan
+from the same rows, so nothing is exchanged.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
 
 from pentad.core.dims import ModelDims
+from pentad.core.types import Row
 from pentad.engine.section import EngineSettings
 
 MicrobatchPlan = list[list[list[int]]]
 """plan[rank][microbatch] = row indices, ascending. Every rank has as many microbatches."""
+MIN_SHARED = 16
+"""Fewer common tokens are not worth a sequence of their own in attention."""
+MIN_SAVED = 0.1
+"""Bundles are made where they leave out at least this share of a call's tokens."""
+PIECES_PER_BIN = 4
+"""Into so many pieces for each microbatch of each rank bundles are cut, where there are several:
+fewer could not be balanced."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowBundle:
+    """Rows whose first `shared` tokens are computed once. A row alone shares none."""
+
+    rows: tuple[int, ...]
+    shared: int = 0
+
+    def num_tokens(self, lengths: Sequence[int]) -> int:
+        return sum(lengths[row] for row in self.rows) - self.num_saved
+
+    def cost(self, lengths: Sequence[int], cost: Callable[[int], float]) -> float:
+        saved = cost(self.shared) * (len(self.rows) - 1) if self.shared else 0.0
+        return sum(cost(lengths[row]) for row in self.rows) - saved
+
+    @property
+    def num_saved(self) -> int:
+        return self.shared * (len(self.rows) - 1)
+
+    def cut(self, num: int) -> list[RowBundle]:
+        """Into so many with about as many rows each."""
+        parts = _parts(range(len(self.rows)), min(num, len(self.rows)))
+        return [RowBundle(tuple(self.rows[i] for i in part), self.shared) for part in parts]
+
+
+def find_bundles(rows: Sequence[Row]) -> list[RowBundle]:
+    """Rows of a group by what they have in common; each row alone, where that saves little."""
+    of_group: dict[int, list[int]] = {}
+    for i, row in enumerate(rows):
+        if row.group is not None and row.routes is None:
+            of_group.setdefault(row.group, []).append(i)
+    bundles, bundled = [], set()
+    for indices in of_group.values():
+        shared = num_common([rows[i].ids for i in indices]) - 1
+        if len(indices) > 1 and shared >= MIN_SHARED:
+            bundles.append(RowBundle(tuple(indices), shared))
+            bundled.update(indices)
+    saved = sum(bundle.num_saved for bundle in bundles)
+    if not saved or saved < MIN_SAVED * sum(row.ids.numel() for row in rows):
+        return [RowBundle((i,)) for i in range(len(rows))]
+    bundles += [RowBundle((i,)) for i in range(len(rows)) if i not in bundled]
+    return sorted(bundles, key=lambda bundle: bundle.rows)
+
+
+def left_out(bundles: Sequence[RowBundle] | None, plan: MicrobatchPlan) -> list[int]:
+    """Of each row whose first tokens another of its microbatch has computed, how many."""
+    shared = {row: bundle for bundle in bundles or () if bundle.shared for row in bundle.rows}
+    lengths = []
+    for mb in itertools.chain.from_iterable(plan):
+        together = Counter(shared[row] for row in mb if row in shared)
+        lengths += [bundle.shared for bundle, num in together.items() for _ in range(num - 1)]
+    return lengths
+
+
+def num_common(ids: Sequence[torch.Tensor]) -> int:
+    """With how many equal tokens all sequences begin."""
+    num = min(len(x) for x in ids)
+    for other in ids[1:]:
+        differs = (ids[0][:num] != other[:num]).nonzero()
+        num = int(differs[0]) if len(differs) else num
+    return num
 
 
 def sequence_cost(dims: ModelDims) -> Callable[[int], float]:
@@ -33,6 +108,7 @@ def plan_call(
     settings: EngineSettings,
     num_ranks: int,
     take: Callable[[int], int] | None,
+    bundles: Sequence[RowBundle] | None = None,
 ) -> MicrobatchPlan:
     """What each data-parallel rank computes of a call's rows. `take` rounds a number of
     microbatches up to one that a pipeline's schedule runs; without one, those that would be empty
@@ -46,6 +122,7 @@ def plan_call(
             num_ranks=num_ranks,
             min_per_rank=take(num) if take else num,
             by_cost=settings.balance_data,
+            bundles=bundles,
         )
         num = len(plan[0])
         if take is None:
@@ -63,6 +140,7 @@ def plan_microbatches(
     num_ranks: int = 1,
     min_per_rank: int = 1,
     by_cost: bool = True,
+    bundles: Sequence[RowBundle] | None = None,
 ) -> MicrobatchPlan:
     """Deals rows to ranks and microbatches, by cost or in their order (`_in_order`).
 
@@ -70,22 +148,60 @@ def plan_microbatches(
     few microbatches as that allows (more, if `min_per_rank` says so), the same number on each
     rank. Empty ones appear only where there are fewer rows than microbatches; each rank's
     microbatches run from costly to cheap, so ranks meet similar ones at the same time.
+    Rows of a bundle stay together as far as that allows.
     """
     assert num_ranks > 0 and min_per_rank > 0 and all(n > 0 for n in lengths)
     budget = max_tokens or max(sum(lengths), 1)
-    if not by_cost:
-        return _in_order(lengths, budget, num_ranks, min_per_rank)
-    costs = {n: cost(n) for n in set(lengths)}
+    bundles = bundles or [RowBundle((row,)) for row in range(len(lengths))]
+    pieces = cut_bundles(bundles, lengths, budget, num_ranks * min_per_rank)
+    sizes = [piece.num_tokens(lengths) for piece in pieces]
+    if by_cost:
+        costs = [piece.cost(lengths, cost) for piece in pieces]
+        plan = _by_cost(sizes, costs, budget, num_ranks, min_per_rank)
+    else:
+        plan = _in_order(sizes, budget, num_ranks, min_per_rank)
+    return [
+        [sorted(row for piece in mb for row in pieces[piece].rows) for mb in mbs] for mbs in plan
+    ]
+
+
+def cut_bundles(
+    bundles: Sequence[RowBundle], lengths: Sequence[int], budget: int, num_bins: int
+) -> list[RowBundle]:
+    """Those that fit no microbatch in pieces that do; all in smaller ones where several
+    microbatches have too few to be balanced."""
+    pieces: list[RowBundle] = []
+    for bundle in bundles:
+        if bundle.num_tokens(lengths) <= budget:
+            pieces.append(bundle)
+            continue
+        rows: list[int] = []
+        for row in bundle.rows:
+            if rows and RowBundle((*rows, row), bundle.shared).num_tokens(lengths) > budget:
+                pieces.append(RowBundle(tuple(rows), bundle.shared))
+                rows = []
+            rows.append(row)
+        pieces.append(RowBundle(tuple(rows), bundle.shared))
+    fewest = PIECES_PER_BIN * num_bins if num_bins > 1 else 1
+    if len(pieces) >= fewest:
+        return pieces
+    each = -(-fewest // max(len(pieces), 1))
+    return [part for piece in pieces for part in piece.cut(each)]
+
+
+def _by_cost(
+    sizes: Sequence[int], costs: Sequence[float], budget: int, num_ranks: int, min_per_rank: int
+) -> MicrobatchPlan:
     # Longest first, ties by index: the order is a function of the lengths alone.
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    num_oversized = sum(n > budget for n in lengths)
-    rest = sum(n for n in lengths if n <= budget)
+    order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
+    num_oversized = sum(n > budget for n in sizes)
+    rest = sum(n for n in sizes if n <= budget)
     num_bins = max(num_oversized + -(-rest // budget), num_ranks * min_per_rank)
     while True:
         num_bins = -(-num_bins // num_ranks) * num_ranks
-        bins = _fill(order, lengths, costs, num_bins, budget)
+        bins = _fill(order, sizes, costs, num_bins, budget)
         if bins is not None:
-            return _deal(bins, lengths, costs, num_ranks)
+            return _deal(bins, costs, num_ranks)
         num_bins += num_ranks
 
 
@@ -119,7 +235,7 @@ def _parts(rows: range, num: int) -> list[range]:
 def _fill(
     order: Sequence[int],
     lengths: Sequence[int],
-    costs: dict[int, float],
+    costs: Sequence[float],
     num_bins: int,
     budget: int,
 ) -> list[list[int]] | None:
@@ -138,17 +254,15 @@ def _fill(
         load, index = heap[0]
         bins[index].append(row)
         room[index] -= length
-        heapq.heapreplace(heap, (load + costs[length], index))
+        heapq.heapreplace(heap, (load + costs[row], index))
         for item in passed:
             heapq.heappush(heap, item)
     return bins
 
 
-def _deal(
-    bins: list[list[int]], lengths: Sequence[int], costs: dict[int, float], num_ranks: int
-) -> MicrobatchPlan:
+def _deal(bins: list[list[int]], costs: Sequence[float], num_ranks: int) -> MicrobatchPlan:
     """Bins by falling cost, dealt in turns back and forth, so that ranks' sums stay close."""
-    load = [sum(costs[lengths[row]] for row in rows) for rows in bins]
+    load = [sum(costs[row] for row in rows) for rows in bins]
     ranked = sorted(range(len(bins)), key=lambda i: (-load[i], i))
     plan: MicrobatchPlan = [[] for _ in range(num_ranks)]
     for turn in range(0, len(ranked), num_ranks):

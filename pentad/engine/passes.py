@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -21,6 +22,7 @@ from pentad.models.balance import ExpertLoads
 from pentad.models.moe import Routes
 from pentad.ops.attention import build_attend
 from pentad.ops.invariant import PackedAttend
+from pentad.ops.tree import build_tree_attend
 from pentad.parallel.context import UlyssesAttend
 from pentad.parallel.mesh import Meshes
 from pentad.parallel.storage import reshard
@@ -118,8 +120,9 @@ def run_part(
 
     `routes` are filled in, or followed where the rows have them.
     """
-    dims = part.decoder.dims
-    attend: Attend = build_attend(
+    dims, tree = part.decoder.dims, packed.tree
+    build = build_attend if tree is None else partial(build_tree_attend, tree.plan, tree.rows)
+    attend: Attend = build(
         packed.lengths,
         device=meshes.device,
         dtype=DTYPES[settings.model.dtype],
@@ -136,14 +139,17 @@ def run_part(
         given_Tk = dict(zip(layers, mine_TLk.unbind(1), strict=True))
         routes = {} if routes is None else routes
         routes.update({n: given_Tk[n] for n in given_Tk if n in part.decoder.blocks})
-    given = packed.ids_T if hidden_TD is None else hidden_TD
-    result: Predicted | Tensor = part(given, packed.positions_T, packed.labels_T, attend, routes)
-    return result
+    given = packed.ids_U if hidden_TD is None else hidden_TD
+    result: Predicted | Tensor = part(given, packed.positions_U, packed.labels_U, attend, routes)
+    if tree is None or isinstance(result, Tensor):
+        return result
+    logprobs_T, entropy_T, values_T = map(tree.spread, result)
+    return logprobs_T, entropy_T, values_T
 
 
 def without_filling(routes: Routes, packed: PackedRows, meshes: Meshes) -> Routes:
     """The choices of this rank's tokens that rows brought."""
-    num_here = len(packed.ids_T) // meshes.tp.size
+    num_here = len(packed.ids_U) // meshes.tp.size
     num_real = min(max(packed.num_real - meshes.tp.rank * num_here, 0), num_here)
     return {layer: chosen_Tk[:num_real] for layer, chosen_Tk in routes.items()}
 

@@ -138,7 +138,7 @@ class PipelinedPasses:
         note = [(numbers, [None if x is None else x.dtype for x in flat])]
         dist.broadcast_object_list(note, group=axis.group, group_src=source)
         numbers, dtypes = note[0]
-        sizes = [len(mb.ids_T) for mb in packed]
+        sizes = [mb.segments.num_tokens for mb in packed]
         out: list[tuple[Tensor, ...] | None] = []
         for x_T, dtype in zip(flat, dtypes, strict=True):
             if dtype is not None and x_T is None:

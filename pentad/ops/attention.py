@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -57,18 +57,24 @@ def build_attend(
 
     `longest` is the longest sequence of all calls: compiled layers then meet one kernel only.
     """
-    is_flash4 = (
-        (longest or max(lengths)) >= FLASH4_FROM
-        and flash4.takes(dtype, head_dim)
-        and flash4.has_flash4(device)
-    )
-    if not is_flash4 and not has_varlen_attention(device, dtype, head_dim):
+    kind = flash_kind(longest or max(lengths), device=device, dtype=dtype, head_dim=head_dim)
+    if kind is None:
         return PaddedAttend(lengths, device=device)
-    packed = VarlenAttend(lengths, device=device, is_flash4=is_flash4)
+    packed = VarlenAttend(lengths, device=device, is_flash4=kind == "flash4")
     is_equal = len(set(lengths)) == 1 and lengths[0] % CUDNN_STEP == 0
     if is_equal and has_cudnn_attention(device, head_dim):
         return EqualAttend(lengths, packed)
     return packed
+
+
+def flash_kind(
+    longest: int, *, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> Literal["flash4", "varlen"] | None:
+    """Which flash kernel takes packed sequences of up to `longest` tokens; None: neither."""
+    is_long = longest >= FLASH4_FROM
+    if is_long and flash4.takes(dtype, head_dim) and flash4.has_flash4(device):
+        return "flash4"
+    return "varlen" if has_varlen_attention(device, dtype, head_dim) else None
 
 
 def reference_attention(
@@ -240,23 +246,29 @@ class VarlenAttend:
                 q_THd, k_TKd, v_TKd, self.bounds_S, self.max_length, window or 0
             )[0]
             return result
-        # The kernel counts the tokens to the left, without the token itself.
-        left = -1 if window is None else window - 1
-        options: dict[str, Any] = {"window_size": (left, 0)}
-        if q_THd.shape[1] != k_TKd.shape[1] and "enable_gqa" in VARLEN_OPTIONS:
-            options["enable_gqa"] = True  # earlier versions take fewer key-value heads as they are
-        packed = varlen_attn(
-            q_THd,
-            k_TKd,
-            v_TKd,
-            self.bounds_S,
-            self.bounds_S,
-            self.max_length,
-            self.max_length,
-            **options,
-        )
-        assert isinstance(packed, Tensor), "only one result was asked for"
-        return packed
+        bounds, most = self.bounds_S, self.max_length
+        return varlen(q_THd, k_TKd, v_TKd, bounds, bounds, most, most, window)
+
+
+def varlen(
+    q_QHd: Tensor,
+    k_NKd: Tensor,
+    v_NKd: Tensor,
+    bounds_q: Tensor,
+    bounds_k: Tensor,
+    max_q: int,
+    max_k: int,
+    window: Window,
+) -> Tensor:
+    """torch's kernel. Queries are the last tokens of their sequence, where it has more keys."""
+    # The kernel counts the tokens to the left, without the token itself.
+    left = -1 if window is None else window - 1
+    options: dict[str, Any] = {"window_size": (left, 0)}
+    if q_QHd.shape[1] != k_NKd.shape[1] and "enable_gqa" in VARLEN_OPTIONS:
+        options["enable_gqa"] = True  # earlier versions take fewer key-value heads as they are
+    packed = varlen_attn(q_QHd, k_NKd, v_NKd, bounds_q, bounds_k, max_q, max_k, **options)
+    assert isinstance(packed, Tensor), "only one result was asked for"
+    return packed
 
 
 class EqualAttend:

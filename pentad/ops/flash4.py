@@ -4,7 +4,8 @@ The package `flash-attn-4` (extra `fa4`) compiles its kernels on first use. Its 
 function is opaque to torch.compile, and the registration that torch ships expects another number
 of results, so forward and backward are two operations of our own around its kernels.
 
-Shapes: T packed tokens, H query heads, K key-value heads, d head width.
+Shapes: T packed tokens, Q queries and N keys where their numbers differ, H query heads, K key-value
+heads, d head width.
 """
 
 from __future__ import annotations
@@ -98,12 +99,70 @@ def _mask(window: int) -> dict[str, Any]:
     return {"causal": False, "window_size_left": window - 1, "window_size_right": 0}
 
 
-def _bounds(bounds_S: Tensor, max_length: int) -> dict[str, Any]:
+def attend(
+    q_QHd: Tensor,
+    k_NKd: Tensor,
+    v_NKd: Tensor,
+    bounds_q: Tensor,
+    bounds_k: Tensor,
+    max_q: int,
+    max_k: int,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """Attention of each sequence's queries, which are its last tokens, and their log-sum-exp."""
+    with announced("forward", q_QHd, window):
+        out_QHd, lse_HQ, *_ = kernels()._flash_attn_fwd(
+            q_QHd,
+            k_NKd,
+            v_NKd,
+            return_lse=True,
+            **_mask(window),
+            **_bounds(bounds_q, bounds_k, max_q, max_k),
+        )
+    return out_QHd, lse_HQ
+
+
+def attend_backward(
+    grad_QHd: Tensor,
+    q_QHd: Tensor,
+    k_NKd: Tensor,
+    v_NKd: Tensor,
+    out_QHd: Tensor,
+    lse_HQ: Tensor,
+    bounds_q: Tensor,
+    bounds_k: Tensor,
+    max_q: int,
+    max_k: int,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    with announced("backward", q_QHd, window):
+        dq_QHd, dk_NKd, dv_NKd = kernels()._flash_attn_bwd(
+            q_QHd,
+            k_NKd,
+            v_NKd,
+            out_QHd,
+            grad_QHd,
+            lse_HQ,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **_mask(window),
+            **_bounds(bounds_q, bounds_k, max_q, max_k),
+        )
+    return dq_QHd, dk_NKd, dv_NKd
+
+
+def results_of(q_QHd: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the shapes that `attend` gives."""
+    num_tokens, num_heads, _ = q_QHd.shape
+    lse_HQ = q_QHd.new_empty((num_heads, num_tokens), dtype=torch.float32)
+    return q_QHd.new_empty(q_QHd.shape), lse_HQ
+
+
+def _bounds(bounds_q: Tensor, bounds_k: Tensor, max_q: int, max_k: int) -> dict[str, Any]:
     return {
-        "cu_seqlens_q": bounds_S,
-        "cu_seqlens_k": bounds_S,
-        "max_seqlen_q": max_length,
-        "max_seqlen_k": max_length,
+        "cu_seqlens_q": bounds_q,
+        "cu_seqlens_k": bounds_k,
+        "max_seqlen_q": max_q,
+        "max_seqlen_k": max_k,
     }
 
 
@@ -112,25 +171,15 @@ def flash4(
     q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, bounds_S: Tensor, max_length: int, window: int
 ) -> tuple[Tensor, Tensor]:
     """Causal attention and, for its gradient, the log-sum-exp of every query."""
-    with announced("forward", q_THd, window):
-        out_THd, lse_HT, *_ = kernels()._flash_attn_fwd(
-            q_THd,
-            k_TKd,
-            v_TKd,
-            return_lse=True,
-            **_mask(window),
-            **_bounds(bounds_S, max_length),
-        )
-    return out_THd, lse_HT
+    limits = (bounds_S, bounds_S, max_length, max_length, window)
+    return attend(q_THd, k_TKd, v_TKd, *limits)
 
 
 @flash4.register_fake
 def _(
     q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, bounds_S: Tensor, max_length: int, window: int
 ) -> tuple[Tensor, Tensor]:
-    num_tokens, num_heads, _ = q_THd.shape
-    lse_HT = q_THd.new_empty((num_heads, num_tokens), dtype=torch.float32)
-    return q_THd.new_empty(q_THd.shape), lse_HT
+    return results_of(q_THd)
 
 
 @torch.library.custom_op("pentad::flash4_backward", mutates_args=(), device_types="cuda")
@@ -145,19 +194,8 @@ def flash4_backward(
     max_length: int,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with announced("backward", q_THd, window):
-        dq_THd, dk_TKd, dv_TKd = kernels()._flash_attn_bwd(
-            q_THd,
-            k_TKd,
-            v_TKd,
-            out_THd,
-            grad_THd,
-            lse_HT,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            **_mask(window),
-            **_bounds(bounds_S, max_length),
-        )
-    return dq_THd, dk_TKd, dv_TKd
+    limits = (bounds_S, bounds_S, max_length, max_length, window)
+    return attend_backward(grad_THd, q_THd, k_TKd, v_TKd, out_THd, lse_HT, *limits)
 
 
 @flash4_backward.register_fake

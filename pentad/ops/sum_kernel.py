@@ -1,7 +1,7 @@
-"""Sums as Triton kernels: rows picked by place (a mixture's results come back to tokens), and
-16-bit numbers added to wide ones (gradients to their masters').
+"""Sums as Triton kernels: rows picked by place (a mixture's results come back to tokens; gradients
+of repeated keys), and 16-bit numbers added to wide ones (gradients to their masters').
 
-Whoever uses them holds the same in plain torch and decides which of the two runs.
+Callers hold the same in plain torch and decide which of the two runs.
 
 Shapes: T tokens, k rows a token, N = T * k rows, D width.
 """
@@ -57,6 +57,42 @@ def _sum_places(
         place = tl.load(places_ptr + token * NUM_CHOSEN + j)
         total += tl.load(rows_ptr + place * WIDTH + d, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * WIDTH + d, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def sum_spans(rows: Tensor, order_E: Tensor, counts_U: Tensor) -> Tensor:
+    """Entry u: the sum of the next counts[u] rows in `order`, added up in fp32."""
+    rows = rows.contiguous()
+    flat = rows.flatten(1)
+    out = rows.new_empty((len(counts_U), *rows.shape[1:]))
+    width = flat.shape[1]
+    block = min(MAX_BLOCK, triton.next_power_of_2(width))
+    if out.numel():
+        ends_U = counts_U.cumsum(0)
+        _sum_spans[(len(counts_U), triton.cdiv(width, block))](
+            flat, order_E, ends_U, counts_U, out, WIDTH=width, BLOCK=block, num_warps=4
+        )
+    return out
+
+
+@triton.jit
+def _sum_spans(
+    rows_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    entry = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = d < WIDTH
+    end = tl.load(ends_ptr + entry)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for j in range(end - tl.load(counts_ptr + entry), end):
+        place = tl.load(order_ptr + j)
+        total += tl.load(rows_ptr + place * WIDTH + d, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + entry * WIDTH + d, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def add_into(total: Tensor, part: Tensor) -> None:

@@ -61,7 +61,8 @@ def build_rows(
         columns["advantages"] = computed.advantages_T
         if settings.needs_critic:
             columns["returns"] = computed.returns_T
-    return _cut(samples, columns, norm.counts_S.tolist())
+    gids = [group.gid for group in groups for _ in group.samples]
+    return _cut(samples, columns, norm.counts_S.tolist(), gids)
 
 
 def flatten(
@@ -143,7 +144,10 @@ def _concatenate(samples: Sequence[Sample], name: str) -> Tensor:
 
 
 def _cut(
-    samples: Sequence[Sample], columns_T: dict[str, Tensor], counts: Sequence[float]
+    samples: Sequence[Sample],
+    columns_T: dict[str, Tensor],
+    counts: Sequence[float],
+    gids: Sequence[int],
 ) -> list[Row]:
     lengths = [sample.ids.size for sample in samples]
     ids = cut(torch.from_numpy(np.concatenate([s.ids for s in samples])), lengths)
@@ -151,7 +155,7 @@ def _cut(
     columns_T["rollout_logprobs"] = torch.from_numpy(drawn)
     parts = [cut(column_T.float(), lengths) for column_T in columns_T.values()]
     rows = [
-        Row(ids[i], dict(zip(columns_T, own, strict=True)), counts[i])
+        Row(ids[i], dict(zip(columns_T, own, strict=True)), counts[i], group=gids[i])
         for i, own in enumerate(zip(*parts, strict=True))
     ]
     for row, sample in zip(rows, samples, strict=True):

@@ -253,7 +253,12 @@ class StepRecord:
         "of the token ids of the step's rows, in their order: steps of two runs with the same one "
         "trained the same samples; null in reinforcement learning, where samples.jsonl names groups"
     )
-    num_tokens: int | None = about("tokens the model was run on, prompts included", "tokens")
+    num_tokens: int | None = about("tokens of the rows, prompts included", "tokens")
+    num_tokens_shared: int | None = about(
+        "of these, tokens that rows of a group have in common and that were not computed again "
+        "(actor.enable_tree_training); mfu does not count them. Null where there are none",
+        "tokens",
+    )
     num_microbatches: int | None = about("forward and backward passes", "passes")
     tokens_per_sec: float | None = measured("num_tokens over the wall clock", "tokens/s")
     wall_clock_ms: float | None = measured("duration of the step", "ms")

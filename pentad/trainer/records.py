@@ -100,7 +100,8 @@ class StepRecorder:
         """`more`: further fields of the record; `num_samples`: where rows are parts of them."""
         phases = timer.phases_ms()
         wall_ms = sum(phases.values())
-        speed = self._speed(lengths, phases.get("train", 0.0) / 1e3)
+        left_out = [length for one in steps for length in one.left_out]
+        speed = self._speed(lengths, left_out, phases.get("train", 0.0) / 1e3)
         self._watch_target(speed.mfu_causal if speed else None)
         is_skipped = any(one.skipped for one in steps)
         self.num_skipped += is_skipped
@@ -118,6 +119,7 @@ class StepRecorder:
             rolled_back_to=rolled_back_to,
             num_samples=len(lengths) if num_samples is None else num_samples,
             num_tokens=sum(lengths),
+            num_tokens_shared=sum(left_out) or None,
             num_microbatches=sum(one.num_microbatches for one in steps),
             tokens_per_sec=sum(lengths) / wall_ms * 1e3 if wall_ms else None,
             wall_clock_ms=wall_ms,
@@ -144,12 +146,19 @@ class StepRecorder:
             **more,
         )
 
-    def _speed(self, lengths: Sequence[int], train_s: float) -> Throughput | None:
+    def _speed(
+        self, lengths: Sequence[int], left_out: Sequence[int], train_s: float
+    ) -> Throughput | None:
         """Of the training phase alone: generation is no matter of the trainer's MFU."""
         if self.peak_tflops is None or not train_s:
             return None
         return measure_throughput(
-            self.dims, lengths, train_s, peak_tflops=self.peak_tflops, num_devices=self.layout.world
+            self.dims,
+            lengths,
+            train_s,
+            peak_tflops=self.peak_tflops,
+            num_devices=self.layout.world,
+            left_out=left_out,
         )
 
     def _watch_target(self, mfu: float | None) -> None:

@@ -23,7 +23,7 @@ from pentad.config.resolve import with_absolute_paths
 from pentad.config.schema import Config
 from pentad.config.topology import facts_of, scorers, topology
 from pentad.core.errors import GivenUp, Problem, RunError, Transient, UserError, first_cause
-from pentad.core.types import Group, Prompt, Row
+from pentad.core.types import Group, Prompt
 from pentad.data.store import GroupStore, MissingGroups, open_store
 from pentad.engine.engine import Engine
 from pentad.runtime.calls import RankCalls
@@ -38,7 +38,7 @@ from pentad.trainer.learner_thread import LearnerThread
 from pentad.trainer.learners import build_scorer
 from pentad.trainer.placement import Placement
 from pentad.trainer.state import RunState
-from pentad.trainer.update import chunk_slots, column_of, on_host, samples_of
+from pentad.trainer.update import chunk_slots, column_of, on_host, scored_rows
 
 log = logging.getLogger(__name__)
 
@@ -238,8 +238,8 @@ class ScorerService:
         """Writes the column of these groups."""
         assert self.store is not None and self.engine is not None, "it is built and opened first"
         groups = self.store.get(gids)
-        rows = [Row(torch.from_numpy(sample.ids), {}) for sample in samples_of(groups)]
-        column = on_host([output["logprobs"] for output in self.engine.forward(rows)])
+        outputs = self.engine.forward(scored_rows(groups))
+        column = on_host([output["logprobs"] for output in outputs])
         for group in groups if self.rank.rank == 0 else ():
             own, column = column[: len(group.samples)], column[len(group.samples) :]
             self.store.write(group.gid, group.attempt, {column_of(self.role): own})

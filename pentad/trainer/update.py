@@ -175,7 +175,7 @@ class BatchUpdate:
         has_routes = any(sample.routes is not None for sample in samples)
         if not (self.tags or needs_old or has_routes or self.critic is not None):
             return
-        rows = [Row(torch.from_numpy(sample.ids), {}) for sample in samples]
+        rows = scored_rows(groups)
         for tag in self.tags:
             _write(samples, column_of(tag), self.learner.forward(rows, tag), "logprobs")
         routed = [
@@ -211,6 +211,15 @@ def on_host(columns: Sequence[Tensor]) -> list[np.ndarray]:
     flat = torch.cat(list(columns)).detach().float().cpu().numpy()
     ends = itertools.accumulate(column.numel() for column in columns)
     return [flat[begin:end] for begin, end in itertools.pairwise([0, *ends])]
+
+
+def scored_rows(groups: Sequence[Group]) -> list[Row]:
+    """All samples, as rows that are only looked at."""
+    return [
+        Row(torch.from_numpy(sample.ids), {}, group=group.gid)
+        for group in groups
+        for sample in group.samples
+    ]
 
 
 def samples_of(groups: Sequence[Group]) -> list[Sample]:

@@ -12,6 +12,7 @@ from engine_toys import (
     SequenceLoss,
     ValueLoss,
     bring_back,
+    group_rows,
     keep_state,
     make_rows,
     state_of,
@@ -113,17 +114,18 @@ def train_step(
     crowd: bool = False,
     beside: Layout | None = None,
     scores: bool = True,
+    grouped: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """Everything a step gives: outputs, loss, every gradient, the norm, the weights after it.
 
     Mixtures follow the given routes: a choice that flips by rounding is no wrong gradient. A crowd
     sends every token to the same few experts, so that most ranks have nothing to do. Beside: another
-    engine, built later, of that layout. Without scores it only trains.
+    engine, built later, of that layout. Without scores it only trains. Grouped rows begin alike.
     """
     engine = make(model, layout, loss, **settings)
     _other = make(model, beside, loss, **settings) if beside else None
-    rows = make_rows(num_rows)
+    rows = group_rows() if grouped else make_rows(num_rows)
     chosen = engine.routes(rows) if scores and model in ("moe", "six", "glm") else None
     for row, given in zip(rows, routes or chosen or [], strict=False):
         row.routes = torch.arange(given.shape[-1]).expand_as(given) if crowd else given

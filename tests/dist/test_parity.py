@@ -98,6 +98,29 @@ def test_dense(pool, layout):
     check(pool, "dense", layout)
 
 
+@pytest.mark.parametrize(
+    "layout", [Layout(dp_shard=3), Layout(tp=2), Layout(dp_shard=2, tp=2)], ids=str
+)
+def test_groups_as_trees(pool, layout):
+    """What rows begin with in common is computed once, on any layout; held against one rank that
+    computes every row whole."""
+    whole = train_step("dense", Layout(), grouped=True, enable_tree_training=False)
+    check(pool, "dense", layout, whole, grouped=True)
+
+
+def test_groups_as_trees_in_a_pipeline(pool):
+    """Each rank has the gradients of its own stages; their norm is that of all."""
+    whole = train_step("dense", Layout(), grouped=True, enable_tree_training=False)
+    given = {"layout": Layout(pp=2), "grouped": True, "pp_schedule": "1F1B", "n_mbs": 2}
+    mine = pool.run(2, "parity_cases", "train_step", model="dense", **given)
+    assert mine["result"].left_out, "prompts were computed once for several rows"
+    assert mine["result"].grad_norm == pytest.approx(whole["result"].grad_norm, rel=1e-5)
+    assert mine["loss_sum"] == pytest.approx(whole["loss_sum"], rel=1e-5, abs=2e-4)
+    for key in ("scored", "outputs"):
+        for a, b in zip(mine[key], whole[key], strict=True):
+            torch.testing.assert_close(a["logprobs"], b["logprobs"], rtol=1e-4, atol=1e-4)
+
+
 MOE = [
     Layout(dp_shard=2),
     Layout(dp_shard=2, ep=2),

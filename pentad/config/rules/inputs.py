@@ -31,14 +31,6 @@ def a_model_is_named(config: Config) -> Problem | None:
     return Problem("actor.path", "is not set", "give the folder of the model")
 
 
-@RULES.add("actor.enable_tree_training", "critic.enable_tree_training", commands=RUNS)
-def rows_are_trained_one_by_one(config: Config) -> Iterator[Problem]:
-    for role, model in (("actor", config.actor), ("critic", config.critic)):
-        if model.enable_tree_training:
-            rule = "tree training is not supported: every row is computed as a whole"
-            yield Problem(f"{role}.enable_tree_training = true", rule, "leave it out")
-
-
 @RULES.add("actor.path", commands=("eval",))
 def the_evaluated_model_has_weights(config: Config) -> Problem | None:
     """Whatever a recipe says of its start: what is evaluated is what the folder holds."""

@@ -28,6 +28,7 @@ from pentad.core.fit import (
     head_problems,
     is_interleaved,
     list_of,
+    no_tree,
     splits_backward,
     takes_microbatches,
     whole_kv_head_problems,
@@ -276,6 +277,17 @@ def experts_are_balanced(part: Placed) -> Iterator[Problem]:
     given = {f"{part.key}.archon.{name}": value for name, value in archon.router_losses.items()}
     key = f"{part.key}.archon.moe_bias_rate"
     yield from balance_problems(part.dims, given, (key, archon.moe_bias_rate))
+
+
+@TRAINING.add()
+def trees_can_be_made(part: Placed) -> Iterator[Problem]:
+    archon, component = part.model.archon, part.component
+    if part.model.enable_tree_training is not True or component.role not in ("actor", "critic"):
+        return
+    is_strict = part.config.strict and component.role == "actor"
+    layout, backend = component.layout(), component.backend
+    if why := no_tree(layout, backend, strict=is_strict, balanced=archon.balances):
+        yield Problem(f"{part.key}.enable_tree_training = true", why, "leave it out")
 
 
 @TRAINING.add()

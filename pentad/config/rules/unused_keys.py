@@ -276,6 +276,6 @@ OF_ROLLOUT = (
     *("store", "num_data_storage_units"),
     *("ref_update_interval", "compute_advantages_and_returns", "strict"),
     *("evaluator.n_samples", "evaluator.temperature", "evaluator.max_new_tokens"),
-    *("guards.max_logprob_gap", "only", "groups_from"),
+    *("guards.max_logprob_gap", "only", "groups_from", "actor.enable_tree_training"),
 )
 """Read by `train` alone."""

@@ -49,17 +49,6 @@ APART = ["allocation_mode=embedded:d1+archon:d1"]
 CONVERT = ["megatron.use_hf_ckpt=true", "megatron.ckpt_convertor.save_path={root}/mg"]
 SLURM = ["scheduler.type=slurm", "cluster.n_nodes=2", "cluster.n_gpus_per_node=4"]
 BROKEN = [
-    *(
-        (
-            "rows_are_trained_one_by_one",
-            command,
-            [f"{role}.enable_tree_training=true"],
-            f"{role}.enable_tree_training = true",
-            "tree training is not supported: every row is computed as a whole; leave it out",
-        )
-        for role in ("actor", "critic")
-        for command in ("plan", "train", "sft", "pretrain")
-    ),
     (
         "what_shrinks_has_checkpoints",
         "plan",
@@ -812,6 +801,24 @@ def test_each_rule_catches_what_it_is_for(folders, name, command, overrides, whe
     assert problem.where == where.format(root=folders)
     assert said.format(root=folders) in str(problem)
     assert problem.remedy
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (["allocation_mode=vllm:d1|fsdp:d1"], "fsdp runs transformers' own layers"),
+        (["allocation_mode=embedded:d1|archon:c2"], "c2 deals the tokens of whole rows"),
+        (["strict=true"], "strict mode computes every row as the sampler does"),
+    ],
+)
+def test_tree_training_is_refused_where_it_cannot_be(folders, command, changes, why):
+    asked = ["actor.enable_tree_training=true", *changes]
+    with pytest.raises(UserError) as caught:
+        prepare(None, overrides_for(folders, asked), command)
+    (problem,) = [p for p in caught.value.problems if "tree" in p.where]
+    assert problem.where == "actor.enable_tree_training = true"
+    assert why in problem.rule and problem.remedy == "leave it out"
 
 
 def test_every_rule_is_broken_above():

@@ -82,6 +82,24 @@ def make_rows(num: int = 12, seed: int = 0, max_len: int = 30) -> list[Row]:
     return rows
 
 
+def group_rows(sizes=(5, 3, 1, 4), prompt: int = 24, seed: int = 0) -> list[Row]:
+    """Groups of so many rows that begin with `prompt` common tokens; weights on answers, and a few
+    on prompts, whose gradients add up over the rows."""
+    gen = torch.Generator().manual_seed(seed)
+    rows = []
+    for gid, size in enumerate(sizes):
+        begin = torch.randint(0, VOCAB, (prompt + gid,), generator=gen)
+        for _ in range(size):
+            length = int(torch.randint(1, 20, (), generator=gen))
+            ids = torch.cat((begin, torch.randint(0, VOCAB, (length,), generator=gen)))
+            weights = torch.ones(len(ids))
+            weights[: len(begin) - 2] = 0
+            advantages = torch.randn(len(ids), generator=gen)
+            columns = {"weights": weights, "advantages": advantages, "returns": advantages * 2}
+            rows.append(Row(ids, columns, float(weights.sum()), group=gid))
+    return rows
+
+
 def make_engine(value_head: bool = False, lr: float = 1e-2, config=None, **settings) -> Engine:
     optimizer = OptimizerConfig(lr=lr, weight_decay=1.0, gradient_clipping=0.5)
     settings.setdefault("optimizer", optimizer)

@@ -17,9 +17,9 @@ def row(ids, **columns) -> Row:
 def test_columns_turn_to_the_position_that_predicts():
     rows = [row([5, 6, 7], w=[0.0, 0.1, 0.2]), row([8], w=[0.9]), row([3, 4], w=[0.0, 0.5])]
     packed = pack_rows(rows, ("w",), CPU)
-    assert packed.ids_T.tolist() == [5, 6, 7, 8, 3, 4]
-    assert packed.positions_T.tolist() == [0, 1, 2, 0, 0, 1]
-    assert packed.labels_T.tolist() == [6, 7, -1, -1, 4, -1]
+    assert packed.ids_U.tolist() == [5, 6, 7, 8, 3, 4]
+    assert packed.positions_U.tolist() == [0, 1, 2, 0, 0, 1]
+    assert packed.labels_U.tolist() == [6, 7, -1, -1, 4, -1]
     torch.testing.assert_close(packed.columns["w"], torch.tensor([0.1, 0.2, 0, 0, 0.5, 0]))
 
 
