@@ -34,10 +34,10 @@ from pentad.checkpoint.job import CommitJob, run_job  # noqa: E402
 from pentad.checkpoint.restore import restore_learner  # noqa: E402
 from pentad.checkpoint.shards import StateSaver, save_learner  # noqa: E402
 from pentad.checkpoint.writer import Writer  # noqa: E402
-from pentad_tools.bench.bench_rl import SMOLLM2_135M  # noqa: E402
-from pentad_tools.bench.bench_train import QWEN3_0_6B  # noqa: E402
 from pentad.engine.engine import Engine, build_engine  # noqa: E402
 from pentad.engine.section import EngineSettings, ModelConfig  # noqa: E402
+from pentad_tools.bench.bench_rl import SMOLLM2_135M  # noqa: E402
+from pentad_tools.bench.bench_train import QWEN3_0_6B  # noqa: E402
 
 QWEN3_1_7B: dict[str, Any] = {**QWEN3_0_6B, "hidden_size": 2048, "intermediate_size": 6144}
 MODELS = {"toy": TOY, "smol": SMOLLM2_135M, "1.7b": QWEN3_1_7B}

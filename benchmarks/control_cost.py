@@ -30,7 +30,7 @@ from simulation import SimulatedLearner, Simulation, VirtualLoop, World  # noqa:
 
 from pentad.core.types import Group, Prompt  # noqa: E402
 from pentad.rollout.executor import Hold  # noqa: E402
-from pentad.trainer.train_pump import TrainedBatch  # noqa: E402
+from pentad.trainer.records import TrainedBatch  # noqa: E402
 
 BATCH = 256
 """Groups of a step."""

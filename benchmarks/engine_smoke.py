@@ -18,7 +18,6 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pentad_tools.bench.bench_train import QWEN3_0_6B  # noqa: E402
 from pentad.core.types import Row, TokenOutputs  # noqa: E402
 from pentad.engine.engine import Engine, build_engine  # noqa: E402
 from pentad.engine.section import EngineSettings, ModelConfig  # noqa: E402
@@ -32,6 +31,7 @@ from pentad.ops.experts import (  # noqa: E402
     take_weights,
 )
 from pentad.ops.logprob import reference_logprobs, token_logprobs  # noqa: E402
+from pentad_tools.bench.bench_train import QWEN3_0_6B  # noqa: E402
 
 TOY = QWEN3_0_6B | {
     "vocab_size": 512,

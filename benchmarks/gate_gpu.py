@@ -20,8 +20,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pentad_tools.bench.bench_kernels import device_us  # noqa: E402
 from pentad.ops import gated, gated_kernel  # noqa: E402
+from pentad_tools.bench.bench_kernels import device_us  # noqa: E402
 
 SHAPES = {
     "Qwen3-0.6B": (16384, 3072, False),

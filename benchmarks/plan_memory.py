@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from engine_smoke import DEVICE, IS_GPU, TOY, MeanNll, make_rows  # noqa: E402
 
-from pentad_tools.bench.bench_train import QWEN3_0_6B, QWEN3_4B, QWEN3_MOE_SLICE  # noqa: E402
 from pentad.core.errors import RunError  # noqa: E402
 from pentad.core.layout import Layout  # noqa: E402
 from pentad.engine.engine import Engine  # noqa: E402
@@ -42,6 +41,7 @@ from pentad.parallel.cuts import local  # noqa: E402
 from pentad.parallel.mesh import build_meshes  # noqa: E402
 from pentad.planner.activations import Checkpointing  # noqa: E402
 from pentad.planner.memory import Training, training_phases  # noqa: E402
+from pentad_tools.bench.bench_train import QWEN3_0_6B, QWEN3_4B, QWEN3_MOE_SLICE  # noqa: E402
 
 GIB = 2**30
 LIMIT = 0.1

@@ -17,9 +17,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pentad_tools.bench.bench_kernels import SHAPES, both_ways, measure_router  # noqa: E402
 from pentad.ops import router  # noqa: E402
 from pentad.ops.router import RouteRule, fused_route, reference_route  # noqa: E402
+from pentad_tools.bench.bench_kernels import SHAPES, both_ways, measure_router  # noqa: E402
 
 TARGET = 5.0
 """Times eager torch, forward and backward each, at the first shape."""

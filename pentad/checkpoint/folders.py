@@ -79,8 +79,14 @@ def info_folder(step: int) -> str:
     return f"{INFO}/globalstep{step}"
 
 
+def folder_of(role: str) -> str:
+    """Where the exports and states of a role lie: those of the actor in `default`."""
+    return "default" if role == "actor" else role
+
+
 def state_folder(role: str, step: int) -> str:
-    return f"{role}/{STATE}/globalstep{step}"
+    """By a role, or by the name of its folder."""
+    return f"{folder_of(role)}/{STATE}/globalstep{step}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from pentad.checkpoint.folders import (
     PieceEntry,
     check_size,
     find_checkpoints,
+    folder_of,
     from_storage,
     piece_sentence,
     read_file,
@@ -206,8 +207,7 @@ def _check(name: str, shape: tuple[int, ...], dtype: torch.dtype, saved: DcpFold
         raise RunError(f"{saved.where}: {name} holds {info.dtype}, and {dtype} would round it")
 
 
-ACTOR = "default"
-"""The folder of the actor's state."""
+ACTOR = folder_of("actor")
 BATCH_BYTES = 1 << 30
 """How much is read in one go: tensors that lie in one piece of a file are read together."""
 

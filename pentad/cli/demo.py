@@ -12,8 +12,9 @@ from pentad.core.device import pick_device
 from pentad.core.folders import read_object
 from pentad.data.toy import write_model, write_task
 from pentad.planner.prepare import prepare
-from pentad.trainer.assemble import run_sft, run_train
-from pentad.trainer.run import RunSummary
+from pentad.trainer.context import RunSummary
+from pentad.trainer.examples import run_sft
+from pentad.trainer.rollouts import run_train
 
 NUM_TRAIN, NUM_SFT, NUM_VALID = 8000, 2000, 500
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pentad.config.rules.rule import RunCommand
     from pentad.config.schema import Config
     from pentad.core.errors import Problem
-    from pentad.trainer.run import RunSummary
+    from pentad.trainer.context import RunSummary
 
 
 SMOKE_STEPS = 5
@@ -44,9 +44,9 @@ def run_command(
         words = f"--only train --groups-from {sampled.records}"
         typer.echo(f"Groups: {sampled.groups} ({words} trial_name={config.trial_name}-trained)")
         return
-    from pentad.trainer.assemble import run_train
-    from pentad.trainer.sft import run_pretrain, run_sft
-    from pentad.trainer.train_only import run_train_only
+    from pentad.trainer.examples import run_pretrain, run_sft
+    from pentad.trainer.kept_groups import run_train_only
+    from pentad.trainer.rollouts import run_train
 
     train = run_train if config.only is None else run_train_only
     runs: dict[RunCommand, Callable[..., RunSummary]] = {

@@ -62,6 +62,7 @@ class RankCalls:
         self.service = service
         self.is_leaving: Callable[[], bool] = bool
         self.rank = service.rank
+        self.is_alone = self.rank.world == 1
         self.group = group_of_calls() if self.rank.world > 1 else None
         self.lock = threading.Lock()
         self.is_torn = False
@@ -99,7 +100,9 @@ class RankCalls:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self.group is not None and not self.is_torn:
+        # A call that was given up may still be under way: the ranks are in the midst of it.
+        is_idle = self.lock.acquire(blocking=False)
+        if self.group is not None and is_idle and not self.is_torn:
             broadcast_value([STOP, {"is_whole": error is None}], self.group)
         self.service.close(is_failed=error is not None)
 

@@ -112,6 +112,8 @@ class RankGroup:
     """The processes of a group, from their start to their end, and the calls that they make."""
 
     is_apart = True
+    is_alone = False
+    service = None
 
     def __init__(
         self,

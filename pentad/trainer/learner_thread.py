@@ -22,6 +22,10 @@ class Calls(Protocol):
     """Whether a call failed in a way after which no other can be made."""
     is_apart: bool
     """Whether rank 0 is another process."""
+    is_alone: bool
+    """Whether the learner is one rank in this process, which no one else watches."""
+    service: Any
+    """Of rank 0, where it is this process; else None."""
     is_leaving: Callable[[], bool]
     """Set by the run: whether it is being stopped."""
 

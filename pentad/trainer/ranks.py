@@ -51,28 +51,24 @@ from pentad.runtime.roles import BEAT_S, RoleSpec
 from pentad.runtime.slots import Slots
 from pentad.runtime.standby import IMPORTED_LATE, StandbyPool
 from pentad.telemetry.log import log_to
+from pentad.trainer.context import RunSummary, noted_end
 from pentad.trainer.crew import Crew, Regroup
-from pentad.trainer.learner_thread import Calls
 from pentad.trainer.membership import Formed, Membership
 from pentad.trainer.preflight import AGAIN, Collector, kind_of, start_problems
 from pentad.trainer.retries import first_line, newest_step, policy_of, step_under_way
-from pentad.trainer.run import RunSummary, noted_end
+from pentad.trainer.run import Check, lead
 from pentad.trainer.run_folders import checkpoint_path, standing, take_folder
 from pentad.trainer.samplers import open_runtime
 from pentad.trainer.service import FAILURES
 from pentad.trainer.stopping import stop_early
 
 log = logging.getLogger(__name__)
-RunFunction = Callable[[Calls, Config, Sequence[str], bool, Crew], RunSummary]
-"""A whole run over one life of its learners: their calls, config, notes, whether to start anew, and
-what outlives them."""
 MakeService = Callable[[Config, Rank, torch.device], RankService]
 
 
 def run_over_ranks(
-    run: RunFunction,
+    check: Check,
     make_service: MakeService,
-    check: Callable[[Config, torch.device], object],
     config: Config,
     notes: Sequence[str],
     fresh: bool,
@@ -92,12 +88,12 @@ def run_over_ranks(
         where, rule = f"WORLD_SIZE = {own.world}", f"the layout needs {world} ranks"
         raise UserError(Problem(where, rule, remedy))
     if own is not None and world > 1:
-        return run_under_torchrun(run, make_service, config, notes, fresh, device, own)
+        return run_under_torchrun(check, make_service, config, notes, fresh, device, own)
     place = pick_device(device)
     if own is None and topology(config, facts_of(config, kind_of(place))).is_learner_apart:
-        return run_beside_group(run, make_service, check, config, notes, fresh, device)
+        return run_beside_group(check, make_service, config, notes, fresh, device)
     with RankCalls(make_service(config, Rank(), place)) as calls, Crew() as crew:
-        return run(calls, config, notes, fresh, crew)
+        return lead(check, calls, config, notes, fresh, crew)
 
 
 def fit_torchrun(config: Config, rank: Rank) -> tuple[Config, Rank, str]:
@@ -126,9 +122,8 @@ def fit_torchrun(config: Config, rank: Rank) -> tuple[Config, Rank, str]:
 
 
 def run_beside_group(
-    run: RunFunction,
+    check: Check,
     make_service: MakeService,
-    check: Callable[[Config, torch.device], object],
     config: Config,
     notes: Sequence[str],
     fresh: bool,
@@ -155,7 +150,7 @@ def run_beside_group(
             try:
                 with group as calls:
                     try:
-                        return run(calls, formed.config, notes, False, crew)
+                        return lead(check, calls, formed.config, notes, False, crew)
                     except Regroup:
                         groups.policy.grow()
             except RunError as error:
@@ -301,7 +296,7 @@ def serve_rank(given: dict[str, Any], rank: Rank, device: torch.device) -> RankS
 
 
 def run_under_torchrun(
-    run: RunFunction,
+    check: Check,
     make_service: MakeService,
     config: Config,
     notes: Sequence[str],
@@ -314,7 +309,7 @@ def run_under_torchrun(
     seed_globals(config.seed, f"learner-{rank.rank}")
     join_group(rank, place, timeout_s=JOIN_S)
     try:
-        summary = run_rank(run, make_service, config, notes, fresh, rank, place)
+        summary = run_rank(check, make_service, config, notes, fresh, rank, place)
     except RunError as error:
         raise RunError(f"{rank}: {error}") from error
     leave_group()
@@ -324,7 +319,7 @@ def run_under_torchrun(
 
 
 def run_rank(
-    run: RunFunction,
+    check: Check,
     make_service: MakeService,
     config: Config,
     notes: Sequence[str],
@@ -339,7 +334,7 @@ def run_rank(
         serve(service)
         return None
     with RankCalls(service) as calls, Crew() as crew:
-        return run(calls, config, notes, fresh, crew)
+        return lead(check, calls, config, notes, fresh, crew)
 
 
 def rank_problems(config: Config, world: int, device: torch.device) -> list[Problem]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Any
 
 from pentad.checkpoint.tiers import Tiers
 from pentad.core.dims import ModelDims
 from pentad.core.layout import Layout
 from pentad.core.types import Group, LayerBalance, StepResult, Work
+from pentad.data.ledger import PromptFunnel
 from pentad.engine.flops import Throughput, measure_throughput
 from pentad.rewards.scorer import FAILED
 from pentad.rl.metrics import staleness_histogram
@@ -28,11 +29,38 @@ from pentad.telemetry.record import (
 )
 from pentad.trainer.recovery import RecoverHandler
 from pentad.trainer.saver import Saver
-from pentad.trainer.train_pump import TrainedBatch
+from pentad.trainer.state import DataProgress
+from pentad.trainer.update import BatchFacts
 
 log = logging.getLogger(__name__)
 
 STEPS_BELOW_TARGET = 10
+
+
+@dataclass(slots=True)
+class TrainedBatch:
+    """One finished step, for the records."""
+
+    batch: int
+    """The step, counted from 0."""
+    facts: BatchFacts
+    timer: PhaseTimer
+    groups: list[Group] = field(default_factory=list)
+    """Empty for examples."""
+    funnel: PromptFunnel | None = None
+    """As it was when the batch was done; the next one may be under way by now."""
+    progress: DataProgress | None = None
+    """Where the data stood when it was done: what belongs to the weights after it."""
+    is_off_policy: bool = False
+    """Whether it is unknown which weights drew the groups."""
+    num_samples: int | None = None
+    """Where rows are parts of samples."""
+    rows_digest: str | None = None
+
+    @property
+    def steps(self) -> list[StepResult]:
+        """Optimizer steps of all roles."""
+        return [*self.facts.steps, *self.facts.critic_steps]
 
 
 @dataclass(eq=False)
@@ -60,7 +88,7 @@ class StepRecorder:
         self.steps_below_target = int(state["steps_below_target"])
         self.num_skipped = int(state.get("num_skipped", 0))
 
-    def rl_record(
+    def record(
         self,
         trained: TrainedBatch,
         memory: MemoryUse,
@@ -68,36 +96,15 @@ class StepRecorder:
         recover: RecoverHandler,
         published: PublishTimes | None = None,
     ) -> StepRecord:
-        with trained.timer.phase("record"):
-            rl = rl_of(trained)
-        return self.record(
-            step=trained.batch + 1,
-            steps=trained.facts.steps,
-            lengths=trained.facts.lengths,
-            timer=trained.timer,
-            memory=memory,
-            saver=saver,
-            recover=recover,
-            num_groups=len(trained.groups),
-            published=published,
-            rl=rl,
-            funnel=Funnel(**asdict(trained.funnel)),
-        )
-
-    def record(
-        self,
-        *,
-        step: int,
-        steps: Sequence[StepResult],
-        lengths: Sequence[int],
-        timer: PhaseTimer,
-        saver: Saver,
-        recover: RecoverHandler,
-        published: PublishTimes | None = None,
-        num_samples: int | None = None,
-        **more: Any,
-    ) -> StepRecord:
-        """`more`: further fields of the record; `num_samples`: where rows are parts of them."""
+        """`saver`: of the actor."""
+        step, timer = trained.batch + 1, trained.timer
+        steps, lengths = trained.facts.steps, trained.facts.lengths
+        more: dict[str, Any] = {"rows_digest": trained.rows_digest}
+        if trained.groups:
+            with timer.phase("record"):
+                more = {"rl": rl_of(trained), "num_groups": len(trained.groups)}
+        if trained.funnel is not None:
+            more["funnel"] = Funnel(**asdict(trained.funnel))
         phases = timer.phases_ms()
         wall_ms = sum(phases.values())
         left_out = [length for one in steps for length in one.left_out]
@@ -117,7 +124,7 @@ class StepRecorder:
             update_skipped=is_skipped,
             num_skipped=self.num_skipped,
             rolled_back_to=rolled_back_to,
-            num_samples=len(lengths) if num_samples is None else num_samples,
+            num_samples=len(lengths) if trained.num_samples is None else trained.num_samples,
             num_tokens=sum(lengths),
             num_tokens_shared=sum(left_out) or None,
             num_microbatches=sum(one.num_microbatches for one in steps),
@@ -143,6 +150,7 @@ class StepRecorder:
                 **_uploads(recover.tiers),
                 **_publish_times(published),
             ),
+            memory=memory,
             **more,
         )
 
@@ -182,7 +190,7 @@ def rl_of(trained: TrainedBatch) -> Rl:
         **facts.metrics,
         reward_parts=mean_parts(groups),
         prompt_length_mean=sum(len(g.prompt.ids) for g in groups) / len(groups),
-        staleness=staleness_histogram(groups, trained.batch),
+        staleness=(None if trained.is_off_policy else staleness_histogram(groups, trained.batch)),
         rerouted_share=facts.rerouted_share,
         critic_loss=loss_of(critic) if critic else None,
         critic_grad_norm=grad_norm_of(critic) if critic else None,

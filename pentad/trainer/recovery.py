@@ -98,8 +98,8 @@ class Point:
 
 @dataclass(slots=True, kw_only=True)
 class RecoverHandler(Periodic):
-    roles: Mapping[str, str]
-    """Of the learner, by the name of their folder."""
+    roles: Sequence[str]
+    """Of the learners."""
     tiers: Tiers
     is_on: bool = True
     upload_timeout_s: float = 600.0
@@ -197,9 +197,9 @@ class RecoverHandler(Periodic):
         path = f"{info}/{GROUPS}"
         self.ready = read_file(checkpoint, path) if path in checkpoint.manifest.files else None
         check(checkpoint)
-        for name, role in self.roles.items():
-            place = self._place(name, checkpoint.step)
-            self.counters[name] = self.calls.call("restore_state", role=role, **place)
+        for role in self.roles:
+            place = self._place(role, checkpoint.step)
+            self.counters[role] = self.calls.call("restore_state", role=role, **place)
         for (file, name), part in self.parts.items():
             with reading(self.root / info / f"{file}.json"):
                 if name in self.infos[file]:
@@ -216,23 +216,22 @@ class RecoverHandler(Periodic):
         for checkpoint in found:
             try:
                 with holding(checkpoint.root / checkpoint.info / COMMIT):
-                    for name, role in self.roles.items():
-                        self.calls.call(
-                            "roll_back", role=role, **self._place(name, checkpoint.step)
-                        )
+                    for role in self.roles:
+                        place = self._place(role, checkpoint.step)
+                        self.calls.call("roll_back", role=role, **place)
                 return checkpoint.step
             except Damaged as error:
-                place = quarantine(checkpoint, str(error))
-                log.warning("%s; the checkpoint is set aside as %s", error, place)
+                aside = quarantine(checkpoint, str(error))
+                log.warning("%s; the checkpoint is set aside as %s", error, aside)
             except Unreadable as error:  # read again, it may be whole
                 raise Transient(str(error)) from error
         if found:
             raise RunError(f"no recovery checkpoint in {self.root} is whole to go back to")
         return None
 
-    def _place(self, name: str, step: int) -> dict[str, Any]:
-        """Of the state of a learner."""
-        folder = state_folder(name, step)
+    def _place(self, role: str, step: int) -> dict[str, Any]:
+        """Where the state of a learner lies."""
+        folder = state_folder(role, step)
         return {"root": str(self.root.absolute()), "step": step, "folder": folder}
 
     def prepare(self) -> None:
@@ -283,7 +282,7 @@ class RecoverHandler(Periodic):
         try:
             outcomes = self.outcomes
             if self.is_async:
-                outcomes = self.calls.ask("saved_state", roles=list(self.roles.values()))
+                outcomes = self.calls.ask("saved_state", roles=list(self.roles))
             written = {path: file for one in outcomes for path, file in one["files"].items()}
             failures = [failure for one in outcomes if (failure := failure_in(one)) is not None]
             job = replace(job, written=written, failure=failures[0] if failures else None)
@@ -347,8 +346,8 @@ class RecoverHandler(Periodic):
 
     def _stage(self, step: int) -> None:
         self.began, self.outcomes = time.monotonic(), []
-        for name, role in self.roles.items():
-            place = {"root": str(self.root.absolute()), "folder": state_folder(name, step)}
+        for role in self.roles:
+            place = {"root": str(self.root.absolute()), "folder": state_folder(role, step)}
             try:
                 self.outcomes += self.calls.call(
                     "save_state",
@@ -479,7 +478,7 @@ def finish_saves(
 
 def progress_of(calls: Calls, trained: int) -> tuple[int, int]:
     """Batches that are in the weights, and updates of a further one; `trained` where the learners
-    are gone."""
+    are gone or were never built."""
     if calls.is_torn and calls.is_apart:
         return trained, 0
     progress = calls.ask("progress")

@@ -1,8 +1,8 @@
 """Trains recorded steps of a run again, without a sampler, and compares with their records.
 
 The learners begin as the newest recovery checkpoint before the step left them, or as the run began;
-then the kept batches up to the step are trained. Nothing of the run is written. Every rank of the
-layout reads the files itself and makes the same calls.
+then the kept batches up to the step are trained, by the calls that a run makes. Nothing of the run
+is written.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from pydantic import ValidationError
 
 from pentad.checkpoint.disk import holding
 from pentad.checkpoint.folders import COMMIT, Checkpoint, find_checkpoints, state_folder
-from pentad.checkpoint.restore import restore_learner
 from pentad.config.aliases import config_from_record
 from pentad.config.derived import (
     component_of,
@@ -30,28 +29,31 @@ from pentad.config.derived import (
     parsed_allocation,
     register_models,
 )
+from pentad.config.resolve import with_absolute_paths
 from pentad.config.rules.checkpoint import judge_changes
 from pentad.config.schema import Config
 from pentad.config.topology import scorers
 from pentad.core.device import pick_device
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.lock import FolderLock
-from pentad.core.roles import Learner
-from pentad.core.sizes import RunSize
+from pentad.core.types import Group
+from pentad.runtime.calls import RankCalls
 from pentad.runtime.group_calls import GroupSettings, RankGroup
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.rank import Rank, rank_from_environment
 from pentad.runtime.rank_host import JOIN_S, specs_of_ranks
 from pentad.telemetry.record import plain_json
 from pentad.telemetry.steps import read_lines
-from pentad.trainer.batches import KeptBatch, kept_steps, read_batch
-from pentad.trainer.learners import Role, build_learner, build_update, load_tags
+from pentad.trainer.batches import kept_steps, read_batch, read_head
+from pentad.trainer.context import place_of
+from pentad.trainer.learner_thread import Calls
+from pentad.trainer.learners import Role
 from pentad.trainer.ranks import rank_problems
 from pentad.trainer.records import grad_norm_of, loss_of
-from pentad.trainer.run import place_of
 from pentad.trainer.run_folders import checkpoint_path
+from pentad.trainer.service import LearnerService
 from pentad.trainer.translate import algorithm_settings
-from pentad.trainer.update import BatchResult
+from pentad.trainer.update import BatchFacts, BatchResult
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2}
 """How far a loss may be off, relative to 1, and a norm relative to itself, where sums are added up
@@ -104,8 +106,26 @@ class ReplayPlan:
 
     config: Config
     checkpoint: Checkpoint | None
-    batches: list[KeptBatch]
+    folder: Path
+    """The batches', absolute."""
+    batches: list[dict[str, Any]]
+    """What the file of each says of it (`batches.read_head`)."""
     records: Mapping[int, Mapping[str, Any]]
+
+    @property
+    def first(self) -> int:
+        """The step that is trained first."""
+        return int(self.batches[0]["step"])
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What a rank is made from, as JSON values."""
+        last = self.batches[-1]
+        return {
+            "config": with_absolute_paths(self.config).model_dump(mode="json"),
+            "scored_apart": list(scorers(config_from_record(last["config"]))),
+            "threads": last["place"]["threads"],
+        }
 
     @property
     def begin(self) -> str:
@@ -121,46 +141,66 @@ def run_replay(folder: Path, step: int, *, layout: str | None, device: str, dump
         raise UserError(Problem("WORLD_SIZE is set", rule, remedy))
     with reading_run(folder):
         plan, place = make_plan(folder, step, layout), pick_device(device)
-        world = component_of(plan.config, "actor").world
-        if world == 1:
-            return replay(plan, place, Rank(), dump)
-        if problems := rank_problems(plan.config, world, place):
-            raise UserError(problems)
-        with tempfile.TemporaryDirectory(prefix="pentad-replay-") as logs:
-            specs = specs_of_ranks(
-                "replay",
-                ReplayService,
-                {"folder": str(folder.absolute()), "step": step, "layout": layout},
-                [Path(logs) / f"rank-{rank}.log" for rank in range(world)],
-                device=place.type,
-                devices=range(world) if place.type == "cuda" else (),
-                generation=0,
-                deterministic=plan.config.actor.archon.use_deterministic_algorithms,
-                seed=plan.config.seed,
-            )
-            settings = GroupSettings(stall_s=plan.config.stall_abort_s, timeout_s=JOIN_S)
-            with RankGroup(LocalRuntime(), specs, settings) as ranks:
-                found = ranks.call("replay", dump=str(Path(dump).absolute()) if dump else "")
-        compared = [ReplayedNumber(**one) for one in found["compared"]]
-        return Replay(found["begin"], found["differences"], compared)
+        with open_learner(plan, place) as calls:
+            return replay(plan, calls, str(Path(dump).absolute()) if dump else "")
 
 
-class ReplayService:
-    """One rank of several."""
+@contextmanager
+def open_learner(plan: ReplayPlan, device: torch.device) -> Iterator[Calls]:
+    """One rank in this process, or a process for each rank."""
+    config = plan.config
+    world = component_of(config, "actor").world
+    if world == 1:
+        with RankCalls(serve_replay(plan.given, Rank(), device)) as calls:
+            yield calls
+        return
+    if problems := rank_problems(config, world, device):
+        raise UserError(problems)
+    with tempfile.TemporaryDirectory(prefix="pentad-replay-") as logs:
+        specs = specs_of_ranks(
+            "replay",
+            serve_replay,
+            plan.given,
+            [Path(logs) / f"rank-{rank}.log" for rank in range(world)],
+            device=device.type,
+            devices=range(world) if device.type == "cuda" else (),
+            generation=0,
+            deterministic=config.actor.archon.use_deterministic_algorithms,
+            seed=config.seed,
+        )
+        settings = GroupSettings(stall_s=config.stall_abort_s, timeout_s=JOIN_S)
+        with RankGroup(LocalRuntime(), specs, settings, device) as ranks:
+            yield ranks
 
-    mild: frozenset[str] = frozenset()
 
-    def __init__(self, given: Mapping[str, Any], rank: Rank, device: torch.device) -> None:
-        self.rank = rank
-        self.device = device
-        self.plan = make_plan(Path(given["folder"]), given["step"], given["layout"])
+def serve_replay(given: Mapping[str, Any], rank: Rank, device: torch.device) -> ReplayService:
+    """The service of one rank, in its process."""
+    config = Config.model_validate(given["config"])
+    register_models(config)
+    service = ReplayService(config, rank, device)
+    service.scored_apart = given["scored_apart"]
+    if given["threads"] and device.type == "cpu":
+        torch.set_num_threads(given["threads"])
+    return service
 
-    def replay(self, dump: str) -> dict[str, Any]:
-        own = dump if self.rank.rank == 0 else ""
-        return asdict(replay(self.plan, self.device, self.rank, own))
+
+class ReplayService(LearnerService):
+    """A learner that says what it computes on, and what the policy said of each sample."""
+
+    def __init__(self, config: Config, rank: Rank, device: torch.device) -> None:
+        super().__init__(config, rank, device)
+        self.usual_threads = torch.get_num_threads()
+
+    def place(self) -> dict[str, Any]:
+        return place_of(self.device, layout_of(self.config, "actor"))
+
+    def dump(self, file: str) -> None:
+        assert self.result is not None, "a batch is trained first"
+        write_dump(Path(file), self.update.groups, self.result)
 
     def close(self, *, is_failed: bool) -> None:
-        """Nothing is under way between calls."""
+        torch.set_num_threads(self.usual_threads)
+        super().close(is_failed=is_failed)
 
 
 @contextmanager
@@ -190,46 +230,55 @@ def make_plan(folder: Path, step: int, layout: str | None) -> ReplayPlan:
         rule = f"its batch was not kept: {folder / 'batches'} has {has}"
         remedy = "telemetry.keep_batches says how many a run keeps"
         raise UserError(Problem(f"--step = {step}", rule, remedy))
-    last = read_batch(folder / "batches", step)
+    place = (folder / "batches").absolute()
+    last = _read_whole(place, step)
     config = config_of(last, folder, layout)
     found = find_checkpoints(checkpoint_path(config), report=lambda sentence: None)
     checkpoint = next((one for one in found if one.step + 1 < step), None)
     first = 1 if checkpoint is None else checkpoint.step + 2
     if missing := sorted(set(range(first, step)) - set(kept)):
-        raise UserError(Problem(f"--step = {step}", *_no_way(config, step, first, missing)))
-    before = [read_batch(folder / "batches", number) for number in range(first, step)]
+        raise UserError(missing_batches_problem(config, step, first, missing))
+    before = [_read_whole(place, number) for number in range(first, step)]
     for batch in before:
-        changes = judge_changes(batch.facts["config"], last.facts["config"])
+        changes = judge_changes(batch["config"], last["config"])
         if changes.refused:
             where = changes.refused[0].where
-            rule = f"the config changed between step {batch.step} and step {step}, in {where}"
+            rule = f"the config changed between step {batch['step']} and step {step}, in {where}"
             remedy = "replay a step whose checkpoint is after the change"
             raise UserError(Problem(f"--step = {step}", rule, remedy))
-    return ReplayPlan(config, checkpoint, [*before, last], records)
+    return ReplayPlan(config, checkpoint, place, [*before, last], records)
 
 
-def _no_way(config: Config, step: int, first: int, missing: list[int]) -> tuple[str, str]:
+def _read_whole(folder: Path, step: int) -> dict[str, Any]:
+    """What the file of a batch says of it; UserError where its groups are damaged."""
+    head = read_head(folder, step)
+    read_batch(folder, step, head["sha256"])
+    return head
+
+
+def missing_batches_problem(config: Config, step: int, first: int, missing: list[int]) -> Problem:
     begins = "no recovery checkpoint before it is left" if first == 1 else "the checkpoint before "
     if first > 1:
         begins += f"it is that of step {first - 1}"
     steps = f"step {missing[0]}" if len(missing) == 1 else f"{len(missing)} of the steps between"
-    return (
-        f"{begins} in {checkpoint_path(config)}, and the batch of {steps} was not kept",
+    rule = f"{begins} in {checkpoint_path(config)}, and the batch of {steps} was not kept"
+    remedy = (
         "more often saved (recover.freq_steps, recover.keep_last) or more kept "
-        "(telemetry.keep_batches), a run can be replayed",
+        "(telemetry.keep_batches), a run can be replayed"
     )
+    return Problem(f"--step = {step}", rule, remedy)
 
 
-def config_of(batch: KeptBatch, folder: Path, layout: str | None) -> Config:
+def config_of(batch: Mapping[str, Any], folder: Path, layout: str | None) -> Config:
     """The one that the step was trained with, in the place where the run is now."""
-    values = dict(batch.facts["config"])
+    values = dict(batch["config"])
     if folder.resolve().parents[2].name == "logs":
         values["fileroot"] = str(folder.resolve().parents[3])
     try:
         config = config_from_record(values | ({"allocation_mode": layout} if layout else {}))
     except ValidationError as error:
         rule = f"its config is of another version: {error.errors()[0]['msg']}"
-        raise UserError(Problem(f"step {batch.step}", rule)) from error
+        raise UserError(Problem(f"step {batch['step']}", rule)) from error
     allocation = parsed_allocation(config)
     if allocation is None or allocation.find("actor") is None:
         remedy = "for example --layout archon:d2t2, or archon:d1 for one process"
@@ -237,60 +286,45 @@ def config_of(batch: KeptBatch, folder: Path, layout: str | None) -> Config:
     return config
 
 
-def replay(plan: ReplayPlan, device: torch.device, rank: Rank, dump: str = "") -> Replay:
-    """On this rank, as on all others."""
-    threads = plan.batches[-1].facts["place"]["threads"]
-    usual = torch.get_num_threads()
-    if threads and device.type == "cpu":
-        torch.set_num_threads(threads)
-    try:
-        return _replay(plan, device, rank, dump)
-    finally:
-        torch.set_num_threads(usual)
-
-
-def _replay(plan: ReplayPlan, device: torch.device, rank: Rank, dump: str) -> Replay:
-    config = plan.config
-    register_models(config)
-    algorithm, last = algorithm_settings(config), plan.batches[-1]
-    size = RunSize(**last.facts["size"])
+def replay(plan: ReplayPlan, calls: Calls, dump: str = "") -> Replay:
+    config, last = plan.config, plan.batches[-1]
+    algorithm = algorithm_settings(config)
     roles: tuple[Role, ...] = ("actor", "critic") if algorithm.needs_critic else ("actor",)
-    learners = {role: build_learner(config, role, size, device=device) for role in roles}
-    learner, critic = learners["actor"], learners.get("critic")
-    has = restore(plan, learners)
-    trained = plan.batches[0].step - 1
-    scored_apart = scorers(config_from_record(last.facts["config"]))
-    update = build_update(config, algorithm, learner, critic, scored_apart)
-    load_tags(learner, config, set(update.tags) - has, trained, keeps_ref=False)
-    place = place_of(device, layout_of(config, "actor"))
-    changed = differences(last.facts["place"], place)
-    tolerance = TOLERANCES[config.actor.compute_dtype(device.type)] if changed else 0.0
+    calls.call("build", **last["size"])
+    calls.call("load_tags", has=sorted(restore(plan, calls, roles)), step=plan.first - 1)
+    changed = differences(last["place"], calls.ask("place"))
+    tolerance = TOLERANCES[config.actor.compute_dtype(calls.device.type)] if changed else 0.0
+    every = None if "ref" in plan.given["scored_apart"] else config.ref_update_interval
     compared: list[ReplayedNumber] = []
     for number, batch in enumerate(plan.batches, 1):
-        rank.report(batch.step)
-        num_chunks = batch.facts["config"]["num_iters_per_train_update"]
-        result = update.train(batch.groups, num_chunks)
-        compared += compare(batch.step, plan.records[batch.step], result, number * tolerance)
-        every = None if "ref" in scored_apart else config.ref_update_interval
-        if every and batch.step % every == 0:
-            learner.save_tag("ref")
+        step = int(batch["step"])
+        calls.call(
+            "train_kept",
+            folder=str(plan.folder),
+            step=step,
+            number=step - 1,
+            digest=batch["sha256"],
+            num_chunks=batch["config"]["num_iters_per_train_update"],
+        )
+        facts = BatchFacts.read(calls.ask("measure"))
+        compared += compare(step, plan.records[step], facts, number * tolerance)
+        if every and step % every == 0:
+            calls.call("save_tag", tag="ref")
     if dump:
-        write_dump(Path(dump), last, result)
+        calls.ask("dump", file=dump)
     return Replay(plan.begin, changed, compared)
 
 
-def restore(plan: ReplayPlan, learners: Mapping[Role, Learner]) -> set[str]:
+def restore(plan: ReplayPlan, calls: Calls, roles: Sequence[Role]) -> set[str]:
     """Fills the learners from the checkpoint, if there is one; the weight tags they have then."""
     checkpoint = plan.checkpoint
     if checkpoint is None:
         return set()
-    tags: set[str] = set()
-    with ExitStack() as stack:
-        stack.enter_context(holding(checkpoint.root / checkpoint.info / COMMIT))
-        for role, learner in learners.items():
-            name = "default" if role == "actor" else role
-            folder = state_folder(name, checkpoint.step)
-            counters = restore_learner(learner, checkpoint, folder)  # type: ignore[arg-type]
+    root, step, tags = str(checkpoint.root.absolute()), checkpoint.step, set[str]()
+    with holding(checkpoint.root / checkpoint.info / COMMIT):
+        for role in roles:
+            given = {"root": root, "step": step, "folder": state_folder(role, step)}
+            counters = calls.call("restore_state", role=role, **given)
             tags |= set(counters.get("tags", ())) if role == "actor" else set()
     before, config = checkpoint.manifest.facts["config"], plan.config
     paths = {"ref": config.ref.path, "teacher": config.teacher.path}
@@ -298,9 +332,9 @@ def restore(plan: ReplayPlan, learners: Mapping[Role, Learner]) -> set[str]:
 
 
 def compare(
-    step: int, record: Mapping[str, Any], result: BatchResult, tolerance: float
+    step: int, record: Mapping[str, Any], facts: BatchFacts, tolerance: float
 ) -> list[ReplayedNumber]:
-    steps, critic = result.steps, result.critic_steps
+    steps, critic = facts.steps, facts.critic_steps
     found = plain_json(
         {
             "loss": loss_of(steps),
@@ -324,11 +358,11 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [f"{key} was {before[key]}, is {now[key]}" for key in now if before[key] != now[key]]
 
 
-def write_dump(file: Path, batch: KeptBatch, result: BatchResult) -> None:
+def write_dump(file: Path, groups: Sequence[Group], result: BatchResult) -> None:
     """A JSON line for each sample of the step's first update."""
     names = {
         id(sample): (group.gid, index)
-        for group in batch.groups
+        for group in groups
         for index, sample in enumerate(group.samples)
     }
     try:

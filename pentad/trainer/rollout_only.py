@@ -6,17 +6,18 @@ Gids, seeds, rewards and drops are those of a run that trains. Each step's group
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from pentad.checkpoint.folders import Checkpoint
 from pentad.config.derived import model_folder
 from pentad.config.schema import Config
 from pentad.core.device import pick_device
@@ -27,29 +28,33 @@ from pentad.data.store import MemoryStore
 from pentad.engine.engine import build_engine
 from pentad.engine.section import EngineSettings, ModelConfig
 from pentad.rl.metrics import sample_metrics
-from pentad.runtime.rank import rank_from_environment
+from pentad.runtime.calls import RankCalls
+from pentad.runtime.rank import Rank, rank_from_environment
 from pentad.sync.publisher import Publisher, Snapshot, take_snapshot
 from pentad.telemetry.log import NOTICE, announced
 from pentad.telemetry.record import Funnel, PhaseTimer, Rl, StepRecord
-from pentad.trainer.batches import kept_steps, read_batch
+from pentad.trainer.batches import BatchKeeper, kept_steps, read_batch
+from pentad.trainer.context import RunSummary
+from pentad.trainer.crew import Crew
 from pentad.trainer.evaluate import open_executor, open_reward
 from pentad.trainer.learners import backend_of, start_run, weights_folder
 from pentad.trainer.placement import Placement, Turnstile
 from pentad.trainer.preflight import Checked, check_train, size_of
-from pentad.trainer.records import mean_parts
-from pentad.trainer.rollout_pump import RolloutPump, rejection
-from pentad.trainer.run import OpenRun, open_run
+from pentad.trainer.records import TrainedBatch, mean_parts
+from pentad.trainer.rollouts import rollout_pump, watchdog_of
+from pentad.trainer.run import BatchSource, Run, RunInputs, lead
 from pentad.trainer.samplers import SamplerOpener
-from pentad.trainer.scheduler import NoPump, Scheduler, Watchdog
+from pentad.trainer.scheduler import Scheduler
 from pentad.trainer.state import Budget, RunState
-from pentad.trainer.stopping import stop_task_early, stopped
+from pentad.trainer.stopping import stopped
+from pentad.trainer.update import BatchFacts
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutSummary:
-    """What is left of it for whoever started it."""
+    """What a run that only samples leaves."""
 
     records: Path
     groups: Path
@@ -63,50 +68,97 @@ def run_rollout_only(
     if own is not None and own.world > 1:
         rule = "has no ranks, and torchrun started several"
         raise UserError(Problem("only = rollout", rule, "start it without torchrun"))
-    checked = check_train(config, place)
+    with RankCalls(NoLearner(place)) as calls, Crew() as crew:
+        done = lead(begin_rollout_only, calls, config, notes, fresh, crew)
+    return RolloutSummary(done.records, done.model, done.num_steps)
+
+
+def begin_rollout_only(config: Config, device: torch.device) -> SampleInputs:
+    checked = check_train(config, device)
     start_run(config, ("actor",))
-    with open_run(
-        config, notes, checked.stream, title="rollout", fresh=fresh, dims=checked.dims, device=place
-    ) as run:
-        return asyncio.run(RolloutOnly(config, checked, run, place).sample())
+    return SampleInputs(
+        command="train",
+        title="rollout",
+        dims=checked.dims,
+        data=checked.stream,
+        roles=(),
+        evaluates=False,
+        checked=checked,
+    )
 
 
-class RolloutOnly:
-    """The parts of such a run."""
+class NoLearner:
+    """The service of a run that trains nothing."""
 
-    def __init__(
-        self, config: Config, checked: Checked, run: OpenRun, device: torch.device
-    ) -> None:
-        self.config = config
-        self.checked = checked
-        self.open = run
+    mild: frozenset[str] = frozenset()
+
+    def __init__(self, device: torch.device) -> None:
+        self.rank = Rank()
         self.device = device
-        self.num_steps = run.num_steps
-        self.batches = run.batches(size_of(config, checked, run.num_steps))
-        self.batches.facts["data"] = checked.stream.state()
+
+    def progress(self) -> dict[str, int]:
+        return {"num_done": 0, "num_moved": 0}
+
+    def close(self, *, is_failed: bool) -> None:
+        """It has nothing under way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleInputs(RunInputs):
+    """What a run that only samples reads."""
+
+    checked: Checked
+
+    async def open(self, run: Run, stack: AsyncExitStack) -> SampleSource:
+        config, checked, context = run.config, self.checked, run.context
         size = config.train_dataset.batch_size
         budget = Budget(size, config.max_staleness, run.num_steps)
-        self.state = RunState(Ledger(size), MemoryStore(), budget)
+        state = RunState(Ledger(size), MemoryStore(), budget, stop=run.stop)
+        servers = context.folder.file("servers/")
+        samplers = await SamplerOpener(
+            config, checked.dims, checked.tokenizer, context.device, servers, stack
+        ).open()
+        with announced(log, "weights for the samplers"):
+            first = first_weights(config, context.device)
+            await Publisher(list(samplers.values())).publish(first)
+        reward = await open_reward(config, config.train_dataset.answer_key, stack)
+        executor = open_executor(config, checked, samplers, reward, stack, purpose="train")
+        placement = Placement(is_shared=False, max_staleness=config.max_staleness)
+        turnstile = Turnstile(placement, [])
+        rollout = rollout_pump(config, checked, state, executor, placement, turnstile)
+        scheduler = Scheduler(state, rollout, watchdog_of(run, state, samplers))
+        batches = context.batch_keeper(size_of(config, checked, run.num_steps))
+        batches.facts["data"] = checked.stream.state()
+        return SampleSource(run, checked, state, scheduler, batches)
 
-    async def sample(self) -> RolloutSummary:
-        self._resume()
-        async with AsyncExitStack() as stack:
-            with stop_task_early(lambda: f"{self._num_done} steps are sampled"):
-                scheduler = await self._open(stack)
-            self.open.started(self._num_done)
-            await scheduler.run()
-        if self._num_done < self.num_steps:
-            rest = f"after {self._num_done} of {self.num_steps} steps, whose groups are in "
-            rest += f"{self.batches.folder}; started again, it goes on there"
-            raise stopped(self.state.stop_reason, rest)
-        return RolloutSummary(self.open.folder.path, self.batches.folder, self._num_done)
+    def describe_progress(self, run: Run) -> str:
+        return f"{run.trained} steps are sampled"
 
-    @property
-    def _num_done(self) -> int:
-        return self.state.budget.trained
+    def summary(self, run: Run, model: Path | None) -> RunSummary:
+        """The groups of the steps are its model."""
+        folder = run.context.folder.file("batches/")
+        if run.trained < run.num_steps:
+            rest = f"after {run.trained} of {run.num_steps} steps, whose groups are in "
+            rest += f"{folder}; started again, it goes on there"
+            raise stopped(run.stop.reason, rest)
+        return RunSummary(run.context.folder.path, folder, run.trained)
 
-    def _resume(self) -> None:
-        """After the last step of those that are there without a gap."""
+
+@dataclass(eq=False)
+class SampleSource(BatchSource):
+    """Batches that are written instead of trained."""
+
+    run: Run
+    checked: Checked
+    state: RunState
+    scheduler: Scheduler
+    batches: BatchKeeper
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Such a run has no checkpoints."""
+
+    def restored(self, checkpoint: Checkpoint | None) -> None:
+        """Continues after the last step of those that are there without a gap."""
         kept, done = kept_steps(self.batches.folder), 0
         while done + 1 in kept:
             done += 1
@@ -114,63 +166,39 @@ class RolloutOnly:
             rule = f"has steps {beyond[0]} to {beyond[-1]}, and step {done + 1} is missing"
             remedy = "bring it back, start anew with --fresh, or give another trial_name"
             raise UserError(Problem(str(self.batches.folder), rule, remedy))
-        self.open.recorder.resume(done)
+        self.run.context.recorder.resume(done)
         if not done:
             return
         last = read_batch(self.batches.folder, done).facts
         self.checked.stream.check_state(last["data"])
         self.state.resume(last["ledger"], [], done)
+        self.run.trained = done
         log.info("resumed after step %d", done, extra=NOTICE)
 
-    async def _open(self, stack: AsyncExitStack) -> Scheduler:
-        config, checked = self.config, self.checked
-        servers = self.open.folder.file("servers/")
-        samplers = await SamplerOpener(
-            config, checked.dims, checked.tokenizer, self.device, servers, stack
-        ).open()
-        with announced(log, "weights for the samplers"):
-            await Publisher(list(samplers.values())).publish(first_weights(config, self.device))
-        reward = await open_reward(config, config.train_dataset.answer_key, stack)
-        executor = open_executor(config, checked, samplers, reward, stack, purpose="train")
-        placement = Placement(is_shared=False, max_staleness=config.max_staleness)
-        rollout = RolloutPump(
-            self.state,
-            checked.stream,
-            executor,
-            placement,
-            Turnstile(placement, []),
-            rejection(checked.algorithm),
-            max_groups=config.rollout.max_concurrent_groups,
-        )
-        watchdog = Watchdog(
-            self.state,
-            warn_s=config.stall_warning_s,
-            abort_s=config.stall_abort_s,
-            sampled=lambda: sum(one.stats()["tokens_drawn"] for one in samplers.values()),
-        )
-        return Scheduler(self.state, rollout, self, NoPump(), watchdog)
+    async def begin(self) -> None:
+        self.run.context.started(self.run.trained)
 
-    async def run(self) -> None:
-        """In the place of a train pump: takes whole batches in their order, writes and records
-        them, and opens the next one."""
-        state, size = self.state, self.state.budget.groups_per_batch
-        while not state.is_over:
-            batch, timer = state.budget.trained, PhaseTimer()
-            what, is_ready = f"the groups of batch {batch}", partial(state.ledger.are_ready, batch)
-            with timer.phase("rollout"):
-                await state.wait_for("collect", what, is_ready)
-            if not is_ready():
-                return
-            gids = state.ledger.lease(batch, range(size))
-            groups = state.store.get(gids)
-            state.ledger.ack(gids)
-            with timer.phase("save"):
-                self._write(batch + 1, groups)
-            state.store.delete(gids)
-            self._record(batch + 1, groups, timer)
-            state.budget.count_trained()
-            state.budget.count_published(state.budget.trained)
-            state.changed.notify()
+    async def drive(self, run: Run, steps: Coroutine[Any, Any, None]) -> None:
+        await self.scheduler.run(steps)
+
+    async def train(self, step: int, timer: PhaseTimer) -> TrainedBatch | None:
+        """Takes a whole batch, writes it and opens the next one."""
+        state = self.state
+        what, is_ready = f"the groups of batch {step}", partial(state.ledger.are_ready, step)
+        with timer.phase("rollout"):
+            await state.wait_for("collect", what, is_ready)
+        if not is_ready():
+            return None
+        gids = state.ledger.lease(step, range(state.budget.groups_per_batch))
+        groups = state.store.get(gids)
+        state.ledger.ack(gids)
+        with timer.phase("save"):
+            self._write(step + 1, groups)
+        state.store.delete(gids)
+        state.budget.count_trained()
+        state.budget.count_published(state.budget.trained)
+        state.changed.notify()
+        return TrainedBatch(step, BatchFacts([], [], []), timer, groups, state.ledger.funnel())
 
     def _write(self, step: int, groups: Sequence[Group]) -> None:
         try:
@@ -178,14 +206,15 @@ class RolloutOnly:
         except OSError as error:
             raise RunError(f"step {step}: its groups cannot be written: {error}") from error
 
-    def _record(self, step: int, groups: Sequence[Group], timer: PhaseTimer) -> None:
-        run, samples = self.open, [sample for group in groups for sample in group.samples]
+    def record(self, run: Run, trained: TrainedBatch) -> StepRecord:
+        step, groups = trained.batch + 1, trained.groups
+        samples = [sample for group in groups for sample in group.samples]
         num_tokens = sum(len(sample.ids) for sample in samples)
-        phases = timer.phases_ms()
+        phases = trained.timer.phases_ms()
         wall_ms = sum(phases.values())
-        record = StepRecord(
+        return StepRecord(
             step=step,
-            epoch=(step - 1) // run.steps_per_epoch,
+            epoch=(step - 1) // run.context.steps_per_epoch,
             version=0,
             time_s=time.time(),
             num_groups=len(groups),
@@ -200,9 +229,8 @@ class RolloutOnly:
                 prompt_length_mean=sum(len(g.prompt.ids) for g in groups) / len(groups),
                 staleness=None,
             ),
-            funnel=Funnel(**asdict(self.state.ledger.funnel())),
+            funnel=Funnel(**asdict(trained.funnel)) if trained.funnel else None,
         )
-        run.recorder.step(record, groups)
 
 
 def first_weights(config: Config, device: torch.device) -> Snapshot:

@@ -59,13 +59,9 @@ class RolloutPump:
     failed_alike: dict[str, int] = field(default_factory=dict)
     """What was said when a group failed, numbers aside -> how often."""
 
-    def __post_init__(self) -> None:
-        ledger = self.state.ledger
-        self.state.planned = ledger.gids_in("planned")  # under way when the run stopped
-        self.num_scored = ledger.funnel().trained
-
     async def run(self) -> None:
         rolling: dict[asyncio.Task[None], int] = {}  # in the order of their start
+        self.num_scored = self.state.ledger.funnel().trained
         async with asyncio.TaskGroup() as tasks:
             while not self.state.is_over:
                 if not self._can_admit():

@@ -1,508 +1,413 @@
-"""What every run has besides its loop: folders, records, screen, exports, and the summary."""
+"""The loop of every run: batches from a source, each trained, guarded, published, saved, recorded.
+
+Reinforcement learning, training on examples and training on kept groups differ in where a batch
+comes from and in how the learner takes it (`BatchSource`). All else is here once: what is restored
+before the first step, what happens after each, and how a run ends, whole, stopped or failed.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from pentad.checkpoint.folders import (
-    MANIFEST,
-    Checkpoint,
-    Unreadable,
-    find_checkpoints,
-    reading,
-)
-from pentad.checkpoint.tiers import Tiers
-from pentad.config.derived import compute_bytes, is_saved_within, layout_of
-from pentad.config.describe import show
-from pentad.config.rules.checkpoint import changed_keys, fixed_problems
-from pentad.config.rules.unused_keys import Command, unread
-from pentad.config.schema import Config, FrequencyConfig
-from pentad.core.device import gpu_name
+from pentad.checkpoint.folders import Checkpoint, folder_of
+from pentad.config.rules.unused_keys import Command
+from pentad.config.schema import Config
+from pentad.core.device import settle
 from pentad.core.dims import ModelDims
-from pentad.core.errors import (
-    Crashed,
-    Problem,
-    RunError,
-    Stopped,
-    UserError,
-    may_pass,
-    raise_problems,
-    visible,
-)
-from pentad.core.faults import check_armed
-from pentad.core.layout import Layout
-from pentad.core.machine import GIB, host_memory
-from pentad.core.seeds import seed_globals
-from pentad.core.sizes import PROCESS_BYTES, RunSize, export_bytes
-from pentad.engine.flops import detect_peak_tflops
-from pentad.planner.figures import Device
-from pentad.planner.remedies import saves_beside
+from pentad.core.errors import RunError
 from pentad.rl.bounds import Bounds
-from pentad.rl.health import find_alarms
-from pentad.runtime.environment import determinism_restored
 from pentad.telemetry import host
-from pentad.telemetry.log import NOTICE, announced, log_to
-from pentad.telemetry.recorder import Recorder
-from pentad.telemetry.runfolder import RunFolder, describe_start, set_aside, write_json
-from pentad.telemetry.screen import Screen, open_screen
-from pentad.telemetry.sinks import build_sinks
-from pentad.trainer.batches import BatchKeeper
-from pentad.trainer.crew import Regroup
-from pentad.trainer.learner_thread import Calls
-from pentad.trainer.periodic import Frequency
-from pentad.trainer.preflight import is_again, kind_of
-from pentad.trainer.records import StepRecorder
-from pentad.trainer.recovery import Check, RecoverHandler
-from pentad.trainer.run_folders import (
-    accept_config,
-    checkpoint_path,
-    digest_of_config,
-    now_text,
-    standing,
-    take_folder,
+from pentad.telemetry.log import announced
+from pentad.telemetry.record import MemoryUse, PhaseTimer, StepRecord
+from pentad.trainer.context import RunContext, RunData, RunSummary, open_run
+from pentad.trainer.crew import Crew, Regroup
+from pentad.trainer.learner_thread import Calls, LearnerThread
+from pentad.trainer.learners import Role
+from pentad.trainer.records import TrainedBatch
+from pentad.trainer.recovery import (
+    RecoverHandler,
+    finish_saves,
+    progress_of,
+    save_after_failure,
 )
+from pentad.trainer.resume import finished, resume, roll_back
+from pentad.trainer.run_folders import digest_of_config, now_text, standing
 from pentad.trainer.saver import Saver
+from pentad.trainer.scheduler import end_when_hung
 from pentad.trainer.state import ProcessRandom
-from pentad.trainer.stopping import stop_early
-from pentad.trainer.translate import remote_of
+from pentad.trainer.stopping import (
+    StopFlag,
+    cut_short,
+    stop_flag,
+    stop_on_signals,
+    stop_task_early,
+)
 
 log = logging.getLogger(__name__)
 
-FOLDERS = {"default": "actor", "critic": "critic"}
-"""In the checkpoint folder -> the role of the learner whose weights lie there."""
+
+@dataclass(frozen=True, kw_only=True)
+class RunInputs(ABC):
+    """What a run reads, read and found good."""
+
+    command: Command
+    title: str
+    dims: ModelDims
+    data: RunData
+    roles: tuple[Role, ...]
+    """Learners: the actor comes first."""
+    evaluates: bool
+
+    @abstractmethod
+    async def open(self, run: Run, stack: AsyncExitStack) -> BatchSource:
+        """Has the learners built and opens what the batches come from; closed with `stack`. What a
+        checkpoint holds of it is added to `run.recover`."""
+
+    def describe_progress(self, run: Run) -> str:
+        """What there is of the run before it does a step, in words."""
+        return standing(run.config)
+
+    def summary(self, run: Run, model: Path | None) -> RunSummary:
+        """`model`: the last export. RunError where the run was stopped before its last step."""
+        next_start = run.recover.next_start
+        run.stop.check_complete(run.trained, run.num_steps, model, next_start=next_start)
+        assert model is not None, "a complete run has steps"
+        evals = run.context.recorder.evaluations()
+        return RunSummary(run.context.folder.path, model, run.trained, evals)
 
 
-@dataclass(slots=True)
-class RunSummary:
-    """What is left of a run for whoever started it."""
+class WeightSink(Protocol):
+    """Where weights go after every step."""
 
-    records: Path
-    """The run folder."""
-    model: Path
-    """The last HF export."""
-    num_steps: int
-    evals: list[dict[str, Any]] = field(default_factory=list)
+    async def take(self, version: int) -> Any:
+        """A snapshot of the learner's weights as `version`."""
+        ...
+
+    async def hand_on(self, snapshot: Any) -> None: ...
 
 
-@dataclass(slots=True)
-class OpenRun:
-    """A run whose folder is ours and whose records are being written."""
+class BatchSource(ABC):
+    """Where the batches of a run come from, and how the learner takes one."""
 
-    config: Config
-    stack: ExitStack
-    """Closed at the end of the run."""
-    folder: RunFolder
-    recorder: Recorder
-    steps: StepRecorder
-    checkpoints: Path
-    steps_per_epoch: int
-    num_steps: int
-    """Of the whole run."""
-    export_bytes: float
-    saves_beside: bool
-    device: torch.device
-    layout: Layout
-    """Of the actor."""
+    sinks: Sequence[WeightSink] = ()
+    saves_first = False
+    """Whether a step is saved and recorded before its weights are handed to the sinks."""
 
-    def build(self, calls: Calls, **given: Any) -> None:
-        """The models, on all ranks."""
-        with announced(log, "making the model"):
-            calls.call("build", **given)
-        self.steps.num_nodes = calls.call("count_nodes")
-        self.steps.find_straggler = lambda: calls.straggler
+    @abstractmethod
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Takes its own state from a checkpoint; UserError where the data are not those that the
+        checkpoint was trained with."""
 
-    def saver(self, calls: Calls, folder: str) -> Saver:
-        return Saver(
-            calls=calls,
-            role=FOLDERS[folder],
-            root=self.checkpoints / folder,
-            frequency=self.frequency(self.config.saver),
-            steps_per_epoch=self.steps_per_epoch,
-            is_async=self.saves_beside,
-            size_bytes=self.export_bytes,
-            keep_last=self.config.saver.keep_last,
-            keep_best=self.config.saver.keep_best,
-        )
+    def restored(self, checkpoint: Checkpoint | None) -> None:  # noqa: B027
+        """On the learner's thread: the learners have the state they continue from."""
 
-    def frequency(self, config: FrequencyConfig) -> Frequency:
-        return Frequency(
-            epochs=config.freq_epochs,
-            steps=config.freq_steps,
-            seconds=config.freq_secs,
-            steps_per_epoch=self.steps_per_epoch,
-        )
+    @abstractmethod
+    async def begin(self) -> None:
+        """The self-test, the manifest's entry and the first evaluation, before the first step."""
 
-    def batches(self, size: RunSize) -> BatchKeeper:
-        """Keeps what a replay of this start's steps needs."""
-        facts = {
-            "generation": self.recorder.generation,
-            "config": self.config.model_dump(mode="json"),
-            "size": asdict(size),
-            "place": place_of(self.device, self.layout),
-        }
-        return BatchKeeper(self.folder.file("batches/"), self.config.telemetry.keep_batches, facts)
+    @abstractmethod
+    async def train(self, step: int, timer: PhaseTimer) -> TrainedBatch | None:
+        """Trains a step, counted from 0; None where the run was stopped before its batch was
+        whole."""
 
-    def recovery(self, calls: Calls, savers: Mapping[str, Saver]) -> RecoverHandler:
-        """Of a run with these savers, by the names of their folders."""
-        recover, values = self.config.recover, self.config.model_dump(mode="json")
-        facts = {
-            "config": values,
-            "config_digest": digest_of_config(values),
-            "allocation_mode": self.config.allocation_mode,
-            "versions": host.versions(),
-        }
-        handler = RecoverHandler(
-            calls=calls,
-            roles={folder: saver.role for folder, saver in savers.items()},
-            tiers=self._tiers(),
-            frequency=self.frequency(recover),
-            steps_per_epoch=self.steps_per_epoch,
-            is_on=recover.is_on,
-            is_async=self.saves_beside,
-            upload_timeout_s=self.config.checkpoint.finish_timeout_s,
-            before_commit=self.recorder.sync,
-            facts=lambda: {**facts, "time": now_text()},
-        )
-        self.stack.push(lambda kind, *_: handler.close(is_failed=kind is not None))
-        handler.add("checkpoint_info", "frequency", handler.frequency)
-        handler.add("stats_logger_info", "recorder", self.recorder)
-        handler.add("stats_logger_info", "steps", self.steps)
-        if calls.is_apart:  # else it is part of the learner's state
-            handler.add("dataloader_info", "random", ProcessRandom())
-        for folder, saver in savers.items():
-            handler.add("saver_info", folder, saver)
-        return handler
+    async def after_update(self, trained: TrainedBatch) -> None:  # noqa: B027
+        """The step is counted, its weights are in place, and nothing is saved of it yet."""
 
-    def _tiers(self) -> Tiers:
-        recover = self.config.recover
-        remote = remote_of(self.config) if recover.is_on else None
-        return Tiers(self.checkpoints, remote, keep_last=recover.keep_last, is_again=is_again())
+    async def drive(self, run: Run, steps: Coroutine[Any, Any, None]) -> None:
+        """Runs the steps, and beside them what makes batches."""
+        with stop_on_signals(run.stop.request), run.watch_hangs():
+            await steps
 
-    def go_back(self, handler: RecoverHandler, bounds: Bounds, step: int, sentence: str) -> str:
-        """The sentence that ends the run after `step`, counted from 0; empty where a checkpoint is
-        put in the place of weights that give no usable gradient."""
-        if not (sentence and bounds.may_roll_back):
-            return sentence
-        to = handler.roll_back(step, bounds.rollbacks)
-        if to is None:
-            return sentence
-        bounds.rolled_back(step, to)
-        self.steps.rolled_back_to = to + 1
-        log.warning(
-            "step %d: %s. The weights and the optimizer state of step %d are put back (rollback %d "
-            "of guards.max_rollbacks = %d); steps and data go on",
-            step + 1,
-            sentence.partition(":")[0],
-            to + 1,
-            len(bounds.rollbacks),
-            bounds.settings.max_rollbacks,
-        )
-        return ""
+    def doing(self, what: str) -> AbstractContextManager[None]:
+        """Within, this is what a stalled run reports."""
+        return nullcontext()
 
-    def resume(self, handler: RecoverHandler, check: Check) -> Checkpoint | None:
-        """Goes on from the newest checkpoint that is whole, and logs it; None: from the start."""
-        if not handler.is_on:
-            return None
-        is_known = bool(self.folder.manifest["starts"])
+    def record(self, run: Run, trained: TrainedBatch) -> StepRecord:
+        memory = MemoryUse(**run.calls.ask("memory"))
+        return run.context.steps.record(trained, memory, run.saver, run.recover)
 
-        def accept(checkpoint: Checkpoint) -> None:
-            facts = checkpoint.manifest.facts
-            with reading(checkpoint.root / checkpoint.info / MANIFEST):
-                before = facts["config"]
-                _ = facts["time"], before["train_dataset"]["batch_size"]
-                _ = [before[tag]["path"] for tag in ("ref", "teacher")]
-                if not is_known:  # the records are elsewhere, or gone
-                    self.folder.changes = accept_config(self.config, before)
-            raise_problems(fixed_problems(before, self.config.model_dump(mode="json")))
-            check(checkpoint)
-
-        checkpoint = handler.restore(accept)
-        if checkpoint is None and is_known:
-            self._check_place()
-        trained = 0 if checkpoint is None else checkpoint.step + 1
-        redone = self.recorder.resume(trained)
-        for change in self.folder.changes:
-            log.info("the config differs from the start before: %s", change, extra=NOTICE)
-        some, verb = (
-            ("1 step that was", "is") if redone == 1 else (f"{redone} steps that were", "are")
-        )
-        again = f"; {some} recorded since {verb} done again" if redone else ""
-        if checkpoint is not None:
-            place = checkpoint.root / checkpoint.info
-            saved = visible(str(checkpoint.manifest.facts["time"]))
-            log.info(
-                "resumed after step %d from %s (%s)%s", trained, place, saved, again, extra=NOTICE
-            )
-            for change in changed_versions(checkpoint.manifest.facts.get("versions")):
-                log.info("%s", change, extra=NOTICE)
-        elif redone:
-            place = self.checkpoints
-            models = ""
-            for moved in set_aside([place]):
-                if list(moved.glob("*/epoch*")):
-                    models = f"; earlier models are in {moved}"
-            text = "no recovery checkpoint in %s: the run starts again at step 1%s%s"
-            log.info(text, place, again, models, extra=NOTICE)
-        return checkpoint
-
-    def _check_place(self) -> None:
-        """UserError if the checkpoints of the run are where they are not looked for any more."""
-        former = self.folder.manifest["config"].get("checkpoint")
-        former = former.get("local_dir") if isinstance(former, dict) else None
-        if not isinstance(former, str | None):
-            former = None
-        checkpoint = self.config.checkpoint.model_copy(update={"local_dir": former})
-        place = checkpoint_path(self.config.model_copy(update={"checkpoint": checkpoint}))
-        if place != self.checkpoints and find_checkpoints(place, report=log.info):
-            rule = f"the run's recovery checkpoints are in {place}"
-            remedy = f"move that folder to {self.checkpoints}, set it back, or start with --fresh"
-            where = f"checkpoint.local_dir = {show(self.config.checkpoint.local_dir)}"
-            raise UserError(Problem(where, rule, remedy))
-
-    def finished(
-        self, *, roles: Sequence[str] = ("default",), evaluates: bool
-    ) -> RunSummary | None:
-        """Of a run that did all its steps before, has the model of every role and, if it
-        `evaluates`, the score of the last step; None where there is work."""
-        if not self.config.recover.is_on:
-            return None
-        found = find_checkpoints(self.checkpoints, report=log.info)
-        trained = found[0].step + 1 if found else 0
-        last = f"epoch*globalstep{trained - 1}"
-        models = [list((self.checkpoints / role).glob(last)) for role in roles]
-        if not trained or trained < self.num_steps or not all(models):
-            return None
-        if evaluates and trained not in self.recorder.evaluated():
-            return None
-        log.info("the run is finished: all its %d steps are done", trained, extra=NOTICE)
-        tiers = self._tiers()
-        tiers.after_commit(trained - 1)  # the store may have been away at the end of the run
-        tiers.close(self.config.checkpoint.finish_timeout_s)
-        evals = self.recorder.evaluations()
-        return RunSummary(self.folder.path, models[0][0], trained, evals)
-
-    def started(self, trained: int, **facts: Any) -> None:
-        """Notes this start, and what was found out before its first step, in the manifest."""
-        saving = "async" if self.saves_beside else "sync"
-        generation = self.recorder.generation
-        more = {"from_step": trained, "generation": generation, "saver_mode": saving}
-        more |= {"opened_s": self.recorder.opened_s, "device": str(self.device)}
-        self.folder.add_start(describe_start(**more, **facts))
+    def keep(self, trained: TrainedBatch) -> None:  # noqa: B027
+        """Writes what is kept of a step besides its record, before that."""
 
 
-class RunData(Protocol):
-    """What a run samples from or learns from."""
+Check = Callable[[Config, torch.device], RunInputs]
+"""Reads the inputs of a run; one UserError with every problem."""
 
-    def summary(self) -> str: ...
 
-    def steps_per_epoch(self, size: int) -> int: ...
+def lead(
+    check: Check, calls: Calls, config: Config, notes: Sequence[str], fresh: bool, crew: Crew
+) -> RunSummary:
+    """The run, beside its learners, on rank 0 or alone."""
+    inputs: RunInputs = crew.checked or check(config, calls.device)
+    with open_run(
+        config,
+        notes,
+        inputs.data,
+        command=inputs.command,
+        title=inputs.title,
+        fresh=fresh,
+        dims=inputs.dims,
+        device=calls.device,
+    ) as context:
+        if done := finished(context, roles=inputs.roles, evaluates=inputs.evaluates):
+            return done
+        return crew.runner.run(Run(context, calls, crew, inputs).run())
 
-    def run_warnings(self, size: int) -> list[str]: ...
+
+class Run:
+    """One run, over one generation of its learners."""
+
+    def __init__(self, context: RunContext, calls: Calls, crew: Crew, inputs: RunInputs) -> None:
+        self.context = context
+        self.config = context.config
+        self.calls = calls
+        self.crew = crew
+        self.inputs = inputs
+        self.num_steps = context.num_steps
+        self.learner = LearnerThread(calls)
+        self.savers = {role: open_saver(context, calls, role) for role in inputs.roles}
+        self.recover = open_recovery(context, calls, self.savers)
+        self.bounds = Bounds(self.config.guards)
+        self.recover.add("stats_logger_info", "bounds", self.bounds)
+        self.trained = 0
+        """Steps that are in the weights."""
+        self.is_restored = False
+        """Whether the learners have the state they continue from."""
+        self.stop = StopFlag()
+        """The signal that asked the run to stop, from the first step on."""
+        self.timer: PhaseTimer | None = None
+        """Of the step to come, if it has begun."""
+        self.unrecorded: tuple[BatchSource, TrainedBatch] | None = None
+        """A batch that is in the weights and not in the records."""
 
     @property
-    def notes(self) -> Sequence[str]: ...
+    def saver(self) -> Saver:
+        return self.savers["actor"]
 
+    async def run(self) -> RunSummary:
+        with ExitStack() as stepping:
+            try:
+                await self._train(stepping)
+            except (Exception, asyncio.CancelledError) as error:
+                if cut := self._cut_short(error):
+                    raise cut from None
+                is_lost = self.learner.is_given_up or isinstance(error, Regroup)
+                if self.is_restored and not is_lost:
+                    self._rescue()
+                raise
+            try:
+                savers = list(self.savers.values())
+                folders = finish_saves(self.recover, savers, self.trained, self.stop)
+            except KeyboardInterrupt:
+                raise self._cut(step=None) from None
+        return self.inputs.summary(self, folders[0] if folders else None)
 
-@contextmanager
-def open_run(
-    config: Config,
-    notes: Sequence[str],
-    data: RunData,
-    *,
-    command: Command = "train",
-    title: str,
-    fresh: bool,
-    dims: ModelDims,
-    device: torch.device,
-) -> Iterator[OpenRun]:
-    """Takes the run folder, opens log, sinks and screen, and closes them in any case."""
-    size, layout = config.train_dataset.batch_size, layout_of(config, "actor")
-    steps_per_epoch = data.steps_per_epoch(size)
-    num_steps = config.total_train_steps or steps_per_epoch * config.total_train_epochs
-    checkpoints, telemetry = checkpoint_path(config), config.telemetry
-    seed_globals(config.seed, "scheduler")  # each time learners start: a checkpoint has the rest
-    with ExitStack() as stack:
-        folder = stack.enter_context(take_folder(config, fresh=fresh))
-        stack.enter_context(log_to(folder.file("log.txt")))
-        stack.enter_context(determinism_restored())
-        stack.enter_context(noted_end(folder, checkpoints))
-        stack.enter_context(stop_early(partial(standing, config)))
-        warnings = [*unread(config, command), *data.run_warnings(size)]
-        log_start(config, [*notes, data.summary()], warnings, steps_per_epoch)
-        for note in data.notes:
-            log.info("%s", note, extra=NOTICE)
-        recorder = open_recorder(config, folder, title, num_steps)
-        stack.callback(recorder.close)
-        steps = StepRecorder(
-            dims,
-            layout=layout,
-            peak_tflops=telemetry.hardware_peak_tflops or detect_peak_tflops(device),
-            steps_per_epoch=steps_per_epoch,
-            mfu_target=telemetry.mfu_target,
-        )
-        yield OpenRun(
-            config,
-            stack,
-            folder,
-            recorder,
-            steps,
-            checkpoints,
-            steps_per_epoch,
-            num_steps,
-            export_size(config, dims, device),
-            writes_beside(config, device, layout),
-            device,
-            layout,
-        )
-        folder.check_there()
+    async def _train(self, stepping: ExitStack) -> None:
+        """Everything but the last save; signals are noted in `stepping` from the first step on."""
+        async with AsyncExitStack() as stack:
+            stack.callback(lambda: self.learner.close(self.config.stall_abort_s))
+            with stop_task_early(partial(self.inputs.describe_progress, self)):
+                try:
+                    source = await self.inputs.open(self, stack)
+                    await self.learner.run(lambda: self._restore(source))
+                    await source.begin()
+                except asyncio.CancelledError:
+                    self.learner.is_given_up = True  # nothing was trained that a call could save
+                    raise
+            stepping.enter_context(stop_flag(self.stop))
+            self.calls.is_leaving = lambda: bool(self.stop.reason)
+            try:
+                await source.drive(self, self.steps(source))
+            except asyncio.CancelledError:
+                self.learner.is_given_up = bool(self.stop.reason)
+                raise
 
+    def build(self, **given: Any) -> None:
+        """The models, on all ranks."""
+        with announced(log, "making the model"):
+            self.calls.call("build", **given)
+        self.context.steps.num_nodes = self.calls.call("count_nodes")
+        self.context.steps.find_straggler = lambda: self.calls.straggler
 
-def open_recorder(config: Config, folder: RunFolder, title: str, num_steps: int) -> Recorder:
-    telemetry, name = config.telemetry, f"{config.experiment_name}/{config.trial_name}"
-    sinks = build_sinks(
-        folder.path,
-        tensorboard=telemetry.tensorboard,
-        wandb=telemetry.wandb,
-        run_name=name,
-    )
-    return Recorder(
-        folder,
-        start_screen(f"{title} {name}", num_steps),
-        sinks,
-        samples_per_step=telemetry.samples_per_step,
-        seed=config.seed,
-        answer_key=config.train_dataset.answer_key,
-        find_alarms=partial(
-            find_alarms,
-            correction=config.algorithm.correction or "none",
-            has_penalty=bool(config.algorithm.settings.overlong_penalty),
-        ),
-    )
+    def watch_hangs(self) -> AbstractContextManager[None]:
+        """Where the learner is other processes, those are watched by who started them."""
+        if not self.calls.is_alone:
+            return nullcontext()
+        return end_when_hung(self.config.stall_abort_s, self.context.folder.file("log.txt"))
 
+    def _restore(self, source: BatchSource) -> None:
+        checkpoint = resume(self.context, self.recover, source.check)
+        self.trained = 0 if checkpoint is None else checkpoint.step + 1
+        self.is_restored = True
+        source.restored(checkpoint)
+        self.recover.prepare()
+        self.crew.note_loaded()
 
-def log_start(
-    config: Config, notes: Sequence[str], warnings: Sequence[str], steps_per_epoch: int
-) -> None:
-    for note in notes:
-        log.info("%s", note)
-    for warning in warnings:
-        log.warning("%s", warning)
-    if armed := check_armed():
-        log.warning("%s", armed)
-    asked, by_epochs = config.total_train_steps, steps_per_epoch * config.total_train_epochs
-    if asked is not None and asked > by_epochs:
-        log.info(
-            "total_train_steps = %d: it overrides total_train_epochs = %d, which is %d steps",
-            *(asked, config.total_train_epochs, by_epochs),
-            extra=NOTICE,
-        )
-    if not (is_saved_within(config) or config.recover.is_on):
-        log.info(
-            "the model is saved at the end and not before, and recover.mode = %s: a run that "
-            "is killed leaves nothing; saver.freq_steps=N saves it every N steps",
-            config.recover.mode,
-            extra=NOTICE,
-        )
+    # Steps
 
+    async def steps(self, source: BatchSource) -> None:
+        num_steps = 0
+        while not (self.stop.reason or self.trained >= self.num_steps):
+            await self._step(source)
+            num_steps += 1
+            settle(num_steps)
 
-@contextmanager
-def noted_end(folder: RunFolder, checkpoints: Path, *, is_last: bool = True) -> Iterator[None]:
-    """How this start of the run ended goes to its log and to exit.json; a refusal of the operating
-    system is a sentence. `is_last`: the run is complete after this part of it."""
-    marker = folder.file("exit.json")
-    marker.unlink(missing_ok=True)
+    async def _step(self, source: BatchSource) -> None:
+        timer, self.timer = self.timer or PhaseTimer(), None
+        trained = await source.train(self.trained, timer)
+        if trained is None:
+            return
+        self.unrecorded = source, trained
+        self.crew.note_step()
+        self.trained = trained.batch + 1
+        sentence = await self._guard(source, trained)
+        await source.after_update(trained)
+        snapshots = await self._take(source, timer)
+        if source.saves_first:
+            await self._save(source, trained, sentence)
+            self.timer = PhaseTimer()
+            await self._hand_on(source, snapshots, self.timer)
+        else:
+            await self._hand_on(source, snapshots, timer)
+            await self._save(source, trained, sentence)
 
-    def note(end: str, reason: str = "") -> None:
-        saved: int | None = None
-        with suppress(Unreadable):
-            found = find_checkpoints(checkpoints, report=log.debug)
-            saved = found[0].step + 1 if found else 0
-        with suppress(OSError):  # a full disk, or a folder that is gone
-            write_json(
-                marker, {"end": end, "reason": reason, "saved_step": saved, "at": now_text()}
+    async def _guard(self, source: BatchSource, trained: TrainedBatch) -> str:
+        """The sentence that ends a run that has been past a bound for too long; before that an
+        earlier checkpoint is put in place as often as `guards.max_rollbacks` allows."""
+        step, signs = trained.batch, trained.facts.signs
+        for result in trained.steps:
+            if result.skipped:
+                log.warning("step %d: nothing was updated: %s", step + 1, result.reason)
+        if signs is not None and signs.num_impossible:
+            text = "step %d: %d sampled tokens are impossible under the policy that is trained"
+            log.warning(text, step + 1, signs.num_impossible)
+        sentence = self.bounds.past(trained.steps, signs)
+        if not sentence:
+            return ""
+        back = partial(roll_back, self.context, self.recover, self.bounds, step, sentence)
+        with trained.timer.phase("train"), source.doing("going back to a checkpoint"):
+            return await self.learner.run(back)
+
+    async def _take(self, source: BatchSource, timer: PhaseTimer) -> list[Any]:
+        """A snapshot for each sink."""
+        snapshots = []
+        for sink in source.sinks:
+            with timer.phase("publish"), source.doing(f"the copy of version {self.trained}"):
+                snapshots.append(await sink.take(self.trained))
+        return snapshots
+
+    async def _hand_on(self, source: BatchSource, snapshots: list[Any], timer: PhaseTimer) -> None:
+        """Keeps none of them: each is a whole model."""
+        for sink in source.sinks:
+            with timer.phase("publish"):
+                await sink.hand_on(snapshots.pop(0))
+
+    async def _save(self, source: BatchSource, trained: TrainedBatch, sentence: str) -> None:
+        step = trained.batch + 1
+        with source.doing(f"saving and recording step {step}"):
+            await self.learner.run(lambda: self.save_and_record(source, trained))
+        if sentence:
+            raise RunError(f"step {step}: {sentence}")
+        if step < self.num_steps:
+            await self.learner.run(lambda: self.crew.regroup_if_due(self.recover, trained.batch))
+
+    def save_and_record(self, source: BatchSource, trained: TrainedBatch) -> None:
+        """On the learner's thread, with the weights of the step still in place."""
+        self.unrecorded = None
+        with trained.timer.phase("save"):
+            for saver in self.savers.values():
+                saver.after_step(trained.batch)
+            self.recover.after_step(
+                trained.batch, trained.progress, is_doubtful=self.bounds.is_doubtful
             )
+        record = source.record(self, trained)
+        source.keep(trained)
+        self.context.recorder.step(record, trained.groups)
+        self.recover.commit()
 
-    try:
-        yield
-    except OSError as error:
-        log.info("the run failed", exc_info=True)
-        note("failed", str(error))
-        kind = Crashed if may_pass(error) else RunError
-        raise kind(f"the operating system refused: {error}") from error
-    except (UserError, RunError) as error:
-        log.info("the run ended: %s", error)
-        note("stopped" if isinstance(error, Stopped) else "failed", str(error))
-        raise
-    except Regroup:
-        raise
-    except BaseException as error:
-        log.info("the run failed", exc_info=True)
-        note("failed", repr(error))
-        raise
-    if is_last:
-        log.info("the run is complete")
-        note("complete")
+    # The end
 
+    def _rescue(self) -> None:
+        """Saves and records what was trained before a failure, as far as that can be had."""
+        num_done, num_moved = progress_of(self.calls, self.trained)
+        is_whole = not (num_moved or self.calls.is_torn)
+        source, late = self.unrecorded or (None, None)
+        if source and late and late.batch == num_done - 1 and is_whole:
+            try:
+                self.save_and_record(source, late)
+            except Exception as error:  # the first failure is the one to be raised
+                log.warning("after the failure: step %d is not recorded: %s", late.batch + 1, error)
+        savers = list(self.savers.values())
+        save_after_failure(self.calls, self.recover, savers, self.stop, num_done, num_moved)
 
-def changed_versions(before: Any) -> list[str]:
-    """What is installed in another version than when a checkpoint was saved, in words."""
-    if not isinstance(before, Mapping):
-        return []
-    return [
-        f"{visible(name)} was {visible(str(was or 'not installed'))} when the checkpoint was "
-        f"saved, and is {now or 'not installed'}: numbers may differ in their last bits"
-        for name, was, now in changed_keys(before, host.versions())
-    ]
+    def _cut_short(self, error: BaseException) -> RunError | None:
+        """A second signal cancels this task, and nothing is waited for. A loop that was held too
+        long cancels it as well, and then what was trained is saved."""
+        task = asyncio.current_task()
+        if not (self.stop.reason and task and isinstance(error, asyncio.CancelledError)):
+            return None
+        task.uncancel()
+        return self._cut(step=self.trained + 1)
 
-
-def writes_beside(config: Config, device: torch.device, layout: Layout) -> bool:
-    """Whether saves are written while training goes on; warns where `auto` finds no room."""
-    local = min(layout.world, config.cluster.n_gpus_per_node or layout.world)
-    own = local * min((host.rss_gb() or 0.0) * 1e9, PROCESS_BYTES[kind_of(device)])
-    here = Device(kind_of(device), host_memory()[1], "this machine")
-    found = saves_beside(config, here, own)
-    if config.saver.mode == "auto" and not found:
-        log.warning(
-            "saver.mode = auto: training waits while the model is saved, since %.3g GiB of host "
-            "memory are too little for the run and a copy of what is saved",
-            here.host_bytes / GIB,
-        )
-    return found
+    def _cut(self, step: int | None) -> RunError:
+        saved = self.saver.good if self.savers else f"{self.trained} steps are kept"
+        return cut_short(self.stop.reason, step, saved, self.recover.next_start)
 
 
-def export_size(config: Config, dims: ModelDims, device: torch.device) -> float:
-    """Bytes of one HF folder; 0 where the dimensions are not known."""
-    return (
-        export_bytes(dims, compute_bytes(config.actor, kind_of(device))) if dims.is_whole else 0.0
+def open_saver(context: RunContext, calls: Calls, role: str) -> Saver:
+    config = context.config.saver
+    return Saver(
+        calls=calls,
+        role=role,
+        root=context.checkpoints / folder_of(role),
+        frequency=context.frequency(config),
+        steps_per_epoch=context.steps_per_epoch,
+        is_async=context.saves_beside,
+        size_bytes=context.export_bytes,
+        keep_last=config.keep_last,
+        keep_best=config.keep_best,
     )
 
 
-def start_screen(title: str, num_steps: int) -> Screen | None:
-    """None without an output: a closed pipe or terminal is no reason not to train."""
-    if sys.stdout is None:
-        return None
-    try:
-        return open_screen(title, num_steps)
-    except OSError as error:
-        log.warning("the screen: %s; training goes on", error)
-        return None
-
-
-def place_of(device: torch.device, layout: Layout) -> dict[str, Any]:
-    """What numbers may differ by in their last bits."""
-    name = gpu_name(device) if device.type == "cuda" else host.hardware()["cpu"]
-    return {
-        "device": name or device.type,
-        "layout": str(layout),
-        "threads": torch.get_num_threads() if device.type == "cpu" else None,
-        "torch": torch.__version__,
+def open_recovery(
+    context: RunContext, calls: Calls, savers: Mapping[Role, Saver]
+) -> RecoverHandler:
+    """For a run with these savers, by role; closed with the context."""
+    config, values = context.config, context.config.model_dump(mode="json")
+    facts = {
+        "config": values,
+        "config_digest": digest_of_config(values),
+        "allocation_mode": config.allocation_mode,
+        "versions": host.versions(),
     }
+    handler = RecoverHandler(
+        calls=calls,
+        roles=list(savers),
+        tiers=context.tiers(),
+        frequency=context.frequency(config.recover),
+        steps_per_epoch=context.steps_per_epoch,
+        is_on=config.recover.is_on and bool(savers),
+        is_async=context.saves_beside,
+        upload_timeout_s=config.checkpoint.finish_timeout_s,
+        before_commit=context.recorder.sync,
+        facts=lambda: {**facts, "time": now_text()},
+    )
+    context.stack.push(lambda kind, *_: handler.close(is_failed=kind is not None))
+    handler.add("checkpoint_info", "frequency", handler.frequency)
+    handler.add("stats_logger_info", "recorder", context.recorder)
+    handler.add("stats_logger_info", "steps", context.steps)
+    if calls.is_apart:  # else it is part of the learner's state
+        handler.add("dataloader_info", "random", ProcessRandom())
+    for role, saver in savers.items():
+        handler.add("saver_info", folder_of(role), saver)
+    return handler

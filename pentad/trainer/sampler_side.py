@@ -20,18 +20,16 @@ from pentad.core.roles import Sampler
 from pentad.data.file_blobs import make_blobs
 from pentad.data.store import KINDS, Blobs, BlobStore, GroupStore, MemoryStore
 from pentad.infer.sampler import EmbeddedSampler
-from pentad.runtime.calls import RankCalls
 from pentad.runtime.rank import is_one_machine
 from pentad.samplers.replica import Replica
 from pentad.sync.handoff import Handoff, opened, snapshot_of
 from pentad.sync.publisher import Publisher, Snapshot
+from pentad.trainer.context import RunContext
 from pentad.trainer.crew import Crew
 from pentad.trainer.learner_thread import Calls, LearnerThread
 from pentad.trainer.placement import Placement, Turnstile
 from pentad.trainer.preflight import Checked, kind_of
-from pentad.trainer.run import OpenRun
 from pentad.trainer.samplers import SamplerOpener, ray_options
-from pentad.trainer.service import LearnerService
 
 
 @dataclass(eq=False)
@@ -54,7 +52,7 @@ class SamplerSide:
         if handoff is None:
             compared = all(isinstance(one, EmbeddedSampler) for one in self.samplers.values())
             await self.learner.call("snapshot", hashed=not compared, **given)
-            service = own_service(self.learner.calls)
+            service = self.learner.calls.service
             assert service is not None, "one rank in this process, or there is a handoff"
             return replace(service.fetch(version), gather_s=time.perf_counter() - started)
         place = [handoff.kind, str(handoff.folder)]
@@ -70,7 +68,7 @@ class SamplerSide:
 
 
 async def open_sampler_side(
-    run: OpenRun,
+    run: RunContext,
     checked: Checked,
     learner: LearnerThread,
     crew: Crew,
@@ -79,11 +77,13 @@ async def open_sampler_side(
     *,
     build: Callable[[], None],
 ) -> SamplerSide:
-    """Learners that are other processes are built (`build`) while their samplers start."""
+    """Learners that are other processes are built (`build`) while their samplers start, others
+    before."""
     calls = learner.calls
     if calls.is_apart:
         samplers = await _open_beside(run, checked, learner, crew, placement, build)
     else:
+        await learner.run(build)
         if placement.offload_train:
             await learner.call("offload")
         samplers = await _open_samplers(run, checked, calls, crew, stack)
@@ -97,7 +97,7 @@ async def open_sampler_side(
 
 
 async def _open_beside(
-    run: OpenRun,
+    run: RunContext,
     checked: Checked,
     learner: LearnerThread,
     crew: Crew,
@@ -126,7 +126,7 @@ async def _open_beside(
 
 
 async def _open_samplers(
-    run: OpenRun, checked: Checked, calls: Calls, crew: Crew, stack: AsyncExitStack
+    run: RunContext, checked: Checked, calls: Calls, crew: Crew, stack: AsyncExitStack
 ) -> dict[str, Sampler]:
     config, device = run.config, calls.device
     folder = run.folder.file("servers/")
@@ -149,16 +149,15 @@ def _serve(handoff: Handoff, calls: Calls) -> None:
     handoff.release, handoff.check = release, calls.check
 
 
-def open_group_store(run: OpenRun, checked: Checked, calls: Calls, crew: Crew) -> GroupStore:
+def open_group_store(run: RunContext, checked: Checked, calls: Calls, crew: Crew) -> GroupStore:
     """In memory only where the learner is this process alone."""
-    config, service = run.config, own_service(calls)
-    is_alone = service is not None and service.rank.world == 1
+    config, service = run.config, calls.service
     device = kind_of(calls.device)
     placed = topology(config, facts_of(config, device, is_spread=crew.is_spread))
-    kind = "memory" if is_alone and config.store == "auto" else placed.store
+    kind = "memory" if calls.is_alone and config.store == "auto" else placed.store
     if kind == "memory" and service is not None:
-        service.store = MemoryStore()
-        return service.store
+        store = service.store = MemoryStore()
+        return store
     if kind == "files":
         parent = None if is_one_machine() else run.folder.file("groups/")
         blobs: Blobs = make_blobs(parent)
@@ -169,14 +168,6 @@ def open_group_store(run: OpenRun, checked: Checked, calls: Calls, crew: Crew) -
         bundles = placed.bundles(has_learners=calls.is_apart)
         run.stack.enter_context(joined_cluster(bundles, held, **ray_options(config)))
         blobs = import_module(KINDS[kind]).make_blobs(config.num_data_storage_units)
-    store = BlobStore(blobs, checked.stream.prompt)
-    run.stack.callback(store.close)
-    return store
-
-
-def own_service(calls: Calls) -> LearnerService | None:
-    """The service of rank 0, where it is this process."""
-    if not isinstance(calls, RankCalls):
-        return None
-    assert isinstance(calls.service, LearnerService)
-    return calls.service
+    shared = BlobStore(blobs, checked.stream.prompt)
+    run.stack.callback(shared.close)
+    return shared

@@ -2,14 +2,14 @@
 
     prompts --(admit: budget)--> rollout pump --(commit)--> ledger + store
     [ledger + store --(columns)--> score pump --(score)--> ledger + store]   with scorers apart
-    ledger + store --(lease)--> train pump --(snapshot)--> publish pump --(install)--> samplers
+    ledger + store --(lease)--> steps --(snapshot)--> publish pump --(install)--> samplers
     publish pump --(published)--> budget, which opens the next batch
 
 | pump    | waits for                  | is unblocked by            |
 |---------|----------------------------|----------------------------|
 | rollout | a free slot the budget allows | publish, a dropped group |
 | score   | sampled groups                | a committed group        |
-| train   | the next groups of its batch  | a committed or scored group |
+| steps   | the next groups of the batch  | a committed or scored group |
 | publish | a snapshot                    | a finished step          |
 """
 
@@ -21,12 +21,12 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 from pentad.core.errors import RunError, Transient, UserError, first_cause
 from pentad.runtime.awake import awake_s
@@ -220,36 +220,38 @@ class Pump(Protocol):
         ...
 
 
-class NoPump:
-    """In the place of one that a run does not need."""
-
-    async def run(self) -> None:
-        return
+class ClosablePump(Pump, Protocol):
+    def close(self) -> None:
+        """Ends it once what waits is done."""
+        ...
 
 
 @dataclass(slots=True)
 class Scheduler:
+    """Runs the steps of a run beside the pumps that make its batches and publish its weights."""
+
     state: RunState
     rollout: Pump
-    train: Pump
-    publish: Pump
     watchdog: Watchdog
+    publish: ClosablePump | None = None
     score: Pump | None = None
 
-    async def run(self) -> None:
+    async def run(self, steps: Coroutine[Any, Any, None]) -> None:
         """Until all batches are trained and published, or a signal stops it. Raises the first
         failure, unwrapped."""
         try:
             with stop_on_signals(self.state.request_stop):
                 async with asyncio.TaskGroup() as tasks:
                     watching = tasks.create_task(self.watchdog.run(), name="watchdog")
+                    named = {"publish": self.publish, "rollout": self.rollout, "score": self.score}
                     pumps = [
-                        tasks.create_task(self.publish.run(), name="publish pump"),
-                        tasks.create_task(self.rollout.run(), name="rollout pump"),
-                        tasks.create_task(self.train.run(), name="train pump"),
+                        tasks.create_task(pump.run(), name=f"{name} pump")
+                        for name, pump in named.items()
+                        if pump is not None
                     ]
-                    if self.score is not None:
-                        pumps.append(tasks.create_task(self.score.run(), name="score pump"))
+                    await tasks.create_task(steps, name="steps")
+                    if self.publish is not None:
+                        self.publish.close()
                     await asyncio.gather(*pumps)
                     watching.cancel()
         except BaseExceptionGroup as failures:

@@ -7,6 +7,7 @@ read from the store, weights and state leave by files or by the memory of this p
 from __future__ import annotations
 
 import socket
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -271,6 +272,8 @@ class LearnerService(EngineService):
     def __init__(self, config: Config, rank: Rank, device: torch.device) -> None:
         super().__init__(config, rank, device)
         self.store: GroupStore | None = None
+        self.scored_apart: Collection[str] = scorers(config)
+        """Frozen weights whose columns come with the groups."""
         self.batch = 0
         self.result: BatchResult | None = None
         """Of the last batch, until the next begins."""
@@ -283,7 +286,7 @@ class LearnerService(EngineService):
         for role in roles:
             self.engines[role] = build_learner(self.config, role, size, device=self.device)
         actor, critic = self.engines["actor"], self.engines.get("critic")
-        self.update = build_update(self.config, self.algorithm, actor, critic, scorers(self.config))
+        self.update = build_update(self.config, self.algorithm, actor, critic, self.scored_apart)
 
     def load_tags(self, has: list[str], step: int, keeps_ref: bool = False) -> None:
         """The frozen weights that it scores with besides those it has, after `step` steps."""
@@ -309,12 +312,17 @@ class LearnerService(EngineService):
         self.result = self.update.finish()
         self.after_step(self.batch + 1)
 
-    def train_kept(self, folder: str, step: int, number: int, digest: str) -> None:
-        """All of a step from the groups that a run kept, as step `number` of this one, from 0."""
+    def train_kept(
+        self, folder: str, step: int, number: int, digest: str, num_chunks: int | None = None
+    ) -> None:
+        """All of a step from the groups that a run kept, as step `number` of this one, from 0.
+        `num_chunks`: as many as that run trained them in; None: as the config says."""
         self.rank.report(number + 1)
         groups = read_batch(Path(folder), step, digest).groups
         self.batch = number
-        self.result = self.update.train(groups, self.config.num_iters_per_train_update)
+        self.result = self.update.train(
+            groups, num_chunks or self.config.num_iters_per_train_update
+        )
         self.after_step(number + 1)
 
     def measure(self) -> dict[str, Any]:

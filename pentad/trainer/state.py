@@ -18,6 +18,7 @@ from pentad.core.types import Group
 from pentad.data.ledger import Ledger, LiveState
 from pentad.data.store import GroupStore, MissingGroups
 from pentad.engine.state import read_random, write_random
+from pentad.trainer.stopping import StopFlag
 
 
 @dataclass(slots=True)
@@ -143,7 +144,7 @@ class RunState:
     store: GroupStore
     budget: Budget
     changed: Signal = field(default_factory=Signal)
-    stop_reason: str = ""
+    stop: StopFlag = field(default_factory=StopFlag)
     """Set from outside (a signal) to end the run after the step in progress."""
     waiting: dict[str, str] = field(default_factory=dict)
     """What each pump waits for just now; the watchdog reads it out."""
@@ -219,18 +220,18 @@ class RunState:
         kept = {g.gid: g for g in groups if batches[g.gid] - g.min_version <= oldest}
         restored = Ledger.restore(snapshot, kept, has_scorers=self.ledger.has_scorers)
         self.store.delete(self.progress().gids)
-        self.ledger = restored
+        self.ledger, self.planned = restored, restored.gids_in("planned")
         for group in kept.values():
             self.store.put(group)
         self.budget.trained = self.budget.published = trained
 
     def request_stop(self, reason: str) -> None:
-        self.stop_reason = self.stop_reason or reason
+        self.stop.request(reason)
         self.changed.notify()
 
     @property
     def is_over(self) -> bool:
-        return bool(self.stop_reason) or self.budget.trained >= self.budget.num_batches
+        return bool(self.stop.reason) or self.budget.trained >= self.budget.num_batches
 
     async def wait_for(self, pump: str, what: str, predicate: Callable[[], bool]) -> None:
         """Waits for the predicate or the end of the run, saying meanwhile what for."""

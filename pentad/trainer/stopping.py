@@ -19,6 +19,10 @@ class StopFlag:
     reason: str = ""
     """Name of the signal; empty as long as none came."""
 
+    def request(self, reason: str) -> None:
+        """Keeps the first."""
+        self.reason = self.reason or reason
+
     def check_complete(
         self, trained: int, planned: int, model: Path | None, *, next_start: str = ""
     ) -> None:
@@ -72,14 +76,13 @@ def too_early(reason: str, standing: Standing) -> RunError:
 
 
 @contextmanager
-def stop_flag() -> Iterator[StopFlag]:
-    """For a plain loop that looks at the flag; a second signal ends the program at once."""
-    flag = StopFlag()
+def stop_flag(flag: StopFlag) -> Iterator[StopFlag]:
+    """For code that looks at the flag; a second signal raises KeyboardInterrupt."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         if flag.reason:
             raise KeyboardInterrupt
-        flag.reason = signal.Signals(number).name
+        flag.request(signal.Signals(number).name)
 
     with handling_signals(stop):
         yield flag

@@ -1,25 +1,23 @@
-"""The train pump leases a batch's groups and updates the learner; the publish pump brings the
-weights to the samplers, then evaluates them if due."""
+"""How sampled groups reach the learner, and how its weights reach the samplers: the groups of a
+batch are leased, trained and acknowledged; the publish pump installs a snapshot, then evaluates it
+if due."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 
-from pentad.core.device import settle
 from pentad.core.errors import InfraFailure, RunError
 from pentad.core.types import Group
-from pentad.data.ledger import PromptFunnel
-from pentad.rl.bounds import Bounds
 from pentad.sync.publisher import Publisher, Snapshot
 from pentad.telemetry.record import PhaseTimer
 from pentad.trainer.evaluate import Evaluator
 from pentad.trainer.learner_thread import LearnerThread
 from pentad.trainer.placement import Placement, Turnstile
+from pentad.trainer.records import TrainedBatch
 from pentad.trainer.selftest import Prober
-from pentad.trainer.state import DataProgress, RunState
+from pentad.trainer.state import RunState
 from pentad.trainer.update import BatchFacts, chunk_slots
 
 CAUSE_S, LOOK_S = 5.0, 0.1
@@ -99,60 +97,41 @@ class PublishPump:
         self.state.changed.notify()
 
 
-log = logging.getLogger(__name__)
+@dataclass(eq=False)
+class SamplerSink:
+    """Sends the weights of every step to the samplers."""
 
+    publish: PublishPump
+    snapshot: Callable[[int], Awaitable[Snapshot]]
+    """Takes the learner's weights as they are, under the number of a version."""
 
-@dataclass(slots=True)
-class TrainedBatch:
-    """One finished step, for the records."""
+    async def take(self, version: int) -> Snapshot:
+        return await self.snapshot(version)
 
-    batch: int
-    groups: list[Group]
-    facts: BatchFacts
-    funnel: PromptFunnel
-    """As it was when the batch was done; the next one may be under way by now."""
-    timer: PhaseTimer
-    progress: DataProgress | None
-    """Where the data stood when it was done: what belongs to the weights after it."""
+    async def hand_on(self, snapshot: Snapshot) -> None:
+        """Returns at once, or where roles take turns when samplers have the version."""
+        state, version = self.publish.state, snapshot.version
+        self.publish.submit(snapshot)
+        del snapshot  # a whole model
+        if self.publish.placement.takes_turns:
+            await state.changed.until(lambda: state.budget.published >= version)
+        state.changed.notify()
 
 
 @dataclass(eq=False)
-class TrainPump:
+class BatchTrainer:
+    """Leases the groups of a batch as they are ready, has the learner train them, and acknowledges
+    them once they are in the weights."""
+
     state: RunState
     learner: LearnerThread
-    take: Callable[[int], Awaitable[Snapshot]]
-    """The learner's weights as they are, under the number of a version."""
     publish: PublishPump
     placement: Placement
     turnstile: Turnstile
-    _: KW_ONLY
     num_chunks: int
-    refresh: Callable[[int], Awaitable[None]]
-    """Called with every version, before anything else happens with it."""
-    bounds: Bounds
-    on_trained: Callable[[TrainedBatch], None]
-    """Called as soon as a batch is in the weights."""
-    after_step: Callable[[TrainedBatch], None]
-    """Called on the learner's thread with the weights of the step still in place."""
-    go_back: Callable[[int, str], str]
-    """Called there before they are handed on: the step and the sentence that would end the run
-    after it, which is returned, or earlier weights are put in place."""
-    num_steps: int = 0
-    timer: PhaseTimer | None = None
-    """Of the step to come, if it has begun."""
 
-    async def run(self) -> None:
-        while not self.state.is_over:
-            trained = await self._step(self.state.budget.trained)
-            self.num_steps += 1
-            settle(self.num_steps)
-            if trained is not None:
-                await self._publish(trained)
-        self.publish.close()
-
-    async def _step(self, batch: int) -> TrainedBatch | None:
-        """Trains one batch; None when the run was stopped before the batch was whole."""
-        timer, self.timer = self.timer or PhaseTimer(), None
+    async def train(self, batch: int, timer: PhaseTimer) -> TrainedBatch | None:
+        """None when the run was stopped before the batch was whole."""
         groups: list[Group] = []
         with self.state.doing(f"the start of step {batch + 1}"):
             await self.learner.call("begin", batch=batch)
@@ -176,9 +155,7 @@ class TrainPump:
         self.state.store.delete(gids)
         self.state.num_losses = 0
         funnel, progress = self.state.ledger.funnel(), self.state.progress()
-        trained = TrainedBatch(batch, groups, facts, funnel, timer, progress)
-        self.on_trained(trained)
-        return trained
+        return TrainedBatch(batch, facts, timer, groups, funnel, progress)
 
     async def _add(self, groups: list[Group], last: bool) -> None:
         """Every rank reads them from the store."""
@@ -224,50 +201,3 @@ class TrainPump:
                 f"group {group.gid} holds tokens of version {group.min_version} but is trained at "
                 f"version {batch}: lag {lag} exceeds max_staleness = {self.placement.max_staleness}"
             )
-
-    def _past_bounds(self, trained: TrainedBatch) -> str:
-        """The sentence that ends a run that has been past a bound for too long."""
-        facts = trained.facts
-        if facts.signs.num_impossible:
-            text = "step %d: %d sampled tokens are impossible under the policy that is trained"
-            log.warning(text, trained.batch + 1, facts.signs.num_impossible)
-        return self.bounds.past([*facts.steps, *facts.critic_steps], facts.signs)
-
-    async def _publish(self, trained: TrainedBatch) -> None:
-        """Counts the step, sends its weights on their way, and writes the records."""
-        self.state.budget.count_trained()
-        version = self.state.budget.trained
-        sentence = self._past_bounds(trained)
-        if sentence:
-            with trained.timer.phase("train"), self.state.doing("going back to a checkpoint"):
-                step = trained.batch
-                sentence = await self.learner.run(lambda: self.go_back(step, sentence))
-        with self.state.doing(f"the reference after step {version}"):
-            await self.refresh(version)
-        copying = f"the copy of version {version}"
-        with trained.timer.phase("publish"), self.state.doing(copying):
-            snapshot = await self.take(version)
-        if self.placement.offload_train:  # it leaves when samplers wake, so it is saved before
-            await self._record(trained, sentence)
-            self.timer = PhaseTimer()
-            await self._hand_on(snapshot, self.timer)
-        else:
-            await self._hand_on(snapshot, trained.timer)
-            del snapshot  # a whole model
-            await self._record(trained, sentence)
-        self.state.changed.notify()
-
-    async def _hand_on(self, snapshot: Snapshot, timer: PhaseTimer) -> None:
-        version = snapshot.version
-        with timer.phase("publish"):
-            self.publish.submit(snapshot)
-            if self.placement.takes_turns:
-                budget = self.state.budget
-                await self.state.changed.until(lambda: budget.published >= version)
-
-    async def _record(self, trained: TrainedBatch, sentence: str) -> None:
-        step = trained.batch + 1
-        with self.state.doing(f"saving and recording step {step}"):
-            await self.learner.run(lambda: self.after_step(trained))
-        if sentence:
-            raise RunError(f"step {step}: {sentence}")

@@ -258,15 +258,16 @@ class BatchFacts:
     critic_steps: list[StepResult]
     lengths: list[int]
     """Tokens of each row."""
-    metrics: Metrics
-    rerouted_share: float | None
+    metrics: Metrics = field(default_factory=dict)
+    rerouted_share: float | None = None
     """Where routes were replayed, how many the learner itself would have chosen otherwise."""
-    signs: Signs
+    signs: Signs | None = None
+    """None of examples, which no sampler drew."""
 
     def as_json(self) -> dict[str, Any]:
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
         steps = {key: [asdict(step) for step in plain[key]] for key in ("steps", "critic_steps")}
-        return plain | steps | {"signs": asdict(self.signs)}
+        return plain | steps | {"signs": self.signs and asdict(self.signs)}
 
     @classmethod
     def read(cls, value: Mapping[str, Any]) -> BatchFacts:

@@ -20,10 +20,12 @@ from pentad.planner.prepare import prepare
 from pentad.runtime import calls as runtime_calls
 from pentad.runtime.calls import RankCalls, serve
 from pentad.runtime.rank import Rank
-from pentad.trainer import assemble, learners, sft
+from pentad.trainer import learners
 from pentad.trainer.ranks import run_over_ranks, run_rank
+from pentad.trainer.rollouts import begin_train
 from pentad.trainer.service import LearnerService
-from pentad.trainer.sft_service import PretrainService, SftService
+from pentad.trainer.example_service import PretrainService, SftService
+from pentad.trainer.examples import begin_examples
 
 
 def settings_of(task, root, command, trial, *overrides):
@@ -50,18 +52,18 @@ def config_of(task, root, command, trial, *overrides):
 
 
 RUNS = {
-    "pretrain": (partial(sft.lead_examples, PretrainService), PretrainService, partial(sft.begin_examples, PretrainService)),
-    "sft": (partial(sft.lead_examples, SftService), SftService, partial(sft.begin_examples, SftService)),
-    "train": (assemble.lead_train, LearnerService, assemble.begin_train),
+    "pretrain": (partial(begin_examples, PretrainService), PretrainService),
+    "sft": (partial(begin_examples, SftService), SftService),
+    "train": (begin_train, LearnerService),
 }
 
 
 def run_here(command, task, root, trial, overrides):
     """One rank of a run, in a process of the pool."""
     config, notes = config_of(task, root, command, trial, *overrides)
-    run, service, _ = RUNS[command]
+    check, service = RUNS[command]
     rank = Rank(dist.get_rank(), dist.get_world_size())
-    summary = run_rank(run, service, config, notes, False, rank, torch.device("cpu"))
+    summary = run_rank(check, service, config, notes, False, rank, torch.device("cpu"))
     return summary and {"records": str(summary.records), "model": str(summary.model)}
 
 
@@ -284,6 +286,6 @@ def run_harmed(command, rank, failure, task, root):
         "run",
         *(f"experiment_name={rank}-{failure}", f"allocation_mode={layout}", "recover.retries=0"),
     )
-    run, _, begin = RUNS[command]
+    check, _ = RUNS[command]
     harmed = {"sft": HarmedSft, "train": HarmedTrain}[command]
-    return run_over_ranks(run, harmed, begin, config, notes, False, "cpu")
+    return run_over_ranks(check, harmed, config, notes, False, "cpu")

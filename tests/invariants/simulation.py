@@ -26,11 +26,13 @@ from pentad.data.prompts import RejectedPrompt
 from pentad.data.store import MemoryStore
 from pentad.sync.publisher import Publisher, Snapshot, take_snapshot
 from pentad.trainer.placement import Placement, Turnstile
+from pentad.trainer.records import TrainedBatch
 from pentad.trainer.rollout_pump import RolloutPump
+from pentad.trainer.run import Run
 from pentad.trainer.scheduler import Scheduler
 from pentad.trainer.scorers import ScorePump
 from pentad.trainer.state import Budget, RunState
-from pentad.trainer.train_pump import PublishPump, TrainedBatch, TrainPump
+from pentad.trainer.train_pump import BatchTrainer, PublishPump, SamplerSink
 
 MAX_TURNS = 50_000
 """Turns of the event loop after which a schedule counts as one that does not end."""
@@ -180,6 +182,43 @@ class SimulatedLearner:
         return function()
 
 
+class SimulatedSource:
+    """Batches of groups, as `trainer.rollouts` has them."""
+
+    saves_first = False
+
+    def __init__(self, trainer: BatchTrainer, sink: SamplerSink) -> None:
+        self.trainer = trainer
+        self.doing = trainer.state.doing
+        self.sinks = [sink]
+
+    async def train(self, step: int, timer: Any) -> TrainedBatch | None:
+        trained = await self.trainer.train(step, timer)
+        if trained is not None:
+            self.trainer.state.budget.count_trained()
+        return trained
+
+    async def after_update(self, trained: TrainedBatch) -> None:
+        pass
+
+
+class SimulatedRun(Run):
+    """The steps of a run, without folders and checkpoints."""
+
+    def __init__(self, simulation: "Simulation") -> None:
+        self.simulation = simulation
+        self.learner = SimulatedLearner(simulation)
+        self.crew = SimpleNamespace(note_step=lambda: None, regroup_if_due=lambda *given: None)
+        self.bounds = SimpleNamespace(past=lambda steps, signs: "")
+        self.recover = self.timer = self.unrecorded = None
+        self.stop = simulation.state.stop
+        self.trained = simulation.budget.trained
+        self.num_steps = simulation.world.num_batches
+
+    def save_and_record(self, source: SimulatedSource, trained: TrainedBatch) -> None:
+        self.simulation.after_step(trained)
+
+
 class Simulation:
     """One run over all its starts."""
 
@@ -226,7 +265,7 @@ class Simulation:
         self.num_starts += 1
         assert self.num_starts < 200, "the run does not get on"
         self._build()
-        running = asyncio.create_task(self.scheduler.run())
+        running = asyncio.create_task(self.scheduler.run(self.run_of_steps.steps(self.source)))
         loop = asyncio.get_running_loop()
         if end_s is not None:
             stop = self.draw.random() < 0.5
@@ -277,28 +316,18 @@ class Simulation:
             lambda group: "no_signal" if self.happens("no_signal") else None,
             max_groups=world.max_groups,
         )
-        train = self._train_pump(publish, placement, turnstile)
+        self.run_of_steps = SimulatedRun(self)
+        trainer = BatchTrainer(
+            self.state, self.run_of_steps.learner, publish, placement, turnstile, world.num_chunks
+        )
+        self.source = SimulatedSource(trainer, SamplerSink(publish, self.fetch))
         forever = SimpleNamespace(run=asyncio.Event().wait)
         roles = ("ref", "teacher")[: world.num_scorers]
         self.scorers = {role: SimulatedScorer(self, role) for role in roles}
         score = ScorePump(self.state, self.scorers, placement, num_chunks=world.num_chunks)
         self.scheduler = Scheduler(
-            self.state, rollout, train, publish, forever, score if self.scorers else None
+            self.state, rollout, forever, publish, score if self.scorers else None
         )
-
-    def _train_pump(
-        self, publish: PublishPump, placement: Placement, turnstile: Turnstile
-    ) -> TrainPump:
-        learner = SimulatedLearner(self)
-        rest = {
-            "num_chunks": self.world.num_chunks,
-            "refresh": no_refresh,
-            "bounds": SimpleNamespace(past=lambda steps, signs: ""),
-            "on_trained": lambda trained: None,
-            "after_step": self.after_step,
-            "go_back": lambda step, sentence: sentence,
-        }
-        return TrainPump(self.state, learner, self.fetch, publish, placement, turnstile, **rest)
 
     def _watch_ends(self, ledger: Ledger) -> None:
         """Notes the end of every gid. A second end is the ledger's to refuse."""
@@ -427,10 +456,6 @@ class Simulation:
         wanted = self.world.num_batches * self.world.groups_per_batch
         assert len(trained) == funnel.trained == wanted
         assert funnel.drawn == funnel.trained + sum(funnel.dropped.values())
-
-
-async def no_refresh(version: int) -> None:
-    pass
 
 
 @cache

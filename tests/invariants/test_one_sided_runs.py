@@ -13,10 +13,10 @@ from pentad.core.errors import RunError, UserError
 from pentad.planner.prepare import prepare
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.batches import read_batch
+from pentad.trainer.context import RunSummary
+from pentad.trainer.kept_groups import KeptSource, run_train_only
 from pentad.trainer.rollout_only import run_rollout_only
-from pentad.trainer.run import RunSummary
 from pentad.trainer.service import LearnerService
-from pentad.trainer.train_only import TrainOnly, run_train_only
 
 UNCORRECTED = ["algorithm.correction=none", "algorithm.allow_uncorrected=true"]
 
@@ -150,7 +150,7 @@ def test_steps_behind_a_gap_are_not_removed(lab, sides):
 
 
 @pytest.mark.parametrize(
-    ("reader", "method"), [(TrainOnly, "_step"), (LearnerService, "train_kept")]
+    ("reader", "method"), [(KeptSource, "train"), (LearnerService, "train_kept")]
 )
 def test_groups_replaced_while_a_run_trains_are_refused(lab, sides, reader, method, monkeypatch):
     """What it trains is what it has recorded, not whatever the folder holds by then."""
@@ -159,7 +159,7 @@ def test_groups_replaced_while_a_run_trains_are_refused(lab, sides, reader, meth
     plain = getattr(reader, method)
 
     def replaced(self, *args, **kwargs):
-        if args == (1,) or kwargs.get("number") == 1:
+        if args[:1] == (1,) or kwargs.get("number") == 1:
             data = (other.groups / "step2.groups").read_bytes()
             (sampled.groups / "step2.groups").write_bytes(data)
         return plain(self, *args, **kwargs)

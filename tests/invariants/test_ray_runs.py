@@ -14,8 +14,8 @@ from pentad.core.errors import UserError
 from pentad.data.ledger import Ledger
 from pentad.planner.prepare import prepare
 from pentad.telemetry.recorder import Recorder
-from pentad.trainer.assemble import run_train
 from pentad.trainer.learner_thread import LearnerThread
+from pentad.trainer.rollouts import run_train
 from pentad.trainer.state import RunState
 
 ray = pytest.importorskip("ray")

@@ -149,7 +149,9 @@ def test_exports_come_every_so_many_seconds_also_across_a_restart(lab, monkeypat
         return plain(self, record, *args)
 
     monkeypatch.setattr(Recorder, "step", pass_time)
-    monkeypatch.setattr("pentad.trainer.run.Frequency", partial(Frequency, clock=lambda: now[0]))
+    monkeypatch.setattr(
+        "pentad.trainer.context.Frequency", partial(Frequency, clock=lambda: now[0])
+    )
     every = ("saver.freq_secs=25", "saver.mode=sync", "trial_name=seconds")
     lab.sft(*every, "total_train_steps=5")
     assert exports_of(lab, "seconds").keys() == {3, 4}, "after 30 s and at the end"
@@ -158,7 +160,7 @@ def test_exports_come_every_so_many_seconds_also_across_a_restart(lab, monkeypat
 
 
 def test_a_host_without_room_for_a_copy_saves_while_training_waits(lab, monkeypatch, capsys):
-    monkeypatch.setattr("pentad.trainer.run.host_memory", lambda: (1000, 1000))
+    monkeypatch.setattr("pentad.trainer.context.host_memory", lambda: (1000, 1000))
     summary = lab.train("saver.freq_steps=1", "total_train_steps=2")
     assert "saver.mode = auto: training waits while the model is saved" in capsys.readouterr().err
     infra = read_lines(summary.records / "steps.jsonl")[-1]["infra"]

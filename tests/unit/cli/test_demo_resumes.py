@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pentad.cli import demo
-from pentad.trainer.run import RunSummary
+from pentad.trainer.context import RunSummary
 
 
 @pytest.mark.parametrize(

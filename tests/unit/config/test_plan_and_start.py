@@ -26,10 +26,10 @@ from pentad.engine.section import EngineSettings
 from pentad.models.families import dims_of
 from pentad.parallel.pipeline import plan_pipeline
 from pentad.planner.prepare import prepare
+from pentad.trainer.example_service import SftService
+from pentad.trainer.examples import check_examples
 from pentad.trainer.preflight import check_train
 from pentad.trainer.ranks import rank_problems
-from pentad.trainer.sft import check_examples
-from pentad.trainer.sft_service import SftService
 
 SIZES = st.sampled_from([1, 1, 1, 2, 2, 3, 4, 8, 64])
 ONE_OF = {

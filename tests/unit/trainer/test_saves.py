@@ -20,7 +20,7 @@ from pentad.trainer import periodic
 from pentad.trainer.periodic import Frequency
 from pentad.trainer.recovery import RecoverHandler, finish_saves, save_after_failure
 from pentad.trainer.saver import Saver
-from pentad.trainer.stopping import stop_flag
+from pentad.trainer.stopping import StopFlag, stop_flag
 
 SOON_S = 20.0
 """A loaded machine; without its cause a wait takes half an hour, or has no end."""
@@ -102,7 +102,7 @@ def learner(tmp_path, monkeypatch):
 def recover(learner):
     return RecoverHandler(
         calls=learner,
-        roles={"default": "actor"},
+        roles=["actor"],
         tiers=Tiers(learner.root),
         frequency=Frequency(steps=1),
         steps_per_epoch=10,
@@ -192,7 +192,7 @@ def test_no_wait_outlives_what_it_waits_for(learner, recover, saver, caplog, wai
     saver.after_step(1)
     save(recover, 1)
     began, raised = time.monotonic(), ""
-    with stop_flag() as flag:
+    with stop_flag(StopFlag()) as flag:
         learner.is_leaving = lambda: bool(flag.reason)
         with after(0.3, FAULTS[fault], learner):
             try:
@@ -227,7 +227,7 @@ def test_the_model_is_exported_while_the_last_checkpoint_is_not_written(learner,
     recover.settle(0)
     learner.hold()
     save(recover, 1)
-    with stop_flag() as flag, after(0.3, stop, learner), pytest.raises(Stopped) as caught:
+    with stop_flag(StopFlag()) as flag, after(0.3, stop, learner), pytest.raises(Stopped) as caught:
         finish_saves(recover, [saver], 2, flag)
     folder = saver.folder(1)
     assert folder.is_dir()
@@ -244,7 +244,7 @@ def test_a_second_signal_does_not_wait_at_all(learner, recover, saver, monkeypat
     learner.hold()
     save(recover, 1)
     with (
-        stop_flag() as flag,
+        stop_flag(StopFlag()) as flag,
         after(0.3, stop, learner),
         after(0.8, stop, learner),
         pytest.raises(KeyboardInterrupt),
@@ -311,7 +311,7 @@ def test_a_signal_before_the_last_saves_does_not_cut_them_short(
     recover.settle(0)
     learner.hold()
     save(recover, 1)
-    with stop_flag() as flag:
+    with stop_flag(StopFlag()) as flag:
         learner.is_leaving = lambda: True
         flag.reason = "SIGTERM"
         assert not recover.settle(1) and recover.is_given_up, "within a step it is not waited for"

@@ -10,9 +10,10 @@ from pentad.core.types import LayerBalance, StepResult
 from pentad.models.families import dims_of
 from pentad.telemetry.record import MemoryUse, PhaseTimer
 from pentad.trainer.periodic import Frequency
-from pentad.trainer.records import StepRecorder
+from pentad.trainer.records import StepRecorder, TrainedBatch
 from pentad.trainer.recovery import RecoverHandler
 from pentad.trainer.saver import Saver
+from pentad.trainer.update import BatchFacts
 
 DIMS = dims_of(
     {
@@ -28,7 +29,7 @@ DIMS = dims_of(
 )
 
 RECOVER = RecoverHandler(
-    calls=None, roles={}, tiers=Tiers(Path()), frequency=Frequency(), steps_per_epoch=10
+    calls=None, roles=[], tiers=Tiers(Path()), frequency=Frequency(), steps_per_epoch=10
 )
 SAVER = Saver(calls=None, role="actor", root=Path(), frequency=Frequency(), steps_per_epoch=10)
 
@@ -44,15 +45,8 @@ def record_of(*balances, world=1):
     steps = [
         StepResult(1.0, 2.0, 1e-3, False, 8, 1, balance=balance) for balance in balances or [()]
     ]
-    return recorder.record(
-        step=1,
-        steps=steps,
-        lengths=[8],
-        timer=ticking_timer(),
-        memory=MemoryUse(),
-        saver=SAVER,
-        recover=RECOVER,
-    ).as_json()
+    trained = TrainedBatch(0, BatchFacts(steps, [], [8]), ticking_timer())
+    return recorder.record(trained, MemoryUse(), SAVER, RECOVER).as_json()
 
 
 def ticking_timer():

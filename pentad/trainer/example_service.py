@@ -39,6 +39,8 @@ class ExampleService(EngineService, ABC):
         self.loss = SftLoss()
         self.data: dict[str, Examples] = {}
         """By "train" and "valid"; read by `build`, where they were not given."""
+        self.num_done = 0
+        """Steps that are in the weights."""
 
     @staticmethod
     @abstractmethod
@@ -72,6 +74,7 @@ class ExampleService(EngineService, ABC):
         engine.begin_step()
         engine.accumulate(rows, self.loss)
         result = engine.end_step()
+        self.num_done = step + 1
         self.after_step(step + 1)
         digest = hashlib.blake2b(digest_size=8)
         for row in rows:
@@ -83,6 +86,14 @@ class ExampleService(EngineService, ABC):
             "lengths": [len(row.ids) for row in rows],
             "rows_digest": digest.hexdigest(),
         }
+
+    def progress(self) -> dict[str, int]:
+        return {"num_done": self.num_done, "num_moved": 0}
+
+    def restore_state(self, role: str, root: str, step: int, folder: str) -> dict[str, Any]:
+        counters = super().restore_state(role, root, step, folder)
+        self.num_done = step + 1
+        return counters
 
     def evaluate(self) -> dict[str, float | int]:
         """The loss on the examples that are not trained."""

@@ -1,0 +1,170 @@
+"""Examples as the source of a run's batches: supervised fine-tuning and pretraining."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from pentad.checkpoint.folders import Checkpoint, reading
+from pentad.config.derived import model_folder, register_models
+from pentad.config.schema import Config
+from pentad.data.examples import Examples
+from pentad.data.tokenizer import load_tokenizer
+from pentad.telemetry.log import announced
+from pentad.telemetry.record import PhaseTimer
+from pentad.trainer.context import RunSummary
+from pentad.trainer.example_service import ExampleService, PretrainService, SftService, parts_of
+from pentad.trainer.learners import check_start, start_run, trained_dims
+from pentad.trainer.periodic import Frequency
+from pentad.trainer.preflight import Collector, start_problems, vocabulary_problems
+from pentad.trainer.ranks import run_over_ranks
+from pentad.trainer.records import TrainedBatch
+from pentad.trainer.recovery import Identity
+from pentad.trainer.run import BatchSource, Run, RunInputs
+from pentad.trainer.selftest import NUM_PROBES, check_packing, tolerance_of
+from pentad.trainer.update import BatchFacts, step_from
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleInputs(RunInputs):
+    """What a run on examples reads."""
+
+    data: Examples
+    valid: Examples | None
+
+    @property
+    def parts(self) -> dict[str, Examples]:
+        """By "train" and "valid"."""
+        return {"train": self.data} | ({"valid": self.valid} if self.valid else {})
+
+    async def open(self, run: Run, stack: AsyncExitStack) -> ExampleSource:
+        if run.calls.service is not None:  # no need to read the data twice
+            run.calls.service.data = self.parts
+        states = {part: opened.state() for part, opened in self.parts.items()}
+        await run.learner.run(partial(run.build, num_steps=run.num_steps, data=states))
+        examples = self.data.batch(0, min(NUM_PROBES, len(self.data)))
+        rows = [row.ids.tolist() for row in examples]
+        tolerance = tolerance_of(run.config.actor.compute_dtype(run.calls.device.type))
+        with announced(log, "self-test: packed sequences get the log-probs they get alone"):
+            packed = await run.learner.run(lambda: check_packing(run.calls, rows, tolerance))
+        evals = run.context.frequency(run.config.evaluator) if self.evaluates else None
+        run.recover.add("dataloader_info", "data", Identity(self.data.state))
+        if evals is not None:
+            run.recover.add("evaluator_info", "frequency", evals)
+        return ExampleSource(run, self.data, evals, packed)
+
+
+@dataclass(eq=False)
+class ExampleSource(BatchSource):
+    """Steps over examples, and the loss on held-out ones."""
+
+    run: Run
+    data: Examples
+    evals: Frequency | None
+    """When held-out examples are evaluated; None: there are none."""
+    packed: float
+    """The largest difference that the self-test found."""
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """UserError if the next rows are not those that would have come."""
+        with reading(checkpoint.root / checkpoint.info / "dataloader_info.json"):
+            known = dict(self.run.recover.infos["dataloader_info"]["data"])
+        if "train_dataset" not in self.run.config.recover.allow:
+            self.data.check_state(known)
+
+    async def begin(self) -> None:
+        run = self.run
+        selftest = {"packed_max_difference": self.packed}
+        run.context.started(run.trained, selftest=selftest, layout=str(run.context.layout))
+        if self.evals and not run.context.recorder.evaluated():
+            await run.learner.run(lambda: self._evaluate(run.trained))
+
+    async def train(self, step: int, timer: PhaseTimer) -> TrainedBatch:
+        with timer.phase("train"):
+            found = await self.run.learner.call("step", step=step)
+        return TrainedBatch(
+            step,
+            BatchFacts([step_from(found["result"])], [], found["lengths"]),
+            timer,
+            num_samples=found["num_samples"],
+            rows_digest=found["rows_digest"],
+        )
+
+    async def after_update(self, trained: TrainedBatch) -> None:
+        version = trained.batch + 1
+        if self.evals and (self.evals.is_due(version) or version == self.run.num_steps):
+            with trained.timer.phase("evaluate"):
+                await self.run.learner.run(lambda: self._evaluate(version))
+
+    def _evaluate(self, version: int) -> None:
+        started = time.monotonic()
+        found = self.run.calls.call("evaluate")
+        self.run.saver.scored(version - 1, -found["loss"])
+        seconds = time.monotonic() - started
+        self.run.context.recorder.evaluation({"version": version, **found, "seconds": seconds})
+
+
+def run_examples(
+    service: type[ExampleService],
+    config: Config,
+    notes: Sequence[str] = (),
+    fresh: bool = False,
+    device: str = "auto",
+) -> RunSummary:
+    """Trains on examples; returns where everything is."""
+    return run_over_ranks(partial(begin_examples, service), service, config, notes, fresh, device)
+
+
+run_sft = partial(run_examples, SftService)
+"""On prompts with given responses."""
+run_pretrain = partial(run_examples, PretrainService)
+"""On a stream of tokens."""
+
+
+def begin_examples(
+    service: type[ExampleService], config: Config, device: torch.device
+) -> ExampleInputs:
+    """What must be done before anything else is, on any rank."""
+    inputs = check_examples(service, config, device)
+    start_run(config, inputs.roles)
+    return inputs
+
+
+def check_examples(
+    service: type[ExampleService], config: Config, device: torch.device
+) -> ExampleInputs:
+    """Everything the run reads, or one UserError with every problem."""
+    checks = Collector()
+    checks.problems += start_problems(config, device, samples=False)
+    path = model_folder(config)
+    checks.attempt(lambda: register_models(config))
+    dims = checks.attempt(lambda: trained_dims(config, path))
+    tokenizer = checks.attempt(lambda: load_tokenizer(path))
+    found: dict[str, Examples] = {}
+    if dims is not None and tokenizer is not None:
+        checks.attempt(lambda: check_start(config, "actor"))
+        if service.command == "sft":  # a token shard's ids are looked at themselves
+            checks.problems += vocabulary_problems(path, dims, tokenizer)
+        for part in parts_of(config):
+            read = partial(service.open_part, config, part, dims, tokenizer)
+            if (data := checks.attempt(read)) is not None:
+                found[part] = data
+    checks.raise_all()
+    assert dims is not None and "train" in found, "what failed has raised"
+    return ExampleInputs(
+        command=service.command,
+        title=service.command,
+        dims=dims,
+        roles=("actor",),
+        data=found["train"],
+        valid=found.get("valid"),
+        evaluates="valid" in found,
+    )

@@ -1,0 +1,185 @@
+"""Kept groups as the source of a run's batches: what another run sampled, without a sampler.
+
+Every rank reads them from the folder of that run. Whose weights drew them is not known here, so
+the data count as off-policy: a correction is chosen, and no staleness is claimed or checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pentad.checkpoint.folders import Checkpoint, reading
+from pentad.config.derived import chosen, model_folder, register_models
+from pentad.config.rules.modes import no_groups
+from pentad.config.schema import Config
+from pentad.core.errors import Problem, UserError
+from pentad.core.sizes import RunSize
+from pentad.core.types import Group, Prompt
+from pentad.data.ledger import PromptFunnel
+from pentad.telemetry.record import PhaseTimer
+from pentad.trainer.batches import BatchKeeper, kept_steps, read_batch, read_head
+from pentad.trainer.context import RunSummary
+from pentad.trainer.learners import Role, check_start, start_run, trained_dims
+from pentad.trainer.preflight import Collector, start_problems
+from pentad.trainer.ranks import run_over_ranks
+from pentad.trainer.records import TrainedBatch
+from pentad.trainer.recovery import Identity
+from pentad.trainer.run import BatchSource, Run, RunInputs
+from pentad.trainer.service import LearnerService
+from pentad.trainer.translate import algorithm_settings
+from pentad.trainer.update import BatchFacts
+
+
+@dataclass(frozen=True, slots=True)
+class KeptGroups:
+    """The batches of a run, as they are trained one after the other."""
+
+    folder: Path
+    steps: list[int]
+    heads: list[dict[str, Any]]
+
+    @property
+    def max_row_tokens(self) -> int:
+        return max(head["size"]["max_row_tokens"] for head in self.heads)
+
+    def state(self) -> dict[str, Any]:
+        """What must be the same when the run goes on."""
+        return {"steps": self.steps, "digests": [head["sha256"] for head in self.heads]}
+
+    def summary(self) -> str:
+        return f"{self.folder}: {len(self.steps)} steps, {self.steps[0]} to {self.steps[-1]}"
+
+    def steps_per_epoch(self, size: int) -> int:
+        return len(self.steps)
+
+    def run_warnings(self, size: int) -> list[str]:
+        return []
+
+    @property
+    def notes(self) -> Sequence[str]:
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptInputs(RunInputs):
+    """What a run that only trains reads."""
+
+    data: KeptGroups
+
+    async def open(self, run: Run, stack: AsyncExitStack) -> KeptSource:
+        size = RunSize(run.num_steps, self.data.max_row_tokens)
+        await run.learner.run(partial(run.build, **asdict(size)))
+        run.recover.add("dataloader_info", "groups", Identity(self.data.state))
+        return KeptSource(run, self.data, run.context.batch_keeper(size))
+
+
+@dataclass(eq=False)
+class KeptSource(BatchSource):
+    """Steps over kept batches."""
+
+    run: Run
+    kept: KeptGroups
+    batches: BatchKeeper
+    num_groups: int = 0
+    """Trained so far."""
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """UserError if the groups are not those it began with."""
+        with reading(checkpoint.root / checkpoint.info / "dataloader_info.json"):
+            known = dict(self.run.recover.infos["dataloader_info"]["groups"])
+        if known != self.kept.state():
+            where = f"groups_from = {self.run.config.groups_from}"
+            rule = "has other groups than when the run began"
+            raise UserError(Problem(where, rule, "bring them back, or start anew with --fresh"))
+
+    def restored(self, checkpoint: Checkpoint | None) -> None:
+        run, heads = self.run, self.kept.heads
+        self.batches.forget(after=run.trained)
+        saved = run.recover.counters.get("actor", {"tags": ()})["tags"]
+        run.calls.call("load_tags", has=sorted(saved), step=run.trained)
+        self.num_groups = sum(heads[n % len(heads)]["num_groups"] for n in range(run.trained))
+
+    async def begin(self) -> None:
+        self.run.context.started(self.run.trained, layout=str(self.run.context.layout))
+
+    async def train(self, step: int, timer: PhaseTimer) -> TrainedBatch:
+        at, folder = step % len(self.kept.steps), self.kept.folder
+        source, digest = self.kept.steps[at], self.kept.heads[at]["sha256"]
+        groups = [with_prompt(one) for one in read_batch(folder, source, digest).groups]
+        given = {"folder": str(folder), "step": source, "number": step, "digest": digest}
+        with timer.phase("train"):
+            facts = await self.run.learner.run(lambda: self._train(given))
+        self.num_groups += len(groups)
+        funnel = PromptFunnel(self.num_groups, self.num_groups, {}, 0)
+        return TrainedBatch(step, facts, timer, groups, funnel, is_off_policy=True)
+
+    def _train(self, given: Mapping[str, Any]) -> BatchFacts:
+        self.run.calls.call("train_kept", **given)
+        return BatchFacts.read(self.run.calls.ask("measure"))
+
+    async def after_update(self, trained: TrainedBatch) -> None:
+        every = self.run.config.ref_update_interval
+        if every and (trained.batch + 1) % every == 0:
+            await self.run.learner.call("save_tag", tag="ref")
+
+    def keep(self, trained: TrainedBatch) -> None:
+        self.batches.keep(trained.batch + 1, trained.groups)
+
+
+def run_train_only(
+    config: Config, notes: Sequence[str] = (), fresh: bool = False, device: str = "auto"
+) -> RunSummary:
+    return run_over_ranks(begin_train_only, LearnerService, config, notes, fresh, device)
+
+
+def begin_train_only(config: Config, device: torch.device) -> KeptInputs:
+    """Everything the run reads, or one UserError with every problem."""
+    checks = Collector()
+    checks.problems += start_problems(config, device, samples=False)
+    path = model_folder(config)
+    algorithm = checks.attempt(lambda: algorithm_settings(config))
+    checks.attempt(lambda: register_models(config))
+    dims = checks.attempt(lambda: trained_dims(config, path))
+    kept = checks.attempt(lambda: open_groups(config))
+    checks.attempt(lambda: check_start(config, "actor"))
+    if algorithm is not None and algorithm.needs_critic:
+        checks.attempt(lambda: check_start(config, "critic"))
+    if dims is not None and kept is not None and kept.max_row_tokens > dims.max_position:
+        rule = f"its samples may have {kept.max_row_tokens} tokens, and the model takes "
+        where = f"groups_from = {config.groups_from}"
+        checks.problems.append(Problem(where, f"{rule}{dims.max_position}"))
+    checks.raise_all()
+    assert dims and algorithm and kept, "what failed has raised"
+    roles: tuple[Role, ...] = ("actor", "critic") if algorithm.needs_critic else ("actor",)
+    start_run(config, roles)
+    return KeptInputs(
+        command="train",
+        title=config.algorithm.name,
+        dims=dims,
+        data=kept,
+        roles=roles,
+        evaluates=False,
+    )
+
+
+def open_groups(config: Config) -> KeptGroups:
+    source = chosen(config.groups_from, "groups_from")
+    folder = Path(source).absolute() / "batches"
+    steps = kept_steps(folder)
+    if not steps:
+        raise UserError(no_groups(source))
+    return KeptGroups(folder, steps, [read_head(folder, step) for step in steps])
+
+
+def with_prompt(group: Group) -> Group:
+    """Kept groups have no prompts but what their samples begin with."""
+    sample = group.samples[0]
+    length = int(sample.mask.argmax()) if sample.mask.any() else len(sample.ids)
+    return Group(Prompt(group.gid, tuple(sample.ids[:length].tolist()), {}), group.samples)

@@ -1,0 +1,410 @@
+"""Rollouts as the source of a run's batches: reinforcement learning.
+
+Pumps on the run's event loop sample groups, score them and publish weights (`trainer.scheduler`);
+the steps of the run lease the groups and train them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from pentad.checkpoint.folders import Checkpoint, reading
+from pentad.config.derived import snapshot_on_host
+from pentad.config.schema import Config
+from pentad.config.topology import scorers
+from pentad.core.errors import Problem, UserError
+from pentad.core.roles import Sampler
+from pentad.core.sizes import RunSize
+from pentad.data.ledger import Ledger
+from pentad.data.packing import unpack_groups
+from pentad.data.store import BlobStore
+from pentad.rewards.scorer import RewardScorer
+from pentad.rollout.evaluation import EvalResult
+from pentad.rollout.executor import Executor
+from pentad.telemetry.log import announced
+from pentad.telemetry.record import MemoryUse, PhaseTimer, StepRecord
+from pentad.trainer.batches import BatchKeeper
+from pentad.trainer.context import RunSummary
+from pentad.trainer.evaluate import Evaluator, open_executor, open_reward
+from pentad.trainer.learners import Role, start_run
+from pentad.trainer.placement import Placement, Turnstile
+from pentad.trainer.preflight import Checked, check_train, kind_of, size_of
+from pentad.trainer.ranks import run_over_ranks
+from pentad.trainer.records import TrainedBatch
+from pentad.trainer.recovery import GROUPS, Identity
+from pentad.trainer.rollout_pump import RolloutPump, rejection
+from pentad.trainer.run import BatchSource, Run, RunInputs, WeightSink
+from pentad.trainer.run_folders import oldest_saved
+from pentad.trainer.sampler_side import SamplerSide, open_group_store, open_sampler_side
+from pentad.trainer.scheduler import Scheduler, Watchdog
+from pentad.trainer.scorers import RefreshedReference, ScorePump, ScorerCalls, open_scorers
+from pentad.trainer.selftest import NUM_PROBES, Prober, run_selftest, tolerance_of
+from pentad.trainer.service import LearnerService
+from pentad.trainer.state import Budget, RunState
+from pentad.trainer.train_pump import BatchTrainer, PublishPump, SamplerSink
+
+log = logging.getLogger(__name__)
+
+
+def run_train(
+    config: Config, notes: Sequence[str] = (), fresh: bool = False, device: str = "auto"
+) -> RunSummary:
+    """Reinforcement learning from start to end; returns where everything is."""
+    assert config.only is None, "a run of one side has a source of its own"
+    return run_over_ranks(begin_train, LearnerService, config, notes, fresh, device)
+
+
+def begin_train(config: Config, device: torch.device) -> RolloutInputs:
+    """What must be done before anything else is, on any rank."""
+    checked = check_train(config, device)
+    roles: tuple[Role, ...] = ("actor", "critic") if checked.algorithm.needs_critic else ("actor",)
+    start_run(config, roles)
+    return RolloutInputs(
+        command="train",
+        title=config.algorithm.name,
+        dims=checked.dims,
+        data=checked.stream,
+        roles=roles,
+        evaluates=checked.valid is not None,
+        checked=checked,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutInputs(RunInputs):
+    """What a run that samples and trains reads."""
+
+    checked: Checked
+
+    async def open(self, run: Run, stack: AsyncExitStack) -> RolloutSource:
+        config, checked, context = run.config, self.checked, run.context
+        batch_size = config.train_dataset.batch_size
+        size = size_of(config, checked, run.num_steps)
+        placement = placement_of(config, run.calls.device)
+        store = open_group_store(context, checked, run.calls, run.crew)
+        state = RunState(
+            Ledger(batch_size, has_scorers=bool(scorers(config))),
+            store,
+            Budget(batch_size, config.max_staleness, run.num_steps),
+            stop=run.stop,
+        )
+        address = store.address if isinstance(store, BlobStore) else None
+        build = partial(build_learners, run, size, address)
+        side = await open_sampler_side(
+            context, checked, run.learner, run.crew, placement, stack, build=build
+        )
+        reward = await open_reward(config, config.train_dataset.answer_key, stack)
+        evaluator = await open_evaluator(run, checked, side, reward, stack)
+        models = await open_scorers(
+            config,
+            store,
+            size.max_row_tokens,
+            run.calls.device,
+            stack,
+            log_folder=context.folder.file("ranks/") if run.calls.is_apart else None,
+            runtime=run.crew.runtime,
+        )
+        if placement.offload_train:
+            await side.turnstile.enter("actor")
+        run.recover.add("dataloader_info", "data", Identity(checked.stream.state))
+        reference = reference_of(run, models, size)
+        publish = publish_pump(run, checked, side, state, placement, evaluator)
+        num_chunks = config.num_iters_per_train_update
+        executor = open_executor(config, checked, side.samplers, reward, stack, purpose="train")
+        scheduler = Scheduler(
+            state,
+            rollout_pump(config, checked, state, executor, placement, side.turnstile),
+            watchdog_of(run, state, side.samplers),
+            publish,
+            score_pump(state, models, placement, reference, num_chunks) if models else None,
+        )
+        return RolloutSource(
+            run=run,
+            checked=checked,
+            placement=placement,
+            state=state,
+            side=side,
+            evaluator=evaluator,
+            reference=reference,
+            scheduler=scheduler,
+            trainer=BatchTrainer(
+                state, run.learner, publish, placement, side.turnstile, num_chunks
+            ),
+            batches=context.batch_keeper(size),
+            sinks=(SamplerSink(publish, side.snapshot_weights),),
+            saves_first=placement.offload_train,  # the learner leaves when samplers wake
+        )
+
+
+def rollout_pump(
+    config: Config,
+    checked: Checked,
+    state: RunState,
+    executor: Executor,
+    placement: Placement,
+    turnstile: Turnstile,
+) -> RolloutPump:
+    return RolloutPump(
+        state,
+        checked.stream,
+        executor,
+        placement,
+        turnstile,
+        rejection(checked.algorithm),
+        max_groups=config.rollout.max_concurrent_groups,
+    )
+
+
+def watchdog_of(run: Run, state: RunState, samplers: Mapping[str, Sampler]) -> Watchdog:
+    return Watchdog(
+        state,
+        warn_s=run.config.stall_warning_s,
+        abort_s=run.config.stall_abort_s,
+        sampled=lambda: sum(sampler.stats()["tokens_drawn"] for sampler in samplers.values()),
+        is_watched=run.calls.is_apart,
+        check=run.calls.check,
+        show=run.context.recorder.progress,
+    )
+
+
+def publish_pump(
+    run: Run,
+    checked: Checked,
+    side: SamplerSide,
+    state: RunState,
+    placement: Placement,
+    evaluator: Evaluator | None,
+) -> PublishPump:
+    samplers = list(side.samplers.values())
+    prober = Prober(
+        samplers=samplers,
+        prompts=[prompt.ids for prompt in checked.stream.first(NUM_PROBES)],
+        learner=run.learner,
+        bounds=run.bounds,
+        temperature=run.config.gconfig.temperature,
+        seed=run.config.seed,
+    )
+    # On-policy the trained tokens themselves show whether the one sampler is up to date.
+    is_probed = not placement.is_on_policy or len(samplers) > 1
+    return PublishPump(
+        state,
+        side.publisher,
+        evaluator,
+        placement,
+        side.turnstile,
+        prober if is_probed else None,
+        run.calls.check if run.calls.is_apart else None,
+    )
+
+
+def placement_of(config: Config, device: torch.device) -> Placement:
+    return Placement(
+        is_shared=config.mode == "colocate",
+        max_staleness=config.max_staleness,
+        snapshots_on_host=snapshot_on_host(config, kind_of(device)),
+        offload_rollout=bool(config.offload_rollout),
+        offload_train=bool(config.offload_train),
+    )
+
+
+def build_learners(run: Run, size: RunSize, address: dict[str, Any] | None) -> None:
+    """`address`: of the store that they read the groups from; None: it is in their memory."""
+    run.build(**asdict(size))
+    if address is not None:
+        run.calls.call("open_store", address=address)
+
+
+def reference_of(
+    run: Run, models: Mapping[str, ScorerCalls], size: RunSize
+) -> RefreshedReference | None:
+    """Where the reference has devices of its own and is refreshed."""
+    if "ref" not in models or not run.config.ref_update_interval:
+        return None
+    return RefreshedReference(
+        models["ref"],
+        run.learner,
+        run.context.folder.file("reference/").absolute(),
+        run.config.ref_update_interval,
+        size.max_row_tokens,
+        lambda: oldest_saved(run.config),
+    )
+
+
+def score_pump(
+    state: RunState,
+    models: Mapping[str, ScorerCalls],
+    placement: Placement,
+    reference: RefreshedReference | None,
+    num_chunks: int,
+) -> ScorePump:
+    is_open = reference.scores if reference else lambda batch: True
+    return ScorePump(state, models, placement, num_chunks=num_chunks, is_open=is_open)
+
+
+async def open_evaluator(
+    run: Run,
+    checked: Checked,
+    side: SamplerSide,
+    reward: RewardScorer | None,
+    stack: AsyncExitStack,
+) -> Evaluator | None:
+    valid, config = checked.valid, run.config
+    if valid is None or config.valid_dataset is None:
+        return None
+    answer_key = config.valid_dataset.answer_key
+    if answer_key != config.train_dataset.answer_key:
+        reward = await open_reward(config, answer_key, stack)
+
+    def record(result: EvalResult) -> None:
+        note_score(run, result.as_record())
+        run.context.recorder.evaluation(result.as_record())
+
+    evaluator = Evaluator(
+        [valid.prompt(gid) for gid in range(len(valid))],
+        open_executor(config, checked, side.samplers, reward, stack, purpose="eval"),
+        run.context.frequency(config.evaluator),
+        record,
+        last_version=run.num_steps,
+    )
+    run.recover.add("evaluator_info", "evaluator", evaluator)
+    return evaluator
+
+
+def note_score(run: Run, line: Mapping[str, Any]) -> None:
+    """`line`: an evaluation, as it is recorded."""
+    score = line["reward_mean"] if line["accuracy"] is None else line["accuracy"]
+    for saver in run.savers.values():
+        saver.scored(line["version"] - 1, math.nan if score is None else score)
+
+
+@dataclass(eq=False, kw_only=True)
+class RolloutSource(BatchSource):
+    """Batches of groups that samplers draw while the learner trains."""
+
+    run: Run
+    checked: Checked
+    placement: Placement
+    state: RunState
+    side: SamplerSide
+    evaluator: Evaluator | None
+    reference: RefreshedReference | None
+    scheduler: Scheduler
+    trainer: BatchTrainer
+    batches: BatchKeeper
+    sinks: Sequence[WeightSink]
+    saves_first: bool
+
+    # Before the first step
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        recover, stream = self.run.recover, self.checked.stream
+        is_forced = "train_dataset" in self.run.config.recover.allow
+        place, info = checkpoint.root / checkpoint.info, recover.infos["dataloader_info"]
+        with reading(place / "dataloader_info.json"):
+            known = dict(info["data"])
+        if not is_forced:
+            stream.check_state(known)
+        data = None if is_forced else recover.ready
+        with reading(place / GROUPS):
+            groups = [] if data is None else list(unpack_groups(bytearray(data), stream.prompt))
+        with reading(place / "dataloader_info.json"):
+            self.state.resume(info["ledger"], groups, checkpoint.step + 1)
+
+    def restored(self, checkpoint: Checkpoint | None) -> None:
+        """The frozen weights that it scores with, besides those of the checkpoint."""
+        run = self.run
+        self.batches.forget(after=run.trained)
+        if checkpoint is None:
+            run.calls.call("load_tags", has=[], step=0)
+            return
+        before, now = checkpoint.manifest.facts["config"], run.config
+        paths = {"ref": now.ref.path, "teacher": now.teacher.path}
+        replaced = {tag for tag, path in paths.items() if before[tag]["path"] != path}
+        keeps_ref = before["mode"] == "async" and bool(before["algorithm"]["kl_coef"])
+        every = before["ref_update_interval"]
+        if keeps_ref and every and now.mode != "async" and run.trained >= every:
+            rule = (
+                f"the reference was refreshed on devices of its own (ref_update_interval = {every})"
+            )
+            raise UserError(Problem(f"mode = {now.mode}", rule, "go on in mode: async"))
+        for line in run.context.recorder.evaluations():  # one may have ended after the commit
+            note_score(run, line)
+        run.calls.call(
+            "load_tags",
+            has=sorted(set(run.recover.counters["actor"]["tags"]) - replaced),
+            step=run.trained,
+            keeps_ref=keeps_ref and "ref" not in replaced,
+        )
+
+    async def begin(self) -> None:
+        """The first publish, the self-test and the baseline."""
+        run, config, trained = self.run, self.run.config, self.run.trained
+        if self.reference is not None:
+            await self.reference.resume(trained)
+        with announced(log, "self-test: sampler and trainer agree on log-probs"):
+            snapshot = await self.side.snapshot_weights(trained, copy=self.placement.offload_train)
+            await self.side.turnstile.enter("rollout")
+            await self.side.publisher.publish(snapshot)
+            found = await run_selftest(
+                run.learner,
+                list(self.side.samplers.values()),
+                [prompt.ids for prompt in self.checked.stream.first(NUM_PROBES)],
+                temperature=config.gconfig.temperature,
+                weights_digest=snapshot.digest.hex(),
+                tolerance=tolerance_of(
+                    config.actor.compute_dtype(run.calls.device.type),
+                    strict=config.strict,
+                    cache_dtype=config.rollout.kv_cache_dtype,
+                ),
+                seed=config.seed,
+            )
+        log.info("self-test passed: %s", found)
+        run.context.started(trained, selftest=asdict(found), layout=str(run.context.layout))
+        if self.evaluator is not None:
+            done = run.context.recorder.evaluated()
+            self.evaluator.seen = max(done, default=0)
+            if self.evaluator.is_due(trained) and trained not in done:
+                with announced(log, f"evaluation of version {trained}, before the next step"):
+                    await self.evaluator.evaluate(trained)
+
+    # Steps
+
+    async def drive(self, run: Run, steps: Coroutine[Any, Any, None]) -> None:
+        await self.scheduler.run(steps)
+
+    def doing(self, what: str) -> AbstractContextManager[None]:
+        return self.state.doing(what)
+
+    async def train(self, step: int, timer: PhaseTimer) -> TrainedBatch | None:
+        trained = await self.trainer.train(step, timer)
+        if trained is not None:
+            self.state.budget.count_trained()
+        return trained
+
+    async def after_update(self, trained: TrainedBatch) -> None:
+        """Makes the reference the actor as it is, where that is due."""
+        version, every = trained.batch + 1, self.run.config.ref_update_interval
+        if every is None or version % every:
+            return
+        with self.doing(f"the reference after step {version}"):
+            if self.reference is None:
+                await self.run.learner.call("save_tag", tag="ref")
+            else:
+                await self.reference.refresh(version)
+
+    def keep(self, trained: TrainedBatch) -> None:
+        self.batches.keep(trained.batch + 1, trained.groups)
+
+    def record(self, run: Run, trained: TrainedBatch) -> StepRecord:
+        turns = dict(self.side.turnstile.turns_gb) or None
+        memory = MemoryUse(**run.calls.ask("memory"), turns_gb=turns)
+        times = self.side.publisher.times
+        return run.context.steps.record(trained, memory, run.saver, run.recover, times)
