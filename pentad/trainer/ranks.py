@@ -56,7 +56,7 @@ from pentad.trainer.crew import Crew, Regroup
 from pentad.trainer.membership import Formed, Membership
 from pentad.trainer.preflight import AGAIN, Collector, kind_of, start_problems
 from pentad.trainer.retries import first_line, newest_step, policy_of, step_under_way
-from pentad.trainer.run import Check, lead
+from pentad.trainer.run import CheckInputs, lead
 from pentad.trainer.run_folders import checkpoint_path, standing, take_folder
 from pentad.trainer.samplers import open_runtime
 from pentad.trainer.service import FAILURES
@@ -67,7 +67,7 @@ MakeService = Callable[[Config, Rank, torch.device], RankService]
 
 
 def run_over_ranks(
-    check: Check,
+    check: CheckInputs,
     make_service: MakeService,
     config: Config,
     notes: Sequence[str],
@@ -122,7 +122,7 @@ def fit_torchrun(config: Config, rank: Rank) -> tuple[Config, Rank, str]:
 
 
 def run_beside_group(
-    check: Check,
+    check: CheckInputs,
     make_service: MakeService,
     config: Config,
     notes: Sequence[str],
@@ -296,7 +296,7 @@ def serve_rank(given: dict[str, Any], rank: Rank, device: torch.device) -> RankS
 
 
 def run_under_torchrun(
-    check: Check,
+    check: CheckInputs,
     make_service: MakeService,
     config: Config,
     notes: Sequence[str],
@@ -319,7 +319,7 @@ def run_under_torchrun(
 
 
 def run_rank(
-    check: Check,
+    check: CheckInputs,
     make_service: MakeService,
     config: Config,
     notes: Sequence[str],

@@ -140,12 +140,12 @@ class BatchSource(ABC):
         """Writes what is kept of a step besides its record, before that."""
 
 
-Check = Callable[[Config, torch.device], RunInputs]
+CheckInputs = Callable[[Config, torch.device], RunInputs]
 """Reads the inputs of a run; one UserError with every problem."""
 
 
 def lead(
-    check: Check, calls: Calls, config: Config, notes: Sequence[str], fresh: bool, crew: Crew
+    check: CheckInputs, calls: Calls, config: Config, notes: Sequence[str], fresh: bool, crew: Crew
 ) -> RunSummary:
     """The run, beside its learners, on rank 0 or alone."""
     inputs: RunInputs = crew.checked or check(config, calls.device)

@@ -15,9 +15,9 @@ from typing import Literal, Protocol
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.weights.regions import (
+    DimRun,
     Lookup,
     Region,
-    Run,
     Shape,
     coverage_fault,
     flip,
@@ -96,7 +96,7 @@ class Transposed:
 
     def regions(self, shape: Shape, sizes: Sizes, index: Indices) -> list[Region]:
         rows, cols = shape
-        runs = (Run(1, 0, rows), Run(0, 1, cols))
+        runs = (DimRun(1, 0, rows), DimRun(0, 1, cols))
         return [Region(self.source.format(**index), (cols, rows), (0, 0), (0, 0), runs)]
 
 
@@ -173,7 +173,7 @@ class Planes:
                 source_shape=(2, height, *rest),
                 source_start=(j, 0, *zeros),
                 target_start=(j * height, *zeros),
-                runs=tuple(Run(r.source_dim + 1, r.target_dim, r.length) for r in half.runs),
+                runs=tuple(DimRun(r.source_dim + 1, r.target_dim, r.length) for r in half.runs),
             )
             for j, half in enumerate(halves)
         ]
@@ -191,7 +191,7 @@ class Expert:
                 region,
                 source_shape=(sizes["E"], *region.source_shape),
                 source_start=(index["e"], *region.source_start),
-                runs=tuple(Run(r.source_dim + 1, r.target_dim, r.length) for r in region.runs),
+                runs=tuple(DimRun(r.source_dim + 1, r.target_dim, r.length) for r in region.runs),
             )
             for region in as_spec(self.inner).regions(shape, sizes, index)
         ]
@@ -210,7 +210,7 @@ class Padded:
 
 def _plane(region: Region, j: int) -> Region:
     """The region moved into plane j of a new leading target dim."""
-    runs = tuple(Run(run.source_dim, run.target_dim + 1, run.length) for run in region.runs)
+    runs = tuple(DimRun(run.source_dim, run.target_dim + 1, run.length) for run in region.runs)
     return replace(region, target_start=(j, *region.target_start), runs=runs)
 
 

@@ -18,7 +18,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class DimRun:
     """Source and target advance together along these dims for `length` steps."""
 
     source_dim: int
@@ -31,14 +31,14 @@ class Region:
     """A block of `source` that is a block of the target it is listed under.
 
     Dims without a run have extent 1 at their start. Example: up_proj [F, D] as plane 1 of a
-    target [2, F, D] is Region("up_proj", (F, D), (0, 0), (1, 0, 0), (Run(0, 1, F), Run(1, 2, D))).
+    target [2, F, D] is Region("up_proj", (F, D), (0, 0), (1, 0, 0), (DimRun(0, 1, F), DimRun(1, 2, D))).
     """
 
     source: str
     source_shape: Shape
     source_start: Shape
     target_start: Shape
-    runs: tuple[Run, ...]
+    runs: tuple[DimRun, ...]
 
     @property
     def numel(self) -> int:
@@ -67,7 +67,7 @@ def whole_region(source: str, shape: Shape) -> Region:
     """A tensor that is the target itself."""
     zeros = (0,) * len(shape)
     return Region(
-        source, shape, zeros, zeros, tuple(Run(dim, dim, size) for dim, size in enumerate(shape))
+        source, shape, zeros, zeros, tuple(DimRun(dim, dim, size) for dim, size in enumerate(shape))
     )
 
 
@@ -109,7 +109,7 @@ def clip(region: Region, box: Box) -> Region | None:
     for run in region.runs:
         start, stop = inside[run.target_dim]
         source_start[run.source_dim] += start - region.target_start[run.target_dim]
-        runs.append(Run(run.source_dim, run.target_dim, stop - start))
+        runs.append(DimRun(run.source_dim, run.target_dim, stop - start))
     target_start = tuple(
         start - origin for (start, _), (origin, _) in zip(inside, box, strict=True)
     )
@@ -124,7 +124,7 @@ def clip_all(regions: Iterable[Region], box: Box) -> list[Region]:
 
 def flip(region: Region, target: str, target_shape: Shape) -> Region:
     """The same fact seen from the other side: a block of `target` that is a block of the source."""
-    runs = tuple(Run(run.target_dim, run.source_dim, run.length) for run in region.runs)
+    runs = tuple(DimRun(run.target_dim, run.source_dim, run.length) for run in region.runs)
     return Region(target, target_shape, region.target_start, region.source_start, runs)
 
 
@@ -168,7 +168,7 @@ def _chain(outer: Region, inner: Region) -> Region:
         target_dim_of[run.source_dim] = run.target_dim
         target_start[run.target_dim] += inner.target_start[run.source_dim]
     runs = tuple(
-        Run(run.source_dim, target_dim_of[run.target_dim], run.length)
+        DimRun(run.source_dim, target_dim_of[run.target_dim], run.length)
         for run in inner.runs
         if run.target_dim in target_dim_of
     )

@@ -37,7 +37,7 @@ from pentad.models.hf.config import measure
 from pentad.models.language_model import LanguageModel
 from pentad.models.moe import Routes
 from pentad.weights.map import Entry, Rule, WeightMap, sources_of
-from pentad.weights.regions import Region, Run, Shape, whole_region
+from pentad.weights.regions import DimRun, Region, Shape, whole_region
 
 
 def build_hf_model(
@@ -423,6 +423,6 @@ def _region(source: str, view: Tensor, shape: Shape) -> Region:
     for dim, (size, stride) in enumerate(zip(view.shape, view.stride(), strict=True)):
         along = [d for d, step in enumerate(strides) if step == stride and shape[d] > 1]
         if size > 1:
-            runs.append(Run(dim, along[0], size))
+            runs.append(DimRun(dim, along[0], size))
     zeros = (0,) * view.ndim
     return Region(source, tuple(view.shape), zeros, tuple(start), tuple(runs))

@@ -20,9 +20,9 @@ from pentad.weights.map import Entry, Rule, Sizes, WeightMap
 from pentad.weights.megatron.layout import MegatronLayout, MegatronRank
 from pentad.weights.regions import (
     Box,
+    DimRun,
     Lookup,
     Region,
-    Run,
     Shape,
     box_shape,
     clip_all,
@@ -102,7 +102,9 @@ class TensorPiece:
                 key_shape,
                 (*self.lead, *at),
                 tuple(start for start, _ in box),
-                tuple(Run(dim + shift, dim, stop - start) for dim, (start, stop) in enumerate(box)),
+                tuple(
+                    DimRun(dim + shift, dim, stop - start) for dim, (start, stop) in enumerate(box)
+                ),
             )
             for box, at in self.blocks
         ]

@@ -6,9 +6,9 @@ import random
 import pytest
 
 from pentad.weights.regions import (
+    DimRun,
     Lookup,
     Region,
-    Run,
     box_shape,
     clip_all,
     coverage_fault,
@@ -43,9 +43,9 @@ def table(regions):
 # target [2, 3, 4]: plane 0 is a [3, 4], plane 1 is the transpose of b [4, 3], cut in two
 TARGET = (2, 3, 4)
 REGIONS = [
-    Region("a", (3, 4), (0, 0), (0, 0, 0), (Run(0, 1, 3), Run(1, 2, 4))),
-    Region("b", (4, 3), (0, 0), (1, 0, 0), (Run(1, 1, 3), Run(0, 2, 1))),
-    Region("b", (4, 3), (1, 0), (1, 0, 1), (Run(1, 1, 3), Run(0, 2, 3))),
+    Region("a", (3, 4), (0, 0), (0, 0, 0), (DimRun(0, 1, 3), DimRun(1, 2, 4))),
+    Region("b", (4, 3), (0, 0), (1, 0, 0), (DimRun(1, 1, 3), DimRun(0, 2, 1))),
+    Region("b", (4, 3), (1, 0), (1, 0, 1), (DimRun(1, 1, 3), DimRun(0, 2, 3))),
 ]
 
 
@@ -80,8 +80,8 @@ def test_flipping_twice_is_the_region_itself_and_once_is_its_inverse():
 def test_joining_follows_every_element_through_both_maps():
     # u [6, 4] <- planes of t; t <- a and b as above
     outer = [
-        Region("t", TARGET, (0, 0, 0), (0, 0), (Run(1, 0, 3), Run(2, 1, 4))),
-        Region("t", TARGET, (1, 0, 0), (3, 0), (Run(1, 0, 3), Run(2, 1, 4))),
+        Region("t", TARGET, (0, 0, 0), (0, 0), (DimRun(1, 0, 3), DimRun(2, 1, 4))),
+        Region("t", TARGET, (1, 0, 0), (3, 0), (DimRun(1, 0, 3), DimRun(2, 1, 4))),
     ]
     inner = table(REGIONS)
     expected = {index: inner[middle] for index, (_, middle) in table(outer).items()}
@@ -96,7 +96,7 @@ def test_joining_partial_blocks():
         length = [rng.randint(1, n - s) for n, s in zip(TARGET, start, strict=True)]
         order = rng.sample(range(3), 3)
         offset = tuple(rng.randrange(3) for _ in range(3))
-        runs = tuple(Run(dim, order[dim], length[dim]) for dim in range(3))
+        runs = tuple(DimRun(dim, order[dim], length[dim]) for dim in range(3))
         outer = [Region("t", TARGET, tuple(start), offset, runs)]
         expected = {index: inner[middle] for index, (_, middle) in table(outer).items()}
         assert table(join(outer, {"t": Lookup(REGIONS)})) == expected
