@@ -30,8 +30,9 @@ class DimRun:
 class Region:
     """A block of `source` that is a block of the target it is listed under.
 
-    Dims without a run have extent 1 at their start. Example: up_proj [F, D] as plane 1 of a
-    target [2, F, D] is Region("up_proj", (F, D), (0, 0), (1, 0, 0), (DimRun(0, 1, F), DimRun(1, 2, D))).
+    Dims without a run have extent 1 at their start. Example: up_proj [F, D] as plane 1 of a target
+    [2, F, D] has source start (0, 0), target start (1, 0, 0), and the runs DimRun(0, 1, F) and
+    DimRun(1, 2, D).
     """
 
     source: str
