@@ -8,10 +8,12 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from pentad.config.schema import Config
 from pentad.core.device import pick_device
 from pentad.core.folders import read_object
 from pentad.data.toy import write_model, write_task
 from pentad.planner.prepare import prepare
+from pentad.telemetry.runfolder import run_path
 from pentad.trainer.context import RunSummary
 from pentad.trainer.examples import run_sft
 from pentad.trainer.rollouts import run_train
@@ -32,7 +34,6 @@ def run_demo(*, seed: int, fileroot: str, device: str, fresh: bool = False) -> N
     )
     write_model(root / "model")
     write_task(root, seed=seed, num_train=NUM_TRAIN, num_sft=NUM_SFT, num_valid=NUM_VALID)
-    fresh = fresh or is_complete(Path(fileroot), seed)
     common = [f"fileroot={fileroot}", f"trial_name=seed{seed}", f"seed={seed}"]
     console.print("2/3 a short warm-up by imitation, so that some answers are right by chance")
     config, notes = prepare(
@@ -40,6 +41,7 @@ def run_demo(*, seed: int, fileroot: str, device: str, fresh: bool = False) -> N
         [*common, f"actor.path={root / 'model'}", f"train_dataset.path={root / 'sft.jsonl'}"],
         "sft",
     )
+    fresh = fresh or is_complete(config)
     warm = run_sft(config, notes, fresh=fresh, device=str(chosen))
     console.print("3/3 reinforcement learning: the reward is all it sees")
     config, notes = prepare(
@@ -56,10 +58,10 @@ def run_demo(*, seed: int, fileroot: str, device: str, fresh: bool = False) -> N
     console.print(closing(summary))
 
 
-def is_complete(fileroot: Path, seed: int) -> bool:
-    """Whether the last demo of this seed did all its steps."""
-    found = list((fileroot / "logs").glob(f"*/demo-grpo/seed{seed}/exit.json"))
-    return any(read_object(file).get("end") == "complete" for file in found)
+def is_complete(config: Config) -> bool:
+    """Whether this user's last demo of the seed did all its steps; `config` is its warm-up's."""
+    file = run_path(config.fileroot, "demo-grpo", config.trial_name, config.user) / "exit.json"
+    return file.exists() and read_object(file).get("end") == "complete"
 
 
 def recipe(name: str) -> Path:

@@ -21,17 +21,20 @@ from typing import Any
 import typer
 
 from pentad.core.errors import Interrupted, Problem, RunError, UserError, visible
+from pentad.core.machine import gpus_hidden
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 
 
 def reporting(command: Callable[..., None]) -> Callable[..., None]:
-    """Wraps a command so that it ends in an exit code and a sentence, never in a traceback."""
+    """Wraps a command so that it ends in an exit code and a sentence, never in a traceback. With
+    `--device cpu` it counts no GPUs."""
 
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
         try:
-            command(*args, **kwargs)
+            with gpus_hidden(kwargs.get("device") == "cpu"):
+                command(*args, **kwargs)
         except UserError as error:
             _show_traceback()
             problems = [str(problem) for problem in error.problems]

@@ -19,7 +19,6 @@ from pentad.cli.errors import leaving, reporting
 from pentad.cli.options import DeviceOption, Figures, Findings
 from pentad.cli.recipe import EVAL_OPTIONS, Recipe, read_subject, takes_recipe
 from pentad.cli.runs import SMOKE_STEPS, run_command
-from pentad.core.machine import gpus_hidden
 
 app = typer.Typer(
     name="pentad",
@@ -212,11 +211,10 @@ def evaluate(
     """
     given = {name: value for name, value in locals().items() if name in EVAL_OPTIONS}
     given["address"] = None if address is None else [address]
-    with gpus_hidden(device == "cpu"):
-        config, _ = read_subject(words or [], given).prepare("eval")
-        from pentad.cli.evaluate import run_eval_command
+    config, _ = read_subject(words or [], given).prepare("eval")
+    from pentad.cli.evaluate import run_eval_command
 
-        run_eval_command(config, out=out, as_json=json, device=device)
+    run_eval_command(config, out=out, as_json=json, device=device)
 
 
 @app.command()

@@ -11,6 +11,8 @@ from pentad.core.roles import Scored
 from pentad.data.prompts import RejectedPrompt, open_prompts
 from pentad.data.render import DataSource
 from pentad.data.tokenizer import load_tokenizer
+from pentad.rollout.executor import load_workflow
+from pentad.trainer.preflight import with_tools
 from pentad.trainer.reward_trial import (
     Trial,
     open_scorer,
@@ -43,7 +45,8 @@ async def _try(config: Config, row: int, completion: str | None) -> list[Trial]:
     chosen(config.reward.fn, "reward.fn")
     limit = 2**31  # however long: nothing is sampled
     source = DataSource(data=data, seed=config.seed, room=limit, streaming=True)
-    stream = open_prompts(source, load_tokenizer(path))
+    workflow = load_workflow(config.rollout.workflow, config.rollout.agent)
+    stream = open_prompts(with_tools(source, workflow), load_tokenizer(path))
     if row >= len(stream.rows):
         rule = f"there are {len(stream.rows)} rows, counted from 0"
         raise UserError(Problem(f"--row = {row}", rule))

@@ -244,10 +244,10 @@ class Topology:
         is_alone = len(self.allocation.groups) == 1 or room is None
         counts = [n for n in divisors(world) if n <= nodes] if world else [1]
         for count in sorted(counts, reverse=is_alone):
-            places = self._over_nodes(count, -(-world // count))
+            places = self._over_nodes(count, world // count)
             if None not in places:
-                return count, places
-        return nodes, self._over_nodes(nodes, -(-world // nodes))
+                break
+        return count, places  # where none has room for all: without room for some
 
     def _over_nodes(self, num_train: int, each: int) -> list[Spot | None]:
         """With `each` ranks on the first machines; the rest is placed where there is room, the
@@ -323,8 +323,9 @@ class Topology:
 
     @property
     def unplaced(self) -> list[str]:
-        """Processes that no machine has room for."""
-        return [one.name for one in self.processes if one.started_by == NO_MACHINE]
+        """Processes, and models that score as threads, that no machine has room for."""
+        known = {one.name: one for one in (*self.processes, *self._drawing.scorers)}
+        return [name for name, one in known.items() if one.started_by == NO_MACHINE]
 
     @property
     def elsewhere(self) -> list[RunProcess]:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import bisect
 import datetime
 import decimal
+import threading
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -70,6 +71,47 @@ class TableRows(FileRows):
         return self._row(self.table, index, index)
 
 
+class RowGroupCache:
+    """Row groups of streamed files in memory, the least recently used given up first: at most
+    ROW_GROUPS_KEPT of a file, and of all files together half of the memory that is available."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.tables: dict[tuple[Path, int], tuple[pa.Table, int]] = {}
+
+    def get(self, path: Path, file: pq.ParquetFile, which: int) -> pa.Table:
+        key = path, which
+        with self.lock:
+            found = self.tables.pop(key, None)
+            if found is not None:
+                self.tables[key] = found  # the newest is last
+                return found[0]
+            size = unpacked_bytes(file, [which])
+            self._make_room(path, size)
+        table = file.read_row_group(which)
+        with self.lock:
+            self.tables[key] = table, size
+        return table
+
+    def _make_room(self, path: Path, size: int) -> None:
+        held = sum(size for _, size in self.tables.values())
+        limit = (host_memory()[1] + held) // 2
+        check_room(path, size, limit)
+        own = [key for key in self.tables if key[0] == path]
+        for key in own[: max(0, len(own) + 1 - ROW_GROUPS_KEPT)]:
+            held -= self.tables.pop(key)[1]
+        while self.tables and held + size > limit:
+            held -= self.tables.pop(next(iter(self.tables)))[1]
+
+    def forget(self, path: Path) -> None:
+        with self.lock:
+            for key in [key for key in self.tables if key[0] == path]:
+                del self.tables[key]
+
+
+row_groups = RowGroupCache()
+
+
 class ParquetRows(FileRows):
     """A Parquet file read by row groups as they are needed."""
 
@@ -77,22 +119,19 @@ class ParquetRows(FileRows):
         super().__init__(path)
         self.stamp = Stamp(path)
         self.file = open_parquet(path)
+        row_groups.forget(path)  # of a file that had this name before
         meta = self.file.metadata
         self.ends = list(accumulate(meta.row_group(i).num_rows for i in range(meta.num_row_groups)))
         self.size = meta.num_rows if limit is None else min(limit, meta.num_rows)
-        self.group = lru_cache(maxsize=ROW_GROUPS_KEPT)(self._read_group)
 
     def __len__(self) -> int:
         return int(self.size)
-
-    def _read_group(self, which: int) -> pa.Table:
-        return unpacked(self.path, self.file, [which], ROW_GROUPS_KEPT)
 
     def row(self, index: int) -> dict[str, Any]:
         self.stamp.check()
         which = bisect.bisect_right(self.ends, index)
         begin = self.ends[which - 1] if which else 0
-        return self._row(self.group(which), index - begin, index)
+        return self._row(row_groups.get(self.path, self.file, which), index - begin, index)
 
 
 def open_table(
@@ -133,28 +172,25 @@ def open_parquet(path: Path) -> pq.ParquetFile:
 
 def read_parquet(path: Path) -> pa.Table:
     file = open_parquet(path)
-    return unpacked(path, file, range(file.metadata.num_row_groups), 1)
+    groups = range(file.metadata.num_row_groups)
+    check_room(path, unpacked_bytes(file, groups), host_memory()[1] // 2)
+    tables = [file.read_row_group(group) for group in groups]
+    return pa.concat_tables(tables) if tables else file.schema_arrow.empty_table()
 
 
-def unpacked(path: Path, file: pq.ParquetFile, groups: Sequence[int], num_kept: int) -> pa.Table:
-    """Row groups in memory, of which `num_kept` such reads may be kept at once.
-
-    How much they take is known before, from what the file says of its columns.
-    """
-    limit = host_memory()[1] // (2 * num_kept)
-    meta = file.metadata
-    size = sum(
-        _column_bytes(meta.row_group(group).column(i))
-        for group in groups
-        for i in range(meta.num_columns)
-    )
+def check_room(path: Path, size: int, limit: int) -> None:
     if size > limit:
         free = f"{limit / GIB:.1f} GiB are free for it"
         rule = f"it takes up to {size / GIB:.1f} GiB of memory, and {free}"
         remedy = "save it as JSON lines or Arrow, or in smaller row groups and set streaming"
         raise UserError(Problem(str(path), rule, remedy))
-    tables = [file.read_row_group(group) for group in groups]
-    return pa.concat_tables(tables) if tables else file.schema_arrow.empty_table()
+
+
+def unpacked_bytes(file: pq.ParquetFile, groups: Sequence[int]) -> int:
+    """What row groups take in memory, from what the file says of its columns."""
+    meta = file.metadata
+    columns = range(meta.num_columns)
+    return sum(_column_bytes(meta.row_group(group).column(i)) for group in groups for i in columns)
 
 
 def _column_bytes(column: pq.ColumnChunkMetaData) -> int:

@@ -1,6 +1,7 @@
 """Cuts off Python code of a model folder, such as a chat template, that does not come to an end.
 
-Counted is the processor time of the calling thread, so that a busy machine cuts off nothing.
+Counted is the processor time of the calling thread, so that a busy machine cuts off nothing. Where
+the system does not count it by thread (macOS), time of the clock counts.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 MAX_CPU_S = 5.0
@@ -30,21 +32,28 @@ class CutOff(Exception):
 @dataclass(slots=True, eq=False)
 class _Call:
     thread: int = field(default_factory=threading.get_ident)
-    clock: int = field(init=False)
+    clock: Callable[[], float] = field(init=False)
     began_s: float = field(init=False)
     began_bytes: int = field(init=False)
     is_cut: bool = False
 
     def __post_init__(self) -> None:
-        self.clock = time.pthread_getcpuclockid(self.thread)
-        self.began_s = time.clock_gettime(self.clock)
+        self.clock = clock_of(self.thread)
+        self.began_s = self.clock()
         self.began_bytes = _resident_bytes()  # the watching thread may come late
 
     def is_too_much(self) -> bool:
-        taken_s = time.clock_gettime(self.clock) - self.began_s
+        taken_s = self.clock() - self.began_s
         if taken_s < GROWING_CPU_S:
             return False
         return taken_s > MAX_CPU_S or _resident_bytes() - self.began_bytes > MAX_GROWTH_BYTES
+
+
+def clock_of(thread: int) -> Callable[[], float]:
+    """Processor seconds of the thread, for any other to read."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return time.monotonic
+    return partial(time.clock_gettime, time.pthread_getcpuclockid(thread))
 
 
 class _Watch:

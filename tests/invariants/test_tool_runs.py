@@ -111,6 +111,9 @@ def test_a_template_that_shows_no_tools_is_refused_before_anything_starts(lab, t
     rows, flow = [{"m": [USER], "answer": "42"}], f"rollout.workflow={tmp_path}/flows.py:tools"
     with pytest.raises(UserError, match="does not show tools, and the workflow has multiply"):
         lab.train(*keys(tmp_path, tmp_path / "bytes", flow, *words[-2:], rows=rows))
+    given = keys(tmp_path, tmp_path / "bytes", flow, "reward.fn=exact_match", rows=rows)
+    done = CliRunner().invoke(cli.app, ["reward", *given])
+    assert done.exit_code == 2 and "the workflow has multiply" in done.stderr, "as training would"
 
 
 ANSWERED = [USER, {"role": "assistant", "content": "42"}]

@@ -259,6 +259,9 @@ def slurm_nodes_hold_the_layout(config: Config) -> Iterator[Problem]:
         names = ", ".join(placed.unplaced[:4]) + (", ..." if len(placed.unplaced) > 4 else "")
         rule = f"no node with cluster.n_gpus_per_node = {per_node} has room for {names}"
         remedy = "use more nodes, smaller axes, or rollout.server.addresses"
+        if any(name.rpartition("-")[0] in placed.scorers for name in placed.unplaced):
+            rule = f"{rule}: models that score run on the first node,"
+            remedy = "use more nodes to train on, smaller axes, or join it to the actor with |"
         yield Problem(where, f"{rule} beside {actor}", remedy)
 
 

@@ -9,17 +9,20 @@ from pentad.trainer.context import RunSummary
 
 
 @pytest.mark.parametrize(
-    ("end", "given", "fresh"),
+    ("end", "given", "fresh", "where"),
     [
-        (None, False, False),
-        ("stopped", False, False),
-        ("failed", False, False),
-        ("complete", False, True),
-        ("stopped", True, True),
+        (None, False, False, "me/demo-grpo/seed1"),
+        ("stopped", False, False, "me/demo-grpo/seed1"),
+        ("failed", False, False, "me/demo-grpo/seed1"),
+        ("complete", False, True, "me/demo-grpo/seed1"),
+        ("stopped", True, True, "me/demo-grpo/seed1"),
+        ("complete", False, False, "me/demo-grpo/seed2"),
+        ("complete", False, False, "another/demo-grpo/seed1"),
     ],
 )
-def test_what_was_interrupted_is_resumed(tmp_path, monkeypatch, end, given, fresh):
-    records = tmp_path / "logs" / "me" / "demo-grpo" / "seed1"
+def test_what_was_interrupted_is_resumed(tmp_path, monkeypatch, end, given, fresh, where):
+    monkeypatch.setenv("LOGNAME", "me")
+    records = tmp_path / "logs" / where
     records.mkdir(parents=True)
     if end:
         (records / "exit.json").write_text(json.dumps({"end": end}))
@@ -36,4 +39,3 @@ def test_what_was_interrupted_is_resumed(tmp_path, monkeypatch, end, given, fres
     monkeypatch.setattr(demo, "run_train", run)
     demo.run_demo(seed=1, fileroot=str(tmp_path), device="cpu", fresh=given)
     assert seen == [("demo-sft", fresh), ("demo-grpo", fresh)]
-    assert demo.is_complete(tmp_path, 2) is False, "each seed has a run of its own"

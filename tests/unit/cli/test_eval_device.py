@@ -1,4 +1,4 @@
-"""`pentad eval --device cpu` on a machine with GPUs is an evaluation without GPUs."""
+"""`--device cpu` on a machine with GPUs is a command without GPUs."""
 
 import os
 import sys
@@ -54,3 +54,21 @@ def test_the_default_layout_has_the_gpus_that_are_used(
     said = CliRunner().invoke(app, ["eval", str(tmp_path / "model"), *data, *words])
     assert seen == [layout], said.output
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == given, "as it was before"
+
+
+@pytest.mark.parametrize(
+    ("command", "work"),
+    [
+        (["replay", "run", "--step", "1"], "pentad.cli.replay.run_replay_command"),
+        (["demo"], "pentad.cli.demo.run_demo"),
+        (["verify-parallel", "qwen3"], "pentad_tools.parallel.verify_parallel.run_verify_parallel"),
+    ],
+)
+@pytest.mark.parametrize(("device", "count"), [("cpu", 0), ("auto", 4)])
+def test_every_command_counts_the_gpus_that_it_uses(
+    monkeypatch, gpus, command, work, device, count
+):
+    seen = []
+    monkeypatch.setattr(work, lambda *args, **more: seen.append(len(find_gpus())))
+    CliRunner().invoke(app, [*command, "--device", device])
+    assert seen == [count] and len(find_gpus()) == 4

@@ -106,6 +106,17 @@ BROKEN = [
         "no node with cluster.n_gpus_per_node = 4 has room for vllm-0 beside archon:d6",
     ),
     (
+        "slurm_nodes_hold_the_layout",
+        "plan",
+        [
+            *(*SLURM, "cluster.n_nodes=3", "cluster.allow_idle=true", "algorithm.kl_coef=0.1"),
+            *("mode=async", "allocation_mode=archon[ref]:d1+embedded[rollout]:d1+archon[actor]:d8"),
+        ],
+        "cluster.n_nodes = 3",
+        "no node with cluster.n_gpus_per_node = 4 has room for ref-0: models that score run on the "
+        "first node, beside archon[actor]:d8; use more nodes to train on, smaller axes",
+    ),
+    (
         "one_process_holds_one_of_each",
         "plan",
         ["scheduler.processes=one", "allocation_mode=embedded:d2+archon:d1"],

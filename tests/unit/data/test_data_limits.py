@@ -16,7 +16,7 @@ import pytest
 from sections import data_source
 
 from pentad.core.errors import UserError
-from pentad.data import cut, rows
+from pentad.data import arrow, cut, rows
 from pentad.data.render import BadRow, check_source, render
 from pentad.data.rows import open_rows
 from pentad.data.tokenizer import MAX_EXPANSION, load_tokenizer
@@ -118,9 +118,31 @@ def test_a_parquet_file_of_more_than_there_is_memory_is_a_sentence(
     """Equal numbers take no room in the file, and 16 bytes each are reckoned with."""
     pq.write_table(pa.table({"prompt": pa.array([7] * 10**7)}), tmp_path / "bomb.parquet")
     assert (tmp_path / "bomb.parquet").stat().st_size < MIB
-    monkeypatch.setattr("pentad.data.arrow.host_memory", lambda: (1 << 30, 10**7))
+    monkeypatch.setattr(arrow, "host_memory", lambda: (1 << 30, 10**7))
+    monkeypatch.setattr(arrow, "row_groups", arrow.RowGroupCache())
     with pytest.raises(UserError, match="GiB are free for it; save it as JSON lines"):
         open_rows(str(tmp_path / "bomb.parquet"), streaming=streaming).row(0)
+
+
+def test_streamed_row_groups_are_kept_as_many_as_fit(tmp_path, monkeypatch):
+    """A group takes a quarter of the memory there is, or a twentieth: none is refused."""
+    row_bytes = 16 * 1000 + 600  # reckoned: 1000 numbers of a row group, and what is stored
+    for share, num_kept in ((4, 2), (20, arrow.ROW_GROUPS_KEPT)):
+        path = tmp_path / f"{share}.parquet"
+        table = pa.table({"prompt": pa.array(range(20_000), type=pa.int64())})
+        pq.write_table(table, path, row_group_size=1000, compression="none", use_dictionary=False)
+        size = arrow.unpacked_bytes(pq.ParquetFile(path), [0])
+        assert size > row_bytes
+        kept = arrow.RowGroupCache()
+        monkeypatch.setattr(arrow, "row_groups", kept)
+        held = lambda kept=kept: sum(size for _, size in kept.tables.values())  # noqa: E731
+        memory = share * size
+        monkeypatch.setattr(arrow, "host_memory", lambda m=memory, held=held: (m, m - held()))
+        found = open_rows(str(path), streaming=True)
+        for i in [*range(0, 20_000, 500), 0, 19_999]:
+            assert found.row(i) == {"prompt": i}
+            assert held() <= memory / 2
+        assert len(kept.tables) == num_kept
 
 
 def test_a_parquet_file_of_several_row_groups_is_read_whole(tmp_path):
@@ -206,6 +228,14 @@ def test_code_that_catches_the_end_of_its_time_ends_all_the_same(monkeypatch, bo
     thread.start()
     thread.join(30)
     assert not thread.is_alive()
+
+
+def test_where_threads_have_no_clock_the_time_of_the_wall_counts(monkeypatch):
+    monkeypatch.delattr("time.pthread_getcpuclockid")
+    monkeypatch.setattr(cut, "MAX_CPU_S", 0.4)
+    with pytest.raises(cut.CutOff), cut.cut_off():
+        while True:
+            time.sleep(0.01)
 
 
 def test_what_ends_as_its_time_is_over_is_cut_off_within_or_not_at_all():
