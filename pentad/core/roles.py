@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -16,10 +16,6 @@ NamedTensors: TypeAlias = "Iterable[tuple[str, Tensor]]"
 """(HF-on-disk name, full tensor), in layer order."""
 TensorPairs: TypeAlias = "Sequence[tuple[str, Tensor]]"
 """The same, all of them at hand."""
-
-
-OnToken = Callable[[int, int, float], None]
-"""`on_token(i, id, logprob)`: a token of the i-th generation was drawn."""
 
 
 class SentWeights:
@@ -60,8 +56,8 @@ class Sampler(Protocol):
         """The weight version new tokens are drawn with."""
         ...
 
-    async def generate(self, request: Request, on_token: OnToken | None = None) -> list[Generation]:
-        """One generation per seed; `on_token` reports progress."""
+    async def generate(self, request: Request) -> list[Generation]:
+        """One generation per seed."""
         ...
 
     async def abort(self, request_id: str) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from pentad.core.device import settle, unsettle
 from pentad.core.errors import Problem, RunError, UserError
-from pentad.core.roles import Installed, NamedTensors, OnToken, SentWeights
+from pentad.core.roles import Installed, NamedTensors, SentWeights
 from pentad.core.types import Generation, Request, TopTokens
 from pentad.infer.engine import Decode, InferenceEngine, Report
 from pentad.infer.sequence import Sequence
@@ -29,6 +29,7 @@ from pentad.infer.settings import SamplerSettings, check_request
 from pentad.models.decoder import Decoder
 from pentad.models.registry import load_model
 
+OnToken = Callable[[int, int, float], None]
 OnTop = Callable[[int, TopTokens], None]
 T = TypeVar("T")
 
@@ -111,8 +112,8 @@ class EmbeddedSampler:
     async def generate(
         self, request: Request, on_token: OnToken | None = None, on_top: OnTop | None = None
     ) -> list[Generation]:
-        """`on_top(i, top)` reports the likeliest tokens, if the request asks for them, before
-        `on_token` reports the drawn one."""
+        """`on_token(i, id, logprob)` reports tokens of the i-th generation as they are drawn.
+        `on_top(i, top)` reports the likeliest ones before, if the request asks for them."""
         self._check_serving()
         check_request(request, self.engine.limits)
         if request.id in self.open:

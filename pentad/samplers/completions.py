@@ -67,8 +67,6 @@ class Completions(Dialect):
         if len(choices) != 1:
             raise InfraFailure(f"{self.where}: {len(choices)} choices came where 1 was asked for")
         choice = choices[0]
-        if call.on_piece is not None:
-            call.on_piece(choice.token_ids, choice.logprobs.token_logprobs)
         return Generation(
             choice.token_ids,
             choice.logprobs.token_logprobs,

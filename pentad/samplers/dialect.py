@@ -10,9 +10,8 @@ import io
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, NonNegativeInt
@@ -40,8 +39,6 @@ LOAD_TIMEOUT_S = 600.0
 """For a server to take new weights."""
 NPY = b"\x93NUMPY"
 FINISHES: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-OnPiece = Callable[[Sequence[int], Sequence[float]], None]
-T = TypeVar("T")
 
 
 class VersionSpan(BaseModel):
@@ -64,8 +61,6 @@ class Call:
     seed: int
     version: int
     """Weight version at the time of asking."""
-    on_piece: OnPiece | None
-    """Called with tokens as they come; without it the server may answer at once."""
 
 
 class Dialect:
@@ -131,25 +126,6 @@ class Dialect:
 
     def _cannot(self, what: str) -> RunError:
         return RunError(f"{self.where}: an OpenAI-compatible server cannot {what}")
-
-    # For dialects that stream.
-
-    async def _answered(
-        self, path: str, body: dict[str, Any], call: Call, read: Callable[..., T], last: T
-    ) -> tuple[list[int], list[float], T]:
-        """Ids, log-probs and the last of what `read` makes of the answer or its events (`last`
-        where there are none); it adds the tokens that are new."""
-        ids: list[int] = []
-        logprobs: list[float] = []
-        if call.on_piece is None:
-            answer = await self.wire.post(path, body, timeout_s=None)
-            return ids, logprobs, read(answer, ids, logprobs)
-        async with aclosing(self.wire.events(path, {**body, "stream": True})) as events:
-            async for event in events:
-                known = len(ids)
-                last = read(event, ids, logprobs)
-                call.on_piece(ids[known:], logprobs[known:])
-        return ids, logprobs, last
 
     def _generation(
         self,

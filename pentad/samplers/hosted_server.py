@@ -43,16 +43,14 @@ def make_server(payload: Mapping[str, Any], emit: Callable[[str, Any], None]) ->
     given["dims"] = ModelDims(**with_tuples(given["dims"]))
     given["transfer_folder"] = Path(given["transfer_folder"])
     start, settings = START[payload["backend"]], ServerSettings(**given)
-    return HostedServer(partial(start, settings, payload["name"], Path(payload["log"])), emit)
+    return HostedServer(partial(start, settings, payload["name"], Path(payload["log"])))
 
 
 class HostedServer(HostedSampler[StartedServer]):
     """A server that is started by the first call."""
 
-    def __init__(
-        self, start: Callable[[], Awaitable[StartedServer]], emit: Callable[[str, Any], None]
-    ) -> None:
-        super().__init__(None, emit)
+    def __init__(self, start: Callable[[], Awaitable[StartedServer]]) -> None:
+        super().__init__(None)
         self.start = start
         self.watching: asyncio.Task[None] | None = None
 

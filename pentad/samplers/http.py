@@ -14,7 +14,7 @@ import json
 import select
 import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -169,7 +169,7 @@ class HttpClient:
 CONNECT_TIMEOUT_S = 10.0
 CALL_TIMEOUT_S = 60.0
 MAX_ANSWER_BYTES = 256 << 20
-"""For one answer, streamed or not; the longest of tokens with their experts are a tenth of it."""
+"""For one answer; the longest of tokens with their experts are a tenth of it."""
 MAX_QUOTED = 300
 """Characters of a server's answer that a sentence quotes."""
 
@@ -201,23 +201,6 @@ class Wire:
     ) -> Any:
         answer = await self._call("POST", path, body=body, timeout_s=timeout_s, params=params)
         return self._parsed(path, answer) if is_json and answer else None
-
-    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any]:
-        """The server-sent events of an answer, parsed; ends at its [DONE]."""
-        try:
-            async with self.http.call("POST", path, json.dumps(body).encode()) as (status, pieces):
-                if status != 200:
-                    raise self.refused(path, status, await joined_text(pieces))
-                async for line in lines_of(pieces):
-                    if not line.startswith("data:"):
-                        continue
-                    text = line.removeprefix("data:").strip()
-                    if text == "[DONE]":
-                        return
-                    yield self._parsed(path, text)
-        except HttpError as error:
-            raise InfraFailure(f"{self.where}: {path} failed ({error})") from error
-        raise InfraFailure(f"{self.where}: {path} ended before its answer was whole")
 
     def read(self, path: str, schema: type[M], answer: Any) -> M:
         """The answer as what it must be."""
@@ -291,16 +274,3 @@ async def bounded(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         if num_bytes > MAX_ANSWER_BYTES:
             raise HttpError(f"its answer is longer than {MAX_ANSWER_BYTES >> 20} MiB")
         yield piece
-
-
-async def lines_of(pieces: AsyncIterator[bytes]) -> AsyncIterator[str]:
-    """As they come; the last one may have no end."""
-    rest: list[bytes] = []  # joined once, at the line's end
-    async for piece in bounded(pieces):
-        first, *more = piece.split(b"\n")
-        rest.append(first)
-        for start in more:
-            yield b"".join(rest).decode("utf-8", "replace")
-            rest = [start]
-    if last := b"".join(rest):
-        yield last.decode("utf-8", "replace")

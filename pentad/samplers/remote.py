@@ -19,7 +19,7 @@ from torch import Tensor
 from pentad.core.device import DTYPES
 from pentad.core.dims import ModelDims
 from pentad.core.errors import InfraFailure, RunError, WrongWeights
-from pentad.core.roles import Installed, OnToken, Sampler
+from pentad.core.roles import Installed, Sampler
 from pentad.core.types import Generation, Request, SamplingParams
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.settings import SamplerSettings
@@ -90,17 +90,14 @@ def make_sampler(payload: Mapping[str, Any], emit: Callable[[str, Any], None]) -
             return tokenizer().decode(ids, keep_special=True)
 
     settings = SamplerSettings(**given["sampler"])
-    return HostedEngine(
-        EmbeddedSampler(model, settings, decode=decode, version=given["version"]), emit
-    )
+    return HostedEngine(EmbeddedSampler(model, settings, decode=decode, version=given["version"]))
 
 
 class HostedSampler(Generic[S]):
     """Serves a sampler with JSON values and arrays for arguments."""
 
-    def __init__(self, sampler: S | None, emit: Callable[[str, Any], None]) -> None:
+    def __init__(self, sampler: S | None) -> None:
         """`sampler` None: it is made by the first call."""
-        self.emit = emit
         self.hosted: S | None = None
         if sampler is not None:
             self.host(sampler)
@@ -123,12 +120,8 @@ class HostedSampler(Generic[S]):
             "stats": self.stats(),
         }
 
-    async def generate(self, request: dict[str, Any], is_heard: bool) -> dict[str, Any]:
-        def report(index: int, id_: int, logprob: float) -> None:
-            self.emit("token", [request["id"], index, id_, logprob])
-
-        wanted, on_token = request_of(request), report if is_heard else None
-        made = await self._answer(self.sampler.generate(wanted, on_token))
+    async def generate(self, request: dict[str, Any]) -> dict[str, Any]:
+        made = await self._answer(self.sampler.generate(request_of(request)))
         return {"generations": [pack_generation(one) for one in made], "stats": self.stats()}
 
     async def pull(self, ticket: dict[str, Any]) -> dict[str, Any]:
@@ -150,8 +143,8 @@ class HostedSampler(Generic[S]):
 
 
 class HostedEngine(HostedSampler[EmbeddedSampler]):
-    def __init__(self, sampler: EmbeddedSampler, emit: Callable[[str, Any], None]) -> None:
-        super().__init__(sampler, emit)
+    def __init__(self, sampler: EmbeddedSampler) -> None:
+        super().__init__(sampler)
         self.held = -1, ""
         """Version and digest of the last install."""
 
@@ -228,7 +221,6 @@ class RoleSampler:
         self.capabilities: frozenset[str] = frozenset()
         self.version = -1
         self.seen: dict[str, float] = {}
-        self.listeners: dict[str, tuple[OnToken, asyncio.Future[Any]]] = {}
         self.is_closed = False
         self.connection: Connection | None = None
 
@@ -236,7 +228,7 @@ class RoleSampler:
     async def open(cls, process: RoleProcess, handoff: Handoff) -> Self:
         """Once the sampler is made there. Raises what kept it from being made."""
         sampler = cls(process, handoff)
-        connect = roles.connect(process, sampler._on_event, patience_s=roles.PATIENCE_S)
+        connect = roles.connect(process, sampler._on_beat, patience_s=roles.PATIENCE_S)
         sampler.connection = await connect
         try:
             hello = await sampler.call("hello")
@@ -253,22 +245,8 @@ class RoleSampler:
         assert self.connection is not None, "opened by `open`"
         return self.connection.lost
 
-    async def generate(self, request: Request, on_token: OnToken | None = None) -> list[Generation]:
-        call = asyncio.ensure_future(
-            self.call("generate", request=pack_request(request), is_heard=on_token is not None)
-        )
-        if on_token is not None:
-            self.listeners[request.id] = on_token, asyncio.get_running_loop().create_future()
-        try:
-            if on_token is not None:
-                fault = self.listeners[request.id][1]
-                await asyncio.wait([call, fault], return_when=asyncio.FIRST_COMPLETED)
-                if fault.done():  # the listener's own: its request alone ends
-                    raise fault.result()
-            answer = await call
-        finally:
-            call.cancel()
-            self.listeners.pop(request.id, None)
+    async def generate(self, request: Request) -> list[Generation]:
+        answer = await self.call("generate", request=pack_request(request))
         self.seen = answer["stats"]
         return generations_of(answer["generations"])
 
@@ -305,15 +283,5 @@ class RoleSampler:
             await self.connection.close("the sampler was closed")
         self.process.kill()
 
-    def _on_event(self, event: str, value: Any) -> None:
-        if event == "beat":
-            self.seen = value or self.seen
-            return
-        request_id, index, id_, logprob = value
-        if listener := self.listeners.get(request_id):
-            on_token, fault = listener
-            try:
-                on_token(index, id_, logprob)
-            except Exception as error:
-                if not fault.done():
-                    fault.set_result(error)
+    def _on_beat(self, event: str, value: Any) -> None:
+        self.seen = value or self.seen

@@ -17,7 +17,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from pentad.core.errors import FlawedAnswer, GivenUp, InfraFailure, RunError, UserError
-from pentad.core.roles import Installed, NamedTensors, OnToken
+from pentad.core.roles import Installed, NamedTensors
 from pentad.core.types import Generation, Request
 from pentad.runtime.restarts import RestartPolicy
 from pentad.telemetry.log import NOTICE
@@ -53,9 +53,7 @@ class ProcessSampler(Protocol):
     def lost(self) -> asyncio.Future[str]:
         """Why it was lost."""
 
-    async def generate(
-        self, request: Request, on_token: OnToken | None = None
-    ) -> list[Generation]: ...
+    async def generate(self, request: Request) -> list[Generation]: ...
 
     async def pull(self, offer: Any) -> Installed: ...
 
@@ -99,7 +97,6 @@ class PendingRequest:
 
     request: Request
     future: asyncio.Future[list[Generation]]
-    on_token: OnToken | None = None
     call: asyncio.Task[list[Generation]] | None = None
 
 
@@ -208,15 +205,15 @@ class Replica:
 
     # Requests.
 
-    async def generate(self, request: Request, on_token: OnToken | None = None) -> list[Generation]:
+    async def generate(self, request: Request) -> list[Generation]:
         self._check_open()
         if self.sampler is None and self.has_siblings_serving:
             raise self._away()
         if request.id in self.pending and not self.pending[request.id].future.done():
             assert self.sampler is not None, "requests have ids of their own"
-            return await self.sampler.generate(request, on_token)  # which refuses it
+            return await self.sampler.generate(request)  # which refuses it
         future: asyncio.Future[list[Generation]] = asyncio.get_running_loop().create_future()
-        entry = self.pending[request.id] = PendingRequest(request, future, on_token)
+        entry = self.pending[request.id] = PendingRequest(request, future)
         if self.sampler is not None:
             self._send(entry, self.sampler)
         try:
@@ -230,7 +227,7 @@ class Replica:
                 self.pending.clear()
 
     def _send(self, entry: PendingRequest, sampler: ProcessSampler) -> None:
-        entry.call = asyncio.create_task(sampler.generate(entry.request, entry.on_token))
+        entry.call = asyncio.create_task(sampler.generate(entry.request))
         entry.call.add_done_callback(lambda call: self._take_answer(entry, call))
 
     def _take_answer(self, entry: PendingRequest, call: asyncio.Task[list[Generation]]) -> None:
@@ -242,16 +239,13 @@ class Replica:
         elif failure is None:
             self.policy.note_progress()
             entry.future.set_result(call.result())
-        elif not self._sends_again(entry, failure):
+        elif not self._sends_again(failure):
             entry.future.set_exception(failure)
 
-    def _sends_again(self, entry: PendingRequest, failure: BaseException) -> bool:
-        """Whether the next process gets the request. One whose tokens were reported already is
-        not repeated."""
-        is_process = isinstance(failure, InfraFailure) and not isinstance(failure, FlawedAnswer)
-        is_alone = not self.has_siblings_serving
-        is_open = self.state is not State.CLOSED
-        return is_process and entry.on_token is None and is_open and is_alone
+    def _sends_again(self, failure: BaseException) -> bool:
+        """Whether the next process gets a request that failed so."""
+        is_lost = isinstance(failure, InfraFailure) and not isinstance(failure, FlawedAnswer)
+        return is_lost and self.state is not State.CLOSED and not self.has_siblings_serving
 
     def _end_pending(self, error: Exception) -> None:
         for entry in self.pending.values():

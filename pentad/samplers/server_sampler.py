@@ -18,14 +18,14 @@ import torch
 
 from pentad.core.dims import ModelDims
 from pentad.core.errors import InfraFailure, Problem, RunError, UserError, is_cancelled
-from pentad.core.roles import Installed, NamedTensors, OnToken, TensorPairs
+from pentad.core.roles import Installed, NamedTensors, TensorPairs
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Generation, Request
 from pentad.infer.settings import RequestLimits, check_request
 from pentad.models.families import map_of
 from pentad.models.hf_weights import native_shards
 from pentad.models.registry import build_model
-from pentad.samplers.dialect import MEMORIES, Call, Dialect, OnPiece, flaw_of, joined
+from pentad.samplers.dialect import MEMORIES, Call, Dialect, flaw_of, joined
 from pentad.weights import transfer
 
 ABORT_PATIENCE_S = 5.0
@@ -73,7 +73,7 @@ class ServerSampler:
         self.num_drawn = self.num_installs = 0
         self.expected: tuple[Any, Any] | None = None
 
-    async def generate(self, request: Request, on_token: OnToken | None = None) -> list[Generation]:
+    async def generate(self, request: Request) -> list[Generation]:
         self._check_serving()
         check_request(request, self.limits)
         self.dialect.check(request.params)
@@ -82,7 +82,7 @@ class ServerSampler:
             raise UserError(Problem(f"request {request.id}", rule, "name it anew"))
         names = [f"{self.name}-{request.id}-{index}." for index in range(len(request.seeds))]
         calls = self.open[request.id] = {
-            name: asyncio.create_task(self._continue(request, index, name, on_token))
+            name: asyncio.create_task(self._continue(request, index, name))
             for index, name in enumerate(names)
         }
         try:
@@ -231,27 +231,14 @@ class ServerSampler:
 
     # One continuation.
 
-    async def _continue(
-        self, request: Request, index: int, name: str, on_token: OnToken | None
-    ) -> Generation:
-        reported = at = 0
+    async def _continue(self, request: Request, index: int, name: str) -> Generation:
         drawn = Generation([], [], [], "length")
-
-        def receive(ids: Sequence[int], logprobs: Sequence[float]) -> None:
-            nonlocal reported, at
-            for token, logprob in zip(ids, logprobs, strict=True):
-                at += 1
-                if on_token is not None and at > reported:
-                    reported = at
-                    on_token(index, token, logprob)
-
         try:
             while True:
-                at = len(drawn.ids)
                 await self.may_send.wait()
                 self._check_serving()
                 sent_at = drawn.versions[0] if drawn.ids else self.version
-                call = self._call(request, index, name, drawn.ids, on_token and receive)
+                call = self._call(request, index, name, drawn.ids)
                 answer = await self._send(call)
                 if answer.finish != "abort" or name not in self.interrupted:
                     drawn = joined(drawn, answer)
@@ -284,14 +271,7 @@ class ServerSampler:
             del self.in_flight[call.id]
             ended.set_result(None)
 
-    def _call(
-        self,
-        request: Request,
-        index: int,
-        name: str,
-        drawn: Sequence[int],
-        on_piece: OnPiece | None,
-    ) -> Call:
+    def _call(self, request: Request, index: int, name: str, drawn: Sequence[int]) -> Call:
         """For what comes after the tokens that are drawn already."""
         room = self.limits.max_context - len(request.prompt_ids)
         seed = request.seeds[index]
@@ -302,7 +282,6 @@ class ServerSampler:
             max_new_tokens=min(request.params.max_new_tokens, room) - len(drawn),
             seed=derive_seed(seed, "after", len(drawn)) if drawn else seed,
             version=self.version,
-            on_piece=on_piece,
         )
 
     def _check_answer(self, request: Request, index: int, answer: Generation, sent_at: int) -> None:

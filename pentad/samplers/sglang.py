@@ -138,8 +138,8 @@ class Sglang(LoadingDialect):
         self.group_name = ""
         self.num_sent = 0
         self.rids: dict[str, str] = {}
-        """Calls under way, and what the server knows each as. No name is used twice: two seconds
-        after a stream has ended SGLang aborts whatever has its name."""
+        """Calls under way, and what the server knows each as. No name is used twice: an abort that
+        comes late must not end a later call."""
         self.ended_by: dict[str, int] = {}
         """Calls that ended at an id that ends no answer."""
         can = {
@@ -185,8 +185,9 @@ class Sglang(LoadingDialect):
             "extra_key": f"pentad-{call.version}",  # prefixes are those of one weight version
             "return_routed_experts": self.settings.record_routes,
         }
-        nothing = Meta(completion_tokens=0)
-        ids, logprobs, meta = await self._answered("/generate", body, call, self._read, nothing)
+        meta = self._read(await self.wire.post("/generate", body, timeout_s=None))
+        ids = [token for _, token, _ in meta.output_token_logprobs]
+        logprobs = [logprob for logprob, _, _ in meta.output_token_logprobs]
         reason = meta.finish_reason
         finish = finish_of(self.where, reason.type if reason else None)
         matched = reason.matched if reason else None
@@ -197,23 +198,18 @@ class Sglang(LoadingDialect):
         experts = meta.routed_experts
         return self._generation(call, ids, logprobs, finish, meta.weight_versions, experts)
 
-    def _read(self, answer: Any, ids: list[int], logprobs: list[float]) -> Meta:
-        """Adds what is new in an answer; events hold all tokens so far, or only the latest."""
+    def _read(self, answer: Any) -> Meta:
         self._check_error("/generate", answer)
         read = self.wire.read("/generate", SglangAnswer, answer)
         meta, found = read.meta_info, read.meta_info.output_token_logprobs
-        total, known = meta.completion_tokens, len(ids)
-        got = [token for _, token, _ in found]
+        total, got = meta.completion_tokens, [token for _, token, _ in found]
         if meta.finish_reason is not None and meta.finish_reason.type == "abort":
             read.output_ids = got  # SGLang sends less of them there
-        if len(found) != len(read.output_ids) or len(found) not in (total, total - known):
+        if not len(found) == len(read.output_ids) == total:
             num = f"{len(found)} log-probs and {len(read.output_ids)} ids came for {total} tokens"
             raise InfraFailure(f"{self.where}: {num}")
         if got != read.output_ids:
             raise InfraFailure(f"{self.where}: the log-probs are those of other tokens")
-        new = found[known:] if len(found) == total else found
-        ids += [token for _, token, _ in new]
-        logprobs += [logprob for logprob, _, _ in new]
         return meta
 
     async def abort(self, call_ids: Sequence[str]) -> bool:

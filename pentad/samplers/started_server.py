@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pentad.core.dims import ModelDims
 from pentad.core.errors import FlawedAnswer, InfraFailure, RunError
-from pentad.core.roles import Installed, NamedTensors, OnToken
+from pentad.core.roles import Installed, NamedTensors
 from pentad.core.types import Generation, Request
 from pentad.ops.digest import WeightDigest, digest_of
 from pentad.samplers import server_key
@@ -89,9 +89,9 @@ class StartedServer(ServerSampler):
         self.watching = asyncio.create_task(self._watch())
         self.moving: asyncio.Task[None] | None = None
 
-    async def generate(self, request: Request, on_token: OnToken | None = None) -> list[Generation]:
+    async def generate(self, request: Request) -> list[Generation]:
         try:
-            return await super().generate(request, on_token)
+            return await super().generate(request)
         except InfraFailure as failure:
             if await self._has_ended():
                 raise
@@ -214,7 +214,7 @@ async def start_server(
     module = kind.lower()
     python = server_python(settings.python, module)
     version = await asyncio.to_thread(check_installed, python, module, settings.python)
-    port, key = free_port(), secrets.token_urlsafe(32)
+    port, key = free_port(), secrets.token_hex(32)  # as a word, which may not begin with -
     own = {**environment, server_key.VARIABLE: key}
     process = ServerProcess(name, [python, *command(port, version)], own, log_file)
     address, keyed = f"http://127.0.0.1:{port}", replace(settings, key=key, is_started=True)

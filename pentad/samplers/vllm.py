@@ -157,13 +157,19 @@ class Vllm(LoadingDialect):
             },
             "cache_salt": f"pentad-{call.version}",
         }
-        ids, logprobs, last = await self._answered(GENERATE, body, call, self._read, VllmChoice())
-        finish = finish_of(self.where, last.finish_reason)
-        experts = last.routed_experts
-        return self._generation(call, ids, logprobs, finish, last.weight_versions, experts)
+        choice = self._read(await self.wire.post(GENERATE, body, timeout_s=None))
+        finish = finish_of(self.where, choice.finish_reason)
+        entries = choice.logprobs.content if choice.logprobs else []
+        return self._generation(
+            call,
+            choice.token_ids,
+            [entry.logprob for entry in entries],
+            finish,
+            choice.weight_versions,
+            choice.routed_experts,
+        )
 
-    def _read(self, answer: Any, ids: list[int], logprobs: list[float]) -> VllmChoice:
-        """Adds the tokens of an answer, or of one event of it."""
+    def _read(self, answer: Any) -> VllmChoice:
         self._check_error(GENERATE, answer)
         choices = self.wire.read(GENERATE, VllmAnswer, answer).choices
         if len(choices) != 1:
@@ -175,8 +181,6 @@ class Vllm(LoadingDialect):
             raise InfraFailure(f"{self.where}: {num}, or for other tokens")
         if any(entry.logprob <= NO_LOGPROB for entry in entries):
             raise InfraFailure(f"{self.where}: a drawn token has no log-prob")
-        ids += choice.token_ids
-        logprobs += [entry.logprob for entry in entries]
         return choice
 
     async def abort(self, call_ids: Sequence[str]) -> bool:

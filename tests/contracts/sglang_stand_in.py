@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors.torch import load_file
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from torch.distributed.distributed_c10d import (
     Backend,
@@ -70,7 +70,6 @@ class Generate(Body):
     input_ids: list[int]
     sampling_params: Sampling
     return_logprob: bool = False
-    stream: bool = False
     extra_key: str | None = None
     return_routed_experts: bool = False
     routed_experts_start_len: int = 0
@@ -232,7 +231,7 @@ class StandIn:
             stop_strings=tuple(wanted.stop or ()),
         )
         assert body.return_logprob and wanted.sampling_seed is not None
-        assert body.rid not in self.rids, "two seconds after its stream SGLang aborts what it named"
+        assert body.rid not in self.rids, "an abort that comes late would end the later call"
         self.rids.add(body.rid)
         request = Request(
             id=body.rid,
@@ -240,50 +239,27 @@ class StandIn:
             params=params,
             seeds=(wanted.sampling_seed,),
         )
-        if body.stream:
-            return StreamingResponse(self.events(request), media_type="text/event-stream")
         try:
             (done,) = await self.sampler.generate(request)
         except UserError as error:
             return JSONResponse({"error": {"message": str(error)}}, status_code=400)
         return JSONResponse(self.answer_of(done, request))
 
-    async def events(self, request: Request):
-        """All tokens so far in every event, as SGLang does by default."""
-        queue: asyncio.Queue = asyncio.Queue()
-        sofar = Generation([], [], [], "length")
-
-        def hear(_index: int, token: int, logprob: float) -> None:
-            sofar.ids.append(token)
-            sofar.logprobs.append(logprob)
-            queue.put_nowait(Generation([*sofar.ids], [*sofar.logprobs], [], "length"))
-
-        task = asyncio.create_task(self.sampler.generate(request, hear))
-        task.add_done_callback(lambda _: queue.put_nowait(None))
-        try:
-            while (part := await queue.get()) is not None:
-                yield f"data: {json.dumps(self.answer_of(part, request, final=False))}\n\n"
-            (done,) = await task
-            yield f"data: {json.dumps(self.answer_of(done, request))}\n\n"
-            yield "data: [DONE]\n\n"
-        finally:
-            task.cancel()
-
-    def answer_of(self, part: Generation, request: Request, final: bool = True) -> dict[str, Any]:
+    def answer_of(self, part: Generation, request: Request) -> dict[str, Any]:
         meta: dict[str, Any] = {
             "id": request.id,
             "prompt_tokens": len(request.prompt_ids),
             "completion_tokens": len(part.ids),
-            "finish_reason": self.reason(part, request) if final else None,
+            "finish_reason": self.reason(part, request),
             "weight_version": self.label,
             "output_token_logprobs": [
                 [logprob, token, None]
                 for token, logprob in zip(part.ids, part.logprobs, strict=True)
             ],
         }
-        if final and self.tells_versions:
+        if self.tells_versions:
             meta["weight_versions"] = spans(part.versions)
-        if final and request.id in self.routed and part.routes is not None:
+        if request.id in self.routed and part.routes is not None:
             meta["routed_experts"] = self.routes(part)
         return {"text": "", "output_ids": part.ids, "meta_info": meta}
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from socket import create_server
 
@@ -62,6 +62,15 @@ class Subject:
     start: Callable[[], AbstractAsyncContextManager[Sampler]]
     long: int = 200
     """Tokens for which something is still under way when the next call arrives."""
+    engines: list[EmbeddedSampler] = field(default_factory=list)
+    """What draws in the end, where it is in this process; the latest last."""
+
+    async def drawing(self) -> None:
+        """Until the first tokens are drawn since the start."""
+        if not self.engines:
+            await asyncio.sleep(0.3)
+        while self.engines and not self.engines[-1].stats()["tokens_drawn"]:
+            await asyncio.sleep(0.001)
 
 
 def embedded(seed: int, version: int, on_update: str = "continue") -> EmbeddedSampler:
@@ -73,12 +82,14 @@ def embedded_subject(on_update: str) -> Subject:
     @asynccontextmanager
     async def start() -> AsyncIterator[Sampler]:
         sampler = embedded(1, 0, on_update)
+        subject.engines.append(sampler)
         try:
             yield sampler
         finally:
             await sampler.close()
 
-    return Subject(start)
+    subject = Subject(start)
+    return subject
 
 
 @dataclass
@@ -122,20 +133,23 @@ def remote_subject(tmp_path: Path, on_update: str) -> Subject:
         )
         sock = create_server(("127.0.0.1", 0))
         job = json.loads(json.dumps(job_of(spec, "token")))
-        hosting = asyncio.create_task(RoleHost(job, sock).run())
+        host = RoleHost(job, sock)
+        hosting = asyncio.create_task(host.run())
         handoff = Handoff("shm", tmp_path)
         process = ThisProcess(sock.getsockname())
         replica = Replica(
             "rollout-0", lambda _: RoleSampler.open(process, handoff), handoff, RestartPolicy(0)
         )
         await replica.open()
+        subject.engines.append(host.making.result().sampler)
         try:
             yield replica
         finally:
             await replica.close()
             await hosting
 
-    return Subject(start, long=400)
+    subject = Subject(start, long=400)
+    return subject
 
 
 def server_settings(folder: Path, **changes) -> ServerSettings:
@@ -172,9 +186,11 @@ def sglang_subject(folder: Path, version: str, **changes) -> Subject:
         stand_in = StandIn(lambda: embedded(9, -1, settings.on_update), version=version)
         with served(stand_in.app()) as address:
             async with attached(sglang.attach, address, settings) as sampler:
+                subject.engines.append(stand_in.sampler)
                 yield sampler
 
-    return Subject(start)
+    subject = Subject(start)
+    return subject
 
 
 def vllm_subject(folder: Path, address: str, **changes) -> Subject:

@@ -176,19 +176,6 @@ def test_bad_requests_are_refused_with_a_sentence_and_others_go_on(subject):
         assert_from(policy(1), request, generations)
 
 
-def test_progress_is_told_token_by_token(subject):
-    heard: list[tuple[int, int, float]] = []
-    request = ask("a", [2, 3], n=3)
-
-    async def scenario(sampler):
-        return await sampler.generate(request, lambda i, id_, lp: heard.append((i, id_, lp)))
-
-    generations = run(subject, scenario)
-    for i, g in enumerate(generations):
-        mine = [(id_, logprob) for index, id_, logprob in heard if index == i]
-        assert mine == list(zip(g.ids, g.logprobs, strict=True))
-
-
 def test_install_replaces_the_policy_and_the_receipt_proves_it(installing):
     request = ask("a", [1, 2, 3], n=3)
 
@@ -268,9 +255,8 @@ def test_tokens_under_way_carry_the_version_that_drew_them(installing):
     request = ask("a", [1, 2, 3], n=2, max_new_tokens=installing.long)
 
     async def scenario(sampler):
-        drawn = asyncio.Event()
-        task = asyncio.create_task(sampler.generate(request, lambda *_: drawn.set()))
-        await drawn.wait()
+        task = asyncio.create_task(sampler.generate(request))
+        await installing.drawing()
         await sampler.install(1, list(iter_hf(policy(2))))
         return met_under_way(await task)
 
@@ -307,9 +293,8 @@ def test_tokens_under_way_can_be_recomputed_by_new_weights(reprefilling):
     request = ask("a", [1, 2, 3], n=2, max_new_tokens=reprefilling.long)
 
     async def scenario(sampler):
-        drawn = asyncio.Event()
-        task = asyncio.create_task(sampler.generate(request, lambda *_: drawn.set()))
-        await drawn.wait()
+        task = asyncio.create_task(sampler.generate(request))
+        await reprefilling.drawing()
         await sampler.install(1, list(iter_hf(policy(2))))
         return met_under_way(await task)
 
@@ -328,10 +313,9 @@ def test_an_abort_ends_one_request_at_once_and_no_other(subject):
     )
 
     async def scenario(sampler):
-        drawn = asyncio.Event()
-        task = asyncio.create_task(sampler.generate(long, lambda *_: drawn.set()))
+        task = asyncio.create_task(sampler.generate(long))
         beside = asyncio.create_task(sampler.generate(other))
-        await drawn.wait()
+        await subject.drawing()
         await sampler.abort("long")
         await sampler.abort("nobody")
         aborted = await task
@@ -349,9 +333,8 @@ def test_a_request_waits_through_sleep_and_is_exact_after_wake(subject):
     request = ask("a", [1, 2, 3], n=2, max_new_tokens=subject.long)
 
     async def scenario(sampler):
-        drawn = asyncio.Event()
-        task = asyncio.create_task(sampler.generate(request, lambda *_: drawn.set()))
-        await drawn.wait()
+        task = asyncio.create_task(sampler.generate(request))
+        await subject.drawing()
         await sampler.sleep()
         await sampler.sleep()
         late = asyncio.create_task(sampler.generate(ask("late", [9])))
@@ -395,10 +378,9 @@ def test_health_and_stats(subject):
 
 def test_close_ends_open_requests_with_an_error(subject):
     async def scenario(sampler):
-        drawn = asyncio.Event()
         request = ask("a", [1, 2], max_new_tokens=subject.long)
-        task = asyncio.create_task(sampler.generate(request, lambda *_: drawn.set()))
-        await drawn.wait()
+        task = asyncio.create_task(sampler.generate(request))
+        await subject.drawing()
         await sampler.close()
         with pytest.raises(RunError, match="closed"):
             await task

@@ -22,13 +22,11 @@ async def serve_endless(reader, writer, start: bytes, piece: bytes) -> None:
 
 ANSWERS = {
     "one endless value": (b"200 OK", b"[" * 65536),
-    "endless events": (b"200 OK", b"data: 1\n\n" * 8192),
-    "an endless line of an event": (b"200 OK", b"data: " + b"1" * 65536),
     "an endless error": (b"500 No", b"x" * 65536),
 }
 
 
-@pytest.mark.parametrize("call", ["get", "post", "events"])
+@pytest.mark.parametrize("call", ["get", "post"])
 @pytest.mark.parametrize("name", ANSWERS)
 def test_an_answer_without_end_is_a_sentence(monkeypatch, name, call):
     monkeypatch.setattr(http, "MAX_ANSWER_BYTES", 8 << 20)
@@ -40,11 +38,7 @@ def test_an_answer_without_end_is_a_sentence(monkeypatch, name, call):
         port = server.sockets[0].getsockname()[1]
         wire = Wire(f"http://127.0.0.1:{port}", "server")
         try:
-            if call == "events":
-                async for _ in wire.events("/x", {}):
-                    pass
-            else:
-                await getattr(wire, call)("/x")
+            await getattr(wire, call)("/x")
         finally:
             await wire.close()
             server.close()

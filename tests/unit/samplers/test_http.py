@@ -6,7 +6,7 @@ import pytest
 
 from pentad.core.errors import InfraFailure
 from pentad.samplers import http
-from pentad.samplers.http import Wire, lines_of
+from pentad.samplers.http import Wire
 
 PLAIN = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n[]"
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\n[\r\n1\r\n]\r\n0\r\n\r\n"
@@ -149,14 +149,3 @@ def test_a_call_that_is_cancelled_or_late_closes_its_connection():
             assert not server.wire.http.kept
 
     asyncio.run(asyncio.wait_for(main(), 60))
-
-
-def test_lines_are_cut_at_their_ends_alone():
-    async def pieces():
-        for piece in (b"da", b"ta: \xc3", b"\xa9\n\nlast"):
-            yield piece
-
-    async def main():
-        return [line async for line in lines_of(pieces())]
-
-    assert asyncio.run(main()) == ["data: \xe9", "", "last"]

@@ -53,7 +53,7 @@ class Life:
             if not future.done():
                 future.set_exception(InfraFailure("its connection ended"))
 
-    async def generate(self, request, on_token=None):
+    async def generate(self, request):
         future = self.open[request.id] = asyncio.get_running_loop().create_future()
         return await future
 

@@ -57,7 +57,7 @@ class Receiver(RoleSampler):
 
     def __init__(self, handoff, damage=lambda ticket: ticket, dims=DIMS):
         settings = SamplerSettings(max_running=4, kv_cache_tokens=256)
-        self.own = HostedEngine(EmbeddedSampler(policy(9, dims), settings), lambda *_: None)
+        self.own = HostedEngine(EmbeddedSampler(policy(9, dims), settings))
         workers.append(self.own.sampler.worker)
         self.handoff, self.damage = handoff, damage
         self.is_closed, self.version = False, -1
