@@ -75,6 +75,8 @@ class ServerSettings:
 
 STOP_PATIENCE_S = 15.0
 PROBE_INTERVAL_S = 0.5
+END_PATIENCE_S = 1.0
+"""Between a call that failed and the end of its process, where that was the reason."""
 TAIL_LINES = 8
 INSTALLED_S = 60.0
 """How long the server's interpreter may take to say which release it has."""

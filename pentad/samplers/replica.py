@@ -14,55 +14,24 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from pentad.core.errors import FlawedAnswer, GivenUp, InfraFailure, RunError, UserError
 from pentad.core.roles import Installed, NamedTensors
 from pentad.core.types import Generation, Request
 from pentad.runtime.restarts import RestartPolicy
+from pentad.samplers.process import END_PATIENCE_S
 from pentad.telemetry.log import NOTICE
+
+if TYPE_CHECKING:
+    from pentad.samplers.remote import RoleSampler
+    from pentad.samplers.started_server import StartedServer
 
 log = logging.getLogger(__name__)
 
-END_PATIENCE_S = 1.0
-"""Between a call that failed and the end of its process, where that was the reason."""
 EXIT_WAIT_S = 0.1
 """Between a lost connection and the end of its process."""
 NO_STATS = ("tokens_drawn", "running", "waiting")
-
-
-class SupervisedProcess(Protocol):
-    def poll(self) -> str | None:
-        """How it ended, in words; None while it runs."""
-
-    def stacks(self) -> None:
-        """Has it write the stacks of its threads to its log."""
-
-
-class ProcessSampler(Protocol):
-    """A sampler in one process of the replica: `remote.RoleSampler`, or
-    `started_server.StartedServer`. Of no use once `lost` is done."""
-
-    capabilities: frozenset[str]
-    version: int
-
-    @property
-    def process(self) -> SupervisedProcess: ...
-
-    @property
-    def lost(self) -> asyncio.Future[str]:
-        """Why it was lost."""
-
-    async def generate(self, request: Request) -> list[Generation]: ...
-
-    async def pull(self, offer: Any) -> Installed: ...
-
-    async def call(self, method: str, **arguments: Any) -> Any:
-        """Any other method of a sampler."""
-
-    def stats(self) -> dict[str, float]: ...
-
-    async def close(self) -> None: ...
 
 
 class NewestWeights(Protocol):
@@ -75,7 +44,9 @@ class NewestWeights(Protocol):
     async def offer(self, version: int, weights: Any) -> Any: ...
 
 
-Start = Callable[[int], Awaitable[ProcessSampler]]
+ProcessSampler: TypeAlias = "RoleSampler | StartedServer"
+"""A sampler in one process of the replica; of no use once its `lost` is done."""
+Start: TypeAlias = "Callable[[int], Awaitable[ProcessSampler]]"
 """Starts the process of a generation and connects to it."""
 
 

@@ -27,13 +27,13 @@ from pentad.samplers import server_key
 from pentad.samplers.dialect import Dialect
 from pentad.samplers.http import Wire
 from pentad.samplers.process import (
+    END_PATIENCE_S,
     ServerProcess,
     ServerSettings,
     check_installed,
     free_port,
     server_python,
 )
-from pentad.samplers.replica import END_PATIENCE_S
 from pentad.samplers.server_sampler import ServerSampler
 from pentad.sync.publisher import Snapshot
 
