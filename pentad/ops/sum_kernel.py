@@ -59,17 +59,15 @@ def _sum_places(
     tl.store(out_ptr + token * WIDTH + d, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def sum_spans(rows: Tensor, order_E: Tensor, counts_U: Tensor) -> Tensor:
-    """Entry u: the sum of the next counts[u] rows in `order`, added up in fp32."""
+def sum_spans(rows: Tensor, order_E: Tensor, bounds_U: Tensor) -> Tensor:
+    """Entry u: the sum of rows[order[bounds[u]]] to rows[order[bounds[u + 1] - 1]], in fp32."""
     rows = rows.contiguous()
-    flat = rows.flatten(1)
-    out = rows.new_empty((len(counts_U), *rows.shape[1:]))
-    width = flat.shape[1]
+    num, width = len(bounds_U) - 1, rows[0].numel()
+    out = rows.new_empty((num, *rows.shape[1:]))
     block = min(MAX_BLOCK, triton.next_power_of_2(width))
     if out.numel():
-        ends_U = counts_U.cumsum(0)
-        _sum_spans[(len(counts_U), triton.cdiv(width, block))](
-            flat, order_E, ends_U, counts_U, out, WIDTH=width, BLOCK=block, num_warps=4
+        _sum_spans[(num, triton.cdiv(width, block))](
+            rows, order_E, bounds_U, out, WIDTH=width, BLOCK=block, num_warps=4
         )
     return out
 
@@ -78,8 +76,7 @@ def sum_spans(rows: Tensor, order_E: Tensor, counts_U: Tensor) -> Tensor:
 def _sum_spans(
     rows_ptr: tl.tensor,
     order_ptr: tl.tensor,
-    ends_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
+    bounds_ptr: tl.tensor,
     out_ptr: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -87,9 +84,8 @@ def _sum_spans(
     entry = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = d < WIDTH
-    end = tl.load(ends_ptr + entry)
     total = tl.zeros([BLOCK], dtype=tl.float32)
-    for j in range(end - tl.load(counts_ptr + entry), end):
+    for j in range(tl.load(bounds_ptr + entry), tl.load(bounds_ptr + entry + 1)):
         place = tl.load(order_ptr + j)
         total += tl.load(rows_ptr + place * WIDTH + d, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + entry * WIDTH + d, total.to(out_ptr.dtype.element_ty), mask=mask)

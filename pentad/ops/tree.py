@@ -113,7 +113,9 @@ class Copies:
         """Position i of the long list copies entry source[i]."""
         self.order = send(np.argsort(source, kind="stable"), device)
         """Positions of the long list, those of one entry together."""
-        self.counts = send(np.bincount(source, minlength=num), device)
+        counts = np.bincount(source, minlength=num)
+        self.bounds = send(np.concatenate(([0], np.cumsum(counts))), device)
+        """Where those of each entry begin in `order`, and where the last ones end."""
 
 
 def send(array: np.ndarray, device: torch.device) -> Tensor:
@@ -126,35 +128,35 @@ class Spread(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_U: Tensor, source_T: Tensor, order_T: Tensor, counts_U: Tensor
+        ctx: Any, x_U: Tensor, source_T: Tensor, order_T: Tensor, bounds_U: Tensor
     ) -> Tensor:
-        ctx.save_for_backward(order_T, counts_U)
+        ctx.save_for_backward(order_T, bounds_U)
         return x_U.index_select(0, source_T)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        order_T, counts_U = ctx.saved_tensors
-        return sum_copies(grads[0], order_T, counts_U), None, None, None
+        order_T, bounds_U = ctx.saved_tensors
+        return sum_copies(grads[0], order_T, bounds_U), None, None, None
 
 
 def spread(x_U: Tensor, copies: Copies) -> Tensor:
-    result: Tensor = Spread.apply(x_U, copies.source, copies.order, copies.counts)
+    result: Tensor = Spread.apply(x_U, copies.source, copies.order, copies.bounds)
     return result
 
 
-def sum_copies(x_E: Tensor, order_E: Tensor, counts_U: Tensor) -> Tensor:
+def sum_copies(x_E: Tensor, order_E: Tensor, bounds_U: Tensor) -> Tensor:
     """Entry u: the sum of its copies, in at least fp32."""
     if x_E.device.type == "cuda" and x_E.dtype in (torch.bfloat16, torch.float16):
         # Here, since Triton takes a second to import and is not there on every machine.
         from pentad.ops.sum_kernel import sum_spans
 
-        return sum_spans(x_E, order_E, counts_U)
+        return sum_spans(x_E, order_E, bounds_U)
     flat = x_E.flatten(1) if x_E.ndim > 1 else x_E[:, None]
     wide = flat if flat.dtype == torch.float64 else flat.float()
-    summed = torch.segment_reduce(
-        wide.index_select(0, order_E), "sum", lengths=counts_U, unsafe=True
-    )
-    return summed.to(x_E.dtype).view(len(counts_U), *x_E.shape[1:])
+    lengths_U = bounds_U.diff()
+    picked = wide.index_select(0, order_E)
+    summed = torch.segment_reduce(picked, "sum", lengths=lengths_U, unsafe=True)
+    return summed.to(x_E.dtype).view(len(lengths_U), *x_E.shape[1:])
 
 
 def build_tree_attend(
@@ -209,7 +211,7 @@ class TreeAttend:
         if not self.is_flash4:
             k_EKd, v_EKd = (spread(x, self.keys) for x in (k_TKd, v_TKd))
             return varlen(q_THd, k_EKd, v_EKd, *bounds, window)
-        keys = (self.keys.source, self.keys.order, self.keys.counts)
+        keys = (self.keys.source, self.keys.order, self.keys.bounds)
         result: Tensor = tree_flash4(q_THd, k_TKd, v_TKd, *keys, *bounds, window or 0)[0]
         return result
 
@@ -225,7 +227,7 @@ def tree_flash4(
     v_UKd: Tensor,
     source_E: Tensor,
     order_E: Tensor,
-    counts_U: Tensor,
+    bounds_U: Tensor,
     bounds_q: Tensor,
     bounds_k: Tensor,
     max_q: int,
@@ -252,7 +254,7 @@ def tree_flash4_backward(
     lse_HU: Tensor,
     source_E: Tensor,
     order_E: Tensor,
-    counts_U: Tensor,
+    bounds_U: Tensor,
     bounds_q: Tensor,
     bounds_k: Tensor,
     max_q: int,
@@ -273,7 +275,7 @@ def tree_flash4_backward(
         max_k,
         window,
     )
-    dk_UKd, dv_UKd = (sum_copies(x_EKd, order_E, counts_U) for x_EKd in wide)
+    dk_UKd, dv_UKd = (sum_copies(x_EKd, order_E, bounds_U) for x_EKd in wide)
     return dq_UHd, dk_UKd, dv_UKd
 
 

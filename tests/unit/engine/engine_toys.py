@@ -82,7 +82,7 @@ def make_rows(num: int = 12, seed: int = 0, max_len: int = 30) -> list[Row]:
     return rows
 
 
-def group_rows(sizes=(5, 3, 1, 4), prompt: int = 24, seed: int = 0) -> list[Row]:
+def group_rows(sizes=(5, 3, 1, 4), prompt: int = 80, seed: int = 0) -> list[Row]:
     """Groups of so many rows that begin with `prompt` common tokens; weights on answers, and a few
     on prompts, whose gradients add up over the rows."""
     gen = torch.Generator().manual_seed(seed)

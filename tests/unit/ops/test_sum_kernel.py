@@ -39,3 +39,17 @@ def test_narrow_numbers_are_added_in_the_wide_dtype(shape):
     wanted = total + narrow.float()
     sum_kernel.add_into(total, narrow)
     assert torch.equal(total, wanted)
+
+
+@needs_kernel
+@pytest.mark.parametrize("width", [24, sum_kernel.MAX_BLOCK + 40])
+def test_spans_are_summed_in_fp32_and_rounded_once(width):
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    rows = torch.randn(9, width, device=DEVICE).to(dtype)
+    order, bounds = torch.randperm(9, device=DEVICE), torch.tensor([0, 4, 4, 5, 9], device=DEVICE)
+    found = sum_kernel.sum_spans(rows, order, bounds)
+    picked = rows.double()[order]
+    wanted = torch.stack([picked[a:b].sum(0) for a, b in ((0, 4), (4, 4), (4, 5), (5, 9))])
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, wanted.to(dtype), rtol=2**-7, atol=1e-6)

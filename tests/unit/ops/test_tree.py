@@ -111,7 +111,7 @@ def test_copies_are_summed_in_backward():
     copies = Copies(np.array([0, 1, 1, 3, 0, 1]), 4, CPU)
     x = torch.randn(4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: spread(x, copies), (x,))
-    summed = sum_copies(torch.arange(6.0)[:, None], copies.order, copies.counts)
+    summed = sum_copies(torch.arange(6.0)[:, None], copies.order, copies.bounds)
     assert summed[:, 0].tolist() == [4, 8, 0, 3]
 
 
@@ -136,6 +136,6 @@ def test_the_sum_kernel_equals_plain_torch():
     source = np.sort(np.random.default_rng(0).integers(0, 50, 400))
     copies = Copies(np.random.default_rng(1).permutation(source), 50, CUDA)
     x = torch.randn(400, 2, 64, device=CUDA, dtype=torch.bfloat16)
-    found = sum_copies(x, copies.order, copies.counts)
-    wanted = sum_copies(x.double(), copies.order, copies.counts)
+    found = sum_copies(x, copies.order, copies.bounds)
+    wanted = sum_copies(x.double(), copies.order, copies.bounds)
     torch.testing.assert_close(found.double(), wanted, rtol=2**-7, atol=1e-2)
