@@ -107,9 +107,9 @@ to the run's folder and can be used as a recipe. What is given explicitly is kep
 contradict each other are refused. (One is raised, with a note: `mb_spec.n_mbs` below the number of
 pipeline stages.)
 
-**Aliases.** `resource` and `parallelism` are other ways to write `allocation_mode`, `use_kl_loss` and
-`use_tis` switches for keys of `algorithm`. They are read as those keys, with a note; the config that
-a run writes has the keys alone. An alias beside its key must agree with it.
+**Aliases.** `resource` and `parallelism` are other ways to write `allocation_mode`, `use_kl_loss`
+and `use_tis` switches for keys of `algorithm`. They are read as those keys, with a note; the config
+that a run writes has the keys alone. An alias beside its key must agree with it.
 
 **Keys that are not read.** A key that differs from its default and that the run does not read given
 its other keys, is named in a warning (`plan`: a note): `layers_per_stage` without a pipeline, for

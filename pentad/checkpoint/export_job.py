@@ -17,7 +17,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pentad.checkpoint.disk import Disk, make_folders, remove_tree
 from pentad.checkpoint.job import (
     CHUNK_BYTES,
     NUM_THREADS,
@@ -27,6 +26,7 @@ from pentad.checkpoint.job import (
 )
 from pentad.core import lock
 from pentad.core.errors import RunError, naming
+from pentad.core.files import Disk, make_folders, place_folder, remove_tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,31 +147,14 @@ class PlaceJob:
         return self.target
 
     def run(self, disk: Disk) -> dict[str, Any]:
-        old = self.target.with_name(f".{self.target.name}.replaced-{os.getpid()}")
         try:
             if self.failure is not None:
                 raise self.failure
             check_written(self.aside, self.sizes, self.visible_s)
             disk.fsync_dir(self.aside)
-            if self.target.exists():
-                remove_tree(disk, old)  # of an earlier one that was not removed
-                disk.rename(self.target, old)
-            disk.rename(self.aside, self.target)
-            disk.fsync_dir(self.target.parent)
+            place_folder(self.aside, self.target, disk)
         except BaseException:
             with suppress(OSError):
-                if old.exists() and not self.target.exists():
-                    disk.rename(old, self.target)
                 remove_tree(disk, self.aside)
             raise
-        with suppress(OSError):  # it is in place; the next one removes what is left
-            _remove_asides(self.target, disk)
         return {"files": dict.fromkeys(self.sizes, {"size": 0})}
-
-
-def _remove_asides(target: Path, disk: Disk) -> None:
-    """What this and earlier, killed writers of the folder put beside it: it has one at a time."""
-    kinds = (f".{target.name}.writing-", f".{target.name}.replaced-")
-    for path in list(target.parent.iterdir()):
-        if path.name.startswith(kinds):
-            remove_tree(disk, path)

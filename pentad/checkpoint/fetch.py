@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from pentad.checkpoint.disk import REAL_DISK, Disk, make_folders, remove_tree, write_aside
 from pentad.checkpoint.folders import (
     COMMIT,
     DAMAGED,
@@ -32,6 +31,7 @@ from pentad.checkpoint.folders import (
 )
 from pentad.checkpoint.s3 import Gone, Store
 from pentad.core.errors import RunError
+from pentad.core.files import REAL_DISK, Disk, make_folders, remove_tree, write_atomic
 from pentad.telemetry.log import NOTICE
 
 SPAN_BYTES = 16 << 20
@@ -142,8 +142,8 @@ def fetch(found: RemoteCheckpoint, root: Path, disk: Disk = REAL_DISK) -> Checkp
         for folder in local.folders():
             disk.fsync_dir(folder)
         info = root / local.info
-        write_aside(disk, info / MANIFEST, found.data)
-        write_aside(disk, info / COMMIT, commit_marker(found.data))
+        write_atomic(info / MANIFEST, found.data, disk)
+        write_atomic(info / COMMIT, commit_marker(found.data), disk)
     except BaseException:
         for folder in local.folders():
             remove_tree(disk, folder)

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pentad.checkpoint.disk import REAL_DISK, Disk, remove_tree
 from pentad.core.errors import RunError, visible
+from pentad.core.files import REAL_DISK, Disk, remove_tree
 from pentad.core.folders import INFO, STATE, step_of
 from pentad.core.lock import is_held
 

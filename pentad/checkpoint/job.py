@@ -19,14 +19,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from pentad.checkpoint.disk import (
-    REAL_DISK,
-    Disk,
-    is_late,
-    make_folders,
-    refuse_late,
-    write_aside,
-)
+from pentad.checkpoint.fence import is_late, refuse_late
 from pentad.checkpoint.folders import (
     COMMIT,
     INFO,
@@ -40,6 +33,7 @@ from pentad.checkpoint.folders import (
 )
 from pentad.core.errors import RunError, naming
 from pentad.core.faults import hit
+from pentad.core.files import REAL_DISK, Disk, make_folders, write_atomic
 
 NUM_THREADS = 4
 """Each takes a piece, computes its digest and writes it."""
@@ -142,7 +136,7 @@ class WriteJob:
     """`recover_info/globalstepG`."""
     files: tuple[FileSpec, ...]
     generation: int | None = None
-    """Of the learners (`checkpoint.disk`)."""
+    """Of the learners (`checkpoint.fence`)."""
 
     @property
     def where(self) -> Path:
@@ -228,11 +222,11 @@ def _commit(job: CommitJob, disk: Disk) -> dict[str, Any]:
         entries = {path: FileEntry.from_json(value) for path, value in files.items()}
         facts = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **job.facts}
         manifest = Manifest(step, entries, facts).to_bytes()
-        write_aside(disk, info / MANIFEST, manifest)
+        write_atomic(info / MANIFEST, manifest, disk)
         _settle_names(job.root, info, disk)
         hit("commit", step=step + 1)
         refuse_late(job.root, job.generation)
-        write_aside(disk, info / COMMIT, commit_marker(manifest))
+        write_atomic(info / COMMIT, commit_marker(manifest), disk)
     except BaseException:
         own = [*(file.path for file in job.files), f"{job.info}/{MANIFEST}"]
         # A later generation may have committed this step meanwhile: that is not for us to remove.
@@ -288,7 +282,7 @@ def _tidy(job: CommitJob, disk: Disk) -> list[str]:
         hint = f"{job.info}/step_info.json"
         if any(file.path == hint for file in job.files):
             data = (job.root / hint).read_bytes()
-            write_aside(disk, job.root / INFO / "step_info.json", data)
+            write_atomic(job.root / INFO / "step_info.json", data, disk)
     except OSError as error:
         notes.append(f"the hint was not written ({error})")
     try:

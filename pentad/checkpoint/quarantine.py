@@ -12,7 +12,6 @@ import logging
 import re
 from pathlib import Path
 
-from pentad.checkpoint.disk import REAL_DISK, Disk, remove_tree
 from pentad.checkpoint.folders import (
     COMMIT,
     DAMAGED,
@@ -24,6 +23,7 @@ from pentad.checkpoint.folders import (
     read_checkpoint,
 )
 from pentad.core.errors import RunError
+from pentad.core.files import REAL_DISK, Disk, remove_tree
 from pentad.core.folders import INFO, step_of
 
 WHY = "why.txt"

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pentad.checkpoint.disk import holding
+from pentad.checkpoint.fence import holding
 from pentad.checkpoint.folders import (
     COMMIT,
     Checkpoint,

@@ -7,6 +7,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from pentad.core.files import write_atomic
+
 
 def kept_folder() -> Path | None:
     """None for a user without a home."""
@@ -27,11 +29,10 @@ def note_seconds(what: str, seconds: float) -> None:
     folder = kept_folder()
     if folder is None:
         return
-    aside = folder / f".compile-seconds.{os.getpid()}"
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        aside.write_text(json.dumps(_read() | {what: seconds}, indent=1))
-        aside.replace(folder / "compile-seconds.json")
+        text = json.dumps(_read() | {what: seconds}, indent=1)
+        write_atomic(folder / "compile-seconds.json", text.encode(), is_durable=False)
 
 
 def last_time(what: str) -> str:

@@ -22,9 +22,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pentad.core.errors import Problem, UserError
+from pentad.core.files import file_digest
 from pentad.core.folders import MAX_ROW_BYTES
 from pentad.core.machine import host_memory
-from pentad.data.stamp import Stamp, digest_of_file
+from pentad.data.stamp import Stamp
 
 ROW_GROUPS_KEPT = 8
 GIB = 1 << 30
@@ -40,7 +41,7 @@ class FileRows:
 
     @cached_property
     def digest(self) -> bytes:
-        return digest_of_file(self.path)
+        return file_digest(self.path)
 
     def where(self, index: int) -> str:
         return f"{self.path}:{index + 1}"

@@ -1,28 +1,27 @@
 """Blobs as files of one folder, mapped by their readers: in memory (/dev/shm) for one machine, in a
 folder that all machines see for several.
 
-A file is written aside and renamed. Who made the folder holds a lock in it for as long as it lives,
-so that the next run on the machine can remove what a killed one left in memory.
+The folder is a `core.scratch` one: the next run on the machine removes what a killed one left in
+memory.
 """
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from pentad.core.errors import RunError
-from pentad.core.own_files import open_own
+from pentad.core.files import write_atomic
+from pentad.core.scratch import scratch_folder
 from pentad.data.packing import Buffer
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "pentad-store-"
-LOCK = "owner"
 NUM_FOLDERS = 64
 """Groups are spread over folders, by gid: one with thousands of files is slow to list."""
 
@@ -30,10 +29,10 @@ NUM_FOLDERS = 64
 class FileBlobs:
     can_lose = False
 
-    def __init__(self, folder: Path, lock: BinaryIO | None = None) -> None:
+    def __init__(self, folder: Path, owned: ExitStack | None = None) -> None:
         self.folder = folder
-        self.lock = lock
-        """Held by who made the folder."""
+        self.owned = owned or ExitStack()
+        """Removes the folder when it is closed, in the process that made it."""
         self.address = {"kind": "files", "folder": str(folder)}
 
     def keys(self, gids: Iterable[int]) -> list[str]:
@@ -47,14 +46,9 @@ class FileBlobs:
         return [name for name in found if name.partition(".")[0] in wanted]
 
     def put(self, key: str, data: Sequence[Buffer]) -> None:
-        path = self._path(key)
-        aside = path.with_name(f".{key}.{os.getpid()}")
         try:
-            with aside.open("wb") as file:
-                file.writelines(data)
-            aside.rename(path)
+            write_atomic(self._path(key), data, is_durable=False)
         except OSError as error:
-            aside.unlink(missing_ok=True)
             size = sum(map(len, data))
             raise RunError(
                 f"{size} bytes of samples cannot be written to {self.folder}: {error.strerror}"
@@ -68,10 +62,7 @@ class FileBlobs:
             self._path(key).unlink(missing_ok=True)
 
     def close(self) -> None:
-        if self.lock is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.lock.close()
-            self.lock = None
+        self.owned.close()
 
     def describe(self, key: str) -> str:
         return str(self._path(key))
@@ -85,14 +76,11 @@ def make_blobs(parent: Path | None = None) -> FileBlobs:
     if parent is None:
         parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     parent.mkdir(parents=True, exist_ok=True)
-    remove_orphans(parent)
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+    owned = ExitStack()
+    folder = owned.enter_context(scratch_folder(PREFIX, parent))
     for number in range(NUM_FOLDERS):
         (folder / _subfolder(str(number))).mkdir()
-    lock = (folder / f"{LOCK}.new").open("wb")
-    fcntl.flock(lock, fcntl.LOCK_EX)  # before the name by which `remove_orphans` finds it
-    (folder / f"{LOCK}.new").rename(folder / LOCK)
-    return FileBlobs(folder, lock)
+    return FileBlobs(folder, owned)
 
 
 def open_blobs(address: Mapping[str, Any]) -> FileBlobs:
@@ -100,22 +88,6 @@ def open_blobs(address: Mapping[str, Any]) -> FileBlobs:
     if not folder.is_dir():
         raise _gone(folder)
     return FileBlobs(folder)
-
-
-def remove_orphans(parent: Path) -> None:
-    """Removes folders of this user whose makers are gone."""
-    for folder in parent.glob(f"{PREFIX}*"):
-        try:
-            lock = open_own(folder / LOCK)
-        except OSError:  # it is another user's, or none of a run
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-        except OSError:  # its maker lives
-            continue
-        finally:
-            os.close(lock)
 
 
 def _gone(folder: Path) -> RunError:

@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 
 from pentad.core.errors import Problem, UserError
+from pentad.core.files import file_digest
 from pentad.data.render import BadRow, DataSource, text_of
 from pentad.data.rows import STREAMS, SUFFIXES, DatasetRows, FileKind, find_files, raise_first
-from pentad.data.stamp import Stamp, digest_of_file
+from pentad.data.stamp import Stamp
 from pentad.data.tokenizer import Tokenizer
 
 KINDS: dict[str, FileKind] = SUFFIXES | STREAMS
@@ -66,7 +67,7 @@ class TextFiles:
 
     @property
     def digest(self) -> bytes:
-        return hashlib.blake2b(b"".join(map(digest_of_file, self.files))).digest()
+        return hashlib.blake2b(b"".join(map(file_digest, self.files))).digest()
 
     def __len__(self) -> int:
         return len(self.files)

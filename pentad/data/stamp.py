@@ -43,12 +43,6 @@ class Stamp:
         )
 
 
-def digest_of_file(path: Path) -> bytes:
-    """Over all bytes, about a second a gigabyte."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()
-
-
 def digest_of_arrays(arrays: Iterable[np.ndarray]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for array in arrays:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from pentad.core.errors import Problem, UserError
+from pentad.core.files import file_digest
 from pentad.core.folders import check_plain, download_hint, read_object
 from pentad.data.cut import MAX_CPU_S, MAX_GROWTH_BYTES, CutOff, cut_off
-from pentad.data.stamp import digest_of_file
 from pentad.weights.hf import companion_files
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -48,7 +48,7 @@ class Tokenizer:
     def digest(self) -> bytes:
         """Changes when the files that it is made of do."""
         found = sorted(self.folder / name for name in (*TOKENIZER_FILES, *MORE_FILES))
-        return b"".join(digest_of_file(file) for file in found if file.exists())
+        return b"".join(file_digest(file) for file in found if file.exists())
 
     @property
     def has_chat_template(self) -> bool:

@@ -7,11 +7,9 @@ next one removes: it starts again.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import multiprocessing
-import os
 import shutil
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -19,16 +17,15 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from glob import escape
 from pathlib import Path
 from typing import Any
 
 from pentad.core.errors import Problem, RunError, UserError
-from pentad.weights.hf import move_into_place, write_json
+from pentad.core.files import atomic_folder, file_digest, is_being_written
+from pentad.weights.hf import write_json
 from pentad.weights.megatron.outputs import Output
 
 RECORD = "pentad-convert.json"
-LOCK = ".lock"
 POLL_S = 0.2
 FULL_BYTES = 1 << 20
 """A write that failed with less than that left on the disk failed for want of space."""
@@ -71,11 +68,6 @@ class ConversionRecord:
     extra: dict[str, Any]
 
 
-def file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
 def text_digest(content: Mapping[str, Any]) -> str:
     text = json.dumps(content, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -93,7 +85,7 @@ def read_source(files: Mapping[str, Path], progress: OnProgress) -> SourceFiles:
     digests = {}
     for name in stats:
         progress("reading the source", done, total)
-        digests[name] = file_digest(files[name])
+        digests[name] = file_digest(files[name]).hex()
         done += stats[name][0]
     progress("reading the source", total, total)
     return SourceFiles(stats, digests)
@@ -131,34 +123,12 @@ def check_target(target: Path, *, force: bool) -> None:
 
 @contextmanager
 def write_aside(target: Path) -> Iterator[Path]:
-    """An empty folder beside the target, for one writer at a time. It becomes the target when the
-    body ends, and is removed when the body raises."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for left in target.parent.glob(f".{escape(target.name)}.converting-*"):
-        with _locked(left, target):
-            shutil.rmtree(left)  # its conversion was killed
-    aside = target.with_name(f".{target.name}.converting-{os.getpid()}")
-    aside.mkdir()
-    with _locked(aside, target):
-        try:
-            yield aside
-            move_into_place(aside, target)
-        except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
-            raise
-        (target / LOCK).unlink()
-
-
-@contextmanager
-def _locked(folder: Path, target: Path) -> Iterator[None]:
-    """Holds the folder's lock, which also ends with the process."""
-    with (folder / LOCK).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            rule = "another conversion is writing it right now"
-            raise UserError(Problem(str(target), rule, "wait for it to end")) from None
-        yield
+    """An empty folder that becomes the target when the body ends, for one conversion at a time."""
+    if is_being_written(target):
+        rule = "another conversion is writing it right now"
+        raise UserError(Problem(str(target), rule, "wait for it to end"))
+    with atomic_folder(target) as aside:
+        yield aside
 
 
 def check_space(folder: Path, output: Output) -> None:
@@ -244,7 +214,7 @@ def write_one(output: Output, folder: Path, name: str) -> WrittenFile:
         reason = "the disk is full" if is_full else str(error).split("\n")[0]
         rule = f"cannot be written ({reason}); run it again, and it starts anew"
         raise RunError(f"{path}: {rule}") from error
-    return WrittenFile(path.stat().st_size, file_digest(path), notes)
+    return WrittenFile(path.stat().st_size, file_digest(path).hex(), notes)
 
 
 def write_record(folder: Path, record: ConversionRecord) -> None:

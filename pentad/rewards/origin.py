@@ -26,9 +26,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
 
+from pentad.core.scratch import remove
 from pentad.core.specs import describe, load, settled
 from pentad.rewards import breakout, confine, enclosure
-from pentad.runtime.scratch import remove
 
 MAX_DETAIL = 1000
 MESSAGE_BYTES = 1 << 17

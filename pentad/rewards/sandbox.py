@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pentad.core.errors import Problem, UserError, one_line
+from pentad.core.scratch import scratch_folder
 from pentad.rewards import breakout, confine
 from pentad.rewards.section import RewardConfig
 from pentad.rewards.warden import FRAME
-from pentad.runtime.scratch import scratch_folder
 
 log = logging.getLogger(__name__)
 FailureKind = Literal[

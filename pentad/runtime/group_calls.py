@@ -20,6 +20,7 @@ from ipaddress import ip_address
 from typing import Any, TypeVar
 
 from pentad.core.errors import InfraFailure, RunError, Transient
+from pentad.core.scratch import scratch_folder
 from pentad.runtime import roles
 from pentad.runtime.awake import AwakeLoop, awake_s
 from pentad.runtime.frames import revive_error
@@ -36,7 +37,6 @@ from pentad.runtime.report import (
     tail,
 )
 from pentad.runtime.roles import RoleProcess, RoleSpec, Runtime
-from pentad.runtime.scratch import scratch_folder
 from pentad.runtime.wire import Connection
 
 log = logging.getLogger(__name__)

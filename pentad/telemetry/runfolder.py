@@ -17,6 +17,7 @@ from typing import Any
 
 import pentad
 from pentad.core.errors import FULL, Problem, RunError, UserError, may_pass
+from pentad.core.files import write_atomic
 from pentad.core.lock import NAME, FolderLock
 from pentad.telemetry import host
 from pentad.telemetry.steps import read_lines
@@ -45,9 +46,7 @@ def describe_start(**more: Any) -> dict[str, Any]:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Whole or not at all."""
-    aside = path.with_name(f".{path.name}.aside")
-    aside.write_text(json.dumps(value, indent=2) + "\n")
-    aside.replace(path)
+    write_atomic(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 FILES = {

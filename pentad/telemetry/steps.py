@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pentad.core.errors import Problem, UserError
+from pentad.core.files import write_atomic
 
 
 class LineWriter:
@@ -56,14 +57,8 @@ def supersede(path: Path, *, after: int, key: str = "step") -> set[int]:
     redone = {line[key] for line in read_lines(path) if line[key] > after}
     if not redone:
         return redone
-    aside = path.with_name(f".{path.name}.aside")
-    with aside.open("w") as file:
-        for line in _lines(path):
-            marked = {**line, "superseded": True} if line[key] > after else line
-            file.write(json.dumps(marked) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    marked = (line | ({"superseded": True} if line[key] > after else {}) for line in _lines(path))
+    write_atomic(path, ((json.dumps(line) + "\n").encode() for line in marked))
     return redone
 
 

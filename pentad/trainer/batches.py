@@ -11,14 +11,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pentad.core.errors import Problem, RunError, UserError, naming
+from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.files import write_atomic
 from pentad.core.types import Group, Prompt
 from pentad.data.packing import pack_groups, unpack_groups
 
@@ -61,8 +61,10 @@ class BatchKeeper:
                 log.warning(text, step, error)
 
     def forget(self, after: int) -> None:
-        """Those of steps that are done again."""
+        """Those of steps that are done again, and what a killed run left half written."""
         self._remove(lambda kept: kept > after)
+        for left in self.folder.glob(".*.aside*"):
+            left.unlink(missing_ok=True)
 
     def write(
         self, step: int, groups: Sequence[Group], more: Mapping[str, Any] | None = None
@@ -73,17 +75,7 @@ class BatchKeeper:
         head = {"format": FORMAT, "step": step, **facts, "sha256": digest}
         self.folder.mkdir(exist_ok=True)
         place = self.folder / f"step{step}.groups"
-        aside = self.folder / f".{place.name}.aside"
-        try:
-            with naming(place), aside.open("wb") as file:
-                file.write(json.dumps(head).encode() + b"\n")
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            aside.replace(place)
-        except OSError:
-            aside.unlink(missing_ok=True)
-            raise
+        write_atomic(place, (json.dumps(head).encode() + b"\n", data))
 
     def _remove(self, is_over: Any) -> None:
         for step in kept_steps(self.folder):

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from pentad.checkpoint.disk import holding, raise_fence
+from pentad.checkpoint.fence import holding, raise_fence
 from pentad.checkpoint.folders import (
     COMMIT,
     Checkpoint,

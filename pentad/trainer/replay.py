@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from pentad.checkpoint.disk import holding
+from pentad.checkpoint.fence import holding
 from pentad.checkpoint.folders import COMMIT, Checkpoint, find_checkpoints, state_folder
 from pentad.config.aliases import config_from_record
 from pentad.config.derived import (

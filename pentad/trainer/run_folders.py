@@ -23,12 +23,12 @@ from pentad.config.load import dump_config
 from pentad.config.rules.checkpoint import changed_keys, judge_changes
 from pentad.config.schema import Config
 from pentad.core.errors import FULL, Problem, RunError, UserError, may_pass
+from pentad.core.files import sweep
 from pentad.core.folders import INFO
 from pentad.core.lock import FolderLock
 from pentad.telemetry.log import log_to
 from pentad.telemetry.runfolder import RunFolder, open_run_folder, run_path
 from pentad.trainer.translate import remote_of
-from pentad.weights.hf import sweep
 
 if TYPE_CHECKING:
     from pentad.checkpoint.s3 import Store

@@ -27,6 +27,7 @@ from pentad.core.device import DTYPES
 from pentad.core.dims import ModelDims
 from pentad.core.errors import InfraFailure, Problem, RunError, UserError
 from pentad.core.roles import Sampler
+from pentad.core.scratch import scratch_folder
 from pentad.core.settings import into
 from pentad.core.sizes import COLOCATED_SHARE
 from pentad.core.specs import absolute
@@ -40,7 +41,6 @@ from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.nodes import NodeRuntime
 from pentad.runtime.restarts import RestartPolicy
 from pentad.runtime.roles import RoleSpec, Runtime
-from pentad.runtime.scratch import scratch_folder
 from pentad.samplers import hosted_server, remote, server_key, sglang, vllm
 from pentad.samplers.process import ServerSettings, check_installed, server_python
 from pentad.samplers.remote import HostedSettings, RoleSampler

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from pentad.core.errors import RunError, Transient, UserError
+from pentad.core.files import sweep
 from pentad.core.machine import GIB
 from pentad.telemetry.log import NOTICE
 from pentad.trainer import periodic
 from pentad.trainer.periodic import MAX_WAIT_STEPS, Periodic
-from pentad.weights.hf import sweep
 
 log = logging.getLogger(__name__)
 

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,8 @@ import torch
 from torch import Tensor
 
 from pentad.core.errors import Problem, RunError, UserError, raise_problems
+from pentad.core.files import atomic_folder
 from pentad.core.folders import read_object
-from pentad.core.lock import holding, is_held
 from pentad.weights.files import DTYPE_NAMES, SafeFile, checksum
 from pentad.weights.regions import Box
 from pentad.weights.transfer import NUM_READERS, TensorInfo
@@ -208,20 +206,12 @@ def save_folder(folder: str | Path, pairs: Iterable[tuple[str, Tensor]], plan: F
     `pairs` come in the order of the plan.
     """
     target = Path(folder)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for stale in target.parent.glob(f".{target.name}.writing-*"):
-        shutil.rmtree(stale)  # what a killed writer left; a folder has one writer at a time
-    aside = target.with_name(f".{target.name}.writing-{os.getpid()}")
-    aside.mkdir()
     try:
-        with holding(aside):
+        with atomic_folder(target) as aside:
             _write_folder(aside, pairs, plan)
-            move_into_place(aside, target)
     except OSError as error:
         reason = error.strerror or str(error)
         raise RunError(f"{target}: cannot be written ({reason}); nothing was replaced") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _write_folder(aside: Path, pairs: Iterable[tuple[str, Tensor]], plan: FolderPlan) -> None:
@@ -340,41 +330,6 @@ def companion_files(folder: Path, names: Sequence[str] = COMPANIONS) -> dict[str
     ]
     raise_problems(problems)
     return files
-
-
-LEFT = re.compile(r"\.(?P<name>.+)\.(?P<state>writing|replaced|removed)-[0-9]+")
-"""What a writer makes beside a folder: NAME, what becomes of it, and the writer's process."""
-
-
-def move_into_place(aside: Path, target: Path) -> None:
-    """Renames; a folder that is already there is moved out of the way first and removed last, with
-    those that killed writers moved there."""
-    old = target.with_name(f".{target.name}.replaced-{os.getpid()}")
-    if target.exists():
-        target.rename(old)
-    aside.rename(target)
-    for left in target.parent.glob(f".{escape(target.name)}.replaced-*"):
-        shutil.rmtree(left, ignore_errors=True)
-
-
-def sweep(root: Path) -> list[Path]:
-    """Removes what writers that were killed left in `root`, and returns it: the folders whose lock
-    is not held, whatever process has their number now. A folder that was moved away for one that
-    never came gets its name back."""
-    left = [(path, found) for path in root.glob(".*-*") if (found := LEFT.fullmatch(path.name))]
-    written = {
-        found["name"] for path, found in left if found["state"] == "writing" and is_held(path)
-    }
-    swept = []
-    for path, found in left:
-        if found["name"] in written:
-            continue
-        if found["state"] == "replaced" and not (root / found["name"]).exists():
-            path.rename(root / found["name"])
-        else:
-            shutil.rmtree(path)
-        swept.append(path)
-    return swept
 
 
 def push_to_hub(

@@ -39,7 +39,7 @@ CONTEXT.set_forkserver_preload(
 )
 """Runs and their ranks are forked from a process that has imported everything: most of a short run
 would be imports."""
-SHARED = re.compile(r"/dev/shm/pentad-[^/]+|.*(?=/owner(\.lock)?$)")
+SHARED = re.compile(r"/dev/shm/pentad-[^/]+|.*(?=/owner\.lock$)")
 """Folders that the run removes at its end, in names of open files."""
 Restart = Literal["ranks", "samplers", "samplers, perhaps"]
 """What a fault has restarted by itself; perhaps: the run may end before."""

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from server import free_ports
 
-from pentad.checkpoint.disk import holding
+from pentad.checkpoint.fence import holding
 from pentad.checkpoint.fetch import give_up, read_remote
 from pentad.checkpoint.folders import COMMIT, damage, find_checkpoints, prune, read_checkpoint
 from pentad.checkpoint.quarantine import quarantine

@@ -214,7 +214,7 @@ def test_a_process_that_is_left_is_a_leak(tmp_path, monkeypatch):
         left.wait()
 
 
-NAMES = ["pentad-weights-x/owner.lock", "pentad-store-x/owner", "pentad-meeting-x/owner.lock"]
+NAMES = ["pentad-weights-x/owner.lock", "pentad-store-x/owner.lock", "pentad-meeting-x/owner.lock"]
 
 
 @pytest.mark.parametrize("name", NAMES)

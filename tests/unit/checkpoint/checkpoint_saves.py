@@ -11,7 +11,6 @@ from typing import Any
 
 from torch.distributed.checkpoint import metadata as dcp
 
-from pentad.checkpoint.disk import Disk
 from pentad.checkpoint.folders import COMMIT, MANIFEST, info_folder, state_folder
 from pentad.checkpoint.job import (
     CommitJob,
@@ -22,6 +21,7 @@ from pentad.checkpoint.job import (
     WriteJob,
     WriterJob,
 )
+from pentad.core.files import Disk
 
 Runner = Callable[[WriterJob], dict[str, Any]]
 INFOS = ("step_info.json", "saver_info.json", "dataloader_info.json", "groups.bin")

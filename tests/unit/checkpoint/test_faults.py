@@ -26,7 +26,6 @@ from checkpoint_saves import (
     write_jobs,
 )
 
-from pentad.checkpoint.disk import REAL_DISK, Disk
 from pentad.checkpoint.export_job import BlockSpec, ExportJob, PlaceJob, Runs
 from pentad.checkpoint.folders import damage, find_checkpoints
 from pentad.checkpoint.job import (
@@ -40,6 +39,7 @@ from pentad.checkpoint.job import (
 from pentad.checkpoint.quarantine import sweep_uncommitted
 from pentad.checkpoint.writer import Writer, failure_in
 from pentad.core.errors import RunError
+from pentad.core.files import REAL_DISK, Disk
 
 ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
 

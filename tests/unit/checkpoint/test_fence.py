@@ -3,7 +3,7 @@
 import pytest
 
 from pentad.checkpoint import job as jobs
-from pentad.checkpoint.disk import raise_fence, read_fence
+from pentad.checkpoint.fence import raise_fence, read_fence
 from pentad.checkpoint.folders import find_checkpoints, info_folder
 from pentad.checkpoint.job import CommitJob, FileSpec, Piece, WriteJob, run_job
 from pentad.core.errors import RunError

@@ -14,7 +14,6 @@ from checkpoint_saves import QuickDisk, commit_job, save
 from read_faults import ERRORS, failing, tree
 from typer.testing import CliRunner
 
-from pentad.checkpoint.disk import Disk
 from pentad.checkpoint.folders import (
     Damaged,
     Manifest,
@@ -34,6 +33,7 @@ from pentad.checkpoint.restore import restore
 from pentad.checkpoint.shards import StateSaver
 from pentad.cli.main import app
 from pentad.core.errors import RunError
+from pentad.core.files import Disk
 from pentad.core.lock import FolderLock
 
 INFO = "recover_info/globalstep2"

@@ -213,7 +213,7 @@ def test_a_stream_without_ends_of_documents_is_warned_of(opened, tmp_path):
 
 def test_a_text_that_changes_while_it_is_tokenised_ends_the_run(opened, tmp_path, monkeypatch):
     """Between the digest that names the shard and the read: it would be found by other texts."""
-    path, plain = tmp_path / "a.txt", shards.digest_of_file
+    path, plain = tmp_path / "a.txt", shards.file_digest
     path.write_text("some text of the run")
 
     def digest(file):
@@ -221,7 +221,7 @@ def test_a_text_that_changes_while_it_is_tokenised_ends_the_run(opened, tmp_path
         file.write_text("another text, longer")
         return found
 
-    monkeypatch.setattr(shards, "digest_of_file", digest)
+    monkeypatch.setattr(shards, "file_digest", digest)
     with pytest.raises(RunError, match=r"a\.txt was changed while the run reads from it"):
         opened(path)
     assert not list((tmp_path / "tokens").glob("*.npy"))

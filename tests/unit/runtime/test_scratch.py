@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from pentad.runtime import scratch
-from pentad.runtime.scratch import scratch_folder
+from pentad.core import scratch
+from pentad.core.scratch import scratch_folder
 
 CODE = """\
 import time
-from pentad.runtime.scratch import scratch_folder
+from pentad.core.scratch import scratch_folder
 with scratch_folder("pentad-test-") as folder:
     (folder / "board").write_text("x")
     print(folder, flush=True)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pentad.core.own_files import open_own
+from pentad.core import scratch
+from pentad.core.scratch import open_own
 from pentad.data import file_blobs
-from pentad.runtime import group_calls, scratch
+from pentad.runtime import group_calls
 from pentad.sync.transport import transfer_folder
 
 pytestmark = pytest.mark.timeout(60)
@@ -25,7 +26,7 @@ def remove_scratch(place):
 
 
 STARTS = {
-    "store": (remove_blobs, file_blobs.PREFIX, file_blobs.LOCK),
+    "store": (remove_blobs, file_blobs.PREFIX, scratch.OWNER),
     "scratch": (remove_scratch, "pentad-weights-", scratch.OWNER),
 }
 """What a start looks through: the names of folders, and of the file in each that is opened."""

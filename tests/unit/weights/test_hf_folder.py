@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pentad.core.errors import RunError, UserError
+from pentad.core.files import sweep
 from pentad.core.lock import holding
 from pentad.weights.files import SafeFile, checksum
 from pentad.weights.hf import (
@@ -24,7 +25,6 @@ from pentad.weights.hf import (
     plan_files,
     plan_folder,
     save_folder,
-    sweep,
 )
 from pentad.weights.transfer import TensorInfo
 

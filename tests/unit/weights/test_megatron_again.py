@@ -1,6 +1,5 @@
 """A stopped conversion starts again; a finished one is found; nothing else is touched."""
 
-import fcntl
 import json
 import shutil
 import subprocess
@@ -12,6 +11,7 @@ import torch
 from megatron_models import bytes_of_folder, hf_folder, run, tensors_of
 
 from pentad.core.errors import RunError, UserError
+from pentad.core.lock import holding
 from pentad.models import conversion_files
 from pentad.weights.hf import HfFolder
 from pentad.weights.megatron import outputs
@@ -53,7 +53,7 @@ def killed(source, tmp_path, started_warm):
     )
     ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
     assert ended.returncode == -9, ended.stderr
-    (aside,) = tmp_path.glob(".mg.converting-*")
+    (aside,) = tmp_path.glob(".mg.writing-*")
     assert len(list(aside.rglob("*.pt"))) == 2 and not (tmp_path / "mg").exists()
     return aside
 
@@ -74,6 +74,7 @@ def test_a_killed_conversion_is_not_taken_for_whole_and_starts_again(source, tmp
 
 def test_what_a_killed_conversion_left_is_removed_by_one_to_another_kind(source, tmp_path, killed):
     (tmp_path / ".mg.replaced-999999").mkdir()  # as one leaves that is killed while it renames
+    (tmp_path / ".mg.converting-7").mkdir()  # as earlier versions name it
     assert run(source, tmp_path / "mg", "torch_dist").status == "written"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "mg"]
     assert not list((tmp_path / "mg").rglob("mp_rank_*"))
@@ -160,10 +161,11 @@ def test_a_source_that_changes_meanwhile_is_noticed(source, tmp_path, monkeypatc
 
 
 def test_two_writers_do_not_meet(source, tmp_path, killed):
-    with (killed / conversion_files.LOCK).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="another conversion is writing it right now"):
-            run(source, tmp_path / "mg", "legacy", **LAYOUT)
+    with (
+        holding(killed),
+        pytest.raises(UserError, match="another conversion is writing it right now"),
+    ):
+        run(source, tmp_path / "mg", "legacy", **LAYOUT)
     assert len(list(killed.rglob("*.pt"))) == 2  # the other's files were left alone
 
 

@@ -1,9 +1,14 @@
-"""Temporary folders: removed by their owner, or at a later start if their owner was killed."""
+"""Temporary folders: removed by their owner, or at a later start if their owner was killed.
+
+They lie in folders that all users write to (/dev/shm, /tmp): only files of our own are opened.
+"""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
 import subprocess
 import tempfile
 import time
@@ -11,13 +16,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from pentad.core.own_files import open_own
-
 OWNER = "owner.lock"
 """Held by the owner; the lock goes with its process, however that ends."""
 YOUNG_S = 10.0
 """A folder gets its name once its lock is taken; one whose owner was killed before is older."""
 CLEANING_S = 60.0
+OTHERS_WRITE = 0o022
 
 
 @contextmanager
@@ -65,3 +69,25 @@ def remove(folder: Path | str, timeout_s: float = CLEANING_S) -> None:
         for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
             quiet = subprocess.DEVNULL
             subprocess.run([*command, "--", folder], stderr=quiet, timeout=timeout_s, check=False)
+
+
+def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
+    """The descriptor of a plain file of this user, in a folder that no other user can change.
+
+    Anything else is an OSError: another user's file or folder, a link, and what opening would wait
+    for, such as a FIFO.
+    """
+    flags |= os.O_NOFOLLOW | os.O_CLOEXEC
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        found = os.fstat(folder)
+        if found.st_uid != os.geteuid() or found.st_mode & OTHERS_WRITE:
+            raise PermissionError(errno.EPERM, "others can change it", str(path.parent))
+        file = os.open(path.name, flags | os.O_NONBLOCK, dir_fd=folder)
+    finally:
+        os.close(folder)
+    found = os.fstat(file)
+    if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode):
+        os.close(file)
+        raise PermissionError(errno.EPERM, "it is no plain file of this user", str(path))
+    return file
