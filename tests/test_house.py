@@ -137,6 +137,59 @@ def test_imports_flow_one_way():
     assert problems_of(ROOT) == []
 
 
+def missing_names(root: Path, *folders: Path) -> list[str]:
+    """Names that files of these folders import from the packages in `root`, which lack them."""
+    packages = {path.name for path in BOTH}
+    wanted = {
+        (path, node.module, alias.name)
+        for folder in folders
+        for path in folder.rglob("*.py")
+        for node in nodes_of(path)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in packages
+        for alias in node.names
+    }
+    return sorted(
+        f"{path.relative_to(root)}: {module} has no {name}"
+        for path, module, name in wanted
+        if name not in names_in(root.joinpath(*module.split(".")))
+    )
+
+
+@cache
+def names_in(module: Path) -> set[str]:
+    """What a module or a package defines or imports, at whatever depth; and its modules."""
+    file = module.with_suffix(".py")
+    file = file if file.exists() else module / "__init__.py"
+    found = {path.stem for path in module.glob("*")}
+    for node in ast.walk(ast.parse(file.read_text() if file.exists() else "")):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                found.add(node.name)
+            case ast.Name(ctx=ast.Store()):
+                found.add(node.id)
+            case ast.Import() | ast.ImportFrom():
+                found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    return found
+
+
+def test_tests_and_benchmarks_import_what_is_there():
+    home = ROOT.parent
+    folders = [home / name for name in ("tests", "benchmarks", "recipes", "examples")]
+    assert missing_names(home, *folders) == []
+
+
+def test_an_import_of_what_is_gone_is_seen(tmp_path):
+    (tmp_path / "pentad" / "core").mkdir(parents=True)
+    (tmp_path / "pentad" / "core" / "a.py").write_text("def f(): ...\nX: int = 1")
+    (tmp_path / "tests").mkdir()
+    code = "from pentad.core import a, b\nfrom pentad.core.a import X, f, g"
+    (tmp_path / "tests" / "test_a.py").write_text(code)
+    assert missing_names(tmp_path, tmp_path / "tests") == [
+        "tests/test_a.py: pentad.core has no b",
+        "tests/test_a.py: pentad.core.a has no g",
+    ]
+
+
 OF_ANOTHER = {
     "triton": "torch brings it where there is a GPU",
     "vllm": "the file runs in the environment of a vLLM server",

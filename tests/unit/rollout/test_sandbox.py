@@ -15,11 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pentad.core import scratch
 from pentad.core.errors import UserError
 from pentad.rewards import sandbox
 from pentad.rewards.sandbox import JobFailed, Sandbox
 from pentad.rewards.section import RewardConfig
-from pentad.runtime import scratch
 
 FILE = Path(__file__).with_name("hostile.py")
 sys.path.append(str(FILE.parent))
