@@ -1,15 +1,33 @@
-"""Lines of pentad/ by room and by what they are: `python scripts/size.py [FOLDER]`, as a table."""
+"""How large the code is: `python scripts/size.py [FOLDER ...]` counts lines by room and by kind.
+
+`--table` prints the table of docs/architecture.md: lines and files, what a script can count of the
+design, and how many functions of the package two steps of SFT and of GRPO execute. `--limits`
+prints tests/size_limits.json, to which `tests/test_house.py` holds the code.
+"""
 
 from __future__ import annotations
 
+import argparse
 import ast
 import io
+import json
+import logging
+import subprocess
 import sys
+import tempfile
+import threading
 import tokenize
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
 
+HOME = Path(__file__).parents[1]
+PACKAGES = (HOME / "pentad", HOME / "pentad_tools")
 KINDS = ("code", "docstrings", "comments", "imports", "blank")
+WRITERS = HOME / "pentad" / "core" / "files.py"
+"""Where files and folders are renamed into their place."""
 
 
 def kinds_of(text: str) -> Counter[str]:
@@ -33,20 +51,156 @@ def kinds_of(text: str) -> Counter[str]:
     return Counter(found.values())
 
 
-def main() -> None:
-    root = Path(sys.argv[1] if len(sys.argv) > 1 else "pentad")
+def rooms_of(root: Path) -> dict[str, Counter[str]]:
+    """By room: lines of each kind, `lines` and `files`. What lies in none is under ""."""
     rooms: dict[str, Counter[str]] = {}
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts
         room = rooms.setdefault(parts[0] if len(parts) > 1 else "", Counter())
-        room += kinds_of(path.read_text())
-        room["files"] += 1
-    rooms["all"] = sum(rooms.values(), Counter())
-    print(f"{'':12}{'files':>8}{'lines':>8}" + "".join(f"{kind:>12}" for kind in KINDS))
-    for name, room in rooms.items():
-        lines = sum(room[kind] for kind in KINDS)
-        counts = "".join(f"{room[kind]:12}" for kind in KINDS)
-        print(f"{name:12}{room['files']:8}{lines:8}{counts}")
+        kinds = kinds_of(path.read_text())
+        room.update(kinds, lines=kinds.total(), files=1)
+    return rooms
+
+
+def sites_of(root: Path) -> Counter[str]:
+    """How often the code does what belongs in few places."""
+    found: Counter[str] = Counter()
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Expr(value=ast.Constant(value=str(text))) if text.startswith("Of "):
+                    found["docstrings that begin with Of"] += 1
+                case ast.Call(func=ast.Attribute(attr="Popen")):
+                    found["subprocess.Popen"] += 1
+                case ast.Call(func=ast.Attribute(attr="Thread")):
+                    found["threading.Thread"] += 1
+                case ast.Call(func=ast.Attribute(attr="rename" | "replace"), args=[_], keywords=[]):
+                    found["renames"] += path != WRITERS
+                case ast.Call(func=ast.Attribute(value=ast.Name("os"), attr="rename" | "replace")):
+                    found["renames"] += path != WRITERS
+                case ast.Call(func=ast.Attribute(value=ast.Name("disk"), attr="rename")):
+                    found["renames"] += path != WRITERS
+    return found
+
+
+def limits() -> dict[str, dict[str, int]]:
+    """Lines of each room with 2% to spare, and the sites as they are."""
+    counted = {root.name: rooms_of(root) for root in PACKAGES}
+    lines = {
+        f"{name}/{room}": round(1.02 * counts["lines"])
+        for name, rooms in counted.items()
+        for room, counts in rooms.items()
+        if room
+    }
+    sites = sum((sites_of(root) for root in PACKAGES), Counter())
+    return {"lines": lines, "sites": {name: sites[name] for name in sorted(sites)}}
+
+
+def print_rooms(roots: list[Path]) -> None:
+    print(f"{'':22}{'files':>8}{'lines':>8}" + "".join(f"{kind:>12}" for kind in KINDS))
+    for root in roots:
+        rooms = rooms_of(root)
+        for name, room in {**rooms, "all": sum(rooms.values(), Counter())}.items():
+            counts = "".join(f"{room[kind]:12}" for kind in KINDS)
+            print(f"{f'{root.name} {name}':22}{room['files']:8}{room['lines']:8}{counts}")
+
+
+def print_table() -> None:
+    rooms, tools = map(rooms_of, PACKAGES)
+    all_rooms, all_tools = (sum(one.values(), Counter()) for one in (rooms, tools))
+    sites = sum((sites_of(root) for root in PACKAGES), Counter())
+    sft, grpo = (count_in_a_process(command) for command in ("sft", "train"))
+    rows = (
+        (all_rooms["lines"], all_tools["lines"]),
+        (all_rooms["files"], all_tools["files"]),
+        (sft, grpo),
+        (sites["subprocess.Popen"], sites["threading.Thread"]),
+        (sites["renames"],),
+        (sites["docstrings that begin with Of"],),
+    )
+    print("| counted | at 67e9f47 | now |\n|---|---|---|")
+    for (name, *before), now in zip(BEFORE, rows, strict=True):
+        cells = (" / ".join(f"{number:,}" for number in numbers) for numbers in (before, now))
+        print(f"| {name} | {' | '.join(cells)} |")
+    print("\n| room | files | lines |\n|---|---|---|")
+    for name, room in sorted(rooms.items(), key=lambda item: -item[1]["lines"]):
+        if name:
+            print(f"| `{name}` | {room['files']} | {room['lines']:,} |")
+
+
+BEFORE = (
+    ("lines of `pentad` / `pentad_tools`", 70_045, 0),
+    ("files of `pentad` / `pentad_tools`", 361, 0),
+    ("functions that 2 steps of SFT / GRPO in one process execute", 1_012, 1_549),
+    ("calls of `subprocess.Popen` / `threading.Thread`", 6, 19),
+    ("renames of files and folders outside `core/files.py`", 23),
+    ('docstrings that begin with "Of"', 198),
+)
+"""What this script counts at that commit."""
+
+
+def count_in_a_process(command: str) -> int:
+    """In a process of its own: what is cached is executed once."""
+    words = [sys.executable, __file__, "--functions", command]
+    done = subprocess.run(words, cwd=HOME, check=True, stdout=subprocess.PIPE, text=True)
+    return int(done.stdout.split()[-1])
+
+
+def count_functions(command: str) -> int:
+    """Functions of the package that a run executes, from reading its recipe to its end."""
+    sys.path.insert(0, str(HOME))
+    from pentad.data.toy import write_model, write_task
+    from pentad.planner.prepare import prepare
+    from pentad.trainer.examples import run_sft
+    from pentad.trainer.rollouts import run_train
+
+    seen: set[CodeType] = set()
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        seen.add(frame.f_code)
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder) / "model")
+        write_task(Path(folder), seed=1, num_train=64, num_sft=64, num_valid=8)
+        recipe, run = ("demo_sft", run_sft) if command == "sft" else ("demo_grpo", run_train)
+        threading.setprofile(note)
+        sys.setprofile(note)
+        words = list(run_words(Path(folder), command))
+        config, notes = prepare(HOME / f"pentad/cli/recipes/{recipe}.yaml", words, command)
+        run(config, notes, fresh=True, device="cpu")
+        sys.setprofile(None)
+        threading.setprofile(None)
+    own = str(HOME / "pentad") + "/"
+    return sum(one.co_filename.startswith(own) and one.co_name[0] != "<" for one in seen)
+
+
+def run_words(folder: Path, command: str) -> Iterator[str]:
+    yield from (f"fileroot={folder}", "total_train_steps=2", "train_dataset.batch_size=8")
+    yield from (f"actor.path={folder / 'model'}", "actor.init_from_scratch=true")
+    name = "sft" if command == "sft" else "train"
+    yield f"train_dataset.path={folder / f'{name}.jsonl'}"
+    if command != "sft":
+        yield from ("gconfig.n_samples=4", f"valid_dataset.path={folder / 'valid.jsonl'}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folders", nargs="*", type=Path, default=list(PACKAGES))
+    parser.add_argument("--table", action="store_true", help="the table of docs/architecture.md")
+    parser.add_argument("--limits", action="store_true", help="what the house test allows")
+    parser.add_argument(
+        "--functions", choices=("sft", "train"), help="count those that a run executes"
+    )
+    given = parser.parse_args()
+    if given.functions:
+        logging.disable()
+        print(count_functions(given.functions))
+    elif given.table:
+        print_table()
+    elif given.limits:
+        print(json.dumps(limits(), indent=2))
+    else:
+        print_rooms(given.folders)
 
 
 if __name__ == "__main__":
