@@ -39,11 +39,11 @@ from pentad.serve.service import Service
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 CLIENT_SHARE = 0.75
-"""Of the requests under way, those of one address; at loopback there is one address for all."""
+"""Share of the requests under way for one address; at loopback all clients have one."""
 
 
 class Seldom(logging.Filter):
-    """Of records of one kind the first few of each minute: clients must not fill a disk."""
+    """Lets the first few records of a kind pass each minute: clients must not fill a disk."""
 
     MOST, WINDOW_S, KINDS = 5, 60.0, 1000
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pentad.weights.dcp import DcpFolder
 
 MIN_WIDTH = 120
-"""Of the table: names and figures are not cut where a terminal, or none, is narrower."""
+"""Columns of the table: names and figures are not cut where a terminal, or none, is narrower."""
 MAX_SHOWN = 20
 MAX_LINES = 200
 VALUE_CHARS = 60

@@ -27,7 +27,7 @@ POINTS = (
     *("forward", "backward", "all-reduce", "optimizer"),
     *("load", "write", "commit", "install", "generate"),
 )
-"""Of a training step; of a restore and a save; of a sampler with new weights or at work."""
+"""In a training step; in a restore and a save; in a sampler with new weights or at work."""
 ACTIONS = ("kill", "stop", "hold", "sleep", "raise", "full", "nan")
 """SIGKILL and SIGSTOP to itself; wait until NOTE.go is there; sleep; an exception; a full disk; no
 number in the gradient."""

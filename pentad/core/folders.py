@@ -16,7 +16,7 @@ from pentad.core.errors import Problem, UserError, raise_problems
 MAX_JSON_BYTES = 100_000_000
 """What the safetensors format allows a header; config files and indexes are far smaller."""
 MAX_ROW_BYTES = 32 << 20
-"""Of a row of a dataset: no prompt, example or document is as long."""
+"""Largest row of a dataset: no prompt, example or document is as long."""
 SUBFOLDERS = ("", "additional_chat_templates")
 """Where transformers looks for a tokenizer's files."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -101,7 +101,7 @@ class RecoveryPath:
     """What a path says of a recovery checkpoint."""
 
     root: Path
-    """Of the trial."""
+    """The folder of the trial."""
     step: int | None = None
     role: str | None = None
 

@@ -24,7 +24,7 @@ QUERY_TIMEOUT_S = 20.0
 """nvidia-smi takes seconds where the driver is not kept loaded, and forever where it is broken."""
 
 RAY_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_agent_register_timeout_ms": "120000"}
-"""Of a cluster that a run starts: it reports its use to nobody, and may start on a busy machine."""
+"""For a cluster that a run starts: it sends no usage report, and may start on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ def host_memory() -> tuple[int, int]:
 
 
 def _cached() -> int:
-    """Of the memory in use within the cgroup, what holds files and is given back when needed."""
+    """Memory of the cgroup that holds files and is given back when needed."""
     try:
         lines = (CGROUP / "memory.stat").read_text().splitlines()
     except OSError:

@@ -306,7 +306,7 @@ class StepResult:
     reason: str = ""
     """Why it was skipped."""
     balance: tuple[LayerBalance, ...] = ()
-    """Of every mixture layer of the model."""
+    """One entry for every mixture layer of the model."""
     work: dict[str, Work] = field(default_factory=dict, compare=False)
     """What was measured on this rank: `route`; with expert parallelism `dispatch`, `combine`."""
     num_pairs: int | None = None

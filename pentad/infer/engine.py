@@ -66,7 +66,7 @@ class Ahead:
 
     launched: Launched
     version: int
-    """Of the weights that draw its tokens."""
+    """Version of the weights that draw its tokens."""
 
 
 class InferenceEngine:

@@ -37,9 +37,9 @@ class Sequence:
     """Other continuations of the request, which start where this one's prefill ends."""
     finish: FinishReason | None = None
     routes: np.ndarray | None = None
-    """Of its first tokens, those kept when it last gave up its blocks."""
+    """Routes of its first tokens, those kept when it last gave up its blocks."""
     tops: list[TopTokens] = field(default_factory=list)
-    """Of every new token, if they were asked for."""
+    """One entry for every new token, if they were asked for."""
     arrays: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
     """New ids, `logprobs` and `versions`, as they lay in its row."""
 

@@ -96,7 +96,7 @@ def move_biases(model: LanguageModel, loads: Mapping[int, Tensor], rate: float) 
 
 
 def measure_balance(loads: Mapping[int, Tensor]) -> tuple[LayerBalance, ...]:
-    """Of every layer; waits for the device once."""
+    """The balance of every layer; waits for the device once."""
     if not loads:
         return ()
     table = torch.stack(list(loads.values())).tolist()

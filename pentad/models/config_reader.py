@@ -15,7 +15,7 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError, raise_problems
 
 MAX_SIZE = 1 << 24
-"""Of any width or count: far above every model, and products of two stay in 64 bits."""
+"""Largest width or count: far above every model, and products of two stay in 64 bits."""
 MAX_LAYERS = 10_000
 MAX_POSITION = 1 << 40
 MAX_PARAMS = 10**14

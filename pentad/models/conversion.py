@@ -76,7 +76,7 @@ from pentad.weights.megatron.stored import Form, Spelling
 from pentad.weights.transfer import Reader
 
 VERSION = 2
-"""Of what is written for a request; a record of another version is not the same output."""
+"""Version of what is written for a request; a record of another version is another output."""
 CONFIG = "config.json"
 
 
@@ -94,7 +94,7 @@ class Conversion:
     etp: int | None = None
     """null: as tp."""
     checkpoint: str | None = None
-    """Of a Megatron source, which one is read; null: the one its tracker file names."""
+    """Which one of a Megatron source is read; null: the one its tracker file names."""
     iteration: int | None = None
     """Under which a Megatron output is filed; null: as released weights."""
     spec: Spelling = "te"

@@ -229,7 +229,7 @@ DECODER_SEAMS = (
     Seam("layers.{i}.ffn", "gather", is_dense),
     Seam("layers.{i}.ffn.down", "scatter", is_dense),
 )
-"""Of `decoder.Decoder`. A mixture has none: its router and experts take each rank's own tokens."""
+"""Seams of `decoder.Decoder`. A mixture layer has none: experts take each rank's own tokens."""
 DECODER_PLAN = {"V": "tp", "Q": "tp", "K": "tp", "F": "tp", "E": "ep", "M": "etp"}
 
 

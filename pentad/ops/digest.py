@@ -103,7 +103,7 @@ class Hasher:
         """(tensor, index of the first word in it, words) not hashed yet."""
         self.num_words = 0
         self.sums: list[tuple[list[int], Tensor]] = []
-        """Of each batch: which tensor a piece belongs to, and the sum of each piece."""
+        """For each batch: which tensor a piece belongs to, and the sum of each piece."""
         self.on_host: dict[int, int] = {}
         """Sums of tensors in host memory."""
 

@@ -16,7 +16,7 @@ SPAN = 16 * BLOCK
 
 
 def checksums(pieces: Sequence[Tensor]) -> Tensor:
-    """Of contiguous runs of 32-bit words on the current device, int64 each, modulo 2**64."""
+    """Sums of contiguous runs of 32-bit words on the current device, int64 each, modulo 2**64."""
     device = pieces[0].device
     sizes = np.array([words.numel() for words in pieces], np.int64)
     num_spans = -(-sizes // SPAN)

@@ -151,7 +151,7 @@ def attend_backward(
 
 
 def results_of(q_QHd: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the shapes that `attend` gives."""
+    """Empty results with the shapes that `attend` gives."""
     num_tokens, num_heads, _ = q_QHd.shape
     lse_HQ = q_QHd.new_empty((num_heads, num_tokens), dtype=torch.float32)
     return q_QHd.new_empty(q_QHd.shape), lse_HQ

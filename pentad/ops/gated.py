@@ -28,7 +28,7 @@ def has_kernel(h_TG: Tensor) -> bool:
 
 
 def silu_mul(h_TG: Tensor) -> Tensor:
-    """Of a dense feed-forward. Forward is the same with gradients and without."""
+    """For a dense feed-forward. Forward is the same with gradients and without."""
     if has_kernel(h_TG):
         result: Tensor = kernel_silu_mul(h_TG, None)
         return result
@@ -37,7 +37,7 @@ def silu_mul(h_TG: Tensor) -> Tensor:
 
 
 def weighted_silu_mul(h_NG: Tensor, weights_N: Tensor | None) -> Tensor:
-    """Of experts: weight * silu(gate) * up. The gradient of the weights flows."""
+    """For experts: weight * silu(gate) * up. The gradient of the weights flows."""
     result: Tensor
     if has_kernel(h_NG):
         result = kernel_silu_mul(h_NG, weights_N)

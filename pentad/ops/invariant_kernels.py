@@ -22,7 +22,7 @@ from pentad.ops.spans import NO_WINDOW, Spans
 
 BLOCK_M, BLOCK_N, BLOCK_K = 64, 128, 64
 NARROW_K = 32
-"""Of fp32, whose tiles take twice the memory."""
+"""For fp32, whose tiles take twice the memory."""
 ROWS = 64
 """Queries times heads of a tile of attention."""
 KEYS = 64

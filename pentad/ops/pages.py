@@ -31,7 +31,7 @@ class Pages:
 
     @property
     def largest(self) -> float | None:
-        """Of the format; None where numbers are held as they are computed."""
+        """Largest number of the format; None where numbers are held as they are computed."""
         return None if self.k_scale_BbK is None else LARGEST[self.k_BbKd.dtype]
 
     def write(self, places_T: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> None:

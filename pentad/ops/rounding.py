@@ -22,7 +22,7 @@ CHUNK = 1 << 18
 WORD = (1 << 32) - 1
 HALF = (1 << 31) - 1
 FIRST, SECOND, THIRD = 0x7FEB352D, 0x846CA68B, 0x9E3779B9
-"""Of `_mix`, a finalizer of low bias (https://github.com/skeeto/hash-prospector)."""
+"""Constants of `_mix`, a finalizer of low bias (https://github.com/skeeto/hash-prospector)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,13 @@ class Place:
 
     offset: int
     sizes: tuple[int, ...]
-    """Of the shard, after dims were joined that lie as one in the whole tensor, too."""
+    """Sizes of the shard, after dims were joined that lie as one in the whole tensor, too."""
     strides: tuple[int, ...]
-    """Of these dims in the whole tensor; the last is 1."""
+    """Strides of these dims in the whole tensor; the last is 1."""
 
     @classmethod
     def of(cls, shape: Sequence[int], box: Sequence[tuple[int, int]]) -> Place:
-        """Of a block of a tensor, (start, stop) for each dim."""
+        """The place of a block of a tensor, (start, stop) for each dim."""
         wholes = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
         offset = sum(start * stride for (start, _), stride in zip(box, wholes, strict=True))
         sizes, strides = [1], [1]

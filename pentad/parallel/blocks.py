@@ -50,7 +50,7 @@ KEPT_OPS = {
 COMPILED_ON = {"cuda"}
 """Types of devices; on a CPU the compiler takes longer than it saves."""
 MAX_GRAPHS = 64
-"""Of one function: no run has nearly as many, unless something is compiled anew without end."""
+"""Graphs of one function: a run has far fewer unless something is compiled again and again."""
 GROUPED_PRODUCT = "aten._grouped_mm.default"
 """Experts run two, gate with up and then down; backward does not read the second's result."""
 
@@ -143,7 +143,7 @@ class Compiling:
     def expect(
         self, dims: ModelDims, model: ModelConfig, layout: Layout, device: torch.device
     ) -> None:
-        """Of which model the blocks are that will be compiled."""
+        """Names the model whose blocks will be compiled."""
         if not (model.archon.enable_compile is True and device.type in COMPILED_ON):
             return
         which = f"{dims.family}, {dims.num_layers} layers of width {dims.hidden_size}"
@@ -181,7 +181,7 @@ class Compiling:
 
 
 compiling = Compiling()
-"""Of this process, as the compiler is."""
+"""One for the process, as the compiler is."""
 
 
 def _around(module: nn.Module, how: Callable[..., Any]) -> Callable[..., Any]:

@@ -179,5 +179,5 @@ def sum_shared(x: Tensor, axis: Axis) -> Tensor:
 
 
 def deal(x: Tensor, axis: Axis) -> Tensor:
-    """Of rows that are the same on all ranks this rank's share; the gradient is put together."""
+    """This rank's share of rows that are the same on all ranks; the gradient is put together."""
     return _apply(_Deal, x, axis)

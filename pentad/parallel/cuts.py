@@ -37,7 +37,7 @@ class Cut:
     """One parameter under a layout."""
 
     shape: Shape
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     box: Box
     """What this rank computes with."""
     copies: Axis
@@ -48,7 +48,7 @@ class Cut:
     """The dim that storage cuts."""
     mesh: DeviceMesh | None
     placements: tuple[AnyPlacement, ...]
-    """Of the stored shard within the whole."""
+    """Placements of the stored shard within the whole."""
     sees_all: bool = False
     """Each of the copies sees all tokens and heads: their gradients are equal, and not summed."""
 

@@ -96,7 +96,7 @@ class ExpertDispatch:
         return torch.cat(rows_PE)
 
     def _num_leaving(self, counts: list[int]) -> int:
-        """Of pairs by rank of the group those that are another's."""
+        """How many pairs, counted by rank of the group, go to other ranks."""
         return sum(counts) - counts[self.group.rank]
 
     def _swap_counts(self, sent_PE: Tensor) -> Tensor:

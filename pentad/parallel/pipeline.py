@@ -33,7 +33,7 @@ class Pipeline:
     pp: int
     stages_per_rank: int
     layers: tuple[range, ...]
-    """Of each stage."""
+    """The layers of each stage."""
     recomputes: bool
     """Whether blocks are run again in backward."""
 

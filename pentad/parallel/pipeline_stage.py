@@ -36,7 +36,7 @@ class Pass:
 
     compute: Compute
     shapes: list[tuple[int, int]]
-    """Of what travels between stages, by microbatch."""
+    """Shapes of what travels between stages, by microbatch."""
     dtype: torch.dtype
 
 
@@ -48,9 +48,9 @@ class _Alive:
     outputs: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
     """(input, output) between forward and backward."""
     grads_in: dict[int, Tensor] = field(default_factory=dict)
-    """Of outputs, as they arrive from the next stage."""
+    """Gradients of outputs, as they arrive from the next stage."""
     grads_out: dict[int, Tensor] = field(default_factory=dict)
-    """Of inputs, for the stage before."""
+    """Gradients of inputs, for the stage before."""
     weight_parts: dict[int, Any] = field(default_factory=dict)
     """What the weight part of a split backward continues from."""
 

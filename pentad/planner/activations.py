@@ -23,7 +23,7 @@ WIDE = 4
 """Bytes of float32: norms and routers compute in it whatever the compute dtype."""
 
 INDEX_BYTES = 24
-"""Of one routed row: its expert, its place in the order, its token, int64 each."""
+"""Bytes of one routed row: its expert, its place in the order, its token, int64 each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ def read_by_products(dims: ModelDims, layer: int, layout: Layout, keeping: Check
 
 
 def unread(dims: ModelDims, layer: int, layout: Layout, keeping: Checkpointing) -> float:
-    """Of the products of a dense layer backward does not read the last, the result of `down`."""
+    """Values of a dense layer that backward does not read: the last product, that of `down`."""
     if dims.is_moe(layer):
         return 0.0
     return keeping.compute_bytes * dims.hidden_size / (layout.cp * layout.tp)

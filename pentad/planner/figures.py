@@ -65,7 +65,7 @@ class Batch:
     steps_per_epoch: int | None
     total_steps: int | None
     flops: float
-    """Of a step's training at full lengths, causal attention counted once."""
+    """A step's training at full lengths, causal attention counted once."""
 
     @property
     def sequence_tokens(self) -> int:
@@ -246,7 +246,7 @@ def span(numbers: list[int]) -> str:
 
 
 def stage_rows(trainer: TrainPlan) -> list[tuple[str, str, str, str, int, float, float]]:
-    """Of each pipeline rank: its number, devices, stages and layers, the parameters of one of its
+    """For each pipeline rank: its number, devices, stages and layers, the parameters of one of its
     ranks before and after data parallelism shards them, and the peak of its memory."""
     training, layout = trainer.training, trainer.training.layout
     rows = []

@@ -55,7 +55,7 @@ class Training:
     stages_per_rank: int = 1
     num_microbatches: int = 1
     microbatch_tokens: int
-    """Of the largest microbatch of one data-parallel rank, before cp and tp cut it."""
+    """Tokens of the largest microbatch of one data-parallel rank, before cp and tp cut it."""
     param_bytes: int = 4
     reduce_bytes: int = 4
     reshard: bool = True
@@ -104,11 +104,11 @@ class HeldParams:
     dense: int
     experts: int
     root: int
-    """Of `dense`: embedding, final norm and head."""
+    """Part of `dense`: embedding, final norm and head."""
     head: int
-    """Of `root`: final norm and head, whose gradients come first; the embedding's come last."""
+    """Part of `root`: final norm and head, whose gradients come first, the embedding's last."""
     block: int
-    """Of the largest layer, experts included."""
+    """Parameters of the largest layer, experts included."""
 
     @property
     def total(self) -> int:
@@ -123,7 +123,7 @@ class Phase:
     device: dict[str, float] = field(default_factory=dict)
     host: dict[str, float] = field(default_factory=dict)
     lead_bytes: float = 0.0
-    """Of both, what rank 0 holds and the ranks beside it do not."""
+    """Part of both that rank 0 holds and the ranks beside it do not."""
 
     @property
     def device_bytes(self) -> float:
@@ -445,12 +445,12 @@ class Sampling:
     max_running: int
     """That it decodes together at the most."""
     max_batch_tokens: int | None = None
-    """Of a forward pass, where the user gave it."""
+    """Tokens of a forward pass, where the user gave it."""
     device: str = "cuda"
 
     @property
     def largest(self) -> SamplerPass:
-        """Of an embedded sampler."""
+        """The largest pass of an embedded sampler."""
         return SamplerPass(self.dims, self.weight_bytes, self.max_running, self.max_batch_tokens)
 
 

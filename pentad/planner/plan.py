@@ -401,7 +401,7 @@ def _process_bytes(trainer: TrainPlan, name: str) -> float:
 
 
 def _host_bytes(group: list[TrainPlan], name: str, per_node: int | None) -> float:
-    """Of the ranks of one node that uses GPUs, the fullest of them times their number."""
+    """The fullest rank of a node that uses GPUs, times the ranks of the node."""
     ranks = group[0].component.world
     local = min(ranks, per_node) if per_node else ranks
     worst = lead = 0.0

@@ -54,7 +54,7 @@ FUNCTIONS: dict[str, tuple[AdvantageFunction, losses.Surrogate]] = {
     "cispo": (_group_relative, losses.weight_clipped),
     "distill": (lambda rollouts, s: adv.distillation(rollouts, gamma=s.gamma), losses.clipped),
 }
-"""Of each entry of `FACTS` the advantage function and the surrogate."""
+"""The advantage function and the surrogate of each entry of `FACTS`."""
 ALGORITHMS = {
     name: Algorithm(**asdict(facts), advantages=FUNCTIONS[name][0], surrogate=FUNCTIONS[name][1])
     for name, facts in FACTS.items()

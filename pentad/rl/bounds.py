@@ -220,7 +220,7 @@ def logprob_gap(gaps: np.ndarray, is_fresh: np.ndarray) -> tuple[float | None, b
 
 
 def gap_of(differences: np.ndarray) -> float:
-    """Of log-probs under the same weights: the mean size, or the shift of all. NaN with a NaN."""
+    """Between log-probs under the same weights: mean size, or the shift of all. NaN with a NaN."""
     return float(max(np.abs(differences).mean(), SHIFT_FACTOR * abs(differences.mean())))
 
 

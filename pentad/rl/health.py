@@ -138,7 +138,7 @@ def _truncation(window: Sequence[Record], has_penalty: bool) -> Iterator[str]:
 
 
 def _spike(window: Sequence[Record]) -> Iterator[str]:
-    """Of runs on examples: the loss of a policy has no scale."""
+    """For runs on examples: the loss of a policy has no scale."""
     loss = _series(window, "loss")
     if not loss or _number(window[-1], "reward_mean") is not None:
         return

@@ -289,7 +289,7 @@ class Answer:
 
 
 def finish_of(generation: Generation) -> str:
-    """Of an answer with calls."""
+    """The reason why an answer with calls ended."""
     return "tool_calls" if generation.finish == "stop" else generation.finish
 
 

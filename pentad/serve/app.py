@@ -314,7 +314,7 @@ async def unrouted(request: Request, error: Exception) -> Response:
 
 
 Application = Callable[..., Awaitable[None]]
-"""Of ASGI: scope, receive, send."""
+"""An ASGI application: scope, receive, send."""
 OPEN_PATHS = ("/health",)
 """Answered without the key: they reveal nothing of the requests."""
 

@@ -86,7 +86,7 @@ OnTopToken = Callable[[int, int, float, TopTokens], None]
 BYTES_A_TOKEN = 64
 """What a token of an answer counts in `TextWork`: its text is looked at token by token."""
 SHARE = 0.5
-"""Of the answers written together, what the prompts of one request may take."""
+"""Share of the answers written together that the prompts of one request may take."""
 
 
 class Service:

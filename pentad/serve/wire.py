@@ -231,12 +231,12 @@ MAX_DEPTH = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeLimits:
-    """Of one server; every one is above 0."""
+    """Limits of one server; every one is above 0."""
 
     max_requests: int = 256
     """Requests under way; further ones are answered 429 and may be tried again."""
     client_share: float = 1.0
-    """Of `max_requests`, what one address may have, so that it cannot keep all others out."""
+    """Share of `max_requests` that one address may have, so that it cannot keep others out."""
     max_body_bytes: int = 4 << 20
     max_prompts: int = 128
     """Prompts of one request for completions."""

@@ -23,7 +23,7 @@ from pentad.telemetry import host
 from pentad.telemetry.steps import read_lines
 
 FORMAT = 1
-"""Of manifest.json, which says what a run is made of, and every time it was started:
+"""Version of manifest.json, which says what a run is made of, and every time it was started:
 
 {"format": 1, "config_digest": "...", "seed": 1, "config": {...},
  "starts": [{"time": "2026-03-01T12:00:00+00:00", "command": "...", "from_step": 0,

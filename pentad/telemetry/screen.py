@@ -87,7 +87,7 @@ COLUMNS = (
     Column("sec", "wall_clock_ms", 5, seconds),
 )
 RL_LEAVES_OUT = {"loss", "rl.truncated_share"}
-"""Of the RL picture at 80 columns: the loss of a policy gradient says nothing by itself."""
+"""What the RL picture lacks at 80 columns: the loss of a policy gradient says nothing by itself."""
 
 
 def columns_for(records: Sequence[Record]) -> list[Column]:

@@ -39,11 +39,11 @@ class WeightBlock:
 
     shard: str
     part: tuple[slice, ...]
-    """Of the shard's memory."""
+    """Slices of the shard's memory."""
     region: Region
     """Its source is the HF tensor, its target that part."""
     dtype: torch.dtype
-    """Of the HF tensor."""
+    """The dtype of the HF tensor."""
     offset: int
     """Where it is staged."""
 

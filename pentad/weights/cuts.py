@@ -25,7 +25,7 @@ CutPlan = Mapping[str, str]
 UNITS = {"Q": "d", "K": "d"}
 """Symbols that are cut in whole units of another symbol."""
 REPEATED = {"K"}
-"""Of those, the ones that are repeated when there are more ranks than units."""
+"""Those among them that are repeated when there are more ranks than units."""
 
 
 @dataclass(frozen=True, slots=True)

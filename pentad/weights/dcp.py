@@ -102,7 +102,7 @@ class _Gap(io.BytesIO):
 
 @lru_cache(maxsize=4096)
 def frame_of(dtype: torch.dtype, shape: Shape) -> Frame:
-    """Of a tensor on the CPU. Its memory is never touched, so its size does not matter."""
+    """Describes a tensor on the CPU. Its memory is never touched, so its size does not matter."""
     out = _Gap()
     with skip_data():
         torch.save(torch.empty(shape, dtype=dtype, device="cpu"), out)

@@ -30,7 +30,7 @@ MORE_IS_BETTER = {"tok/s": True, "us": False, "ms": False, "GiB": False}
 """By unit."""
 WIDTH = 150
 HEAD = ("Log-probs with the head, forward and backward", ["ms", "peak GiB", "float32 logits GiB"])
-"""Of the head's table."""
+"""Title and columns of the head's table."""
 
 
 class Baseline:

@@ -59,7 +59,7 @@ class RlCase:
     num_prompts: int
     num_samples: int
     mean_length: int
-    """Of answers that the length limit does not cut."""
+    """Tokens of answers that the length limit does not cut."""
     max_new_tokens: int
 
     @property
@@ -78,7 +78,7 @@ class RlCase:
 class RlMeasured:
     case: RlCase
     wall_ms: float
-    """Of one step, the median of the counted ones."""
+    """One step, the median of the counted ones."""
     slowest_ms: float
     phases_ms: dict[str, float]
     tokens_per_s: float
@@ -86,7 +86,7 @@ class RlMeasured:
     rollout_tokens_per_s: float
     peak_gib: float | None
     idle_share: float | None
-    """Of the device, over the counted steps; None on a CPU."""
+    """Idle time of the device over the counted steps; None on a CPU."""
     first_step_s: float
 
 

@@ -68,9 +68,9 @@ class TrainCase:
     model: str
     config: dict[str, Any]
     length: int
-    """Of every sequence; where they are ragged, about the mean."""
+    """Tokens of every sequence; where they are ragged, about the mean."""
     num_tokens: int
-    """Of an optimizer step."""
+    """Tokens of an optimizer step."""
     who: Who
     microbatch: int
     """Tokens of one forward pass."""
@@ -78,7 +78,7 @@ class TrainCase:
     """Dtype of the stored weights and of the optimizer's state; products are in bfloat16."""
     compiled: bool = True
     ac_mode: Literal["none", "selective", "full"] = "none"
-    """Of the engine; transformers recomputes nothing."""
+    """What the engine recomputes; transformers recomputes nothing."""
     is_ragged: bool = False
 
     @property
@@ -89,7 +89,7 @@ class TrainCase:
 
     @property
     def lengths(self) -> list[int]:
-        """Of the sequences of a step."""
+        """Lengths of the sequences of a step."""
         if not self.is_ragged:
             return [self.length] * (self.num_tokens // self.length)
         shares = itertools.cycle((0.47, 1.0, 0.31, 1.73, 0.9, 1.59))
@@ -105,14 +105,14 @@ class TrainMeasurement:
 
     case: TrainCase
     ms: float
-    """Of one optimizer step, the median."""
+    """One optimizer step, the median."""
     tokens_per_s: float
     mfu_causal: float | None
     mfu_full: float | None
     peak_gib: float | None
     warm_up_s: float
     loss: float
-    """Of the first step: near ln(vocabulary) for random weights."""
+    """Loss of the first step: near ln(vocabulary) for random weights."""
 
     @property
     def key(self) -> str:

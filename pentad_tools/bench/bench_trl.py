@@ -26,7 +26,7 @@ import torch
 from pentad_tools.bench.bench_rl import RlCase, idle_share, watched, write_recipe
 
 MICROBATCH_TOKENS = 32_768
-"""Of a forward and backward of TRL, padded."""
+"""Padded tokens of a forward and backward of TRL."""
 NUM_WARM = 1
 """Steps that are not counted: TRL compiles nothing, and vLLM has captured its graphs before."""
 LIMIT_S = 900
@@ -38,7 +38,7 @@ NUM_SHOWN = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrlMeasured:
-    """Of one step, the median of the counted ones, and the tokens sampled over wall clock."""
+    """Times of one step, the median of the counted ones, and tokens sampled over wall clock."""
 
     wall_ms: float
     rollout_ms: float
@@ -168,7 +168,7 @@ def run_steps(folder: Path) -> None:
 
 
 def options_of(case: dict[str, Any], *, has_vllm: bool) -> dict[str, Any]:
-    """Of GRPOConfig."""
+    """The arguments of GRPOConfig."""
     is_gpu = case["device"] == "cuda"
     whole = case["num_prompts"] * case["num_samples"]
     microbatch = max(1, min(whole, MICROBATCH_TOKENS // (case["max_new_tokens"] + 16)))

@@ -14,13 +14,13 @@ from pentad.telemetry.steps import read_lines
 from pentad_tools.chaos.broken_run import ChaosRun, require
 
 NEAR = 1e-4
-"""Of losses, over the few steps of a trial."""
+"""Relative difference of losses, over the few steps of a trial."""
 HALF_MADE = (".writing-", ".replaced-", ".aside-", ".receipt")
 """In names of what a save has under way."""
 SLACK_HANDLES = 6
 """Open files that may come and go."""
 Invariant = Callable[[ChaosRun, ChaosRun | None], None]
-"""Of a trial and, where there is one, of the same run without a fault."""
+"""Takes a trial and, where there is one, the same run without a fault."""
 
 
 def check_once(trial: ChaosRun, whole: ChaosRun | None) -> None:

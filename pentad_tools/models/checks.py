@@ -164,9 +164,9 @@ def _spread(tensor: Tensor) -> tuple[float, float]:
 
 
 LOGITS_TOLERANCE = 1e-5
-"""Of the largest logit: float32 rounding over a few layers."""
+"""Share of the largest logit: float32 rounding over a few layers."""
 GRADIENT_TOLERANCE = 1e-4
-"""Of the tensor's largest gradient: sums over tokens cancel, so more rounding shows."""
+"""Share of the tensor's largest gradient: sums over tokens cancel, so more rounding shows."""
 
 
 def check_headers(folder: Path) -> str:

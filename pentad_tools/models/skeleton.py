@@ -71,7 +71,7 @@ WITHOUT_EFFECT = {
 }
 """Config keys that do not change what a model computes from its weights."""
 MAX_PARAMS = 10**8
-"""Of a model that is built for its names; at small sizes the largest family has half of it."""
+"""Largest model that is built for its names; at small sizes the largest family has half."""
 UNREAD = (
     "# Config keys that nothing here reads; each that changes what the model computes needs code."
 )

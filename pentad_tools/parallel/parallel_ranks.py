@@ -39,13 +39,13 @@ class StepMeasurement:
     loss: float
     grad_norm: float
     next_loss: float
-    """Of the same rows after the step."""
+    """The loss of the same rows after the step."""
     size_bytes: int
     """On a GPU the peak of any rank; on a CPU weights, gradients and optimizer state of one."""
     seconds: float
-    """Of the second step, when everything is warm."""
+    """The time of the second step, when everything is warm."""
     gradient_error: float = 0.0
-    """Of the worst tensor, as a share of its norm."""
+    """The error of the worst tensor, as a share of its norm."""
     worst: str = ""
     routes_differ: float = 0.0
     """Share of tokens and layers whose freely chosen experts are others than on one rank."""
@@ -195,7 +195,7 @@ def _train(engine: Engine, rows: list[Row]) -> StepResult:
 
 
 def _size(engine: Engine) -> int:
-    """Of the rank that holds most."""
+    """Bytes on the rank that holds most."""
     if engine.device.type == "cuda":
         size = torch.cuda.max_memory_allocated(engine.device)
     else:

@@ -36,11 +36,11 @@ from pentad_tools.parallel.parallel_cases import (
 )
 
 GRADIENT_TOLERANCE = 5e-5
-"""Of a tensor's norm: sums of some thousand fp32 terms in another order."""
+"""Share of a tensor's norm: sums of some thousand fp32 terms in another order."""
 VALUE_TOLERANCE = 2e-5
-"""Of losses and norms, for the same reason."""
+"""Relative, for losses and norms, for the same reason."""
 NEXT_TOLERANCE = 1e-3
-"""Of the loss after a step: AdamW moves weights with a gradient near zero by its sign."""
+"""Relative, for the next loss: AdamW moves weights with a gradient near zero by its sign."""
 ROUTES_TOLERANCE = 0.02
 """Share of choices that may flip: two experts can be equal within rounding."""
 TIMEOUT_S = 300.0

@@ -20,7 +20,7 @@ SHIFTING = {"dynamic", "longrope"}
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 """Keys that transformers makes lists and modules of that length by."""
 UNBOUNDED = 1 << 20
-"""Of positions, where a config names no limit."""
+"""Number of positions, where a config names no limit."""
 
 
 def read_hf_config(source: ConfigLike) -> PretrainedConfig:

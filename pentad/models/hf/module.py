@@ -75,7 +75,7 @@ class HfModel(LanguageModel):
             raise UserError(Problem(where, "transformers does not name the blocks of its model"))
         self.has_lm_head = not value_head
         self.head_name = ""
-        """Of a head that is not the embedding."""
+        """The name of a head that is not the embedding."""
         if self.has_lm_head:
             rule = read_logit_rule(causal, where)
             self.logit_scale, self.logit_cap = rule.scale, rule.cap
@@ -270,7 +270,7 @@ class LogitRule:
 
 
 class _Output(MoeModelOutputWithPast):
-    """Of what a body gives besides hidden states it has nothing."""
+    """What a body may give besides hidden states is None here."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -384,7 +384,7 @@ def _tied(causal: PreTrainedModel, held: Mapping[str, Tensor]) -> dict[str, str]
 def _parts_on_disk(
     causal: PreTrainedModel, shapes: Mapping[str, Shape], where: str
 ) -> dict[str, list[Region]]:
-    """Of every tensor in memory, the tensors on disk that it is made of."""
+    """For every tensor in memory, the tensors on disk that it is made of."""
     blank = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     owners = {x.untyped_storage()._cdata: name for name, x in blank.items()}
     with _ViewsOnly():
