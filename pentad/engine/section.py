@@ -270,8 +270,9 @@ class ModelConfig(Section):
     so that all have one shape. auto: no, shapes may differ."""
     enable_tree_training: bool | None = None
     """Computes the tokens that samples of a group begin with in common, such as their prompt, once
-    for all of them: the same gradient, less time and memory. null: with archon, where it saves at
-    least 10% of a pass; not under c, `strict`, or losses and biases that balance experts."""
+    for all of them, where they are at least 64 and a tenth of a pass: the same gradient, less time
+    and memory. null: with archon, but not under c, `strict`, or losses and biases that balance
+    experts, where true is refused."""
     mb_spec: MicrobatchConfig = MicrobatchConfig()
     """How a step is cut into microbatches."""
     optimizer: OptimizerConfig = OptimizerConfig()
