@@ -131,7 +131,7 @@ def learn(rank: int, layout: Layout, config: dict[str, Any], dtype: str, given: 
         kept = {version: made.kept}
         answer = {"seconds": seconds, "grown": peak.grown(), "share": writer.staged_bytes}
         if rank == 0:
-            answer |= {"ticket": asdict(made.ticket), "digest": made.digest.entries}
+            answer |= {"weights": asdict(made.weights), "digest": made.digest.entries}
         pipe.send(answer)
     del kept
 
@@ -184,7 +184,7 @@ async def measure(args: argparse.Namespace, pipes: list[Connection], folder: Pat
                 pipe.send((version, args.kind, str(folder)))
             answers = [await asyncio.to_thread(pipe.recv) for pipe in pipes]
             first = answers[0]
-            snapshot = snapshot_of(first["ticket"], first["digest"], first["seconds"])
+            snapshot = snapshot_of(first["weights"], first["digest"], first["seconds"])
             await publisher.publish(snapshot)
             seconds = time.perf_counter() - started
             assert publisher.times is not None

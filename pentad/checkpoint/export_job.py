@@ -7,18 +7,15 @@ other. Neither torch nor numpy: the jobs run in this process or in a `Writer`'s.
 from __future__ import annotations
 
 import fcntl
-import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pentad.checkpoint.job import (
-    CHUNK_BYTES,
     NUM_THREADS,
     FileSegment,
     check_written,
@@ -27,31 +24,7 @@ from pentad.checkpoint.job import (
 from pentad.core import lock
 from pentad.core.errors import RunError, naming
 from pentad.core.files import Disk, make_folders, place_folder, remove_tree
-
-
-@dataclass(frozen=True, slots=True)
-class Runs:
-    """Where bytes lie in a file: in runs of `length`, the first at `start`, the others at `steps`
-    from it: (number, distance), outermost first."""
-
-    start: int
-    length: int
-    steps: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def num_bytes(self) -> int:
-        return self.length * math.prod(number for number, _ in self.steps)
-
-    def parts(self) -> Iterator[tuple[int, int, int]]:
-        """(offset in the file, start and stop in the bytes) of what is written in one go."""
-        at = 0
-        shifts = (range(0, number * distance, distance) for number, distance in self.steps)
-        for found in product(*shifts):
-            offset = self.start + sum(found)
-            for start in range(0, self.length, CHUNK_BYTES):
-                stop = min(start + CHUNK_BYTES, self.length)
-                yield offset + start, at + start, at + stop
-            at += self.length
+from pentad.weights.runs import Runs
 
 
 @dataclass(frozen=True, slots=True)

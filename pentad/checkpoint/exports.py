@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from pentad.checkpoint.export_job import BlockSpec, ExportJob, PlaceJob, Runs
+from pentad.checkpoint.export_job import BlockSpec, ExportJob, PlaceJob
 from pentad.checkpoint.job import FileSegment, Span, run_job
 from pentad.checkpoint.rank_saver import Outcomes, RankSaver
 from pentad.checkpoint.writer import Pending, Writer, failure_in
@@ -24,7 +24,7 @@ from pentad.runtime.rank import pulse
 from pentad.weights.blocks import WeightBlock, plan_blocks, staged_bytes
 from pentad.weights.hf import FolderPlan
 from pentad.weights.map import WeightMap
-from pentad.weights.regions import Box, Shape
+from pentad.weights.runs import Runs, runs_of
 from pentad.weights.transfer import Shard, TensorInfo
 
 
@@ -173,18 +173,3 @@ def export_model(learner: Exportable, folder: str | Path) -> None:
 
 def _on_gpu(shards: Mapping[str, Shard]) -> bool:
     return any(shard.tensor.is_cuda for shard in shards.values())
-
-
-def runs_of(shape: Shape, box: Box, item_bytes: int, start: int) -> Runs:
-    """Where the bytes of a box lie in the file, whose tensor begins at `start`."""
-    steps: list[tuple[int, int]] = []
-    length, row_bytes, is_one_run = item_bytes, item_bytes, True
-    for size, (low, high) in reversed(list(zip(shape, box, strict=True))):
-        start += low * row_bytes
-        if is_one_run:
-            length = (high - low) * row_bytes
-            is_one_run = high - low == size
-        elif high - low > 1:
-            steps.append((high - low, row_bytes))
-        row_bytes *= size
-    return Runs(start, length, tuple(reversed(steps)))

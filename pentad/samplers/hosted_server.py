@@ -22,7 +22,7 @@ from pentad.samplers import sglang, vllm
 from pentad.samplers.process import ServerSettings
 from pentad.samplers.remote import HostedSampler, with_tuples
 from pentad.samplers.started_server import StartedServer
-from pentad.sync.tickets import open_ticket
+from pentad.sync.published import open_weights
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class HostedServer(HostedSampler[StartedServer]):
         os.kill(os.getpid(), signal.SIGTERM)  # `role_host` ends by it
 
     async def _install(self, ticket: dict[str, Any]) -> Any:
-        pairs = await asyncio.to_thread(open_ticket, ticket)
+        pairs = await asyncio.to_thread(open_weights, ticket)
         return await self.sampler.install(ticket["version"], pairs)
 
     async def _answer(self, call: Awaitable[T]) -> T:

@@ -31,7 +31,7 @@ from pentad.runtime.environment import make_deterministic
 from pentad.runtime.roles import RoleProcess
 from pentad.runtime.wire import Connection
 from pentad.sync.handoff import Handoff, Offer
-from pentad.sync.tickets import open_ticket
+from pentad.sync.published import open_weights
 
 if TYPE_CHECKING:
     from pentad.data.tokenizer import Tokenizer
@@ -150,12 +150,15 @@ class HostedEngine(HostedSampler[EmbeddedSampler]):
 
     async def _install(self, ticket: dict[str, Any]) -> Installed:
         """Tensors that it holds already since the version before are not read."""
-        own: dict[str, Tensor] = {}
-        if tuple(ticket["base"]) == self.held and self.held[0] == self.sampler.version:
-            same = set(ticket["same"])
-            own = {n: t.detach() for n, t in iter_hf(self.sampler.engine.model) if n in same}
-        self.held = -1, ""
-        pairs = await asyncio.to_thread(open_ticket, ticket, own)
+        model = self.sampler.engine.model
+        held, self.held = self.held, (-1, "")
+        if held[0] != self.sampler.version:
+            held = -1, ""
+
+        def own(names: set[str]) -> dict[str, Tensor]:
+            return {name: tensor.detach() for name, tensor in iter_hf(model) if name in names}
+
+        pairs = await asyncio.to_thread(open_weights, ticket, held, own)
         receipt = await self.sampler.install(ticket["version"], pairs)
         self.held = receipt.version, receipt.digest
         return receipt

@@ -1,26 +1,30 @@
 """What of a new version must travel: tensors whose digest is that of the version before need not.
 
-In files that replicas read (`tickets`) what did not change stays in the file of the version that
-wrote it, and every ticket says where all tensors lie: whoever holds the version before reads only
-the new file, anybody else reads all. What a receiver ends with is proven by the digest of all.
-To a server go the modules in which something changed; then all that it holds is compared.
+In a folder that replicas read (`published`) what did not change stays in the file of the version
+that wrote it, linked into the new folder: a receiver that holds the version before reads the new
+file alone, any other reads all. What a receiver ends with is proven by the digest of all. To a
+server go the modules in which something changed; then all that it holds is compared.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import re
+import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+
+from torch import Tensor
 
 from pentad.core.roles import TensorPairs
 from pentad.ops.digest import WeightDigest, digest_of
-from pentad.sync.tickets import Ticket
+from pentad.sync.published import INDEX, PublishedWeights, by_width, make_file
+from pentad.weights.hf import FileLayout
 from pentad.weights.transfer import TensorInfo
 
-Blocks = dict[str, list[list[Any]]]
-"""By tensor: [file, offset, box] of each block."""
 MAX_KEPT = 2
 """Files of old versions are left behind where they and the new one would be more than so many
 times the weights: most of what they hold is stale then."""
@@ -36,11 +40,13 @@ FUSED = (
 
 @dataclass(frozen=True, slots=True)
 class WrittenVersion:
-    """Where the tensors of the newest version lie."""
+    """Where the tensors of the newest version are."""
 
     version: int
     digest: WeightDigest
-    blocks: Blocks
+    folder: Path
+    files: dict[str, str]
+    """By tensor."""
     sizes: dict[str, int]
     """Bytes of each file."""
 
@@ -54,45 +60,69 @@ def unchanged(
     same = [n for n, entry in digest.entries.items() if base.digest.entries.get(n) == entry]
     whole = sum(info.size_bytes for info in infos.values())
     changed = whole - sum(infos[name].size_bytes for name in same)
-    files = {file for name in same for file, *_ in base.blocks[name]}
-    kept = sum(base.sizes[file] for file in files)
+    kept = sum(base.sizes[file] for file in {base.files[name] for name in same})
     return same if kept + changed <= MAX_KEPT * whole else []
 
 
-def join_versions(
+@dataclass(frozen=True, slots=True)
+class VersionPlan:
+    """A version in a folder of its own: a file of what changed, and those that hold the rest."""
+
+    written: WrittenVersion
+    base: WrittenVersion | None
+    layout: FileLayout
+    """Of the new file."""
+    newest: str
+
+    @property
+    def changed(self) -> Mapping[str, TensorInfo]:
+        return self.layout.infos
+
+    def make(self) -> Tensor | None:
+        """Links, index and the new file, whose bytes are returned where something changed. OSError
+        if a link cannot be made; RunError if there is no room."""
+        folder = self.written.folder
+        folder.mkdir(mode=0o700)
+        try:
+            if self.base is not None:
+                for file in sorted(set(self.written.files.values()) - {self.newest}):
+                    os.link(self.base.folder / file, folder / file)
+            base = [self.base.version, self.base.digest.hex()] if self.base else [-1, ""]
+            index = {"base": base, "newest": self.newest, "weight_map": self.written.files}
+            (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return make_file(folder / self.newest, self.layout) if self.changed else None
+
+    def published(self, writers: Sequence[int] = ()) -> PublishedWeights:
+        written = self.written
+        size = self.layout.num_bytes if self.changed else 0
+        place, digest = str(written.folder), written.digest.hex()
+        count = len(written.files)
+        return PublishedWeights(
+            written.version, digest, "file", place, count, size, writers=tuple(writers)
+        )
+
+
+def plan_version(
     version: int,
-    place: str,
+    folder: Path,
     infos: Mapping[str, TensorInfo],
     digest: WeightDigest,
-    written: WrittenVersion,
     base: WrittenVersion | None,
-    same: Sequence[str],
-    marks: Sequence[str],
-) -> tuple[Ticket, WrittenVersion]:
-    """The ticket of what was `written` and of what stays, and where all of it lies now."""
-    blocks, sizes = dict(written.blocks), dict(written.sizes)
-    if base is not None:
-        blocks |= {name: base.blocks[name] for name in same}
-        sizes |= {file: base.sizes[file] for name in same for file, *_ in base.blocks[name]}
-    numbers = {file: number for number, file in enumerate(sizes)}
-    tensors = [
-        [name, str(info.dtype)[6:], list(info.shape)]
-        + [[[numbers[file], offset, box] for file, offset, box in blocks[name]]]
-        for name, info in infos.items()
-    ]
-    ticket = Ticket(
-        version,
-        "file",
-        place,
-        sum(written.sizes.values()),
-        tensors,
-        digest.hex(),
-        marks=tuple(marks),
-        sources=tuple(sizes.items()),
-        base=(base.version, base.digest.hex()) if base is not None and same else (),
-        same=tuple(same),
-    )
-    return ticket, WrittenVersion(version, digest, blocks, sizes)
+) -> VersionPlan:
+    """`base` None: all is written."""
+    same = set(unchanged(base, digest, infos))
+    layout = by_width({name: info for name, info in infos.items() if name not in same})
+    newest = f"{folder.name}.safetensors"
+    files = dict.fromkeys(infos, newest)
+    sizes = {newest: layout.num_bytes} if layout.infos else {}
+    if base is not None and same:
+        files |= {name: base.files[name] for name in same}
+        sizes |= {file: base.sizes[file] for file in set(files.values()) - {newest}}
+    written = WrittenVersion(version, digest, folder, files, sizes)
+    return VersionPlan(written, base if same else None, layout, newest)
 
 
 def module_of(name: str) -> str:

@@ -1,51 +1,51 @@
-"""Weights handed to other processes: receivers pull what the newest ticket (`tickets`) names.
+"""Weights handed to other processes: receivers pull the newest that was published (`published`).
 
 A snapshot is written once for all receivers, by `file` only what changed (`deltas`). The newest
-ticket stays valid until another one takes its place, so that a receiver that was started again can
-pull it; an older one goes when nobody reads it any more, and its files with the last ticket that
-names them. What lies in host memory goes by `shm` also where the kind is `ipc`.
+stays until another takes its place, so that a receiver that was started again can pull it; an older
+one is removed when it is read no more. What lies in host memory goes by `shm` also where the kind
+is `ipc`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator
+import shutil
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pentad.core.roles import TensorPairs
+from pentad.core.errors import RunError
 from pentad.ops.digest import WeightDigest, digest_of
-from pentad.sync.deltas import WrittenVersion, join_versions, unchanged
-from pentad.sync.publisher import Snapshot
-from pentad.sync.tickets import (
+from pentad.sync.deltas import WrittenVersion, plan_version
+from pentad.sync.published import (
     Kind,
-    Ticket,
+    PublishedWeights,
+    by_width,
     copy_pairs,
-    lay_out,
-    make_file,
-    pairs_on_meta,
-    read_file,
+    infos_of,
+    make_buffer,
+    no_room,
+    open_weights,
     share_on_gpu,
-    views,
     wait_written,
-    write_ticket,
+    write_pairs,
 )
-from pentad.weights.transfer import TensorInfo
+from pentad.sync.publisher import Snapshot
 
 _numbers = itertools.count()
 
 
 @dataclass(slots=True, eq=False)
 class Offer:
-    """A ticket and what keeps it valid."""
+    """Published weights and what keeps them valid."""
 
-    ticket: Ticket
+    weights: PublishedWeights
     source: Iterable[tuple[str, Tensor]]
     """What was handed over, known again by its identity; nothing for a snapshot, a whole model
     that need not wait for the next one: its version and digest identify it."""
@@ -53,33 +53,36 @@ class Offer:
     """A buffer that receivers read in place."""
     num_readers: int = 0
     is_elsewhere: bool = False
-    """Whether another process made the ticket."""
+    """Whether another process published them."""
     written: WrittenVersion | None = None
     """What the next version may be a delta to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TicketSnapshot(Snapshot):
-    """Weights that another process holds or has written, known by their ticket."""
+class PublishedSnapshot(Snapshot):
+    """Weights that another process holds or has written."""
 
-    ticket: Ticket
+    published: PublishedWeights
+
+    @property
+    def num_tensors(self) -> int:
+        return self.published.num_tensors
 
 
 def snapshot_of(
     value: dict[str, Any], digest: dict[str, str], gather_s: float = 0.0
-) -> TicketSnapshot:
-    """Of a ticket that came as a JSON value; its tensors are not opened here."""
-    ticket, known = Ticket(**value), WeightDigest()
+) -> PublishedSnapshot:
+    """Of `PublishedWeights` that came as a JSON value; its tensors are not opened here."""
+    published, known = PublishedWeights(**value), WeightDigest()
     known.entries.update(digest)
-    weights = tuple(pairs_on_meta(ticket))
-    return TicketSnapshot(ticket.version, weights, known, True, gather_s, ticket=ticket)
+    return PublishedSnapshot(published.version, (), known, True, gather_s, published=published)
 
 
-async def opened(snapshot: TicketSnapshot, check: Callable[[], None]) -> Snapshot:
-    """What a ticket names, mapped here; its files have no names any more."""
-    await wait_written(snapshot.ticket, check)
-    weights = tuple(await asyncio.to_thread(read_file, snapshot.ticket, {}))
-    remove_files(snapshot.ticket)
+async def opened(snapshot: PublishedSnapshot, check: Callable[[], None]) -> Snapshot:
+    """What was published, mapped here; its files have no names any more."""
+    await wait_written(snapshot.published, check)
+    weights = tuple(await asyncio.to_thread(open_weights, asdict(snapshot.published)))
+    snapshot.published.remove()
     return Snapshot(snapshot.version, weights, snapshot.digest, True, snapshot.gather_s)
 
 
@@ -95,40 +98,39 @@ class Handoff:
         self.folder = folder
         """Of the files; removed by its owner."""
         self.release: Callable[[int], None] = lambda version: None
-        """Called when the ticket of a version that another process holds on a GPU is not needed
-        any more."""
+        """Called when a version that another process holds on a GPU is not needed any more."""
         self.check: Callable[[], None] = lambda: None
-        """Raises what ended the process that writes tickets."""
+        """Raises what ended the process that publishes."""
         self.newest: Offer | None = None
         self.expected: dict[int, Offer] = {}
         """By version: of another process, and not offered yet."""
         self.writing = asyncio.Lock()
 
-    def expect(self, snapshot: TicketSnapshot) -> None:
-        """Ends the ticket with those after it, also if it is never offered."""
-        self.expected[snapshot.version] = Offer(snapshot.ticket, (), is_elsewhere=True)
+    def expect(self, snapshot: PublishedSnapshot) -> None:
+        """Ends it with those after it, also if it is never offered."""
+        self.expected[snapshot.version] = Offer(snapshot.published, (), is_elsewhere=True)
 
     def forget(self) -> None:
-        """The process that made the tickets is gone, and the next one goes back to an earlier
-        version: nobody may pull them any more."""
+        """The process that published is gone, and the next one goes back to an earlier version:
+        nothing of it is pulled any more."""
         ended = self._valid()
         self.expected, self.newest = {}, None
         self.release, self.check = lambda version: None, lambda: None
         for offer in ended:
             self._end(offer)
-        read = {file for offer in self.read for file in offer.ticket.files}
+        read = {offer.weights.place for offer in self.read}
         for path in self.folder.glob("[0-9]*"):  # also what was written and never said
             if str(path) not in read:
-                path.unlink(missing_ok=True)
+                shutil.rmtree(path, ignore_errors=True)
 
     async def offer(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> Offer:
         """Writes the weights, unless they were by an earlier call of the same object."""
         async with self.writing:
             if self.newest is None or not is_same(self.newest, version, weights):
-                if isinstance(weights, TicketSnapshot):
-                    await wait_written(weights.ticket, self.check)
+                if isinstance(weights, PublishedSnapshot):
+                    await wait_written(weights.published, self.check)
                     made = self.expected.pop(version, None)
-                    made = made or Offer(weights.ticket, (), is_elsewhere=True)
+                    made = made or Offer(weights.published, (), is_elsewhere=True)
                 else:
                     base = self.newest.written if self.newest is not None else None
                     made = await asyncio.to_thread(self._make, version, weights, base)
@@ -140,12 +142,12 @@ class Handoff:
             return self.newest
 
     @contextmanager
-    def reading(self, offer: Offer) -> Iterator[Ticket]:
-        """Within, the ticket stays valid also if a newer one is offered."""
+    def reading(self, offer: Offer) -> Iterator[PublishedWeights]:
+        """Within, it stays valid also if a newer one is offered."""
         offer.num_readers += 1
         self.read.append(offer)
         try:
-            yield offer.ticket
+            yield offer.weights
         finally:
             offer.num_readers -= 1
             self.read.remove(offer)
@@ -159,63 +161,46 @@ class Handoff:
         if offer is self.newest or offer.num_readers:
             return
         offer.kept, offer.source = None, ()
-        if offer.ticket.kind == "ipc" and offer.is_elsewhere:
-            self.release(offer.ticket.version)  # nothing, where its process is another one
-        elif offer.ticket.kind == "ipc":
-            torch.cuda.ipc_collect()
+        if offer.weights.kind != "ipc":
+            offer.weights.remove()
+        elif offer.is_elsewhere:
+            self.release(offer.weights.version)  # nothing, where its process is another one
         else:
-            kept = {file for one in [*self._valid(), *self.read] for file in one.ticket.files}
-            remove_files(offer.ticket, kept)
+            torch.cuda.ipc_collect()
 
     def _make(
         self, version: int, weights: Iterable[tuple[str, Tensor]], base: WrittenVersion | None
     ) -> Offer:
         pairs = [(name, tensor.detach()) for name, tensor in weights]
-        known, source = WeightDigest(), weights
+        infos, source = infos_of(pairs), weights
         if isinstance(weights, Snapshot):
             known, source = weights.digest, ()
-        elif len(dict(pairs)) == len(pairs):
+        else:
             known = digest_of(pairs)
-        digest = known.hex() if known.entries else ""
         if self.kind == "ipc" and all(tensor.is_cuda for _, tensor in pairs):
-            # The ticket is good until the next one: nobody may write to the tensors meanwhile.
-            tensors, size = lay_out((n, TensorInfo(tuple(x.shape), x.dtype)) for n, x in pairs)
-            flat = torch.empty(size, dtype=torch.uint8, device=pairs[0][1].device)
-            copy_pairs(views(flat, tensors), pairs)
-            return Offer(share_on_gpu(version, flat, tensors, digest), source, flat)
+            # It is good until the next one: nothing may write to the tensors meanwhile.
+            layout = by_width(infos)
+            flat = make_buffer(layout, pairs[0][1].device)
+            copy_pairs(layout.views(flat), pairs)
+            return Offer(share_on_gpu(version, flat, len(pairs), known.hex()), source, flat)
         path = self.folder / f"{version}-{next(_numbers)}"
-        if self.kind == "file" and digest:
-            base = base if self.deltas else None
-            ticket, written = _write_changed(version, pairs, known, path, base)
-            return Offer(ticket, source, written=written)
-        kind: Kind = "file" if self.kind == "file" else "shm"
-        return Offer(write_ticket(version, pairs, digest, path, kind), source)
-
-
-def _write_changed(
-    version: int, pairs: TensorPairs, digest: WeightDigest, path: Path, base: WrittenVersion | None
-) -> tuple[Ticket, WrittenVersion]:
-    infos = {name: TensorInfo(tuple(x.shape), x.dtype) for name, x in pairs}
-    same = unchanged(base, digest, infos)
-    changed = [(name, tensor) for name, tensor in pairs if name not in set(same)]
-    tensors, size = lay_out((name, infos[name]) for name, _ in changed)
-    sizes, blocks = {}, {}
-    if changed:
-        copy_pairs(views(make_file(path, size), tensors), changed)
-        sizes = {str(path): size}
-        for name, _, shape, offset in tensors:
-            blocks[name] = [[str(path), offset, [[0, stop] for stop in shape]]]
-    written = WrittenVersion(version, digest, blocks, sizes)
-    return join_versions(version, str(path), infos, digest, written, base, same, ())
-
-
-def remove_files(ticket: Ticket, kept: Collection[str] = ()) -> None:
-    for file in ticket.files:
-        if file not in kept:
-            Path(file).unlink(missing_ok=True)
+        if self.kind != "file":
+            return Offer(write_pairs(version, pairs, known.hex(), path), source)
+        plan = plan_version(version, path, infos, known, base if self.deltas else None)
+        try:
+            room = plan.make()
+        except OSError as error:
+            if plan.base is None:
+                raise RunError(no_room(path, plan.layout.num_bytes, error)) from error
+            plan = plan_version(version, path, infos, known, None)  # a file system without links
+            room = plan.make()
+        if room is not None:
+            changed = [(name, tensor) for name, tensor in pairs if name in plan.changed]
+            copy_pairs(plan.layout.views(room), changed)
+        return Offer(plan.published(), source, written=plan.written)
 
 
 def is_same(offer: Offer, version: int, weights: Iterable[tuple[str, Tensor]]) -> bool:
     if not isinstance(weights, Snapshot):
         return offer.source is weights
-    return (offer.ticket.version, offer.ticket.digest) == (version, weights.digest.hex())
+    return (offer.weights.version, offer.weights.digest) == (version, weights.digest.hex())

@@ -35,6 +35,10 @@ class Snapshot:
     gather_s: float = 0.0
     """How long the learner was at work for it."""
 
+    @property
+    def num_tensors(self) -> int:
+        return len(self.weights)
+
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self.weights)
 
@@ -113,9 +117,9 @@ class Publisher:
         )
         receipts = answered(results)
         for index, receipt in receipts:
-            if receipt.num_tensors != len(snapshot.weights):
+            if receipt.num_tensors != snapshot.num_tensors:
                 raise RunError(
-                    f"sampler {index} wrote {receipt.num_tensors} of {len(snapshot.weights)} "
+                    f"sampler {index} wrote {receipt.num_tensors} of {snapshot.num_tensors} "
                     f"tensors of version {snapshot.version}; its policy is not the trained one"
                 )
             is_same = receipt.is_same or receipt.digest == snapshot.digest.hex()

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from pentad.core.errors import RunError
 from pentad.core.group_values import OptionalGroup, gather_values
-from pentad.core.sizes import PUBLISH_BUCKET_BYTES
 from pentad.ops.digest import (
     Hasher,
     WeightDigest,
@@ -33,33 +32,34 @@ from pentad.ops.digest import (
     is_of_words,
     tensor_checksum,
 )
-from pentad.sync.deltas import Blocks, WrittenVersion, join_versions, unchanged
-from pentad.sync.tickets import (
-    ALIGN,
+from pentad.sync.deltas import VersionPlan, WrittenVersion, plan_version
+from pentad.sync.published import (
+    WEIGHTS,
     WRITING,
     Kind,
-    Ticket,
-    lay_out,
+    PublishedWeights,
+    by_width,
+    make_buffer,
     make_file,
+    mark_of,
     no_room,
-    rank_file,
     share_on_gpu,
-    views,
 )
 from pentad.weights.blocks import WeightBlock, plan_blocks, staged_bytes
 from pentad.weights.map import WeightMap
 from pentad.weights.regions import slices
+from pentad.weights.runs import runs_of
 from pentad.weights.transfer import Shard, TensorInfo, source_block
 
 
 @dataclass(frozen=True, slots=True)
-class ShardTicket:
+class Publish:
     """What a publish ends with, on every rank."""
 
-    ticket: Ticket
+    weights: PublishedWeights
     digest: WeightDigest
     kept: Tensor | None
-    """A buffer on the GPU that must stay until the ticket is not needed any more."""
+    """A buffer on the GPU that must stay until the weights are not needed any more."""
 
 
 class ShardWriter:
@@ -81,7 +81,7 @@ class ShardWriter:
         self.loose = {name for names in self._gather(sorted(cut)) for name in names}
         """Tensors with a block that ends within a word: small ones of odd widths."""
         self.staged_bytes = staged_bytes(self.blocks)
-        self.tensors, self.num_bytes = lay_out(infos.items())
+        self.layout = by_width(infos)
         self.staging: Tensor | None = None
         self.thread: threading.Thread | None = None
         self.is_whole = True
@@ -98,9 +98,9 @@ class ShardWriter:
         folder: Path,
         *,
         deltas: bool = False,
-    ) -> ShardTicket:
-        """When it returns the weights may change; it fails on all ranks or on none. `deltas`: files
-        of earlier versions stay as long as a ticket names them."""
+    ) -> Publish:
+        """When it returns the weights may change; it fails on all ranks or on none. `deltas`: what
+        did not change since the version before is linked."""
         self.close()
         device = next(iter(shards.values())).tensor.device
         if kind == "ipc" and device.type != "cuda":  # parameters that live on the host
@@ -109,8 +109,7 @@ class ShardWriter:
         self.num_written += 1
         if kind == "file":
             return self._write_files(version, shards, path, device, deltas)
-        failure, sums, mark = "", [], ""
-        is_staged = device.type == "cuda" and kind == "shm"
+        failure, sums, is_staged = "", [], device.type == "cuda" and kind == "shm"
         try:
             flat = self._make(kind, path, device)
         except RunError as error:
@@ -118,26 +117,26 @@ class ShardWriter:
         self._agree(failure)
         try:
             if flat is None:
-                flat = torch.from_file(str(path), True, self.num_bytes, dtype=torch.uint8)
+                size = self.layout.num_bytes
+                flat = torch.from_file(str(path / WEIGHTS), True, size, dtype=torch.uint8)
             if is_staged:
                 sums = self._stage(shards, device)
-                mark = f"{path}-mark-{self.rank}"
-                self._begin(path, partial(self._copy_to, flat), Path(mark))
+                self._begin(path, partial(self._copy_to, flat))
             else:
                 sums = self._write_into(flat, shards)
         except (OSError, RuntimeError) as error:
             failure = f"{folder}: rank {self.rank} cannot write weights ({error})"
-        found = self._agree(failure, [sums, mark])
-        digest = digest_from([one[0] for one in found], self.infos)
+        found = self._agree(failure, sums)
+        digest, count = digest_from(found, self.infos), len(self.infos)
         if kind == "ipc":
             assert flat is not None
-            made = share_on_gpu(version, flat, self.tensors, digest.hex())
-            return ShardTicket(made, digest, flat)
-        marks = tuple(one[1] for one in found if one[1])
-        made = Ticket(
-            version, kind, str(path), self.num_bytes, self.tensors, digest.hex(), marks=marks
+            return Publish(share_on_gpu(version, flat, count, digest.hex()), digest, flat)
+        writers = tuple(range(len(found))) if is_staged else ()
+        size = self.layout.num_bytes
+        made = PublishedWeights(
+            version, digest.hex(), kind, str(path), count, size, writers=writers
         )
-        return ShardTicket(made, digest, None)
+        return Publish(made, digest, None)
 
     def _write_files(
         self,
@@ -146,8 +145,8 @@ class ShardWriter:
         path: Path,
         device: torch.device,
         deltas: bool,
-    ) -> ShardTicket:
-        """Each rank its own, of blocks of tensors that changed."""
+    ) -> Publish:
+        """What changed, all ranks into one file; the rest is linked."""
         is_whole = all(self._gather(self.is_whole))
         base = self.base if deltas and is_whole else None
         self.base, failure, sums = None, "", []
@@ -156,39 +155,36 @@ class ShardWriter:
         except (OSError, RuntimeError) as error:
             failure = f"{path.parent}: rank {self.rank} cannot write weights ({error})"
         digest = digest_from(self._agree(failure, sums), self.infos)
-        same = unchanged(base, digest, self.infos)
-        placed, size = self._placed(set(same))
-        file, mark = rank_file(str(path), self.rank), f"{path}-mark-{self.rank}"
+        plan = plan_version(version, path, self.infos, digest, base)
+        if not self._is_made(plan):  # a file system without links
+            plan = plan_version(version, path, self.infos, digest, None)
+            self._is_made(plan)
         self.is_whole = True
+        mine = [block for block in self.blocks if block.name in plan.changed]
         try:
-            if placed:
-                make_file(Path(file), size)
-                self._begin(path, partial(self._write_blocks, Path(file), placed), Path(mark))
-        except (OSError, RunError) as error:
+            if mine:
+                self._begin(path, partial(self._write_blocks, plan, mine))
+        except OSError as error:
             failure = str(error)
-        places = [[block.name, [file, at, block.box]] for block, at in placed]
-        found = self._agree(failure, [mark, file, size, places] if placed else [])
-        blocks: Blocks = {}
-        for _, _, _, of_rank in filter(None, found):
-            for name, block in of_rank:
-                blocks.setdefault(name, []).append(block)
-        sizes = {one[1]: one[2] for one in found if one}
-        written = WrittenVersion(version, digest, blocks, sizes)
-        marks = [one[0] for one in found if one]
-        ticket, self.base = join_versions(
-            version, str(path), self.infos, digest, written, base, same, marks
-        )
-        return ShardTicket(ticket, digest, None)
+        found = self._agree(failure, bool(mine))
+        self.base = plan.written
+        writers = [rank for rank, writes in enumerate(found) if writes]
+        return Publish(plan.published(writers), digest, None)
 
-    def _placed(self, same: set[str]) -> tuple[list[tuple[WeightBlock, int]], int]:
-        """Blocks that are written, where each lies in this rank's file, and the bytes of it."""
-        placed, end = [], 0
-        for block in self.blocks:
-            if block.name not in same:
-                placed.append((block, end))
-                end += block.size_bytes
-                end += -end % ALIGN
-        return placed, end
+    def _is_made(self, plan: VersionPlan) -> bool:
+        """Whether rank 0 could make the folder; without links it raises instead."""
+        failure, is_made = "", True
+        try:
+            if self.rank == 0:
+                plan.make()
+        except RunError as error:
+            failure = str(error)
+        except OSError as error:
+            failure = (
+                "" if plan.base else no_room(plan.written.folder, plan.layout.num_bytes, error)
+            )
+            is_made = False
+        return bool(self._agree(failure, is_made)[0])
 
     def close(self) -> None:
         """Waits for what is being written; how it ended is in its mark."""
@@ -200,12 +196,12 @@ class ShardWriter:
         """The bytes all tensors go to; of a file that all ranks share rank 0 makes it."""
         if kind == "ipc":
             assert self.group is None, "several ranks have a GPU each"
-            return torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
-        return make_file(path, self.num_bytes) if self.rank == 0 else None
+            return make_buffer(self.layout, device)
+        return make_file(path / WEIGHTS, self.layout) if self.rank == 0 else None
 
     def _write_into(self, flat: Tensor, shards: Mapping[str, Shard]) -> list[Any]:
         """Straight to where they are read."""
-        whole = dict(views(flat, self.tensors))
+        whole = self.layout.views(flat)
         targets = [source_block(whole[block.name], block.region) for block in self.blocks]
         sources = [block.source(shards) for block in self.blocks]
         if targets:
@@ -251,8 +247,9 @@ class ShardWriter:
         sums = zip(known, hasher.finish(), strict=True)
         return out + [[block.name, block.box, value] for block, value in sums]
 
-    def _begin(self, path: Path, move: Callable[[], None], mark: Path) -> None:
+    def _begin(self, path: Path, move: Callable[[], None]) -> None:
         """A thread writes what is staged. Files that are gone by then were not wanted any more."""
+        mark = mark_of(path, self.rank)
         mark.write_text(WRITING, encoding="utf-8")
         self.is_whole = False
 
@@ -280,20 +277,25 @@ class ShardWriter:
         self.thread.start()
 
     def _copy_to(self, flat: Tensor) -> None:
-        whole = dict(views(flat, self.tensors))
+        whole = self.layout.views(flat)
         for block in self.blocks:
             whole[block.name][slices(block.box)].copy_(self._staged(block))
 
-    def _write_blocks(self, path: Path, placed: Sequence[tuple[WeightBlock, int]]) -> None:
+    def _write_blocks(self, plan: VersionPlan, mine: Sequence[WeightBlock]) -> None:
+        """Where each lies in the new file, which other machines may write into as well."""
         assert self.staging is not None
         data = self.staging.numpy().data
-        file = os.open(path, os.O_WRONLY)
+        file = os.open(plan.written.folder / plan.newest, os.O_WRONLY)
         try:
-            for block, at in placed:
-                done, end = block.offset, block.offset + block.size_bytes
-                os.lseek(file, at, os.SEEK_SET)
-                while done < end:
-                    done += os.write(file, data[done : min(end, done + PUBLISH_BUCKET_BYTES)])
+            for block in mine:
+                info, begin = self.infos[block.name], plan.layout.starts[block.name]
+                runs = runs_of(info.shape, block.box, info.dtype.itemsize, begin)
+                for offset, start, stop in runs.parts():
+                    done, end = block.offset + start, block.offset + stop
+                    while done < end:
+                        done += os.pwrite(
+                            file, data[done:end], offset + done - block.offset - start
+                        )
         finally:
             os.close(file)
 

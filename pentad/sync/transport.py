@@ -28,7 +28,7 @@ from pentad.core.errors import InfraFailure
 from pentad.core.roles import TensorPairs
 from pentad.core.scratch import scratch_folder
 from pentad.sync.group import DEVICE_ARGUMENT, BroadcastGroup, gpu_handle, send_all, weight_group
-from pentad.sync.tickets import gpu_uuid
+from pentad.sync.published import gpu_uuid
 from pentad.weights.hf import write_file
 from pentad.weights.transfer import TensorInfo
 

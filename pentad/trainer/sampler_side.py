@@ -60,7 +60,7 @@ class SamplerSide:
         is_pulled = any(one.handoff is handoff for one in replicas)
         deltas = is_pulled and handoff.deltas
         taken = await self.learner.call("snapshot", place=place, deltas=deltas, **given)
-        snapshot = snapshot_of(taken["ticket"], taken["digest"], time.perf_counter() - started)
+        snapshot = snapshot_of(taken["weights"], taken["digest"], time.perf_counter() - started)
         if not is_pulled:  # servers take tensors
             return await opened(snapshot, handoff.check)
         handoff.expect(snapshot)

@@ -47,7 +47,7 @@ from pentad.samplers.remote import HostedSettings, RoleSampler
 from pentad.samplers.replica import NewestWeights, Replica, Start
 from pentad.samplers.started_server import KeptWeights, StartedServer
 from pentad.sync.handoff import Handoff
-from pentad.sync.tickets import Kind
+from pentad.sync.published import Kind
 from pentad.telemetry.runfolder import run_path
 from pentad.trainer.translate import sampler_settings
 

@@ -33,9 +33,9 @@ from pentad.parallel.gradients import differing_copies
 from pentad.rl.bounds import compare
 from pentad.rl.metrics import compute_metrics
 from pentad.runtime.rank import Rank
+from pentad.sync.published import Kind
 from pentad.sync.publisher import Snapshot, take_snapshot
 from pentad.sync.shards import ShardWriter
-from pentad.sync.tickets import Kind
 from pentad.telemetry.host import rss_gb
 from pentad.trainer.batches import read_batch
 from pentad.trainer.learners import Role, build_learner, build_update, load_tags
@@ -116,7 +116,7 @@ class EngineService:
         made = self.weights.write(version, shards, kind, Path(place[1]), deltas=deltas)
         if made.kept is not None:
             self.shared[version] = made.kept
-        return {"ticket": asdict(made.ticket), "digest": made.digest.entries}
+        return {"weights": asdict(made.weights), "digest": made.digest.entries}
 
     def release(self, version: int) -> None:
         """Nobody reads the weights of this version any more."""

@@ -12,7 +12,7 @@ import struct
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from zlib import crc32
 
 import numpy
@@ -44,6 +44,8 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+Header = tuple[dict[str, TensorInfo], dict[str, int]]
+"""The tensors of a file, and where each begins in it."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -65,9 +67,7 @@ class SafeFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        header, start = _parse(path)
-        self.infos = {name: _info(path, name, entry) for name, entry in header.items()}
-        self.offsets = {n: start + entry["data_offsets"][0] for n, entry in header.items()}
+        self.infos, self.offsets = _open(path)
         self.handle = open_file(path)
         self.own = threading.local()
 
@@ -127,17 +127,26 @@ class SafeFile:
             done += count
 
 
-def _parse(path: Path) -> tuple[dict[str, Any], int]:
-    """The header's entries, checked against each other, and where the data begins."""
+def _open(path: Path) -> Header:
     try:
-        size = path.stat().st_size
         with open_file(path) as handle:
-            (length,) = struct.unpack("<Q", handle.read(8))
-            if length >= size:
-                raise ValueError("its header is cut off")
-            if length > MAX_JSON_BYTES:
-                raise ValueError(f"its header has {length} bytes, at most {MAX_JSON_BYTES} are")
-            header = parse_json(handle.read(length), _each_once)
+            return read_header(handle, path.stat().st_size, str(path))
+    except FileNotFoundError:
+        rule = "missing, but the folder's index names it"
+        raise UserError(Problem(str(path), rule, "fetch the file again")) from None
+    except OSError as error:
+        raise UserError(Problem(str(path), f"cannot be read ({error.strerror})")) from error
+
+
+def read_header(handle: BinaryIO, size: int, where: str) -> Header:
+    """Of a file of `size` bytes: the header's entries, checked against each other."""
+    try:
+        (length,) = struct.unpack("<Q", handle.read(8))
+        if length >= size:
+            raise ValueError("its header is cut off")
+        if length > MAX_JSON_BYTES:
+            raise ValueError(f"its header has {length} bytes, at most {MAX_JSON_BYTES} are")
+        header = parse_json(handle.read(length), _each_once)
         header.pop("__metadata__", None)
         numbers = {n: [*entry["shape"], *entry["data_offsets"]] for n, entry in header.items()}
         pairs = [(name, *entry["data_offsets"]) for name, entry in header.items()]
@@ -145,19 +154,15 @@ def _parse(path: Path) -> tuple[dict[str, Any], int]:
         wrong = [name for name, row in numbers.items() if not all(map(_is_size, row))]
         if wrong:
             raise ValueError(f"{wrong[0]}: shape or offsets are {str(numbers[wrong[0]])[:99]}")
-    except FileNotFoundError:
-        rule = "missing, but the folder's index names it"
-        raise UserError(Problem(str(path), rule, "fetch the file again")) from None
-    except OSError as error:
-        raise UserError(Problem(str(path), f"cannot be read ({error.strerror})")) from error
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(Problem(str(path), f"is not a safetensors file ({error})")) from error
+        raise UserError(Problem(where, f"is not a safetensors file ({error})")) from error
     expected = 8 + length + max((stop for _, stop, _ in ends), default=0)
     if size != expected:
         rule = f"has {size} bytes, but its header says {expected}"
-        raise UserError(Problem(str(path), rule, "fetch or write the file again"))
-    _check_order(path, ends)
-    return header, 8 + length
+        raise UserError(Problem(where, rule, "fetch or write the file again"))
+    _check_order(where, ends)
+    infos = {name: _info(where, name, entry) for name, entry in header.items()}
+    return infos, {n: 8 + length + entry["data_offsets"][0] for n, entry in header.items()}
 
 
 def _is_size(number: object) -> bool:
@@ -173,23 +178,23 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def _check_order(path: Path, ends: list[tuple[int, int, str]]) -> None:
+def _check_order(where: str, ends: list[tuple[int, int, str]]) -> None:
     """Every byte of the data is one tensor's: two that share bytes are a forged or torn file."""
     at = 0
     for start, stop, name in ends:
         if start != at:
             rule = f"its bytes begin at {start}, but those of the tensor before it end at {at}"
-            raise UserError(Problem(f"{path}: {name}", rule, "fetch or write the file again"))
+            raise UserError(Problem(f"{where}: {name}", rule, "fetch or write the file again"))
         at = stop
 
 
-def _info(path: Path, name: str, entry: Mapping[str, Any]) -> TensorInfo:
+def _info(where: str, name: str, entry: Mapping[str, Any]) -> TensorInfo:
     dtype = str(entry.get("dtype"))
     if dtype not in DTYPES:
-        raise UserError(Problem(f"{path}: {name}", f"dtype {dtype} is not known"))
+        raise UserError(Problem(f"{where}: {name}", f"dtype {dtype} is not known"))
     info = TensorInfo(tuple(entry["shape"]), DTYPES[dtype])
     start, stop = entry["data_offsets"]
     if stop - start != info.size_bytes:
         rule = f"{stop - start} bytes are no {dtype} of shape {list(info.shape)}"
-        raise UserError(Problem(f"{path}: {name}", rule, "fetch or write the file again"))
+        raise UserError(Problem(f"{where}: {name}", rule, "fetch or write the file again"))
     return info

@@ -140,6 +140,27 @@ def plan_files(
     return {f"model-{n:05d}-of-{count:05d}.safetensors": g for n, g in enumerate(groups, start=1)}
 
 
+class FileLayout:
+    """A safetensors file before a tensor is there: its header, and where each tensor begins."""
+
+    def __init__(self, infos: Mapping[str, TensorInfo], align: int = 8) -> None:
+        """`align`: of the first tensor."""
+        self.infos = infos
+        self.header = header_bytes(infos, METADATA, align)
+        self.starts: dict[str, int] = {}
+        self.num_bytes = len(self.header)
+        for name, info in infos.items():
+            self.starts[name] = self.num_bytes
+            self.num_bytes += info.size_bytes
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """The tensors in bytes that hold the whole file."""
+        return {
+            name: flat[start : start + info.size_bytes].view(info.dtype).view(info.shape)
+            for (name, info), start in zip(self.infos.items(), self.starts.values(), strict=True)
+        }
+
+
 @dataclass(frozen=True, slots=True)
 class FolderPlan:
     """What a HF folder holds, before a tensor is there."""
@@ -164,25 +185,21 @@ class FolderPlan:
     def small_parts(self) -> Iterator[tuple[str, bytes]]:
         """By file what is not a tensor and lies at its start: headers, and the other files."""
         for file, infos in self.tensors.items():
-            yield file, header_bytes(infos, METADATA)
+            yield file, FileLayout(infos).header
         yield from self.others.items()
 
     def places(self) -> dict[str, tuple[str, int, TensorInfo]]:
         """Where each tensor lies: its file, and where it begins there."""
-        found = {}
+        found: dict[str, tuple[str, int, TensorInfo]] = {}
         for file, infos in self.tensors.items():
-            at = len(header_bytes(infos, METADATA))
-            for name, info in infos.items():
-                found[name] = file, at, info
-                at += info.size_bytes
+            starts = FileLayout(infos).starts
+            found |= {name: (file, starts[name], info) for name, info in infos.items()}
         return found
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each file."""
-        found = {file: len(data) for file, data in self.small_parts()}
-        for file, _, info in self.places().values():
-            found[file] += info.size_bytes
-        return found
+        files = {file: FileLayout(infos).num_bytes for file, infos in self.tensors.items()}
+        return files | {file: len(data) for file, data in self.others.items()}
 
 
 def plan_folder(
@@ -277,7 +294,9 @@ def _check_back(
         raise RunError(f"{path}: {wrong[0]} does not read back as written; the disk is at fault")
 
 
-def header_bytes(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> bytes:
+def header_bytes(
+    infos: Mapping[str, TensorInfo], metadata: Mapping[str, str], align: int = 8
+) -> bytes:
     """The start of a safetensors file, up to the first tensor."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
@@ -288,7 +307,7 @@ def header_bytes(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -
         header[name] = entry
         start = stop
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % align)
     return struct.pack("<Q", len(text)) + text
 
 

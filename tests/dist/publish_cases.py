@@ -19,7 +19,7 @@ from pentad.core.layout import Layout
 from pentad.engine.engine import Engine
 from pentad.ops.digest import digest_of
 from pentad.sync.shards import ShardWriter
-from pentad.sync.tickets import Kind, open_ticket, wait_written
+from pentad.sync.published import Kind, open_weights, wait_written
 from pentad.weights import blocks as sharding
 from pentad.weights.hf import save_folder
 
@@ -45,15 +45,15 @@ def published(
         with torch.no_grad():  # the learner moves on at once
             for tensor in engine.tensors.values():
                 tensor.mul_(1.5)
-        asyncio.run(wait_written(made.ticket))
-        got = open_ticket(asdict(made.ticket))
+        asyncio.run(wait_written(made.weights))
+        got = open_weights(asdict(made.weights))
         seen.append(
             {
-                "names": [name for name, _ in got] == list(true),
+                "names": sorted(name for name, _ in got) == sorted(true),
                 "equal": all(
                     x.dtype == true[name].dtype and torch.equal(x, true[name]) for name, x in got
                 ),
-                "digest": made.ticket.digest == digest_of(true.items()).hex() == made.digest.hex(),
+                "digest": made.weights.digest == digest_of(true.items()).hex() == made.digest.hex(),
             }
         )
         writer.close()
@@ -62,7 +62,7 @@ def published(
         loads = [None] * layout.world
         dist.all_gather_object(loads, writer.staged_bytes)
     sharding.PUBLISH_BUCKET_BYTES = 64 << 20
-    return {"seen": seen, "loads": loads, "num_bytes": writer.num_bytes, "loose": writer.loose}
+    return {"seen": seen, "loads": loads, "num_bytes": writer.layout.num_bytes, "loose": writer.loose}
 
 
 def exported(

@@ -11,7 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from ticket_receivers import DIMS, Receiver, no_threads_left, weights
+from ticket_receivers import (
+    DIMS,
+    Receiver,
+    file_of,
+    in_header,
+    in_text,
+    no_threads_left,
+    transpose,
+    weights,
+)
 
 from pentad.core.errors import InfraFailure, RunError, UserError, WrongWeights
 from pentad.core.roles import Installed
@@ -26,12 +35,13 @@ from pentad.samplers import remote
 from pentad.samplers.remote import HostedSettings, RoleSampler
 from pentad.samplers.replica import Replica
 from pentad.sync.handoff import Handoff, snapshot_of
+from pentad.sync.published import WEIGHTS, open_weights
 from pentad.sync.publisher import Publisher, take_snapshot
-from pentad.sync.tickets import open_ticket
 
 __all__ = ["no_threads_left"]
 """A fixture."""
 SQUARE = "model.layers.0.self_attn.q_proj.weight"
+OTHER = "model.layers.1.self_attn.q_proj.weight"
 
 
 def publish(handoff, receivers, version, pairs):
@@ -58,7 +68,11 @@ def test_all_receivers_end_with_what_was_published(tmp_path, kind, monkeypatch):
     asyncio.run(main())
     assert len(written) == 2, "once for all receivers"
     assert len(list(tmp_path.iterdir())) == 1, "the newest stays, the one before it goes"
-    assert next(tmp_path.iterdir()).stat().st_mode & 0o777 == 0o600
+    (folder,) = tmp_path.iterdir()
+    if kind == "shm":
+        assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
+    modes = {path.stat().st_mode & 0o777 for path in folder.glob("*.safetensors")}
+    assert folder.stat().st_mode & 0o777 == 0o700 and modes == {0o600}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int8])
@@ -70,22 +84,32 @@ def test_every_dtype_and_shape_comes_through_bit_for_bit(tmp_path, dtype):
 
     async def main():
         handoff = Handoff("shm", tmp_path)
-        return (await handoff.offer(1, pairs)).ticket
+        return (await handoff.offer(1, pairs)).weights
 
-    got = open_ticket(json.loads(json.dumps(asdict(asyncio.run(main())))))
+    got = open_weights(json.loads(json.dumps(asdict(asyncio.run(main())))))
     assert digest_of(got).hex() == digest_of(pairs).hex()
-    assert [tuple(t.shape) for _, t in got] == [tuple(t.shape) for _, t in pairs]
+    shapes = {name: tuple(tensor.shape) for name, tensor in pairs}
+    assert {name: tuple(tensor.shape) for name, tensor in got} == shapes
+
+
+def renamed(header):
+    header["model.nothing"] = header.pop(SQUARE)
+
+
+def moved(header):
+    one, two = header[SQUARE], header[OTHER]
+    one["data_offsets"], two["data_offsets"] = two["data_offsets"], one["data_offsets"]
 
 
 FAULTS = {
-    "dropped": (lambda t: t["tensors"].pop(3), UserError),
-    "duplicated": (lambda t: t["tensors"].append(t["tensors"][3]), UserError),
-    "renamed": (lambda t: t["tensors"][3].__setitem__(0, "model.nothing"), UserError),
-    "misshapen": (lambda t: t["tensors"][3].__setitem__(2, [1]), UserError),
-    "moved": (lambda t: t["tensors"][3].__setitem__(3, t["tensors"][4][3]), RunError),
-    "beyond": (lambda t: t["tensors"][3].__setitem__(3, t["num_bytes"]), RunError),
-    "short": (lambda t: os.truncate(t["place"], t["num_bytes"] - 64), RunError),
-    "gone": (lambda t: Path(t["place"]).unlink(), InfraFailure),
+    "dropped": (in_header(lambda h: h.pop(SQUARE)), RunError),
+    "duplicated": (in_text(lambda text: text.replace(OTHER, SQUARE)), RunError),
+    "renamed": (in_header(renamed), UserError),
+    "misshapen": (in_header(lambda h: h[SQUARE].update(shape=[1])), RunError),
+    "moved": (in_header(moved), WrongWeights),
+    "beyond": (in_header(lambda h: h[SQUARE].update(data_offsets=[99999, 104095])), RunError),
+    "short": (lambda t: os.truncate(file_of(t), t["num_bytes"] - 64), RunError),
+    "gone": (lambda t: file_of(t).unlink(), InfraFailure),
 }
 
 
@@ -102,37 +126,30 @@ def test_a_damaged_ticket_or_file_raises(tmp_path, fault):
     before = {name: tensor.clone() for name, tensor in receiver.held.items()}
     with pytest.raises(error):
         publish(handoff, [receiver], 1, weights(1))
-    if fault != "moved":  # found by the receipt, when it is there
+    if error is not WrongWeights:  # found by the receipt, when it is there
         assert all(torch.equal(receiver.held[name], before[name]) for name in before)
 
 
 def flip_bit(path):
-    with Path(path).open("r+b") as file:
-        file.seek(1000)
+    with path.open("r+b") as file:
+        file.seek(-1000, os.SEEK_END)
         byte = file.read(1)[0]
-        file.seek(1000)
+        file.seek(-1000, os.SEEK_END)
         file.write(bytes([byte ^ 1]))
-
-
-def transpose(path, ticket):
-    (name, dtype, shape, offset) = next(t for t in ticket["tensors"] if t[0] == SQUARE)
-    mapped = torch.from_file(str(path), shared=True, size=ticket["num_bytes"], dtype=torch.uint8)
-    part = mapped[offset : offset + 32 * 32 * 4].view(torch.float32).view(32, 32)
-    part.copy_(part.T.clone())
 
 
 @pytest.mark.parametrize("fault", ["altered", "transposed", "stale"])
 def test_other_weights_than_the_tickets_raise_by_the_receipt(tmp_path, fault):
     handoff = Handoff("shm", tmp_path)
-    old = asyncio.run(Handoff("shm", tmp_path).offer(0, weights(5))).ticket.place
+    old = asyncio.run(Handoff("shm", tmp_path).offer(0, weights(5))).weights.place
 
     def spoil(ticket):
         if fault == "altered":
-            flip_bit(ticket["place"])
+            flip_bit(file_of(ticket))
         elif fault == "transposed":
-            transpose(ticket["place"], ticket)
+            transpose(file_of(ticket), SQUARE)
         else:
-            Path(old).replace(ticket["place"])
+            (Path(old) / WEIGHTS).replace(file_of(ticket))
         return ticket
 
     spoilt = Receiver(handoff, spoil)
@@ -143,10 +160,10 @@ def test_other_weights_than_the_tickets_raise_by_the_receipt(tmp_path, fault):
 
 
 def test_waiting_for_weights_that_another_process_writes_ends_with_that_process(tmp_path):
-    made = asyncio.run(Handoff("shm", tmp_path).offer(1, weights(1))).ticket
-    mark = tmp_path / "1-mark-0"
+    made = asyncio.run(Handoff("shm", tmp_path).offer(1, weights(1))).weights
+    mark = Path(made.place) / "rank-0"
     mark.write_text("writing")
-    told = snapshot_of(asdict(replace(made, marks=(str(mark),))), {})
+    told = snapshot_of(asdict(replace(made, writers=(0,))), {})
 
     async def main():
         handoff = Handoff("shm", tmp_path)
@@ -170,9 +187,9 @@ def test_a_ticket_that_is_read_outlives_a_newer_one(tmp_path):
         first = await handoff.offer(1, weights(1))
         with handoff.reading(first) as ticket:
             await handoff.offer(2, weights(2))
-            assert len(open_ticket(asdict(ticket))) == len(weights(1))
+            assert len(open_weights(asdict(ticket))) == len(weights(1))
         with pytest.raises(InfraFailure, match="cannot be read"):
-            open_ticket(asdict(ticket))
+            open_weights(asdict(ticket))
 
     asyncio.run(main())
 

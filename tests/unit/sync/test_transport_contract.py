@@ -18,9 +18,9 @@ from pentad.core.roles import Installed
 from pentad.models.hf_weights import hf_metadata, install_hf, iter_hf, native_shards
 from pentad.ops.digest import digest_of
 from pentad.sync.group import broadcast, send_all, weight_group
+from pentad.sync.published import open_weights, wait_written
 from pentad.sync.publisher import Publisher, take_snapshot
 from pentad.sync.shards import ShardWriter
-from pentad.sync.tickets import open_ticket, wait_written
 
 SQUARE = "model.layers.0.self_attn.q_proj.weight"
 
@@ -34,9 +34,9 @@ def by_ticket(kind, device="cpu"):
         expected = digest_of(iter_hf(model)).hex()
         for parameter in model.parameters():  # the learner goes on
             parameter.data.zero_()
-        asyncio.run(wait_written(made.ticket))
-        assert made.ticket.digest == expected
-        return open_ticket(json.loads(json.dumps(asdict(made.ticket))))
+        asyncio.run(wait_written(made.weights))
+        assert made.weights.digest == expected
+        return open_weights(json.loads(json.dumps(asdict(made.weights))))
 
     return carry
 
@@ -131,8 +131,8 @@ def test_one_buffer_on_the_gpu_holds_all(tmp_path):
     made = ShardWriter(shards, model.weight_map, hf_metadata(model), None).write(
         1, shards, "ipc", tmp_path
     )
-    assert made.kept is not None and made.kept.numel() == made.ticket.num_bytes
-    assert made.ticket.digest == digest_of(iter_hf(model)).hex()
+    assert made.kept is not None and made.kept.numel() == made.weights.num_bytes
+    assert made.weights.digest == digest_of(iter_hf(model)).hex()
 
 
 def test_a_disk_that_is_full_is_said_by_the_mark(tmp_path, monkeypatch):
@@ -142,11 +142,11 @@ def test_a_disk_that_is_full_is_said_by_the_mark(tmp_path, monkeypatch):
     model = policy(1)
     shards = native_shards(model)
     writer = ShardWriter(shards, model.weight_map, hf_metadata(model), None)
-    monkeypatch.setattr("os.write", full)
+    monkeypatch.setattr("os.pwrite", full)
     made = writer.write(1, shards, "file", tmp_path)
     writer.close()
     with pytest.raises(RunError, match="cannot be written .No space left on device.; make room"):
-        asyncio.run(wait_written(made.ticket))
+        asyncio.run(wait_written(made.weights))
 
 
 def test_a_mark_that_cannot_be_written_is_taken_away_so_that_nobody_waits(tmp_path, monkeypatch):
@@ -163,8 +163,8 @@ def test_a_mark_that_cannot_be_written_is_taken_away_so_that_nobody_waits(tmp_pa
     monkeypatch.setattr(Path, "write_text", full)
     made = writer.write(1, shards, "file", tmp_path)
     writer.close()
-    with pytest.raises(InfraFailure, match=r"mark-0: .*No such file"):
-        asyncio.run(wait_written(made.ticket))
+    with pytest.raises(InfraFailure, match=r"rank-0: .*No such file"):
+        asyncio.run(wait_written(made.weights))
 
 
 def test_weights_on_the_host_go_through_shared_memory_where_a_gpu_was_meant(tmp_path):
@@ -172,6 +172,6 @@ def test_weights_on_the_host_go_through_shared_memory_where_a_gpu_was_meant(tmp_
     shards = native_shards(model)
     writer = ShardWriter(shards, model.weight_map, hf_metadata(model), None)
     made = writer.write(1, shards, "ipc", tmp_path)
-    assert made.kept is None and made.ticket.kind == "shm"
-    got = open_ticket(asdict(made.ticket))
+    assert made.kept is None and made.weights.kind == "shm"
+    got = open_weights(asdict(made.weights))
     assert digest_of(got).hex() == digest_of(iter_hf(model)).hex()

@@ -1,6 +1,7 @@
 """Replicas that pull weights by ticket, without processes of their own."""
 
 import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from pentad.models.hf_weights import iter_hf
 from pentad.models.registry import create_model
 from pentad.runtime.roles import RoleSpec
 from pentad.samplers.remote import HostedEngine, RoleSampler
+from pentad.sync.published import WEIGHTS
+from pentad.weights.files import SafeFile
 
 DIMS = ModelDims(
     family="qwen3",
@@ -40,6 +43,43 @@ def policy(seed, dims=DIMS, device="cpu"):
 
 def weights(seed, dims=DIMS):
     return [(name, tensor.clone()) for name, tensor in iter_hf(policy(seed, dims))]
+
+
+def file_of(published, name=WEIGHTS):
+    return Path(published["place"]) / name
+
+
+def in_text(change, name=WEIGHTS):
+    """Damage to the header of the file of published weights, which stays as long as it is."""
+
+    def damage(published):
+        path = file_of(published, name)
+        with path.open("r+b") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            text = change(file.read(length).decode()).encode()
+            assert len(text) <= length
+            file.seek(8)
+            file.write(text.ljust(length))
+
+    return damage
+
+
+def in_header(change):
+    def changed(text):
+        header = json.loads(text)
+        header.pop("__metadata__")  # room for what is longer
+        change(header)
+        return json.dumps(header, separators=(",", ":"))
+
+    return in_text(changed)
+
+
+def transpose(path, name):
+    file = SafeFile(path)
+    start, info = file.offsets[name], file.infos[name]
+    mapped = torch.from_file(str(path), True, path.stat().st_size, dtype=torch.uint8)
+    part = mapped[start : start + info.size_bytes].view(info.dtype).view(info.shape)
+    part.copy_(part.T.clone())
 
 
 workers = []

@@ -1,0 +1,237 @@
+"""Published weights: a folder of safetensors files, or such a file in the memory of a GPU.
+
+Kinds: `shm` (a folder in shared memory), `file` (a folder that all machines see), `ipc` (a buffer
+on a GPU that both processes use). A folder of `file` holds what changed since the version before it
+in a file of its own, and links to the files of versions before that hold the rest; its index names
+the file of every tensor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pentad.core.errors import InfraFailure, RunError, UserError
+from pentad.core.roles import TensorPairs
+from pentad.sync.group import gpu_handle, open_gpu_handle
+from pentad.weights.files import read_header
+from pentad.weights.hf import FileLayout
+from pentad.weights.transfer import TensorInfo
+
+Kind = Literal["shm", "file", "ipc"]
+ALIGN = 64
+WEIGHTS = "model.safetensors"
+INDEX = "index.json"
+WRITING = "writing"
+WAIT_S = 0.001, 0.05
+"""How often it is looked whether a file is whole, at first and at last."""
+Own = Callable[[set[str]], Mapping[str, Tensor]]
+"""Tensors that a receiver holds already, by their names."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedWeights:
+    """Where the weights of one version are; a JSON value by `asdict`.
+
+    Example: PublishedWeights(3, "5f0c...", "shm", "/dev/shm/x/3-0", 12, 4096)
+    """
+
+    version: int
+    digest: str
+    """Of all tensors by their names."""
+    kind: Kind
+    place: str
+    """The folder, or the UUID of the GPU."""
+    num_tensors: int
+    num_bytes: int
+    """Written for this version."""
+    handle: dict[str, Any] = field(default_factory=dict)
+    """Of the buffer on the GPU."""
+    writers: tuple[int, ...] = ()
+    """Ranks that write beside training: each leaves a mark in the folder."""
+
+    def remove(self) -> None:
+        """Mappings of its files stay."""
+        if self.kind != "ipc":
+            shutil.rmtree(self.place, ignore_errors=True)
+
+
+def by_width(infos: Mapping[str, TensorInfo]) -> FileLayout:
+    """One file in which every tensor begins at a multiple of its items; those whose bytes are no
+    whole words come last."""
+    order = sorted(infos, key=lambda n: (-infos[n].dtype.itemsize, infos[n].size_bytes % 4 != 0))
+    return FileLayout({name: infos[name] for name in order}, ALIGN)
+
+
+def infos_of(pairs: TensorPairs) -> dict[str, TensorInfo]:
+    found = {name: TensorInfo(tuple(x.shape), x.dtype) for name, x in pairs}
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RunError(f"publishing {twice}: the name is given twice")
+    return found
+
+
+def mark_of(folder: Path, rank: int) -> Path:
+    """WRITING, then nothing, or the reason why the rank failed."""
+    return folder / f"rank-{rank}"
+
+
+async def wait_written(
+    published: PublishedWeights, check: Callable[[], None] = lambda: None
+) -> None:
+    """Until every rank has written its part; RunError with the reason of one that could not.
+    `check` raises if the ranks are gone."""
+    pause, longest = WAIT_S
+    for rank in published.writers:
+        while (said := read_mark(mark_of(Path(published.place), rank))) == WRITING:
+            check()
+            await asyncio.sleep(pause)
+            pause = min(1.5 * pause, longest)
+        if said:
+            raise RunError(said)
+
+
+def read_mark(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        rule = f"whether weights are written cannot be known ({error.strerror})"
+        raise InfraFailure(f"{path}: {rule}") from error
+
+
+# Files.
+
+
+def make_file(path: Path, layout: FileLayout) -> Tensor:
+    """The bytes of a new file in a new folder, with its header."""
+    size = layout.num_bytes
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:  # room first: a page of shared memory that cannot be had ends the process
+            os.posix_fallocate(file, 0, size)
+            os.write(file, layout.header)
+        finally:
+            os.close(file)
+    except OSError as error:
+        shutil.rmtree(path.parent, ignore_errors=True)
+        raise RunError(no_room(path.parent, size, error)) from error
+    return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+
+
+def no_room(folder: Path, size: int, error: OSError) -> str:
+    rule = f"{folder.parent}: weights of {size} bytes cannot be written ({error.strerror})"
+    return f"{rule}; make room in it"
+
+
+def write_pairs(version: int, pairs: TensorPairs, digest: str, folder: Path) -> PublishedWeights:
+    """Whole tensors of this process, in shared memory."""
+    layout = by_width(infos_of(pairs))
+    copy_pairs(layout.views(make_file(folder / WEIGHTS, layout)), pairs)
+    return PublishedWeights(version, digest, "shm", str(folder), len(pairs), layout.num_bytes)
+
+
+def copy_pairs(into: Mapping[str, Tensor], pairs: TensorPairs) -> None:
+    torch._foreach_copy_([into[name] for name, _ in pairs], [x for _, x in pairs])
+
+
+def map_file(path: Path) -> dict[str, Tensor]:
+    """Views of the tensors, which outlast the file's name."""
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        rule = f"published weights cannot be read ({error.strerror})"
+        raise InfraFailure(f"{path}: {rule}") from error
+    if not size:
+        raise RunError(f"{path}: published weights have no bytes")
+    return views(torch.from_file(str(path), False, size, dtype=torch.uint8), str(path))
+
+
+def views(flat: Tensor, where: str) -> dict[str, Tensor]:
+    """The tensors in bytes that are a safetensors file, wherever they lie."""
+    length = int.from_bytes(flat[:8].cpu().numpy().tobytes(), "little")
+    head = flat[: 8 + min(length, flat.numel())].cpu().numpy().tobytes()
+    try:
+        infos, starts = read_header(io.BytesIO(head), flat.numel(), where)
+    except UserError as error:
+        raise RunError(str(error)) from error
+    return {
+        name: flat[starts[name] : starts[name] + info.size_bytes].view(info.dtype).view(info.shape)
+        for name, info in infos.items()
+    }
+
+
+def read_folder(folder: Path, held: tuple[int, str], own: Own) -> list[tuple[str, Tensor]]:
+    """All tensors of a folder with an index. Who holds its base reads the new file alone."""
+    index = json.loads(read_mark(folder / INDEX))
+    files: dict[str, str] = index["weight_map"]
+    same = {name for name, file in files.items() if file != index["newest"]}
+    found = dict(own(same)) if tuple(index["base"]) == held else {}
+    mapped: dict[str, dict[str, Tensor]] = {}
+    pairs = []
+    for name, file in files.items():
+        if name not in found:
+            if file not in mapped:
+                mapped[file] = map_file(folder / file)
+            if name not in mapped[file]:
+                raise RunError(f"{folder / file}: {name} is not in it, and the index says so")
+        pairs.append((name, found[name] if name in found else mapped[file][name]))
+    return pairs
+
+
+# A buffer on a GPU.
+
+
+def gpu_uuid(device: torch.device | int) -> str:
+    """By which two processes know one GPU, however they number it."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def make_buffer(layout: FileLayout, device: torch.device) -> Tensor:
+    """The bytes of a safetensors file on a GPU, with its header."""
+    flat = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
+    flat[: len(layout.header)] = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
+    return flat
+
+
+def share_on_gpu(version: int, flat: Tensor, num_tensors: int, digest: str) -> PublishedWeights:
+    """The buffer must stay until all receipts are here."""
+    handle = gpu_handle(flat)
+    torch.cuda.synchronize(flat.device)
+    place = gpu_uuid(flat.device)
+    return PublishedWeights(version, digest, "ipc", place, num_tensors, flat.numel(), handle)
+
+
+def open_on_gpu(published: PublishedWeights) -> dict[str, Tensor]:
+    """The publisher's own memory: to be read before the receipt, and written never."""
+    found = [n for n in range(torch.cuda.device_count()) if gpu_uuid(n) == published.place]
+    if not found:
+        where = f"lie on {published.place}, not on our GPU"
+        raise RunError(f"weights of version {published.version} {where}")
+    what = f"weights of version {published.version} on {published.place}"
+    return views(open_gpu_handle(published.handle, found[0]), what)
+
+
+def open_weights(
+    value: Mapping[str, Any], held: tuple[int, str] = (-1, ""), own: Own = lambda names: {}
+) -> list[tuple[str, Tensor]]:
+    """The tensors of `PublishedWeights` that came as a JSON value. `held`: version and digest of
+    what the receiver holds, `own` its tensors."""
+    published = PublishedWeights(**value)
+    if published.kind == "ipc":
+        return list(open_on_gpu(published).items())
+    folder = Path(published.place)
+    if published.kind == "shm":
+        return list(map_file(folder / WEIGHTS).items())
+    return read_folder(folder, held, own)
