@@ -121,7 +121,7 @@ class ServerSampler:
         if version < self.version:
             rule = f"version {self.version} is already here"
             raise UserError(Problem(f"install of version {version}", rule))
-        pairs = list(weights)
+        pairs = weights if isinstance(weights, list) else list(weights)
         self._check_weights(pairs)
         async with self.updating:
             self.is_installing = True

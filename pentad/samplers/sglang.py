@@ -52,12 +52,11 @@ from pentad.sync.deltas import size_of
 from pentad.sync.group import BroadcastGroup, send_all, weight_group
 from pentad.sync.transport import (
     JOIN_TIMEOUT_S,
+    file_for,
     in_buckets,
     own_host,
     packed,
     together,
-    transfer_folder,
-    write_weights,
 )
 
 log = logging.getLogger(__name__)
@@ -255,10 +254,10 @@ class Sglang(LoadingDialect):
 
     async def _by_disk(self, weights: TensorPairs, last: dict[str, Any]) -> None:
         parent, is_private = self.settings.transfer_folder, self.settings.is_started
-        with transfer_folder(parent, is_private=is_private) as folder:
-            await asyncio.to_thread(write_weights, folder / "model.safetensors", weights)
+        async with file_for(weights, parent, is_private=is_private) as path:
             # The server's own load format may be dummy.
-            body = {"model_path": str(folder), "load_format": "auto", "keep_pause": True, **last}
+            body = {"model_path": str(path.parent), "load_format": "auto", "keep_pause": True}
+            body |= last
             await self._done("/update_weights_from_disk", body)
 
     async def _by_tensors(self, weights: TensorPairs, last: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -80,6 +80,14 @@ def infos_of(pairs: TensorPairs) -> dict[str, TensorInfo]:
         twice = next(name for name in names if names.count(name) > 1)
         raise RunError(f"publishing {twice}: the name is given twice")
     return found
+
+
+class FilePairs(list[tuple[str, Tensor]]):
+    """The tensors of one file, which holds no other."""
+
+    def __init__(self, file: Path, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        super().__init__(pairs)
+        self.file = file
 
 
 def mark_of(folder: Path, rank: int) -> Path:
@@ -187,7 +195,8 @@ def read_folder(folder: Path, held: tuple[int, str], own: Own) -> list[tuple[str
             if name not in mapped[file]:
                 raise RunError(f"{folder / file}: {name} is not in it, and the index says so")
         pairs.append((name, found[name] if name in found else mapped[file][name]))
-    return pairs
+    is_whole = len(mapped) == 1 and not same
+    return FilePairs(folder / index["newest"], pairs) if is_whole else pairs
 
 
 # A buffer on a GPU.
@@ -233,5 +242,5 @@ def open_weights(
         return list(open_on_gpu(published).items())
     folder = Path(published.place)
     if published.kind == "shm":
-        return list(map_file(folder / WEIGHTS).items())
+        return FilePairs(folder / WEIGHTS, map_file(folder / WEIGHTS).items())
     return read_folder(folder, held, own)

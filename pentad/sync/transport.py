@@ -11,8 +11,8 @@ import base64
 import io
 import json
 import socket
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -28,7 +28,7 @@ from pentad.core.errors import InfraFailure
 from pentad.core.roles import TensorPairs
 from pentad.core.scratch import scratch_folder
 from pentad.sync.group import DEVICE_ARGUMENT, BroadcastGroup, gpu_handle, send_all, weight_group
-from pentad.sync.published import gpu_uuid
+from pentad.sync.published import WEIGHTS, FilePairs, gpu_uuid
 from pentad.weights.hf import write_file
 from pentad.weights.transfer import TensorInfo
 
@@ -50,16 +50,15 @@ class Transport:
 
 
 class DiskTransport(Transport):
-    """One safetensors file in a folder that the server sees too, gone after the install."""
+    """One safetensors file that the server sees too: the published one, or one that is gone after
+    the install."""
 
     def __init__(self, folder: Path, *, is_private: bool) -> None:
         self.folder = folder
         self.is_private = is_private
 
     async def send(self, weights: TensorPairs, ask: Ask, *, is_part: bool = False) -> Receipts:
-        with transfer_folder(self.folder, is_private=self.is_private) as folder:
-            path = folder / "weights.safetensors"
-            await asyncio.to_thread(write_weights, path, weights)
+        async with file_for(weights, self.folder, is_private=self.is_private) as path:
             return await ask("pentad_load_part" if is_part else "pentad_load_file", str(path))
 
 
@@ -77,6 +76,19 @@ def transfer_folder(parent: Path, *, is_private: bool) -> Iterator[Path]:
             text = f"{parent}: cannot be written to ({error.strerror or error})"
             raise InfraFailure(text) from error
         yield folder
+
+
+@asynccontextmanager
+async def file_for(weights: TensorPairs, parent: Path, *, is_private: bool) -> AsyncIterator[Path]:
+    """A safetensors file of these tensors that a server may read. What was published as one is not
+    written again for a server of our own, which is on this machine."""
+    if is_private and isinstance(weights, FilePairs):
+        yield weights.file
+        return
+    with transfer_folder(parent, is_private=is_private) as folder:
+        path = folder / WEIGHTS
+        await asyncio.to_thread(write_weights, path, weights)
+        yield path
 
 
 def write_weights(path: Path, weights: TensorPairs) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from ticket_receivers import policy
 
 from pentad.core.errors import InfraFailure, RunError, UserError
@@ -21,6 +22,7 @@ from pentad.sync.group import broadcast, send_all, weight_group
 from pentad.sync.published import open_weights, wait_written
 from pentad.sync.publisher import Publisher, take_snapshot
 from pentad.sync.shards import ShardWriter
+from pentad.sync.transport import DiskTransport
 
 SQUARE = "model.layers.0.self_attn.q_proj.weight"
 
@@ -175,3 +177,22 @@ def test_weights_on_the_host_go_through_shared_memory_where_a_gpu_was_meant(tmp_
     assert made.kept is None and made.weights.kind == "shm"
     got = open_weights(asdict(made.weights))
     assert digest_of(got).hex() == digest_of(iter_hf(model)).hex()
+
+
+@pytest.mark.parametrize("kind", ["shm", "file"])
+@pytest.mark.parametrize("is_private", [True, False])
+def test_a_server_of_our_own_reads_the_published_file(tmp_path, kind, is_private):
+    """A server that may be another user's, or on another machine, gets a copy that it may read."""
+    (tmp_path / "published").mkdir()
+    pairs = by_ticket(kind)(tmp_path / "published")
+    seen = []
+
+    async def ask(method, path):
+        seen.append((Path(path), load_file(path)))
+        return [{}]
+
+    transport = DiskTransport(tmp_path / "transfer", is_private=is_private)
+    asyncio.run(transport.send(pairs, ask))
+    ((path, read),) = seen
+    assert digest_of(read.items()).hex() == digest_of(pairs).hex()
+    assert path.is_relative_to(tmp_path / "published") == path.exists() == is_private
