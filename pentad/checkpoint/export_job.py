@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +27,10 @@ from pentad.core.errors import RunError, naming
 from pentad.core.files import Disk, make_folders, place_folder, remove_tree
 from pentad.weights.runs import Runs
 
+COMPARED_BYTES = 1 << 18
+FLUSH_BYTES = 128 << 20
+"""How much is written before the disk is asked to catch up."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockSpec:
@@ -35,7 +40,7 @@ class BlockSpec:
     """Relative to the job's folder."""
     runs: Runs
     content: FileSegment
-    """Lazy bytes are asked for twice: to be written, and to be compared."""
+    """Lazy bytes are asked for twice, to be written and to be compared, by several threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,37 +72,46 @@ class ExportJob:
 
 
 def _write_blocks(path: Path, blocks: list[BlockSpec], disk: Disk) -> None:
-    """All are written and durable before one is read: a file that other machines write into too is
-    opened for one of the two at a time, so that no page of it is written back with their part as it
-    was read."""
-    is_lazy = any(callable(block.content) for block in blocks)  # one at a time, in one memory
-    with ThreadPoolExecutor(1 if is_lazy else NUM_THREADS) as pool:
-        fd = disk.open_shared(path)
+    """All are written before one is read: a file that other machines write into too is opened for
+    one of the two at a time, so that no page of it is written back with their part as it was read.
+    The disk works meanwhile."""
+    with ThreadPoolExecutor(NUM_THREADS) as pool, ThreadPoolExecutor(1) as flusher:
+        fd, flushes, waiting = disk.open_shared(path), [], 0
         try:
 
-            def write(block: BlockSpec) -> None:
+            def write(block: BlockSpec) -> int:
                 view = view_of(block.content)
                 assert len(view) == block.runs.num_bytes, f"{path}: a block of {len(view)} bytes"
                 for offset, start, stop in block.runs.parts():
                     disk.write(fd, view[start:stop], offset)
+                return len(view)
 
-            for _ in pool.map(write, blocks):
-                pass
-            disk.fsync(fd)
-        finally:
-            disk.close(fd)
-        with path.open("rb", buffering=0) as file:
-            number = file.fileno()
-
-            def is_same(block: BlockSpec) -> bool:
-                view = view_of(block.content)
-                return all(
-                    os.pread(number, stop - start, offset) == bytes(view[start:stop])
-                    for offset, start, stop in block.runs.parts()
-                )
-
-            if not all(pool.map(is_same, blocks)):
+            for num_bytes in pool.map(write, blocks):
+                waiting += num_bytes
+                if waiting >= FLUSH_BYTES:
+                    flushes.append(flusher.submit(disk.fsync, fd))
+                    waiting = 0
+            flushes.append(flusher.submit(disk.fsync, fd))
+            if not all(pool.map(partial(_is_written, path), blocks)):
                 raise RunError(f"{path}: does not read back as written; the disk is at fault")
+            for flush in flushes:
+                flush.result()
+        finally:
+            flusher.shutdown(cancel_futures=True)
+            disk.close(fd)
+
+
+def _is_written(path: Path, block: BlockSpec) -> bool:
+    """Whether the file holds its bytes; in pieces that stay in the processor's cache."""
+    view = view_of(block.content)
+    with path.open("rb", buffering=0) as file:
+        number = file.fileno()
+        return all(
+            os.pread(number, min(COMPARED_BYTES, stop - at), offset + at - start)
+            == bytes(view[at : min(at + COMPARED_BYTES, stop)])
+            for offset, start, stop in block.runs.parts()
+            for at in range(start, stop, COMPARED_BYTES)
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ process writes them.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -139,29 +140,33 @@ class Exporter(RankSaver):
     def _stage(self, shards: Mapping[str, Shard]) -> GiveBlock:
         """Copies all blocks of this rank to host memory."""
         assert self.blocks is not None
-        pins = _on_gpu(shards)
-        memory = self.memory.take(staged_bytes(self.blocks), pins=pins)
+        device = _gpu_of(shards)
+        memory = self.memory.take(staged_bytes(self.blocks), pins=device is not None)
         for block in self.blocks:
             pulse()
             block.copy_to(block.view(self.memory.bytes), shards)
-        if pins:
-            torch.cuda.synchronize()
+        if device is not None:
+            torch.cuda.synchronize(device)
         return lambda block: Span(memory, block.offset, block.size_bytes)
 
     def _lazily(self, shards: Mapping[str, Shard]) -> GiveBlock:
-        """Each block when it is written, all in one memory."""
+        """Each block when it is written: as it lies in a shard, or in memory of the thread."""
         assert self.blocks is not None
-        pins = _on_gpu(shards)
+        device, own = _gpu_of(shards), threading.local()
         size = max((block.size_bytes for block in self.blocks), default=0)
-        memory = torch.empty(size, dtype=torch.uint8, pin_memory=pins)
 
         def produce(block: WeightBlock) -> memoryview:
             pulse()
-            with torch.no_grad():
-                block.copy_to(block.view(memory, 0), shards)
-            if pins:
-                torch.cuda.synchronize()
-            return memory[: block.size_bytes].numpy().data
+            if (as_it_is := block.contiguous(shards)) is not None:
+                return as_it_is.view(-1).view(torch.uint8).numpy().data
+            with torch.no_grad(), torch.cuda.device(-1 if device is None else device):  # -1: none
+                if not hasattr(own, "memory"):
+                    pins = device is not None
+                    own.memory = torch.empty(size, dtype=torch.uint8, pin_memory=pins)
+                block.copy_to(block.view(own.memory, 0), shards)
+                if device is not None:
+                    torch.cuda.synchronize(device)
+            return memoryview(own.memory[: block.size_bytes].numpy())
 
         return lambda block: lambda: produce(block)
 
@@ -171,5 +176,5 @@ def export_model(learner: Exportable, folder: str | Path) -> None:
     Exporter().export(learner, folder, is_async=False)
 
 
-def _on_gpu(shards: Mapping[str, Shard]) -> bool:
-    return any(shard.tensor.is_cuda for shard in shards.values())
+def _gpu_of(shards: Mapping[str, Shard]) -> torch.device | None:
+    return next((one.tensor.device for one in shards.values() if one.tensor.is_cuda), None)

@@ -63,6 +63,14 @@ class WeightBlock:
         """Its elements in the shard, in the shard's order and dtype."""
         return target_block(shards[self.shard].tensor[self.part], self.region)
 
+    def contiguous(self, shards: Mapping[str, Shard]) -> Tensor | None:
+        """Its elements where they lie in host memory in the order and dtype of the HF tensor, else
+        None."""
+        source = self.source(shards)
+        dims = [run.source_dim for run in self.region.runs]
+        is_same = source.dtype == self.dtype and dims == sorted(dims)
+        return source if is_same and not source.is_cuda and source.is_contiguous() else None
+
     def view(self, memory: Tensor, offset: int | None = None) -> Tensor:
         """Its room in bytes of memory, as a tensor of its shape: where it is staged, or there."""
         start = self.offset if offset is None else offset
