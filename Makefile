@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TESTS := $(VENV)/.installed-tests
 
-.PHONY: setup setup-tests setup-megatron demo test test-full test-megatron test-vllm test-servers-gpu test-transfer-queue test-kills chaos soak check bench recipes docs clean
+.PHONY: setup setup-tests setup-megatron demo test test-full test-runs test-ray test-megatron test-vllm test-servers-gpu test-transfer-queue test-kills chaos soak check bench recipes docs clean
 
 setup: $(STAMP)
 setup-tests: $(TESTS)
@@ -26,7 +26,8 @@ demo: setup
 # Distributed tests run beside the others, and show theirs after them: their ranks wait for each other,
 # other tests for processes and deadlines, and cores that stand still cost more than tests that share
 # them. Either runs also where the other fails, and the exit status is that of whatever failed.
-# megatron-core has a target of its own.
+# megatron-core and Ray have targets of their own; of Ray's tests one runs here.
+HERE := not full and (not ray or smoke)
 WITH_MEGATRON := tests/unit/weights/test_megatron_core.py
 test: setup-tests
 ifdef ARGS
@@ -34,8 +35,8 @@ ifdef ARGS
 else
 	@status=0; shown=$$(mktemp); export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=; \
 	trap 'rm -f "$$shown"' EXIT; trap 'kill $$dist; exit 130' INT TERM; \
-	$(BIN)/python -m pytest -m "dist and not full" >"$$shown" 2>&1 & dist=$$!; \
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not dist and not full" --ignore $(WITH_MEGATRON) || status=$$?; \
+	$(BIN)/python -m pytest -m "dist and $(HERE)" >"$$shown" 2>&1 & dist=$$!; \
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not dist and $(HERE)" --ignore $(WITH_MEGATRON) || status=$$?; \
 	wait $$dist || status=$$?; cat "$$shown"; \
 	exit $$status
 endif
@@ -44,6 +45,15 @@ endif
 # pass every pair.
 test-full: setup-tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m full $(ARGS)
+
+# Of these, whole runs and disks that fail: what CI adds to `make test`.
+RUNS := tests/invariants tests/contracts tests/unit/checkpoint $(addprefix tests/dist/test_,slurm.py elastic.py hangs.py)
+test-runs: setup-tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "full and not ray" $(RUNS) $(ARGS)
+
+# A Ray cluster takes a core by itself: one after the other, on one cluster.
+test-ray: setup-tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "ray and not full" $(ARGS)
 
 # megatron-core has an environment of its own: it is what our folders are held against.
 MEGATRON := .venv-megatron
@@ -82,7 +92,7 @@ $(QUEUE)/.installed: pyproject.toml
 test-transfer-queue: $(QUEUE)/.installed
 	OMP_NUM_THREADS=1 $(QUEUE)/bin/python -m pytest tests/contracts/test_store_contract.py tests/invariants/test_ray_runs.py -k transfer_queue $(ARGS)
 
-# Runs that are killed at fifty random moments, where `make test` takes six.
+# Runs that are killed at fifty random moments, where `make test` takes four.
 test-kills: setup-tests
 	PENTAD_KILLS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/invariants/test_killed_runs.py $(ARGS)
 

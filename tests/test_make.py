@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+HERE = "not full and (not ray or smoke)"
+LAST = ["test", "test-ray", "test-runs", "chaos"]
 
 
 def program(path: Path, fails: str) -> Path:
@@ -36,20 +38,22 @@ def test_distributed_tests_run_also_where_the_others_fail(tmp_path, fails, ends_
         (tmp_path / stamp).touch()
     done = run("make", "test", f"VENV={tmp_path}")
     beside, others = sorted((python.parent / "python.calls").read_text().splitlines())
-    assert "-m not dist" in others and beside == "-m pytest -m dist and not full"
+    assert "-m not dist" in others and beside == f"-m pytest -m dist and {HERE}"
     assert (done.returncode == 0) == ends_well
-    assert done.stdout.splitlines()[-1] == "closing line of -m pytest -m dist and not full"
+    assert done.stdout.splitlines()[-1] == f"closing line of -m pytest -m dist and {HERE}"
 
 
 @pytest.mark.parametrize(
     ("fails", "ends_well", "calls"),
     [
-        ("none", True, ["check", "setup-megatron", "test-megatron", "test", "chaos"]),
-        ("setup-megatron", True, ["check", "setup-megatron", "test", "chaos"]),
-        ("test-megatron", False, ["check", "setup-megatron", "test-megatron", "test", "chaos"]),
-        ("check", False, ["check", "setup-megatron", "test-megatron", "test", "chaos"]),
-        ("chaos", False, ["check", "setup-megatron", "test-megatron", "test", "chaos"]),
-        ("test", False, ["check", "setup-megatron", "test-megatron", "test", "chaos"]),
+        ("none", True, ["check", "setup-megatron", "test-megatron", *LAST]),
+        ("setup-megatron", True, ["check", "setup-megatron", *LAST]),
+        ("test-megatron", False, ["check", "setup-megatron", "test-megatron", *LAST]),
+        ("check", False, ["check", "setup-megatron", "test-megatron", *LAST]),
+        ("chaos", False, ["check", "setup-megatron", "test-megatron", *LAST]),
+        ("test", False, ["check", "setup-megatron", "test-megatron", *LAST]),
+        ("test-ray", False, ["check", "setup-megatron", "test-megatron", *LAST]),
+        ("test-runs", False, ["check", "setup-megatron", "test-megatron", *LAST]),
     ],
 )
 def test_ci_runs_what_can_be_installed_and_ends_with_chaos(tmp_path, fails, ends_well, calls):

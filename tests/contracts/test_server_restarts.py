@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from sglang_stand_in import write_environment
+from tables import table
 
 from pentad.data.toy import write_model, write_task
 from pentad.telemetry.steps import read_lines
@@ -63,11 +64,14 @@ def command(task, root, *overrides) -> list[str]:
 
 @pytest.mark.parametrize(
     ("allocation", "processes", "model"),
-    [
-        ("sglang:d1|archon:d1", "auto", "mixture"),
-        ("sglang:d1+archon:d1", "auto", "model"),
-        ("sglang:d1+archon:d1", "separate", "model"),
-    ],
+    table(
+        [
+            ("sglang:d1|archon:d1", "auto", "mixture"),
+            ("sglang:d1+archon:d1", "auto", "model"),
+            ("sglang:d1+archon:d1", "separate", "model"),
+        ],
+        [("sglang:d1+archon:d1", "auto", "model")],
+    ),
 )
 def test_a_server_that_dies_is_started_again_with_the_newest_weights(
     task, tmp_path, allocation, processes, model

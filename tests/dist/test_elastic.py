@@ -8,6 +8,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
+from tables import table
 import torch
 from role_processes import role_processes
 from run_cases import config_of
@@ -137,7 +138,7 @@ FAULTS = {
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", table(list(FAULTS), ["killed"]))
 def test_slots_that_fail_at_one_step_are_retired_and_the_others_finish(
     texts, tmp_path, monkeypatch, fault
 ):
@@ -298,7 +299,7 @@ def test_too_few_ranks_are_waited_for_and_not_for_ever(task, tmp_path):
     assert (end["end"], end["saved_step"]) == ("failed", 3) and "0 of 2 slots" in end["reason"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("number", table([signal.SIGTERM, signal.SIGINT], [signal.SIGINT]))
 def test_a_run_that_waits_for_ranks_can_be_stopped(task, tmp_path, number):
     """Its end is in exit.json, and meanwhile nobody else has its folder."""
     given = ["total_train_steps=3", "allocation_mode=archon:d2", *ELASTIC]

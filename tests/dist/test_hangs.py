@@ -6,6 +6,7 @@ import signal
 import time
 
 import pytest
+from tables import table
 from run_cases import settings_of
 from test_runs_over_ranks import Program, records_of, wait_for_steps
 
@@ -46,7 +47,7 @@ def check_end(program, root, trial, rank, before):
     assert "most recent call first" in other, "the stack of who waits"
 
 
-@pytest.mark.parametrize(("command", "rank"), [("sft", 1), ("train", 0)])
+@pytest.mark.parametrize(("command", "rank"), table([("sft", 1), ("train", 0)], [("sft", 1)]))
 def test_a_rank_that_is_stopped_ends_the_run(task, tmp_path, command, rank):
     with start(task, tmp_path, command, "stop") as program:
         wait_for_steps(program, records_of(tmp_path, "stop"), 1)

@@ -152,6 +152,7 @@ def test_a_job_asks_for_cores_and_memory(task, tmp_path, more, present, absent):
     assert "export SRUN_CPUS_PER_TASK=" in text
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_before_the_limit_a_job_stops_saved_and_is_queued_again(task, tmp_path, commands):
     put(commands, "sbatch", "#!/bin/sh\necho Submitted batch job 18\n")

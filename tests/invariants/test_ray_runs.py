@@ -28,6 +28,7 @@ pytestmark = [
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.mark.smoke
 def test_ray_gives_the_numbers_of_one_process(lab):
     one = lab.train("mode=hybrid", "scheduler.processes=one")
     on_ray = lab.train("mode=hybrid", "scheduler.type=ray", "num_data_storage_units=2")

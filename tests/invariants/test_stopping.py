@@ -12,6 +12,7 @@ import time
 
 import pytest
 from kill_lab import hold_in_step_2, start_command
+from tables import table
 
 from pentad.core.errors import RunError
 from pentad.telemetry.steps import read_lines
@@ -89,7 +90,10 @@ def check_screen(run, text):
 
 
 @pytest.mark.parametrize(
-    ("command", "recovers"), [("train", False), ("sft", False), ("train", True), ("sft", True)]
+    ("command", "recovers"),
+    table(
+        [(c, r) for r in (False, True) for c in ("train", "sft")], [("train", True), ("sft", False)]
+    ),
 )
 def test_a_second_ctrl_c_ends_at_once_in_a_sentence(task, tmp_path, command, recovers):
     often = ["recover.freq_steps=1"] if recovers else []
@@ -113,7 +117,7 @@ def test_a_second_ctrl_c_ends_at_once_in_a_sentence(task, tmp_path, command, rec
     assert "Traceback" not in text and "the model is saved at the end" not in text
 
 
-@pytest.mark.parametrize("command", ["train", "sft"])
+@pytest.mark.parametrize("command", table(["train", "sft"], ["sft"]))
 def test_a_learner_that_hangs_ends_the_run(task, tmp_path, command):
     run = Run(task, tmp_path, command, 600.0, "stall_abort_s=12", "saver.freq_steps=1")
     code, text = run.end()
@@ -209,7 +213,7 @@ def test_an_error_of_the_operating_system_that_may_pass_is_tried_again(task, tmp
     assert is_again == (name == "EIO")
 
 
-@pytest.mark.parametrize("command", ["train", "sft"])
+@pytest.mark.parametrize("command", table(["train", "sft"], ["train"]))
 def test_sigterm_ends_the_wait_for_a_checkpoint_that_storage_holds(
     lab, tmp_path, monkeypatch, command
 ):
