@@ -16,14 +16,12 @@ from pentad.cli.output import make_console, make_table
 from pentad.config.derived import (
     component_of,
     count_devices,
-    samples,
     task_of,
 )
+from pentad.config.rules.check import noted
 from pentad.config.rules.elastic import fit_world
-from pentad.config.rules.layout import idle_devices, layout_notes
+from pentad.config.rules.layout import layout_notes
 from pentad.config.rules.model import uncounted
-from pentad.config.rules.modes import placement_problems
-from pentad.config.rules.start import unbuilt_problems
 from pentad.config.rules.unused_keys import unread
 from pentad.config.run_process import RunProcess
 from pentad.config.schema import Config
@@ -108,9 +106,7 @@ def left_with(config: Config, world: int) -> tuple[Config, str]:
 
 def refusals(config: Config) -> list[str]:
     """What can be planned and is not built."""
-    problems = unbuilt_problems(config, samples=samples(config))
-    problems += [*placement_problems(config), *idle_devices(config)]
-    return [f"a run refuses it today: {problem}" for problem in problems]
+    return [f"a run refuses it today: {problem}" for problem in noted(config)]
 
 
 def show_places(config: Config, notes: list[str], as_json: bool) -> None:

@@ -19,6 +19,7 @@ import typer
 from pentad.core.errors import Problem, UserError
 
 if TYPE_CHECKING:
+    from pentad.config.rules.rule import RunFacts
     from pentad.config.schema import Config
 
 OVERRIDE = re.compile(r"\+*[A-Za-z_][\w.]*=", re.ASCII)
@@ -80,13 +81,13 @@ class Recipe:
         self,
         command: Literal["train", "sft", "pretrain", "plan", "eval", "reward"],
         gpu_memory: float | None = None,
-        ask_start: Callable[[Config], list[Problem | str]] | None = None,
+        facts_here: Callable[[Config], RunFacts] | None = None,
     ) -> tuple[Config, list[str]]:
         """The resolved and checked config, with notes; raises UserError with every problem."""
         from pentad.planner.prepare import prepare
 
         try:
-            config, notes = prepare(self.path, self.overrides, command, gpu_memory, ask_start)
+            config, notes = prepare(self.path, self.overrides, command, gpu_memory, facts_here)
         except UserError as error:
             raise UserError([*self.problems, *error.problems]) from error
         if self.problems:

@@ -14,9 +14,8 @@ from pentad.cli.recipe import Recipe
 from pentad.core.errors import UserError
 
 if TYPE_CHECKING:
-    from pentad.config.rules.rule import RunCommand
+    from pentad.config.rules.rule import RunCommand, RunFacts
     from pentad.config.schema import Config
-    from pentad.core.errors import Problem
     from pentad.trainer.context import RunSummary
 
 
@@ -61,14 +60,14 @@ def prepare_run(recipe: Recipe, command: RunCommand) -> tuple[Config, list[str]]
     """The config; under torchrun all ranks find the same problems, and rank 0 reports them."""
     from pentad.runtime.rank import rank_from_environment
 
-    def ask_start(config: Config) -> list[Problem | str]:
-        from pentad.trainer.ranks import start_problems_here
+    def here(config: Config) -> RunFacts:
+        from pentad.trainer.preflight import facts_here
 
-        return start_problems_here(config, samples=command == "train")
+        return facts_here(config, command)
 
     own = rank_from_environment()
     try:
-        return recipe.prepare(command, ask_start=ask_start)
+        return recipe.prepare(command, facts_here=here)
     except UserError:
         if own is not None and own.rank > 0:
             raise typer.Exit(BAD_INPUT) from None
@@ -101,13 +100,9 @@ def submit_job(config: Config, command: str, notes: list[str], fresh: bool) -> N
     """The config is written beside the script, so that what runs is what was asked for now."""
     from pentad.config.load import dump_config
     from pentad.config.resolve import replaced
-    from pentad.config.rules.start import unbuilt_problems
     from pentad.config.topology import topology
-    from pentad.core.errors import UserError
     from pentad.runtime.slurm import SlurmJob, submit, write_script
 
-    if problems := unbuilt_problems(config, samples=command == "train"):
-        raise UserError(problems)
     trial = "-".join((config.user or "user", config.experiment_name, config.trial_name))
     folder = Path(config.fileroot).absolute() / "slurm" / re.sub(r"[^\w.-]", "-", trial)
     folder.mkdir(parents=True, exist_ok=True)

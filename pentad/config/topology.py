@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 
 from pentad.config.derived import chosen, count_devices, frozen_models, parsed_allocation
 from pentad.config.run_process import RunProcess, holding, sharing
-from pentad.config.schema import ClusterConfig, Config, SchedulerConfig
+from pentad.config.schema import Config
 from pentad.core.bundles import Bundle
 from pentad.core.layout import Allocation, Component, divisors
 from pentad.core.sizes import DeviceKind, HandoffKind
@@ -48,26 +48,6 @@ def facts_of(
     return Facts(kind=kind, num_devices=count, is_spread=is_spread, cores=cores)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """What of a config decides where processes are placed; the key of the cache."""
-
-    text: str
-    only: str | None
-    mode: str | None
-    cluster: ClusterConfig
-    scheduler: SchedulerConfig
-    frozen: tuple[str, ...]
-    needs_critic: bool
-    has_rewards: bool
-    is_on_policy: bool
-    addresses: tuple[str, ...]
-    store: str
-    num_units: int
-    is_short: bool
-    """Whether training gives up GPU memory, so that weights cannot wait there."""
-
-
 def topology(config: Config, facts: Facts | None = None) -> Topology:
     """Of a config that passed its rules."""
     return chosen(find_topology(config, facts), "allocation_mode")
@@ -78,22 +58,9 @@ def find_topology(config: Config, facts: Facts | None = None) -> Topology | None
     written = parsed_allocation(config)
     if written is None:
         return None
-    asked = _Asked(
-        text=str(config.allocation_mode),
-        only=config.only,
-        mode=config.mode,
-        cluster=config.cluster,
-        scheduler=config.scheduler,
-        frozen=frozen_models(config),
-        needs_critic=config.algorithm.facts.needs_critic,
-        has_rewards=bool(config.reward.functions),
-        is_on_policy=config.max_staleness == 0,
-        addresses=config.rollout.server.addresses,
-        store=config.store,
-        num_units=config.num_data_storage_units,
-        is_short=bool(config.offload_train) or config.actor.archon.offload_params,
-    )
-    return _stated(asked, written, facts or facts_of(config))
+    facts = facts or facts_of(config)
+    is_view = not isinstance(config, Config)  # each rule reads its keys by itself
+    return Topology(config, written, facts) if is_view else _stated(config, written, facts)
 
 
 def scorers(config: Config) -> tuple[str, ...]:
@@ -103,15 +70,15 @@ def scorers(config: Config) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=64)
-def _stated(asked: _Asked, written: Allocation, facts: Facts) -> Topology:
-    return Topology(asked, written, facts)
+def _stated(config: Config, written: Allocation, facts: Facts) -> Topology:
+    return Topology(config, written, facts)
 
 
 @dataclass(frozen=True)
 class Topology:
     """The processes of a run, their devices, and how groups and weights travel between them."""
 
-    asked: _Asked
+    config: Config
     written: Allocation
     facts: Facts
 
@@ -121,14 +88,14 @@ class Topology:
     def scorers(self) -> tuple[str, ...]:
         """Frozen models that score on devices of their own; the others are weight tags of the
         actor. Where one side runs alone, all are."""
-        if self.asked.mode != "async" or self.asked.only is not None:
+        if self.config.mode != "async" or self.config.only is not None:
             return ()
-        return tuple(role for role in self.asked.frozen if self.written.stands_alone(role))
+        return tuple(role for role in frozen_models(self.config) if self.written.stands_alone(role))
 
     @cached_property
     def is_one_process(self) -> bool:
         """Whether scheduler, trainer and sampler are threads of one process."""
-        scheduler, cluster, written = self.asked.scheduler, self.asked.cluster, self.written
+        scheduler, cluster, written = self.config.scheduler, self.config.cluster, self.written
         if scheduler.processes != "auto":
             return scheduler.processes == "one"
         rollout = written.find("rollout")
@@ -145,7 +112,7 @@ class Topology:
         """Whether ranks that train are processes beside the scheduler's, unless torchrun started
         them."""
         rollout, actor = self.written.find("rollout"), self.written.find("actor")
-        scheduler = self.asked.scheduler
+        scheduler = self.config.scheduler
         if (actor and actor.world > 1) or scheduler.type == "ray":
             return True
         if scheduler.processes == "separate":
@@ -163,14 +130,14 @@ class Topology:
         """
         found, count = self.written, self.facts.num_devices
         sides = {"train": lambda part: part.is_inference, "rollout": lambda p: not p.is_inference}
-        if self.asked.only is not None:
-            leaves = sides[self.asked.only]
+        if self.config.only is not None:
+            leaves = sides[self.config.only]
             for part in [part for part in found if leaves(part)]:
                 found = found.without(part.role)
         rollout = found.find("rollout")
         if rollout is not None and rollout.backend == "embedded":
             lacks = count is not None and found.num_devices > count
-            shares = self.asked.cluster.share_gpus and lacks
+            shares = self.config.cluster.share_gpus and lacks
             roles = ("rollout", *self.scorers) if shares else ("rollout",)
             for role in roles if shares or self.is_one_process else ():
                 found = found.joined(role, "actor")
@@ -192,16 +159,16 @@ class Topology:
     @property
     def has_storage_units(self) -> bool:
         """Whether groups are stored in processes of their own on a Ray cluster."""
-        if self.asked.store == "auto":
-            return self.asked.scheduler.type == "ray" and self.asked.num_units > 1
-        return self.asked.store in ("ray", "transfer_queue")
+        if self.config.store == "auto":
+            return self.config.scheduler.type == "ray" and self.config.num_data_storage_units > 1
+        return self.config.store in ("ray", "transfer_queue")
 
     @property
     def store(self) -> str:
         """The kind of store that groups are in between sampling and training."""
-        if self.asked.store != "auto":
-            return self.asked.store
-        is_ray = self.asked.scheduler.type == "ray"
+        if self.config.store != "auto":
+            return self.config.store
+        is_ray = self.config.scheduler.type == "ray"
         if self.has_storage_units or (is_ray and self.facts.is_spread):
             return "ray"
         return "files" if self.is_learner_apart else "memory"
@@ -216,8 +183,10 @@ class Topology:
         if self.facts.is_spread:
             return "file"
         is_one = actor.world == rollout.world == 1 and rollout.backend == "embedded"
-        is_here = self.asked.scheduler.type != "ray" and self.facts.kind == "cuda"
-        shares = self.shares_gpus and not self.asked.is_short
+        is_here = self.config.scheduler.type != "ray" and self.facts.kind == "cuda"
+        config = self.config  # weights cannot wait where training gives up GPU memory
+        is_short = bool(config.offload_train) or config.actor.archon.offload_params
+        shares = self.shares_gpus and not is_short
         return "ipc" if is_here and is_one and shares else "shm"
 
     # Machines.
@@ -225,7 +194,7 @@ class Topology:
     @property
     def num_per_node(self) -> int | None:
         count = self.facts.num_devices
-        return None if count is None else count // self.asked.cluster.n_nodes
+        return None if count is None else count // self.config.cluster.n_nodes
 
     @cached_property
     def num_train_nodes(self) -> int:
@@ -235,7 +204,7 @@ class Topology:
     @cached_property
     def _placed(self) -> tuple[int, list[Spot | None]]:
         """Machines that train, and the place of every device of the allocation, in its order."""
-        nodes, room = self.asked.cluster.n_nodes, self.num_per_node
+        nodes, room = self.config.cluster.n_nodes, self.num_per_node
         if nodes == 1:
             return 1, [(0, index) for index in range(self.allocation.num_devices)]
         actor = self.allocation.find("actor")
@@ -254,7 +223,8 @@ class Topology:
         GPUs of a server on one machine."""
         room, actor = self.num_per_node, self.allocation.find("actor")
         world = actor.world if actor else 0
-        beside = None if self.asked.addresses else room  # servers elsewhere take no room here
+        is_elsewhere = bool(self.config.rollout.server.addresses)  # servers take no room here
+        beside = None if is_elsewhere else room
         used = [min(each, max(0, world - each * node)) for node in range(self.num_nodes)]
         fits = room is None or each <= room
         places: list[Spot | None] = [
@@ -276,7 +246,7 @@ class Topology:
 
     @property
     def num_nodes(self) -> int:
-        return self.asked.cluster.n_nodes
+        return self.config.cluster.n_nodes
 
     def _chunks(self) -> Iterator[tuple[tuple[Component, ...], range]]:
         """By group: devices that must be on one machine, those of a server; else single ones."""
@@ -369,17 +339,17 @@ class _Drawing:
 
     def __init__(self, placed: Topology) -> None:
         self.placed = placed
-        self.asked, self.allocation = placed.asked, placed.allocation
-        self.is_ray = self.asked.scheduler.type == "ray"
+        self.config, self.allocation = placed.config, placed.allocation
+        self.is_ray = self.config.scheduler.type == "ray"
         self.num_bundles = 0
         self.learners = self._learners()
         self.samplers = self._samplers()
         self.scorers = self._scorers()
 
     def processes(self) -> list[RunProcess]:
-        placed, asked = self.placed, self.asked
+        placed, config = self.placed, self.config
         learners, samplers, judges = self.learners, self.samplers, self.scorers
-        is_alone = placed.is_learner_apart and (asked.cluster.n_nodes == 1 or self.is_ray)
+        is_alone = placed.is_learner_apart and (config.cluster.n_nodes == 1 or self.is_ray)
         if not learners or is_alone:
             trainers = [RunProcess(name="scheduler", runs=("scheduler",)), *learners]
         else:
@@ -393,10 +363,11 @@ class _Drawing:
         trainers[0] = holding(trainers[0], threads)
         units = [
             RunProcess(name=f"storage-{n}", runs=("storage unit",), node=None, started_by="ray")
-            for n in range(asked.num_units if placed.has_storage_units else 0)
+            for n in range(config.num_data_storage_units if placed.has_storage_units else 0)
         ]
-        pool = [RunProcess(name="rewards", runs=("reward pool",))] if asked.has_rewards else []
-        return [*sharing([*trainers, *samplers, *judges]), *units, *pool]
+        pool = RunProcess(name="rewards", runs=("reward pool",))
+        rewards = [pool] if config.reward.functions else []
+        return [*sharing([*trainers, *samplers, *judges]), *units, *rewards]
 
     def _learners(self) -> list[RunProcess]:
         """One for each rank. Everything that trains is in it, the critic too."""
@@ -406,9 +377,9 @@ class _Drawing:
         apart = self.placed.scorers
         parts = [part for part in self.allocation if not part.is_inference]
         roles = [part.role for part in parts if part.role not in apart]
-        if self.asked.needs_critic and "critic" not in roles:
+        if self.config.algorithm.facts.needs_critic and "critic" not in roles:
             roles.append("critic")
-        starter = "torchrun" if self.asked.cluster.n_nodes > 1 else "pentad"
+        starter = "torchrun" if self.config.cluster.n_nodes > 1 else "pentad"
         return [
             self.at(
                 (rank,),
@@ -433,11 +404,11 @@ class _Drawing:
             return
         positions, size = self.allocation.devices(rollout), size_of(rollout)
         word = "rollout" if rollout.backend == "embedded" else rollout.backend
-        cores = self.core_shares(rollout)
+        cores, addresses = self.core_shares(rollout), self.config.rollout.server.addresses
         for index in range(rollout.size("d")):
             one = RunProcess(name=f"{word}-{index}", runs=("rollout",), cores=cores[index])
-            if rollout.backend != "embedded" and self.asked.addresses:
-                yield replace(one, node=None, started_by=self.asked.addresses[index])
+            if rollout.backend != "embedded" and addresses:
+                yield replace(one, node=None, started_by=addresses[index])
             else:
                 yield self.at(positions[index * size : (index + 1) * size], one)
 
@@ -446,7 +417,7 @@ class _Drawing:
         is left to the trainer. Empty where there are not enough for all."""
         num, facts = rollout.size("d"), self.placed.facts
         has_own = rollout.backend == "embedded" and not self.placed.is_one_process
-        if not has_own or facts.kind == "cuda" or self.asked.is_on_policy or self.is_ray:
+        if not has_own or facts.kind == "cuda" or self.config.max_staleness == 0 or self.is_ray:
             return [()] * num
         size = len(facts.cores) // (num + 1)
         return [facts.cores[size * (i + 1) : size * (i + 2)] for i in range(num)]

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from pentad.config.derived import register_models
-from pentad.config.load import read_config
+from pentad.config.load import Reading, read_config
 from pentad.config.resolve import resolve
-from pentad.config.rules.check import check, check_planned
-from pentad.config.rules.rule import Command
+from pentad.config.rules.check import check
+from pentad.config.rules.rule import Command, RunFacts
 from pentad.config.schema import Config
 from pentad.core.errors import Problem, UserError
 from pentad.planner.plan import choose_device
@@ -23,12 +23,13 @@ def prepare(
     overrides: Sequence[str] = (),
     command: Command = "plan",
     gpu_memory: float | None = None,
-    ask_start: Callable[[Config], list[Problem | str]] | None = None,
+    facts_here: Callable[[Config], RunFacts] | None = None,
 ) -> tuple[Config, list[str]]:
     """The resolved and checked config of a command, with notes on what was chosen.
 
-    `gpu_memory` (in GiB) plans for GPUs that need not be here. `ask_start` finds what a start would
-    refuse besides; it is asked where there are problems, since a start without any asks by itself.
+    `gpu_memory` (in GiB) plans for GPUs that need not be here. `facts_here` are those of a start:
+    rules that ask for them are asked where there are problems, since a start without any asks them
+    itself.
     What depends on the device is left to a Slurm job: this machine is not where it runs.
     """
     samples = command not in ("sft", "pretrain")
@@ -39,13 +40,11 @@ def prepare(
         register_models(reading.config)
     config, notes = resolve(reading.config, samples=samples)
     notes = [*reading.notes, *notes]
-    found = check(config, command, skip=reading.bad)
-    found = [replace(one, where=reading.written.get(one.where, one.where)) for one in found]
-    problems: list[Problem | str] = [*reading.problems, *found]
-    if command == "plan":
-        problems += check_planned(config, choose_device(config, gpu_memory).kind, reading.bad)
-    elif problems and ask_start is not None:
-        problems += ask_start(config)
+    device = choose_device(config, gpu_memory).kind if command == "plan" else None
+    found = check(config, RunFacts(command=command, device=device), reading.bad)
+    if (found or reading.problems) and facts_here is not None:
+        found = check(config, facts_here(config), reading.bad)
+    problems = [*reading.problems, *(_as_written(one, reading) for one in found)]
     if problems:
         raise UserError(dict.fromkeys(problems))
     is_run = command in ("train", "sft", "pretrain") and config.scheduler.type != "slurm"
@@ -59,3 +58,10 @@ def prepare(
         config, said = choose_logits(config, device, command)
         notes += said
     return config, notes
+
+
+def _as_written(problem: Problem | str, reading: Reading) -> Problem | str:
+    """By the alias that the user wrote, where the key has its value from one."""
+    if isinstance(problem, str):
+        return problem
+    return replace(problem, where=reading.written.get(problem.where, problem.where))

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from pentad.config.derived import chosen, model_folder, register_models
-from pentad.config.rules.model import stop_ids_are_words
+from pentad.config.rules.model import stop_id_problems
 from pentad.config.schema import Config
 from pentad.core.device import DTYPES, pick_device
 from pentad.core.dims import ModelDims
@@ -84,7 +84,7 @@ def check_eval(config: Config) -> Subject:
     stream = None
     if dims is not None and tokenizer is not None:
         checks.problems += vocabulary_problems(path, dims, tokenizer)
-        checks.problems += stop_ids_are_words(config, dims)
+        checks.problems += stop_id_problems(config, dims)
         stream = checks.attempt(lambda: valid_stream(config, dims, tokenizer, workflow))
         checks.problems += answer_problems(config, stream, config.valid_dataset)
     if config.valid_dataset is not None and not checks.problems:

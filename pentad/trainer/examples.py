@@ -143,7 +143,7 @@ def check_examples(
 ) -> ExampleInputs:
     """Everything the run reads, or one UserError with every problem."""
     checks = Collector()
-    checks.problems += start_problems(config, device, samples=False)
+    checks.problems += start_problems(config, device, service.command)
     path = model_folder(config)
     checks.attempt(lambda: register_models(config))
     dims = checks.attempt(lambda: trained_dims(config, path))

@@ -142,7 +142,7 @@ def run_train_only(
 def begin_train_only(config: Config, device: torch.device) -> KeptInputs:
     """Everything the run reads, or one UserError with every problem."""
     checks = Collector()
-    checks.problems += start_problems(config, device, samples=False)
+    checks.problems += start_problems(config, device, "train")
     path = model_folder(config)
     algorithm = checks.attempt(lambda: algorithm_settings(config))
     checks.attempt(lambda: register_models(config))

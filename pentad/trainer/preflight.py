@@ -15,16 +15,12 @@ from pentad.checkpoint.folders import find_checkpoints
 from pentad.config.derived import allocation_of, model_folder, register_models
 from pentad.config.rules import checkpoint as checkpoint_rules
 from pentad.config.rules.algorithm import longest_sample
-from pentad.config.rules.model import frozen_paths, stop_ids_are_words
-from pentad.config.rules.modes import machine_problems, placement_problems
-from pentad.config.rules.start import (
-    cache_problems,
-    device_problems,
-    disk_problems,
-    unbuilt_problems,
-)
+from pentad.config.rules.model import frozen_paths, stop_id_problems
+from pentad.config.rules.rule import RunCommand, RunFacts, StartFacts
+from pentad.config.rules.start import RULES
 from pentad.config.schema import Config
 from pentad.core.algorithms import AlgorithmSettings
+from pentad.core.device import pick_device
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.machine import installed
@@ -90,7 +86,7 @@ class Collector:
 def check_train(config: Config, device: torch.device) -> Checked:
     """Everything the run reads, or one UserError with every problem."""
     checks = Collector()
-    checks.problems += start_problems(config, device, samples=True)
+    checks.problems += start_problems(config, device, "train")
     path = model_folder(config)
     algorithm = checks.attempt(lambda: algorithm_settings(config))
     checks.attempt(lambda: register_models(config))
@@ -101,9 +97,7 @@ def check_train(config: Config, device: torch.device) -> Checked:
     if dims is not None and tokenizer is not None:
         checks.problems += vocabulary_problems(path, dims, tokenizer)
         checks.problems += token_problems(config, tokenizer)
-        checks.problems += stop_ids_are_words(config, dims)
-        checks.problems += cache_problems(config, dims, kind_of(device))
-        checks.problems += disk_problems(config, dims, kind_of(device))
+        checks.problems += stop_id_problems(config, dims)
         checks.attempt(lambda: check_start(config, "actor"))
         if algorithm is not None and algorithm.needs_critic:
             checks.attempt(lambda: check_start(config, "critic"))
@@ -120,16 +114,25 @@ def check_train(config: Config, device: torch.device) -> Checked:
     return Checked(dims, tokenizer, algorithm, stream, valid, workflow)
 
 
-def start_problems(config: Config, device: torch.device, *, samples: bool) -> list[Problem | str]:
-    """What the config asks of this version and this machine in vain; reads no model and no data."""
-    problems: list[Problem | str] = [*unbuilt_problems(config, samples=samples)]
-    if rank_from_environment() is None:
-        problems += machine_problems(config)
-    elif NODES not in os.environ:
-        problems += placement_problems(config)
-    problems += device_problems(config, kind_of(device), samples=samples)
-    problems += remote_problems(config)
-    return problems + (server_problems(config, device) if samples else [])
+def start_problems(
+    config: Config, device: torch.device, command: RunCommand
+) -> list[Problem | str]:
+    """What the config asks of this version and this machine in vain; reads no data."""
+    return RULES.problems(config, start_facts(device, command))
+
+
+def start_facts(device: torch.device, command: RunCommand) -> RunFacts:
+    """All facts that rules ask for, of a run that computes on this device."""
+    is_torchrun, has_agents = rank_from_environment() is not None, NODES in os.environ
+    start = StartFacts(torch.cuda.device_count(), is_torchrun, has_agents)
+    return RunFacts(command=command, device=kind_of(device), start=start)
+
+
+def facts_here(config: Config, command: RunCommand) -> RunFacts:
+    """Those of this machine; a Slurm job runs on others."""
+    if config.scheduler.type == "slurm":
+        return RunFacts(command=command)
+    return start_facts(pick_device(), command)
 
 
 AGAIN = "PENTAD_RETRIES"
@@ -141,11 +144,12 @@ def is_again() -> bool:
     return AGAIN in os.environ
 
 
-def remote_problems(config: Config) -> list[Problem | str]:
-    """A store that does not answer, or not to us; checked once the keys themselves are right. One
-    that may answer later is no problem for a run with a local checkpoint: `Tiers` notes it."""
-    uri = config.checkpoint.remote_uri
-    if uri is None or checkpoint_rules.RULES.problems(config):
+@RULES.add(commands=("train", "sft"))
+def the_remote_store_answers(config: Config, facts: RunFacts) -> list[Problem | str]:
+    """Checked once the keys themselves are right. A store that may answer later is no problem for a
+    run with a local checkpoint: `Tiers` notes it."""
+    uri = config.checkpoint.remote_uri if facts.at_start else None
+    if uri is None or checkpoint_rules.RULES.problems(config, facts):
         return []
     if installed("boto3") is None:
         where, rule = f"checkpoint.remote_uri = {uri}", "needs boto3, which is not installed"
@@ -163,6 +167,11 @@ def remote_problems(config: Config) -> list[Problem | str]:
         if not (is_away and find_checkpoints(checkpoint_path(config), report=log.debug)):
             return [f"checkpoint.remote_uri = {error}."]
     return []
+
+
+@RULES.add(commands=("train",))
+def servers_can_start(config: Config, facts: RunFacts) -> list[Problem | str]:
+    return server_problems(config, facts) if facts.samples(config) else []
 
 
 def kind_of(device: torch.device) -> DeviceKind:

@@ -19,13 +19,10 @@ import torch
 
 from pentad.config.derived import (
     component_of,
-    known_dims,
-    parsed_allocation,
     register_models,
 )
 from pentad.config.resolve import with_absolute_paths
 from pentad.config.rules.elastic import fit_world
-from pentad.config.rules.start import cache_problems, process_problems, unbuilt_problems
 from pentad.config.schema import Config
 from pentad.config.topology import facts_of, topology
 from pentad.core.device import pick_device, unsettle
@@ -54,7 +51,7 @@ from pentad.telemetry.log import log_to
 from pentad.trainer.context import RunSummary, noted_end
 from pentad.trainer.crew import Crew, Regroup
 from pentad.trainer.membership import Formed, Membership
-from pentad.trainer.preflight import AGAIN, Collector, kind_of, start_problems
+from pentad.trainer.preflight import AGAIN, kind_of
 from pentad.trainer.retries import first_line, newest_step, policy_of, step_under_way
 from pentad.trainer.run import CheckInputs, lead
 from pentad.trainer.run_folders import checkpoint_path, standing, take_folder
@@ -132,11 +129,8 @@ def run_beside_group(
     """The scheduler in this process, the ranks of the learner in others. Those that are lost are
     started again from the newest checkpoint, while samplers stay up; where some are lost for good,
     the others go on without them."""
-    world, place = component_of(config, "actor").world, pick_device(device)
-    checks = Collector()
-    checks.problems += rank_problems(config, world, place)
-    checked = checks.attempt(lambda: check(config, place))
-    checks.raise_all()
+    place = pick_device(device)
+    checked = check(config, place)
     with take_folder(config, fresh=fresh) as taken:
         folder = taken.file("ranks/").absolute()
     with Crew(checked) as crew, again_restored():
@@ -335,38 +329,3 @@ def run_rank(
         return None
     with RankCalls(service) as calls, Crew() as crew:
         return lead(check, calls, config, notes, fresh, crew)
-
-
-def rank_problems(config: Config, world: int, device: torch.device) -> list[Problem]:
-    """Each rank needs a GPU of its own where there are any, and a process in any case; on Ray the
-    cluster says what it has."""
-    if config.scheduler.type == "ray":
-        return []
-    placed = topology(config, facts_of(config, kind_of(device)))
-    apart = placed.samplers if placed.written.are_apart else []
-    if device.type == "cuda" and config.elastic.enabled and (apart or placed.scorers):
-        rule = "samplers and scorers on GPUs of their own are counted after those that train"
-        remedy = "let the sampler share the trainer's devices (embedded:dN|archon:dN), or use Ray"
-        return [Problem("elastic.enabled = true", rule, remedy)]
-    count = torch.cuda.device_count()
-    if device.type == "cuda" and world > count:
-        rule = f"needs {world} GPUs, and torch finds {count} on this machine"
-        remedy = "make the axes smaller, or start it with torchrun on several machines"
-        return [Problem(f"allocation_mode = {config.allocation_mode}", rule, remedy)]
-    return process_problems(config, kind_of(device))
-
-
-def start_problems_here(config: Config, *, samples: bool) -> list[Problem | str]:
-    """What a start would refuse of a config that has other problems, so that all come at once."""
-    if config.scheduler.type == "slurm":  # another machine runs it
-        return [*unbuilt_problems(config, samples=samples)]
-    device, allocation = pick_device(), parsed_allocation(config)
-    actor = allocation and allocation.find("actor")
-    is_sampled = samples and allocation is not None and allocation.find("rollout") is not None
-    problems = start_problems(config, device, samples=is_sampled)
-    if actor and rank_from_environment() is None:
-        problems += rank_problems(config, actor.world, device)
-    dims = known_dims(config.actor.path)
-    if is_sampled and dims is not None:
-        problems += cache_problems(config, dims, kind_of(device))
-    return problems

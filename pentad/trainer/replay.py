@@ -31,6 +31,7 @@ from pentad.config.derived import (
 )
 from pentad.config.resolve import with_absolute_paths
 from pentad.config.rules.checkpoint import judge_changes
+from pentad.config.rules.start import rank_problems
 from pentad.config.schema import Config
 from pentad.config.topology import scorers
 from pentad.core.device import pick_device
@@ -48,7 +49,7 @@ from pentad.trainer.batches import kept_steps, read_batch, read_head
 from pentad.trainer.context import place_of
 from pentad.trainer.learner_thread import Calls
 from pentad.trainer.learners import Role
-from pentad.trainer.ranks import rank_problems
+from pentad.trainer.preflight import start_facts
 from pentad.trainer.records import grad_norm_of, loss_of
 from pentad.trainer.run_folders import checkpoint_path
 from pentad.trainer.service import LearnerService
@@ -154,7 +155,7 @@ def open_learner(plan: ReplayPlan, device: torch.device) -> Iterator[Calls]:
         with RankCalls(serve_replay(plan.given, Rank(), device)) as calls:
             yield calls
         return
-    if problems := rank_problems(config, world, device):
+    if problems := rank_problems(config, start_facts(device, "train")):
         raise UserError(problems)
     with tempfile.TemporaryDirectory(prefix="pentad-replay-") as logs:
         specs = specs_of_ranks(

@@ -19,7 +19,9 @@ import torch
 from pentad.config.derived import (
     component_of,
     model_folder,
+    part_of,
 )
+from pentad.config.rules.rule import RunFacts
 from pentad.config.run_process import RunProcess
 from pentad.config.schema import Config
 from pentad.config.topology import Topology, facts_of, topology
@@ -306,18 +308,20 @@ def server_settings(
 # What is checked before anything starts.
 
 
-def server_problems(config: Config, device: torch.device) -> list[Problem | str]:
+def server_problems(config: Config, facts: RunFacts) -> list[Problem | str]:
     """What keeps the servers of a run from starting, as far as can be known without them."""
-    backend, server = component_of(config, "rollout").backend, config.rollout.server
-    if backend == "embedded" or server.addresses:
+    rollout, server = part_of(config, "rollout"), config.rollout.server
+    if rollout is None or rollout.backend == "embedded" or server.addresses:
         return []
+    backend = rollout.backend
     problems: list[Problem | str] = []
-    here = [one for one in topology_on(config, device).samplers if one.node == 0]
+    placed = topology(config, facts_of(config, facts.kind))
+    here = [one for one in placed.samplers if one.node == 0]
     if not here:  # other machines have them
         return []
     needed = max((gpu for one in here for gpu in one.devices), default=-1) + 1
-    found = torch.cuda.device_count()
-    if device.type == "cuda" and needed > found:
+    found = facts.at_start.num_gpus
+    if facts.kind == "cuda" and needed > found:
         where = f"allocation_mode = {config.allocation_mode}"
         problems.append(Problem(where, f"needs {needed} GPUs on this machine, which has {found}"))
     try:

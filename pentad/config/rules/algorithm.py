@@ -20,10 +20,10 @@ from pentad.core.algorithms import (
 from pentad.core.errors import Problem
 from pentad.core.sizes import MIN_TEMPERATURE
 
-RULES: Rules[[Config]] = Rules()
+RULES = Rules()
 
 
-@RULES.add("ref_update_interval", "algorithm.kl_coef")
+@RULES.add()
 def a_refreshed_reference_is_used(config: Config) -> Problem | None:
     if config.ref_update_interval is None or config.algorithm.kl_coef:
         return None
@@ -33,24 +33,24 @@ def a_refreshed_reference_is_used(config: Config) -> Problem | None:
     return Problem(where, rule, "leave it out, or give a coefficient")
 
 
-@RULES.add("algorithm")
+@RULES.add()
 def details_belong_to_something(config: Config) -> list[Problem]:
     """Details of a part that nobody turned on. An explicit "off" is a decision and passes."""
     algorithm = config.algorithm
     return list(idle_problems(algorithm.settings, algorithm.given, show))
 
 
-@RULES.add("algorithm.decoupled", "algorithm.correction")
+@RULES.add()
 def decoupled_ppo_has_a_correction(config: Config) -> list[Problem]:
     return list(decoupled_problems(config.algorithm.settings))
 
 
-@RULES.add("algorithm")
+@RULES.add()
 def the_ratio_against_the_sampler_is_read(config: Config) -> list[Problem]:
     return list(correction_problems(config.algorithm.settings, config.algorithm.given, show))
 
 
-@RULES.add("algorithm.correction", "max_staleness", "updates_per_batch")
+@RULES.add()
 def off_policy_data_are_corrected(config: Config) -> Problem | None:
     algorithm = config.algorithm
     asked = off_policy(config)
@@ -63,25 +63,25 @@ def off_policy_data_are_corrected(config: Config) -> Problem | None:
 
 def off_policy(config: Config) -> str:
     """The keys by which the policy that is trained leaves the one that sampled; empty: none."""
-    values = {key: value for key, value in config if key in ON_POLICY}
+    values = {key: getattr(config, key) for key in ON_POLICY}
     found = [f"{key} = {n}" for key, n in values.items() if n > ON_POLICY[key]]
     return " and ".join([*found, *(["only = train"] if config.only == "train" else [])])
 
 
-@RULES.add("algorithm.name", "algorithm", is_by_key=True)
+@RULES.add(depends_on=("algorithm.name",))
 def every_override_is_read(config: Config) -> list[Problem]:
     algorithm = config.algorithm
     return list(unread_problems(algorithm.name, algorithm.facts, algorithm.given, show))
 
 
-@RULES.add("algorithm.reward_scale")
+@RULES.add()
 def rewards_are_not_wiped_out(config: Config) -> Problem | None:
     if config.algorithm.reward_scale != 0:
         return None
     return Problem("algorithm.reward_scale = 0", "would make all rewards equal", "use 1")
 
 
-@RULES.add("algorithm.overlong_buffer", "gconfig.max_new_tokens", "gconfig.max_sampled_tokens")
+@RULES.add()
 def the_overlong_buffer_fits(config: Config) -> Problem | None:
     buffer, longest = config.algorithm.overlong_buffer, sample_limit(config)
     if buffer is None or buffer <= longest:
@@ -93,7 +93,7 @@ def the_overlong_buffer_fits(config: Config) -> Problem | None:
     return Problem(where, rule, "a fifth of it is usual")
 
 
-@RULES.add("algorithm", "gconfig.max_sampled_tokens", "rollout.workflow")
+@RULES.add()
 def the_length_that_counts_is_bounded(config: Config) -> Problem | None:
     """A turn's limit is none of the sample: lengths would be measured against the wrong one."""
     algorithm, workflow = config.algorithm, config.rollout.workflow
@@ -126,7 +126,7 @@ def longest_sample(config: Config, prompt_tokens: int, max_position: int) -> int
     return min(prompt_tokens + sample_limit(config), max_position)
 
 
-@RULES.add("gconfig.temperature")
+@RULES.add()
 def training_samples_at_random(config: Config) -> Problem | None:
     given = config.gconfig.temperature
     if given >= MIN_TEMPERATURE:
@@ -138,7 +138,7 @@ def training_samples_at_random(config: Config) -> Problem | None:
     return Problem("gconfig.temperature = 0", rule, "use 1.0; evaluator.temperature may be 0")
 
 
-@RULES.add("gconfig.top_p")
+@RULES.add()
 def training_draws_from_the_whole_distribution(config: Config) -> Problem | None:
     if config.gconfig.top_p == 1:
         return None
@@ -146,7 +146,7 @@ def training_draws_from_the_whole_distribution(config: Config) -> Problem | None
     return Problem(f"gconfig.top_p = {config.gconfig.top_p}", rule, "leave it out")
 
 
-@RULES.add("gconfig.top_k")
+@RULES.add()
 def training_draws_from_all_tokens(config: Config) -> Problem | None:
     if config.gconfig.top_k == 0:
         return None
@@ -154,7 +154,7 @@ def training_draws_from_all_tokens(config: Config) -> Problem | None:
     return Problem(f"gconfig.top_k = {config.gconfig.top_k}", rule, "leave it out")
 
 
-@RULES.add("gconfig.stop", commands=("train", "plan", "eval"))
+@RULES.add(commands=("train", "plan", "eval"))
 def stop_texts_are_not_empty(config: Config) -> Problem | None:
     if "" not in config.gconfig.stop:
         return None
@@ -162,13 +162,13 @@ def stop_texts_are_not_empty(config: Config) -> Problem | None:
     return Problem(where, "every text holds the empty one", "leave it out")
 
 
-@RULES.add("gconfig.n_samples", "algorithm.name")
+@RULES.add()
 def groups_have_something_to_compare(config: Config) -> list[Problem]:
     algorithm = config.algorithm
     return list(group_problems(algorithm.name, algorithm.facts, config.gconfig.n_samples))
 
 
-@RULES.add("num_iters_per_train_update", "train_dataset.batch_size")
+@RULES.add()
 def chunks_are_not_empty(config: Config) -> Problem | None:
     chunks, prompts = config.num_iters_per_train_update, config.train_dataset.batch_size
     if chunks <= prompts:
@@ -177,7 +177,7 @@ def chunks_are_not_empty(config: Config) -> Problem | None:
     return Problem(f"num_iters_per_train_update = {chunks}", rule, f"use at most {prompts}")
 
 
-@RULES.add("updates_per_batch", "train_dataset.batch_size", "gconfig.n_samples")
+@RULES.add()
 def updates_are_of_equal_size(config: Config) -> Problem | None:
     updates = config.updates_per_batch
     samples = config.train_dataset.batch_size * config.gconfig.n_samples
@@ -188,7 +188,7 @@ def updates_are_of_equal_size(config: Config) -> Problem | None:
     return Problem(f"updates_per_batch = {updates}", rule, f"use for instance {below}")
 
 
-@RULES.add("compute_advantages_and_returns", "rollout.workflow")
+@RULES.add()
 def someone_computes_advantages(config: Config) -> Problem | None:
     if config.compute_advantages_and_returns or config.rollout.workflow != "single_turn":
         return None
@@ -197,7 +197,7 @@ def someone_computes_advantages(config: Config) -> Problem | None:
     return Problem(where, rule, "set it to true, or give a workflow of your own")
 
 
-@RULES.add("rollout.max_batch_tokens", "rollout.max_running")
+@RULES.add()
 def every_running_sequence_gets_its_token(config: Config) -> Problem | None:
     tokens, running = config.rollout.max_batch_tokens, num_running(config)
     if tokens is None or tokens >= running:

@@ -18,10 +18,10 @@ from pentad.core.errors import Problem
 from pentad.core.remote import split_uri
 from pentad.engine.section import ArchonConfig
 
-RULES: Rules[[Config]] = Rules()
+RULES = Rules()
 
 
-@RULES.add("checkpoint.remote_uri", commands=RUNS)
+@RULES.add(commands=RUNS)
 def the_store_has_an_address(config: Config) -> Problem | None:
     uri = config.checkpoint.remote_uri
     if uri is None:
@@ -33,7 +33,7 @@ def the_store_has_an_address(config: Config) -> Problem | None:
     return None
 
 
-@RULES.add("checkpoint.endpoint_url", commands=RUNS)
+@RULES.add(commands=RUNS)
 def the_endpoint_is_a_url(config: Config) -> Iterator[Problem]:
     url = config.checkpoint.endpoint_url
     where = f"checkpoint.endpoint_url = {url}"
@@ -129,7 +129,7 @@ def changed_keys(
             yield here, before, after
 
 
-@RULES.add("recover.allow", commands=RUNS)
+@RULES.add(commands=RUNS)
 def allowed_keys_are_keys(config: Config) -> Iterator[Problem]:
     for key in config.recover.allow:
         if key not in fields():

@@ -79,10 +79,10 @@ def _shrunk(config: Config, before: Component, world: int) -> Config | None:
     return None if found is None else with_(*found)
 
 
-RULES: Rules[[Config]] = Rules()
+RULES = Rules()
 
 
-@RULES.add("elastic.enabled", "recover.mode", commands=RUNS)
+@RULES.add(commands=RUNS)
 def what_shrinks_has_checkpoints(config: Config) -> Problem | None:
     if not config.elastic.enabled or config.recover.is_on:
         return None
@@ -90,7 +90,7 @@ def what_shrinks_has_checkpoints(config: Config) -> Problem | None:
     return Problem("elastic.enabled = true", rule, "set recover.mode=auto")
 
 
-@RULES.add("elastic", "allocation_mode", commands=RUNS)
+@RULES.add(commands=RUNS)
 def the_layout_can_shrink(config: Config) -> Iterator[Problem]:
     allocation, elastic = parsed_allocation(config), config.elastic
     actor = allocation and allocation.find("actor")
@@ -109,7 +109,7 @@ def the_layout_can_shrink(config: Config) -> Iterator[Problem]:
         yield Problem(f"elastic.min_ranks = {elastic.min_ranks}", rule, remedy)
 
 
-@RULES.add("elastic.drop_grace_s", "elastic.wait_timeout_s", commands=RUNS)
+@RULES.add(commands=RUNS)
 def grace_is_within_the_wait(config: Config) -> Problem | None:
     elastic = config.elastic
     if elastic.drop_grace_s <= elastic.wait_timeout_s:
@@ -118,7 +118,7 @@ def grace_is_within_the_wait(config: Config) -> Problem | None:
     return Problem(f"elastic.drop_grace_s = {elastic.drop_grace_s:g}", rule, "give fewer seconds")
 
 
-@RULES.add("elastic.heartbeat_interval_s", "stall_abort_s", commands=RUNS)
+@RULES.add(commands=RUNS)
 def heartbeats_come_before_a_stall(config: Config) -> Problem | None:
     every, limit = config.elastic.heartbeat_interval_s, config.stall_abort_s
     if 4 * every <= limit:

@@ -19,19 +19,19 @@ from pentad.models.families import register
 from pentad.rewards.section import REWARD_NAMES
 from pentad.rollout.section import WORKFLOW_NAMES
 
-RULES: Rules[[Config]] = Rules()
+RULES = Rules()
 MAX_NAME_BYTES = 255
 """Of one folder, on every usual file system."""
 
 
-@RULES.add("actor.path", commands=("train", "sft", "plan", "eval", "reward"))
+@RULES.add(commands=("train", "sft", "plan", "eval", "reward"))
 def a_model_is_named(config: Config) -> Problem | None:
     if config.actor.path is not None:
         return None
     return Problem("actor.path", "is not set", "give the folder of the model")
 
 
-@RULES.add("actor.path", commands=("eval",))
+@RULES.add(commands=("eval",))
 def the_evaluated_model_has_weights(config: Config) -> Problem | None:
     """Whatever a recipe says of its start: what is evaluated is what the folder holds."""
     found = _model_folder("actor.path", config.actor.path, must_be_trained=True)
@@ -42,16 +42,14 @@ def the_evaluated_model_has_weights(config: Config) -> Problem | None:
     return Problem(f"actor.path = {config.actor.path}", rule, remedy)
 
 
-@RULES.add(
-    "actor.path", "actor.init_from_scratch", "actor.checkpoint_load_path", commands=("train", "sft")
-)
+@RULES.add(commands=("train", "sft"))
 def the_actor_is_a_model_folder(config: Config) -> Problem | None:
     actor = config.actor
     has_other_weights = actor.init_from_scratch or actor.checkpoint_load_path is not None
     return _model_folder("actor.path", actor.path, has_other_weights)
 
 
-@RULES.add("critic", "algorithm.name", commands=("train",))
+@RULES.add(commands=("train",))
 def the_critic_is_a_model_folder(config: Config) -> Problem | None:
     critic = config.critic
     if not config.algorithm.facts.needs_critic or critic.path == config.actor.path:
@@ -60,12 +58,12 @@ def the_critic_is_a_model_folder(config: Config) -> Problem | None:
     return _model_folder("critic.path", critic.path, has_other_weights)
 
 
-@RULES.add("ref.path", "algorithm.kl_coef", commands=("train",))
+@RULES.add(commands=("train",))
 def the_reference_is_a_model_folder(config: Config) -> Problem | None:
     return _model_folder("ref.path", config.ref.path) if config.algorithm.kl_coef else None
 
 
-@RULES.add("teacher.path", "algorithm.name")
+@RULES.add()
 def distillation_has_a_teacher(config: Config) -> Problem | None:
     if config.algorithm.name != "distill" or config.teacher.path is not None:
         return None
@@ -74,7 +72,7 @@ def distillation_has_a_teacher(config: Config) -> Problem | None:
     )
 
 
-@RULES.add("teacher.path", "algorithm.name", commands=("train",))
+@RULES.add(commands=("train",))
 def the_teacher_is_a_model_folder(config: Config) -> Problem | None:
     if config.algorithm.name != "distill":
         return None
@@ -103,19 +101,19 @@ def _model_folder(
     return None
 
 
-@RULES.add("train_dataset.path", "only", commands=("train",))
+@RULES.add(commands=("train",))
 def there_are_prompts(config: Config) -> Problem | None:
     return None if config.only == "train" else there_is_training_data(config)
 
 
-@RULES.add("train_dataset.path", commands=("sft", "reward"))
+@RULES.add(commands=("sft", "reward"))
 def there_is_training_data(config: Config) -> Problem | None:
     if config.train_dataset.path is None:
         return Problem("train_dataset.path", "is not set", "give a JSONL or Parquet file")
     return _data_path("train_dataset.path", config.train_dataset.path)
 
 
-@RULES.add("valid_dataset", commands=("train", "sft"))
+@RULES.add(commands=("train", "sft"))
 def held_out_data_exists(config: Config) -> Problem | None:
     if config.valid_dataset is None:
         return None
@@ -125,7 +123,7 @@ def held_out_data_exists(config: Config) -> Problem | None:
     return _data_path("valid_dataset.path", config.valid_dataset.path)
 
 
-@RULES.add("valid_dataset", commands=("eval",))
+@RULES.add(commands=("eval",))
 def there_is_data_to_evaluate_on(config: Config) -> Problem | None:
     if config.valid_dataset is None or config.valid_dataset.path is None:
         return Problem("valid_dataset.path", "is not set", "give --data, or a recipe that has it")
@@ -140,10 +138,7 @@ def _data_path(key: str, path: str) -> Problem | None:
     return Problem(f"{key} = {path}", "there is no such file or folder", remedy)
 
 
-@RULES.add(
-    *("reward.fn", "algorithm.name", "rollout.workflow", "valid_dataset", "only"),
-    commands=("train",),
-)
+@RULES.add(commands=("train",))
 def answers_are_scored(config: Config) -> Problem | None:
     """A workflow may bring rewards of its own; the executor sees to it that it does."""
     is_own = config.rollout.workflow != "single_turn"
@@ -157,7 +152,7 @@ def answers_are_scored(config: Config) -> Problem | None:
     return Problem("reward.fn", f"is not set, and {config.algorithm.name} needs rewards", remedy)
 
 
-@RULES.add("reward.fn", "rollout.workflow", commands=("eval",))
+@RULES.add(commands=("eval",))
 def evaluated_answers_are_scored(config: Config) -> Problem | None:
     if config.reward.functions or config.rollout.workflow != "single_turn":
         return None
@@ -165,14 +160,14 @@ def evaluated_answers_are_scored(config: Config) -> Problem | None:
     return Problem("reward.fn", "is not set, so nothing says which answers are right", remedy)
 
 
-@RULES.add("reward.fn", commands=("reward",))
+@RULES.add(commands=("reward",))
 def there_is_a_reward_to_try(config: Config) -> Problem | None:
     if config.reward.functions:
         return None
     return Problem("reward.fn", "is not set, so there is nothing to try", "name it in the recipe")
 
 
-@RULES.add("evaluator", commands=("eval",))
+@RULES.add(commands=("eval",))
 def several_answers_differ(config: Config) -> Problem | None:
     evaluator = config.evaluator
     if evaluator.n_samples == 1 or evaluator.temperature > 0:
@@ -182,7 +177,7 @@ def several_answers_differ(config: Config) -> Problem | None:
     return Problem(f"evaluator.n_samples = {evaluator.n_samples}", rule, remedy)
 
 
-@RULES.add("reward.fn", commands=("train", "plan", "eval", "reward"))
+@RULES.add(commands=("train", "plan", "eval", "reward"))
 def the_reward_can_be_found(config: Config) -> list[Problem]:
     remedy = "for your own, give package.module:function or path/to/file.py:function"
     functions = config.reward.functions
@@ -190,7 +185,7 @@ def the_reward_can_be_found(config: Config) -> list[Problem]:
     return [problem for problem in found if problem is not None]
 
 
-@RULES.add("reward.fn", "reward.weights", commands=("train", "plan", "eval", "reward"))
+@RULES.add(commands=("train", "plan", "eval", "reward"))
 def every_reward_has_a_weight(config: Config) -> Problem | None:
     weights, functions = config.reward.weights, config.reward.functions
     if weights is None or not functions or len(weights) == len(functions):
@@ -199,13 +194,13 @@ def every_reward_has_a_weight(config: Config) -> Problem | None:
     return Problem(f"reward.weights = {show(weights)}", rule, "give one number for each")
 
 
-@RULES.add("rollout.workflow", commands=("train", "plan", "eval"))
+@RULES.add(commands=("train", "plan", "eval"))
 def the_workflow_can_be_found(config: Config) -> Problem | None:
     remedy = "for your own, give package.module:Class or path/to/file.py:Class"
     return _part_problem("rollout.workflow", config.rollout.workflow, WORKFLOW_NAMES, remedy)
 
 
-@RULES.add("rollout.agent", "rollout.workflow", commands=("train", "plan", "eval"))
+@RULES.add(commands=("train", "plan", "eval"))
 def an_agent_workflow_has_an_agent(config: Config) -> Problem | None:
     rollout, remedy = config.rollout, "give package.module:function or path/to/file.py:function"
     if rollout.workflow == "agent" and rollout.agent is None:
@@ -216,7 +211,7 @@ def an_agent_workflow_has_an_agent(config: Config) -> Problem | None:
     return _part_problem("rollout.agent", rollout.agent, (), remedy)
 
 
-@RULES.add("model_files", commands=("train", "sft", "plan", "eval"))
+@RULES.add(commands=("train", "sft", "plan", "eval"))
 def model_files_can_be_found(config: Config) -> Iterator[Problem]:
     remedy = "give package.module:SPEC or path/to/file.py:SPEC"
     for path in config.model_files:
@@ -246,7 +241,7 @@ def _part_problem(
     return None
 
 
-@RULES.add("experiment_name", "trial_name", "user", commands=RUNS)
+@RULES.add(commands=RUNS)
 def names_can_be_folders(config: Config) -> list[Problem]:
     names = {
         "experiment_name": config.experiment_name,
@@ -273,7 +268,7 @@ def _no_folder_name(name: str) -> str:
     return _hidden_character(name)
 
 
-@RULES.add(*PATHS, "reward.fn", "rollout.agent", commands=("train", "sft", "plan", "eval"))
+@RULES.add(commands=("train", "sft", "plan", "eval"))
 def paths_can_be_read(config: Config) -> list[Problem]:
     found = []
     for key in (*PATHS, "reward.fn", "rollout.agent"):
@@ -293,7 +288,7 @@ def _hidden_character(text: str) -> str:
     return ""
 
 
-@RULES.add("evaluator", "valid_dataset", commands=RUNS)
+@RULES.add(commands=RUNS)
 def evaluation_has_prompts(config: Config) -> Problem | None:
     given = [
         f"evaluator.{name} = {show(value)}"
@@ -305,7 +300,7 @@ def evaluation_has_prompts(config: Config) -> Problem | None:
     return Problem(given[0], "there is no valid_dataset", "give valid_dataset.path")
 
 
-@RULES.add("saver", "valid_dataset", commands=RUNS)
+@RULES.add(commands=RUNS)
 def the_best_is_known(config: Config) -> Problem | None:
     if config.saver.keep_best is None or config.valid_dataset is not None:
         return None
@@ -314,7 +309,7 @@ def the_best_is_known(config: Config) -> Problem | None:
     return Problem(where, rule, "give valid_dataset.path, or use saver.keep_last")
 
 
-@RULES.add("megatron", "actor.path", "actor.checkpoint_load_path", commands=RUNS)
+@RULES.add(commands=RUNS)
 def a_conversion_knows_where_to(config: Config) -> list[Problem]:
     convertor = config.megatron.ckpt_convertor
     if not config.megatron.use_hf_ckpt:
@@ -335,7 +330,7 @@ def a_conversion_knows_where_to(config: Config) -> list[Problem]:
     return found
 
 
-@RULES.add("megatron", "actor.path", commands=("train", "sft"))
+@RULES.add(commands=("train", "sft"))
 def what_is_converted_is_there(config: Config) -> Problem | None:
     source = config.megatron.ckpt_convertor.hf_model_path
     if not config.megatron.use_hf_ckpt:
@@ -348,7 +343,7 @@ def what_is_converted_is_there(config: Config) -> Problem | None:
     return Problem(f"{key} = {source}", rule, "give the folder of a HF model")
 
 
-@RULES.add("actor", "critic", "megatron", commands=("train", "sft"))
+@RULES.add(commands=("train", "sft"))
 def checkpoints_to_start_from_are_there(config: Config) -> list[Problem]:
     found = _start_problems("critic", config.critic)
     if not config.megatron.use_hf_ckpt:
@@ -368,7 +363,7 @@ def _start_problems(role: str, model: ModelConfig) -> list[Problem]:
     return [Problem(where, "there is no such folder", "give a Megatron checkpoint's folder")]
 
 
-@RULES.add("actor", "critic", commands=RUNS)
+@RULES.add(commands=RUNS)
 def weights_have_one_origin(config: Config) -> list[Problem]:
     return [
         Problem(
@@ -381,7 +376,7 @@ def weights_have_one_origin(config: Config) -> list[Problem]:
     ]
 
 
-@RULES.add("actor.checkpoint_load_path", "megatron", commands=("eval",))
+@RULES.add(commands=("eval",))
 def what_is_evaluated_has_one_origin(config: Config) -> Problem | None:
     """A recipe's start is not what became of it: `eval` never takes the one for the other."""
     start = config.actor.checkpoint_load_path

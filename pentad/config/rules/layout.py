@@ -7,16 +7,19 @@ rules for the actor and the critic alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from pentad.config.derived import (
+    count_devices,
     known_dims,
     pipeline_size,
     read_allocation,
     rows_per_step,
+    samples,
 )
-from pentad.config.rules.rule import RUNS, Rules
+from pentad.config.rules.model import unknown_families
+from pentad.config.rules.rule import RUNS, Rules, RunFacts
 from pentad.config.schema import Config, ModelConfig
 from pentad.config.topology import Topology, facts_of, find_topology
 from pentad.core.dims import ModelDims
@@ -36,6 +39,7 @@ from pentad.core.fit import (
 )
 from pentad.core.layout import Allocation, Component, divisors
 
+RULES = Rules()
 TRAINING_ROLES = ("actor", "critic", "ref", "teacher")
 ROLES = (*TRAINING_ROLES, "rollout")
 
@@ -62,8 +66,23 @@ class Placed:
         return archon.stages_per_rank or default_stages_per_rank(archon.pp_schedule)
 
 
-SAMPLING: Rules[[Placed]] = Rules()
-TRAINING: Rules[[Placed]] = Rules()
+PlacedRule = Callable[[Placed], Iterator[Problem]]
+
+
+@RULES.add(commands=("train",))
+def there_is_a_sampler(config: Config) -> Problem | None:
+    if config.only == "train" or samples(config):
+        return None
+    remedy = f"use for instance embedded:d1|{config.allocation_mode}"
+    where = f"allocation_mode = {config.allocation_mode}"
+    return Problem(where, "there is no sampler, and train needs one", remedy)
+
+
+@RULES.add(commands=RUNS, depends_on=("allocation_mode",))
+def the_layout_is_valid(config: Config, facts: RunFacts) -> list[Problem]:
+    is_unknown = bool(unknown_families(config, facts))
+    dims = None if is_unknown else known_dims(config.actor.path)
+    return layout_problems(config, dims, count_devices(config))
 
 
 def layout_problems(
@@ -77,7 +96,7 @@ def layout_problems(
     problems += roles(config, allocation)
     for part in placed_components(config, allocation, dims):
         rules = SAMPLING if part.component.is_inference else TRAINING
-        problems += rules.problems(part)
+        problems += [problem for rule in rules for problem in rule(part)]
     return problems
 
 
@@ -129,6 +148,7 @@ def placed_on(config: Config, num_devices: int | None) -> Topology | None:
     return find_topology(config, replace(facts_of(config), num_devices=num_devices))
 
 
+@RULES.add(commands=("train", "sft"), is_noted=True)
 def idle_devices(config: Config) -> Iterator[Problem]:
     """A layout that uses at most half of the devices it was given was meant for another cluster: a
     run refuses it, and a plan says so. One side alone leaves idle what the other has."""
@@ -164,7 +184,6 @@ def roles(config: Config, allocation: Allocation) -> Iterator[Problem]:
 # What samples.
 
 
-@SAMPLING.add()
 def embedded_is_whole(part: Placed) -> Iterator[Problem]:
     component = part.component
     if component.backend != "embedded":
@@ -176,7 +195,6 @@ def embedded_is_whole(part: Placed) -> Iterator[Problem]:
             yield Problem(part.where, rule, f"use {fix}, or vllm or sglang")
 
 
-@SAMPLING.add()
 def sampler_heads(part: Placed) -> Iterator[Problem]:
     tp = part.component.size("t")
     if part.component.backend == "embedded":
@@ -186,7 +204,6 @@ def sampler_heads(part: Placed) -> Iterator[Problem]:
         yield Problem(part.where, rule, f"t can be {list_of(divisors(part.dims.num_heads))}")
 
 
-@SAMPLING.add()
 def sampler_layers(part: Placed) -> Iterator[Problem]:
     pp = part.component.size("p")
     if part.dims is not None and pp > part.dims.num_layers:
@@ -197,21 +214,18 @@ def sampler_layers(part: Placed) -> Iterator[Problem]:
 # What trains.
 
 
-@TRAINING.add()
 def megatron_is_not_built(part: Placed) -> Iterator[Problem]:
     if part.component.backend == "megatron":
         text = str(part.component).replace("megatron", "archon", 1)
         yield Problem(part.where, "training on Megatron-Core is not built", f"use {text}")
 
 
-@TRAINING.add()
 def heads_and_widths_divide(part: Placed) -> Iterator[Problem]:
     if part.dims is not None:
         yield from head_problems(part.component.layout(), part.dims, part.where)
         yield from width_problems(part.component.layout(), part.dims, part.where)
 
 
-@TRAINING.add()
 def experts_divide(part: Placed) -> Iterator[Problem]:
     component, dims = part.component, part.dims
     if dims is None:
@@ -227,7 +241,6 @@ def experts_divide(part: Placed) -> Iterator[Problem]:
         yield from expert_problems(component.layout(), dims, part.where)
 
 
-@TRAINING.add()
 def replicas_divide(part: Placed) -> Iterator[Problem]:
     replicas, d = part.model.archon.dp_replicate, part.component.size("d")
     where = f"{part.key}.archon.dp_replicate = {replicas}"
@@ -243,7 +256,6 @@ def replicas_divide(part: Placed) -> Iterator[Problem]:
         yield Problem(where, rule, f"it can be {list_of(fits)}")
 
 
-@TRAINING.add()
 def stages_suit_schedule_and_layers(part: Placed) -> Iterator[Problem]:
     pp = part.component.size("p")
     num_layers = None if part.dims is None else part.dims.num_layers
@@ -253,7 +265,6 @@ def stages_suit_schedule_and_layers(part: Placed) -> Iterator[Problem]:
         )
 
 
-@TRAINING.add()
 def schedule_goes_with_the_engine(part: Placed) -> Iterator[Problem]:
     archon, pp = part.model.archon, part.component.size("p")
     if pp > 1:
@@ -267,7 +278,6 @@ def schedule_goes_with_the_engine(part: Placed) -> Iterator[Problem]:
         )
 
 
-@TRAINING.add()
 def experts_are_balanced(part: Placed) -> Iterator[Problem]:
     archon = part.model.archon
     if part.dims is None or part.component.role not in ("actor", "critic"):
@@ -279,7 +289,6 @@ def experts_are_balanced(part: Placed) -> Iterator[Problem]:
     yield from balance_problems(part.dims, given, (key, archon.moe_bias_rate))
 
 
-@TRAINING.add()
 def trees_can_be_made(part: Placed) -> Iterator[Problem]:
     archon, component = part.model.archon, part.component
     if part.model.enable_tree_training is not True or component.role not in ("actor", "critic"):
@@ -290,7 +299,6 @@ def trees_can_be_made(part: Placed) -> Iterator[Problem]:
         yield Problem(f"{part.key}.enable_tree_training = true", why, "leave it out")
 
 
-@TRAINING.add()
 def transformers_own_models(part: Placed) -> Iterator[Problem]:
     """What the fsdp backend cannot do with models that have no model file."""
     if part.component.backend != "fsdp":
@@ -309,7 +317,6 @@ def transformers_own_models(part: Placed) -> Iterator[Problem]:
         yield from whole_kv_head_problems(tp, part.dims, part.where)
 
 
-@TRAINING.add()
 def microbatches_fit_rounds(part: Placed) -> Iterator[Problem]:
     schedule, pp = part.model.archon.pp_schedule, part.component.size("p")
     count = part.model.mb_spec.fewest
@@ -320,6 +327,21 @@ def microbatches_fit_rounds(part: Placed) -> Iterator[Problem]:
         below = count // pp * pp
         where = f"{part.key}.mb_spec.n_mbs = {count}"
         yield Problem(where, rule, f"use {below} or {below + pp}")
+
+
+SAMPLING: tuple[PlacedRule, ...] = (embedded_is_whole, sampler_heads, sampler_layers)
+TRAINING: tuple[PlacedRule, ...] = (
+    megatron_is_not_built,
+    heads_and_widths_divide,
+    experts_divide,
+    replicas_divide,
+    stages_suit_schedule_and_layers,
+    schedule_goes_with_the_engine,
+    experts_are_balanced,
+    trees_can_be_made,
+    transformers_own_models,
+    microbatches_fit_rounds,
+)
 
 
 def layout_notes(
@@ -360,27 +382,12 @@ def component_notes(part: Placed) -> Iterator[str]:
         )
 
 
-RULES: Rules[[Config]] = Rules()
-
-
-@RULES.add(
-    "actor.archon",
-    "actor.gradient_checkpointing",
-    "actor.pad_to_maximum",
-    "allocation_mode",
-    commands=RUNS,
-)
+@RULES.add(commands=RUNS)
 def the_actor_engine_agrees(config: Config) -> list[Problem]:
     return list(_engine_problems(config, "actor", config.actor))
 
 
-@RULES.add(
-    "critic.archon",
-    "critic.gradient_checkpointing",
-    "critic.pad_to_maximum",
-    "allocation_mode",
-    "algorithm.name",
-)
+@RULES.add()
 def the_critic_engine_agrees(config: Config) -> list[Problem]:
     if not config.algorithm.facts.needs_critic:
         return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 
 from pentad.config.derived import (
     dims_of,
@@ -13,8 +14,9 @@ from pentad.config.derived import (
     parsed_allocation,
     part_of,
     problems_of,
+    samples,
 )
-from pentad.config.rules.rule import Rules
+from pentad.config.rules.rule import RUNS, Rules, RunFacts
 from pentad.config.schema import Config
 from pentad.config.topology import scorers
 from pentad.core.dims import ModelDims
@@ -27,22 +29,24 @@ from pentad.models.families import (
     no_such_family,
 )
 
-RULES: Rules[[Config, ModelDims]] = Rules()
+RULES = Rules()
 
 
-def unknown_families(config: Config, command: str, skip: frozenset[str]) -> list[Problem]:
+@RULES.add(commands=RUNS)
+def unknown_families(config: Config, facts: RunFacts) -> list[Problem]:
     """Models without a model file, which `fsdp` trains and the embedded sampler cannot run.
 
     A model file of the user's own that could not be loaded may be the one that is missing.
     """
     allocation = parsed_allocation(config)
     is_loaded = all(map(is_registered, config.model_files))
-    if allocation is None or not is_loaded or "model_files" in skip:
+    if allocation is None or not is_loaded:
         return []
     actor, rollout = allocation.find("actor"), allocation.find("rollout")
     is_fsdp = actor is not None and actor.backend == "fsdp"
-    samples_here = command != "sft" and rollout is not None and rollout.backend == "embedded"
-    has_critic = command != "sft" and config.algorithm.facts.needs_critic
+    is_rl = facts.command not in ("sft", "pretrain")
+    samples_here = is_rl and rollout is not None and rollout.backend == "embedded"
+    has_critic = is_rl and config.algorithm.facts.needs_critic
     paths = [config.actor.path, config.critic.path if has_critic else None]
     found: dict[str, Problem] = {}
     for path in filter(None, paths):
@@ -67,24 +71,51 @@ def uncounted(config: Config) -> str | None:
     return f"memory unknown for this architecture (model_type = {family}): it is not counted"
 
 
-def unknown_models(config: Config, skip: frozenset[str]) -> list[Problem]:
-    """Further models whose dimensions cannot be found out."""
+@RULES.add(commands=RUNS, depends_on=("actor.path",))
+def planned_models_are_known(config: Config, facts: RunFacts) -> list[Problem]:
+    """Models whose dimensions cannot be found out; a run complains about a missing folder."""
+    if not facts.is_plan:
+        return []
+    problems: list[Problem] = []
+    path = config.actor.path
+    if path is not None and uncounted(config) is None and not unknown_families(config, facts):
+        problems += _unknown("actor.path", path)
     has_critic = config.algorithm.facts.needs_critic
     paths = {"critic.path": config.critic.path if has_critic else None, **frozen_paths(config)}
-    problems: list[Problem] = []
     for key, path in paths.items():
-        if path is None or path == config.actor.path or key in skip:
-            continue
-        try:
-            dims_of(path, key)
-        except UserError as error:
-            problems += problems_of(error)
+        if path is not None and path != config.actor.path:
+            problems += _unknown(key, path)
     return problems
 
 
-@RULES.add()
-def context_fits(config: Config, dims: ModelDims) -> Iterator[Problem]:
+def _unknown(key: str, path: str) -> list[Problem]:
+    try:
+        dims_of(path, key)
+    except UserError as error:
+        return problems_of(error)
+    return []
+
+
+def _sampled_dims(config: Config, facts: RunFacts) -> ModelDims | None:
+    """Of the model that samples; None where there is none, or it is not known."""
+    is_sampled = facts.command not in ("sft", "pretrain") and samples(config)
+    is_known = is_sampled and not unknown_families(config, facts)
+    return known_dims(config.actor.path) if is_known else None
+
+
+def _folder_dims(config: Config, facts: RunFacts) -> ModelDims | None:
+    """Of a folder; a public name stands for models of different lengths."""
+    path = config.actor.path
+    is_folder = path is not None and (Path(path) / "config.json").is_file()
+    return _sampled_dims(config, facts) if is_folder else None
+
+
+@RULES.add(commands=RUNS)
+def context_fits(config: Config, facts: RunFacts) -> Iterator[Problem]:
     """The longest sequence a run can meet lies within the model's positions."""
+    dims = _folder_dims(config, facts)
+    if dims is None:
+        return
     limit = dims.max_position
     asked = {"gconfig": ("train_dataset", config.train_dataset, config.gconfig.max_new_tokens)}
     if config.valid_dataset is not None and config.evaluator.max_new_tokens is not None:
@@ -99,15 +130,23 @@ def context_fits(config: Config, dims: ModelDims) -> Iterator[Problem]:
             yield Problem(where, rule, f"use at most {max(limit - least, 1)}")
 
 
-@RULES.add()
-def routes_exist(config: Config, dims: ModelDims) -> Iterator[Problem]:
+@RULES.add(commands=RUNS)
+def routes_exist(config: Config, facts: RunFacts) -> Iterator[Problem]:
+    dims = _folder_dims(config, facts)
+    if dims is None:
+        return
     if config.rollout.replay_routes and not any(map(dims.is_moe, range(dims.num_layers))):
         rule = f"the model in {config.actor.path} has no mixture of experts"
         yield Problem("rollout.replay_routes = true", rule, "leave it out")
 
 
-@RULES.add()
-def stop_ids_are_words(config: Config, dims: ModelDims) -> Iterator[Problem]:
+@RULES.add(commands=RUNS)
+def stop_ids_are_words(config: Config, facts: RunFacts) -> Iterator[Problem]:
+    dims = _folder_dims(config, facts)
+    return iter(()) if dims is None else stop_id_problems(config, dims)
+
+
+def stop_id_problems(config: Config, dims: ModelDims) -> Iterator[Problem]:
     ids = config.gconfig.stop_token_ids
     outside = [token for token in ids if token >= dims.vocab_size]
     if outside:
@@ -115,9 +154,13 @@ def stop_ids_are_words(config: Config, dims: ModelDims) -> Iterator[Problem]:
         yield Problem(f"gconfig.stop_token_ids = {list(ids)}", rule, "leave it out")
 
 
-def tags_are_alike(config: Config, actor: ModelDims) -> Iterator[Problem]:
+@RULES.add(commands=RUNS)
+def tags_are_alike(config: Config, facts: RunFacts) -> Iterator[Problem]:
     """Reference and teacher are other weights of the actor's model, so they are made like it;
     on devices of their own they need no more than its tokens."""
+    actor = _sampled_dims(config, facts)
+    if actor is None:
+        return
     apart = {f"{role}.path" for role in scorers(config)}
     for key, path in frozen_paths(config).items():
         dims = known_dims(path)

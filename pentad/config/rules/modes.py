@@ -10,14 +10,14 @@ from pentad.config.derived import (
     part_of,
 )
 from pentad.config.rules.rule import RUNS, Rules
-from pentad.config.schema import Config
+from pentad.config.schema import Config, ServerConfig
 from pentad.config.topology import find_topology
 from pentad.core.errors import Problem
 from pentad.core.fit import list_of, strict_problems
 from pentad.core.layout import Component, divisors
 from pentad.telemetry.runfolder import run_path
 
-RULES: Rules[[Config]] = Rules()
+RULES = Rules()
 
 
 def server_of(config: Config) -> Component | None:
@@ -26,7 +26,7 @@ def server_of(config: Config) -> Component | None:
     return None if not rollout or rollout.backend == "embedded" else rollout
 
 
-@RULES.add("mode", "allocation_mode")
+@RULES.add()
 def the_mode_fits_the_devices(config: Config) -> Problem | None:
     allocation = parsed_allocation(config)
     apart = allocation and allocation.are_apart
@@ -41,7 +41,7 @@ def the_mode_fits_the_devices(config: Config) -> Problem | None:
     return Problem(where, rule, "join them with + instead of |, or set mode: colocate")
 
 
-@RULES.add("max_staleness", "mode", "allocation_mode")
+@RULES.add()
 def colocation_is_on_policy(config: Config) -> Problem | None:
     if config.mode != "colocate" or config.max_staleness == 0:
         return None
@@ -50,7 +50,7 @@ def colocation_is_on_policy(config: Config) -> Problem | None:
     return Problem(where, rule, "set mode: hybrid and join the allocation with +")
 
 
-@RULES.add("offload_train", "offload_rollout", "mode", "allocation_mode", "rollout.server")
+@RULES.add()
 def offloaded_training_takes_turns(config: Config) -> Problem | None:
     if not config.offload_train:
         return None
@@ -68,7 +68,7 @@ def offloaded_training_takes_turns(config: Config) -> Problem | None:
     return None
 
 
-@RULES.add("scheduler.processes", "scheduler.type", "allocation_mode", "cluster")
+@RULES.add()
 def one_process_holds_one_of_each(config: Config) -> Problem | None:
     allocation = parsed_allocation(config)
     if config.scheduler.processes != "one" or allocation is None:
@@ -88,7 +88,7 @@ def one_process_holds_one_of_each(config: Config) -> Problem | None:
     return Problem("scheduler.processes = one", "; ".join(rules), "leave it at auto")
 
 
-@RULES.add("store", "num_data_storage_units", "scheduler", "allocation_mode")
+@RULES.add()
 def every_process_reaches_the_store(config: Config) -> Problem | None:
     actor, placed = part_of(config, "actor"), find_topology(config)
     where = f"store = {config.store}"
@@ -103,7 +103,7 @@ def every_process_reaches_the_store(config: Config) -> Problem | None:
     return None
 
 
-@RULES.add("cluster.share_gpus", "allocation_mode")
+@RULES.add()
 def embedded_samplers_share_gpus(config: Config) -> Problem | None:
     rollout = server_of(config)
     if not config.cluster.share_gpus or not rollout:
@@ -112,7 +112,7 @@ def embedded_samplers_share_gpus(config: Config) -> Problem | None:
     return Problem("cluster.share_gpus = true", rule, "leave it out, or use embedded")
 
 
-@RULES.add("strict", "allocation_mode")
+@RULES.add()
 def strict_needs_the_embedded_sampler(config: Config) -> Problem | None:
     rollout = server_of(config)
     if not config.strict or not rollout:
@@ -121,7 +121,7 @@ def strict_needs_the_embedded_sampler(config: Config) -> Problem | None:
     return Problem("strict = true", rule, "use embedded in allocation_mode")
 
 
-@RULES.add("rollout.replay_routes", "allocation_mode")
+@RULES.add()
 def replay_needs_a_server_in_one_stage(config: Config) -> Problem | None:
     rollout = server_of(config)
     if not config.rollout.replay_routes or not rollout or rollout.size("p") == 1:
@@ -130,7 +130,7 @@ def replay_needs_a_server_in_one_stage(config: Config) -> Problem | None:
     return Problem("rollout.replay_routes = true", rule, "leave out p in allocation_mode")
 
 
-@RULES.add("strict", "rollout.replay_routes", "allocation_mode")
+@RULES.add()
 def fsdp_trains_models_without_a_file(config: Config) -> list[Problem]:
     actor = part_of(config, "actor")
     if not actor or actor.backend != "fsdp":
@@ -147,7 +147,7 @@ def fsdp_trains_models_without_a_file(config: Config) -> list[Problem]:
     ]
 
 
-@RULES.add("strict", "actor.archon.enable_compile")
+@RULES.add()
 def strict_is_not_compiled(config: Config) -> Problem | None:
     if not config.strict or config.actor.archon.enable_compile is not True:
         return None
@@ -155,13 +155,13 @@ def strict_is_not_compiled(config: Config) -> Problem | None:
     return Problem("actor.archon.enable_compile = true", rule, "leave it out, or at auto")
 
 
-@RULES.add("strict", "allocation_mode")
+@RULES.add()
 def strict_cuts_no_layer(config: Config) -> list[Problem]:
     actor = part_of(config, "actor")
     return list(strict_problems(actor.layout(), str(actor))) if config.strict and actor else []
 
 
-@RULES.add("rollout.server", "allocation_mode", "scheduler")
+@RULES.add()
 def servers_fit_the_allocation(config: Config) -> list[Problem]:
     placed, server = find_topology(config), config.rollout.server
     rollout = placed and placed.written.find("rollout")
@@ -170,7 +170,7 @@ def servers_fit_the_allocation(config: Config) -> list[Problem]:
     where = f"rollout.server.addresses = {list(server.addresses)}"
     layout = f"allocation_mode = {config.allocation_mode}"
     if rollout.backend == "embedded":
-        if server == type(server)():
+        if server == ServerConfig():
             return []
         rule = f"{layout} samples without a server"
         return [Problem("rollout.server", rule, "leave it out, or use vllm or sglang")]
@@ -195,7 +195,7 @@ def servers_fit_the_allocation(config: Config) -> list[Problem]:
     return found
 
 
-@RULES.add("only", "groups_from")
+@RULES.add()
 def groups_are_for_a_run_that_only_trains(config: Config) -> Problem | None:
     if config.only == "train" and config.groups_from is None:
         remedy = "give the folder of its records: {fileroot}/logs/USER/EXPERIMENT/TRIAL"
@@ -206,7 +206,7 @@ def groups_are_for_a_run_that_only_trains(config: Config) -> Problem | None:
     return None
 
 
-@RULES.add("only", "groups_from", commands=("train",))
+@RULES.add(commands=("train",))
 def groups_are_there(config: Config) -> Problem | None:
     if config.only != "train" or config.groups_from is None:
         return None
@@ -222,7 +222,7 @@ def no_groups(folder: str) -> Problem:
     return Problem(f"groups_from = {folder}", rule, remedy)
 
 
-@RULES.add("only", "groups_from", "fileroot", "experiment_name", "trial_name", "user")
+@RULES.add()
 def groups_are_of_another_run(config: Config) -> Problem | None:
     """A run begins by removing batches of its folder that it has not trained."""
     if config.only != "train" or config.groups_from is None:
@@ -234,7 +234,7 @@ def groups_are_of_another_run(config: Config) -> Problem | None:
     return Problem(f"groups_from = {config.groups_from}", rule, "give it another trial_name")
 
 
-@RULES.add("only", "scheduler.type")
+@RULES.add()
 def one_side_is_no_job(config: Config) -> Problem | None:
     if config.only is None or config.scheduler.type != "slurm":
         return None
@@ -242,7 +242,7 @@ def one_side_is_no_job(config: Config) -> Problem | None:
     return Problem(f"only = {config.only}", rule, "leave it out, or use scheduler.type: local")
 
 
-@RULES.add("scheduler.type", "cluster", "allocation_mode", commands=RUNS)
+@RULES.add(commands=RUNS)
 def slurm_nodes_hold_the_layout(config: Config) -> Iterator[Problem]:
     """Nodes that train have as many ranks each; what is beside them is on one node each."""
     nodes, per_node = config.cluster.n_nodes, config.cluster.n_gpus_per_node
@@ -263,29 +263,3 @@ def slurm_nodes_hold_the_layout(config: Config) -> Iterator[Problem]:
             rule = f"{rule}: models that score run on the first node,"
             remedy = "use more nodes to train on, smaller axes, or join it to the actor with |"
         yield Problem(where, f"{rule} beside {actor}", remedy)
-
-
-def placement_problems(config: Config) -> list[Problem]:
-    """What only Ray and Slurm start on other machines than the first."""
-    placed = find_topology(config)
-    if placed is None or config.scheduler.type != "local":
-        return []
-    far = [*(one.name for one in placed.elsewhere), *placed.unplaced]
-    if not far:
-        return []
-    names = far[0] if len(far) == 1 else f"{far[0]} to {far[-1]}"
-    rule = f"scheduler.type = local starts {names} on no other machine than the first"
-    remedy = "use scheduler.type=ray or slurm, which place them, or rollout.server.addresses"
-    return [Problem(f"cluster.n_nodes = {config.cluster.n_nodes}", rule, remedy)]
-
-
-def machine_problems(config: Config) -> list[Problem]:
-    """What a start without torchrun cannot spread: it starts processes on this machine alone."""
-    nodes, kind = config.cluster.n_nodes, config.scheduler.type
-    actor = part_of(config, "actor")
-    if nodes == 1 or kind != "local" or not actor or config.rollout.server.addresses:
-        return []
-    where = f"cluster.n_nodes = {nodes}"
-    remedy = "start it with torchrun on each, use scheduler.type=ray or slurm, or set n_nodes=1"
-    rule = "scheduler.type = local starts processes on this machine alone"
-    return [Problem(where, rule, remedy)]

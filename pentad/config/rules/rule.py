@@ -1,71 +1,142 @@
 """What a rule is: a function that returns the problems it finds, and when it is asked.
 
-Rules look at a resolved config, or at what was read off it. Each names the keys it reads, so that
-it is left out when one of them is already known to be wrong: a second complaint about the same
-mistake helps nobody.
+Rules look at a resolved config and, where they need it, at facts of the run. A rule that reads a
+key which is known to be wrong is left out: a second complaint about the same mistake is no help.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Generic, Literal, ParamSpec, TypeVar
+from typing import Literal, TypeVar
 
+from pentad.config.derived import samples
+from pentad.config.rules.recorded import reads_any, recorded
+from pentad.config.schema import Config
 from pentad.core.errors import Problem
+from pentad.core.sizes import DeviceKind
 
 RunCommand = Literal["train", "sft", "pretrain"]
 Command = Literal[RunCommand, "plan", "eval", "reward"]
 RUNS: tuple[Command, ...] = ("train", "sft", "plan")
 """What starts a run that trains, or plans one; what matters to `sft` does to `pretrain`."""
-P = ParamSpec("P")
-FoundProblems = Problem | Iterable[Problem] | None
-F = TypeVar("F", bound=Problem | Iterable[Problem] | None)
+FoundProblems = Problem | str | Iterable[Problem | str] | None
+C = TypeVar("C", bound=Callable[..., object])
+
+
+class UnknownFact(Exception):
+    """A rule asked for what is not known at this stage; a later one asks it again."""
 
 
 @dataclass(frozen=True, slots=True)
-class ConfigRule(Generic[P]):
-    check: Callable[P, FoundProblems]
-    keys: tuple[str, ...]
-    """Dotted keys it reads; a block stands for everything in it."""
+class StartFacts:
+    """What is known where processes are started."""
+
+    num_gpus: int
+    """GPUs of this machine that torch finds."""
+    is_torchrun: bool = False
+    """Whether torchrun started this process."""
+    has_agents: bool = False
+    """Whether processes can be started on the other machines of a Slurm job."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What rules ask beside the config. A stage is what is known of it: while a recipe is read the
+    command, of a plan also the device it is for, at the start of a run all of it."""
+
+    command: Command = "plan"
+    device: DeviceKind | None = None
+    start: StartFacts | None = None
+
+    @property
+    def kind(self) -> DeviceKind:
+        """What the run computes on."""
+        if self.device is None:
+            raise UnknownFact
+        return self.device
+
+    @property
+    def at_start(self) -> StartFacts:
+        if self.start is None:
+            raise UnknownFact
+        return self.start
+
+    @property
+    def is_plan(self) -> bool:
+        return self.command == "plan"
+
+    def is_rl(self, config: Config) -> bool:
+        """Whether the run trains what was sampled, as far as the layout can be read."""
+        if self.command in ("sft", "pretrain"):
+            return False
+        return config.only == "train" or samples(config)
+
+    def samples(self, config: Config) -> bool:
+        return self.is_rl(config) and config.only != "train"
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigRule:
+    check: Callable[..., FoundProblems]
+    """Takes the config, and the facts if it has a second parameter."""
     commands: tuple[Command, ...]
-    is_by_key: bool = False
-    """Whether each problem is about the one key it names, so that another key of a block that the
-    rule reads may be wrong."""
+    depends_on: tuple[str, ...]
+    """The keys whose mistakes silence it; empty: those that it reads."""
+    is_noted: bool
+    """Whether a plan notes what a run refuses by it."""
 
-    def is_skipped(self, bad: frozenset[str]) -> bool:
-        """Whether a key that it reads, a block that key is in, or a key in it is a bad one."""
-        for key in self.keys:
-            if any(key == other or key.startswith(f"{other}.") for other in bad):
-                return True
-            if not self.is_by_key and any(other.startswith(f"{key}.") for other in bad):
-                return True
-        return False
+    def is_asked(self, config: Config, facts: RunFacts) -> bool:
+        """A plan without a sampler is one of `sft`: rules that only `train` has do not matter."""
+        command: Command = "sft" if facts.command == "pretrain" else facts.command
+        wanted = {command, "sft"} if command == "plan" and not samples(config) else {command}
+        return wanted <= set(self.commands)
+
+    def problems(
+        self, config: Config, facts: RunFacts, bad: frozenset[str] = frozenset()
+    ) -> list[Problem | str]:
+        """What it finds, unless it reads one of the bad keys or asks for an unknown fact."""
+        view, reads = recorded(config) if bad else (config, set())
+        given = (view, facts)[: len(inspect.signature(self.check).parameters)]
+        try:
+            found = listed(self.check(*given))
+        except UnknownFact:
+            return []
+        if reads_any(self.depends_on or reads, bad):
+            return []
+        return [one for one in found if str(one).partition(" = ")[0] not in bad]
 
 
 @dataclass(frozen=True, slots=True)
-class Rules(Generic[P]):
-    """Rules that look at the same things, in the order written."""
+class Rules:
+    """Rules of one subject, in the order written."""
 
-    all: list[ConfigRule[P]] = field(default_factory=list)
+    all: list[ConfigRule] = field(default_factory=list)
 
     def add(
         self,
-        *keys: str,
+        *,
         commands: tuple[Command, ...] = ("train", "plan"),
-        is_by_key: bool = False,
-    ) -> Callable[[Callable[P, F]], Callable[P, F]]:
-        """Decorates a check with the keys it reads and the commands it matters to."""
+        depends_on: tuple[str, ...] = (),
+        is_noted: bool = False,
+    ) -> Callable[[C], C]:
+        """Decorates a check with the commands it matters to."""
 
-        def register(check: Callable[P, F]) -> Callable[P, F]:
-            self.all.append(ConfigRule(check, keys, commands, is_by_key))
+        def register(check: C) -> C:
+            rule = ConfigRule(check, commands, depends_on, is_noted)  # type: ignore[arg-type]
+            self.all.append(rule)
             return check
 
         return register
 
-    def problems(self, *args: P.args, **kwargs: P.kwargs) -> list[Problem]:
-        """What every rule finds, whatever the command."""
-        return [problem for rule in self.all for problem in listed(rule.check(*args, **kwargs))]
+    def problems(
+        self, config: Config, facts: RunFacts, bad: frozenset[str] = frozenset()
+    ) -> list[Problem | str]:
+        """What those rules find that matter to the command."""
+        asked = [rule for rule in self.all if rule.is_asked(config, facts)]
+        return [problem for rule in asked for problem in rule.problems(config, facts, bad)]
 
 
-def listed(found: FoundProblems) -> list[Problem]:
-    return [found] if isinstance(found, Problem) else list(found or ())
+def listed(found: FoundProblems) -> list[Problem | str]:
+    return [found] if isinstance(found, Problem | str) else list(found or ())

@@ -1,7 +1,8 @@
 """Rules on what a run can start: what is built, and what the device it computes on can do.
 
-A start refuses by these what a plan only points out (`plan` draws layouts that are not built yet)
-or refuses too, where it plans for the machine it is asked on. Both say the same sentences.
+A start refuses by these what a plan notes (`plan` draws layouts that are not built yet) or refuses
+too, where it plans for the machine it is asked on. Both say the same sentences. `trainer.preflight`
+adds rules that need the parts themselves.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from pentad.config.derived import (
     component_of,
     compute_bytes,
     frozen_models,
+    known_dims,
     parsed_allocation,
     part_of,
 )
 from pentad.config.rules.algorithm import longest_sample
+from pentad.config.rules.rule import RUNS, Rules, RunFacts
 from pentad.config.schema import Config
-from pentad.config.topology import topology
+from pentad.config.topology import facts_of, find_topology, topology
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem
 from pentad.core.layout import Allocation
@@ -34,31 +37,48 @@ from pentad.core.sizes import (
     kv_token_bytes,
 )
 
+RULES = Rules()
 RANKS_PER_CORE = 16
 """A rank takes 5 s of a core to start; so many take over a minute and then crawl."""
 
 
-def unbuilt_problems(config: Config, *, samples: bool) -> list[Problem]:
-    """What the schema and `plan` know and this version cannot do: refused, never ignored."""
-    problems: list[Problem] = []
-    allocation = parsed_allocation(config)
-    if allocation is not None:
-        problems += _unbuilt_layouts(config, allocation)
+@RULES.add(commands=("train", "sft"), is_noted=True)
+def what_trains_shares_ranks(config: Config) -> Iterator[Problem]:
+    where, allocation = f"allocation_mode = {config.allocation_mode}", parsed_allocation(config)
+    actor = allocation and allocation.find("actor")
+    if allocation is None or actor is None:
+        return
+    needed = frozen_models(config)
+    for part in [part for part in allocation if not part.is_inference]:
+        if part.world == actor.world and allocation.shares_devices(actor, part):
+            continue
+        remedy = "give both as many, joined with |"
+        if part.role in SCORERS and allocation.stands_alone(part.role):
+            if config.mode == "async" or part.role not in needed:
+                continue
+            remedy += ", or set mode: async, which scores on devices apart"
+        rule = f"{part} and {actor} must stand on the same ranks, all that trains does"
+        yield Problem(where, rule, remedy)
+
+
+@RULES.add(commands=("train", "sft"), is_noted=True)
+def packages_are_installed(config: Config, facts: RunFacts) -> Iterator[Problem]:
     if config.scheduler.type == "ray" and installed("ray") is None:
         rule = "needs the package ray, which is not installed"
-        problems.append(Problem("scheduler.type = ray", rule, "pip install 'pentad[ray]'"))
-    if samples and config.store == "transfer_queue" and installed("TransferQueue") is None:
+        yield Problem("scheduler.type = ray", rule, "pip install 'pentad[ray]'")
+    is_other = config.store == "transfer_queue" and facts.samples(config)
+    if is_other and installed("TransferQueue") is None:
         rule = "needs the package TransferQueue, which is not installed"
         remedy = "pip install 'pentad[transfer_queue]'"
-        problems.append(Problem("store = transfer_queue", rule, remedy))
-    if allocation is not None and samples:
-        problems += _scorer_problems(config, allocation)
-    return problems
+        yield Problem("store = transfer_queue", rule, remedy)
 
 
-def _scorer_problems(config: Config, allocation: Allocation) -> Iterator[Problem]:
+@RULES.add(commands=("train", "sft"), is_noted=True)
+def scorers_have_devices(config: Config, facts: RunFacts) -> Iterator[Problem]:
     """In mode async whatever judges the samples stands on devices of its own."""
-    where = f"allocation_mode = {config.allocation_mode}"
+    where, allocation = f"allocation_mode = {config.allocation_mode}", parsed_allocation(config)
+    if allocation is None or not facts.samples(config):
+        return
     needed = frozen_models(config) if config.only is None else ()
     alone = [role for role in SCORERS if allocation.stands_alone(role)]
     missing = [role for role in needed if role not in alone]
@@ -80,62 +100,70 @@ def _scorer_problems(config: Config, allocation: Allocation) -> Iterator[Problem
         yield Problem(where, rule, "use d1, or scheduler.processes=separate")
 
 
-def _unbuilt_layouts(config: Config, allocation: Allocation) -> Iterator[Problem]:
-    where, actor = f"allocation_mode = {config.allocation_mode}", allocation.find("actor")
-    needed = frozen_models(config)
-    for part in allocation:
-        if not actor or part.is_inference:
-            continue
-        if part.world == actor.world and allocation.shares_devices(actor, part):
-            continue
-        remedy = "give both as many, joined with |"
-        if part.role in SCORERS and allocation.stands_alone(part.role):
-            if config.mode == "async" or part.role not in needed:
-                continue
-            remedy += ", or set mode: async, which scores on devices apart"
-        rule = f"{part} and {actor} must stand on the same ranks, all that trains does"
-        yield Problem(where, rule, remedy)
-
-
-def device_problems(config: Config, kind: DeviceKind, *, samples: bool) -> list[Problem]:
-    """What a run that computes on such a device cannot honour."""
-    if kind == "cuda":
-        return []
+@RULES.add(commands=RUNS)
+def the_device_compiles(config: Config, facts: RunFacts) -> Iterator[Problem]:
     models = {"actor": config.actor}
-    if samples and config.algorithm.facts.needs_critic:
+    if facts.is_rl(config) and config.algorithm.facts.needs_critic:
         models["critic"] = config.critic
-    problems = []
-    for role, model in models.items():
+    for role, model in models.items() if facts.kind == "cpu" else ():
         rule = "blocks are compiled on CUDA only, and this run computes on cpu"
         if model.archon.ac_mode == "memory_budget":
             where = f"{role}.archon.ac_mode = memory_budget"
             rule = f"the compiler keeps to it: {rule}"
-            problems.append(Problem(where, rule, "use selective or full"))
+            yield Problem(where, rule, "use selective or full")
         elif model.archon.enable_compile is True:
-            problems.append(Problem(f"{role}.archon.enable_compile = true", rule, "leave it out"))
+            yield Problem(f"{role}.archon.enable_compile = true", rule, "leave it out")
+
+
+@RULES.add(commands=RUNS)
+def the_device_suits_the_servers(config: Config, facts: RunFacts) -> Iterator[Problem]:
     rollout = part_of(config, "rollout")
-    if samples and rollout and rollout.backend != "embedded":
-        if config.offload_rollout:
-            rule = f"{rollout.backend} cannot give back memory on a CPU"
-            problems.append(Problem("offload_rollout = true", rule, "leave it out"))
-        is_started = not config.rollout.server.addresses
-        if config.rollout.replay_routes and rollout.backend == "vllm" and is_started:
-            rule = (
-                "vLLM does not say on a CPU which experts it used (its newer runner needs Triton)"
-            )
-            remedy = "leave it out, or use embedded in allocation_mode"
-            problems.append(Problem("rollout.replay_routes = true", rule, remedy))
-        if config.rollout.server.weight_transport == "ipc":
-            where = "rollout.server.weight_transport = ipc"
-            problems.append(Problem(where, "there is no GPU to share", "use disk or broadcast"))
-    return problems
+    is_server = rollout is not None and rollout.backend != "embedded"
+    if facts.kind == "cuda" or not rollout or not is_server or not facts.samples(config):
+        return
+    if config.offload_rollout:
+        rule = f"{rollout.backend} cannot give back memory on a CPU"
+        yield Problem("offload_rollout = true", rule, "leave it out")
+    is_started = not config.rollout.server.addresses
+    if config.rollout.replay_routes and rollout.backend == "vllm" and is_started:
+        rule = "vLLM does not say on a CPU which experts it used (its newer runner needs Triton)"
+        remedy = "leave it out, or use embedded in allocation_mode"
+        yield Problem("rollout.replay_routes = true", rule, remedy)
+    if config.rollout.server.weight_transport == "ipc":
+        where = "rollout.server.weight_transport = ipc"
+        yield Problem(where, "there is no GPU to share", "use disk or broadcast")
+
+
+@RULES.add(commands=RUNS)
+def ranks_have_a_machine(config: Config, facts: RunFacts) -> list[Problem]:
+    """Under torchrun the number of ranks is known to fit."""
+    if facts.is_plan:
+        return process_problems(config, facts.kind)
+    return [] if facts.at_start.is_torchrun else rank_problems(config, facts)
+
+
+def rank_problems(config: Config, facts: RunFacts) -> list[Problem]:
+    """Each rank needs a GPU of its own where there are any, and a process; on Ray the cluster says
+    what it has."""
+    actor = part_of(config, "actor")
+    if not actor or config.scheduler.type == "ray":
+        return []
+    placed = topology(config, facts_of(config, facts.kind))
+    apart = placed.samplers if placed.written.are_apart else []
+    if facts.kind == "cuda" and config.elastic.enabled and (apart or placed.scorers):
+        rule = "samplers and scorers on GPUs of their own are counted after those that train"
+        remedy = "let the sampler share the trainer's devices (embedded:dN|archon:dN), or use Ray"
+        return [Problem("elastic.enabled = true", rule, remedy)]
+    count = facts.at_start.num_gpus
+    if facts.kind == "cuda" and actor.world > count:
+        rule = f"needs {actor.world} GPUs, and torch finds {count} on this machine"
+        remedy = "make the axes smaller, or start it with torchrun on several machines"
+        return [Problem(f"allocation_mode = {config.allocation_mode}", rule, remedy)]
+    return process_problems(config, facts.kind)
 
 
 def process_problems(config: Config, kind: DeviceKind) -> list[Problem]:
-    """Whether this machine can hold a process for each rank where they share its cores.
-
-    Where torchrun starts them, it is for whoever gave their number to know.
-    """
+    """Whether this machine can hold a process for each rank where they share its cores."""
     actor = part_of(config, "actor")
     if not actor or kind == "cuda":
         return []
@@ -156,6 +184,14 @@ def too_many_ranks(world: int) -> str | None:
     return f"starts {world} processes here, and {room} hold at most {most}"
 
 
+@RULES.add(commands=("train",))
+def the_saved_model_has_room(config: Config, facts: RunFacts) -> list[Problem]:
+    dims = known_dims(config.actor.path)
+    if dims is None or not facts.samples(config):
+        return []
+    return disk_problems(config, dims, facts.kind)
+
+
 def disk_problems(config: Config, dims: ModelDims, kind: DeviceKind) -> list[Problem]:
     """Room for the model that is saved at the end: without it all training would be lost."""
     if not dims.is_whole:
@@ -169,6 +205,14 @@ def disk_problems(config: Config, dims: ModelDims, kind: DeviceKind) -> list[Pro
     if config.checkpoint.local_dir is not None:
         where = f"checkpoint.local_dir = {config.checkpoint.local_dir}"
     return [Problem(where, rule, "make room, or give another folder")]
+
+
+@RULES.add(commands=RUNS)
+def the_cache_holds_a_sample(config: Config, facts: RunFacts) -> list[Problem]:
+    dims = known_dims(config.actor.path)
+    if dims is None or not facts.samples(config):
+        return []
+    return cache_problems(config, dims, facts.kind)
 
 
 def cache_problems(config: Config, dims: ModelDims, kind: DeviceKind) -> list[Problem]:
@@ -211,3 +255,34 @@ def cache_format_problems(config: Config, backend: str, kind: DeviceKind) -> lis
     if is_server and kind == "cpu":
         return [Problem(where, f"{backend} has no such cache on a CPU", "leave it at auto")]
     return []
+
+
+@RULES.add(commands=("train", "sft"), is_noted=True)
+def other_machines_are_reached(config: Config, facts: RunFacts) -> list[Problem]:
+    """What only Ray and Slurm start on other machines than the first."""
+    if not facts.is_plan and (not facts.at_start.is_torchrun or facts.at_start.has_agents):
+        return []
+    placed = find_topology(config)
+    if placed is None or config.scheduler.type != "local":
+        return []
+    far = [*(one.name for one in placed.elsewhere), *placed.unplaced]
+    if not far:
+        return []
+    names = far[0] if len(far) == 1 else f"{far[0]} to {far[-1]}"
+    rule = f"scheduler.type = local starts {names} on no other machine than the first"
+    remedy = "use scheduler.type=ray or slurm, which place them, or rollout.server.addresses"
+    return [Problem(f"cluster.n_nodes = {config.cluster.n_nodes}", rule, remedy)]
+
+
+@RULES.add(commands=("train", "sft"))
+def one_machine_is_enough(config: Config, facts: RunFacts) -> list[Problem]:
+    """What a start without torchrun cannot spread: it starts processes on this machine alone."""
+    nodes, kind = config.cluster.n_nodes, config.scheduler.type
+    if nodes == 1 or kind != "local" or config.rollout.server.addresses:
+        return []
+    if facts.at_start.is_torchrun or not part_of(config, "actor"):
+        return []
+    where = f"cluster.n_nodes = {nodes}"
+    remedy = "start it with torchrun on each, use scheduler.type=ray or slurm, or set n_nodes=1"
+    rule = "scheduler.type = local starts processes on this machine alone"
+    return [Problem(where, rule, remedy)]
