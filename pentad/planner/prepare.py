@@ -40,8 +40,8 @@ def prepare(
         register_models(reading.config)
     config, notes = resolve(reading.config, samples=samples)
     notes = [*reading.notes, *notes]
-    device = choose_device(config, gpu_memory).kind if command == "plan" else None
-    found = check(config, RunFacts(command=command, device=device), reading.bad)
+    kind = choose_device(config, gpu_memory).kind if command == "plan" else None
+    found = check(config, RunFacts(command=command, device=kind), reading.bad)
     if (found or reading.problems) and facts_here is not None:
         found = check(config, facts_here(config), reading.bad)
     problems = [*reading.problems, *(_as_written(one, reading) for one in found)]

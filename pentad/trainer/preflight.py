@@ -146,10 +146,14 @@ def is_again() -> bool:
 
 @RULES.add(commands=("train", "sft"))
 def the_remote_store_answers(config: Config, facts: RunFacts) -> list[Problem | str]:
-    """Checked once the keys themselves are right. A store that may answer later is no problem for a
-    run with a local checkpoint: `Tiers` notes it."""
-    uri = config.checkpoint.remote_uri if facts.at_start else None
-    if uri is None or checkpoint_rules.RULES.problems(config, facts):
+    return remote_problems(config) if facts.at_start else []
+
+
+def remote_problems(config: Config) -> list[Problem | str]:
+    """A store that does not answer, or not to us; checked once the keys themselves are right. One
+    that may answer later is no problem for a run with a local checkpoint: `Tiers` notes it."""
+    uri = config.checkpoint.remote_uri
+    if uri is None or checkpoint_rules.RULES.problems(config, RunFacts(command="train")):
         return []
     if installed("boto3") is None:
         where, rule = f"checkpoint.remote_uri = {uri}", "needs boto3, which is not installed"

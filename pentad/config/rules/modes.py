@@ -10,11 +10,12 @@ from pentad.config.derived import (
     part_of,
 )
 from pentad.config.rules.rule import RUNS, Rules
-from pentad.config.schema import Config, ServerConfig
+from pentad.config.schema import Config
 from pentad.config.topology import find_topology
 from pentad.core.errors import Problem
 from pentad.core.fit import list_of, strict_problems
 from pentad.core.layout import Component, divisors
+from pentad.samplers.section import ServerConfig
 from pentad.telemetry.runfolder import run_path
 
 RULES = Rules()

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, cast
 
 from pentad.config.schema import Config
-from pentad.config.section import Section
+from pentad.core.section import Section
 
 
 def recorded(config: Config) -> tuple[Config, set[str]]:

@@ -45,7 +45,7 @@ RANKS_PER_CORE = 16
 @RULES.add(commands=("train", "sft"), is_noted=True)
 def what_trains_shares_ranks(config: Config) -> Iterator[Problem]:
     where, allocation = f"allocation_mode = {config.allocation_mode}", parsed_allocation(config)
-    actor = allocation and allocation.find("actor")
+    actor = allocation.find("actor") if allocation else None
     if allocation is None or actor is None:
         return
     needed = frozen_models(config)

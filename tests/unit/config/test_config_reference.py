@@ -6,6 +6,7 @@ from pentad.config.describe import fields
 from pentad.config.load import load_config
 from pentad.config.resolve import resolve
 from pentad.config.rules.check import check
+from pentad.config.rules.rule import RunFacts
 from pentad.core.errors import UserError
 from pentad.planner.prepare import prepare
 from pentad_tools.docs import configuration_page
@@ -38,7 +39,7 @@ def test_the_example_on_the_page_is_a_sound_recipe(tmp_path):
     path.write_text(example())
     config = load_config(path, ["gconfig.n_samples=16", 'gconfig.stop=["\\n"]'])
     assert config.gconfig.stop == ("\n",)
-    problems = check(resolve(load_config(path))[0], "train")
+    problems = check(resolve(load_config(path))[0], RunFacts(command="train"))
     assert {problem.where for problem in problems} == {
         "actor.path = models/qwen3-0.6b",
         "train_dataset.path = data/sums.jsonl",

@@ -7,6 +7,7 @@ from pentad.config.load import read_config
 from pentad.config.other_systems import TOO_COMMON, WORDS
 from pentad.config.resolve import resolve
 from pentad.config.rules.check import check
+from pentad.config.rules.rule import RunFacts
 from pentad.core.errors import UserError
 from pentad.data.tokenizer import load_tokenizer
 from pentad.models.families import planned_dims
@@ -153,7 +154,9 @@ def test_a_name_of_the_hub_gets_the_command_to_type(tmp_path, monkeypatch, key, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
     config, _ = resolve(read_config(None, [f"{key}={name}"]).config)
-    (text,) = [text for text in map(str, check(config, "train")) if text.startswith(key)]
+    (text,) = [
+        text for text in map(str, check(config, RunFacts(command="train"))) if text.startswith(key)
+    ]
     assert f"; {command}" in text
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pentad.config.derived import component_of, layout_of, samples
 from pentad.config.load import read_config
 from pentad.config.resolve import resolve
-from pentad.config.rules.start import unbuilt_problems
+from pentad.config.rules.check import noted as refused_later
 from pentad.core.errors import UserError
 from pentad.core.fit import check_fit
 from pentad.data.toy import write_byte_model
@@ -29,7 +29,6 @@ from pentad.planner.prepare import prepare
 from pentad.trainer.example_service import SftService
 from pentad.trainer.examples import check_examples
 from pentad.trainer.preflight import check_train
-from pentad.trainer.ranks import rank_problems
 
 SIZES = st.sampled_from([1, 1, 1, 2, 2, 3, 4, 8, 64])
 ONE_OF = {
@@ -134,11 +133,7 @@ def start(overrides: list[str], command: str, device: torch.device) -> list[str]
         return found
     config, _ = prepare(None, overrides, command)
     check = check_train if command == "train" else partial(check_examples, SftService)
-    world = component_of(config, "actor").world
-    found = [str(problem) for problem in rank_problems(config, world, device)]
-    return [*found, *said(lambda: check(config, device))] or said(
-        lambda: engines(config, command, device)
-    )
+    return said(lambda: check(config, device)) or said(lambda: engines(config, command, device))
 
 
 def engines(config, command: str, device: torch.device) -> None:
@@ -178,7 +173,7 @@ def test_plan_and_start_say_the_same(models, monkeypatch, overrides, model, kind
     config, _ = resolve(read_config(None, [*files, *overrides]).config)
     command = "train" if samples(config) else "sft"
     planned = said(lambda: prepare(None, [*files, *overrides], "plan"))
-    noted = [str(p) for p in unbuilt_problems(config, samples=samples(config))]
+    noted = [str(p) for p in refused_later(config)]
     started = start([*files, *overrides], command, torch.device(kind))
     assert set(started) <= {*planned, *noted}
     if started == []:

@@ -134,7 +134,7 @@ def test_allowed_keys_must_be_keys():
             None, ["actor.path=Qwen/Qwen3-8B", "recover.allow=[actor.optimizer.lrr]"]
         ).config
     )
-    (problem,) = [p for p in check(config, "plan") if p.where.startswith("recover.allow")]
+    (problem,) = [p for p in check(config) if p.where.startswith("recover.allow")]
     assert str(problem) == (
         "recover.allow = [actor.optimizer.lrr]: actor.optimizer.lrr is no key; did you mean "
         "actor.optimizer.lr?"

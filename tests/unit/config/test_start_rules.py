@@ -4,19 +4,18 @@ import json
 from dataclasses import replace
 
 import pytest
+from rule_checks import check_layout, start_facts, unbuilt
 from typer.testing import CliRunner
 
 from pentad.cli.main import app
 from pentad.config.load import load_config
 from pentad.config.resolve import resolve
 from pentad.config.rules import start as start_rules
-from pentad.config.rules.check import check_layout
 from pentad.config.rules.start import (
     cache_problems,
-    device_problems,
     disk_problems,
     process_problems,
-    unbuilt_problems,
+    the_device_compiles,
 )
 from pentad.core.dims import ModelDims
 from pentad.core.errors import UserError
@@ -62,9 +61,9 @@ def no_gpu(monkeypatch):
 
 
 def test_defaults_ask_for_nothing_that_is_not_built():
-    assert unbuilt_problems(config_of(), samples=True) == []
+    assert unbuilt(config_of()) == []
     many = config_of("allocation_mode=embedded:d2+archon:d1")
-    assert unbuilt_problems(many, samples=True) == []
+    assert unbuilt(many) == []
 
 
 @pytest.mark.parametrize(
@@ -94,24 +93,22 @@ def test_defaults_ask_for_nothing_that_is_not_built():
 )
 def test_layouts_that_are_only_planned_are_told(overrides, said):
     config = config_of(*overrides)
-    (problem,) = unbuilt_problems(config, samples=True)
+    (problem,) = unbuilt(config)
     assert said in problem.rule
 
 
 def test_the_remedy_for_a_missing_scorer_starts():
     given = ["mode=async", "algorithm.kl_coef=0.1"]
-    (problem,) = unbuilt_problems(
-        config_of(*given, "allocation_mode=embedded:d2+archon:d4"), samples=True
-    )
+    (problem,) = unbuilt(config_of(*given, "allocation_mode=embedded:d2+archon:d4"))
     layout = problem.remedy.split()[1].rstrip(",")
     assert layout == "embedded[rollout]:d2+archon[actor]:d4+archon[ref]:d1"
-    assert unbuilt_problems(config_of(*given, f"allocation_mode={layout}"), samples=True) == []
+    assert unbuilt(config_of(*given, f"allocation_mode={layout}")) == []
     assert config_of(*given).allocation_mode == APART, "what mode async takes where none is given"
 
 
 def test_sft_does_not_mind_a_sampler():
     given = ["allocation_mode=embedded:d2+archon:d1", "mode=async", "algorithm.kl_coef=0.1"]
-    assert unbuilt_problems(config_of(*given), samples=False) == []
+    assert unbuilt(config_of(*given), "sft") == []
 
 
 def test_what_needs_a_gpu_is_refused_where_there_is_none(no_gpu):
@@ -121,8 +118,8 @@ def test_what_needs_a_gpu_is_refused_where_there_is_none(no_gpu):
         "algorithm.name=ppo",
     ]
     config = config_of(*given)
-    assert device_problems(config, "cuda", samples=True) == []
-    said = [str(problem) for problem in device_problems(config, "cpu", samples=True)]
+    assert list(the_device_compiles(config, start_facts("cuda"))) == []
+    said = [str(problem) for problem in the_device_compiles(config, start_facts("cpu"))]
     assert said == [
         "actor.archon.ac_mode = memory_budget: the compiler keeps to it: blocks are compiled on "
         "CUDA only, and this run computes on cpu; use selective or full.",

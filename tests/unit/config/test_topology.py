@@ -1,10 +1,10 @@
 """Where the processes of a run are placed: by layout, mode, machines and scheduler."""
 
 import pytest
+from rule_checks import check_layout
 
 from pentad.config.load import load_config
 from pentad.config.resolve import resolve
-from pentad.config.rules.check import check_layout
 from pentad.config.topology import facts_of, topology
 
 

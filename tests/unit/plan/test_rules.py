@@ -3,11 +3,11 @@
 import json
 
 import pytest
+from rule_checks import check_layout
 
 from pentad.config.derived import public_dims
 from pentad.config.load import read_config
 from pentad.config.resolve import resolve
-from pentad.config.rules.check import check_layout
 from pentad.config.rules.layout import layout_notes, layout_problems
 from pentad.core.dims import ModelDims
 
@@ -246,7 +246,7 @@ def test_the_model_is_looked_up():
     ]
     assert [p.where for p in check_layout(unknown, "train")] == ["allocation_mode"]
     skip = frozenset({"actor.path", "allocation_mode"})
-    assert check_layout(unknown, skip=skip) == []
+    assert check_layout(unknown, bad=skip) == []
 
 
 def test_answers_fit_the_positions_of_the_model(tmp_path):

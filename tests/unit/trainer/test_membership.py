@@ -3,10 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
+from rule_checks import start_facts
 
 from pentad.config.load import read_config
 from pentad.config.resolve import resolve
+from pentad.config.rules.start import rank_problems
 from pentad.config.topology import Facts, topology
 from pentad.core.errors import RunError
 from pentad.runtime.report import Failure
@@ -14,7 +15,6 @@ from pentad.runtime.restarts import Lost, RestartPolicy
 from pentad.runtime.slots import Slots
 from pentad.trainer import membership
 from pentad.trainer.membership import Membership
-from pentad.trainer.ranks import rank_problems
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_without_elastic_nothing_is_looked_at(members):
 def test_samplers_on_gpus_that_a_shrink_would_move_are_refused(members):
     def refusals(layout, device):
         config = members(f"allocation_mode={layout}", "cluster.n_gpus_per_node=8").config
-        found = rank_problems(config, 2, torch.device(device))
+        found = rank_problems(config, start_facts(device))
         return [problem.where for problem in found if "counted after those" in problem.rule]
 
     assert refusals("embedded:d1+archon:d2", "cuda") == ["elastic.enabled = true"]

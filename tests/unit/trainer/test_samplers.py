@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rule_checks import start_facts
 
 from pentad.cli.plan import as_dict
 from pentad.config.resolve import with_absolute_paths
@@ -104,23 +105,23 @@ def test_keys_that_do_not_go_together_are_refused(config, overrides, sentence):
 
 def test_a_server_that_is_not_installed_is_refused_before_the_run(config, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    (said,) = server_problems(config("allocation_mode=sglang:d1|archon:d1"), CPU)
+    (said,) = server_problems(config("allocation_mode=sglang:d1|archon:d1"), start_facts("cpu"))
     assert str(said) == (
         "rollout.server.python = null: there is no sglang command on the path, and no sglang "
         "beside Pentad; install sglang in an environment of its own and give its folder."
     )
     named = config("allocation_mode=vllm:d1|archon:d1", f"rollout.server.python={sys.executable}")
-    (said,) = server_problems(named, CPU)
+    (said,) = server_problems(named, start_facts("cpu"))
     assert str(said).startswith(f"rollout.server.python = {sys.executable}: has no vllm")
     gone = config("allocation_mode=vllm:d1|archon:d1", f"rollout.server.python={tmp_path}")
-    (said,) = server_problems(gone, CPU)
+    (said,) = server_problems(gone, start_facts("cpu"))
     assert f"there is no interpreter {tmp_path}/bin/python" in str(said)
 
 
-def test_more_gpus_than_there_are_is_refused(config, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+def test_more_gpus_than_there_are_is_refused(config):
     python = f"rollout.server.python={sys.executable}"
-    said = server_problems(config("allocation_mode=vllm:d2t2+archon:d1", python), CUDA)
+    asked = config("allocation_mode=vllm:d2t2+archon:d1", python)
+    said = server_problems(asked, start_facts("cuda", num_gpus=3))
     assert "needs 5 GPUs on this machine, which has 3" in str(said[0])
 
 
