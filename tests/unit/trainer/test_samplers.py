@@ -186,7 +186,7 @@ def test_ranks_may_work_in_another_folder(config, tmp_path, monkeypatch):
 
     monkeypatch.setattr(ranks, "RankGroup", no_group)
     with pytest.raises(RunError, match="none is started"):
-        run_over_ranks(None, LearnerService, lambda *_: None, asked, [], False, "cpu")
+        run_over_ranks(lambda *_: None, LearnerService, asked, [], False, "cpu")
     assert [spec.log for spec in started] == [
         tmp_path / "runs/logs/me/default" / asked.trial_name / f"ranks/rank-{rank}.log"
         for rank in range(2)
