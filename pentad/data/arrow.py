@@ -60,7 +60,7 @@ class TableRows(FileRows):
     def __init__(self, path: Path, table: pa.Table, stamp: Stamp | None = None) -> None:
         super().__init__(path)
         self.stamp = stamp
-        """Of a file that is mapped."""
+        """Only of a mapped file."""
         self.table = table
 
     def __len__(self) -> int:
@@ -223,7 +223,7 @@ def plain(value: Any) -> Any:
 
 
 def num_characters(value: Any) -> int:
-    """Of all texts in a value."""
+    """Characters of all texts in a value."""
     if isinstance(value, str):
         return len(value)
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

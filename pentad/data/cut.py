@@ -19,7 +19,7 @@ from pathlib import Path
 MAX_CPU_S = 5.0
 GROWING_CPU_S = 0.3
 MAX_GROWTH_BYTES = 1 << 28
-"""Of the process, since the call began, once it has taken GROWING_CPU_S."""
+"""Growth of the process since the call began, once it has taken GROWING_CPU_S."""
 CHECK_S = 0.05
 IDLE_CHECKS = 40
 """After so many without a call the watching thread ends; the next call starts another."""

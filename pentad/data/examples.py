@@ -91,7 +91,7 @@ class Examples(OrderedData):
     @property
     @abstractmethod
     def max_row_tokens(self) -> int:
-        """Of the longest row."""
+        """Length of the longest row."""
 
     @abstractmethod
     def example(self, index: int) -> list[Row]:

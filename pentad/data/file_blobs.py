@@ -102,7 +102,7 @@ def _subfolder(gid: str) -> str:
 
 
 def _mapped(path: Path) -> Any | None:
-    """Private to the reader: what it changes in its arrays, nobody else sees."""
+    """Private to the reader: no other process sees what it changes in its arrays."""
     try:
         with path.open("rb") as file:
             if not os.fstat(file.fileno()).st_size:

@@ -235,7 +235,7 @@ class Ledger:
         return [gid for gid, entry in self._live.items() if entry.state == state]
 
     def batch_of(self, gid: int) -> int:
-        """Of a live group."""
+        """The batch of a live group."""
         return self._live[gid].batch
 
     def funnel(self) -> PromptFunnel:

@@ -46,7 +46,7 @@ def pack_groups(groups: Sequence[Group]) -> list[Buffer]:
     """Arrays alike in name, type and shape lie end to end, in the order of the samples."""
     meta = []
     kinds: dict[tuple[str, np.dtype, tuple[int, ...]], tuple[str, list[np.ndarray]]] = {}
-    """Of each kind its key and its parts: a name is written once, not for every sample."""
+    """Key and parts of each kind: a name is written once, not for every sample."""
     for group in groups:
         samples = []
         for sample in group.samples:

@@ -72,7 +72,7 @@ class JsonLines:
         self.starts = array("q")
         self.lines = array("q")
         self.digest = self._scan(limit)
-        """Of the lines that were scanned."""
+        """Digest of the lines that were scanned."""
         self.parsed: list[dict[str, Any]] | None = None
         if not streaming:
             self.parsed = self._parse_all()

@@ -30,7 +30,7 @@ from pentad.data.tokenizer import Tokenizer
 
 KINDS: dict[str, FileKind] = SUFFIXES | STREAMS
 INDEX_HEADER = struct.Struct("<9sQBQQ")
-"""Of an .idx: magic, version, code of the number type, sequences, documents."""
+"""Header of an .idx: magic, version, code of the number type, sequences, documents."""
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)

@@ -152,7 +152,7 @@ def load_tokenizer(folder: str | Path, *, key: str = "actor.path") -> Tokenizer:
 
 
 MAX_EXPANSION = 64
-"""Of a text by the replacements of a tokenizer; Unicode's own normal forms come to 18."""
+"""Growth of a text by the replacements of a tokenizer; Unicode's own normal forms come to 18."""
 
 
 def check_expansion(folder: Path) -> None:

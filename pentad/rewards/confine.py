@@ -51,7 +51,7 @@ unshare 272 97          setns 308 268           bpf 321 280
 setsockopt 54 208       sendmsg 46 211          sendmmsg 307 269
 landlock_create_ruleset 444 444                 landlock_add_rule 445 445
 """
-"""What a program nobody has read has no business with: sockets, other processes' memory, signals,
+"""What an untrusted program does not need: sockets, other processes' memory, signals,
 priorities, locks and queues, rights and times of files, memory that no limit counts (in buffers of
 sockets, in files under way between them, in rules), supplies of the whole machine, keys,
 namespaces."""
@@ -147,7 +147,7 @@ class Limits:
     """What one job may use."""
 
     isolate: bool = False
-    """For programs nobody has read: no network, no processes, no signals, own files only."""
+    """For untrusted programs: no network, no processes, no signals, own files only."""
     allow_processes: bool = False
     """Whether jobs may start processes."""
     max_processes: int = 32
@@ -155,7 +155,7 @@ class Limits:
     max_memory_bytes: int = 1 << 30
     """Address space of each process of a job."""
     max_threads: int = 64
-    """Of an isolated job."""
+    """In an isolated job."""
     max_file_bytes: int = 64 << 20
     """The largest file; with isolate, all files of a job together."""
     max_result_bytes: int = 1 << 20
@@ -164,7 +164,7 @@ class Limits:
 
 
 PAGE_TABLE_SHARE = 16
-"""Of the memory limit so much may be page tables beside it: 32 times what dense memory needs."""
+"""Page tables may take 1/16 of the memory limit beside it: 32 times what dense memory needs."""
 WHERE_PYTHON_IS = ("LD_LIBRARY_PATH", "PYTHONHOME")
 """Variables of the run that a worker of isolated jobs is started with, and takes from its jobs."""
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -205,7 +205,7 @@ def close_all_but(*kept: int) -> None:
 def apply(limits: Limits, scratch: str, cpu_s: int, *, is_enclosed: bool = False) -> None:
     """Confines this process for good. Raises OSError if a protection is not to be had.
 
-    `cpu_s` is a last resort for the case that nobody is left to watch the clock.
+    `cpu_s` is a last resort for the case that no process is left to watch the clock.
     """
     _set_rlimits(limits, cpu_s, is_enclosed)
     prefer_for_oom()
@@ -279,7 +279,7 @@ def _install_filter(*, isolate: bool) -> None:
 
 
 def page_table_bytes(watch: int) -> int:
-    """Of the process that this descriptor stands for; 0 when it has ended."""
+    """Page tables of the process behind this descriptor; 0 when it has ended."""
     try:
         told = Path(f"/proc/self/fdinfo/{watch}").read_text()
         pid = int(told.partition("\nPid:")[2].split()[0])

@@ -71,7 +71,7 @@ class Takes:
     """What a function is given."""
 
     names: frozenset[str]
-    """Of PARAMETERS or BATCHED, and columns, where the row has them."""
+    """From PARAMETERS or BATCHED, and columns, where the row has them."""
     required: frozenset[str]
     is_batched: bool = False
     takes_any: bool = False
@@ -127,7 +127,7 @@ class RewardFunction:
         self.takes = COMPARES
         self.pool: Sandbox | None = None
         self.jobs: SharedJobs | None = None
-        """Of the pool."""
+        """The pool's queue of jobs."""
         self.call_s: float | None = None
         """Mean seconds of a call, of late, on a sample or a whole group; None: not known yet."""
         self.may_abstain = False

@@ -35,7 +35,7 @@ Cause = Literal["ours", "sample", "unclear"]
 MAX_HEADER_BYTES = 1 << 16
 MAX_DETAIL = 500
 MAX_NESTING = 50
-"""Of lists and dicts in a result: all that read it may recurse."""
+"""Depth of lists and dicts in a result: all that read it may recurse."""
 GRACE_S = 10.0
 """How much later than the worker the pool itself gives up on a job."""
 START_TIMEOUT_S = 60.0
@@ -219,7 +219,7 @@ def lacking(said: dict[str, Any]) -> str:
 
 
 def _environment(*, isolate: bool) -> dict[str, str]:
-    """One thread a job and no GPU; programs nobody has read see none of the run's secrets."""
+    """One thread a job and no GPU; untrusted programs see none of the run's secrets."""
     fixed = {"PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     kept = {name: os.environ[name] for name in confine.WHERE_PYTHON_IS if name in os.environ}
@@ -337,7 +337,7 @@ class Sandbox:
         task.add_done_callback(self.chores.discard)
 
     async def _abandon(self, worker: Worker, task: asyncio.Task[Any]) -> None:
-        """Ends a job nobody waits for any more; its worker goes on."""
+        """Ends a job that no caller waits for; its worker stays."""
         try:
             await worker.cancel()
             await task

@@ -38,7 +38,7 @@ from pentad.rewards.sharing import SharedJobs
 
 log = logging.getLogger(__name__)
 CAUSES: tuple[Cause, ...] = ("ours", "sample", "unclear")
-"""Of several failures of a sample the first of these counts."""
+"""Where a sample has several failures, the first of these counts."""
 CORRECT = "correct"
 """The part that evaluation counts as accuracy."""
 FAILED = "reward_failed"

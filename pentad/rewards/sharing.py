@@ -48,7 +48,7 @@ class SharedJobs:
         self.senders: set[asyncio.Task[None]] = set()
         """One for each message that is under way or waits for its worker."""
         self.max_jobs = MESSAGE_JOBS
-        """Of a message; less after one that failed, since all of it is run again."""
+        """Most jobs of a message; fewer after one that failed, since all of it is run again."""
 
     async def run(
         self,
@@ -69,7 +69,7 @@ class SharedJobs:
             answer = await future
         except asyncio.CancelledError:
             if job.sender is not None and all(other.answer.done() for other in job.message):
-                job.sender.cancel()  # nobody waits for any of it
+                job.sender.cancel()  # no caller waits for any of it
             raise
         if isinstance(answer, JobFailed) and len(job.message) > 1:
             return await self.pool.run(spec, payload, timeout_s)

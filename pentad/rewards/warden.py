@@ -2,8 +2,8 @@
 
 Standard library only; started by `sandbox.py`, which speaks to it over two pipes in frames of a
 JSON header and raw bytes. A job's arguments come pickled from the parent; what a job says goes
-back as bytes that nobody unpickles. Jobs are forked from a process of their own (`origin.py`), to
-which nothing of this goes. When the parent is gone the warden ends its job and itself.
+back as bytes that are never unpickled. Jobs are forked from a process of their own (`origin.py`),
+to which nothing of this goes. When the parent is gone the warden ends its job and itself.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Warden:
 
 
 def _drain(pipe: int, written: bytearray) -> bool:
-    """Takes what is there, a bounded amount; False when nobody can write any more."""
+    """Takes what is there, a bounded amount; False when no writer is left."""
     for _ in range(16):
         try:
             piece = os.read(pipe, 1 << 16)

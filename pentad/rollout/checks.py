@@ -14,7 +14,7 @@ from pentad.samplers.dialect import are_sound, flaw_of
 
 INT64, BOOL, FLOAT32 = map(np.dtype, ("int64", "bool", "float32"))
 TYPES = INT64, BOOL, FLOAT32, INT64
-"""Of the ids, mask, log-probs and versions of a sample."""
+"""Types of a sample's ids, mask, log-probs and versions."""
 
 
 def check_generations(request: Request, answers: Sequence[Generation], vocab_size: int) -> None:

@@ -208,10 +208,10 @@ class Talk:
 
     transcript: Transcript
     texts: list[str] = field(default_factory=list)
-    """Of the policy."""
+    """What the policy said."""
     turns: list[tuple[str, str]] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=dict)
-    """Of its reward."""
+    """Reward parts by name."""
     finish: FinishReason = "stop"
 
     def add_answer(self, generation: Generation, text: str) -> None:
