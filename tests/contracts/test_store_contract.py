@@ -395,7 +395,7 @@ def test_no_file_stays_after_training_and_no_folder_after_the_end(files):
             files.put(make_group(gid, attempt=2))
             files.write(gid, 2, {"values": column_of(make_group(gid, 2))})
         files.delete(gids)
-        assert [path.name for path in folder.rglob("*") if path.is_file()] == ["owner"]
+        assert [path.name for path in folder.rglob("*") if path.is_file()] == ["owner.lock"]
     open_store(files.address, prompt_of).close()
     assert folder.is_dir()
     files.close()
@@ -413,7 +413,7 @@ def test_a_folder_that_is_full_is_named(files):
             files.put(make_group(3))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert [path.name for path in folder.rglob("*") if path.is_file()] == ["owner"]
+    assert [path.name for path in folder.rglob("*") if path.is_file()] == ["owner.lock"]
 
 
 def test_a_reader_whose_run_has_ended_says_so(files):
