@@ -52,7 +52,7 @@ class Exporter(RankSaver):
         super().__init__(writer)
         self.blocks: list[WeightBlock] | None = None
         self.number = 0
-        """Of the folder beside the target, the same on all ranks and never the same twice."""
+        """Names the folder beside the target: the same on all ranks and never the same twice."""
         self.is_async = False
         self.is_abandoned = False
         self.place = PlaceJob(Path(), Path(), {})
@@ -98,7 +98,7 @@ class Exporter(RankSaver):
         return {"is_done": True, "error": error, "seconds": self.ended - self.begun}
 
     def abandon(self) -> None:
-        """The process is about to end: an export under way takes nobody's place any more."""
+        """The process is about to end: an export under way does not replace its target any more."""
         self.is_abandoned = True
 
     def conclude(self, outcomes: Outcomes) -> Outcomes:

@@ -30,7 +30,7 @@ Outcomes = list[dict[str, Any]]
 
 class HostMemory:
     """One buffer that a writer process can map. Making it takes seconds per 10 GB, which a thread
-    spends while the run goes on."""
+    spends beside training."""
 
     def __init__(self) -> None:
         self.memory: Memory | None = None
@@ -49,7 +49,7 @@ class HostMemory:
             self.thread.start()
 
     def take(self, size: int, *, pins: bool) -> Memory:
-        """At least so many bytes, whose last content nobody needs any more."""
+        """At least so many bytes, whose last content is not needed any more."""
         self.prepare(size, pins=pins)
         self._wait()
         if self.failure is not None:

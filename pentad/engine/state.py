@@ -85,7 +85,7 @@ def _sources(name: str, regions: Mapping[str, Sequence[Region]]) -> Iterator[Reg
 
 
 def model_digest(model: LanguageModel) -> str:
-    """Of names and shapes as on disk: whatever the layout and the backend."""
+    """A digest of names and shapes as on disk: the same for any layout and backend."""
     infos = hf_metadata(model)
     text = repr([(name, tuple(infos[name].shape)) for name in sorted(infos)])
     return hashlib.sha256(text.encode()).hexdigest()

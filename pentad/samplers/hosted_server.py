@@ -1,7 +1,7 @@
 """A vLLM or SGLang server in a role process, on the machine that has its GPUs.
 
 The process starts the server there and reaches it on that machine's own address. Weights are pulled
-by ticket, as an embedded sampler pulls them. The process ends when its server does.
+from the published folder, as an embedded sampler pulls them. The process ends when its server does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A sampler in a role process: what the process serves (`HostedSampler`), and the connection of a
 replica to it (`RoleSampler`). The target here makes the embedded engine.
 
-Weights are pulled by ticket (`sync.handoff`); the receipt must say what the ticket does.
+Weights are pulled from a published folder (`sync.handoff`); the receipt must have its digest.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class HostedSampler(Generic[S]):
         return {"generations": [pack_generation(one) for one in made], "stats": self.stats()}
 
     async def pull(self, ticket: dict[str, Any]) -> dict[str, Any]:
-        """Installs what the ticket names; the receipt is of what the sampler holds then."""
+        """Installs what was published; the receipt is of what the sampler holds then."""
         return asdict(await self._answer(self._install(ticket)))
 
     async def _install(self, ticket: dict[str, Any]) -> Installed:

@@ -71,7 +71,7 @@ class VersionPlan:
     written: WrittenVersion
     base: WrittenVersion | None
     layout: FileLayout
-    """Of the new file."""
+    """The layout of the new file."""
     newest: str
 
     @property
@@ -159,7 +159,7 @@ class ChangedOnly:
         self.held: Mapping[str, str] = {}
         self.given = ""
         self.digest = WeightDigest()
-        """Of the weights that were chosen from last."""
+        """The digest of the weights that were chosen from last."""
 
     async def choose(self, weights: TensorPairs) -> TensorPairs:
         if not self.is_on:

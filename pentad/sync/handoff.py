@@ -72,7 +72,7 @@ class PublishedSnapshot(Snapshot):
 def snapshot_of(
     value: dict[str, Any], digest: dict[str, str], gather_s: float = 0.0
 ) -> PublishedSnapshot:
-    """Of `PublishedWeights` that came as a JSON value; its tensors are not opened here."""
+    """The snapshot for `PublishedWeights` that came as a JSON value; its tensors stay closed."""
     published, known = PublishedWeights(**value), WeightDigest()
     known.entries.update(digest)
     return PublishedSnapshot(published.version, (), known, True, gather_s, published=published)
@@ -96,7 +96,7 @@ class Handoff:
         self.read: list[Offer] = []
         """Offers with readers."""
         self.folder = folder
-        """Of the files; removed by its owner."""
+        """Where folders of weights are made; removed by its owner."""
         self.release: Callable[[int], None] = lambda version: None
         """Called when a version that another process holds on a GPU is not needed any more."""
         self.check: Callable[[], None] = lambda: None

@@ -48,7 +48,7 @@ class PublishedWeights:
 
     version: int
     digest: str
-    """Of all tensors by their names."""
+    """The digest of all tensors by their names."""
     kind: Kind
     place: str
     """The folder, or the UUID of the GPU."""
@@ -56,7 +56,7 @@ class PublishedWeights:
     num_bytes: int
     """Written for this version."""
     handle: dict[str, Any] = field(default_factory=dict)
-    """Of the buffer on the GPU."""
+    """Opens the buffer on the GPU; empty for a folder."""
     writers: tuple[int, ...] = ()
     """Ranks that write beside training: each leaves a mark in the folder."""
 

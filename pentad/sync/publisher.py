@@ -31,7 +31,7 @@ class Snapshot:
     weights: tuple[tuple[str, Tensor], ...]
     digest: WeightDigest
     is_copy: bool = False
-    """Whether nobody else writes to the tensors."""
+    """Whether nothing else writes to the tensors."""
     gather_s: float = 0.0
     """How long the learner was at work for it."""
 
@@ -80,7 +80,7 @@ def take_snapshot(
 
 @dataclass(frozen=True, slots=True)
 class PublishTimes:
-    """Of one publish, in seconds (and bytes); of several samplers the slowest."""
+    """One publish in seconds (and bytes); of several samplers the slowest."""
 
     gather: float
     """The learner's part, from the call to the snapshot."""
@@ -101,7 +101,7 @@ class Publisher:
         self.samplers = list(samplers)
         self.version = -1
         self.times: PublishTimes | None = None
-        """Of the last publish that was confirmed."""
+        """The last publish that was confirmed."""
 
     async def publish(self, snapshot: Snapshot) -> None:
         """Returns when all samplers hold it."""

@@ -3,7 +3,7 @@
 No rank gathers anything. Of copies of a shard one rank writes. The digest of a tensor is the sum of
 those of its blocks, so that it too is made without a whole tensor. Where writing would hold the
 learner up (from a GPU, or to a disk) the blocks are staged in host memory, which is the snapshot,
-and a thread writes them while training goes on. To a disk go only tensors that changed (`deltas`).
+and a thread writes them beside training. To a disk go only tensors that changed (`deltas`).
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ class ShardWriter:
             try:
                 draft.write_text(failure, encoding="utf-8")
                 draft.replace(mark)
-            except OSError:  # whoever waits must not wait for ever
+            except OSError:  # receivers must not wait for ever
                 mark.unlink(missing_ok=True)
                 draft.unlink(missing_ok=True)
 
@@ -311,7 +311,7 @@ class ShardWriter:
 
 
 def digest_from(sums: Sequence[list[Any]], infos: Mapping[str, TensorInfo]) -> WeightDigest:
-    """Of the tensors, from what all ranks know of their blocks."""
+    """The digest of the tensors, from the sums of their blocks on all ranks."""
     totals = dict.fromkeys(infos, 0)
     loose: dict[str, Tensor] = {}
     for name, box, value in (one for of_rank in sums for one in of_rank):

@@ -139,7 +139,7 @@ async def _open_samplers(
 
 
 def _serve(handoff: Handoff, calls: Calls) -> None:
-    """These learners make its tickets from now on."""
+    """These learners publish to it from now on."""
 
     def release(version: int) -> None:
         """The learner need not keep the weights of this version on the GPU any more."""

@@ -1,7 +1,7 @@
 """HF exports of a run: when, where, how they are written, and the one at the end.
 
 Asynchronous (`saver.mode`), every rank copies its blocks to host memory while they are those of the
-step, and its writer process writes them while training goes on: at most one is under way. A folder
+step, and its writer process writes them beside training: at most one is under way. A folder
 that cannot be written is reported at once and tried again after further steps. Folders that are
 whole stay, unless `saver.keep_last` or `saver.keep_best` is set: then older ones go once a newer
 one is whole.

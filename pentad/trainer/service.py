@@ -100,10 +100,10 @@ class EngineService:
         hashed: bool = True,
     ) -> dict[str, Any]:
         """Keeps the actor's weights as `version` for `fetch`; with a `place` (kind and folder) for
-        other processes, by ticket: every rank writes its shards."""
+        other processes, as a folder: every rank writes its blocks."""
         actor = self.engines["actor"]
         if place is None:
-            assert self.rank.world == 1, "several ranks hand weights over by ticket"
+            assert self.rank.world == 1, "several ranks publish a folder"
             taken = take_snapshot(
                 version, actor.iter_weights(), copy=copy, on_host=on_host, hashed=hashed
             )
