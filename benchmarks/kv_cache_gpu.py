@@ -15,7 +15,7 @@ import sys
 from dataclasses import replace
 
 import torch
-from sampler_gpu import NUM_REQUESTS, SETTINGS, build, close, run
+from sampler_gpu import NUM_REQUESTS, build, changed, close, run
 from sampler_load import NEW, PROMPT, QWEN3_06B, forced, random_model, requests
 from triton.testing import do_bench_cudagraph
 
@@ -98,7 +98,7 @@ def load() -> None:
             ("1,024 ragged", ragged, len(ragged)),
         ):
             room = 2 * running * (PROMPT + NEW)
-            settings = replace(SETTINGS, max_running=running, kv_cache_tokens=room)
+            settings = changed(max_running=running, kv_cache_tokens=room)
             sampler = build(settings=replace(settings, kv_cache_dtype=form))
             speeds = []
             for _ in range(4):
@@ -118,7 +118,7 @@ def gap() -> None:
         work = requests(32, prompt=100, new=128)
         plain = random_model(dims)
         for form in FORMATS:
-            settings = replace(SETTINGS, kv_cache_dtype=form)
+            settings = changed(kv_cache_dtype=form)
             sampler = EmbeddedSampler(random_model(dims), settings, version=0)
             _, results = run(sampler, work)
             gaps = torch.cat(

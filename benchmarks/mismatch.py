@@ -29,7 +29,7 @@ from pentad.core.swap import swap_classes
 from pentad.core.types import Generation, Request, SamplingParams
 from pentad.engine.predictor import Predictor
 from pentad.infer.sampler import EmbeddedSampler
-from pentad.infer.settings import SamplerSettings
+from pentad.infer.section import SamplerSettings
 from pentad.models.decoder import Block, Decoder
 from pentad.models.layers import Attention, Embedding, Mlp, Norm, Rotary
 from pentad.models.registry import build_model

@@ -39,7 +39,6 @@ from pentad.engine.section import EngineSettings, ModelConfig  # noqa: E402
 from pentad.models.families import dims_of  # noqa: E402
 from pentad.parallel.cuts import local  # noqa: E402
 from pentad.parallel.mesh import build_meshes  # noqa: E402
-from pentad.planner.activations import Checkpointing  # noqa: E402
 from pentad.planner.memory import Training, training_phases  # noqa: E402
 from pentad_tools.bench.bench_train import QWEN3_0_6B, QWEN3_4B, QWEN3_MOE_SLICE  # noqa: E402
 
@@ -102,26 +101,7 @@ class Found:
         return off <= max(SLACK_BYTES, LIMIT * self.measured_bytes)
 
 
-def predict(config: dict[str, Any], case: Case) -> dict[str, float]:
-    keeping = Checkpointing(
-        **MODES[case.mode], is_compiled=case.compile, compute_bytes=2 if IS_GPU else 4
-    )
-    training = Training(
-        dims=dims_of(config),
-        layout=Layout(),
-        keeping=keeping,
-        microbatch_tokens=case.tokens,
-        num_microbatches=case.num_microbatches,
-        keeps_logits=case.keep,
-        offload=case.offload,
-        reshard=case.offload,
-        device=DEVICE.type,
-    )
-    phases = training_phases(training, 0)
-    return {name: phase.device_bytes - phase.device["overhead"] for name, phase in phases.items()}
-
-
-def make_engine(config: dict[str, Any], case: Case) -> Engine:
+def keys_of(case: Case) -> EngineSettings:
     how = MODES[case.mode]
     archon = {
         "ac_mode": how["mode"],
@@ -133,7 +113,24 @@ def make_engine(config: dict[str, Any], case: Case) -> Engine:
     }
     keys = {"archon": archon, "mb_spec": {"max_tokens_per_mb": case.tokens}}
     settings = EngineSettings(model=ModelConfig.model_validate(keys), total_steps=1)
-    settings = settings.settled(DEVICE.type, Layout())
+    return settings.settled(DEVICE.type, Layout())
+
+
+def predict(config: dict[str, Any], case: Case) -> dict[str, float]:
+    training = Training(
+        dims=dims_of(config),
+        layout=Layout(),
+        model=keys_of(case).model,
+        microbatch_tokens=case.tokens,
+        num_microbatches=case.num_microbatches,
+        device=DEVICE.type,
+    )
+    phases = training_phases(training, 0)
+    return {name: phase.device_bytes - phase.device["overhead"] for name, phase in phases.items()}
+
+
+def make_engine(config: dict[str, Any], case: Case) -> Engine:
+    settings = keys_of(case)
     meshes = build_meshes(Layout(), DEVICE)
     maker = decoder_maker(dims_of(config), settings, meshes, value_head=False)
     held = HeldModel(maker, meshes)

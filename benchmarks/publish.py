@@ -33,10 +33,10 @@ from pentad.core.layout import Layout
 from pentad.core.types import Request, SamplingParams
 from pentad.engine.engine import build_engine
 from pentad.engine.section import EngineSettings, ModelConfig
-from pentad.infer.settings import SamplerSettings
+from pentad.infer.section import SamplerSettings
 from pentad.models.families import dims_of
-from pentad.planner.activations import Checkpointing
 from pentad.planner.memory import Training, publish_bucket, publish_params, snapshot_bytes
+from pentad.rollout.section import RolloutConfig
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.restarts import RestartPolicy
 from pentad.runtime.roles import RoleSpec
@@ -151,7 +151,7 @@ async def measure(args: argparse.Namespace, pipes: list[Connection], folder: Pat
     is_gpu = args.device == "cuda"
     settings = HostedSettings(
         dims=dims_of(args.config),
-        sampler=SamplerSettings(max_running=16, kv_cache_tokens=1 << 14),
+        sampler=SamplerSettings(rollout=RolloutConfig(max_running=16), kv_cache_tokens=1 << 14),
         device=args.device,
         dtype=args.dtype,
         seed=9,
@@ -160,7 +160,7 @@ async def measure(args: argparse.Namespace, pipes: list[Connection], folder: Pat
     spec = RoleSpec(
         name="rollout-0",
         target=remote.TARGET,
-        payload=asdict(settings),
+        payload=settings.model_dump(mode="json"),
         log=folder / "rollout-0.log",
         devices=(0,) if is_gpu else (),
         num_gpus=1 if is_gpu else 0,
@@ -212,7 +212,7 @@ def planned(args: argparse.Namespace, layout: Layout) -> float:
     training = Training(
         dims=dims_of(args.config),
         layout=layout,
-        keeping=Checkpointing(compute_bytes=2 if args.dtype == "bfloat16" else 4),
+        model=EngineSettings(model=ModelConfig(dtype=args.dtype)).settled("cpu", layout).model,
         microbatch_tokens=8,
         publishes=True,
         overlaps=True,

@@ -27,7 +27,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pentad.core.types import Request, SamplingParams
 from pentad.infer.sampler import EmbeddedSampler
-from pentad.infer.settings import SamplerSettings
+from pentad.infer.section import SamplerSettings
+from pentad.rollout.section import RolloutConfig
 
 WIDTH, LAYERS, VOCAB = 64, 2, 32
 HF_BATCH = 128
@@ -125,7 +126,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         hf.save_pretrained(folder)
         plain, strict = (
-            EmbeddedSampler.from_folder(folder, SamplerSettings(max_running=512, strict=is_strict))
+            EmbeddedSampler.from_folder(
+                folder, SamplerSettings(rollout=RolloutConfig(max_running=512), strict=is_strict)
+            )
             for is_strict in (False, True)
         )
     machine = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"

@@ -43,18 +43,21 @@ from pentad.core.types import Generation, Request, SamplingParams
 from pentad.engine.predictor import Predictor
 from pentad.infer.engine import Report
 from pentad.infer.sampler import EmbeddedSampler
-from pentad.infer.settings import SamplerSettings
+from pentad.infer.section import SamplerSettings
 from pentad.models.decoder import Decoder
 from pentad.models.hf_weights import install_hf, iter_hf
 from pentad.models.strict import apply_strict
 from pentad.ops.attention import build_attend
 from pentad.ops.digest import digest_of
 from pentad.ops.invariant import PackedAttend
+from pentad.rollout.section import RolloutConfig
 
 NUM_REQUESTS, HF_BATCH = 256, 64
 FIGURES: dict[str, float] = {}
 """What the parts measured, by name and unit."""
-SETTINGS = SamplerSettings(max_running=256, max_context=4096, kv_cache_tokens=1 << 18)
+SETTINGS = SamplerSettings(
+    rollout=RolloutConfig(max_running=256), max_context=4096, kv_cache_tokens=1 << 18
+)
 
 
 def run(sampler: EmbeddedSampler, load: list[Request]) -> tuple[float, list[list[Generation]]]:
@@ -64,6 +67,12 @@ def run(sampler: EmbeddedSampler, load: list[Request]) -> tuple[float, list[list
         return time.perf_counter() - start, results
 
     return asyncio.run(once())
+
+
+def changed(**values: Any) -> SamplerSettings:
+    keys = {k: values.pop(k) for k in [*values] if k in RolloutConfig.model_fields}
+    rollout = SETTINGS.rollout.model_copy(update=keys)
+    return SETTINGS.model_copy(update={"rollout": rollout, **values})
 
 
 def build(dims: ModelDims = QWEN3_06B, settings: SamplerSettings = SETTINGS) -> EmbeddedSampler:
@@ -83,11 +92,11 @@ def check() -> None:
         plain = random_model(small, dtype=dtype)
         ids: dict[str, list[list[int]]] = {}
         for name, settings in (
-            ("torch", replace(SETTINGS, kernels="torch")),
-            ("triton", replace(SETTINGS, cuda_graphs=False)),
+            ("torch", changed(kernels="torch")),
+            ("triton", changed(cuda_graphs=False)),
             ("graphs", SETTINGS),
-            ("graphs chunked", replace(SETTINGS, max_running=16, max_batch_tokens=64)),
-            ("graphs preempted", replace(SETTINGS, kv_cache_tokens=720)),
+            ("graphs chunked", changed(max_running=16, max_batch_tokens=64)),
+            ("graphs preempted", changed(kv_cache_tokens=720)),
         ):
             model = random_model(small, dtype=dtype)
             sampler = EmbeddedSampler(model, settings)
@@ -133,7 +142,7 @@ def load() -> None:
     del sampler
     for max_running in (NUM_REQUESTS, len(ragged)):  # the second is what a run takes by itself
         room = 2 * max_running * (PROMPT + NEW)
-        sampler = build(settings=replace(SETTINGS, max_running=max_running, kv_cache_tokens=room))
+        sampler = build(settings=changed(max_running=max_running, kv_cache_tokens=room))
         for label in ("first", "second", "third"):
             seconds, results = run(sampler, ragged)
             tokens = sum(len(g.ids) for gs in results for g in gs)
@@ -255,9 +264,9 @@ def profile() -> None:
 
 def moe() -> None:
     for name, settings in (
-        ("eager", replace(SETTINGS, cuda_graphs=False)),
+        ("eager", changed(cuda_graphs=False)),
         ("graphs", SETTINGS),
-        ("graphs, routes recorded", replace(SETTINGS, record_routes=True)),
+        ("graphs, routes recorded", changed(replay_routes=True)),
     ):
         sampler = build(MOE_SLICE, settings)
         is_captured = sampler.engine.runner.captures_graphs
@@ -308,10 +317,10 @@ def strict() -> None:
     for name, dims in (("dense", SHORT), ("mixture", SHORT_MOE)):
         for way, settings in (
             ("graphs", SETTINGS),
-            ("eager", replace(SETTINGS, cuda_graphs=False)),
-            ("chunked", replace(SETTINGS, max_running=16, max_batch_tokens=64)),
-            ("preempted", replace(SETTINGS, kv_cache_tokens=2048)),
-            ("not strict", replace(SETTINGS, strict=False)),
+            ("eager", changed(cuda_graphs=False)),
+            ("chunked", changed(max_running=16, max_batch_tokens=64)),
+            ("preempted", changed(kv_cache_tokens=2048)),
+            ("not strict", changed(strict=False)),
         ):
             is_strict = way != "not strict"
             sampler = EmbeddedSampler(random_model(dims), replace(settings, strict=is_strict))
@@ -335,7 +344,7 @@ def price() -> None:
     """Strict beside plain: sampling, and one forward and backward of the learner."""
     for name, dims, new in (("dense", QWEN3_06B, NEW), ("moe", MOE_SLICE, 128)):
         for is_strict in (False, True):
-            sampler = build(dims, replace(SETTINGS, strict=is_strict))
+            sampler = build(dims, changed(strict=is_strict))
             run(sampler, requests(NUM_REQUESTS, new=new))
             seconds, results = run(sampler, requests(NUM_REQUESTS, new=new))
             speed = sum(len(g.ids) for gs in results for g in gs) / seconds

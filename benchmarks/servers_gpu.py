@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,9 @@ from servers_contract import Policies, Report, contract, mixture  # noqa: E402
 from pentad.core.dims import ModelDims  # noqa: E402
 from pentad.data.toy import write_model  # noqa: E402
 from pentad.infer.sampler import EmbeddedSampler  # noqa: E402
-from pentad.infer.settings import SamplerSettings  # noqa: E402
+from pentad.infer.section import SamplerSettings  # noqa: E402
 from pentad.models.families import dims_of  # noqa: E402
+from pentad.rollout.section import RolloutConfig  # noqa: E402
 from pentad.runtime.local_roles import LocalRuntime  # noqa: E402
 from pentad.runtime.restarts import RestartPolicy  # noqa: E402
 from pentad.runtime.roles import RoleSpec  # noqa: E402
@@ -56,6 +57,7 @@ from pentad.samplers import remote, sglang, vllm  # noqa: E402
 from pentad.samplers.process import ServerSettings  # noqa: E402
 from pentad.samplers.remote import HostedSettings, RoleSampler  # noqa: E402
 from pentad.samplers.replica import Replica  # noqa: E402
+from pentad.samplers.section import ServerConfig  # noqa: E402
 from pentad.samplers.server_sampler import ServerSampler  # noqa: E402
 from pentad.sync.handoff import Handoff  # noqa: E402
 from pentad.telemetry.steps import read_lines  # noqa: E402
@@ -87,24 +89,34 @@ def write_folder(folder: Path, dims: ModelDims) -> Path:
     return folder
 
 
+def changed(settings: ServerSettings, keys: dict[str, Any], **beside: Any) -> ServerSettings:
+    """`keys` are those of the block `rollout`."""
+    rollout = settings.rollout.model_copy(update=keys)
+    return settings.model_copy(update={"rollout": rollout, **beside})
+
+
 def settings_of(kind: str, env: Path, folder: Path, dims: Any, context: int) -> ServerSettings:
     return ServerSettings(
         model_folder=str(folder),
         dims=dims,
         dtype="bfloat16",
         max_context=context,
-        max_running=256,
-        max_batch_tokens=8192,
-        kv_cache_bytes=8 << 30,
-        on_update="continue",
         device="cuda",
         devices=(0,),
-        python=str(env),
-        arguments=ARGS[kind],
-        start_timeout_s=400.0,
-        transport="ipc",
         can_sleep=True,
-        memory_share=SHARE[kind],
+        rollout=RolloutConfig(
+            max_running=256,
+            max_batch_tokens=8192,
+            kv_cache_gb=8,
+            server=ServerConfig(
+                python=str(env),
+                args=ARGS[kind],
+                start_timeout_s=400.0,
+                weight_transport="ipc",
+                check_weights_every=0,
+                gpu_memory_share=SHARE[kind],
+            ),
+        ),
     )
 
 
@@ -147,7 +159,9 @@ async def throughput(kind: str, sampler: Any, report: Report) -> None:
     report.tell(kind, "256 requests of 128 + 256, with log-probs [tok/s]", tokens / seconds)
 
 
-EMBEDDED = SamplerSettings(max_running=256, max_context=4096, kv_cache_tokens=1 << 17)
+EMBEDDED = SamplerSettings(
+    rollout=RolloutConfig(max_running=256), max_context=4096, kv_cache_tokens=1 << 17
+)
 
 
 async def here(report: Report) -> None:
@@ -170,7 +184,7 @@ async def apart(two: Policies, qwen: Path, folder: Path, report: Report) -> None
     spec = RoleSpec(
         name="rollout-0",
         target=remote.TARGET,
-        payload=asdict(wanted),
+        payload=wanted.model_dump(mode="json"),
         log=folder / "rollout.log",
         num_gpus=1,
         devices=(0,),
@@ -340,8 +354,8 @@ async def mixtures(envs: dict[str, Path], folder: Path, report: Report) -> None:
         started(
             kind,
             f"{kind}-mixture",
-            replace(
-                settings_of(kind, env, moe, MIXTURE, 4096), record_routes=True, can_sleep=False
+            changed(
+                settings_of(kind, env, moe, MIXTURE, 4096), {"replay_routes": True}, can_sleep=False
             ),
             report,
         )
@@ -361,7 +375,7 @@ async def small_server(kind: str, env: Path, given: argparse.Namespace, report: 
         await asyncio.sleep(0.5)
     dims = dims_of(json.loads((given.sums_model / "config.json").read_text()))
     wanted = settings_of(kind, env, given.sums_model, dims, dims.max_position)
-    wanted = replace(wanted, max_running=1024, kv_cache_bytes=4 << 30)
+    wanted = changed(wanted, {"max_running": 1024, "kv_cache_gb": 4.0})
     await started(kind, f"{kind}-small", wanted, report)
 
 

@@ -1,8 +1,10 @@
 """Builds sections of the config, and what parts take beside them, from one flat list of values."""
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from pentad.core.roles import Sampler, Scorer
 from pentad.data.render import DataSource
 from pentad.data.section import DatasetConfig
 from pentad.engine.section import (
@@ -12,6 +14,12 @@ from pentad.engine.section import (
     ModelConfig,
     OptimizerConfig,
 )
+from pentad.infer.section import SamplerSettings
+from pentad.rl.section import AlgorithmConfig, AlgorithmSettings
+from pentad.rollout.environments import RolloutTokenizer
+from pentad.rollout.executor import Executor
+from pentad.rollout.section import RolloutConfig
+from pentad.rollout.workflows import Context, Workflow
 
 PLAIN = {
     "dtype": "float32",
@@ -22,6 +30,32 @@ PLAIN = {
 }
 """What tests of an engine begin with, on every device."""
 RUN = {field.name for field in fields(EngineSettings)} - {"model"}
+
+
+def settings_for(name: str, **given: Any) -> AlgorithmSettings:
+    """An algorithm with the keys of its block."""
+    return AlgorithmConfig(name=name, **given).settings
+
+
+def sampler_settings(**given: Any) -> SamplerSettings:
+    """Keys of the block `rollout` go into it, without the bounds of recipes."""
+    keys = _taken(given, RolloutConfig.model_fields)
+    return SamplerSettings(rollout=RolloutConfig().model_copy(update=keys), **given)
+
+
+def make_executor(
+    samplers: Mapping[str, Sampler],
+    workflow: Workflow,
+    reward: Scorer | None,
+    tokenizer: RolloutTokenizer,
+    **given: Any,
+) -> Executor:
+    """Keys of the block `rollout` go into it, values of the context into that."""
+    keys = _taken(given, RolloutConfig.model_fields)
+    context = Context(tokenizer=tokenizer, **_taken(given, [f.name for f in fields(Context)]))
+    # Without the bounds of recipes: tests have short deadlines.
+    rollout = RolloutConfig().model_copy(update=keys)
+    return Executor(samplers, workflow, reward, context, rollout, **given)
 
 
 def data_source(**given: Any) -> DataSource:
@@ -43,6 +77,13 @@ def engine_keys(**given: Any) -> ModelConfig:
     }
     assert not given, f"no such keys: {given}"
     return ModelConfig().model_copy(update=keys)
+
+
+def planned_keys(**given: Any) -> ModelConfig:
+    """As `engine_keys`, in what a plan counts with by default."""
+    return engine_keys(
+        **{"dtype": "bfloat16", "ac_mode": "selective", "pp_schedule": "1F1B"} | given
+    )
 
 
 def engine_settings(*, optimizer: OptimizerConfig | None = None, **given: Any) -> EngineSettings:

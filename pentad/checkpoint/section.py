@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pentad.core.remote import Remote
 from pentad.core.section import Count, Positive, Seconds, Section
 
 
@@ -28,3 +29,17 @@ class CheckpointConfig(Section):
     """A request without a byte for this long has stalled and is tried again."""
     finish_timeout_s: Seconds = 600.0
     """The end of a run waits this long for an upload; the next start goes on with it."""
+
+    def remote(self, place: str) -> Remote | None:
+        """The store, at a place under its prefix; None where there is none."""
+        if self.remote_uri is None:
+            return None
+        return Remote(
+            self.remote_uri,
+            endpoint_url=self.endpoint_url,
+            region=self.region,
+            num_workers=self.async_workers,
+            retention=self.retention,
+            bandwidth_mb_s=self.bandwidth_mb_s,
+            timeout_s=self.timeout_s,
+        ).under(place)

@@ -22,11 +22,12 @@ from pentad.core.device import DTYPES, pick_device
 from pentad.core.errors import Problem, UserError
 from pentad.data.tokenizer import Tokenizer, load_tokenizer
 from pentad.infer.sampler import EmbeddedSampler
-from pentad.infer.settings import SamplerSettings
+from pentad.infer.section import SamplerSettings
 from pentad.models.families import dims_of, register
 from pentad.trainer.preflight import vocabulary_problems
 
 try:
+    from pentad.rollout.section import RolloutConfig
     from pentad.serve.app import Endpoints, Guard
     from pentad.serve.server import bind, raise_file_limit, serve
     from pentad.serve.wire import ServeLimits
@@ -96,13 +97,11 @@ def run_serve(
     for path in model_files or ():
         register(path)
     tokenizer = load_tokenizer(model, key="model")
-    settings = SamplerSettings(
-        max_running=max_running,
-        max_batch_tokens=max(8192, max_running),
-        max_context=max_context,
-        kv_cache_bytes=None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
-        keep_prefixes=True,
+    tokens = max(8192, max_running)
+    rollout = RolloutConfig(
+        max_running=max_running, max_batch_tokens=tokens, kv_cache_gb=kv_cache_gb
     )
+    settings = SamplerSettings(rollout=rollout, max_context=max_context, keep_prefixes=True)
     sampler = load_sampler(model, tokenizer, pick_device(device), dtype, settings)
     listener = bind(host, port)
     service = Service(sampler, tokenizer, name or Path(model).resolve().name)

@@ -14,6 +14,7 @@ from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.folders import read_object
 from pentad.core.layout import Allocation, Component, Layout, parse_allocation
 from pentad.core.machine import GpuQueryError, find_gpus
+from pentad.core.remote import Remote
 from pentad.core.sizes import DTYPE_BYTES, DeviceKind
 from pentad.data.rows import STREAMS, SUFFIXES
 from pentad.engine.section import ModelConfig
@@ -131,6 +132,12 @@ def component_of(config: Config, role: str) -> Component:
 def checkpoint_root(config: Config) -> str:
     """Folder of the checkpoints and exports of all runs."""
     return config.checkpoint.local_dir or os.path.join(config.fileroot, "checkpoints")  # noqa: PTH118
+
+
+def remote_of(config: Config) -> Remote | None:
+    """The place of this run's checkpoints in a store, where one is configured."""
+    user = chosen(config.user, "user")
+    return config.checkpoint.remote(f"{user}/{config.experiment_name}/{config.trial_name}")
 
 
 SCORERS = ("ref", "teacher")

@@ -37,9 +37,9 @@ from pentad.config.other_systems import (
 )
 from pentad.config.recipe_file import COMMAND_LINE, Tree, drop, dump_yaml, read_tree
 from pentad.config.schema import Config, RecipeConfig
-from pentad.core.algorithms import ELSEWHERE
 from pentad.core.errors import Problem, UserError
 from pentad.core.section import MAX_INT
+from pentad.rl.section import ELSEWHERE
 
 
 @dataclass(frozen=True, slots=True)

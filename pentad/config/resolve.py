@@ -23,10 +23,10 @@ from pentad.config.derived import (
 from pentad.config.describe import show, value_at
 from pentad.config.rules.algorithm import off_policy
 from pentad.config.schema import Config, ModelConfig
-from pentad.core.algorithms import SWITCHES
 from pentad.core.fit import default_stages_per_rank, splits_backward
 from pentad.core.layout import Allocation, Component
 from pentad.core.specs import absolute
+from pentad.rl.section import SWITCHES
 
 DEFAULT_RECOVERY = {"recover.freq_secs": 600.0, "recover.freq_epochs": 1}
 PATHS = (

@@ -29,7 +29,7 @@ from pentad.core.section import (
     Share,
     ShortNames,
 )
-from pentad.core.sizes import default_microbatch_tokens
+from pentad.core.sizes import DTYPE_BYTES, default_microbatch_tokens
 
 ParamDType = Annotated[Literal["float32", "bfloat16"], ShortNames]
 ComputeDType = Annotated[Literal["auto", "float32", "bfloat16"], ShortNames]
@@ -154,13 +154,20 @@ class ArchonConfig(Section):
         return self.model_copy(update=choices)
 
     @property
+    def is_resharded(self) -> bool:
+        """Whether blocks give up their gathered weights between forward and backward."""
+        return self.reshard_after_forward_policy == "always"
+
+    @property
     def keeps_products(self) -> bool:
         """Whether layers keep the results of their expensive operations."""
         return self.ac_mode == "selective" and self.ac_selective == "op"
 
     def is_recomputed(self, layer: int) -> bool:
         """Whether a layer keeps its input only."""
-        return is_recomputed(self.ac_mode, self.ac_selective, layer)
+        if self.ac_mode == "selective" and isinstance(self.ac_selective, int):
+            return layer % self.ac_selective == 0
+        return self.ac_mode == "full"
 
     def compile_problems(
         self, prefix: str, *, compiles: bool | Literal["auto"], keeps: bool
@@ -241,13 +248,6 @@ class ArchonConfig(Section):
             yield Problem(f"{key}ac_mode = memory_budget", rule, f"use ac_mode: full, or {other}")
 
 
-def is_recomputed(mode: str, selective: str | int | None, layer: int) -> bool:
-    """Whether activation checkpointing keeps only the input of a layer."""
-    if mode == "selective" and isinstance(selective, int):
-        return layer % selective == 0
-    return mode == "full"
-
-
 class ModelConfig(Section):
     path: str | None = None
     """Folder with config.json, safetensors and a tokenizer. `plan` also knows the names of the
@@ -285,6 +285,11 @@ class ModelConfig(Section):
         if self.dtype == "auto":
             return "bfloat16" if device == "cuda" else "float32"
         return self.dtype
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of one number as it is computed with."""
+        return DTYPE_BYTES[self.dtype]
 
     @property
     def is_mixed(self) -> bool:

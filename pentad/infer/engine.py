@@ -27,10 +27,11 @@ from pentad.core.sizes import (
 )
 from pentad.core.types import FinishReason, Request, TopTokens
 from pentad.infer.blocks import BlockPool
+from pentad.infer.requests import RequestLimits
 from pentad.infer.runner import Runner
 from pentad.infer.scheduler import Plan, RequestScheduler
+from pentad.infer.section import SamplerSettings
 from pentad.infer.sequence import Sequence, Table
-from pentad.infer.settings import RequestLimits, SamplerSettings
 from pentad.models.decoder import Decoder
 from pentad.models.hf_weights import install_hf, iter_hf
 from pentad.ops.digest import are_same, digest_of
@@ -92,28 +93,26 @@ class InferenceEngine:
         self.listened: set[str] = set()
         self.ahead: Ahead | None = None
         dims = model.dims
-        if settings.record_routes and not any(map(dims.is_moe, range(dims.num_layers))):
+        if settings.rollout.replay_routes and not any(map(dims.is_moe, range(dims.num_layers))):
             rule = "the model has no mixture of experts, so there are no routes"
-            raise UserError(Problem("sampler.record_routes = true", rule, "leave it out"))
+            raise UserError(Problem("rollout.replay_routes = true", rule, "leave it out"))
         self.max_context = min(settings.max_context or dims.max_position, dims.max_position)
-        head = model.head_weight
-        largest = SamplerPass(
-            dims, head.dtype.itemsize, settings.max_running, settings.max_batch_tokens
-        )
+        head, keys = model.head_weight, settings.rollout
+        largest = SamplerPass(dims, head.dtype.itemsize, keys.max_sequences, keys.max_batch_tokens)
         num_blocks = count_blocks(model, settings, self.max_context, largest)
         self.pool = BlockPool(num_blocks, settings.block_size)
-        self.table = Table(settings.max_running, settings.block_size)
+        self.table = Table(settings.rollout.max_sequences, settings.block_size)
         self.runner = Runner(model, self.table, num_blocks, self.max_context, settings)
         has_room = head.is_cuda and self.runner.has_kernels
         free = torch.cuda.mem_get_info(head.device)[0] if has_room else None
-        admit_batch = settings.max_running // 16 if self.runner.captures_graphs else 1
+        admit_batch = settings.rollout.max_sequences // 16 if self.runner.captures_graphs else 1
         self.scheduler = RequestScheduler(
             self.table,
             self.pool,
             largest.tokens(free),
             settings.admit_batch or admit_batch,
-            self.keep_routes if settings.record_routes else lambda sequence: None,
-            settings.max_batch_tokens or PASS_TOKENS["cpu"],
+            self.keep_routes if settings.rollout.replay_routes else lambda sequence: None,
+            settings.rollout.max_batch_tokens or PASS_TOKENS["cpu"],
         )
         self.limits = RequestLimits(
             vocab_size=dims.vocab_size,
@@ -282,7 +281,7 @@ class InferenceEngine:
         hit("install", step=version)
         self.version = version
         self.num_installs += 1
-        if self.settings.on_update == "reprefill":
+        if self.settings.rollout.on_update == "reprefill":
             self.scheduler.preempt_all()
         self.pool.forget_prefixes()
         is_same = compares and are_same(iter_hf(self.model), weights)
@@ -326,17 +325,17 @@ def count_blocks(
     model: Decoder, settings: SamplerSettings, max_context: int, largest: SamplerPass
 ) -> int:
     """Blocks of the pool, the scratch block included."""
-    weight, size = model.head_weight, settings.block_size
-    bytes_each = size * kv_token_bytes(model.dims, weight.dtype.itemsize, settings.kv_cache_dtype)
+    weight, size, keys = model.head_weight, settings.block_size, settings.rollout
+    bytes_each = size * kv_token_bytes(model.dims, weight.dtype.itemsize, keys.kv_cache_dtype)
     if settings.kv_cache_tokens is not None:
         usable = settings.kv_cache_tokens // size
-    elif settings.kv_cache_bytes is not None:
-        usable = settings.kv_cache_bytes // bytes_each - 1
+    elif keys.kv_cache_bytes is not None:
+        usable = keys.kv_cache_bytes // bytes_each - 1
     else:
         memory = EMBEDDED_CPU_BYTES
         if weight.device.type == "cuda":
             memory = largest.cache_bytes(torch.cuda.mem_get_info(weight.device)[0])
-        wanted = settings.max_running * -(-max_context // size)
+        wanted = keys.max_sequences * -(-max_context // size)
         usable = min(wanted, memory // bytes_each - 1)
     if usable < 1:
         raise UserError(

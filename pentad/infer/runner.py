@@ -18,8 +18,8 @@ from pentad.infer.attend import KVCache, PagedAttend, StepRows
 from pentad.infer.host import apply_host, product
 from pentad.infer.sampling import draw, likeliest, uniforms
 from pentad.infer.scheduler import Plan
+from pentad.infer.section import SamplerSettings
 from pentad.infer.sequence import Table
-from pentad.infer.settings import SamplerSettings
 from pentad.infer.strict import StrictAttend, head_logits, strict_logprobs
 from pentad.models.decoder import Decoder
 from pentad.models.moe import Experts, Routes
@@ -92,9 +92,9 @@ class Runner:
             self.num_blocks,
             self.settings.block_size,
             device=self.device,
-            dtype=EIGHT_BITS.get(self.settings.kv_cache_dtype, self.dtype),
+            dtype=EIGHT_BITS.get(self.settings.rollout.kv_cache_dtype, self.dtype),
         )
-        if self.settings.record_routes:
+        if self.settings.rollout.replay_routes:
             self.cache.keep_routes(self.model.dims)
         if self.has_kernels:
             from pentad.infer.graphs import GraphDecoder
@@ -195,7 +195,7 @@ class Runner:
         places_T += position_T % size
         where_T = self.put(places_T)
         attend = self.build_attend(plan, where_T)
-        routes: Routes | None = {} if self.settings.record_routes else None
+        routes: Routes | None = {} if self.settings.rollout.replay_routes else None
         hidden_TD: Tensor = self.model(self.put(ids_T), self.put(position_T), attend, routes)
         if routes is not None:
             assert self.cache is not None

@@ -24,8 +24,9 @@ from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.roles import Installed, NamedTensors, SentWeights
 from pentad.core.types import Generation, Request, TopTokens
 from pentad.infer.engine import Decode, InferenceEngine, Report
+from pentad.infer.requests import check_request
+from pentad.infer.section import SamplerSettings
 from pentad.infer.sequence import Sequence
-from pentad.infer.settings import SamplerSettings, check_request
 from pentad.models.decoder import Decoder
 from pentad.models.registry import load_model
 
@@ -75,7 +76,7 @@ class EmbeddedSampler:
         can = {"pause", "sleep", "abort", "seeds"}
         if decode is not None:
             can.add("stop_strings")
-        if self.engine.settings.record_routes:
+        if self.engine.settings.rollout.replay_routes:
             can.add("routes")
         if self.engine.settings.strict:
             can.add("strict")

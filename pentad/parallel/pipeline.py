@@ -88,7 +88,7 @@ def plan_pipeline(dims: ModelDims, layout: Layout, model: ModelConfig) -> Pipeli
             pp=layout.pp,
             compiles=model.archon.enable_compile is True,
             keeps=model.gradient_checkpointing,
-            reshards=model.archon.reshard_after_forward_policy == "always",
+            reshards=model.archon.is_resharded,
             moe=dims.num_experts > 0,
         ),
         *model.archon.stage_problems(

@@ -116,15 +116,10 @@ def needs_storage(keys: ModelConfig, meshes: Meshes, cuts: Mapping[str, Cut]) ->
     return keys.is_mixed or keys.archon.offload_params or num_dense > 1 or num_expert > 1
 
 
-def reshards(keys: ModelConfig) -> bool:
-    """Whether blocks give up their gathered weights between forward and backward."""
-    return keys.archon.reshard_after_forward_policy == "always"
-
-
 def is_cast_whole(keys: ModelConfig, meshes: Meshes) -> bool:
     """Whether there is nothing to gather and room for all weights in compute dtype at once."""
     is_here = meshes.layout.world == 1 and not keys.archon.offload_params
-    return is_here and not reshards(keys)
+    return is_here and not keys.archon.is_resharded
 
 
 def apply_storage(
@@ -169,7 +164,7 @@ def apply_storage(
             mp_policy=policy,
             offload_policy=offload,
             shard_placement_fn=place,
-            reshard_after_forward=reshards(keys) if module is not root else None,
+            reshard_after_forward=keys.archon.is_resharded if module is not root else None,
         )
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)

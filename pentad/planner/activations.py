@@ -11,14 +11,10 @@ parallelism) and whole where a product reads it. Context parallelism cuts tokens
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 from pentad.core.dims import ModelDims
 from pentad.core.layout import Layout
-from pentad.engine.section import is_recomputed
+from pentad.engine.section import ModelConfig
 
-AcMode = Literal["none", "selective", "full", "memory_budget"]
 WIDE = 4
 """Bytes of float32: norms and routers compute in it whatever the compute dtype."""
 
@@ -26,55 +22,36 @@ INDEX_BYTES = 24
 """Bytes of one routed row: its expert, its place in the order, its token, int64 each."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpointing:
-    """What is kept for backward: the checkpointing mode and how the layers are run."""
-
-    mode: AcMode = "selective"
-    selective: str | int = "op"
-    """For selective: op, or the stride n of layers that are recomputed whole."""
-    budget: float = 0.5
-    """For memory_budget: 0 keeps as full, 1 as none."""
-    is_compiled: bool = False
-    compute_bytes: int = 2
-
-    def is_recomputed(self, layer: int) -> bool:
-        """Whether this layer keeps its input only."""
-        return is_recomputed(self.mode, self.selective, layer)
-
-
-def kept_bytes(dims: ModelDims, layer: int, layout: Layout, keeping: Checkpointing) -> float:
+def kept_bytes(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
     """Bytes a layer keeps until its backward, per token of the microbatch on this rank."""
-    full = layer_input(dims, layout, keeping)
-    if keeping.is_recomputed(layer):
+    full = layer_input(dims, layout, keys)
+    if keys.archon.is_recomputed(layer):
         return full
-    none = whole_layer(dims, layer, layout, keeping)
-    if keeping.mode == "memory_budget":
-        return full + keeping.budget * (none - full)
-    if keeping.mode == "selective" and keeping.selective == "op":
-        return products(dims, layer, layout, keeping)
+    none = whole_layer(dims, layer, layout, keys)
+    if keys.archon.ac_mode == "memory_budget":
+        return full + keys.archon.ac_memory_budget * (none - full)
+    if keys.archon.keeps_products:
+        return products(dims, layer, layout, keys)
     return none
 
 
-def layer_input(dims: ModelDims, layout: Layout, keeping: Checkpointing) -> float:
+def layer_input(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
     """c * h: the residual stream between two layers."""
-    return keeping.compute_bytes * dims.hidden_size / (layout.cp * layout.tp)
+    return keys.compute_bytes * dims.hidden_size / (layout.cp * layout.tp)
 
 
-def whole_layer(dims: ModelDims, layer: int, layout: Layout, keeping: Checkpointing) -> float:
+def whole_layer(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
     """Everything the layer's backward reads: what is kept without checkpointing."""
-    if keeping.is_compiled:
+    if keys.archon.enable_compile:
         # The compiler keeps nothing in float32, but what its products and the core read.
-        return products(dims, layer, layout, keeping) + read_by_products(
-            dims, layer, layout, keeping
-        )
+        return products(dims, layer, layout, keys) + read_by_products(dims, layer, layout, keys)
     ffn = experts_kept if dims.is_moe(layer) else mlp_kept
-    return attention_kept(dims, layout, keeping) + ffn(dims, layout, keeping)
+    return attention_kept(dims, layout, keys) + ffn(dims, layout, keys)
 
 
-def products(dims: ModelDims, layer: int, layout: Layout, keeping: Checkpointing) -> float:
+def products(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
     """Selective op: the input, and the result of each matrix product and of attention."""
-    c, tp = keeping.compute_bytes, layout.tp
+    c, tp = keys.compute_bytes, layout.tp
     q, k = dims.q_dim / tp, kv_width(dims, tp)
     h = dims.hidden_size / tp
     kept = c * (h + q + 2 * k + q + h) + statistics_bytes(dims, tp)  # input, q, k, v, core, o
@@ -86,9 +63,9 @@ def products(dims: ModelDims, layer: int, layout: Layout, keeping: Checkpointing
     return (kept + (c * rows + WIDE * dims.num_experts) / tp) / layout.cp
 
 
-def read_by_products(dims: ModelDims, layer: int, layout: Layout, keeping: Checkpointing) -> float:
+def read_by_products(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
     """The two normed inputs, rotated q and k, and what `down` reads; of a mixture also its rows."""
-    c, tp, h = keeping.compute_bytes, layout.tp, dims.hidden_size
+    c, tp, h = keys.compute_bytes, layout.tp, dims.hidden_size
     kept = c * (dims.q_dim / tp + kv_width(dims, tp) + h)
     if dims.is_moe(layer):
         rows = dims.num_experts_per_token * (h + dims.moe_intermediate_size)
@@ -96,16 +73,16 @@ def read_by_products(dims: ModelDims, layer: int, layout: Layout, keeping: Check
     return (kept + c * (h + dims.intermediate_size / tp)) / layout.cp
 
 
-def unread(dims: ModelDims, layer: int, layout: Layout, keeping: Checkpointing) -> float:
+def unread(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
     """Values of a dense layer that backward does not read: the last product, that of `down`."""
     if dims.is_moe(layer):
         return 0.0
-    return keeping.compute_bytes * dims.hidden_size / (layout.cp * layout.tp)
+    return keys.compute_bytes * dims.hidden_size / (layout.cp * layout.tp)
 
 
-def attention_kept(dims: ModelDims, layout: Layout, keeping: Checkpointing) -> float:
+def attention_kept(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
     """First half of a layer: norm, projections, head norms, core."""
-    c, tp = keeping.compute_bytes, layout.tp
+    c, tp = keys.compute_bytes, layout.tp
     q, k = dims.q_dim / tp, kv_width(dims, tp)
     kept = norm_kept(dims.hidden_size / tp, c)
     kept += c * dims.hidden_size  # input of q, k, v, gathered over tp
@@ -116,23 +93,23 @@ def attention_kept(dims: ModelDims, layout: Layout, keeping: Checkpointing) -> f
     return (kept + statistics_bytes(dims, tp)) / layout.cp
 
 
-def mlp_kept(dims: ModelDims, layout: Layout, keeping: Checkpointing) -> float:
+def mlp_kept(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
     """Second half of a dense layer: norm, gate and up, silu(gate), their product. At most: a GPU's
     kernel for 16-bit numbers does without silu(gate)."""
-    c, tp = keeping.compute_bytes, layout.tp
+    c, tp = keys.compute_bytes, layout.tp
     kept = norm_kept(dims.hidden_size / tp, c)
     kept += c * dims.hidden_size  # input of gate and up, gathered over tp
     kept += c * 4 * dims.intermediate_size / tp
     return kept / layout.cp
 
 
-def experts_kept(dims: ModelDims, layout: Layout, keeping: Checkpointing) -> float:
+def experts_kept(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
     """Second half of a mixture layer: norm, router, K copies of each token through experts.
 
     Experts see the tokens of this rank only (1/tp of them, sequence parallelism); routing is
     taken as balanced.
     """
-    c, tp, chosen = keeping.compute_bytes, layout.tp, dims.num_experts_per_token
+    c, tp, chosen = keys.compute_bytes, layout.tp, dims.num_experts_per_token
     h, width = dims.hidden_size, dims.moe_intermediate_size
     kept = norm_kept(h, c) + c * h
     kept += WIDE * dims.num_experts + INDEX_BYTES * chosen  # probabilities; order of the rows
@@ -160,35 +137,35 @@ def kv_width(dims: ModelDims, tp: int) -> float:
     return dims.head_dim * max(dims.num_kv_heads / tp, 1.0)
 
 
-def rebuilt_bytes(dims: ModelDims, layer: int, layout: Layout, keeping: Checkpointing) -> float:
+def rebuilt_bytes(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
     """What running this layer backward computes again, beyond what it kept."""
-    missing = whole_layer(dims, layer, layout, keeping) - kept_bytes(dims, layer, layout, keeping)
-    is_op = keeping.mode == "selective" and keeping.selective == "op"
-    return max(missing, 0.0) + (unread(dims, layer, layout, keeping) if is_op else 0.0)
+    missing = whole_layer(dims, layer, layout, keys) - kept_bytes(dims, layer, layout, keys)
+    is_op = keys.archon.keeps_products
+    return max(missing, 0.0) + (unread(dims, layer, layout, keys) if is_op else 0.0)
 
 
-def flowing_bytes(dims: ModelDims, layer: int, layout: Layout, keeping: Checkpointing) -> float:
+def flowing_bytes(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
     """Gradients under way in a layer's backward: its widest tensor and the residual stream.
 
     Kept tensors are freed one by one as gradients are made, so not more of them coexist.
     """
-    c, h = keeping.compute_bytes, dims.hidden_size
+    c, h = keys.compute_bytes, dims.hidden_size
     if dims.is_moe(layer):
         rows = dims.num_experts_per_token * max(h, dims.moe_intermediate_size)
         return c * (rows + h) / (layout.tp * layout.cp)
     return c * (dims.intermediate_size / layout.tp + 2 * h) / layout.cp
 
 
-def forward_bytes(dims: ModelDims, layer: int, layout: Layout, keeping: Checkpointing) -> float:
+def forward_bytes(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
     """A layer that keeps nothing, while its ffn runs: gate and up, silu, and the stream."""
-    c, h = keeping.compute_bytes, dims.hidden_size
+    c, h = keys.compute_bytes, dims.hidden_size
     if dims.is_moe(layer):
         rows = dims.num_experts_per_token * (3 * dims.moe_intermediate_size + 2 * h)
         return c * (rows + 3 * h) / (layout.tp * layout.cp)
     return c * (4 * dims.intermediate_size / layout.tp + 3 * h) / layout.cp
 
 
-def ends_bytes(dims: ModelDims, layout: Layout, keeping: Checkpointing) -> float:
+def ends_bytes(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
     """Kept outside the layers: final norm, hidden states the head reads, rotary tables."""
-    c, h = keeping.compute_bytes, dims.hidden_size
+    c, h = keys.compute_bytes, dims.hidden_size
     return (norm_kept(h / layout.tp, c) + c * h + 2 * c * dims.turned_dim) / layout.cp

@@ -254,7 +254,9 @@ def stage_rows(trainer: TrainPlan) -> list[tuple[str, str, str, str, int, float,
     for pp in range(layout.pp):
         stages: tuple[int, ...] = (0,)
         if layout.pp > 1:
-            stages = stages_of_rank(training.schedule, layout.pp, training.stages_per_rank, pp)
+            stages = stages_of_rank(
+                training.model.archon.pp_schedule, layout.pp, training.stages_per_rank, pp
+            )
         first = trainer.devices.start + pp * size
         layers = [i for stage in stage_layers(training, pp) for i in stage]
         names = [span(layers)]

@@ -14,13 +14,20 @@ from dataclasses import dataclass, field, replace
 
 from pentad.core import sizes
 from pentad.core.dims import ModelDims
-from pentad.core.fit import experts_each, peak_in_flight, split_layers, stages_of_rank
+from pentad.core.fit import (
+    default_stages_per_rank,
+    experts_each,
+    peak_in_flight,
+    split_layers,
+    stages_of_rank,
+)
 from pentad.core.layout import Layout
 from pentad.core.machine import GIB
 from pentad.core.sizes import (
     CHUNK_BYTES,
     DIGEST_BYTES,
     DIGEST_WORDS,
+    DTYPE_BYTES,
     LOGIT_COPIES,
     OPTIMIZER_STATES,
     PROCESS_BYTES,
@@ -28,8 +35,8 @@ from pentad.core.sizes import (
     HandoffKind,
     SamplerPass,
 )
+from pentad.engine.section import ModelConfig
 from pentad.planner.activations import (
-    Checkpointing,
     ends_bytes,
     flowing_bytes,
     forward_bytes,
@@ -50,25 +57,15 @@ class Training:
 
     dims: ModelDims
     layout: Layout
-    keeping: Checkpointing
-    schedule: str = "1F1B"
-    stages_per_rank: int = 1
+    model: ModelConfig
+    """Its block of keys, settled for the device and the layout."""
     num_microbatches: int = 1
     microbatch_tokens: int
     """Tokens of the largest microbatch of one data-parallel rank, before cp and tp cut it."""
-    param_bytes: int = 4
-    reduce_bytes: int = 4
-    reshard: bool = True
-    """Whether parameters are sharded again between forward and backward."""
     has_whole_tables: bool = False
     """Whether tp leaves embedding and head whole, as it does in the backend fsdp."""
-    keeps_logits: bool = False
-    """Whether backward finds the logits of the microbatch, instead of making them again."""
-    offload: bool = False
-    """Parameters, gradients and optimizer state live in host memory."""
     num_tags: int = 0
     """Further copies of the weights: reference, teacher."""
-    tags_on_host: bool = True
     device: str = "cuda"
     with_optimizer: bool = True
     publishes: bool = False
@@ -85,7 +82,24 @@ class Training:
 
     @property
     def compute_bytes(self) -> int:
-        return self.keeping.compute_bytes
+        return self.model.compute_bytes
+
+    @property
+    def param_bytes(self) -> int:
+        return DTYPE_BYTES[self.model.param_dtype]
+
+    @property
+    def reduce_bytes(self) -> int:
+        return DTYPE_BYTES[self.model.reduce_dtype]
+
+    @property
+    def stages_per_rank(self) -> int:
+        archon = self.model.archon
+        return archon.stages_per_rank or default_stages_per_rank(archon.pp_schedule)
+
+    @property
+    def tags_on_host(self) -> bool:
+        return self.device == "cuda" and self.model.gradient_checkpointing
 
     @property
     def table_tp(self) -> int:
@@ -139,7 +153,12 @@ def stage_layers(training: Training, pp_rank: int) -> list[range]:
     stages = split_layers(training.dims, training.num_stages)
     if training.layout.pp == 1:
         return stages
-    args = (training.schedule, training.layout.pp, training.stages_per_rank, pp_rank)
+    args = (
+        training.model.archon.pp_schedule,
+        training.layout.pp,
+        training.stages_per_rank,
+        pp_rank,
+    )
     return [stages[stage] for stage in stages_of_rank(*args)]
 
 
@@ -193,7 +212,7 @@ def gathered_weights(training: Training, held: HeldParams) -> float:
     if not is_wrapped(training):
         return 0.0
     some = min(held.root + 2 * held.block, held.total)
-    return training.compute_bytes * (some if training.reshard else held.total)
+    return training.compute_bytes * (some if training.model.archon.is_resharded else held.total)
 
 
 def logit_bytes(training: Training, *, keeps: bool = False) -> float:
@@ -218,14 +237,14 @@ def backward_moments(training: Training, pp_rank: int) -> list[dict[str, float]]
     held = held_params(training, pp_rank)
     if training.layout.pp > 1:
         return [_pipeline_moment(training, pp_rank, held)]
-    args = (training.dims, training.layout, training.keeping)
+    args = (training.dims, training.layout, training.model)
     tokens, layers = training.microbatch_tokens, range(training.dims.num_layers)
     kept = [tokens * kept_bytes(args[0], i, *args[1:]) for i in layers]
     ends = tokens * ends_bytes(*args)
     moments = [
         {
             "activations": sum(kept) + ends,
-            "logits": logit_bytes(training, keeps=training.keeps_logits),
+            "logits": logit_bytes(training, keeps=training.model.archon.keep_logits is True),
             **_gradients(training, held, done=0.0, reducing=0),
         }
     ]
@@ -264,13 +283,13 @@ def _gradients(
 
 def _pipeline_moment(training: Training, pp_rank: int, held: HeldParams) -> dict[str, float]:
     """Under a pipeline everything meets: sets in flight, whole gradients, the head's chunk."""
-    args = (training.dims, training.layout, training.keeping)
+    args = (training.dims, training.layout, training.model)
     tokens = training.microbatch_tokens
     stages = stage_layers(training, pp_rank)
     per_stage = [sum(kept_bytes(args[0], i, *args[1:]) for i in layers) for layers in stages]
     layers = [i for stage in stages for i in stage]
     sets = peak_in_flight(
-        training.schedule,
+        training.model.archon.pp_schedule,
         training.layout.pp,
         training.stages_per_rank,
         training.num_microbatches,
@@ -301,7 +320,7 @@ def hidden_bytes(training: Training) -> float:
 def forward_moment(training: Training, pp_rank: int) -> dict[str, float]:
     """A forward pass that keeps nothing: the widest layer, then a chunk of logits."""
     layers = [i for stage in stage_layers(training, pp_rank) for i in stage]
-    args = (training.layout, training.keeping)
+    args = (training.layout, training.model)
     working = max(forward_bytes(training.dims, i, *args) for i in layers)
     found = {"working": training.microbatch_tokens * working}
     if training.dims.num_layers - 1 in layers:
@@ -316,7 +335,7 @@ def training_phases(training: Training, pp_rank: int) -> dict[str, Phase]:
     held = held_params(training, pp_rank)
     shard = sharded_params(training, held)
     p = training.param_bytes
-    where = "host" if training.offload else "device"
+    where = "host" if training.model.archon.offload_params else "device"
     phases = {name: Phase(name) for name in PHASES}
 
     def put(names: tuple[str, ...], place: str, part: str, size: float) -> None:

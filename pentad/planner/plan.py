@@ -29,7 +29,6 @@ from pentad.core.layout import Allocation, Layout
 from pentad.core.machine import GIB, GpuQueryError, find_gpus, free_disk, host_memory
 from pentad.core.sizes import (
     COLOCATED_SHARE,
-    DTYPE_BYTES,
     EMBEDDED_CPU_BYTES,
     PROCESS_BYTES,
     SERVER_SHARE,
@@ -39,7 +38,7 @@ from pentad.core.sizes import (
     export_bytes,
     state_bytes,
 )
-from pentad.planner.activations import Checkpointing
+from pentad.engine.section import EngineSettings, ModelConfig
 from pentad.planner.figures import Batch, Device, Files, RunPlan, SamplePlan, TrainPlan
 from pentad.planner.memory import (
     HOST_BYTES_PER_RANK,
@@ -209,37 +208,19 @@ def plan_trainer(
 ) -> TrainPlan:
     config, model, component = part.config, part.model, part.component
     assert part.dims is not None, "unknown models are refused before"
-    archon = model.archon
-    layout = component.layout(archon.dp_replicate)
+    layout = component.layout(model.archon.dp_replicate)
     number, tokens = microbatches(part, layout, batch, device)
-    keys = archon.chosen(device.kind, layout.pp, layout.world)
-    assert keys.ac_mode != "auto", "one was chosen"
-    compiles = archon.enable_compile is True or archon.enable_compile == "auto"
     trains = part.key == "critic" or component.role in ("actor", "critic")
     rollout = allocation.find("rollout")
     is_attached = bool(config.rollout.server.addresses)
     training = Training(
         dims=part.dims,
         layout=layout,
-        keeping=Checkpointing(
-            mode=keys.ac_mode,
-            selective=keys.selection(layout.pp),
-            budget=keys.ac_memory_budget,
-            is_compiled=compiles and device.kind == "cuda",
-            compute_bytes=compute_bytes(model, device.kind),
-        ),
-        schedule=archon.pp_schedule,
-        stages_per_rank=part.stages_per_rank,
+        model=planned_keys(part, layout, device, keeps_logits=part.key == "actor" and trains),
         num_microbatches=number,
         microbatch_tokens=tokens,
-        param_bytes=DTYPE_BYTES[model.param_dtype],
-        reduce_bytes=DTYPE_BYTES[model.reduce_dtype],
-        reshard=archon.reshards(layout.pp, layout.world),
         has_whole_tables=component.backend == "fsdp",
-        keeps_logits=keys.keep_logits is True and part.key == "actor" and trains,
-        offload=archon.offload_params,
         num_tags=num_tags(config, allocation) if part.key == "actor" else 0,
-        tags_on_host=device.kind == "cuda" and model.gradient_checkpointing,
         device=device.kind,
         with_optimizer=trains,
         publishes=component.role == "actor" and part.key == "actor" and rollout is not None,
@@ -254,6 +235,20 @@ def plan_trainer(
     devices = allocation.devices(component)
     per_rank = batch.tokens / config.updates_per_batch / layout.dp
     return TrainPlan(role, component, devices, training, per_rank, phases)
+
+
+def planned_keys(
+    part: Placed, layout: Layout, device: Device, *, keeps_logits: bool
+) -> ModelConfig:
+    """The block of a role as its engine settles it; blocks are compiled on CUDA alone."""
+    keys = EngineSettings(model=part.model).settled(device.kind, layout).model
+    archon = keys.archon
+    counted = {
+        "enable_compile": archon.enable_compile is True and device.kind == "cuda",
+        "keep_logits": archon.keep_logits is True and keeps_logits,
+        "stages_per_rank": part.stages_per_rank,
+    }
+    return keys.model_copy(update={"archon": archon.model_copy(update=counted)})
 
 
 def num_tags(config: Config, allocation: Allocation) -> int:

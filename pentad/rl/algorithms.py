@@ -1,25 +1,21 @@
-"""The table of algorithms, and the way from a name to settings, losses and learner rows.
+"""The table of algorithms, and the way from settings to losses and learner rows.
 
-An algorithm is facts (`pentad.core.algorithms`), an advantage function and a surrogate; everything
-else (KL, entropy, corrections, normalisation, shaping) is a setting that any of them can turn on.
+An algorithm is facts (`section.py`), an advantage function and a surrogate; everything else (KL,
+entropy, corrections, normalisation, shaping) is a setting that any of them can turn on.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
-from pentad.core.algorithms import ELSEWHERE, FACTS, AlgorithmFacts, AlgorithmSettings
-from pentad.core.errors import Problem, UserError
 from pentad.core.types import Group, Loss, Row
 from pentad.rl import advantages as adv
 from pentad.rl import losses
 from pentad.rl.advantages import Advantages
-from pentad.rl.overrides import conflict_problems, override_problems, where
 from pentad.rl.ragged import Rollouts
 from pentad.rl.rows import build_rows
+from pentad.rl.section import FACTS, AlgorithmFacts, AlgorithmSettings
 
 AdvantageFunction = Callable[[Rollouts, AlgorithmSettings], Advantages]
 
@@ -61,26 +57,6 @@ ALGORITHMS = {
 }
 
 
-def settings_for(name: str, **overrides: Any) -> AlgorithmSettings:
-    """The settings of an algorithm, its defaults overridden by what is not None.
-
-    Raises UserError with every problem: an unknown name, values out of range, overrides that
-    contradict each other or that this algorithm would never read.
-    """
-    given = {key: value for key, value in overrides.items() if value is not None}
-    if name not in ALGORITHMS:
-        raise UserError(_unknown_algorithm(name))
-    algorithm = ALGORITHMS[name]
-    problems = list(override_problems(given))
-    if problems:
-        raise UserError(problems)
-    settings = AlgorithmSettings.of(name, algorithm, given)
-    problems = list(conflict_problems(settings, given, algorithm))
-    if problems:
-        raise UserError(problems)
-    return settings
-
-
 def build_policy_loss(settings: AlgorithmSettings, *, num_updates: int = 1) -> Loss:
     """The loss of the policy; `num_updates` is the number of optimizer steps a batch makes.
 
@@ -96,13 +72,13 @@ def build_policy_loss(settings: AlgorithmSettings, *, num_updates: int = 1) -> L
         kl_estimator=settings.kl_estimator,
         entropy_coef=settings.entropy_coef,
         needs_old_logprobs=settings.needs_old_logprobs(num_updates),
-        has_ratio=settings.ratio_level != "none",
+        has_ratio=settings.facts.ratio_level != "none",
     )
 
 
 def build_value_loss(settings: AlgorithmSettings) -> Loss:
     """The loss of the critic."""
-    assert settings.needs_critic, f"{settings.name} has no critic"
+    assert settings.facts.needs_critic, f"{settings.name} has no critic"
     return losses.ValueLoss(value_coef=settings.value_coef, eps_clip_value=settings.eps_clip_value)
 
 
@@ -125,14 +101,3 @@ def make_rows(
     """
     compute = ALGORITHMS[settings.name].advantages if compute_advantages else None
     return build_rows(groups, settings, compute, max_new_tokens=max_new_tokens)
-
-
-def _unknown_algorithm(name: str) -> Problem:
-    wanted = name.lower().replace("++", "_plus_plus").replace("-", "_")
-    near = difflib.get_close_matches(wanted, ALGORITHMS, n=1, cutoff=0.5)
-    if why := ELSEWHERE.get(wanted):
-        return Problem(where("name", name), why, f"known are {', '.join(ALGORITHMS)}")
-    guess = f"did you mean {near[0]}? " if near else ""
-    return Problem(
-        where("name", name), "no such algorithm", f"{guess}known are {', '.join(ALGORITHMS)}"
-    )

@@ -24,8 +24,8 @@ import math
 import torch
 from torch import Tensor
 
-from pentad.core.algorithms import Correction, KlEstimator
 from pentad.core.types import Segments
+from pentad.rl.section import Correction, KlEstimator
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to plus or minus this before exp: 4.8e8 still squares without overflow

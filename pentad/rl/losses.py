@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pentad.core.algorithms import Clip, Correction, KlEstimator
 from pentad.core.errors import RunError
 from pentad.core.types import Segments, TokenOutputs
 from pentad.rl.kl import (
@@ -30,6 +29,7 @@ from pentad.rl.kl import (
     masked_difference,
     sequence_means,
 )
+from pentad.rl.section import Clip, Correction, KlEstimator
 
 MIN_LOGPROB = -100.0
 """Log-probs of the policy are taken for at least this: no sampler draws a token of exp(-100)."""

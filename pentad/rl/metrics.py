@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.types import Group, Row
 from pentad.rl.kl import MAX_LOG_RATIO
+from pentad.rl.section import AlgorithmSettings
 from pentad.rl.shaping import has_signal
 
 Metrics = dict[str, float | None]
@@ -108,7 +108,7 @@ def loss_metrics(stats: Mapping[str, float], settings: AlgorithmSettings) -> Met
         name: _finite(stats[source] / num_tokens) if num_tokens and source in stats else None
         for name, source in names.items()
     }
-    if settings.ratio_level == "none":
+    if settings.facts.ratio_level == "none":
         shares["clip_fraction"] = None
     return shares
 
@@ -137,9 +137,9 @@ def _outside_clip(
     log_ratio: np.ndarray, mask: np.ndarray, lengths: Sequence[int], settings: AlgorithmSettings
 ) -> float | None:
     """Share of trained tokens whose ratio against the sampler leaves the clip band."""
-    if settings.ratio_level == "none":
+    if settings.facts.ratio_level == "none":
         return None
-    if settings.ratio_level == "sequence":
+    if settings.facts.ratio_level == "sequence":
         before = np.concatenate([[0], np.cumsum(mask)])
         bounds = before[np.cumsum(lengths)][:-1]
         parts = [part for part in np.split(log_ratio, bounds) if part.size]

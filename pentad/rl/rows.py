@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.errors import RunError
 from pentad.core.types import Group, Row, Sample
 from pentad.rl.advantages import Advantages
 from pentad.rl.ragged import Rollouts, cut
+from pentad.rl.section import AlgorithmSettings
 from pentad.rl.shaping import (
     kl_rewards,
     normalise,
@@ -40,7 +40,7 @@ def build_rows(
 ) -> list[Row]:
     """One row per sample; without `compute` the samples' own advantages are taken."""
     needed = needed_columns(settings, has_advantages=compute is None)
-    check_groups(groups, needed, has_reward=not settings.needs_teacher)
+    check_groups(groups, needed, has_reward=not settings.facts.needs_teacher)
     samples = [sample for group in groups for sample in group.samples]
     if not samples:
         return []
@@ -59,7 +59,7 @@ def build_rows(
     else:
         computed = compute(rollouts, settings)
         columns["advantages"] = computed.advantages_T
-        if settings.needs_critic:
+        if settings.facts.needs_critic:
             columns["returns"] = computed.returns_T
     gids = [group.gid for group in groups for _ in group.samples]
     return _cut(samples, columns, norm.counts_S.tolist(), gids)
@@ -80,14 +80,14 @@ def flatten(
         mask_T=mask_T,
         samples_T=samples_T,
         token_rewards_T=_token_rewards(samples, mask_T, settings),
-        values_T=_concatenate(samples, "values") if settings.needs_critic else None,
+        values_T=_concatenate(samples, "values") if settings.facts.needs_critic else None,
     )
 
 
 def _shaped_rewards(
     samples: Sequence[Sample], settings: AlgorithmSettings, max_new_tokens: int
 ) -> Tensor:
-    if settings.needs_teacher:
+    if settings.facts.needs_teacher:
         return torch.zeros(len(samples), dtype=torch.float64)
     rewards_S = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
     rewards_S = scale_rewards(rewards_S, scale=settings.reward_scale, clip=settings.reward_clip)
@@ -117,7 +117,7 @@ def _token_rewards(
     samples: Sequence[Sample], mask_T: Tensor, settings: AlgorithmSettings
 ) -> Tensor | None:
     has_kl = settings.kl_coef != 0 and settings.kl_in == "reward"
-    if not has_kl and not settings.needs_teacher:
+    if not has_kl and not settings.facts.needs_teacher:
         return None
     # The policy that drew the sample: as the trainer computed it if it did, else the sampler.
     drawn = [s.columns.get("actor_logprobs", s.rollout_logprobs) for s in samples]
@@ -131,7 +131,7 @@ def _token_rewards(
             kl_coef=settings.kl_coef,
             estimator=settings.kl_estimator,
         )
-    if settings.needs_teacher:
+    if settings.facts.needs_teacher:
         teacher_T = _concatenate(samples, "teacher_logprobs")
         clip = settings.reward_clip
         rewards_T = rewards_T + teacher_rewards(teacher_T, policy_T, mask_T, clip=clip)
@@ -172,10 +172,10 @@ def needed_columns(settings: AlgorithmSettings, *, has_advantages: bool = False)
     wanted = {
         "rollout_logprobs": True,
         "ref_logprobs": settings.needs_ref,
-        "teacher_logprobs": settings.needs_teacher,
-        "values": settings.needs_critic,
+        "teacher_logprobs": settings.facts.needs_teacher,
+        "values": settings.facts.needs_critic,
         "advantages": has_advantages,
-        "returns": has_advantages and settings.needs_critic,
+        "returns": has_advantages and settings.facts.needs_critic,
     }
     return {name for name in wanted if wanted[name]}
 

@@ -1,46 +1,152 @@
-"""The keys of the blocks `algorithm` and `guards`."""
+"""Facts and settings of algorithms, without torch; the keys of the blocks `algorithm`, `guards`.
+
+`plan` and the rules of `pentad.config` read the facts here, `pentad.rl.algorithms` adds the
+functions. Adding an algorithm is an entry in `FACTS` and its functions there; `docs/algorithms.md`
+walks through it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 
-from pentad.core.algorithms import (
-    FACTS,
-    AlgorithmFacts,
-    AlgorithmSettings,
-    CorrectionKind,
-    CorrectionLevel,
-    KlEstimator,
-    KlPlace,
-    LossNorm,
-)
 from pentad.core.section import Count, NonNegative, NonNegativeInt, Positive, Section, Share
 
+AdvantageScope = Literal["group", "batch"]
+RatioLevel = Literal["token", "sequence", "none"]
+KlEstimator = Literal["k1", "k2", "k3"]
+KlPlace = Literal["loss", "reward"]
+LossNorm = Literal["token", "sequence", "group", "constant"]
+CorrectionKind = Literal["none", "tis", "mis", "sampler_ratio"]
+CorrectionLevel = Literal["token", "sequence", "geometric"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmFacts:
+    """What is known of an algorithm before any number is chosen."""
+
+    text: str
+    """One line for people."""
+    paper: str
+    """Link."""
+    scope: AdvantageScope
+    """What the advantage function must see at once: the sample's own group, or all of the step."""
+    needs_critic: bool = False
+    needs_teacher: bool = False
+    min_group_size: int = 1
+    """Fewer samples per prompt than this can carry no signal."""
+    ratio_level: RatioLevel = "token"
+    """Whose ratio the surrogate clips; none: the loss has no ratio."""
+    uses_gamma: bool = False
+    """Whether the advantage function discounts."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Tunables that differ from those of `AlgorithmSettings`."""
+    off_policy: tuple[CorrectionKind, CorrectionLevel | None] = ("tis", None)
+    """Correction of off-policy data, and its level if not the default: the ratio that CISPO clips
+    is a truncated weight already, and GSPO's is the geometric mean of a sequence."""
+    unread: Mapping[str, str] = field(default_factory=dict)
+    """Tunables that it never reads for reasons of its own, beside those of `unused_settings`."""
+
+
+FACTS: dict[str, AlgorithmFacts] = {
+    "grpo": AlgorithmFacts(
+        text="Group-relative advantages, clipped ratio, mean over samples of token means.",
+        paper="https://arxiv.org/abs/2402.03300",
+        scope="group",
+        min_group_size=2,
+        defaults={"loss_norm": "sequence"},
+    ),
+    "dr_grpo": AlgorithmFacts(
+        text="GRPO without its length and difficulty biases: no std, a constant divisor.",
+        paper="https://arxiv.org/abs/2503.20783",
+        scope="group",
+        min_group_size=2,
+        defaults={"loss_norm": "constant"},
+    ),
+    "dapo": AlgorithmFacts(
+        text="GRPO with clip-higher, token mean, overlong penalty and dynamic filtering.",
+        paper="https://arxiv.org/abs/2503.14476",
+        scope="group",
+        min_group_size=2,
+        defaults={
+            "eps_clip_higher": 0.28,
+            "loss_norm": "token",
+            "dynamic_filter": True,
+            "overlong_penalty": 1.0,
+        },
+    ),
+    "rloo": AlgorithmFacts(
+        text="Leave-one-out baseline; the clip only acts when a batch makes several updates.",
+        paper="https://arxiv.org/abs/2402.14740",
+        scope="group",
+        min_group_size=2,
+        defaults={"loss_norm": "constant", "kl_in": "reward", "kl_estimator": "k1"},
+    ),
+    "reinforce": AlgorithmFacts(
+        text="The plain policy gradient with the batch's mean reward as baseline.",
+        paper="https://doi.org/10.1007/BF00992696",
+        scope="batch",
+        ratio_level="none",
+        defaults={"loss_norm": "constant"},
+    ),
+    "reinforce_plus_plus": AlgorithmFacts(
+        text="Per-token returns whitened over the whole batch; no critic, no groups needed.",
+        paper="https://arxiv.org/abs/2501.03262",
+        scope="batch",
+        uses_gamma=True,
+        defaults={"kl_in": "reward", "kl_estimator": "k1"},
+    ),
+    "ppo": AlgorithmFacts(
+        text="A critic and generalised advantage estimation, whitened over the batch.",
+        paper="https://arxiv.org/abs/1707.06347",
+        scope="batch",
+        needs_critic=True,
+        uses_gamma=True,
+        defaults={"lam": 0.95, "eps_clip_value": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
+    ),
+    "gspo": AlgorithmFacts(
+        text="GRPO with one ratio per sequence, the geometric mean of its tokens' ratios.",
+        paper="https://arxiv.org/abs/2507.18071",
+        scope="group",
+        min_group_size=2,
+        ratio_level="sequence",
+        defaults={"eps_clip": 3e-4, "eps_clip_higher": 4e-4, "loss_norm": "sequence"},
+        off_policy=("tis", "geometric"),
+    ),
+    "cispo": AlgorithmFacts(
+        text="Clips the weight of a token, never its gradient; one-sided by default.",
+        paper="https://arxiv.org/abs/2506.13585",
+        scope="group",
+        min_group_size=2,
+        defaults={"eps_clip": 1.0, "eps_clip_higher": 3.0, "loss_norm": "token"},
+        off_policy=("sampler_ratio", None),
+        unread={"c_clip": "its ratio is bounded on both sides of every advantage"},
+    ),
+    "distill": AlgorithmFacts(
+        text="On-policy distillation: a teacher's log-probs judge every sampled token.",
+        paper="https://arxiv.org/abs/2306.13649",
+        scope="group",
+        needs_teacher=True,
+        uses_gamma=True,
+        defaults={"gamma": 0.0, "reward_clip": 10.0},
+    ),
+}
+PREFERENCES = "learns from recorded preferences, and algorithms here from samples that they draw"
+ELSEWHERE = {
+    **dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo", "cpo"), PREFERENCES),
+    "sft": "supervised fine-tuning is a command of its own, pentad sft",
+}
+"""Names of methods that are no online algorithm -> why they are none of these."""
 AlgorithmName: TypeAlias = Literal[tuple(FACTS)]  # type: ignore[valid-type]
-
-
-class GuardsConfig(Section):
-    """When a run that trains something else than it should is stopped."""
-
-    max_logprob_gap: Positive | None = 0.3
-    """Largest mean difference of a token's log-prob between trainer and sampler, on samples drawn
-    with the weights that are trained (ten times as much where all are older); a shift of all
-    log-probs counts three times. null: any."""
-    patience_steps: Count = 5
-    """Steps in a row past a bound (one log-prob reported for all tokens, gradients that are not
-    finite) that stop the run; of log-prob differences, as many of the last twice as many."""
-    max_nonfinite_share: Share = 0.5
-    """Also stops when more than this share of the last 20 steps had no finite gradient."""
-    max_rollbacks: NonNegativeInt = 2
-    """How often a run that would stop, since `patience_steps` gradients in a row were not finite,
-    goes back to the weights and optimizer state of its newest recovery checkpoint instead (of an
-    older one if that has not helped). Steps, data and learning rate go on: what was trained since
-    is not trained again."""
-    replica_check_steps: Count | None = 100
-    """Steps after which ranks compare what several of them hold copies of, weights and optimizer
-    state, bit by bit; a difference ends the run before it is saved. null: never."""
+SWITCHES = {
+    "kl_coef": ("kl_estimator", "kl_in"),
+    "correction": ("correction_level", "correction_cap", "correction_floor"),
+    "overlong_penalty": ("overlong_buffer",),
+}
+"""Settings that turn a part on, each with the details of that part."""
 
 
 class AlgorithmConfig(Section):
@@ -115,3 +221,156 @@ class AlgorithmConfig(Section):
     def settings(self) -> AlgorithmSettings:
         """Its own choices with the overrides; contradictions among them are not looked for."""
         return AlgorithmSettings.of(self.name, self.facts, self.given)
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """The band of the ratio: [1 - low, 1 + high], and the dual clip's bound."""
+
+    low: float = 0.2
+    high: float = 0.2
+    dual: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """Which ratio, and which of its values are let through."""
+
+    kind: CorrectionKind
+    level: CorrectionLevel = "token"
+    cap: float = 2.0
+    floor: float = 0.0
+
+    @property
+    def weighs(self) -> bool:
+        """Whether tokens get a weight beside the loss's own ratio."""
+        return self.kind in ("tis", "mis")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmSettings:
+    """One algorithm with all its numbers; their defaults stand here."""
+
+    name: str
+    facts: AlgorithmFacts
+    """What it is, before any number is chosen."""
+
+    eps_clip: float = 0.2
+    """The ratio may fall to 1 - eps_clip; from 1 on there is no lower bound."""
+    eps_clip_higher: float | None = None
+    """The ratio may rise to 1 + this. None: as eps_clip."""
+    c_clip: float = 3.0
+    """Dual clip: largest ratio where the advantage is negative, which the clip itself leaves
+    unbounded. verl's default."""
+    kl_coef: float = 0.0
+    """0: no KL term, no reference model."""
+    kl_estimator: KlEstimator = "k3"
+    kl_in: KlPlace = "loss"
+    entropy_coef: float = 0.0
+    loss_norm: LossNorm = "token"
+    gamma: float = 1.0
+    lam: float = 1.0
+    value_coef: float = 1.0
+    eps_clip_value: float | None = None
+    """None: plain squared error."""
+    correction: CorrectionKind = "none"
+    correction_level: CorrectionLevel = "token"
+    correction_cap: float = 2.0
+    correction_floor: float = 0.0
+    decoupled: bool = False
+    """The clip is centred at log-probs recomputed by the trainer; the sampler's enter by the
+    correction."""
+    allow_uncorrected: bool = False
+    """Off-policy data may go without a correction."""
+    dynamic_filter: bool = False
+    """Groups without signal are replaced before they are trained."""
+    overlong_buffer: int | None = None
+    """Tokens before the length limit over which the penalty rises. None: a fifth of the limit."""
+    overlong_penalty: float = 0.0
+    reward_scale: float = 1.0
+    reward_clip: float | None = None
+    """Of distillation: largest difference of a token's log-probs."""
+    max_reward: float = 1e6
+    """A reward beyond it, scaled and clipped, stops the run: no sum of squares would hold it."""
+
+    @classmethod
+    def of(cls, name: str, facts: AlgorithmFacts, given: Mapping[str, Any]) -> AlgorithmSettings:
+        """The algorithm's own choices, overridden by what is given: values are not checked."""
+        settings: dict[str, Any] = {**facts.defaults, **given}
+        if settings.get("decoupled") and "correction" not in given:
+            settings["correction"] = "tis"
+        return cls(name=name, facts=facts, **settings)
+
+    @property
+    def needs_ref(self) -> bool:
+        return self.kl_coef != 0
+
+    def needs_old_logprobs(self, num_updates: int) -> bool:
+        """Whether `actor_logprobs` are read when a batch makes that many optimizer steps."""
+        if self.facts.ratio_level == "none" or self.correction == "sampler_ratio":
+            return False
+        return self.decoupled or num_updates > 1
+
+    @property
+    def needs_tags(self) -> frozenset[str]:
+        """The frozen weights that score samples: of ref, teacher."""
+        tags = {"ref": self.needs_ref, "teacher": self.facts.needs_teacher}
+        return frozenset(tag for tag in tags if tags[tag])
+
+    @property
+    def clip(self) -> Clip:
+        higher = self.eps_clip if self.eps_clip_higher is None else self.eps_clip_higher
+        return Clip(self.eps_clip, higher, self.c_clip)
+
+    @property
+    def correction_settings(self) -> Correction:
+        return Correction(
+            kind=self.correction,
+            level=self.correction_level,
+            cap=self.correction_cap,
+            floor=self.correction_floor,
+        )
+
+
+def unused_settings(facts: AlgorithmFacts) -> dict[str, str]:
+    """The tunables that an algorithm never reads, each with the reason."""
+    reasons = {
+        "its loss has no ratio": (
+            facts.ratio_level == "none",
+            ("eps_clip", "eps_clip_higher", "c_clip", "decoupled"),
+        ),
+        "it has no critic": (not facts.needs_critic, ("lam", "value_coef", "eps_clip_value")),
+        "it does not discount": (not facts.uses_gamma, ("gamma",)),
+        "a group of equal rewards still carries signal": (
+            facts.min_group_size < 2,
+            ("dynamic_filter",),
+        ),
+        "it learns from a teacher, not from rewards": (
+            facts.needs_teacher,
+            ("reward_scale", "max_reward", "overlong_penalty", "overlong_buffer"),
+        ),
+    }
+    unused = {name: why for why, (holds, names) in reasons.items() if holds for name in names}
+    return unused | dict(facts.unread)
+
+
+class GuardsConfig(Section):
+    """When a run that trains something else than it should is stopped."""
+
+    max_logprob_gap: Positive | None = 0.3
+    """Largest mean difference of a token's log-prob between trainer and sampler, on samples drawn
+    with the weights that are trained (ten times as much where all are older); a shift of all
+    log-probs counts three times. null: any."""
+    patience_steps: Count = 5
+    """Steps in a row past a bound (one log-prob reported for all tokens, gradients that are not
+    finite) that stop the run; of log-prob differences, as many of the last twice as many."""
+    max_nonfinite_share: Share = 0.5
+    """Also stops when more than this share of the last 20 steps had no finite gradient."""
+    max_rollbacks: NonNegativeInt = 2
+    """How often a run that would stop, since `patience_steps` gradients in a row were not finite,
+    goes back to the weights and optimizer state of its newest recovery checkpoint instead (of an
+    older one if that has not helped). Steps, data and learning rate go on: what was trained since
+    is not trained again."""
+    replica_check_steps: Count | None = 100
+    """Steps after which ranks compare what several of them hold copies of, weights and optimizer
+    state, bit by bit; a difference ends the run before it is saved. null: never."""

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pentad.core.algorithms import KlEstimator, LossNorm
 from pentad.rl.kl import estimate_kl, masked_difference
+from pentad.rl.section import KlEstimator, LossNorm
 
 OVERLONG_SHARE = 5
 """Without a given buffer the last fifth of the length limit is one, DAPO's 4096 of 20480."""

@@ -13,17 +13,17 @@ import inspect
 import logging
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import mean
 from typing import cast
 
 from pentad.core.errors import DataFailure, InfraFailure, Problem, RunError, UserError, first_cause
 from pentad.core.roles import Sampler, Scorer
 from pentad.core.specs import load
-from pentad.core.types import Group, Prompt, Sample, SamplingParams
+from pentad.core.types import Group, Prompt, Sample
 from pentad.rollout.checks import check_samples
-from pentad.rollout.environments import RolloutTokenizer
 from pentad.rollout.replicas import Candidate, CheckedSampler, Fleet
+from pentad.rollout.section import RolloutConfig
 from pentad.rollout.workflows import (
     CLOSE_TIMEOUT_S,
     WORKFLOW_FAILED,
@@ -45,48 +45,6 @@ LEASE_GRACE_S = 30.0
 """How long a workflow may take to end after it was cancelled."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExecutorSettings:
-    """How groups are drawn, and how long and how often it is tried."""
-
-    params: SamplingParams
-    num_samples: int
-    run_seed: int
-    vocab_size: int
-    max_total_tokens: int | None = None
-    """Most tokens of a sample, prompt included."""
-    max_sampled_tokens: int | None = None
-    """Most tokens sampled in one sample, over all its turns."""
-    needs_reward: bool = True
-    """Whether a sample without a reward is of no use."""
-    deadline_s: float = 600.0
-    """A group's workflow that takes longer is cancelled and its requests are aborted."""
-    max_retries: int = 2
-    """Fresh attempts after a data failure before the group is given up."""
-    max_infra_retries: int = 3
-    """Further tries, elsewhere if possible, after the machinery failed."""
-    replica_patience_s: float = 60.0
-    """How long to wait for a healthy replica when there is none."""
-    replica_backoff_s: float = 0.5
-    """Pause before the health of a failing replica is checked again; doubles each time."""
-
-    def __post_init__(self) -> None:
-        limits = (
-            ("num_samples", self.num_samples, 1),
-            ("vocab_size", self.vocab_size, 1),
-            ("max_retries", self.max_retries, 0),
-            ("max_infra_retries", self.max_infra_retries, 0),
-            ("params.max_new_tokens", self.params.max_new_tokens, 1),
-        )
-        problems = [
-            Problem(f"{name} = {value}", f"must be at least {least}")
-            for name, value, least in limits
-            if value < least
-        ]
-        if problems:
-            raise UserError(problems)
-
-
 class Executor:
     """Runs the workflow of each prompt on a replica, checks and scores what comes back."""
 
@@ -95,23 +53,28 @@ class Executor:
         samplers: Mapping[str, Sampler],
         workflow: Workflow,
         reward: Scorer | None,
-        settings: ExecutorSettings,
-        tokenizer: RolloutTokenizer,
+        context: Context,
+        rollout: RolloutConfig,
+        *,
+        vocab_size: int,
+        needs_reward: bool = True,
+        max_infra_retries: int = 3,
+        replica_patience_s: float = 60.0,
+        replica_backoff_s: float = 0.5,
     ) -> None:
-        self.fleet = Fleet(samplers, settings.replica_patience_s, settings.replica_backoff_s)
+        """`needs_reward`: a sample without a reward is of no use. After a failure of the machinery
+        there are `max_infra_retries` further tries, elsewhere if possible; for a healthy replica
+        they wait `replica_patience_s`. The health of one that failed is checked again after
+        `replica_backoff_s`, doubled each time."""
+        self.fleet = Fleet(samplers, replica_patience_s, replica_backoff_s)
         self.workflow = workflow
         self.reward = reward
-        self.settings = settings
-        self.context = Context(
-            tokenizer=tokenizer,
-            params=settings.params,
-            num_samples=settings.num_samples,
-            run_seed=settings.run_seed,
-            max_total_tokens=settings.max_total_tokens,
-            max_sampled_tokens=settings.max_sampled_tokens,
-            deadline_s=settings.deadline_s,
-            show=self._show_once,
-        )
+        self.keys = rollout
+        self.vocab_size = vocab_size
+        self.needs_reward = needs_reward
+        self.max_infra_retries = max_infra_retries
+        self.replica_patience_s = replica_patience_s
+        self.context = replace(context, deadline_s=rollout.deadline_s, show=self._show_once)
         self.shown: set[str] = set()
         """Errors of workflows, by kind and place, whose traceback is in the log."""
 
@@ -122,7 +85,7 @@ class Executor:
 
         Every try renews the lease; rewards have limits of their own. Raises DataFailure (drop it)
         or InfraFailure (stop)."""
-        for retry in range(self.settings.max_retries + 1):
+        for retry in range(self.keys.max_retries + 1):
             key = f"{attempt}.{retry}" if retry else attempt  # seeds of its own each time
             try:
                 context = replace(self.context, attempt=key)
@@ -130,7 +93,7 @@ class Executor:
                 hold(None)
                 return await self._scored(Group(prompt, samples, attempt))
             except DataFailure as failure:
-                if failure.is_final or retry == self.settings.max_retries:
+                if failure.is_final or retry == self.keys.max_retries:
                     raise
                 log.warning("prompt %d is sampled again: %s", prompt.gid, failure)
         raise AssertionError("the loop returns or raises")
@@ -142,9 +105,9 @@ class Executor:
     async def _on_some_replica(self, prompt: Prompt, context: Context, hold: Hold) -> list[Sample]:
         """Tries again, with the same seeds, after a failure of the machinery."""
         causes: list[str] = []
-        while len(causes) <= self.settings.max_infra_retries:
-            patience_s = self.settings.replica_patience_s
-            hold(patience_s + self.settings.deadline_s + LEASE_GRACE_S)
+        while len(causes) <= self.max_infra_retries:
+            patience_s = self.replica_patience_s
+            hold(patience_s + self.keys.deadline_s + LEASE_GRACE_S)
             replica = await self.fleet.pick(prompt, context.num_samples)
             try:
                 samples = await self._on(replica, prompt, context)
@@ -161,17 +124,17 @@ class Executor:
 
     async def _on(self, replica: Candidate, prompt: Prompt, context: Context) -> list[Sample]:
         """The workflow on one replica, under the deadline, which `Episodes` keep themselves."""
-        sampler = CheckedSampler(replica, self.settings.vocab_size)
+        sampler = CheckedSampler(replica, self.vocab_size)
         closing_s = 2 * CLOSE_TIMEOUT_S if isinstance(self.workflow, Episodes) else 0.0
         try:
-            async with asyncio.timeout(self.settings.deadline_s + closing_s) as deadline:
+            async with asyncio.timeout(self.keys.deadline_s + closing_s) as deadline:
                 samples = await contained(self.workflow.run(prompt, sampler, context))
         except Exception as failure:
             cause = first_cause(failure)
             if isinstance(cause, InfraFailure | DataFailure | UserError | RunError):
                 raise cause from cause.__cause__
             if deadline.expired():
-                late = f"the group was not done after {self.settings.deadline_s} s"
+                late = f"the group was not done after {self.keys.deadline_s} s"
                 if sampler.was_waiting:
                     raise InfraFailure(f"{late}, waiting for tokens") from failure
                 raise DataFailure("deadline", f"{late}, in the workflow") from failure
@@ -227,7 +190,7 @@ class Executor:
     async def _rewarded(self, group: Group) -> Group:
         if self.reward is None:
             is_scored = all(sample.reward is not None for sample in group.samples)
-            if self.settings.needs_reward and not is_scored:
+            if self.needs_reward and not is_scored:
                 rule = "none is set, and the workflow gave its samples no reward"
                 raise UserError(Problem("reward.fn", rule, "name a reward"))
             return group

@@ -73,3 +73,12 @@ class RolloutConfig(Section):
     started, is started again in a row, without an answer gained in between, before the run ends."""
     server: ServerConfig = ServerConfig()
     """The servers of a rollout component `vllm` or `sglang`."""
+
+    @property
+    def max_sequences(self) -> int:
+        """`max_running`, or what a sampler decodes together where nothing is known of its load."""
+        return self.max_running or 256
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        return None if self.kv_cache_gb is None else int(self.kv_cache_gb * 2**30)

@@ -141,7 +141,7 @@ class Dialect:
         if self.tells_versions:
             versions = versions_of(self.where, spans, len(ids))
         made = Generation(ids, logprobs, versions, finish)
-        if self.settings.record_routes:
+        if self.settings.rollout.replay_routes:
             num_prompt = len(call.prompt_ids)
             made.routes = routes_of(self.where, experts, made, num_prompt, self.settings.dims)
         return made
@@ -165,7 +165,7 @@ class LoadingDialect(Dialect):
         self.dtype = dtype
         self.is_comparable = is_comparable
         self.num_loads = 0
-        by_disk = settings.transport == "disk" and settings.weight_deltas
+        by_disk = settings.server.weight_transport == "disk" and settings.rollout.weight_deltas
         self.changed = ChangedOnly(by_disk and is_comparable, self.version_label)
 
     async def held(self) -> tuple[Mapping[str, str], Callable[[Tensor], str]]:
@@ -174,7 +174,7 @@ class LoadingDialect(Dialect):
 
     async def _prove_if_due(self, weights: TensorPairs, *, is_part: bool) -> None:
         """Raises InfraFailure unless the server holds what was published."""
-        every = self.settings.check_weights_every
+        every = self.settings.server.check_weights_every
         is_due = self.num_loads % every == 0 if every else self.num_loads == 0
         if self.is_comparable and (is_part or is_due):
             held, checksum = await self.held()
@@ -190,7 +190,7 @@ def check_context(where: str, found: int, settings: ServerSettings, flag: str) -
 
 
 def check_routes(where: str, settings: ServerSettings, has_flag: bool) -> None:
-    if settings.record_routes and not has_flag:
+    if settings.rollout.replay_routes and not has_flag:
         rule = "it does not say which experts it used, which rollout.replay_routes needs"
         raise UserError(Problem(where, rule, f"start it with {ROUTES_FLAG}"))
 
@@ -214,8 +214,8 @@ def command_line(
     words: dict[str, Any], switches: Sequence[str], settings: ServerSettings
 ) -> list[str]:
     pairs = [str(word) for flag, value in words.items() for word in (flag, value)]
-    routes = [ROUTES_FLAG] if settings.record_routes else []
-    return [*pairs, *switches, *routes, *settings.arguments]
+    routes = [ROUTES_FLAG] if settings.rollout.replay_routes else []
+    return [*pairs, *switches, *routes, *settings.server.args]
 
 
 def joined(*parts: Generation) -> Generation:

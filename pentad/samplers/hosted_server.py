@@ -11,16 +11,14 @@ import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pentad.core.dims import ModelDims
 from pentad.core.errors import InfraFailure
 from pentad.samplers import sglang, vllm
 from pentad.samplers.process import ServerSettings
-from pentad.samplers.remote import HostedSampler, with_tuples
+from pentad.samplers.remote import HostedSampler
 from pentad.samplers.started_server import StartedServer
 from pentad.sync.published import open_weights
 
@@ -33,16 +31,14 @@ START = {"vllm": vllm.start, "sglang": sglang.start}
 
 def payload_of(name: str, backend: str, settings: ServerSettings, log_file: Path) -> dict[str, Any]:
     """What the role process is made from, as a JSON value. Its own GPUs are the server's."""
-    given = asdict(settings) | {"devices": (), "transfer_folder": str(settings.transfer_folder)}
+    given = settings.model_copy(update={"devices": ()}).model_dump(mode="json")
     return {"name": name, "backend": backend, "settings": given, "log": str(log_file)}
 
 
 def make_server(payload: Mapping[str, Any], emit: Callable[[str, Any], None]) -> HostedServer:
     """The target of a role process."""
-    given = with_tuples(payload["settings"])
-    given["dims"] = ModelDims(**with_tuples(given["dims"]))
-    given["transfer_folder"] = Path(given["transfer_folder"])
-    start, settings = START[payload["backend"]], ServerSettings(**given)
+    start = START[payload["backend"]]
+    settings = ServerSettings.model_validate(payload["settings"])
     return HostedServer(partial(start, settings, payload["name"], Path(payload["log"])))
 
 

@@ -12,65 +12,55 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
+
+from pydantic import Field
 
 import pentad
 from pentad.core.dims import ModelDims
 from pentad.core.errors import InfraFailure, Problem, RunError, UserError
-from pentad.core.sizes import CacheDtype
+from pentad.core.section import Section
+from pentad.rollout.section import RolloutConfig
 from pentad.runtime.environment import visible_devices
 from pentad.runtime.process import Child, bound
 from pentad.samplers.http import Wire
+from pentad.samplers.section import ServerConfig
 
 ROUTES_FLAG = "--enable-return-routed-experts"
 """The same for vLLM and SGLang."""
-TransportName = Literal["disk", "broadcast", "ipc"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerSettings:
-    """One server of a run."""
+class ServerSettings(Section):
+    """One server of a run: the block `rollout`, with its choices made, and where it runs."""
 
+    rollout: RolloutConfig
     model_folder: str
     """Its config.json and tokenizer; weights come by install."""
     dims: ModelDims
     dtype: str
     max_context: int
-    max_running: int
-    max_batch_tokens: int | None
-    kv_cache_bytes: int | None
-    kv_cache_dtype: CacheDtype
-    on_update: Literal["continue", "reprefill"]
     device: str
     """cpu or cuda."""
     devices: tuple[int, ...] = ()
     """GPUs a started server sees; their number is tensor x pipeline."""
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
-    python: str | None = None
-    """Interpreter or environment folder; None: where its command is on the path."""
-    arguments: tuple[str, ...] = ()
-    """Further words for its command line."""
-    start_timeout_s: float = 600.0
-    transport: TransportName = "disk"
-    transfer_folder: Path = field(default_factory=lambda: Path("/dev/shm"))
-    """Where weights that travel by disk lie while they do."""
-    weight_deltas: bool = True
-    """Whether by disk only modules travel in which a tensor changed."""
-    check_weights_every: int = 0
-    """Installs from one that compares every tensor as held to the next; 0: the first alone."""
-    record_routes: bool = False
-    """Whether answers say which experts each token went to."""
     can_sleep: bool = False
     """Whether it will be put to sleep while others use its devices."""
-    memory_share: float | None = None
-    """Part of a GPU's memory it may take; None: its own choice."""
-    key: str | None = field(default=None, repr=False)
+    key: str | None = Field(default=None, repr=False)
     """Sent with every request; a server that the run starts has one of its own each time."""
     is_started: bool = False
     """Whether the run started it: it runs here, as the same user."""
+
+    @property
+    def server(self) -> ServerConfig:
+        return self.rollout.server
+
+    @property
+    def transfer_folder(self) -> Path:
+        """Where weights that travel by disk lie while they do."""
+        return Path(self.server.transfer_folder or tempfile.gettempdir())
 
 
 STOP_PATIENCE_S = 15.0

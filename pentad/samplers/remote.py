@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
@@ -20,9 +20,10 @@ from pentad.core.device import DTYPES
 from pentad.core.dims import ModelDims
 from pentad.core.errors import InfraFailure, RunError, WrongWeights
 from pentad.core.roles import Installed, Sampler
+from pentad.core.section import Section
 from pentad.core.types import Generation, Request, SamplingParams
 from pentad.infer.sampler import EmbeddedSampler
-from pentad.infer.settings import SamplerSettings
+from pentad.infer.section import SamplerSettings
 from pentad.models.families import register
 from pentad.models.hf_weights import iter_hf
 from pentad.models.registry import blank_model, create_model
@@ -44,9 +45,8 @@ PLAIN_CALLS = ("abort", "rewind", "sleep", "wake", "health")
 """Methods of a sampler that a role process serves as they are."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostedSettings:
-    """One embedded sampler, as a JSON value by `asdict`."""
+class HostedSettings(Section):
+    """One embedded sampler."""
 
     dims: ModelDims
     sampler: SamplerSettings
@@ -66,31 +66,30 @@ class HostedSettings:
 
 def make_sampler(payload: Mapping[str, Any], emit: Callable[[str, Any], None]) -> HostedEngine:
     """The target of a role process."""
-    given = dict(payload)
-    for path in given["model_files"]:
+    given = HostedSettings.model_validate(payload)
+    for path in given.model_files:
         register(path)
-    if given["num_threads"]:
-        torch.set_num_threads(given["num_threads"])
-    if given["deterministic"]:
+    if given.num_threads:
+        torch.set_num_threads(given.num_threads)
+    if given.deterministic:
         make_deterministic()
-    make = blank_model if given["seed"] is None else partial(create_model, seed=given["seed"])
-    dims, device = ModelDims(**with_tuples(given["dims"])), torch.device(given["device"])
-    model = make(dims, device=device, dtype=DTYPES[given["dtype"]])
+    make = blank_model if given.seed is None else partial(create_model, seed=given.seed)
+    model = make(given.dims, device=torch.device(given.device), dtype=DTYPES[given.dtype])
     decode = None
-    if given["tokenizer"]:
+    if given.tokenizer:
 
         @cache
         def tokenizer() -> Tokenizer:
             """Read for the first stop string: transformers takes seconds to import."""
             from pentad.data.tokenizer import load_tokenizer
 
-            return load_tokenizer(given["tokenizer"])
+            return load_tokenizer(given.tokenizer)
 
         def decode(ids: list[int]) -> str:
             return tokenizer().decode(ids, keep_special=True)
 
-    settings = SamplerSettings(**given["sampler"])
-    return HostedEngine(EmbeddedSampler(model, settings, decode=decode, version=given["version"]))
+    sampler = EmbeddedSampler(model, given.sampler, decode=decode, version=given.version)
+    return HostedEngine(sampler)
 
 
 class HostedSampler(Generic[S]):

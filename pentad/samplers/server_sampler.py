@@ -21,7 +21,7 @@ from pentad.core.errors import InfraFailure, Problem, RunError, UserError, is_ca
 from pentad.core.roles import Installed, NamedTensors, TensorPairs
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Generation, Request
-from pentad.infer.settings import RequestLimits, check_request
+from pentad.infer.requests import RequestLimits, check_request
 from pentad.models.families import map_of
 from pentad.models.hf_weights import native_shards
 from pentad.models.registry import build_model

@@ -131,7 +131,7 @@ class Sglang(LoadingDialect):
         is_one = about.tp_size * about.pp_size == 1
         super().__init__(wire, settings, about.dtype, is_comparable=is_one)
         self.about = about
-        self.reprefill = settings.on_update == "reprefill"
+        self.reprefill = settings.rollout.on_update == "reprefill"
         self.tells_versions = release(about.version) >= TELLS_VERSIONS
         self.group: BroadcastGroup | None = None
         self.group_name = ""
@@ -147,7 +147,7 @@ class Sglang(LoadingDialect):
             "sleep": about.enable_memory_saver,
             "seeds": about.enable_deterministic_inference,
             "stop_strings": not about.skip_tokenizer_init,
-            "routes": settings.record_routes,
+            "routes": settings.rollout.replay_routes,
         }
         self.capabilities = frozenset(name for name, is_there in can.items() if is_there)
 
@@ -182,7 +182,7 @@ class Sglang(LoadingDialect):
             "sampling_params": sampling_params(call),
             "return_logprob": True,
             "extra_key": f"pentad-{call.version}",  # prefixes are those of one weight version
-            "return_routed_experts": self.settings.record_routes,
+            "return_routed_experts": self.settings.rollout.replay_routes,
         }
         meta = self._read(await self.wire.post("/generate", body, timeout_s=None))
         ids = [token for _, token, _ in meta.output_token_logprobs]
@@ -231,9 +231,9 @@ class Sglang(LoadingDialect):
         is_idle = self.reprefill or not self.tells_versions
         last = {"weight_version": str(version), "flush_cache": is_idle}
         part = await self.changed.choose(weights)
-        if self.settings.transport == "disk":
+        if self.settings.server.weight_transport == "disk":
             await self._by_disk(part, last)
-        elif self.settings.transport == "broadcast":
+        elif self.settings.server.weight_transport == "broadcast":
             await self._by_broadcast(weights, last)
         else:
             await self._by_tensors(weights, last)
@@ -397,22 +397,23 @@ def flags(settings: ServerSettings, port: int) -> list[str]:
         "--port": port,
         "--dtype": settings.dtype,
         "--context-length": settings.max_context,
-        "--max-running-requests": settings.max_running,
+        "--max-running-requests": settings.rollout.max_sequences,
         "--tp-size": settings.tensor_parallel,
         "--pp-size": settings.pipeline_parallel,
         "--load-format": "dummy",
     }
     if settings.device == "cpu":
         words["--device"] = "cpu"
-    if settings.kv_cache_bytes is not None:
-        held = settings.kv_cache_bytes * settings.tensor_parallel * settings.pipeline_parallel
+    keys = settings.rollout
+    if keys.kv_cache_bytes is not None:
+        held = keys.kv_cache_bytes * settings.tensor_parallel * settings.pipeline_parallel
         words["--max-total-tokens"] = held // kv_token_bytes(
-            settings.dims, DTYPE_BYTES[settings.dtype], settings.kv_cache_dtype
+            settings.dims, DTYPE_BYTES[settings.dtype], keys.kv_cache_dtype
         )
-    if settings.kv_cache_dtype == "fp8":
+    if keys.kv_cache_dtype == "fp8":
         words["--kv-cache-dtype"] = "fp8_e4m3"
-    if settings.memory_share is not None:
-        words["--mem-fraction-static"] = settings.memory_share
+    if settings.server.gpu_memory_share is not None:
+        words["--mem-fraction-static"] = settings.server.gpu_memory_share
     # Its warm-up asks for a text, which says nothing of weights to come, and ends a server whose
     # tokenizer makes no token of it.
     switches = ["--skip-server-warmup"]

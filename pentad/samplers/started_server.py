@@ -12,7 +12,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -212,14 +212,17 @@ async def start_server(
     """Starts a server on this machine, with weights of no use: an install must follow. `command`:
     words after the interpreter, by port and installed version."""
     module = kind.lower()
-    python = server_python(settings.python, module)
-    version = await asyncio.to_thread(check_installed, python, module, settings.python)
+    python = server_python(settings.server.python, module)
+    version = await asyncio.to_thread(check_installed, python, module, settings.server.python)
     port, key = free_port(), secrets.token_hex(32)  # as a word, which may not begin with -
     own = {**environment, server_key.VARIABLE: key}
     process = ServerProcess(name, [python, *command(port, version)], own, log_file)
-    address, keyed = f"http://127.0.0.1:{port}", replace(settings, key=key, is_started=True)
+    address = f"http://127.0.0.1:{port}"
+    keyed = settings.model_copy(update={"key": key, "is_started": True})
     made = await process.opened(
-        Wire(address, kind, key), lambda: attach(address, keyed, process), settings.start_timeout_s
+        Wire(address, kind, key),
+        lambda: attach(address, keyed, process),
+        settings.server.start_timeout_s,
     )
     assert isinstance(made, StartedServer), "it has a process"
     return made

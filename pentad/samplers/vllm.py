@@ -125,7 +125,7 @@ class Vllm(LoadingDialect):
             **dict.fromkeys(("pause", "abort", "seeds"), True),
             "sleep": about.model.enable_sleep_mode and about.device.device != "cpu",
             "stop_strings": not about.model.skip_tokenizer_init,
-            "routes": settings.record_routes,
+            "routes": settings.rollout.replay_routes,
         }
         self.capabilities = frozenset(name for name, is_there in can.items() if is_there)
 
@@ -212,7 +212,7 @@ class Vllm(LoadingDialect):
         if is_part and first.digest != self.changed.digest_of_part(part):
             raise InfraFailure(f"{self.where}: other weights arrived than those that changed")
         await self._prove_if_due(weights, is_part=is_part)
-        drop = "true" if self.settings.on_update == "reprefill" else "false"
+        drop = "true" if self.settings.rollout.on_update == "reprefill" else "false"
         await self.wire.post("/reset_prefix_cache", reset_running_requests=drop)
         if self.tells_versions:
             await self.wire.post("/update_weight_version", {"new_version": str(version)})
@@ -359,10 +359,10 @@ async def attach(
 
 
 def transport_of(settings: ServerSettings, address: str, num_workers: int) -> Transport:
-    if settings.transport == "broadcast":
+    if settings.server.weight_transport == "broadcast":
         folder = settings.transfer_folder if settings.is_started else None
         return Broadcast(address, num_workers, folder)
-    if settings.transport == "ipc":
+    if settings.server.weight_transport == "ipc":
         return CudaIpc()
     return DiskTransport(settings.transfer_folder, is_private=settings.is_started)
 
@@ -384,10 +384,10 @@ def flags(settings: ServerSettings, port: int, version: tuple[int, ...]) -> list
         "--port": port,
         "--dtype": settings.dtype,
         "--max-model-len": settings.max_context,
-        "--max-num-seqs": settings.max_running,
+        "--max-num-seqs": settings.rollout.max_sequences,
         "--max-num-batched-tokens": max(
-            settings.max_batch_tokens or PASS_TOKENS["cpu"],
-            *(settings.max_context, settings.max_running),
+            settings.rollout.max_batch_tokens or PASS_TOKENS["cpu"],
+            *(settings.max_context, settings.rollout.max_sequences),
         ),
         "--tensor-parallel-size": settings.tensor_parallel,
         "--pipeline-parallel-size": settings.pipeline_parallel,
@@ -397,11 +397,11 @@ def flags(settings: ServerSettings, port: int, version: tuple[int, ...]) -> list
         "--worker-extension-cls": EXTENSION,
         "--middleware": GATE,
     }
-    if settings.memory_share is not None and settings.device == "cuda":
-        words["--gpu-memory-utilization"] = settings.memory_share
-    if settings.kv_cache_bytes is not None and settings.device == "cuda":
-        words["--kv-cache-memory-bytes"] = settings.kv_cache_bytes
-    if settings.kv_cache_dtype == "fp8":
+    if settings.server.gpu_memory_share is not None and settings.device == "cuda":
+        words["--gpu-memory-utilization"] = settings.server.gpu_memory_share
+    if settings.rollout.kv_cache_bytes is not None and settings.device == "cuda":
+        words["--kv-cache-memory-bytes"] = settings.rollout.kv_cache_bytes
+    if settings.rollout.kv_cache_dtype == "fp8":
         words["--kv-cache-dtype"] = "fp8"
     switches = ["--enable-prefix-caching"]
     if version >= TELLS_VERSIONS:
@@ -420,7 +420,7 @@ def environment(settings: ServerSettings) -> dict[str, str]:
     own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     own["VLLM_API_KEY"] = ""  # one of the user's would be asked for behind our own
     if settings.device == "cpu":
-        whole_gib = max(1, -(-(settings.kv_cache_bytes or 2**30) // 2**30))
+        whole_gib = max(1, -(-(settings.rollout.kv_cache_bytes or 2**30) // 2**30))
         own["VLLM_CPU_KVCACHE_SPACE"] = str(whole_gib)
         own["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     return server_environment(settings.devices, **own)

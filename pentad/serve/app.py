@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.data.tokenizer import Tokenizer
-from pentad.infer.settings import RequestLimits
+from pentad.infer.requests import RequestLimits
 from pentad.serve.jobs import Job, chat_job, completion_job
 from pentad.serve.service import (
     ClientGone,

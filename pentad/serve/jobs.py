@@ -23,7 +23,7 @@ from pentad.data.render import (
 )
 from pentad.data.section import DatasetConfig
 from pentad.data.tokenizer import Tokenizer
-from pentad.infer.settings import RequestLimits, check_request
+from pentad.infer.requests import RequestLimits, check_request
 from pentad.serve.wire import (
     MAX_CHOICES,
     MAX_DEPTH,

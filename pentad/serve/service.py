@@ -136,7 +136,7 @@ class Service:
     async def _generate(self, job: Job, on_token: OnTopToken | None) -> list[Generation]:
         """One generation a choice: those of the first prompt, then those of the next. A request of
         many prompts leaves most of the engine to others."""
-        max_running = self.sampler.engine.settings.max_running
+        max_running = self.sampler.engine.settings.rollout.max_sequences
         free = asyncio.Semaphore(max(1, int(SHARE * max_running) // job.n))
 
         async def one(place: int, request: Request) -> list[Generation]:

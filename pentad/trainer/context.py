@@ -18,7 +18,7 @@ from pentad.checkpoint.folders import (
     find_checkpoints,
 )
 from pentad.checkpoint.tiers import Tiers
-from pentad.config.derived import compute_bytes, is_saved_within, layout_of
+from pentad.config.derived import compute_bytes, is_saved_within, layout_of, remote_of
 from pentad.config.rules.unused_keys import Command, unread
 from pentad.config.schema import Config, FrequencyConfig
 from pentad.core.device import gpu_name
@@ -58,7 +58,6 @@ from pentad.trainer.run_folders import (
     take_folder,
 )
 from pentad.trainer.stopping import stop_early
-from pentad.trainer.translate import remote_of
 
 log = logging.getLogger(__name__)
 

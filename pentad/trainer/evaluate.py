@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -17,8 +17,8 @@ from pentad.config.schema import Config
 from pentad.core.device import DTYPES, pick_device
 from pentad.core.dims import ModelDims
 from pentad.core.roles import Sampler
-from pentad.core.seeds import seed_globals
-from pentad.core.types import Prompt
+from pentad.core.seeds import derive_seed, seed_globals
+from pentad.core.types import Prompt, SamplingParams
 from pentad.data.prompts import PromptStream
 from pentad.data.tokenizer import Tokenizer, load_tokenizer
 from pentad.infer.sampler import EmbeddedSampler
@@ -26,7 +26,7 @@ from pentad.models.families import dims_of
 from pentad.rewards.scorer import RewardScorer
 from pentad.rollout.evaluation import Answered, EvalResult, answer_prompts, summarise
 from pentad.rollout.executor import Executor, load_workflow
-from pentad.rollout.workflows import Workflow
+from pentad.rollout.workflows import Context, Workflow
 from pentad.samplers import completions
 from pentad.trainer.periodic import Frequency
 from pentad.trainer.preflight import (
@@ -37,12 +37,7 @@ from pentad.trainer.preflight import (
     vocabulary_problems,
 )
 from pentad.trainer.reward_trial import check_reward
-from pentad.trainer.translate import (
-    eval_params,
-    executor_settings,
-    sampler_settings,
-    sampling_params,
-)
+from pentad.trainer.samplers import sampler_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,14 +151,49 @@ def open_executor(
     *,
     purpose: Literal["train", "eval"],
 ) -> Executor:
-    """Draws groups as training or evaluation does; closed with `stack`."""
-    params, num = eval_params(config, checked.tokenizer), config.evaluator.n_samples
-    if purpose == "train":
-        params, num = sampling_params(config, checked.tokenizer), config.gconfig.n_samples
-    settings = executor_settings(config, checked.dims, params, num, purpose=purpose)
-    executor = Executor(samplers, checked.workflow, reward, settings, checked.tokenizer.inner)
+    """Draws groups as training or evaluation does, with random numbers of its own; closed with
+    `stack`."""
+    trains, tokenizer = purpose == "train", checked.tokenizer
+    context = Context(
+        tokenizer=tokenizer.inner,
+        params=(sampling_params if trains else eval_params)(config, tokenizer),
+        num_samples=config.gconfig.n_samples if trains else config.evaluator.n_samples,
+        run_seed=derive_seed(config.seed, purpose),
+        max_total_tokens=checked.dims.max_position,
+        max_sampled_tokens=config.gconfig.max_sampled_tokens if trains else None,
+    )
+    executor = Executor(
+        samplers,
+        checked.workflow,
+        reward,
+        context,
+        config.rollout,
+        vocab_size=checked.dims.vocab_size,
+        needs_reward=not (trains and config.algorithm.facts.needs_teacher),
+    )
     stack.callback(executor.close)
     return executor
+
+
+def sampling_params(config: Config, tokenizer: Tokenizer) -> SamplingParams:
+    """How answers are drawn for training."""
+    gconfig = config.gconfig
+    return SamplingParams(
+        max_new_tokens=gconfig.max_new_tokens,
+        temperature=gconfig.temperature,
+        top_p=gconfig.top_p,
+        top_k=gconfig.top_k,
+        stop_ids=tuple(dict.fromkeys((*tokenizer.stop_ids, *gconfig.stop_token_ids))),
+        stop_strings=gconfig.stop,
+    )
+
+
+def eval_params(config: Config, tokenizer: Tokenizer) -> SamplingParams:
+    """As in training, but for what the evaluator says, and from all tokens."""
+    keys, train = config.evaluator, sampling_params(config, tokenizer)
+    length = keys.max_new_tokens or train.max_new_tokens
+    temperature = keys.temperature
+    return replace(train, max_new_tokens=length, temperature=temperature, top_p=1.0, top_k=0)
 
 
 async def _samplers(config: Config, subject: Subject, device: torch.device) -> dict[str, Sampler]:

@@ -33,7 +33,6 @@ from pentad.trainer.records import TrainedBatch
 from pentad.trainer.recovery import Identity
 from pentad.trainer.run import BatchSource, Run, RunInputs
 from pentad.trainer.service import LearnerService
-from pentad.trainer.translate import algorithm_settings
 from pentad.trainer.update import BatchFacts
 
 
@@ -144,20 +143,20 @@ def begin_train_only(config: Config, device: torch.device) -> KeptInputs:
     checks = Collector()
     checks.problems += start_problems(config, device, "train")
     path = model_folder(config)
-    algorithm = checks.attempt(lambda: algorithm_settings(config))
+    algorithm = config.algorithm.settings
     checks.attempt(lambda: register_models(config))
     dims = checks.attempt(lambda: trained_dims(config, path))
     kept = checks.attempt(lambda: open_groups(config))
     checks.attempt(lambda: check_start(config, "actor"))
-    if algorithm is not None and algorithm.needs_critic:
+    if algorithm.facts.needs_critic:
         checks.attempt(lambda: check_start(config, "critic"))
     if dims is not None and kept is not None and kept.max_row_tokens > dims.max_position:
         rule = f"its samples may have {kept.max_row_tokens} tokens, and the model takes "
         where = f"groups_from = {config.groups_from}"
         checks.problems.append(Problem(where, f"{rule}{dims.max_position}"))
     checks.raise_all()
-    assert dims and algorithm and kept, "what failed has raised"
-    roles: tuple[Role, ...] = ("actor", "critic") if algorithm.needs_critic else ("actor",)
+    assert dims and kept, "what failed has raised"
+    roles: tuple[Role, ...] = ("actor", "critic") if algorithm.facts.needs_critic else ("actor",)
     start_run(config, roles)
     return KeptInputs(
         command="train",

@@ -16,7 +16,6 @@ import torch
 from pentad.config.derived import chosen, component_of, layout_of, model_folder
 from pentad.config.rules.algorithm import sample_limit
 from pentad.config.schema import Config
-from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.roles import Learner
@@ -28,6 +27,7 @@ from pentad.models.families import dims_of, known_families, read_config
 from pentad.models.hf_weights import native_shards
 from pentad.models.language_model import LanguageModel
 from pentad.models.registry import build_model, open_weights
+from pentad.rl.section import AlgorithmSettings
 from pentad.telemetry.log import NOTICE
 from pentad.trainer.update import BatchUpdate
 from pentad.weights import transfer

@@ -12,14 +12,13 @@ from typing import TypeVar
 import torch
 
 from pentad.checkpoint.folders import find_checkpoints
-from pentad.config.derived import allocation_of, model_folder, register_models
+from pentad.config.derived import allocation_of, model_folder, register_models, remote_of
 from pentad.config.rules import checkpoint as checkpoint_rules
 from pentad.config.rules.algorithm import longest_sample
 from pentad.config.rules.model import frozen_paths, stop_id_problems
 from pentad.config.rules.rule import RunCommand, RunFacts, StartFacts
 from pentad.config.rules.start import RULES
 from pentad.config.schema import Config
-from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.device import pick_device
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
@@ -31,6 +30,7 @@ from pentad.data.section import DatasetConfig
 from pentad.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from pentad.models.families import no_sampler_for
 from pentad.rewards.section import REWARD_NAMES
+from pentad.rl.section import AlgorithmSettings
 from pentad.rollout.environments import tools_of
 from pentad.rollout.executor import load_workflow
 from pentad.rollout.workflows import OwnPrompts, Workflow
@@ -40,7 +40,6 @@ from pentad.trainer.learners import check_start, trained_dims
 from pentad.trainer.reward_trial import check_reward
 from pentad.trainer.run_folders import checkpoint_path
 from pentad.trainer.samplers import server_problems
-from pentad.trainer.translate import algorithm_settings, remote_of
 
 T = TypeVar("T")
 
@@ -88,7 +87,7 @@ def check_train(config: Config, device: torch.device) -> Checked:
     checks = Collector()
     checks.problems += start_problems(config, device, "train")
     path = model_folder(config)
-    algorithm = checks.attempt(lambda: algorithm_settings(config))
+    algorithm = config.algorithm.settings
     checks.attempt(lambda: register_models(config))
     dims = checks.attempt(lambda: sampled_dims(config, path))
     tokenizer = checks.attempt(lambda: load_tokenizer(path))
@@ -99,7 +98,7 @@ def check_train(config: Config, device: torch.device) -> Checked:
         checks.problems += token_problems(config, tokenizer)
         checks.problems += stop_id_problems(config, dims)
         checks.attempt(lambda: check_start(config, "actor"))
-        if algorithm is not None and algorithm.needs_critic:
+        if algorithm.facts.needs_critic:
             checks.attempt(lambda: check_start(config, "critic"))
         stream = checks.attempt(lambda: train_stream(config, dims, tokenizer, workflow))
         valid = checks.attempt(lambda: valid_stream(config, dims, tokenizer, workflow))
@@ -110,7 +109,7 @@ def check_train(config: Config, device: torch.device) -> Checked:
         scored.append((valid, config.valid_dataset.answer_key))
     checks.attempt(lambda: check_reward(config, scored))
     checks.raise_all()
-    assert dims and tokenizer and algorithm and stream and workflow, "what failed has raised"
+    assert dims and tokenizer and stream and workflow, "what failed has raised"
     return Checked(dims, tokenizer, algorithm, stream, valid, workflow)
 
 

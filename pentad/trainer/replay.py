@@ -53,7 +53,6 @@ from pentad.trainer.preflight import start_facts
 from pentad.trainer.records import grad_norm_of, loss_of
 from pentad.trainer.run_folders import checkpoint_path
 from pentad.trainer.service import LearnerService
-from pentad.trainer.translate import algorithm_settings
 from pentad.trainer.update import BatchFacts, BatchResult
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2}
@@ -289,8 +288,8 @@ def config_of(batch: Mapping[str, Any], folder: Path, layout: str | None) -> Con
 
 def replay(plan: ReplayPlan, calls: Calls, dump: str = "") -> Replay:
     config, last = plan.config, plan.batches[-1]
-    algorithm = algorithm_settings(config)
-    roles: tuple[Role, ...] = ("actor", "critic") if algorithm.needs_critic else ("actor",)
+    algorithm = config.algorithm.settings
+    roles: tuple[Role, ...] = ("actor", "critic") if algorithm.facts.needs_critic else ("actor",)
     calls.call("build", **last["size"])
     calls.call("load_tags", has=sorted(restore(plan, calls, roles)), step=plan.first - 1)
     changed = differences(last["place"], calls.ask("place"))

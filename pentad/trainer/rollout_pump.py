@@ -10,10 +10,10 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
 
-from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.errors import DataFailure, InfraFailure, RunError, Transient
 from pentad.core.types import Group
 from pentad.data.prompts import PromptStream, RejectedPrompt
+from pentad.rl.section import AlgorithmSettings
 from pentad.rl.shaping import has_signal
 from pentad.rollout.executor import Executor
 from pentad.trainer.placement import Placement, Turnstile

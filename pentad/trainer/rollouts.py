@@ -65,7 +65,8 @@ def run_train(
 def begin_train(config: Config, device: torch.device) -> RolloutInputs:
     """What must be done before anything else is, on any rank."""
     checked = check_train(config, device)
-    roles: tuple[Role, ...] = ("actor", "critic") if checked.algorithm.needs_critic else ("actor",)
+    has_critic = checked.algorithm.facts.needs_critic
+    roles: tuple[Role, ...] = ("actor", "critic") if has_critic else ("actor",)
     start_run(config, roles)
     return RolloutInputs(
         command="train",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pentad.checkpoint.folders import find_checkpoints, list_folders
 from pentad.checkpoint.quarantine import sweep_uncommitted
-from pentad.config.derived import checkpoint_root, chosen
+from pentad.config.derived import checkpoint_root, chosen, remote_of
 from pentad.config.describe import show
 from pentad.config.load import dump_config
 from pentad.config.rules.checkpoint import changed_keys, judge_changes
@@ -28,7 +28,6 @@ from pentad.core.folders import INFO
 from pentad.core.lock import FolderLock
 from pentad.telemetry.log import log_to
 from pentad.telemetry.runfolder import RunFolder, open_run_folder, run_path
-from pentad.trainer.translate import remote_of
 
 if TYPE_CHECKING:
     from pentad.checkpoint.s3 import Store

@@ -9,18 +9,14 @@ import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pentad.config.derived import (
-    component_of,
-    model_folder,
-    part_of,
-)
+from pentad.config.derived import component_of, model_folder, num_running, part_of
 from pentad.config.rules.rule import RunFacts
 from pentad.config.run_process import RunProcess
 from pentad.config.schema import Config
@@ -30,14 +26,15 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import InfraFailure, Problem, RunError, UserError
 from pentad.core.roles import Sampler
 from pentad.core.scratch import scratch_folder
-from pentad.core.settings import into
 from pentad.core.sizes import COLOCATED_SHARE
 from pentad.core.specs import absolute
 from pentad.data.tokenizer import Tokenizer
 from pentad.infer.sampler import EmbeddedSampler
+from pentad.infer.section import SamplerSettings
 from pentad.models.registry import blank_model
 from pentad.planner.plan import choose_device
 from pentad.planner.remedies import shares_by_gpu
+from pentad.rollout.section import RolloutConfig
 from pentad.runtime.environment import DETERMINISTIC
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.nodes import NodeRuntime
@@ -51,7 +48,6 @@ from pentad.samplers.started_server import KeptWeights, StartedServer
 from pentad.sync.handoff import Handoff
 from pentad.sync.published import Kind
 from pentad.telemetry.runfolder import run_path
-from pentad.trainer.translate import sampler_settings
 
 log = logging.getLogger(__name__)
 
@@ -182,9 +178,10 @@ class SamplerOpener:
     def _embedded_specs(self) -> list[RoleSpec]:
         """Each with its GPU, or with its cores where it decodes while others train."""
         environment = DETERMINISTIC if is_deterministic(self.config) else {}
+        hosted = [self._hosted(len(one.cores)) for one in self.placed.samplers]
         return [
-            self._spec(one, remote.TARGET, asdict(self._hosted(len(one.cores))), environment)
-            for one in self.placed.samplers
+            self._spec(one, remote.TARGET, made.model_dump(mode="json"), environment)
+            for one, made in zip(self.placed.samplers, hosted, strict=True)
         ]
 
     def _server_specs(self) -> list[RoleSpec]:
@@ -282,27 +279,34 @@ def server_settings(
 ) -> ServerSettings:
     """For the `index`-th replica."""
     component, server = component_of(config, "rollout"), config.rollout.server
-    tensor, pipeline = component.size("t"), component.size("p")
     placed = topology_on(config, device)
-    return into(
-        ServerSettings,
-        sampler_settings(config, dims),
-        server,
+    share = server.gpu_memory_share or (COLOCATED_SHARE if placed.shares_gpus else None)
+    folder = server.transfer_folder or str(shared_memory())
+    chosen = {"gpu_memory_share": share, "transfer_folder": folder}
+    return ServerSettings(
+        rollout=rollout_keys(config, server=server.model_copy(update=chosen)),
         model_folder=str(Path(model_folder(config)).resolve()),
         dims=dims,
         dtype=config.actor.compute_dtype(device.type),
         device=device.type,
         devices=placed.samplers[index].devices,
-        tensor_parallel=tensor,
-        pipeline_parallel=pipeline,
-        arguments=server.args,
-        transport=server.weight_transport,
-        transfer_folder=Path(server.transfer_folder) if server.transfer_folder else shared_memory(),
+        tensor_parallel=component.size("t"),
+        pipeline_parallel=component.size("p"),
+        max_context=dims.max_position,
         key=os.environ.get(server_key.VARIABLE),
         can_sleep=bool(config.offload_rollout),
-        weight_deltas=config.rollout.weight_deltas,
-        memory_share=server.gpu_memory_share or (COLOCATED_SHARE if placed.shares_gpus else None),
     )
+
+
+def sampler_settings(config: Config, dims: ModelDims) -> SamplerSettings:
+    """For an embedded sampler."""
+    keys = rollout_keys(config)
+    return SamplerSettings(rollout=keys, max_context=dims.max_position, strict=config.strict)
+
+
+def rollout_keys(config: Config, **chosen: object) -> RolloutConfig:
+    """The block `rollout` with the number of sequences that a sampler decodes together."""
+    return config.rollout.model_copy(update={"max_running": num_running(config), **chosen})
 
 
 # What is checked before anything starts.

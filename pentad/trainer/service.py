@@ -39,7 +39,6 @@ from pentad.sync.shards import ShardWriter
 from pentad.telemetry.host import rss_gb
 from pentad.trainer.batches import read_batch
 from pentad.trainer.learners import Role, build_learner, build_update, load_tags
-from pentad.trainer.translate import algorithm_settings
 from pentad.trainer.update import BatchFacts, BatchResult, on_host
 
 FAILURES: dict[str, type[RunError]] = {
@@ -280,9 +279,10 @@ class LearnerService(EngineService):
 
     def build(self, num_steps: int, max_row_tokens: int) -> None:
         """The models; both numbers follow from the data."""
-        self.algorithm = algorithm_settings(self.config)
+        self.algorithm = self.config.algorithm.settings
         size = RunSize(num_steps, max_row_tokens)
-        roles: tuple[Role, ...] = ("actor", "critic") if self.algorithm.needs_critic else ("actor",)
+        has_critic = self.algorithm.facts.needs_critic
+        roles: tuple[Role, ...] = ("actor", "critic") if has_critic else ("actor",)
         for role in roles:
             self.engines[role] = build_learner(self.config, role, size, device=self.device)
         actor, critic = self.engines["actor"], self.engines.get("critic")

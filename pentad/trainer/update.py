@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.roles import Learner
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Accumulated, Group, LayerBalance, Loss, Row, Sample, StepResult, Work
 from pentad.rl.algorithms import build_policy_loss, build_value_loss, make_rows
 from pentad.rl.bounds import Signs
 from pentad.rl.metrics import Metrics
+from pentad.rl.section import AlgorithmSettings
 
 MAX_REROUTED = 8
 """Samples of a step whose routes are held against the learner's own, by a forward pass more."""
@@ -73,7 +73,7 @@ class BatchUpdate:
         self.seed = seed
         self.loss: Loss = build_policy_loss(settings, num_updates=num_updates)
         self.value_loss: Loss | None = build_value_loss(settings) if critic else None
-        self.streams = settings.advantage_scope == "group" and num_updates == 1
+        self.streams = settings.facts.scope == "group" and num_updates == 1
         self.groups: list[Group] = []
         self.rows: list[Row] = []
         self.seen: list[Accumulated] = []

@@ -54,7 +54,7 @@ def make_subject(request: pytest.FixtureRequest, model_folder, tmp_path):
             return embedded_subject(on_update)
         if kind == "remote":
             return remote_subject(tmp_path, on_update)
-        changes = {"transport": transport, "on_update": on_update}
+        changes = {"weight_transport": transport, "on_update": on_update}
         if kind.startswith("sglang"):
             version = kind.removeprefix("sglang") or "0.5.23"
             return sglang_subject(model_folder, version, **changes)

@@ -26,6 +26,7 @@ import torch
 import uvicorn
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors.torch import load_file
+from sections import sampler_settings
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -40,7 +41,6 @@ from torch.distributed.distributed_c10d import (
 from pentad.core.errors import UserError
 from pentad.core.types import Generation, Request, SamplingParams
 from pentad.infer.sampler import EmbeddedSampler
-from pentad.infer.settings import SamplerSettings
 from pentad.models.families import dims_of
 from pentad.models.hf_weights import iter_hf
 from pentad.models.registry import create_model
@@ -454,11 +454,11 @@ def main() -> None:
     parser.add_argument("--enable-return-routed-experts", action="store_true")
     given, _ = parser.parse_known_args()
     dims = dims_of(json.loads((given.model_path / "config.json").read_text()))
-    settings = SamplerSettings(
+    settings = sampler_settings(
         max_running=given.max_running_requests,
         max_context=given.context_length,
         kv_cache_tokens=given.max_running_requests * given.context_length,
-        record_routes=given.enable_return_routed_experts,
+        replay_routes=given.enable_return_routed_experts,
     )
 
     def make_sampler() -> EmbeddedSampler:

@@ -4,11 +4,12 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from socket import create_server
 
 from http_thread import served
+from sections import sampler_settings
 from server_models import config_of
 from sglang_stand_in import StandIn
 from tokenizers import Tokenizer, decoders
@@ -18,10 +19,10 @@ from transformers import PreTrainedTokenizerFast
 from pentad.core.dims import ModelDims
 from pentad.core.roles import Sampler
 from pentad.infer.sampler import EmbeddedSampler
-from pentad.infer.settings import SamplerSettings
 from pentad.models.decoder import Decoder
 from pentad.models.hf_weights import iter_hf
 from pentad.models.registry import create_model
+from pentad.rollout.section import RolloutConfig
 from pentad.runtime.restarts import RestartPolicy
 from pentad.runtime.role_host import RoleHost, job_of
 from pentad.runtime.roles import RoleSpec
@@ -29,6 +30,7 @@ from pentad.samplers import remote, sglang, vllm
 from pentad.samplers.process import ServerSettings
 from pentad.samplers.remote import HostedSettings, RoleSampler
 from pentad.samplers.replica import Replica
+from pentad.samplers.section import ServerConfig
 from pentad.sync.handoff import Handoff
 
 DIMS = ModelDims(
@@ -74,7 +76,7 @@ class Subject:
 
 
 def embedded(seed: int, version: int, on_update: str = "continue") -> EmbeddedSampler:
-    settings = SamplerSettings(max_running=16, kv_cache_tokens=2048, on_update=on_update)
+    settings = sampler_settings(max_running=16, kv_cache_tokens=2048, on_update=on_update)
     return EmbeddedSampler(policy(seed), settings, decode=decode, version=version)
 
 
@@ -118,7 +120,7 @@ def remote_subject(tmp_path: Path, on_update: str) -> Subject:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 40}))
     settings = HostedSettings(
         dims=DIMS,
-        sampler=SamplerSettings(max_running=16, kv_cache_tokens=2048, on_update=on_update),
+        sampler=sampler_settings(max_running=16, kv_cache_tokens=2048, on_update=on_update),
         device="cpu",
         dtype="float32",
         seed=1,
@@ -129,7 +131,10 @@ def remote_subject(tmp_path: Path, on_update: str) -> Subject:
     @asynccontextmanager
     async def start() -> AsyncIterator[Sampler]:
         spec = RoleSpec(
-            name="rollout-0", target=remote.TARGET, payload=asdict(settings), log=tmp_path
+            name="rollout-0",
+            target=remote.TARGET,
+            payload=settings.model_dump(mode="json"),
+            log=tmp_path,
         )
         sock = create_server(("127.0.0.1", 0))
         job = json.loads(json.dumps(job_of(spec, "token")))
@@ -153,20 +158,20 @@ def remote_subject(tmp_path: Path, on_update: str) -> Subject:
 
 
 def server_settings(folder: Path, **changes) -> ServerSettings:
-    given = {
+    """Keys of the blocks `rollout` and `rollout.server` go there; the others beside them."""
+    where = {
         "model_folder": str(folder),
         "dims": DIMS,
         "dtype": "float32",
         "max_context": DIMS.max_position,
-        "max_running": 16,
-        "max_batch_tokens": 256,
-        "kv_cache_bytes": None,
-        "kv_cache_dtype": "auto",
-        "on_update": "continue",
         "device": "cpu",
-        "transfer_folder": folder,
     }
-    return ServerSettings(**(given | changes))
+    server = {"transfer_folder": str(folder), "check_weights_every": 0}
+    keys = {"max_running": 16, "max_batch_tokens": 256}
+    for name, value in changes.items():
+        block = server if name in ServerConfig.model_fields else where
+        (keys if name in RolloutConfig.model_fields else block)[name] = value
+    return ServerSettings(rollout=RolloutConfig(**keys, server=ServerConfig(**server)), **where)
 
 
 @asynccontextmanager

@@ -47,7 +47,9 @@ def test_damaged_weights_are_found_at_the_first_publish(model_folder, kind, tran
     stand_in = StandIn(lambda: embedded(9, -1), DAMAGE[kind])
 
     async def main(address):
-        sampler = await sglang.attach(address, server_settings(model_folder, transport=transport))
+        sampler = await sglang.attach(
+            address, server_settings(model_folder, weight_transport=transport)
+        )
         try:
             with pytest.raises(RunError, match="its policy is not the trained one"):
                 await sampler.install(0, list(iter_hf(policy(1))))

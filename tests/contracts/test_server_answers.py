@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from http_thread import served
+from sections import make_executor
 from sglang_stand_in import StandIn
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
@@ -19,7 +20,6 @@ from pentad.core.errors import InfraFailure, RunError, UserError
 from pentad.core.types import Prompt, Request, SamplingParams
 from pentad.models.hf_weights import iter_hf
 from pentad.ops.digest import digest_of
-from pentad.rollout.executor import Executor, ExecutorSettings
 from pentad.rollout.workflows import SingleTurn
 from pentad.samplers import sglang, vllm
 
@@ -348,14 +348,14 @@ def test_a_vllm_that_names_no_weights_is_cut_while_it_takes_new_ones(model_folde
 
 
 def groups_over(samplers, tokenizer=None):
-    settings = ExecutorSettings(
-        params=SamplingParams(max_new_tokens=4),
-        num_samples=2,
-        run_seed=1,
-        vocab_size=DIMS.vocab_size,
-        replica_patience_s=2.0,
-        replica_backoff_s=0.01,
-    )
+    settings = {
+        "params": SamplingParams(max_new_tokens=4),
+        "num_samples": 2,
+        "run_seed": 1,
+        "vocab_size": DIMS.vocab_size,
+        "replica_patience_s": 2.0,
+        "replica_backoff_s": 0.01,
+    }
 
     class Text:
         eos_token_id = 0
@@ -369,7 +369,7 @@ def groups_over(samplers, tokenizer=None):
                 sample.reward = 1.0
             return group
 
-    return Executor(samplers, SingleTurn(), Same(), settings, tokenizer or Text())
+    return make_executor(samplers, SingleTurn(), Same(), tokenizer or Text(), **settings)
 
 
 def test_a_server_that_dies_in_a_request_is_replaced_by_another(model_folder):

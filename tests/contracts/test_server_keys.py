@@ -66,7 +66,7 @@ def test_an_sglang_of_a_run_answers_nobody_without_its_key(model_folder, tmp_pat
     monkeypatch.setenv("PENTAD_SERVER_KEY", "of another server")
     env = write_environment(tmp_path / "env")
     settings = server_settings(
-        model_folder, python=str(env), dtype="float32", transfer_folder=tmp_path / "transfer"
+        model_folder, python=str(env), dtype="float32", transfer_folder=str(tmp_path / "transfer")
     )
 
     async def scenario():

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from http_thread import served
+from sections import sampler_settings
 from sglang_stand_in import StandIn
 from subjects import DIMS, server_settings
 
 from pentad.core.errors import InfraFailure, UserError
 from pentad.core.types import Generation, Request, SamplingParams
 from pentad.infer.sampler import EmbeddedSampler
-from pentad.infer.settings import SamplerSettings
 from pentad.models.decoder import causal_attend
 from pentad.models.hf_weights import iter_hf
 from pentad.models.registry import create_model
@@ -49,8 +49,8 @@ def own_routes(model, ids):
 
 
 def stand_in(version, on_update):
-    settings = SamplerSettings(
-        max_running=16, kv_cache_tokens=4096, on_update=on_update, record_routes=True
+    settings = sampler_settings(
+        max_running=16, kv_cache_tokens=4096, on_update=on_update, replay_routes=True
     )
 
     def make():
@@ -70,7 +70,11 @@ def test_routes_are_those_of_the_weights_that_drew(model_folder, version):
 
     async def main(address):
         settings = server_settings(
-            model_folder, dims=MIXTURE, record_routes=True, on_update="reprefill", transport="ipc"
+            model_folder,
+            dims=MIXTURE,
+            replay_routes=True,
+            on_update="reprefill",
+            weight_transport="ipc",
         )
         sampler = await sglang.attach(address, settings)
         assert "routes" in sampler.capabilities
@@ -101,10 +105,10 @@ def test_routes_are_those_of_the_weights_that_drew(model_folder, version):
 
 
 def test_a_server_without_the_flag_is_refused_with_the_flag(model_folder):
-    server = StandIn(lambda: EmbeddedSampler(policy(9), SamplerSettings(kv_cache_tokens=256)))
+    server = StandIn(lambda: EmbeddedSampler(policy(9), sampler_settings(kv_cache_tokens=256)))
 
     async def main(address):
-        settings = server_settings(model_folder, dims=MIXTURE, record_routes=True)
+        settings = server_settings(model_folder, dims=MIXTURE, replay_routes=True)
         with pytest.raises(UserError, match="start it with --enable-return-routed-experts"):
             await sglang.attach(address, settings)
 

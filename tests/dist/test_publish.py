@@ -3,9 +3,9 @@
 import pytest
 from parity_cases import CONFIGS
 
+from sections import planned_keys
 from pentad.core.layout import Layout
 from pentad.models.families import dims_of
-from pentad.planner.activations import Checkpointing
 from pentad.planner.memory import Training, publish_params
 
 pytestmark = pytest.mark.dist
@@ -54,7 +54,7 @@ def test_the_files_of_all_ranks_are_the_weights(
         training = Training(
             dims=dims_of(CONFIGS[model]),
             layout=layout,
-            keeping=Checkpointing(compute_bytes=2 if settings.get("dtype") else 4),
+            model=planned_keys(dtype=settings.get("dtype", "float32")),
             microbatch_tokens=8,
         )
         planned = training.compute_bytes * publish_params(training, 0)

@@ -11,7 +11,7 @@ from parity_cases import (
     train_step,
 )
 
-from pentad.planner.activations import Checkpointing
+from sections import planned_keys
 from pentad.planner.memory import Training, num_snapshots, snapshot_bytes, training_phases
 from pentad.ops.digest import digest_of
 from pentad.models.families import dims_of
@@ -126,7 +126,7 @@ def test_a_publish_in_the_process_holds_the_bytes_that_a_plan_counts(dtype, copy
     training = Training(
         dims=dims_of(CONFIGS["moe"]),
         layout=Layout(),
-        keeping=Checkpointing(compute_bytes={"float32": 4, "bfloat16": 2}[dtype]),
+        model=planned_keys(dtype=dtype),
         microbatch_tokens=8,
         publishes=True,
         overlaps=copy,

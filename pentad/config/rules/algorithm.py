@@ -1,26 +1,34 @@
-"""Rules on sampling and the algorithm: switches that contradict, details that nobody reads.
-
-What `pentad.rl.overrides` refuses as well is a function of `pentad.core.algorithms`.
-"""
+"""Rules on sampling and the algorithm: switches that contradict, details that are never read."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from pentad.config.derived import num_running
 from pentad.config.describe import show
 from pentad.config.rules.rule import Rules
 from pentad.config.schema import Config
-from pentad.core.algorithms import (
-    ON_POLICY,
-    correction_problems,
-    decoupled_problems,
-    group_problems,
-    idle_problems,
-    unread_problems,
-)
 from pentad.core.errors import Problem
 from pentad.core.sizes import MIN_TEMPERATURE
+from pentad.rl.section import SWITCHES, unused_settings
 
 RULES = Rules()
+ON_POLICY = {"max_staleness": 0, "updates_per_batch": 1}
+"""Above these values of a run the policy that is trained is not the one that sampled."""
+NEUTRAL: dict[str, object] = {
+    "gamma": 1.0,
+    "reward_scale": 1.0,
+    "overlong_penalty": 0.0,
+    "decoupled": False,
+    "allow_uncorrected": False,
+    "dynamic_filter": False,
+}
+"""Values that ask for nothing, hence pass also where a setting is not read."""
+TURN_ON = {
+    "kl_coef": "give it, for instance 0.001",
+    "correction": "set it to tis or mis",
+    "overlong_penalty": "give it, for instance 1.0",
+}
 
 
 @RULES.add()
@@ -34,20 +42,41 @@ def a_refreshed_reference_is_used(config: Config) -> Problem | None:
 
 
 @RULES.add()
-def details_belong_to_something(config: Config) -> list[Problem]:
-    """Details of a part that nobody turned on. An explicit "off" is a decision and passes."""
-    algorithm = config.algorithm
-    return list(idle_problems(algorithm.settings, algorithm.given, show))
+def details_belong_to_something(config: Config) -> Iterator[Problem]:
+    """Details of a part that is not turned on. An explicit "off" is a decision and passes."""
+    settings, given = config.algorithm.settings, config.algorithm.given
+    for switch, details in SWITCHES.items():
+        if getattr(settings, switch) not in (0, "none") or switch in given:
+            continue
+        for name in [name for name in details if name in given]:
+            rule = f"has no effect while algorithm.{switch} is not set"
+            yield Problem(f"algorithm.{name} = {show(given[name])}", rule, TURN_ON[switch])
 
 
 @RULES.add()
-def decoupled_ppo_has_a_correction(config: Config) -> list[Problem]:
-    return list(decoupled_problems(config.algorithm.settings))
+def decoupled_ppo_has_a_correction(config: Config) -> Problem | None:
+    settings = config.algorithm.settings
+    if not settings.decoupled or settings.correction_settings.weighs:
+        return None
+    rule = f"needs the weight that algorithm.correction = {settings.correction} drops"
+    remedy = "set algorithm.correction to tis or mis, or leave it out"
+    return Problem("algorithm.decoupled = true", rule, remedy)
 
 
 @RULES.add()
-def the_ratio_against_the_sampler_is_read(config: Config) -> list[Problem]:
-    return list(correction_problems(config.algorithm.settings, config.algorithm.given, show))
+def the_ratio_against_the_sampler_is_read(config: Config) -> Iterator[Problem]:
+    """It has a reader, and needs no weight beside it."""
+    settings, given = config.algorithm.settings, config.algorithm.given
+    where = "algorithm.correction = sampler_ratio"
+    if settings.correction != "sampler_ratio":
+        return
+    if settings.facts.ratio_level == "none":
+        rule = f"has no effect with algorithm.name = {settings.name}: its loss has no ratio"
+        yield Problem(where, rule, "set it to tis or mis")
+        return
+    rule = f"has no effect with {where}: the clip bounds the ratio"
+    for name in [name for name in given if name in SWITCHES["correction"]]:
+        yield Problem(f"algorithm.{name} = {show(given[name])}", rule, "set that to tis or mis")
 
 
 @RULES.add()
@@ -69,9 +98,13 @@ def off_policy(config: Config) -> str:
 
 
 @RULES.add(depends_on=("algorithm.name",))
-def every_override_is_read(config: Config) -> list[Problem]:
-    algorithm = config.algorithm
-    return list(unread_problems(algorithm.name, algorithm.facts, algorithm.given, show))
+def every_override_is_read(config: Config) -> Iterator[Problem]:
+    name, given = config.algorithm.name, config.algorithm.given
+    unused = unused_settings(config.algorithm.facts)
+    for key in [key for key in given if key in unused]:
+        if key not in NEUTRAL or given[key] != NEUTRAL[key]:
+            rule = f"has no effect with algorithm.name = {name}: {unused[key]}"
+            yield Problem(f"algorithm.{key} = {show(given[key])}", rule, "leave it out")
 
 
 @RULES.add()
@@ -163,9 +196,13 @@ def stop_texts_are_not_empty(config: Config) -> Problem | None:
 
 
 @RULES.add()
-def groups_have_something_to_compare(config: Config) -> list[Problem]:
-    algorithm = config.algorithm
-    return list(group_problems(algorithm.name, algorithm.facts, config.gconfig.n_samples))
+def groups_have_something_to_compare(config: Config) -> Problem | None:
+    name, least = config.algorithm.name, config.algorithm.facts.min_group_size
+    if config.gconfig.n_samples >= least:
+        return None
+    rule = f"{name} compares the samples of a prompt, so every advantage would be 0"
+    remedy = f"use at least {least}, or an algorithm such as reinforce_plus_plus"
+    return Problem(f"gconfig.n_samples = {config.gconfig.n_samples}", rule, remedy)
 
 
 @RULES.add()

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from rule_checks import check_layout, start_facts, unbuilt
+from sections import sampler_settings
 from typer.testing import CliRunner
 
 from pentad.cli.main import app
@@ -331,6 +332,5 @@ def test_plan_notes_what_a_run_refuses_and_what_it_does_not_read(no_gpu, monkeyp
 
 def test_blocks_are_counted_as_the_sampler_makes_them():
     """config imports no engine, so the number stands in both."""
-    from pentad.infer.settings import SamplerSettings
 
-    assert SamplerSettings().block_size == start_rules.BLOCK_TOKENS
+    assert sampler_settings().block_size == start_rules.BLOCK_TOKENS

@@ -4,7 +4,7 @@ import pytest
 import torch
 from balance_toys import GLM, biases, make_mixture, spread_over_steps, step
 from engine_toys import PolicyLoss, bring_back, keep_state, make_engine, make_rows, train
-from sections import engine_settings
+from sections import engine_settings, sampler_settings
 from transformers import AutoModelForCausalLM
 
 from pentad.checkpoint.exports import export_model
@@ -12,7 +12,6 @@ from pentad.core.errors import UserError
 from pentad.core.types import Row
 from pentad.engine.engine import build_engine
 from pentad.infer.engine import InferenceEngine
-from pentad.infer.settings import SamplerSettings
 from pentad.models.decoder import causal_attend
 from pentad.models.hf_weights import install_hf
 from pentad.models.registry import create_model
@@ -134,7 +133,7 @@ def test_the_bias_is_handed_out_in_float32_whatever_the_weights_are_published_in
 def test_the_sampler_gets_the_bias_with_every_publish():
     engine = make_mixture(balance={"bias_rate": 0.07}, config=GLM)
     sampler = InferenceEngine(
-        create_model(engine.dims, seed=1), SamplerSettings(kv_cache_tokens=64)
+        create_model(engine.dims, seed=1), sampler_settings(kv_cache_tokens=64)
     )
     rows = make_rows(3)
     digests = set()
@@ -161,7 +160,7 @@ def routes_of(model, ids, routes):
 def test_weights_without_the_bias_are_refused_by_the_sampler():
     engine = make_mixture(config=GLM)
     sampler = InferenceEngine(
-        create_model(engine.dims, seed=1), SamplerSettings(kv_cache_tokens=64)
+        create_model(engine.dims, seed=1), sampler_settings(kv_cache_tokens=64)
     )
     rest = [(n, x) for n, x in engine.iter_weights() if "e_score_correction_bias" not in n]
     with pytest.raises(UserError, match="e_score_correction_bias: missing"):

@@ -10,7 +10,6 @@ from pentad.core.machine import GIB
 from pentad.core.sizes import SamplerPass, default_microbatch_tokens
 from pentad.engine.section import EngineSettings
 from pentad.models.families import dims_of
-from pentad.trainer.translate import algorithm_settings
 
 
 def config_of(*overrides):
@@ -87,12 +86,6 @@ def test_logits_are_kept_only_where_that_was_chosen():
     for text, wanted in (("null", False), ("false", False), ("true", True)):
         config = config_of(f"actor.archon.keep_logits={text}")
         assert settled(config.actor, "cuda").archon.keep_logits is wanted
-
-
-def test_switches_reach_the_algorithm():
-    settings = algorithm_settings(config_of("use_tis=true", "use_kl_loss=true"))
-    assert settings.correction == "tis"
-    assert settings.kl_coef > 0 and settings.kl_in == "loss"
 
 
 @pytest.mark.parametrize(

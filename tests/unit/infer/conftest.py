@@ -4,11 +4,11 @@ from dataclasses import replace
 import pytest
 import torch
 from closeness import assert_logprobs
+from sections import sampler_settings
 
 from pentad.core.dims import ModelDims
 from pentad.core.types import Request, SamplingParams
 from pentad.infer.sampler import EmbeddedSampler
-from pentad.infer.settings import SamplerSettings
 from pentad.models.decoder import causal_attend
 from pentad.models.registry import create_model
 
@@ -59,7 +59,7 @@ def make_sampler():
         model = create_model(dims, seed=seed)
         defaults = {"max_running": 64, "kv_cache_tokens": 8192, "block_size": 4}
         sampler = EmbeddedSampler(
-            model, SamplerSettings(**(defaults | settings)), decode=decode, version=version
+            model, sampler_settings(**(defaults | settings)), decode=decode, version=version
         )
         made.append(sampler)
         return sampler

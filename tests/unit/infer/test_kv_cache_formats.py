@@ -6,9 +6,6 @@ import pytest
 import torch
 from closeness import ROUNDING
 
-from pentad.core.errors import UserError
-from pentad.infer.settings import SamplerSettings
-
 
 def load(make_request, dims):
     prompts = [[(7 * i + j) % dims.vocab_size for j in range(3 + 5 * i)] for i in range(6)]
@@ -64,14 +61,9 @@ def test_chunks_and_preemptions_read_what_was_stored(make_sampler, make_request,
 
 def test_the_cache_takes_a_quarter_of_float32(make_sampler, tiny_dims):
     dims = replace(tiny_dims, head_dim=32)
-    size = {"kv_cache_tokens": None, "kv_cache_bytes": 1 << 20}
+    size = {"kv_cache_tokens": None, "kv_cache_gb": 2**-10}
     blocks = {
         form: make_sampler(dims, kv_cache_dtype=form, **size).engine.pool.num_blocks
         for form in ("auto", "int8")
     }
     assert blocks["int8"] // blocks["auto"] == 128 // 36
-
-
-def test_strict_sampling_has_no_such_cache():
-    with pytest.raises(UserError, match="strict = true: a cache in 8 bits"):
-        SamplerSettings(strict=True, kv_cache_dtype="int8")

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from sections import settings_for
 
 from pentad.core.errors import UserError
 from pentad.core.types import Group, Prompt, Row
@@ -13,7 +14,7 @@ from pentad.models.balance import iter_routers
 from pentad.models.decoder import causal_attend
 from pentad.models.hf_weights import iter_hf
 from pentad.models.registry import create_model
-from pentad.rl.algorithms import make_rows, settings_for
+from pentad.rl.algorithms import make_rows
 from pentad.rollout.workflows import Transcript
 
 NUM_EXPERTS, NUM_CHOSEN = 8, 2
@@ -53,7 +54,7 @@ def own_routes(model, ids):
 def test_the_routes_are_those_of_every_token(
     make_sampler, make_request, generate, mixture_dims, settings
 ):
-    sampler = make_sampler(mixture_dims, record_routes=True, **settings)
+    sampler = make_sampler(mixture_dims, replay_routes=True, **settings)
     assert "routes" in sampler.capabilities
     common = [5, 9, 2, 11, 3, 8, 1, 30]
     requests = [make_request(f"r{i}", [*common, *range(i % 4)], n=3) for i in range(6)]
@@ -74,7 +75,7 @@ def test_tokens_computed_again_keep_the_routes_they_were_followed_with(
     """New weights, and the cache computed anew: earlier tokens were drawn with the old routes."""
 
     async def main():
-        sampler = make_sampler(mixture_dims, record_routes=True, on_update="reprefill", version=0)
+        sampler = make_sampler(mixture_dims, replay_routes=True, on_update="reprefill", version=0)
         old = {n: t.clone() for n, t in sampler.engine.model.named_parameters()}
         told = asyncio.Event()
         seen = []
@@ -111,13 +112,13 @@ def test_tokens_computed_again_keep_the_routes_they_were_followed_with(
 
 def test_a_dense_model_has_no_routes(make_sampler):
     with pytest.raises(UserError, match="no mixture of experts"):
-        make_sampler(record_routes=True)
+        make_sampler(replay_routes=True)
 
 
 def test_a_second_turn_keeps_the_routes_of_the_first(
     make_sampler, make_request, generate, mixture_dims
 ):
-    sampler = make_sampler(mixture_dims, record_routes=True)
+    sampler = make_sampler(mixture_dims, replay_routes=True)
     (first,) = generate(sampler, [make_request("a", [4, 7, 1])])[0]
     transcript = Transcript([4, 7, 1])
     transcript.add_sampled(first)
@@ -136,7 +137,7 @@ def test_following_the_routes_closes_the_gap_between_sampler_and_trainer(
     make_sampler, make_request, generate, mixture_dims
 ):
     """Routers of the trainer are nudged, as rounding nudges them, so that some choose otherwise."""
-    sampler = make_sampler(mixture_dims, record_routes=True)
+    sampler = make_sampler(mixture_dims, replay_routes=True)
     model = sampler.engine.model
     requests = [make_request(f"r{i}", [i, 3, 9], n=4, max_new_tokens=24) for i in range(4)]
     results = generate(sampler, requests)
@@ -162,7 +163,7 @@ def test_following_the_routes_closes_the_gap_between_sampler_and_trainer(
 
 
 def test_rows_carry_the_routes(make_sampler, make_request, generate, mixture_dims):
-    sampler = make_sampler(mixture_dims, record_routes=True, version=0)
+    sampler = make_sampler(mixture_dims, replay_routes=True, version=0)
     (first, second) = generate(sampler, [make_request("a", [4, 7], n=2)])[0]
     samples = []
     for reward, generation in ((0.0, first), (1.0, second)):

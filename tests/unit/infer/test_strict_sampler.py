@@ -4,14 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sections import engine_settings
+from sections import engine_settings, sampler_settings
 
 from pentad.core.errors import UserError
 from pentad.core.layout import Layout
 from pentad.core.types import Row
 from pentad.engine.engine import build_engine
 from pentad.infer.sampler import EmbeddedSampler
-from pentad.infer.settings import SamplerSettings
 from pentad.models.hf_weights import iter_hf
 from pentad.models.registry import create_model
 
@@ -83,7 +82,7 @@ def learner_of(config, **settings):
 def sampler_like(learner, **settings):
     defaults = {"max_running": 64, "kv_cache_tokens": 8192, "block_size": 4, "strict": True}
     model = create_model(learner.dims, seed=1)
-    sampler = EmbeddedSampler(model, SamplerSettings(**(defaults | settings)), version=0)
+    sampler = EmbeddedSampler(model, sampler_settings(**(defaults | settings)), version=0)
     sampler.engine.install(0, list(learner.iter_weights()))
     return sampler
 
@@ -228,13 +227,13 @@ def test_layouts_that_cut_layers_are_refused():
 
 def test_windows_are_exact_too(make_request, generate, windowed_dims):
     model = create_model(windowed_dims, seed=1)
-    settings = SamplerSettings(strict=True, kv_cache_tokens=4096, block_size=4, max_running=8)
-    sampler = EmbeddedSampler(model, settings, version=0)
+    given = {"strict": True, "kv_cache_tokens": 4096, "block_size": 4, "max_running": 8}
+    sampler = EmbeddedSampler(model, sampler_settings(**given), version=0)
     requests = ragged(make_request, 5)
     results = generate(sampler, requests)
     chunked = EmbeddedSampler(
         create_model(windowed_dims, seed=1),
-        replace(settings, max_running=2, max_batch_tokens=3),
+        sampler_settings(**given | {"max_running": 2, "max_batch_tokens": 3}),
         version=0,
     )
     assert dict(iter_hf(chunked.engine.model)).keys() == dict(iter_hf(model)).keys()

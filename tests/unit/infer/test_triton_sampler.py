@@ -14,11 +14,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
+from sections import sampler_settings  # noqa: E402
+
 from pentad.infer.draw_kernel import draw_fused  # noqa: E402
 from pentad.infer.graphs import batch_sizes  # noqa: E402
 from pentad.infer.sampler import EmbeddedSampler  # noqa: E402
 from pentad.infer.sampling import draw, uniforms  # noqa: E402
-from pentad.infer.settings import SamplerSettings  # noqa: E402
 from pentad.models.hf_weights import iter_hf  # noqa: E402
 from pentad.models.registry import create_model  # noqa: E402
 
@@ -67,7 +68,7 @@ def test_the_engine_with_kernels_is_the_engine_without(make_request, windowed_di
 
     async def both(kernels):
         model = create_model(dims, seed=1, device=DEVICE)
-        sampler = EmbeddedSampler(model, SamplerSettings(kernels=kernels, **sizes))
+        sampler = EmbeddedSampler(model, sampler_settings(kernels=kernels, **sizes))
         first = await asyncio.gather(*(sampler.generate(r) for r in requests))
         weights = list(iter_hf(create_model(dims, seed=2, device=DEVICE)))
         await sampler.install(1, weights)

@@ -1,11 +1,11 @@
 """The memory model is held against the real model: every tensor that lives is counted."""
 
 import weakref
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
-from sections import engine_settings
+from sections import engine_settings, planned_keys
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -17,7 +17,7 @@ from pentad.models.decoder import Decoder
 from pentad.ops import logprob
 from pentad.ops.attention import build_attend
 from pentad.planner import memory
-from pentad.planner.activations import Checkpointing, ends_bytes, kept_bytes
+from pentad.planner.activations import ends_bytes, kept_bytes
 from pentad.planner.memory import (
     Sampling,
     Training,
@@ -128,17 +128,17 @@ def measure(dims: ModelDims, mode: str, selective: str | int, **extra) -> tuple[
 )
 def test_kept_and_peak_bytes_are_those_of_the_real_model(extra, vocab_size, mode, selective):
     dims = tiny(vocab_size, **extra)
-    keeping = Checkpointing(mode=mode, selective=selective, compute_bytes=4)
+    keys = planned_keys(dtype="float32", ac_mode=mode, ac_selective=selective)
     training = Training(
         dims=dims,
         layout=Layout(),
-        keeping=keeping,
+        model=keys,
         microbatch_tokens=NUM_TOKENS,
         device="cpu",
     )
     kept, peak = measure(dims, mode, selective)
-    per_token = sum(kept_bytes(dims, i, Layout(), keeping) for i in range(dims.num_layers))
-    per_token += ends_bytes(dims, Layout(), keeping)
+    per_token = sum(kept_bytes(dims, i, Layout(), keys) for i in range(dims.num_layers))
+    per_token += ends_bytes(dims, Layout(), keys)
     # What is not counted: statistics of norms and routers, a few numbers a token.
     assert NUM_TOKENS * per_token == pytest.approx(kept, rel=0.02)
     parts = training_phases(training, 0)["backward"].device
@@ -152,24 +152,24 @@ def test_kept_logits_are_counted_in_backward(room, monkeypatch):
     dims = tiny(4000)
     if room is not None:
         monkeypatch.setitem(memory.CHUNK_BYTES, "cpu", room)
-    keeping = Checkpointing(mode="none", compute_bytes=4)
+    keys = planned_keys(dtype="float32", ac_mode="none", keep_logits=True)
     training = Training(
         dims=dims,
         layout=Layout(),
-        keeping=keeping,
+        model=keys,
         microbatch_tokens=NUM_TOKENS,
         device="cpu",
-        keeps_logits=True,
     )
     kept, peak = measure(dims, "none", "op", keep_logits=True)
-    per_token = sum(kept_bytes(dims, i, Layout(), keeping) for i in range(dims.num_layers))
-    per_token += ends_bytes(dims, Layout(), keeping) + 4 * dims.vocab_size
+    per_token = sum(kept_bytes(dims, i, Layout(), keys) for i in range(dims.num_layers))
+    per_token += ends_bytes(dims, Layout(), keys) + 4 * dims.vocab_size
     assert NUM_TOKENS * per_token == pytest.approx(kept, rel=0.02)
     phases = training_phases(training, 0)
     parts = phases["backward"].device
     resident = parts["weights"] + parts["optimizer"] + parts["overhead"]
     assert sum(parts.values()) - resident == pytest.approx(peak, rel=0.1)
-    without = training_phases(replace(training, keeps_logits=False), 0)
+    plain = planned_keys(dtype="float32", ac_mode="none")
+    without = training_phases(replace(training, model=plain), 0)
     assert parts["logits"] - without["backward"].device.get("logits", 0) >= NUM_TOKENS * 4 * 4000
     assert phases["log-prob"].device == without["log-prob"].device
 
@@ -189,12 +189,14 @@ def test_logit_room_is_that_of_the_kernel():
 
 
 def training_of(name: str, layout: Layout, **extra) -> Training:
-    keeping = extra.pop("keeping", Checkpointing())
+    """Keys of the engine go into its block, the rest beside it."""
+    beside = {field.name for field in fields(Training)} & {*extra}
+    beside = {name: extra.pop(name) for name in beside}
     return Training(
         dims=MODELS[name],
         layout=layout,
-        keeping=keeping,
-        **{"microbatch_tokens": 8192, "num_microbatches": 8, **extra},
+        model=planned_keys(**extra),
+        **{"microbatch_tokens": 8192, "num_microbatches": 8, **beside},
     )
 
 
@@ -210,7 +212,7 @@ def training_of(name: str, layout: Layout, **extra) -> Training:
 )
 def test_the_shards_of_all_ranks_add_up_to_the_model(name, layout, per_rank):
     schedule = "1F1B" if per_rank == 1 else "Interleaved1F1B"
-    training = training_of(name, layout, schedule=schedule, stages_per_rank=per_rank)
+    training = training_of(name, layout, pp_schedule=schedule, stages_per_rank=per_rank)
     total = sum(
         sharded_params(training, held_params(training, pp_rank)) * layout.stage_world
         for pp_rank in range(layout.pp)
@@ -235,7 +237,7 @@ def test_a_tied_table_stands_on_both_ends_of_a_pipeline():
 
 
 def test_zbv_puts_both_ends_on_the_first_rank():
-    training = training_of("Qwen3-8B", Layout(pp=2), schedule="ZBVZeroBubble", stages_per_rank=2)
+    training = training_of("Qwen3-8B", Layout(pp=2), pp_schedule="ZBVZeroBubble", stages_per_rank=2)
     first = stage_layers(training, 0)
     assert first[0].start == 0 and first[1].stop == 36
 
@@ -250,21 +252,22 @@ def test_gradients_stay_whole_under_a_pipeline():
 
 def test_resharding_saves_what_the_tutorial_says():
     """Appendix A.3: keeping weights whole costs (1 - 1/dp) of them in bf16, less two layers."""
-    keep = training_of("Qwen3-8B", Layout(pp=2, dp_shard=8), stages_per_rank=1, reshard=False)
+    place, policy = Layout(pp=2, dp_shard=8), "reshard_after_forward_policy"
+    keep = training_of("Qwen3-8B", place, stages_per_rank=1, **{policy: "never"})
     held = held_params(keep, 0)
     assert gathered_weights(keep, held) == 2 * held.total
-    shard = replace(keep, reshard=True)
+    shard = training_of("Qwen3-8B", place, stages_per_rank=1)
     assert gathered_weights(shard, held) == 2 * (held.root + 2 * held.block)
 
 
 def test_less_is_kept_the_more_is_recomputed():
     layout = Layout(dp_shard=2)
     kept = [
-        training_phases(training_of("Qwen3-8B", layout, keeping=keeping), 0)["backward"]
-        for keeping in (
-            Checkpointing(mode="none"),
-            Checkpointing(mode="memory_budget", budget=0.5, is_compiled=True),
-            Checkpointing(mode="full"),
+        training_phases(training_of("Qwen3-8B", layout, **keys), 0)["backward"]
+        for keys in (
+            {"ac_mode": "none"},
+            {"ac_mode": "memory_budget", "ac_memory_budget": 0.5, "enable_compile": True},
+            {"ac_mode": "full"},
         )
     ]
     sizes = [phase.device_bytes for phase in kept]
@@ -284,8 +287,9 @@ def test_activations_shrink_with_microbatches_and_with_tp_and_cp():
 
 
 def test_offloading_moves_state_to_the_host():
-    on = training_phases(training_of("Qwen3-8B", Layout(dp_shard=8)), 0)["optimizer"]
-    off = training_phases(training_of("Qwen3-8B", Layout(dp_shard=8), offload=True), 0)["optimizer"]
+    place = Layout(dp_shard=8)
+    on = training_phases(training_of("Qwen3-8B", place), 0)["optimizer"]
+    off = training_phases(training_of("Qwen3-8B", place, offload_params=True), 0)["optimizer"]
     moved = on.device_bytes - off.device_bytes
     assert moved == pytest.approx(16 * MODELS["Qwen3-8B"].num_params / 8)
     assert off.host_bytes - on.host_bytes == pytest.approx(moved)
@@ -304,7 +308,7 @@ def test_sampler_memory():
 def test_the_rule_of_thumb_is_computed_as_written():
     layout = Layout(pp=2, dp_shard=4, tp=2)
     training = training_of(
-        "Qwen3-8B", layout, schedule="Interleaved1F1B", stages_per_rank=2, num_microbatches=4
+        "Qwen3-8B", layout, pp_schedule="Interleaved1F1B", stages_per_rank=2, num_microbatches=4
     )
     size = MODELS["Qwen3-8B"].num_params
     assert list(rule_of_thumb(training, 40_000).values()) == [

@@ -10,7 +10,8 @@ import torch
 from plain_rl import Plain
 from ragged_batches import make_groups
 
-from pentad.rl.algorithms import ALGORITHMS, build_policy_loss, make_rows, settings_for
+from pentad.rl.algorithms import ALGORITHMS, build_policy_loss, make_rows
+from pentad.rl.section import AlgorithmSettings
 
 PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
 
@@ -43,7 +44,7 @@ def test_the_worked_example_runs_and_equals_its_formula():
         exec(compile(code[1], "docs/algorithms.md", "exec"), {})
         (name,) = set(ALGORITHMS) - set(known)
         groups = make_groups(np.random.default_rng(2), [3, 2, 4])
-        settings = settings_for(name)
+        settings = AlgorithmSettings.of(name, ALGORITHMS[name], {})
         rows = make_rows(groups, settings, max_new_tokens=8)
         assert build_policy_loss(settings).columns == ("weights", "advantages")
     finally:

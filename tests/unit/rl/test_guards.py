@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 from ragged_batches import ListSegments
+from sections import settings_for
 
 from pentad.core.errors import RunError
 from pentad.core.types import Group, Prompt, Sample, TokenOutputs
-from pentad.rl.algorithms import ALGORITHMS, build_policy_loss, make_rows, settings_for
+from pentad.rl.algorithms import ALGORITHMS, build_policy_loss, make_rows
 from pentad.rl.kl import MAX_K3_SLOPE, estimate_kl
 
 ONE = torch.ones(1, dtype=torch.bool)
@@ -53,7 +54,7 @@ def token_gradient(name, logprob, old, advantage, **overrides):
     return value.item(), torch.autograd.grad(value, logprobs)[0].item()
 
 
-RATIO = [name for name in ALGORITHMS if settings_for(name).ratio_level != "none"]
+RATIO = [name for name in ALGORITHMS if settings_for(name).facts.ratio_level != "none"]
 
 
 @pytest.mark.parametrize("name", RATIO)

@@ -6,10 +6,11 @@ import pytest
 import torch
 from plain_rl import Plain
 from ragged_batches import make_groups, make_sample
+from sections import settings_for
 
 from pentad.core.errors import RunError
 from pentad.core.types import Group, Prompt
-from pentad.rl.algorithms import ALGORITHMS, make_rows, settings_for
+from pentad.rl.algorithms import ALGORITHMS, make_rows
 
 EVERYTHING = ("actor_logprobs", "ref_logprobs", "teacher_logprobs", "values")
 
@@ -65,7 +66,7 @@ def test_rows_carry_ids_weights_and_the_columns_of_their_samples(rng):
 def test_group_scope_is_the_same_group_by_group(rng, name):
     groups = make_groups(rng, [3, 1, 4])
     settings = settings_for(name)
-    assert settings.advantage_scope == "group"
+    assert settings.facts.scope == "group"
     whole = make_rows(groups, settings, max_new_tokens=8)
     parts = [row for group in groups for row in make_rows([group], settings, max_new_tokens=8)]
     for one, other in zip(whole, parts, strict=True):

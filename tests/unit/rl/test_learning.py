@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 from ragged_batches import ListSegments
+from sections import settings_for
 
 from pentad.core.types import Group, Prompt, Sample, TokenOutputs
-from pentad.rl.algorithms import ALGORITHMS, build_policy_loss, make_rows, settings_for
+from pentad.rl.algorithms import ALGORITHMS, build_policy_loss, make_rows
 
 VOCAB, GOOD, LENGTH, NUM_STEPS = 6, 2, 3, 30
 TEACHER = torch.full((VOCAB,), 0.02).index_fill(0, torch.tensor(GOOD), 0.9).log()

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from ragged_batches import make_groups, make_sample
+from sections import settings_for
 
 from pentad.core.types import Group, Prompt, Row
-from pentad.rl.algorithms import make_rows, settings_for
+from pentad.rl.algorithms import make_rows
 from pentad.rl.metrics import (
     compute_metrics,
     effective_sample_size,

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from ragged_batches import ListSegments, make_groups
+from sections import settings_for
 
 from pentad.core.types import TokenOutputs
 from pentad.rl.algorithms import (
@@ -11,7 +12,6 @@ from pentad.rl.algorithms import (
     build_policy_loss,
     build_value_loss,
     make_rows,
-    settings_for,
 )
 from pentad.rl.shaping import normalise
 
@@ -90,7 +90,7 @@ def test_gradient_does_not_depend_on_the_split(name, loss_norm, level):
     rows = make_rows(groups, settings, max_new_tokens=8)
     theta = torch.linspace(-1, 1, 7, dtype=torch.float64, requires_grad=True)
     built = [build_policy_loss(settings)]
-    built += [build_value_loss(settings)] if settings.needs_critic else []
+    built += [build_value_loss(settings)] if settings.facts.needs_critic else []
     for loss in built:
         whole = gradient(rows, [list(range(len(rows)))], loss, theta)
         assert whole.abs().max() > 1e-3

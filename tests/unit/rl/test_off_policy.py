@@ -6,13 +6,13 @@ import plain_rl
 import pytest
 import torch
 from ragged_batches import ListSegments
+from sections import settings_for
 
-from pentad.core.algorithms import FACTS
 from pentad.core.errors import UserError
 from pentad.core.types import TokenOutputs
 from pentad.planner.prepare import prepare
-from pentad.rl.algorithms import build_policy_loss, settings_for
-from pentad.trainer.translate import algorithm_settings
+from pentad.rl.algorithms import build_policy_loss
+from pentad.rl.section import FACTS
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 """fp64, a few dozen terms in another order."""
@@ -59,7 +59,7 @@ def chosen(*overrides):
     """The settings that a run with these overrides trains by, and the notes it shows."""
     recipe = ["actor.path=Qwen/Qwen3-0.6B", "teacher.path=Qwen/Qwen3-0.6B", *overrides]
     config, notes = prepare(None, recipe, "plan")
-    return algorithm_settings(config), notes
+    return config.algorithm.settings, notes
 
 
 def assert_equal(got, want):

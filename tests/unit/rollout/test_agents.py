@@ -10,11 +10,11 @@ import time
 import numpy as np
 import openai
 import pytest
+from sections import make_executor
 
 from pentad.core.errors import DataFailure, InfraFailure, UserError
 from pentad.core.types import Prompt, SamplingParams
 from pentad.rollout.agents import AgentWorkflow
-from pentad.rollout.executor import Executor, ExecutorSettings
 
 END = "<|im_end|>"
 
@@ -38,7 +38,7 @@ def lab(scripted, chat_tokenizer):
             return [*self.ids(turn), self.end]
 
         def executor(self, agent, num_samples=1, samplers=None, **changes):
-            settings = ExecutorSettings(
+            settings = dict(
                 params=SamplingParams(max_new_tokens=40, stop_ids=(self.end,), temperature=0.9),
                 num_samples=num_samples,
                 run_seed=1,
@@ -46,7 +46,7 @@ def lab(scripted, chat_tokenizer):
                 **({"replica_backoff_s": 0.01, "max_retries": 0} | changes),
             )
             samplers = samplers or {"a": self.sampler}
-            return Executor(samplers, AgentWorkflow(agent), None, settings, self.tokenizer)
+            return make_executor(samplers, AgentWorkflow(agent), None, self.tokenizer, **settings)
 
         def run(self, agent, fields=None, **more):
             executor = self.executor(agent, **more)

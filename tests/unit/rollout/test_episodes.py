@@ -3,12 +3,12 @@
 import asyncio
 
 import pytest
+from sections import make_executor
 
 from pentad.core.errors import DataFailure, InfraFailure
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Prompt, SamplingParams
 from pentad.rollout.environments import Step
-from pentad.rollout.executor import Executor, ExecutorSettings
 from pentad.rollout.workflows import Episodes, MultiTurn, SingleTurn, Transcript
 
 VOCAB = 40
@@ -36,7 +36,7 @@ class First:
 @pytest.fixture
 def roll(scripted, plain_tokenizer):
     def go(workflow, sampler=None, **changes):
-        settings = ExecutorSettings(
+        settings = dict(
             params=SamplingParams(max_new_tokens=8),
             num_samples=4,
             run_seed=5,
@@ -44,7 +44,7 @@ def roll(scripted, plain_tokenizer):
             **{"replica_backoff_s": 0.01, "max_retries": 0, "deadline_s": 60.0} | changes,
         )
         samplers = {"r": sampler or scripted(draw)}
-        executor = Executor(samplers, workflow, First(), settings, plain_tokenizer)
+        executor = make_executor(samplers, workflow, First(), plain_tokenizer, **settings)
         return asyncio.run(executor.rollout(PROMPT, 0)).samples
 
     return go

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from sections import make_executor
 
 from pentad.core.types import Prompt, SamplingParams
 from pentad.data.ledger import Ledger
 from pentad.data.store import MemoryStore
 from pentad.rollout import executor as executor_file
-from pentad.rollout.executor import Executor, ExecutorSettings
 from pentad.rollout.workflows import SingleTurn
 from pentad.trainer.placement import Placement, Turnstile
 from pentad.trainer.rollout_pump import MAX_LEASES, RolloutPump
@@ -47,7 +47,11 @@ class Always:
 def fill(samplers, tokenizer, workflow, monkeypatch):
     """One batch of two groups; the state of the run when it is ready."""
     monkeypatch.setattr(executor_file, "LEASE_GRACE_S", 0.2)
-    settings = ExecutorSettings(
+    executor = make_executor(
+        samplers,
+        workflow,
+        Always(),
+        tokenizer,
         params=SamplingParams(max_new_tokens=8),
         num_samples=2,
         run_seed=5,
@@ -55,7 +59,6 @@ def fill(samplers, tokenizer, workflow, monkeypatch):
         deadline_s=0.5,
         replica_patience_s=0.2,
     )
-    executor = Executor(samplers, workflow, Always(), settings, tokenizer)
     state = RunState(Ledger(2), MemoryStore(), Budget(2, max_staleness=1, num_batches=1))
     stream = SimpleNamespace(
         prompt=lambda gid: Prompt(gid, (1, 2, gid), {}), row_of=lambda gid: f"row {gid}"

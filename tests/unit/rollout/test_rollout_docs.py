@@ -5,12 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
+from sections import make_executor
 
 from pentad.core.types import Prompt, SamplingParams
 from pentad.rewards.functions import BATCHED, BUILT_IN, PARAMETERS
 from pentad.rewards.scorer import RewardScorer
 from pentad.rewards.section import RewardConfig
-from pentad.rollout.executor import Executor, ExecutorSettings, load_workflow
+from pentad.rollout.executor import load_workflow
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -26,18 +27,18 @@ def execute(scripted, chat_tokenizer):
         end = chat_tokenizer.convert_tokens_to_ids("<|im_end|>")
         said = [[chat_tokenizer.convert_tokens_to_ids(c) for c in turn] + [end] for turn in turns]
         sampler = scripted(lambda request, i: said[(len(sampler.requests) - 1 + i) % len(said)])
-        settings = ExecutorSettings(
-            params=SamplingParams(max_new_tokens=99, stop_ids=(end,)),
-            num_samples=num_samples,
-            run_seed=1,
-            vocab_size=len(chat_tokenizer),
-        )
+        given = {
+            "params": SamplingParams(max_new_tokens=99, stop_ids=(end,)),
+            "num_samples": num_samples,
+            "run_seed": 1,
+            "vocab_size": len(chat_tokenizer),
+        }
 
         async def rollout():
             scorer = RewardScorer(reward) if reward else None
             if scorer:
                 await scorer.start()
-            executor = Executor({"a": sampler}, workflow, scorer, settings, chat_tokenizer)
+            executor = make_executor({"a": sampler}, workflow, scorer, chat_tokenizer, **given)
             try:
                 return await executor.rollout(Prompt(0, (1, 2), fields), 0)
             finally:

@@ -7,16 +7,15 @@ import numpy as np
 import pytest
 import torch
 from closeness import assert_logprobs
+from sections import make_executor, sampler_settings
 
 from pentad.core.dims import ModelDims
 from pentad.core.errors import InfraFailure
 from pentad.core.types import Group, Prompt, SamplingParams
 from pentad.infer.sampler import EmbeddedSampler
-from pentad.infer.settings import SamplerSettings
 from pentad.models.decoder import causal_attend
 from pentad.models.registry import create_model
 from pentad.rollout.environments import Step
-from pentad.rollout.executor import Executor, ExecutorSettings
 from pentad.rollout.workflows import MultiTurn, SingleTurn
 
 
@@ -57,7 +56,7 @@ def dims(chat_tokenizer):
 @pytest.fixture
 def make_sampler(dims):
     def make() -> EmbeddedSampler:
-        limits = SamplerSettings(max_running=32, kv_cache_tokens=8192, block_size=4)
+        limits = sampler_settings(max_running=32, kv_cache_tokens=8192, block_size=4)
         return EmbeddedSampler(create_model(dims, seed=1), limits, version=0)
 
     return make
@@ -65,13 +64,13 @@ def make_sampler(dims):
 
 def roll(samplers, tokenizer, workflow, gids) -> list[Group]:
     stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    settings = ExecutorSettings(
-        params=SamplingParams(max_new_tokens=12, stop_ids=(stop,)),
-        num_samples=3,
-        run_seed=5,
-        vocab_size=len(tokenizer),
-        max_total_tokens=256,
-    )
+    settings = {
+        "params": SamplingParams(max_new_tokens=12, stop_ids=(stop,)),
+        "num_samples": 3,
+        "run_seed": 5,
+        "vocab_size": len(tokenizer),
+        "max_total_tokens": 256,
+    }
 
     class Zero:
         async def score(self, group: Group) -> Group:
@@ -80,7 +79,7 @@ def roll(samplers, tokenizer, workflow, gids) -> list[Group]:
             return group
 
     async def run() -> list[Group]:
-        executor = Executor(samplers, workflow, Zero(), settings, tokenizer)
+        executor = make_executor(samplers, workflow, Zero(), tokenizer, **settings)
         prompts = [Prompt(gid, (gid, 4, 9), {"answer": "x"}) for gid in gids]
         try:
             return await asyncio.gather(*(executor.rollout(p, 0) for p in prompts))
@@ -130,15 +129,15 @@ def test_a_deadline_leaves_nothing_running_in_the_engine(make_sampler, chat_toke
     async def paused() -> dict[str, float]:
         await sampler.pause()
         stop = chat_tokenizer.convert_tokens_to_ids("<|im_end|>")
-        settings = ExecutorSettings(
-            params=SamplingParams(max_new_tokens=12, stop_ids=(stop,)),
-            num_samples=3,
-            run_seed=5,
-            vocab_size=len(chat_tokenizer),
-            deadline_s=0.2,
-            max_infra_retries=0,
-        )
-        executor = Executor({"a": sampler}, SingleTurn(), None, settings, chat_tokenizer)
+        settings = {
+            "params": SamplingParams(max_new_tokens=12, stop_ids=(stop,)),
+            "num_samples": 3,
+            "run_seed": 5,
+            "vocab_size": len(chat_tokenizer),
+            "deadline_s": 0.2,
+            "max_infra_retries": 0,
+        }
+        executor = make_executor({"a": sampler}, SingleTurn(), None, chat_tokenizer, **settings)
         with pytest.raises(InfraFailure, match="waiting for tokens"):
             await executor.rollout(Prompt(1, (1, 2), {}), 0)
         assert sampler.open == {}

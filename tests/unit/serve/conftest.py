@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from openai import OpenAI
+from sections import sampler_settings
 
 from pentad.core.types import Request, SamplingParams
 from pentad.data.tokenizer import load_tokenizer
 from pentad.data.toy import write_byte_model
 from pentad.infer.sampler import EmbeddedSampler
-from pentad.infer.settings import SamplerSettings
 from pentad.models.decoder import causal_attend
 from pentad.models.families import dims_of
 from pentad.models.registry import create_model
@@ -53,7 +53,7 @@ def byte_model(byte_folder):
 
 
 def make_sampler(model, tokenizer):
-    settings = SamplerSettings(max_running=64, kv_cache_tokens=32768, keep_prefixes=True)
+    settings = sampler_settings(max_running=64, kv_cache_tokens=32768, keep_prefixes=True)
     decode = lambda ids: tokenizer.decode(ids, keep_special=True)  # noqa: E731
     return EmbeddedSampler(model, settings, decode=decode, version=0)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sections import sampler_settings
 from ticket_receivers import (
     DIMS,
     Receiver,
@@ -24,7 +25,6 @@ from ticket_receivers import (
 
 from pentad.core.errors import InfraFailure, RunError, UserError, WrongWeights
 from pentad.core.roles import Installed
-from pentad.infer.settings import SamplerSettings
 from pentad.models.hf_weights import iter_hf
 from pentad.models.registry import create_model
 from pentad.ops.digest import digest_of
@@ -261,7 +261,7 @@ def test_a_receipt_of_another_version_raises(tmp_path, damaged):
 def gpu_spec(folder, **changes):
     settings = HostedSettings(
         dims=replace(DIMS, head_dim=32),
-        sampler=SamplerSettings(max_running=4, kv_cache_tokens=256),
+        sampler=sampler_settings(max_running=4, kv_cache_tokens=256),
         device="cuda",
         dtype="float32",
         seed=9,
@@ -269,7 +269,7 @@ def gpu_spec(folder, **changes):
     return RoleSpec(
         name="rollout-0",
         target=remote.TARGET,
-        payload=asdict(settings),
+        payload=settings.model_dump(mode="json"),
         log=folder / "rollout-0.log",
         devices=(0,),
         num_gpus=1,

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from sections import sampler_settings
 from torch import nn
 
 from pentad.core.dims import ModelDims
 from pentad.infer.sampler import EmbeddedSampler
-from pentad.infer.settings import SamplerSettings
 from pentad.models.hf_weights import iter_hf
 from pentad.models.registry import create_model
 from pentad.runtime.roles import RoleSpec
@@ -96,7 +96,7 @@ class Receiver(RoleSampler):
     """A sampler of a role process, hosted here and called by JSON; `damage` may change a ticket."""
 
     def __init__(self, handoff, damage=lambda ticket: ticket, dims=DIMS):
-        settings = SamplerSettings(max_running=4, kv_cache_tokens=256)
+        settings = sampler_settings(max_running=4, kv_cache_tokens=256)
         self.own = HostedEngine(EmbeddedSampler(policy(9, dims), settings))
         workers.append(self.own.sampler.worker)
         self.handoff, self.damage = handoff, damage

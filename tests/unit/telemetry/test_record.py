@@ -109,10 +109,10 @@ def test_rl_metrics_and_the_funnel_fit_the_schema():
 def test_every_metric_of_rl_has_its_field():
     import dataclasses
 
-    from pentad.core.algorithms import AlgorithmSettings
     from pentad.rl import metrics
+    from pentad.rl.section import AlgorithmConfig
 
-    settings = AlgorithmSettings(name="grpo", advantage_scope="group")
+    settings = AlgorithmConfig().settings
     found = metrics.compute_metrics([], [], [], settings, stats={})
     assert found.keys() <= {entry.name for entry in dataclasses.fields(Rl)}
 

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -149,7 +148,7 @@ def test_training_has_the_first_gpus_and_servers_those_after(config, allocation,
     asked = config(f"allocation_mode={allocation}")
     made = [server_settings(asked, DIMS, CUDA, index) for index in range(len(devices))]
     assert [settings.devices for settings in made] == devices
-    assert {settings.memory_share for settings in made} == {share}
+    assert {settings.server.gpu_memory_share for settings in made} == {share}
 
 
 @pytest.mark.parametrize(
@@ -238,9 +237,10 @@ def test_the_command_line_says_what_the_config_says(config, monkeypatch):
     assert told["--host"] == "127.0.0.1" and told["--logprobs-mode"] == "processed_logprobs"
     assert "--enable-sleep-mode" not in told and "--enforce-eager" not in told
     assert told["--max-num-batched-tokens"] == "8192"
-    many = pairs(vllm.flags(replace(settings, max_running=10000), 8000, (0, 32, 0)))
+    more = settings.rollout.model_copy(update={"max_running": 10000})
+    many = pairs(vllm.flags(settings.model_copy(update={"rollout": more}), 8000, (0, 32, 0)))
     assert many["--max-num-batched-tokens"] == "10000"  # vLLM takes no fewer
-    other = pairs(sglang.flags(replace(settings, can_sleep=True), 8000))
+    other = pairs(sglang.flags(settings.model_copy(update={"can_sleep": True}), 8000))
     assert other["--tp-size"] == "2" and other["--max-running-requests"] == "32"
     assert "--enable-memory-saver" in other
     token = 2 * DIMS.num_layers * DIMS.num_kv_heads * DIMS.head_dim * 2  # keys and values, bf16

@@ -4,12 +4,11 @@ import numpy as np
 import pytest
 import torch
 from closeness import assert_close
-from sections import engine_settings
+from sections import engine_settings, settings_for
 
 from pentad.core.types import Group, Prompt, Row, Sample
 from pentad.engine.engine import build_engine
 from pentad.engine.section import OptimizerConfig
-from pentad.rl.algorithms import settings_for
 from pentad.trainer.update import BatchUpdate
 
 CONFIG = {
