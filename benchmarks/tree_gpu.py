@@ -20,7 +20,8 @@ from sampler_load import QWEN3_06B
 from pentad.core.types import Row
 from pentad.engine.engine import Engine, build_engine
 from pentad.engine.section import EngineSettings, ModelConfig
-from pentad.rl.algorithms import build_policy_loss, settings_for
+from pentad.rl.algorithms import build_policy_loss
+from pentad.rl.section import AlgorithmConfig
 
 CASES = ((512, 256), (2048, 200), (128, 512), (64, 256))
 GROUPS, ROWS, STEPS = 4, 16, 6
@@ -76,7 +77,7 @@ def build(tree: bool) -> Engine:
 
 def measure(engine: Engine, rows: list[Row]) -> tuple[float, float, float]:
     """(milliseconds of a step, peak GiB, norm of the first gradient)."""
-    loss = build_policy_loss(settings_for("grpo"))
+    loss = build_policy_loss(AlgorithmConfig().settings)
     times, norm = [], 0.0
     torch.cuda.reset_peak_memory_stats()
     for n in range(STEPS + 2):
