@@ -19,6 +19,7 @@ from pentad.core.sizes import DTYPE_BYTES, DeviceKind
 from pentad.data.rows import STREAMS, SUFFIXES
 from pentad.engine.section import ModelConfig
 from pentad.models.families import planned_dims, public_configs, public_models, register
+from pentad.rollout.section import FEWEST_RUNNING
 
 T = TypeVar("T")
 VARIANT = re.compile(r"(-(Base|Instruct|Thinking|Chat))?(-2507)?$")
@@ -178,7 +179,7 @@ def num_running(config: Config) -> int:
     groups = config.rollout.max_concurrent_groups
     groups = groups or config.train_dataset.batch_size * (config.max_staleness + 1)
     replicas = rollout.size("d") if rollout else 1
-    wanted = max(256, min(1024, -(-groups * config.gconfig.n_samples // replicas)))
+    wanted = max(FEWEST_RUNNING, min(1024, -(-groups * config.gconfig.n_samples // replicas)))
     return min(wanted, config.rollout.max_batch_tokens or wanted)
 
 

@@ -11,6 +11,8 @@ from pentad.core.sizes import CacheDtype
 from pentad.samplers.section import ServerConfig
 
 WORKFLOW_NAMES = ("single_turn", "agent")
+FEWEST_RUNNING = 256
+"""Sequences that a sampler decodes together at least, where no key says fewer."""
 
 
 class GenerationConfig(Section):
@@ -77,7 +79,7 @@ class RolloutConfig(Section):
     @property
     def max_sequences(self) -> int:
         """`max_running`, or what a sampler decodes together where nothing is known of its load."""
-        return self.max_running or 256
+        return self.max_running or FEWEST_RUNNING
 
     @property
     def kv_cache_bytes(self) -> int | None:
