@@ -188,7 +188,7 @@ def sglang_subject(folder: Path, version: str, **changes) -> Subject:
     @asynccontextmanager
     async def start() -> AsyncIterator[Sampler]:
         settings = server_settings(folder, **changes)
-        stand_in = StandIn(lambda: embedded(9, -1, settings.on_update), version=version)
+        stand_in = StandIn(lambda: embedded(9, -1, settings.rollout.on_update), version=version)
         with served(stand_in.app()) as address:
             async with attached(sglang.attach, address, settings) as sampler:
                 subject.engines.append(stand_in.sampler)
