@@ -26,7 +26,6 @@ import torch
 import uvicorn
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors.torch import load_file
-from sections import sampler_settings
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -41,9 +40,11 @@ from torch.distributed.distributed_c10d import (
 from pentad.core.errors import UserError
 from pentad.core.types import Generation, Request, SamplingParams
 from pentad.infer.sampler import EmbeddedSampler
+from pentad.infer.section import SamplerSettings
 from pentad.models.families import dims_of
 from pentad.models.hf_weights import iter_hf
 from pentad.models.registry import create_model
+from pentad.rollout.section import RolloutConfig
 from pentad.sync.group import broadcast
 
 
@@ -454,11 +455,11 @@ def main() -> None:
     parser.add_argument("--enable-return-routed-experts", action="store_true")
     given, _ = parser.parse_known_args()
     dims = dims_of(json.loads((given.model_path / "config.json").read_text()))
-    settings = sampler_settings(
-        max_running=given.max_running_requests,
+    num, routes = given.max_running_requests, given.enable_return_routed_experts
+    settings = SamplerSettings(
+        rollout=RolloutConfig(max_running=num, replay_routes=routes),
         max_context=given.context_length,
-        kv_cache_tokens=given.max_running_requests * given.context_length,
-        replay_routes=given.enable_return_routed_experts,
+        kv_cache_tokens=num * given.context_length,
     )
 
     def make_sampler() -> EmbeddedSampler:

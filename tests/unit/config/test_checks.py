@@ -10,7 +10,7 @@ from pentad.config.rules import algorithm, checkpoint, elastic, inputs, layout, 
 from pentad.config.rules.check import all_rules
 from pentad.config.rules.rule import RunFacts
 from pentad.core.errors import UserError
-from pentad.infer import settings as sampler_settings
+from pentad.infer import requests as sampler_requests
 from pentad.planner.prepare import prepare
 
 QWEN3 = {
@@ -940,4 +940,4 @@ def test_a_temperature_that_the_sampler_refuses_is_refused_before():
     with pytest.raises(UserError, match="gconfig.temperature = 0.0001: below 0.001"):
         prepare(None, ["actor.path=Qwen/Qwen3-8B", "gconfig.temperature=1e-4"])
     prepare(None, ["actor.path=Qwen/Qwen3-8B", "gconfig.temperature=1e-3"])
-    assert sampler_settings.MIN_TEMPERATURE == algorithm.MIN_TEMPERATURE
+    assert sampler_requests.MIN_TEMPERATURE == algorithm.MIN_TEMPERATURE
