@@ -239,7 +239,7 @@ class Config(Section):
     process trains, else files."""
     num_data_storage_units: Count = 1
     """Storage processes of store=ray and store=transfer_queue. With scheduler.type=ray more than
-    one chooses the former, where one that dies is started again and its groups are sampled
+    one chooses the former, where one that dies is started again and its groups are put
     again."""
     use_streaming_dataset: bool = False
     """Reads prompts from disk as they are needed instead of at the start."""

@@ -27,7 +27,7 @@ NUM_FOLDERS = 64
 
 
 class FileBlobs:
-    can_lose = False
+    patience_s = 0.0
 
     def __init__(self, folder: Path, owned: ExitStack | None = None) -> None:
         self.folder = folder

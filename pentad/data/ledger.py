@@ -188,14 +188,6 @@ class Ledger:
         for gid in self._all_leased(gids, "release"):
             self._live[gid].state = "ready"
 
-    def lose(self, gid: int) -> None:
-        """The samples of a group are gone: the same attempt, with the seeds it had, is made
-        again."""
-        entry = self._expect(gid, "be lost", "sampled", "ready", "leased")
-        self.num_sampled -= entry.state == "sampled"
-        entry.state = "planned"
-        entry.num_attempts -= 1
-
     # -- questions ------------------------------------------------------------------------------
 
     @property

@@ -55,7 +55,7 @@ class StorageUnit:
 
 
 class RayBlobs:
-    can_lose = True
+    patience_s = 120.0
 
     def __init__(self, name: str, units: Sequence[Any], *, is_maker: bool) -> None:
         self.units = units

@@ -31,8 +31,6 @@ Address = dict[str, Any]
 NUM_LOOKS = 5
 """How often a group is looked up again when it was replaced between two looks."""
 LOOK_S = 0.2
-PATIENCE_S = 120.0
-"""How long a reader waits for its maker to put again what a dead part of the store held."""
 
 
 class MissingGroups(RunError):
@@ -45,9 +43,6 @@ class MissingGroups(RunError):
 
 class GroupStore(Protocol):
     address: Address
-    can_lose: bool
-    """A part of it may die and come back empty; its maker then puts again what is needed, or has
-    it sampled again."""
 
     def put(self, group: Group) -> None:
         """Keeps the group under its gid, whole or not at all; ignored if this or a later attempt is
@@ -80,7 +75,6 @@ class MemoryStore:
     """Keeps the groups themselves, for the one process: what is got is what was put, not a copy."""
 
     address: Address = {"kind": "memory"}
-    can_lose = False
 
     def __init__(self) -> None:
         self.groups: dict[int, Group] = {}
@@ -119,7 +113,9 @@ class Blobs(Protocol):
     """Bytes under keys, which several processes share. A blob appears whole or not at all."""
 
     address: Address
-    can_lose: bool
+    patience_s: float
+    """How long a reader in another process waits for what is not here: a part that died comes back
+    empty, and the maker of the store puts again what is needed."""
 
     def keys(self, gids: Iterable[int]) -> list[str]:
         """All that is here of these groups."""
@@ -153,7 +149,6 @@ class BlobStore:
         self.prompt_of = prompt_of
         self.patience_s = patience_s
         self.address = blobs.address
-        self.can_lose = blobs.can_lose
 
     def put(self, group: Group) -> None:
         held = self.blobs.keys([group.gid])
@@ -249,4 +244,4 @@ def open_store(address: Mapping[str, Any], prompt_of: PromptOf) -> GroupStore:
     if kind not in KINDS:
         raise RunError(f"store {kind} cannot be opened by another process than the one it is in")
     blobs = import_module(KINDS[kind]).open_blobs(address)
-    return BlobStore(blobs, prompt_of, patience_s=PATIENCE_S if blobs.can_lose else 0.0)
+    return BlobStore(blobs, prompt_of, patience_s=blobs.patience_s)

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class TransferQueueBlobs:
-    can_lose = False
+    patience_s = 0.0
 
     def __init__(self, partition: str, *, is_maker: bool) -> None:
         self.partition = partition

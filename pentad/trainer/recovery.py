@@ -377,7 +377,7 @@ class RecoverHandler(Periodic):
             infos[file][name] = part.state()
         if point.progress is not None:
             infos["dataloader_info"]["ledger"] = point.progress.ledger
-            if point.progress.gids:
+            if point.progress.ready:
                 data = b"".join(pack_groups(point.progress.ready))
                 yield self._file(point.step, GROUPS, data)
         for name, info in infos.items():

@@ -189,12 +189,12 @@ class SampleSource(BatchSource):
             await state.wait_for("collect", what, is_ready)
         if not is_ready():
             return None
-        gids = state.ledger.lease(step, range(state.budget.groups_per_batch))
-        groups = state.store.get(gids)
+        groups = state.lease(step, range(state.budget.groups_per_batch))
+        gids = [group.gid for group in groups]
         state.ledger.ack(gids)
         with timer.phase("save"):
             self._write(step + 1, groups)
-        state.store.delete(gids)
+        state.drop(gids)
         state.budget.count_trained()
         state.budget.count_published(state.budget.trained)
         state.changed.notify()

@@ -149,7 +149,7 @@ class RolloutPump:
             self.num_scored += 1
             reason = self.reject(group)
             if reason is None:
-                self.state.store.put(group)
+                self.state.put(group)
                 ledger.commit(gid, attempt)
             else:
                 self.last_failures[reason] = REJECTIONS.get(reason, "")

@@ -354,29 +354,20 @@ class ScorePump:
         return []
 
     async def _score(self, gids: list[int]) -> None:
-        groups = self._read(gids)
-        if not groups:
-            return
-        keeping = asyncio.ensure_future(self.state.keep(groups))
-        try:
-            with self.state.doing(f"the scores of {len(gids)} groups, from gid {gids[0]} on,"):
-                await asyncio.gather(
-                    *(one.call("score", gids=gids) for one in self.scorers.values())
-                )
-        finally:
-            keeping.cancel()
+        with self.state.doing(f"the scores of {len(gids)} groups, from gid {gids[0]} on,"):
+            async with self.state.kept(gids):
+                calls = (one.call("score", gids=gids) for one in self.scorers.values())
+                await asyncio.gather(*calls)
         columns = [column_of(role) for role in self.scorers]
         for group in self._read(gids):  # what was lost meanwhile was put again without its columns
             if all(column in one.columns for one in group.samples for column in columns):
+                self.state.held[group.gid] = group
                 self.state.ledger.score(group.gid, group.attempt)
         self.state.changed.notify()
 
     def _read(self, gids: list[int]) -> list[Group]:
-        """The groups; none where the store has lost some, which are planned again."""
+        """Those of the groups that the store has."""
         try:
             return self.state.store.get(gids)
-        except MissingGroups:
-            if not self.state.store.can_lose:
-                raise
-        self.state.plan_lost("sampled")
-        return []
+        except MissingGroups as missing:
+            return self._read([gid for gid in gids if gid not in missing.gids])

@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from pentad.core.errors import GivenUp
 from pentad.core.types import Group
-from pentad.data.ledger import Ledger, LiveState
-from pentad.data.store import GroupStore, MissingGroups
+from pentad.data.ledger import Ledger
+from pentad.data.store import GroupStore
 from pentad.engine.state import read_random, write_random
 from pentad.trainer.stopping import StopFlag
 
@@ -74,9 +73,8 @@ class Budget:
 
 log = logging.getLogger(__name__)
 
-MAX_LOSSES = 5
-"""How often the store may lose groups between two trained batches."""
 KEEP_S = 1.0
+"""How often the store is looked at for groups that it lost."""
 
 
 class Signal:
@@ -120,22 +118,8 @@ class DataProgress:
 
     ledger: dict[str, Any]
     """Its snapshot."""
-    gids: tuple[int, ...]
+    ready: list[Group]
     """The groups it has samples of."""
-    store: GroupStore
-
-    @property
-    def ready(self) -> list[Group]:
-        """These groups; until the next step is trained they are in the store, but for what a dead
-        part of it held: after a resume that is sampled again."""
-        gids = self.gids
-        while True:
-            try:
-                return self.store.get(gids)
-            except MissingGroups as missing:
-                if not self.store.can_lose:
-                    raise
-                gids = tuple(gid for gid in gids if gid not in missing.gids)
 
 
 @dataclass(slots=True)
@@ -151,8 +135,8 @@ class RunState:
 
     planned: list[int] = field(default_factory=list)
     """Groups that are to be begun, or begun again, before any is admitted."""
-    num_losses: int = 0
-    """How often the store lost groups since the last trained batch."""
+    held: dict[int, Group] = field(default_factory=dict)
+    """Groups with samples, until they are trained: what the store loses is put again."""
 
     working: list[str] = field(default_factory=list)
     """What is being done just now that may take long by itself."""
@@ -166,48 +150,47 @@ class RunState:
             self.working.remove(what)
 
     def progress(self) -> DataProgress:
-        states: tuple[LiveState, ...] = ("sampled", "ready", "leased")
-        gids = [gid for state in states for gid in self.ledger.gids_in(state)]
-        return DataProgress(self.ledger.snapshot(), tuple(sorted(gids)), self.store)
+        ready = [self.held[gid] for gid in sorted(self.held)]
+        return DataProgress(self.ledger.snapshot(), ready)
 
-    def lease(self, batch: int, slots: Iterable[int]) -> list[Group] | None:
-        """The ready groups in these slots, leased from now on; None where the store has lost some:
-        these, and others that are gone with them, are planned again."""
-        gids = self.ledger.lease(batch, slots)
+    def put(self, group: Group) -> None:
+        """Where learners and scorers read it."""
+        self.held[group.gid] = group
+        self.store.put(group)
+
+    def drop(self, gids: Iterable[int]) -> None:
+        """Groups that nothing is read from any more."""
+        gids = list(gids)
+        for gid in gids:
+            self.held.pop(gid, None)
+        self.store.delete(gids)
+
+    def lease(self, batch: int, slots: Iterable[int]) -> list[Group]:
+        """The ready groups in these slots, leased from now on."""
+        return [self.held[gid] for gid in self.ledger.lease(batch, slots)]
+
+    @asynccontextmanager
+    async def kept(self, gids: Iterable[int]) -> AsyncIterator[None]:
+        """Within, what the store has lost or loses of these groups is put again."""
+        gids = list(gids)
+        self._put_missing(gids)
+        keeping = asyncio.ensure_future(self._keep(gids))
         try:
-            return self.store.get(gids)
-        except MissingGroups:
-            if not self.store.can_lose:
-                raise
-        self.ledger.release(gids)
-        self.plan_lost("ready")
-        return None
+            yield
+        finally:
+            keeping.cancel()
 
-    def plan_lost(self, state: LiveState) -> None:
-        """Plans again what the store has lost of the groups in this state."""
-        lost = self.store.missing(self.ledger.gids_in(state)) if self.store.can_lose else []
-        if not lost:
-            return
-        self.num_losses += 1
-        text = f"the store lost the samples of {len(lost)} groups"
-        if self.num_losses > MAX_LOSSES:
-            often = (
-                f"for the {self.num_losses}th time before batch {self.budget.trained} was trained"
-            )
-            raise GivenUp(f"{text} {often}: its storage units do not stay up")
-        log.warning("%s, which are sampled again with the same seeds", text)
-        for gid in lost:
-            self.ledger.lose(gid)
-        self.planned += lost
-        self.changed.notify()
-
-    async def keep(self, groups: Iterable[Group]) -> None:
-        """Until cancelled: puts again what the store loses of these while they are read."""
-        held = {group.gid: group for group in groups}
-        while self.store.can_lose:
+    async def _keep(self, gids: list[int]) -> None:
+        while True:
             await asyncio.sleep(KEEP_S)
-            for gid in self.store.missing(held):
-                self.store.put(held[gid])
+            self._put_missing(gids)
+
+    def _put_missing(self, gids: list[int]) -> None:
+        lost = self.store.missing(gids)
+        if lost:
+            log.warning("the store lost the samples of %d groups, which are put again", len(lost))
+        for gid in lost:
+            self.store.put(self.held[gid])
 
     def resume(self, snapshot: Mapping[str, Any], groups: Iterable[Group], trained: int) -> None:
         """Goes on from a snapshot, in the place of whatever was here. Ready groups that are older
@@ -219,10 +202,10 @@ class RunState:
         oldest = self.budget.max_staleness
         kept = {g.gid: g for g in groups if batches[g.gid] - g.min_version <= oldest}
         restored = Ledger.restore(snapshot, kept, has_scorers=self.ledger.has_scorers)
-        self.store.delete(self.progress().gids)
+        self.drop(list(self.held))
         self.ledger, self.planned = restored, restored.gids_in("planned")
         for group in kept.values():
-            self.store.put(group)
+            self.put(group)
         self.budget.trained = self.budget.published = trained
 
     def request_stop(self, reason: str) -> None:

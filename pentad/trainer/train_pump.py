@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 from pentad.core.errors import InfraFailure, RunError
 from pentad.core.types import Group
@@ -152,18 +153,15 @@ class BatchTrainer:
             facts = await self.learner.run(lambda: self._finish(timer))
         gids = [group.gid for group in groups]
         self.state.ledger.ack(gids)
-        self.state.store.delete(gids)
-        self.state.num_losses = 0
+        self.state.drop(gids)
         funnel, progress = self.state.ledger.funnel(), self.state.progress()
         return TrainedBatch(batch, facts, timer, groups, funnel, progress)
 
     async def _add(self, groups: list[Group], last: bool) -> None:
         """Every rank reads them from the store."""
-        keeping = asyncio.ensure_future(self.state.keep(groups))
-        try:
-            await self.learner.call("add", gids=[group.gid for group in groups], last=last)
-        finally:
-            keeping.cancel()
+        gids = [group.gid for group in groups]
+        async with self.state.kept(gids):
+            await self.learner.call("add", gids=gids, last=last)
 
     def _finish(self, timer: PhaseTimer) -> BatchFacts:
         """The update and what is known of it, in one go: what is in the weights is recorded."""
@@ -178,17 +176,13 @@ class BatchTrainer:
         for chunk, slots in enumerate(chunk_slots(size, self.num_chunks)):
             # Sleeping samplers finish nothing, so the devices are taken only for a whole batch.
             awaited = range(size) if self.turnstile.alternates and chunk == 0 else slots
-            groups = None
-            while groups is None:
-                with timer.phase("rollout"):
-                    await self.state.wait_for(
-                        "train",
-                        f"groups {awaited.start} to {awaited.stop - 1} of batch {batch}",
-                        lambda slots=awaited: ledger.are_ready(batch, slots),  # type: ignore[misc]
-                    )
-                if not ledger.are_ready(batch, awaited):
-                    return
-                groups = self.state.lease(batch, slots)
+            what = f"groups {awaited.start} to {awaited.stop - 1} of batch {batch}"
+            are_ready = partial(ledger.are_ready, batch, awaited)
+            with timer.phase("rollout"):
+                await self.state.wait_for("train", what, are_ready)
+            if not are_ready():
+                return
+            groups = self.state.lease(batch, slots)
             for group in groups:
                 self._check_lag(batch, group)
             yield groups

@@ -155,8 +155,6 @@ class Replica:
 class LosingStore(MemoryStore):
     """One of its two storage units may die, and comes back empty."""
 
-    can_lose = True
-
     def lose(self, unit: int) -> None:
         self.delete([gid for gid in self.groups if gid % 2 == unit])
 

@@ -11,7 +11,6 @@ from run_lab import steps_of, values_of
 from test_rl_runs import assert_same_weights
 
 from pentad.core.errors import UserError
-from pentad.data.ledger import Ledger
 from pentad.planner.prepare import prepare
 from pentad.telemetry.recorder import Recorder
 from pentad.trainer.learner_thread import LearnerThread
@@ -132,10 +131,10 @@ def kill_unit(blobs, number):
     wait_gone(pid)
 
 
-def test_groups_of_a_killed_storage_unit_are_sampled_again(lab, monkeypatch, caplog):
+def test_groups_of_a_killed_storage_unit_are_put_again(lab, monkeypatch, caplog):
     """Before a batch is taken, and between the scheduler's look and that of the learner."""
-    trained, lost, to_kill, stores = {}, [], ["lease", "add"], []
-    lease, lose, call = RunState.lease, Ledger.lose, LearnerThread.call
+    trained, to_kill, stores = {}, ["lease", "add"], []
+    lease, call = RunState.lease, LearnerThread.call
 
     def leasing(state, batch, slots):
         stores[:] = [state.store]
@@ -143,13 +142,9 @@ def test_groups_of_a_killed_storage_unit_are_sampled_again(lab, monkeypatch, cap
             to_kill.remove("lease")
             kill_unit(state.store.blobs, 0)
         groups = lease(state, batch, slots)
-        for group in groups or ():
+        for group in groups:
             trained[group.gid] = batch, group.attempt
         return groups
-
-    def losing(ledger, gid):
-        lost.append(gid)
-        lose(ledger, gid)
 
     async def calling(learner, method, **arguments):
         if method == "add" and trained[arguments["gids"][0]][0] == 2:
@@ -158,14 +153,12 @@ def test_groups_of_a_killed_storage_unit_are_sampled_again(lab, monkeypatch, cap
         return await call(learner, method, **arguments)
 
     monkeypatch.setattr(RunState, "lease", leasing)
-    monkeypatch.setattr(Ledger, "lose", losing)
     monkeypatch.setattr(LearnerThread, "call", calling)
     args = ("mode=hybrid", "scheduler.type=ray", "num_data_storage_units=2", "total_train_steps=4")
     summary = lab.train(*args)
-    assert to_kill == [] and "are sampled again with the same seeds" in caplog.text
+    assert to_kill == [] and "groups, which are put again" in caplog.text
     size = len(trained) // 4
     assert trained == {gid: (gid // size, 0) for gid in range(4 * size)}
-    assert lost == [gid for gid in range(size, 2 * size) if gid % 2 == 0]
     assert len(steps_of(summary)) == 4
 
 
