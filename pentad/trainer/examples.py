@@ -46,15 +46,15 @@ class ExampleInputs(RunInputs):
         return {"train": self.data} | ({"valid": self.valid} if self.valid else {})
 
     async def open(self, run: Run, stack: AsyncExitStack) -> ExampleSource:
-        if run.calls.service is not None:  # no need to read the data twice
-            run.calls.service.data = self.parts
+        if run.learner.service is not None:  # no need to read the data twice
+            run.learner.service.data = self.parts
         states = {part: opened.state() for part, opened in self.parts.items()}
         await run.learner.run(partial(run.build, num_steps=run.num_steps, data=states))
         examples = self.data.batch(0, min(NUM_PROBES, len(self.data)))
         rows = [row.ids.tolist() for row in examples]
-        tolerance = tolerance_of(run.config.actor.compute_dtype(run.calls.device.type))
+        tolerance = tolerance_of(run.config.actor.compute_dtype(run.learner.device.type))
         with announced(log, "self-test: packed sequences get the log-probs they get alone"):
-            packed = await run.learner.run(lambda: check_packing(run.calls, rows, tolerance))
+            packed = await run.learner.run(lambda: check_packing(run.learner, rows, tolerance))
         evals = run.context.frequency(run.config.evaluator) if self.evaluates else None
         run.recover.add("dataloader_info", "data", Identity(self.data.state))
         if evals is not None:
@@ -106,7 +106,7 @@ class ExampleSource(BatchSource):
 
     def _evaluate(self, version: int) -> None:
         started = time.monotonic()
-        found = self.run.calls.call("evaluate")
+        found = self.run.learner.call_all("evaluate")
         self.run.saver.scored(version - 1, -found["loss"])
         seconds = time.monotonic() - started
         self.run.context.recorder.evaluation({"version": version, **found, "seconds": seconds})

@@ -102,7 +102,7 @@ class KeptSource(BatchSource):
         run, heads = self.run, self.kept.heads
         self.batches.forget(after=run.trained)
         saved = run.recover.counters.get("actor", {"tags": ()})["tags"]
-        run.calls.call("load_tags", has=sorted(saved), step=run.trained)
+        run.learner.call_all("load_tags", has=sorted(saved), step=run.trained)
         self.num_groups = sum(heads[n % len(heads)]["num_groups"] for n in range(run.trained))
 
     async def begin(self) -> None:
@@ -120,8 +120,8 @@ class KeptSource(BatchSource):
         return TrainedBatch(step, facts, timer, groups, funnel, is_off_policy=True)
 
     def _train(self, given: Mapping[str, Any]) -> BatchFacts:
-        self.run.calls.call("train_kept", **given)
-        return BatchFacts.read(self.run.calls.ask("measure"))
+        self.run.learner.call_all("train_kept", **given)
+        return BatchFacts.read(self.run.learner.query("measure"))
 
     async def after_update(self, trained: TrainedBatch) -> None:
         every = self.run.config.ref_update_interval

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pentad.runtime.awake import awake_s
-from pentad.trainer.learner_thread import Calls
+from pentad.trainer.learner_client import LearnerClient
 
 MAX_WAIT_STEPS = 32
 """Between two attempts to save while a disk is full; they come after 1, 2, 4, ... steps."""
@@ -60,7 +60,7 @@ class Periodic:
     """At most one is being written. One that fails is reported at once and tried again after 1, 2,
     4, ... steps; training does not stop for it."""
 
-    calls: Calls
+    learner: LearnerClient
     frequency: Frequency
     steps_per_epoch: int
     is_async: bool = False
@@ -87,7 +87,7 @@ class Periodic:
         """Whether it is done. Ranks that are gone and a signal end the waiting after FAILED_S."""
         deadline = awake_s() if self.is_given_up else float("inf")
         while not is_done():
-            if self.is_stopped or (self.calls.is_torn and self.calls.is_apart):
+            if self.is_stopped or (self.learner.is_gone):
                 deadline = min(deadline, awake_s() + FAILED_S)
             if awake_s() > deadline:
                 self.is_given_up = True
@@ -97,7 +97,7 @@ class Periodic:
 
     @property
     def is_stopped(self) -> bool:
-        return (self.is_cut or self.calls.is_leaving)()
+        return (self.is_cut or self.learner.is_stopping)()
 
     def succeeded(self, step: int) -> None:
         self.last_saved, self.num_failed, self.retry_at = step, 0, None

@@ -41,7 +41,7 @@ from pentad.core.errors import FULL, Problem, RunError, Transient, UserError
 from pentad.data.packing import pack_groups
 from pentad.telemetry.log import NOTICE
 from pentad.trainer import periodic
-from pentad.trainer.learner_thread import Calls
+from pentad.trainer.learner_client import LearnerClient
 from pentad.trainer.periodic import FAILED_S, Periodic
 from pentad.trainer.saver import Saver, rescue
 from pentad.trainer.state import DataProgress
@@ -199,7 +199,7 @@ class RecoverHandler(Periodic):
         check(checkpoint)
         for role in self.roles:
             place = self._place(role, checkpoint.step)
-            self.counters[role] = self.calls.call("restore_state", role=role, **place)
+            self.counters[role] = self.learner.call_all("restore_state", role=role, **place)
         for (file, name), part in self.parts.items():
             with reading(self.root / info / f"{file}.json"):
                 if name in self.infos[file]:
@@ -218,7 +218,7 @@ class RecoverHandler(Periodic):
                 with holding(checkpoint.root / checkpoint.info / COMMIT):
                     for role in self.roles:
                         place = self._place(role, checkpoint.step)
-                        self.calls.call("roll_back", role=role, **place)
+                        self.learner.call_all("roll_back", role=role, **place)
                 return checkpoint.step
             except Damaged as error:
                 aside = quarantine(checkpoint, str(error))
@@ -237,7 +237,7 @@ class RecoverHandler(Periodic):
     def prepare(self) -> None:
         """Makes the memory that saves beside training need, before the first is due."""
         if self.is_on and self.is_async:
-            self.calls.call("prepare_state")
+            self.learner.call_all("prepare_state")
 
     # Saving
 
@@ -282,7 +282,7 @@ class RecoverHandler(Periodic):
         try:
             outcomes = self.outcomes
             if self.is_async:
-                outcomes = self.calls.ask("saved_state", roles=list(self.roles))
+                outcomes = self.learner.query("saved_state", roles=list(self.roles))
             written = {path: file for one in outcomes for path, file in one["files"].items()}
             failures = [failure for one in outcomes if (failure := failure_in(one)) is not None]
             job = replace(job, written=written, failure=failures[0] if failures else None)
@@ -349,7 +349,7 @@ class RecoverHandler(Periodic):
         for role in self.roles:
             place = {"root": str(self.root.absolute()), "folder": state_folder(role, step)}
             try:
-                self.outcomes += self.calls.call(
+                self.outcomes += self.learner.call_all(
                     "save_state",
                     role=role,
                     is_async=self.is_async,
@@ -476,17 +476,17 @@ def finish_saves(
     return folders
 
 
-def progress_of(calls: Calls, trained: int) -> tuple[int, int]:
+def progress_of(learner: LearnerClient, trained: int) -> tuple[int, int]:
     """Batches that are in the weights, and updates of a further one; `trained` where the learners
     are gone or were never built."""
-    if calls.is_torn and calls.is_apart:
+    if learner.is_gone:
         return trained, 0
-    progress = calls.ask("progress")
+    progress = learner.query("progress")
     return progress["num_done"], progress["num_moved"]
 
 
 def save_after_failure(
-    calls: Calls,
+    learner: LearnerClient,
     recover: RecoverHandler,
     savers: Sequence[Saver],
     stop: StopFlag,
@@ -500,7 +500,7 @@ def save_after_failure(
     begin_ending((recover, *savers), stop)
     saves: list[Callable[[int, int], None]] = [recover.rescue]
     for save in saves + [partial(rescue, saver) for saver in savers]:
-        if calls.is_torn:
+        if learner.is_broken:
             last = recover.next_start or "there is no recovery checkpoint"
             text = "after the failure: the ranks do not answer any more, so nothing is saved; %s"
             log.warning(text, last)

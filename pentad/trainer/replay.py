@@ -47,7 +47,7 @@ from pentad.telemetry.record import plain_json
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.batches import kept_steps, read_batch, read_head
 from pentad.trainer.context import place_of
-from pentad.trainer.learner_thread import Calls
+from pentad.trainer.learner_client import LearnerClient
 from pentad.trainer.learners import Role
 from pentad.trainer.preflight import start_facts
 from pentad.trainer.records import grad_norm_of, loss_of
@@ -141,18 +141,18 @@ def run_replay(folder: Path, step: int, *, layout: str | None, device: str, dump
         raise UserError(Problem("WORLD_SIZE is set", rule, remedy))
     with reading_run(folder):
         plan, place = make_plan(folder, step, layout), pick_device(device)
-        with open_learner(plan, place) as calls:
-            return replay(plan, calls, str(Path(dump).absolute()) if dump else "")
+        with open_learner(plan, place) as learner:
+            return replay(plan, learner, str(Path(dump).absolute()) if dump else "")
 
 
 @contextmanager
-def open_learner(plan: ReplayPlan, device: torch.device) -> Iterator[Calls]:
+def open_learner(plan: ReplayPlan, device: torch.device) -> Iterator[LearnerClient]:
     """One rank in this process, or a process for each rank."""
     config = plan.config
     world = component_of(config, "actor").world
     if world == 1:
         with RankCalls(serve_replay(plan.given, Rank(), device)) as calls:
-            yield calls
+            yield LearnerClient(calls)
         return
     if problems := rank_problems(config, start_facts(device, "train")):
         raise UserError(problems)
@@ -170,7 +170,7 @@ def open_learner(plan: ReplayPlan, device: torch.device) -> Iterator[Calls]:
         )
         settings = GroupSettings(stall_s=config.stall_abort_s, timeout_s=JOIN_S)
         with RankGroup(LocalRuntime(), specs, settings, device) as ranks:
-            yield ranks
+            yield LearnerClient(ranks)
 
 
 def serve_replay(given: Mapping[str, Any], rank: Rank, device: torch.device) -> ReplayService:
@@ -286,19 +286,19 @@ def config_of(batch: Mapping[str, Any], folder: Path, layout: str | None) -> Con
     return config
 
 
-def replay(plan: ReplayPlan, calls: Calls, dump: str = "") -> Replay:
+def replay(plan: ReplayPlan, learner: LearnerClient, dump: str = "") -> Replay:
     config, last = plan.config, plan.batches[-1]
     algorithm = config.algorithm.settings
     roles: tuple[Role, ...] = ("actor", "critic") if algorithm.facts.needs_critic else ("actor",)
-    calls.call("build", **last["size"])
-    calls.call("load_tags", has=sorted(restore(plan, calls, roles)), step=plan.first - 1)
-    changed = differences(last["place"], calls.ask("place"))
-    tolerance = TOLERANCES[config.actor.compute_dtype(calls.device.type)] if changed else 0.0
+    learner.call_all("build", **last["size"])
+    learner.call_all("load_tags", has=sorted(restore(plan, learner, roles)), step=plan.first - 1)
+    changed = differences(last["place"], learner.query("place"))
+    tolerance = TOLERANCES[config.actor.compute_dtype(learner.device.type)] if changed else 0.0
     every = None if "ref" in plan.given["scored_apart"] else config.ref_update_interval
     compared: list[ReplayedNumber] = []
     for number, batch in enumerate(plan.batches, 1):
         step = int(batch["step"])
-        calls.call(
+        learner.call_all(
             "train_kept",
             folder=str(plan.folder),
             step=step,
@@ -306,16 +306,16 @@ def replay(plan: ReplayPlan, calls: Calls, dump: str = "") -> Replay:
             digest=batch["sha256"],
             num_chunks=batch["config"]["num_iters_per_train_update"],
         )
-        facts = BatchFacts.read(calls.ask("measure"))
+        facts = BatchFacts.read(learner.query("measure"))
         compared += compare(step, plan.records[step], facts, number * tolerance)
         if every and step % every == 0:
-            calls.call("save_tag", tag="ref")
+            learner.call_all("save_tag", tag="ref")
     if dump:
-        calls.ask("dump", file=dump)
+        learner.query("dump", file=dump)
     return Replay(plan.begin, changed, compared)
 
 
-def restore(plan: ReplayPlan, calls: Calls, roles: Sequence[Role]) -> set[str]:
+def restore(plan: ReplayPlan, learner: LearnerClient, roles: Sequence[Role]) -> set[str]:
     """Fills the learners from the checkpoint, if there is one; the weight tags they have then."""
     checkpoint = plan.checkpoint
     if checkpoint is None:
@@ -324,7 +324,7 @@ def restore(plan: ReplayPlan, calls: Calls, roles: Sequence[Role]) -> set[str]:
     with holding(checkpoint.root / checkpoint.info / COMMIT):
         for role in roles:
             given = {"root": root, "step": step, "folder": state_folder(role, step)}
-            counters = calls.call("restore_state", role=role, **given)
+            counters = learner.call_all("restore_state", role=role, **given)
             tags |= set(counters.get("tags", ())) if role == "actor" else set()
     before, config = checkpoint.manifest.facts["config"], plan.config
     paths = {"ref": config.ref.path, "teacher": config.teacher.path}

@@ -89,8 +89,8 @@ class RolloutInputs(RunInputs):
         config, checked, context = run.config, self.checked, run.context
         batch_size = config.train_dataset.batch_size
         size = size_of(config, checked, run.num_steps)
-        placement = placement_of(config, run.calls.device)
-        store = open_group_store(context, checked, run.calls, run.crew)
+        placement = placement_of(config, run.learner.device)
+        store = open_group_store(context, checked, run.learner, run.crew)
         state = RunState(
             Ledger(batch_size, has_scorers=bool(scorers(config))),
             store,
@@ -108,9 +108,9 @@ class RolloutInputs(RunInputs):
             config,
             store,
             size.max_row_tokens,
-            run.calls.device,
+            run.learner.device,
             stack,
-            log_folder=context.folder.file("ranks/") if run.calls.is_apart else None,
+            log_folder=context.folder.file("ranks/") if run.learner.is_remote else None,
             runtime=run.crew.runtime,
         )
         if placement.offload_train:
@@ -170,8 +170,8 @@ def watchdog_of(run: Run, state: RunState, samplers: Mapping[str, Sampler]) -> W
         warn_s=run.config.stall_warning_s,
         abort_s=run.config.stall_abort_s,
         sampled=lambda: sum(sampler.stats()["tokens_drawn"] for sampler in samplers.values()),
-        is_watched=run.calls.is_apart,
-        check=run.calls.check,
+        is_watched=run.learner.is_remote,
+        check=run.learner.check,
         show=run.context.recorder.progress,
     )
 
@@ -202,7 +202,7 @@ def publish_pump(
         placement,
         side.turnstile,
         prober if is_probed else None,
-        run.calls.check if run.calls.is_apart else None,
+        run.learner.find_cause,
     )
 
 
@@ -220,7 +220,7 @@ def build_learners(run: Run, size: RunSize, address: dict[str, Any] | None) -> N
     """`address`: of the store that they read the groups from; None: it is in their memory."""
     run.build(**asdict(size))
     if address is not None:
-        run.calls.call("open_store", address=address)
+        run.learner.call_all("open_store", address=address)
 
 
 def reference_of(
@@ -324,7 +324,7 @@ class RolloutSource(BatchSource):
         run = self.run
         self.batches.forget(after=run.trained)
         if checkpoint is None:
-            run.calls.call("load_tags", has=[], step=0)
+            run.learner.call_all("load_tags", has=[], step=0)
             return
         before, now = checkpoint.manifest.facts["config"], run.config
         paths = {"ref": now.ref.path, "teacher": now.teacher.path}
@@ -338,7 +338,7 @@ class RolloutSource(BatchSource):
             raise UserError(Problem(f"mode = {now.mode}", rule, "go on in mode: async"))
         for line in run.context.recorder.evaluations():  # one may have ended after the commit
             note_score(run, line)
-        run.calls.call(
+        run.learner.call_all(
             "load_tags",
             has=sorted(set(run.recover.counters["actor"]["tags"]) - replaced),
             step=run.trained,
@@ -361,7 +361,7 @@ class RolloutSource(BatchSource):
                 temperature=config.gconfig.temperature,
                 weights_digest=snapshot.digest.hex(),
                 tolerance=tolerance_of(
-                    config.actor.compute_dtype(run.calls.device.type),
+                    config.actor.compute_dtype(run.learner.device.type),
                     strict=config.strict,
                     cache_dtype=config.rollout.kv_cache_dtype,
                 ),
@@ -406,6 +406,6 @@ class RolloutSource(BatchSource):
 
     def record(self, run: Run, trained: TrainedBatch) -> StepRecord:
         turns = dict(self.side.turnstile.turns_gb) or None
-        memory = MemoryUse(**run.calls.ask("memory"), turns_gb=turns)
+        memory = MemoryUse(**run.learner.query("memory"), turns_gb=turns)
         times = self.side.publisher.times
         return run.context.steps.record(trained, memory, run.saver, run.recover, times)

@@ -31,7 +31,7 @@ from pentad.telemetry.log import announced
 from pentad.telemetry.record import MemoryUse, PhaseTimer, StepRecord
 from pentad.trainer.context import RunContext, RunData, RunSummary, open_run
 from pentad.trainer.crew import Crew, Regroup
-from pentad.trainer.learner_thread import Calls, LearnerThread
+from pentad.trainer.learner_client import Carrier, LearnerClient
 from pentad.trainer.learners import Role
 from pentad.trainer.records import TrainedBatch
 from pentad.trainer.recovery import (
@@ -133,7 +133,7 @@ class BatchSource(ABC):
         return nullcontext()
 
     def record(self, run: Run, trained: TrainedBatch) -> StepRecord:
-        memory = MemoryUse(**run.calls.ask("memory"))
+        memory = MemoryUse(**run.learner.query("memory"))
         return run.context.steps.record(trained, memory, run.saver, run.recover)
 
     def keep(self, trained: TrainedBatch) -> None:  # noqa: B027
@@ -145,10 +145,16 @@ CheckInputs = Callable[[Config, torch.device], RunInputs]
 
 
 def lead(
-    check: CheckInputs, calls: Calls, config: Config, notes: Sequence[str], fresh: bool, crew: Crew
+    check: CheckInputs,
+    carrier: Carrier,
+    config: Config,
+    notes: Sequence[str],
+    fresh: bool,
+    crew: Crew,
 ) -> RunSummary:
     """The run, beside its learners, on rank 0 or alone."""
-    inputs: RunInputs = crew.checked or check(config, calls.device)
+    learner = LearnerClient(carrier)
+    inputs: RunInputs = crew.checked or check(config, learner.device)
     with open_run(
         config,
         notes,
@@ -157,26 +163,27 @@ def lead(
         title=inputs.title,
         fresh=fresh,
         dims=inputs.dims,
-        device=calls.device,
+        device=learner.device,
     ) as context:
         if done := finished(context, roles=inputs.roles, evaluates=inputs.evaluates):
             return done
-        return crew.runner.run(Run(context, calls, crew, inputs).run())
+        return crew.runner.run(Run(context, learner, crew, inputs).run())
 
 
 class Run:
     """One run, over one generation of its learners."""
 
-    def __init__(self, context: RunContext, calls: Calls, crew: Crew, inputs: RunInputs) -> None:
+    def __init__(
+        self, context: RunContext, learner: LearnerClient, crew: Crew, inputs: RunInputs
+    ) -> None:
         self.context = context
         self.config = context.config
-        self.calls = calls
         self.crew = crew
         self.inputs = inputs
         self.num_steps = context.num_steps
-        self.learner = LearnerThread(calls)
-        self.savers = {role: open_saver(context, calls, role) for role in inputs.roles}
-        self.recover = open_recovery(context, calls, self.savers)
+        self.learner = learner
+        self.savers = {role: open_saver(context, learner, role) for role in inputs.roles}
+        self.recover = open_recovery(context, learner, self.savers)
         self.bounds = Bounds(self.config.guards)
         self.recover.add("stats_logger_info", "bounds", self.bounds)
         self.trained = 0
@@ -225,7 +232,7 @@ class Run:
                     self.learner.is_given_up = True  # nothing was trained that a call could save
                     raise
             stepping.enter_context(stop_flag(self.stop))
-            self.calls.is_leaving = lambda: bool(self.stop.reason)
+            self.learner.is_stopping = lambda: bool(self.stop.reason)
             try:
                 await source.drive(self, self.steps(source))
             except asyncio.CancelledError:
@@ -235,13 +242,13 @@ class Run:
     def build(self, **given: Any) -> None:
         """The models, on all ranks."""
         with announced(log, "making the model"):
-            self.calls.call("build", **given)
-        self.context.steps.num_nodes = self.calls.call("count_nodes")
-        self.context.steps.find_straggler = lambda: self.calls.straggler
+            self.learner.call_all("build", **given)
+        self.context.steps.num_nodes = self.learner.call_all("count_nodes")
+        self.context.steps.find_straggler = lambda: self.learner.straggler
 
     def watch_hangs(self) -> AbstractContextManager[None]:
         """Where the learner is other processes, those are watched by who started them."""
-        if not self.calls.is_alone:
+        if not self.learner.is_alone:
             return nullcontext()
         return end_when_hung(self.config.stall_abort_s, self.context.folder.file("log.txt"))
 
@@ -339,8 +346,8 @@ class Run:
 
     def _rescue(self) -> None:
         """Saves and records what was trained before a failure, as far as that can be had."""
-        num_done, num_moved = progress_of(self.calls, self.trained)
-        is_whole = not (num_moved or self.calls.is_torn)
+        num_done, num_moved = progress_of(self.learner, self.trained)
+        is_whole = not (num_moved or self.learner.is_broken)
         source, late = self.unrecorded or (None, None)
         if source and late and late.batch == num_done - 1 and is_whole:
             try:
@@ -348,7 +355,7 @@ class Run:
             except Exception as error:  # the first failure is the one to be raised
                 log.warning("after the failure: step %d is not recorded: %s", late.batch + 1, error)
         savers = list(self.savers.values())
-        save_after_failure(self.calls, self.recover, savers, self.stop, num_done, num_moved)
+        save_after_failure(self.learner, self.recover, savers, self.stop, num_done, num_moved)
 
     def _cut_short(self, error: BaseException) -> RunError | None:
         """A second signal cancels this task, and nothing is waited for. A loop that was held too
@@ -364,10 +371,10 @@ class Run:
         return cut_short(self.stop.reason, step, saved, self.recover.next_start)
 
 
-def open_saver(context: RunContext, calls: Calls, role: str) -> Saver:
+def open_saver(context: RunContext, learner: LearnerClient, role: str) -> Saver:
     config = context.config.saver
     return Saver(
-        calls=calls,
+        learner=learner,
         role=role,
         root=context.checkpoints / folder_of(role),
         frequency=context.frequency(config),
@@ -380,7 +387,7 @@ def open_saver(context: RunContext, calls: Calls, role: str) -> Saver:
 
 
 def open_recovery(
-    context: RunContext, calls: Calls, savers: Mapping[Role, Saver]
+    context: RunContext, learner: LearnerClient, savers: Mapping[Role, Saver]
 ) -> RecoverHandler:
     """For a run with these savers, by role; closed with the context."""
     config, values = context.config, context.config.model_dump(mode="json")
@@ -391,7 +398,7 @@ def open_recovery(
         "versions": host.versions(),
     }
     handler = RecoverHandler(
-        calls=calls,
+        learner=learner,
         roles=list(savers),
         tiers=context.tiers(),
         frequency=context.frequency(config.recover),
@@ -406,7 +413,7 @@ def open_recovery(
     handler.add("checkpoint_info", "frequency", handler.frequency)
     handler.add("stats_logger_info", "recorder", context.recorder)
     handler.add("stats_logger_info", "steps", context.steps)
-    if calls.is_apart:  # else it is part of the learner's state
+    if learner.is_remote:  # else it is part of the learner's state
         handler.add("dataloader_info", "random", ProcessRandom())
     for role, saver in savers.items():
         handler.add("saver_info", folder_of(role), saver)

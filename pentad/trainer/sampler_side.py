@@ -26,7 +26,7 @@ from pentad.sync.handoff import Handoff, opened, snapshot_of
 from pentad.sync.publisher import Publisher, Snapshot
 from pentad.trainer.context import RunContext
 from pentad.trainer.crew import Crew
-from pentad.trainer.learner_thread import Calls, LearnerThread
+from pentad.trainer.learner_client import LearnerClient
 from pentad.trainer.placement import Placement, Turnstile
 from pentad.trainer.preflight import Checked, kind_of
 from pentad.trainer.samplers import SamplerOpener, ray_options
@@ -37,7 +37,7 @@ class SamplerSide:
     samplers: dict[str, Sampler]
     publisher: Publisher
     turnstile: Turnstile
-    learner: LearnerThread
+    learner: LearnerClient
     placement: Placement
     handoff: Handoff | None
 
@@ -52,7 +52,7 @@ class SamplerSide:
         if handoff is None:
             compared = all(isinstance(one, EmbeddedSampler) for one in self.samplers.values())
             await self.learner.call("snapshot", hashed=not compared, **given)
-            service = self.learner.calls.service
+            service = self.learner.service
             assert service is not None, "one rank in this process, or there is a handoff"
             return replace(service.fetch(version), gather_s=time.perf_counter() - started)
         place = [handoff.kind, str(handoff.folder)]
@@ -70,7 +70,7 @@ class SamplerSide:
 async def open_sampler_side(
     run: RunContext,
     checked: Checked,
-    learner: LearnerThread,
+    learner: LearnerClient,
     crew: Crew,
     placement: Placement,
     stack: AsyncExitStack,
@@ -79,15 +79,14 @@ async def open_sampler_side(
 ) -> SamplerSide:
     """Learners that are other processes are built (`build`) while their samplers start, others
     before."""
-    calls = learner.calls
-    if calls.is_apart:
+    if learner.is_remote:
         samplers = await _open_beside(run, checked, learner, crew, placement, build)
     else:
         await learner.run(build)
         if placement.offload_train:
             await learner.call("offload")
-        samplers = await _open_samplers(run, checked, calls, crew, stack)
-    every, device = list(samplers.values()), calls.device
+        samplers = await _open_samplers(run, checked, learner, crew, stack)
+    every, device = list(samplers.values()), learner.device
     used = partial(gpu_memory_used, device.index or 0)
     measure = used if device.type == "cuda" else lambda: None
     offload = partial(learner.call, "offload")
@@ -99,7 +98,7 @@ async def open_sampler_side(
 async def _open_beside(
     run: RunContext,
     checked: Checked,
-    learner: LearnerThread,
+    learner: LearnerClient,
     crew: Crew,
     placement: Placement,
     build: Callable[[], None],
@@ -108,11 +107,11 @@ async def _open_beside(
     try:
         if crew.samplers is None:
             stack = crew.sampler_stack
-            crew.samplers = await _open_samplers(run, checked, learner.calls, crew, stack)
+            crew.samplers = await _open_samplers(run, checked, learner, crew, stack)
         else:  # of the learners before: they go back with these to the newest checkpoint
             if crew.handoff is not None:
                 crew.handoff.forget()
-                _serve(crew.handoff, learner.calls)
+                _serve(crew.handoff, learner)
             for sampler in crew.samplers.values():
                 await sampler.rewind()
         await building
@@ -126,35 +125,37 @@ async def _open_beside(
 
 
 async def _open_samplers(
-    run: RunContext, checked: Checked, calls: Calls, crew: Crew, stack: AsyncExitStack
+    run: RunContext, checked: Checked, learner: LearnerClient, crew: Crew, stack: AsyncExitStack
 ) -> dict[str, Sampler]:
-    config, device = run.config, calls.device
+    config, device = run.config, learner.device
     folder = run.folder.file("servers/")
     opener = SamplerOpener(config, checked.dims, checked.tokenizer, device, folder, stack)
-    if calls.is_apart or component_of(config, "actor").world > 1:
-        is_spread = crew.is_spread if calls.is_apart else facts_of(config).is_spread
+    if learner.is_remote or component_of(config, "actor").world > 1:
+        is_spread = crew.is_spread if learner.is_remote else facts_of(config).is_spread
         crew.handoff = opener.open_handoff(is_spread=is_spread or not is_one_machine())
-        _serve(crew.handoff, calls)
+        _serve(crew.handoff, learner)
     return await opener.open(crew.handoff, crew.runtime)
 
 
-def _serve(handoff: Handoff, calls: Calls) -> None:
+def _serve(handoff: Handoff, learner: LearnerClient) -> None:
     """These learners publish to it from now on."""
 
     def release(version: int) -> None:
         """The learner need not keep the weights of this version on the GPU any more."""
-        ask = partial(calls.ask, "release", version=version)
+        ask = partial(learner.query, "release", version=version)
         asyncio.get_running_loop().run_in_executor(None, ask)
 
-    handoff.release, handoff.check = release, calls.check
+    handoff.release, handoff.check = release, learner.check
 
 
-def open_group_store(run: RunContext, checked: Checked, calls: Calls, crew: Crew) -> GroupStore:
+def open_group_store(
+    run: RunContext, checked: Checked, learner: LearnerClient, crew: Crew
+) -> GroupStore:
     """In memory only where the learner is this process alone."""
-    config, service = run.config, calls.service
-    device = kind_of(calls.device)
+    config, service = run.config, learner.service
+    device = kind_of(learner.device)
     placed = topology(config, facts_of(config, device, is_spread=crew.is_spread))
-    kind = "memory" if calls.is_alone and config.store == "auto" else placed.store
+    kind = "memory" if learner.is_alone and config.store == "auto" else placed.store
     if kind == "memory" and service is not None:
         store = service.store = MemoryStore()
         return store
@@ -164,8 +165,8 @@ def open_group_store(run: RunContext, checked: Checked, calls: Calls, crew: Crew
     else:
         from pentad.runtime.ray_roles import joined_cluster
 
-        held = () if calls.is_apart else placed.held_gpus
-        bundles = placed.bundles(has_learners=calls.is_apart)
+        held = () if learner.is_remote else placed.held_gpus
+        bundles = placed.bundles(has_learners=learner.is_remote)
         run.stack.enter_context(joined_cluster(bundles, held, **ray_options(config)))
         blobs = import_module(KINDS[kind]).make_blobs(config.num_data_storage_units)
     shared = BlobStore(blobs, checked.stream.prompt)

@@ -108,7 +108,7 @@ class Saver(Periodic):
     def good(self) -> str:
         """Which folder there is, in words."""
         last = self.last_saved
-        if self.under_way is not None and not self.calls.is_torn:
+        if self.under_way is not None and not self.learner.is_broken:
             status = self._status()
             last = self.under_way[0] if status["is_done"] and status["error"] is None else last
         return (
@@ -131,7 +131,7 @@ class Saver(Periodic):
 
     def _export(self, step: int, *, is_async: bool) -> None:
         folder = str(self.folder(step).absolute())
-        self.calls.call("export", role=self.role, folder=folder, is_async=is_async)
+        self.learner.call_all("export", role=self.role, folder=folder, is_async=is_async)
 
     def _collect(self, now: int, *, wait: bool) -> None:
         """What became of the folder that is being written."""
@@ -152,7 +152,7 @@ class Saver(Periodic):
 
     def _status(self) -> dict[str, Any]:
         """Of the folder that is being written."""
-        status: dict[str, Any] = self.calls.ask("export_status", role=self.role)
+        status: dict[str, Any] = self.learner.query("export_status", role=self.role)
         return status
 
     def _succeeded(self, step: int) -> None:

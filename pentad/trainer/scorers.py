@@ -34,7 +34,7 @@ from pentad.runtime.rank_host import JOIN_S, specs_of_ranks
 from pentad.runtime.restarts import RestartPolicy
 from pentad.runtime.roles import RoleSpec, Runtime
 from pentad.telemetry.log import NOTICE, announced
-from pentad.trainer.learner_thread import LearnerThread
+from pentad.trainer.learner_client import LearnerClient
 from pentad.trainer.learners import build_scorer
 from pentad.trainer.placement import Placement
 from pentad.trainer.state import RunState
@@ -102,7 +102,7 @@ async def prepare(scorer: ScorerCalls, steps: dict[str, dict[str, Any]]) -> None
 
 def scorer_thread(
     config: Config, role: str, device: torch.device, store: GroupStore, stack: AsyncExitStack
-) -> LearnerThread:
+) -> LearnerClient:
     part = component_of(config, role)
     if part.world > 1:
         where, rule = f"allocation_mode = {config.allocation_mode}", "is a thread here, of one rank"
@@ -110,7 +110,7 @@ def scorer_thread(
     service = ScorerService(config, Rank(), device, role)
     if store.address["kind"] == "memory":
         service.store = store
-    thread = LearnerThread(stack.enter_context(RankCalls(service)), role)
+    thread = LearnerClient(stack.enter_context(RankCalls(service)), role)
     stack.callback(thread.close, config.stall_abort_s)
     return thread
 
@@ -150,7 +150,7 @@ class ScorerProcesses:
         self.lost_at = 0.0
         """When the first loss since the last answer was noticed."""
         self.group: RankGroup | None = None
-        self.thread: LearnerThread | None = None
+        self.thread: LearnerClient | None = None
 
     def _specs(self) -> list[RoleSpec]:
         """The processes of a generation, one for each rank."""
@@ -186,7 +186,7 @@ class ScorerProcesses:
             try:
                 if self.thread is None:
                     self.group = RankGroup(self.runtime, self._specs(), self.settings)
-                    self.thread = LearnerThread(self.group.__enter__(), self.role)
+                    self.thread = LearnerClient(self.group.__enter__(), self.role)
                     await prepare(self.thread, self.steps)
                 return None if call is None else await self.thread.call(call[0], **call[1])
             except Transient as error:
@@ -260,7 +260,7 @@ class RefreshedReference:
     """
 
     scorer: ScorerCalls
-    learner: LearnerThread
+    learner: LearnerClient
     folder: Path
     """Absolute."""
     every: int

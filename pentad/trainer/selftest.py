@@ -23,7 +23,7 @@ from pentad.core.seeds import derive_seed
 from pentad.core.sizes import EIGHT_BIT_CACHES, CacheDtype
 from pentad.core.types import Request, SamplingParams
 from pentad.rl.bounds import Bounds, gap_of
-from pentad.trainer.learner_thread import Calls, LearnerThread
+from pentad.trainer.learner_client import LearnerClient
 
 PROBE_NEW_TOKENS = 16
 PROBE_SAMPLES = 4
@@ -106,15 +106,15 @@ async def draw_probes(
     ]
 
 
-def score(calls: Calls, rows: Sequence[list[int]]) -> list[np.ndarray]:
+def score(learner: LearnerClient, rows: Sequence[list[int]]) -> list[np.ndarray]:
     """The learner's log-probs of each row of ids."""
-    found = calls.call("forward", rows=list(rows))
+    found = learner.call_all("forward", rows=list(rows))
     return [np.asarray(logprobs, dtype=np.float32) for logprobs in found]
 
 
-def probe_differences(calls: Calls, probes: Sequence[Probe]) -> np.ndarray:
+def probe_differences(learner: LearnerClient, probes: Sequence[Probe]) -> np.ndarray:
     """The learner's log-probs of the drawn tokens less those reported."""
-    scores = score(calls, [probe.ids for probe in probes])
+    scores = score(learner, [probe.ids for probe in probes])
     return np.concatenate(
         [
             said[probe.start :] - np.asarray(probe.logprobs, dtype=np.float32)
@@ -124,7 +124,7 @@ def probe_differences(calls: Calls, probes: Sequence[Probe]) -> np.ndarray:
 
 
 async def run_selftest(
-    learner: LearnerThread,
+    learner: LearnerClient,
     samplers: Sequence[Sampler],
     prompts: Sequence[tuple[int, ...]],
     *,
@@ -139,9 +139,9 @@ async def run_selftest(
         probes += await draw_probes(
             sampler, prompts, f"selftest-{s}", temperature=temperature, seed=seed
         )
-    rows, calls = [probe.ids for probe in probes], learner.calls
-    packed = await learner.run(lambda: check_packing(calls, rows, tolerance, PROBE_SAMPLES + 1))
-    differences = np.abs(await learner.run(lambda: probe_differences(calls, probes)))
+    rows = [probe.ids for probe in probes]
+    packed = await learner.run(lambda: check_packing(learner, rows, tolerance, PROBE_SAMPLES + 1))
+    differences = np.abs(await learner.run(lambda: probe_differences(learner, probes)))
     largest, mean = float(differences.max()), float(differences.mean())
     if not (largest <= tolerance.max_difference and mean <= tolerance.mean_difference):
         raise RunError(
@@ -154,12 +154,12 @@ async def run_selftest(
 
 
 def check_packing(
-    calls: Calls, rows: Sequence[list[int]], tolerance: Tolerance, interval: int = 1
+    learner: LearnerClient, rows: Sequence[list[int]], tolerance: Tolerance, interval: int = 1
 ) -> float:
     """Scores every `interval`-th row alone and holds that against its score among all of them."""
     worst = 0.0
-    for row, among in list(zip(rows, score(calls, rows), strict=True))[::interval]:
-        (alone,) = score(calls, [row])
+    for row, among in list(zip(rows, score(learner, rows), strict=True))[::interval]:
+        (alone,) = score(learner, [row])
         difference = float(np.abs(alone - among).max())
         worst = max(worst, difference)
         if not difference <= tolerance.max_difference:
@@ -192,7 +192,7 @@ class Prober:
 
     samplers: Sequence[Sampler]
     prompts: Sequence[tuple[int, ...]]
-    learner: LearnerThread
+    learner: LearnerClient
     bounds: Bounds
     temperature: float
     seed: int
@@ -230,6 +230,6 @@ class Prober:
             return None
         if any(held != version for probe in probes for held in probe.versions):
             return None
-        calls = self.learner.calls
-        differences = await self.learner.run(lambda: probe_differences(calls, probes))
+        learner = self.learner
+        differences = await learner.run(lambda: probe_differences(learner, probes))
         return gap_of(differences.astype(np.float64))

@@ -4,7 +4,6 @@ if due."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,15 +13,12 @@ from pentad.core.types import Group
 from pentad.sync.publisher import Publisher, Snapshot
 from pentad.telemetry.record import PhaseTimer
 from pentad.trainer.evaluate import Evaluator
-from pentad.trainer.learner_thread import LearnerThread
+from pentad.trainer.learner_client import LearnerClient
 from pentad.trainer.placement import Placement, Turnstile
 from pentad.trainer.records import TrainedBatch
 from pentad.trainer.selftest import Prober
 from pentad.trainer.state import RunState
 from pentad.trainer.update import BatchFacts, chunk_slots
-
-CAUSE_S, LOOK_S = 5.0, 0.1
-"""How long after a failed publish the loss of the learner may take to be known."""
 
 
 @dataclass(eq=False)
@@ -39,8 +35,8 @@ class PublishPump:
     placement: Placement
     turnstile: Turnstile
     prober: Prober | None = None
-    check: Callable[[], None] | None = None
-    """Raises what ended the learner, where that is other processes."""
+    find_cause: Callable[[], Awaitable[None]] | None = None
+    """Raises what ended the learner, of which a failed publish may be a consequence."""
     is_probing: bool = False
     """Samplers are to be compared with the version on its way, or just are."""
     pending: Snapshot | None = None
@@ -71,7 +67,8 @@ class PublishPump:
             try:
                 await self.publisher.publish(snapshot)
             except (RunError, InfraFailure):
-                await self._look_at_learner()
+                if self.find_cause is not None:
+                    await self.find_cause()
                 raise
         if not self.placement.is_on_policy:
             self._count(snapshot.version)
@@ -84,14 +81,6 @@ class PublishPump:
                 await self.evaluator.evaluate(snapshot.version)
         if self.placement.is_on_policy:
             self._count(snapshot.version)
-
-    async def _look_at_learner(self) -> None:
-        """One that died while samplers read its weights is the cause of what they say."""
-        if (check := self.check) is None:
-            return
-        for _ in range(round(CAUSE_S / LOOK_S)):
-            check()
-            await asyncio.sleep(LOOK_S)
 
     def _count(self, version: int) -> None:
         self.state.budget.count_published(version)
@@ -125,7 +114,7 @@ class BatchTrainer:
     them once they are in the weights."""
 
     state: RunState
-    learner: LearnerThread
+    learner: LearnerClient
     publish: PublishPump
     placement: Placement
     turnstile: Turnstile
@@ -165,10 +154,9 @@ class BatchTrainer:
 
     def _finish(self, timer: PhaseTimer) -> BatchFacts:
         """The update and what is known of it, in one go: what is in the weights is recorded."""
-        calls = self.learner.calls
-        calls.call("finish")
+        self.learner.call_all("finish")
         with timer.phase("record"):
-            return BatchFacts.read(calls.ask("measure"))
+            return BatchFacts.read(self.learner.query("measure"))
 
     async def _chunks(self, batch: int, timer: PhaseTimer) -> AsyncIterator[list[Group]]:
         """The batch's groups in slot order, as soon as each chunk of them is ready."""

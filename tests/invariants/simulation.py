@@ -164,7 +164,6 @@ class SimulatedLearner:
 
     def __init__(self, simulation: "Simulation") -> None:
         self.simulation = simulation
-        self.calls = SimpleNamespace(call=lambda method: None, ask=lambda method: FACTS)
 
     async def call(self, method: str, **arguments: Any) -> None:
         if method == "add":
@@ -174,6 +173,12 @@ class SimulatedLearner:
             self.simulation.check_lags(arguments["gids"])
             self.simulation.check_scores(arguments["gids"])
             await self.simulation.pass_time(self.simulation.world.train_s)
+
+    def call_all(self, method: str) -> None:
+        pass
+
+    def query(self, method: str) -> dict[str, Any]:
+        return FACTS
 
     async def run(self, function: Callable[[], Any]) -> Any:
         await self.simulation.pass_time(0.1)

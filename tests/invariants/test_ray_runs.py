@@ -13,7 +13,7 @@ from test_rl_runs import assert_same_weights
 from pentad.core.errors import UserError
 from pentad.planner.prepare import prepare
 from pentad.telemetry.recorder import Recorder
-from pentad.trainer.learner_thread import LearnerThread
+from pentad.trainer.learner_client import LearnerClient
 from pentad.trainer.rollouts import run_train
 from pentad.trainer.state import RunState
 
@@ -134,7 +134,7 @@ def kill_unit(blobs, number):
 def test_groups_of_a_killed_storage_unit_are_put_again(lab, monkeypatch, caplog):
     """Before a batch is taken, and between the scheduler's look and that of the learner."""
     trained, to_kill, stores = {}, ["lease", "add"], []
-    lease, call = RunState.lease, LearnerThread.call
+    lease, call = RunState.lease, LearnerClient.call
 
     def leasing(state, batch, slots):
         stores[:] = [state.store]
@@ -153,7 +153,7 @@ def test_groups_of_a_killed_storage_unit_are_put_again(lab, monkeypatch, caplog)
         return await call(learner, method, **arguments)
 
     monkeypatch.setattr(RunState, "lease", leasing)
-    monkeypatch.setattr(LearnerThread, "call", calling)
+    monkeypatch.setattr(LearnerClient, "call", calling)
     args = ("mode=hybrid", "scheduler.type=ray", "num_data_storage_units=2", "total_train_steps=4")
     summary = lab.train(*args)
     assert to_kill == [] and "groups, which are put again" in caplog.text

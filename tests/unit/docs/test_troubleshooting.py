@@ -35,7 +35,7 @@ from pentad.runtime.rank import name_rank
 from pentad.runtime.report import describe_exit, describe_hang
 from pentad.sync.publisher import Publisher, take_snapshot
 from pentad.telemetry.runfolder import open_run_folder
-from pentad.trainer.learner_thread import LearnerThread
+from pentad.trainer.learner_client import LearnerClient
 from pentad.trainer.preflight import check_train
 from pentad.trainer.retries import is_started_again, policy_of, run_path_of
 from pentad.trainer.rollout_pump import RolloutPump
@@ -249,7 +249,7 @@ async def selftest(shift, shift_alone):
         moved = shift + (shift_alone if len(rows) == 1 else 0.0)
         return [[moved] * len(row) for row in rows]
 
-    learner = LearnerThread(SimpleNamespace(call=call))
+    learner = LearnerClient(SimpleNamespace(call=call))
     how = {"temperature": 1.0, "weights_digest": "", "tolerance": FLOAT32, "seed": 1}
     try:
         await run_selftest(learner, [Fixed()], [(1, 2)], **how)

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from pentad.data.ledger import Ledger
 from pentad.data.store import MemoryStore
 from pentad.ops.digest import digest_of
 from pentad.sync.publisher import Publisher, take_snapshot
-from pentad.trainer import train_pump
+from pentad.trainer import learner_client
+from pentad.trainer.learner_client import LearnerClient
 from pentad.trainer.placement import Placement, Turnstile
 from pentad.trainer.state import Budget, RunState
 from pentad.trainer.train_pump import PublishPump
@@ -142,7 +144,7 @@ def test_what_was_published_is_let_go_of_before_the_next_comes():
 @pytest.mark.parametrize("dies", [True, False])
 def test_a_learner_that_died_is_the_cause_of_what_samplers_say(monkeypatch, dies):
     """They read its memory, and its end is known a moment later than their failure."""
-    monkeypatch.setattr(train_pump, "CAUSE_S", 0.3)
+    monkeypatch.setattr(learner_client, "CAUSE_S", 0.3)
     looks = []
 
     def check():
@@ -157,7 +159,9 @@ def test_a_learner_that_died_is_the_cause_of_what_samplers_say(monkeypatch, dies
         state = RunState(Ledger(1), MemoryStore(), Budget(1, max_staleness=1, num_batches=9))
         placement = Placement(is_shared=False, max_staleness=1)
         publisher, turnstile = Publisher([Receiver(spoil)]), Turnstile(placement, [])
-        pump = PublishPump(state, publisher, None, placement, turnstile, check=check)
+        learner = LearnerClient(SimpleNamespace(check=check, is_apart=True))
+        find = learner.find_cause
+        pump = PublishPump(state, publisher, None, placement, turnstile, find_cause=find)
         pump.submit(take_snapshot(1, weights(), copy=False))
         await pump.run()
 

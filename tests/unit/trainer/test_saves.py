@@ -30,11 +30,10 @@ LOST = "rank 1 of 2 ended by signal 9"
 class Learner:
     """Ranks whose saves end when they are told to."""
 
-    is_torn = False
-    is_apart = True
+    is_broken = False
     straggler = None
     device = None
-    is_leaving = staticmethod(bool)
+    is_stopping = staticmethod(bool)
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -49,8 +48,12 @@ class Learner:
 
     is_held = False
 
-    def call(self, method: str, **given):
-        if self.is_torn:
+    @property
+    def is_gone(self) -> bool:
+        return self.is_broken
+
+    def call_all(self, method: str, **given):
+        if self.is_broken:
             raise Transient(LOST)
         if method == "save_state" and not self.is_held:
             data = bytes(self.num_bytes)
@@ -70,14 +73,14 @@ class Learner:
                 self.exported.settle({})
         return None
 
-    def ask(self, method: str, **given):
+    def query(self, method: str, **given):
         if method == "saved_state":
             while not self.state.is_done:
-                if self.is_torn:
+                if self.is_broken:
                     raise Transient(LOST)
                 self.state.settled(0.01)
             return [self.state.outcome()]
-        if self.is_torn:
+        if self.is_broken:
             raise Transient(LOST)
         error = self.exported.error
         return {
@@ -101,7 +104,7 @@ def learner(tmp_path, monkeypatch):
 @pytest.fixture
 def recover(learner):
     return RecoverHandler(
-        calls=learner,
+        learner=learner,
         roles=["actor"],
         tiers=Tiers(learner.root),
         frequency=Frequency(steps=1),
@@ -113,7 +116,7 @@ def recover(learner):
 @pytest.fixture
 def saver(learner):
     return Saver(
-        calls=learner,
+        learner=learner,
         role="actor",
         root=learner.root / "default",
         frequency=Frequency(steps=2),
@@ -132,7 +135,7 @@ def steps(root: Path) -> list[int]:
 
 
 def lose(learner: Learner) -> None:
-    learner.is_torn = True
+    learner.is_broken = True
 
 
 def fill(learner: Learner) -> None:
@@ -193,7 +196,7 @@ def test_no_wait_outlives_what_it_waits_for(learner, recover, saver, caplog, wai
     save(recover, 1)
     began, raised = time.monotonic(), ""
     with stop_flag(StopFlag()) as flag:
-        learner.is_leaving = lambda: bool(flag.reason)
+        learner.is_stopping = lambda: bool(flag.reason)
         with after(0.3, FAULTS[fault], learner):
             try:
                 WAITS[wait](recover, saver, flag)
@@ -312,7 +315,7 @@ def test_a_signal_before_the_last_saves_does_not_cut_them_short(
     learner.hold()
     save(recover, 1)
     with stop_flag(StopFlag()) as flag:
-        learner.is_leaving = lambda: True
+        learner.is_stopping = lambda: True
         flag.reason = "SIGTERM"
         assert not recover.settle(1) and recover.is_given_up, "within a step it is not waited for"
         timer = write_soon(learner, 1)

@@ -29,9 +29,9 @@ DIMS = dims_of(
 )
 
 RECOVER = RecoverHandler(
-    calls=None, roles=[], tiers=Tiers(Path()), frequency=Frequency(), steps_per_epoch=10
+    learner=None, roles=[], tiers=Tiers(Path()), frequency=Frequency(), steps_per_epoch=10
 )
-SAVER = Saver(calls=None, role="actor", root=Path(), frequency=Frequency(), steps_per_epoch=10)
+SAVER = Saver(learner=None, role="actor", root=Path(), frequency=Frequency(), steps_per_epoch=10)
 
 
 def record_of(*balances, world=1):

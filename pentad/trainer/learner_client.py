@@ -1,0 +1,168 @@
+"""The scheduler's client of a learner or a scorer: calls on all its ranks, in one order, and
+questions to its rank 0.
+
+What carries them is hidden here: a plain call where rank 0 is this process, which torchrun's rank 0
+broadcasts to the others (`runtime.calls`), or connections to processes (`runtime.group_calls`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, Protocol, TypeVar
+
+from pentad.runtime.awake import awake_s
+
+T = TypeVar("T")
+
+CAUSE_S, LOOK_S = 5.0, 0.1
+"""How long the loss of a learner may take to be known after what follows from it."""
+
+
+class Carrier(Protocol):
+    """`runtime.calls.RankCalls` or `runtime.group_calls.RankGroup`."""
+
+    is_torn: bool
+    """Whether a call failed in a way after which no other can be made."""
+    is_apart: bool
+    """Whether rank 0 is another process."""
+    is_alone: bool
+    """Whether the learner is one rank in this process."""
+    service: Any
+    """The service of rank 0, where it is this process; else None."""
+    is_leaving: Callable[[], bool]
+    """Set by the run: whether it is being stopped."""
+
+    @property
+    def straggler(self) -> int | None:
+        """The rank that the others wait for, where that is known."""
+        ...
+
+    @property
+    def device(self) -> Any:
+        """Where the learner computes."""
+        ...
+
+    def call(self, method: str, **arguments: Any) -> Any: ...
+
+    def ask(self, method: str, **arguments: Any) -> Any: ...
+
+    def check(self) -> None:
+        """Raises what ended the learner between calls."""
+        ...
+
+
+class LearnerClient:
+    """Its thread, from which an event loop has calls made, is a daemon: a call that never returns
+    must not keep the program from ending."""
+
+    def __init__(self, carrier: Carrier, name: str = "learner") -> None:
+        self.carrier = carrier
+        self.name = name
+        self.is_stopping: Callable[[], bool] = bool
+        """Set by the run: whether it is being stopped."""
+        carrier.is_leaving = lambda: self.is_stopping()
+        self.queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        self.since: float | None = None
+        """When the call under way began."""
+        self.is_given_up = False
+        """Set by who will not wait for the call under way."""
+        self.thread: threading.Thread | None = None
+        """Started with the first call that an event loop makes."""
+
+    # Calls
+
+    def call_all(self, method: str, **arguments: Any) -> Any:
+        """On all ranks of the learner; JSON in, JSON out. Waits for the answer, rank 0's."""
+        return self.carrier.call(method, **arguments)
+
+    def query(self, method: str, **arguments: Any) -> Any:
+        """Of rank 0 alone, at any time."""
+        return self.carrier.ask(method, **arguments)
+
+    async def call(self, method: str, **arguments: Any) -> Any:
+        """`call_all` from an event loop, on the client's thread."""
+        return await self.run(lambda: self.call_all(method, **arguments))
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """For what makes several calls, or must not be made beside one."""
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._work, name=self.name, daemon=True)
+            self.thread.start()
+        future: Future[T] = Future()
+        self.queue.put((function, future))
+        return await asyncio.wrap_future(future)
+
+    def _work(self) -> None:
+        while (call := self.queue.get()) is not None:
+            function, future = call
+            if not future.set_running_or_notify_cancel():
+                continue
+            self.since = awake_s()
+            try:
+                future.set_result(function())
+            except BaseException as error:  # it is the caller's
+                future.set_exception(error)
+            self.since = None
+
+    def close(self, limit_s: float) -> None:
+        """Waits for the call under way, as long as it has not taken `limit_s` in all."""
+        if self.thread is None:
+            return
+        self.queue.put(None)
+        since = awake_s() if self.since is None else self.since
+        while not self.is_given_up and self.thread.is_alive():
+            if awake_s() > since + limit_s:
+                self.is_given_up = True
+            self.thread.join(0.05)
+
+    # State
+
+    @property
+    def device(self) -> Any:
+        """Where the learner computes."""
+        return self.carrier.device
+
+    @property
+    def service(self) -> Any:
+        """The service of rank 0, where it is this process; else None."""
+        return self.carrier.service
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether rank 0 is another process."""
+        return self.carrier.is_apart
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the learner is one rank in this process, which nothing else watches."""
+        return self.carrier.is_alone
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a call failed in a way after which no other can be made."""
+        return self.carrier.is_torn
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether there is no rank left that a question could be put to."""
+        return self.is_broken and self.is_remote
+
+    @property
+    def straggler(self) -> int | None:
+        """The rank that the others wait for, where that is known."""
+        return self.carrier.straggler
+
+    def check(self) -> None:
+        """Raises what ended the learner between calls."""
+        self.carrier.check()
+
+    async def find_cause(self) -> None:
+        """Raises what ended the learner, if that becomes known within CAUSE_S: for failures that
+        may follow from it."""
+        for _ in range(round(CAUSE_S / LOOK_S) if self.is_remote else 0):
+            self.check()
+            await asyncio.sleep(LOOK_S)
