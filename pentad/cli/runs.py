@@ -41,7 +41,7 @@ def run_command(
         sampled = run_rollout_only(config, notes, fresh)
         typer.echo(f"{sampled.num_steps} steps sampled. Records: {sampled.records}")
         words = f"--only train --groups-from {sampled.records}"
-        typer.echo(f"Groups: {sampled.groups} ({words} trial_name={config.trial_name}-trained)")
+        typer.echo(f"Groups: {sampled.model} ({words} trial_name={config.trial_name}-trained)")
         return
     from pentad.trainer.examples import run_pretrain, run_sft
     from pentad.trainer.kept_groups import run_train_only

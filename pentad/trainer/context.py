@@ -69,7 +69,7 @@ class RunSummary:
     records: Path
     """The run folder."""
     model: Path
-    """The last HF export."""
+    """The last HF export; of a run that only samples, the folder of its groups."""
     num_steps: int
     evals: list[dict[str, Any]] = field(default_factory=list)
 

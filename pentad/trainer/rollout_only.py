@@ -52,25 +52,15 @@ from pentad.trainer.update import BatchFacts
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutSummary:
-    """What a run that only samples leaves."""
-
-    records: Path
-    groups: Path
-    num_steps: int
-
-
 def run_rollout_only(
     config: Config, notes: Sequence[str] = (), fresh: bool = False, device: str = "auto"
-) -> RolloutSummary:
+) -> RunSummary:
     place, own = pick_device(device), rank_from_environment()
     if own is not None and own.world > 1:
         rule = "has no ranks, and torchrun started several"
         raise UserError(Problem("only = rollout", rule, "start it without torchrun"))
     with RankCalls(NoLearner(place)) as calls, Crew() as crew:
-        done = lead(begin_rollout_only, calls, config, notes, fresh, crew)
-    return RolloutSummary(done.records, done.model, done.num_steps)
+        return lead(begin_rollout_only, calls, config, notes, fresh, crew)
 
 
 def begin_rollout_only(config: Config, device: torch.device) -> SampleInputs:
@@ -126,7 +116,7 @@ class SampleInputs(RunInputs):
         placement = Placement(is_shared=False, max_staleness=config.max_staleness)
         turnstile = Turnstile(placement, [])
         rollout = rollout_pump(config, checked, state, executor, placement, turnstile)
-        scheduler = Scheduler(state, rollout, watchdog_of(run, state, samplers))
+        scheduler = Scheduler(state.request_stop, watchdog_of(run, state, samplers), rollout)
         batches = context.batch_keeper(size_of(config, checked, run.num_steps))
         batches.facts["data"] = checked.stream.state()
         return SampleSource(run, checked, state, scheduler, batches)

@@ -121,9 +121,9 @@ class RolloutInputs(RunInputs):
         num_chunks = config.num_iters_per_train_update
         executor = open_executor(config, checked, side.samplers, reward, stack, purpose="train")
         scheduler = Scheduler(
-            state,
-            rollout_pump(config, checked, state, executor, placement, side.turnstile),
+            state.request_stop,
             watchdog_of(run, state, side.samplers),
+            rollout_pump(config, checked, state, executor, placement, side.turnstile),
             publish,
             score_pump(state, models, placement, reference, num_chunks) if models else None,
         )

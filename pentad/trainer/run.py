@@ -43,13 +43,12 @@ from pentad.trainer.recovery import (
 from pentad.trainer.resume import finished, resume, roll_back
 from pentad.trainer.run_folders import digest_of_config, now_text, standing
 from pentad.trainer.saver import Saver
-from pentad.trainer.scheduler import end_when_hung
+from pentad.trainer.scheduler import HangWatch, Scheduler
 from pentad.trainer.state import ProcessRandom
 from pentad.trainer.stopping import (
     StopFlag,
     cut_short,
     stop_flag,
-    stop_on_signals,
     stop_task_early,
 )
 
@@ -125,8 +124,9 @@ class BatchSource(ABC):
 
     async def drive(self, run: Run, steps: Coroutine[Any, Any, None]) -> None:
         """Runs the steps, and beside them what makes batches."""
-        with stop_on_signals(run.stop.request), run.watch_hangs():
-            await steps
+        watch = HangWatch(run.config.stall_abort_s, run.context.folder.file("log.txt"))
+        # Other processes are watched by the group that they are of.
+        await Scheduler(run.stop.request, watch if run.learner.is_alone else None).run(steps)
 
     def doing(self, what: str) -> AbstractContextManager[None]:
         """Within, this is what a stalled run reports."""
@@ -245,12 +245,6 @@ class Run:
             self.learner.call_all("build", **given)
         self.context.steps.num_nodes = self.learner.call_all("count_nodes")
         self.context.steps.find_straggler = lambda: self.learner.straggler
-
-    def watch_hangs(self) -> AbstractContextManager[None]:
-        """Where the learner is other processes, those are watched by who started them."""
-        if not self.learner.is_alone:
-            return nullcontext()
-        return end_when_hung(self.config.stall_abort_s, self.context.folder.file("log.txt"))
 
     def _restore(self, source: BatchSource) -> None:
         checkpoint = resume(self.context, self.recover, source.check)

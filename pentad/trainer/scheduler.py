@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import logging
-import os
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -185,33 +184,28 @@ def held_loop(held_s: float, frame: FrameType | None) -> str:
     )
 
 
-@contextmanager
-def end_when_hung(abort_s: float, stacks: Path) -> Iterator[None]:
-    """For a loop that no event loop turns: a thread ends the program when no microbatch or tensor
-    has passed for `abort_s`. Whoever hangs in a call of a library cannot be interrupted."""
-    done = threading.Event()
+@dataclass(frozen=True, slots=True)
+class HangWatch:
+    """The watchdog of a run without pumps, whose learner is this process: no microbatch and no
+    tensor for `abort_s` ends the run."""
 
-    def watch() -> None:
+    abort_s: float
+    stacks: Path
+    """Where the stacks of all threads are written then."""
+
+    async def run(self) -> None:
         seen, since = pulse.count, awake_s()
-        while not done.wait(min(abort_s, 5.0) / 4):
+        while True:
+            await asyncio.sleep(min(self.abort_s, 5.0) / 4)
             if pulse.count != seen:
                 seen, since = pulse.count, awake_s()
-            elif (still_s := awake_s() - since) >= abort_s:
-                log.error(
-                    "no progress for %.0f s: a call of the learner does not return; the run ends, "
-                    "and what was trained since the last save is lost; stacks are in %s",
-                    still_s,
-                    stacks,
-                )
-                with stacks.open("a") as file:
+            elif (still_s := awake_s() - since) >= self.abort_s:
+                with self.stacks.open("a") as file:
                     faulthandler.dump_traceback(file)
-                os._exit(1)
-
-    threading.Thread(target=watch, name="hang watch", daemon=True).start()
-    try:
-        yield
-    finally:
-        done.set()
+                raise Transient(
+                    f"no progress for {still_s:.0f} s: a call of the learner does not return; what "
+                    f"was trained since the last save is lost; stacks are in {self.stacks}"
+                )
 
 
 class Pump(Protocol):
@@ -230,9 +224,10 @@ class ClosablePump(Pump, Protocol):
 class Scheduler:
     """Runs the steps of a run beside the pumps that make its batches and publish its weights."""
 
-    state: RunState
-    rollout: Pump
-    watchdog: Watchdog
+    request_stop: Callable[[str], None]
+    """Takes the name of a signal."""
+    watchdog: Pump | None
+    rollout: Pump | None = None
     publish: ClosablePump | None = None
     score: Pump | None = None
 
@@ -240,9 +235,10 @@ class Scheduler:
         """Until all batches are trained and published, or a signal stops it. Raises the first
         failure, unwrapped."""
         try:
-            with stop_on_signals(self.state.request_stop):
+            with stop_on_signals(self.request_stop):
                 async with asyncio.TaskGroup() as tasks:
-                    watching = tasks.create_task(self.watchdog.run(), name="watchdog")
+                    if self.watchdog is not None:
+                        watching = tasks.create_task(self.watchdog.run(), name="watchdog")
                     named = {"publish": self.publish, "rollout": self.rollout, "score": self.score}
                     pumps = [
                         tasks.create_task(pump.run(), name=f"{name} pump")
@@ -253,7 +249,8 @@ class Scheduler:
                     if self.publish is not None:
                         self.publish.close()
                     await asyncio.gather(*pumps)
-                    watching.cancel()
+                    if self.watchdog is not None:
+                        watching.cancel()
         except BaseExceptionGroup as failures:
             cause = first_cause(failures)
             if isinstance(cause, UserError):  # bad input, but too late for "nothing was started"

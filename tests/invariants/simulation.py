@@ -329,7 +329,11 @@ class Simulation:
         self.scorers = {role: SimulatedScorer(self, role) for role in roles}
         score = ScorePump(self.state, self.scorers, placement, num_chunks=world.num_chunks)
         self.scheduler = Scheduler(
-            self.state, rollout, forever, publish, score if self.scorers else None
+            self.state.request_stop,
+            forever,
+            rollout,
+            publish,
+            score if self.scorers else None,
         )
 
     def _watch_ends(self, ledger: Ledger) -> None:

@@ -71,8 +71,8 @@ def test_a_run_that_only_samples_draws_what_the_first_step_drew(lab, sides):
     whole = lab.train()
     sampled = sides.run("rollout", trial="sampled")
     assert sampled.num_steps == 3 and not (sampled.records.parent / "checkpoints").exists()
-    assert samples_of(sampled.groups, 1) == samples_of(whole.records / "batches", 1)
-    gids = [[gid for gid, *_ in samples_of(sampled.groups, step)] for step in (2, 3)]
+    assert samples_of(sampled.model, 1) == samples_of(whole.records / "batches", 1)
+    gids = [[gid for gid, *_ in samples_of(sampled.model, step)] for step in (2, 3)]
     assert gids == [
         [gid for gid, *_ in samples_of(whole.records / "batches", step)] for step in (2, 3)
     ]
@@ -88,11 +88,11 @@ def test_sampling_goes_on_where_it_stopped(lab, sides):
     drops = ["algorithm.dynamic_filter=true", "gconfig.n_samples=2", "gconfig.max_new_tokens=3"]
     whole = sides.run("rollout", *drops, trial="whole")
     sides.run("rollout", *drops, "total_train_steps=1", trial="parts")
-    (whole.groups / ".step2.groups.aside").write_bytes(b"")
+    (whole.model / ".step2.groups.aside").write_bytes(b"")
     parts = sides.run("rollout", *drops, trial="parts")
     assert parts.num_steps == whole.num_steps == 3
     for step in (1, 2, 3):
-        assert samples_of(parts.groups, step) == samples_of(whole.groups, step)
+        assert samples_of(parts.model, step) == samples_of(whole.model, step)
     records = [read_lines(one.records / "steps.jsonl") for one in (parts, whole)]
     assert records[0][-1]["funnel"] == records[1][-1]["funnel"]
     assert records[0][-1]["funnel"]["dropped"]["no_signal"] > 0
@@ -111,7 +111,7 @@ def test_sampled_groups_are_trained_with_a_correction(lab, sides):
     assert steps[0]["rl"]["logprob_diff_max"] < 1e-4 < steps[4]["rl"]["logprob_diff_max"]
     assert steps[3]["rl"]["reward_mean"] == steps[0]["rl"]["reward_mean"]
     # Started again with other groups in their place it is refused.
-    (sampled.groups / "step2.groups").unlink()
+    (sampled.model / "step2.groups").unlink()
     with pytest.raises(UserError, match="has other groups than when the run began"):
         more = ["total_train_epochs=3", "total_train_steps=6"]
         sides.run("train", given, *more, trial="two")
@@ -134,17 +134,17 @@ def test_a_run_does_not_train_the_groups_of_its_own_folder(lab, sides):
     for given in (sampled.records, sampled.records / ".." / "sampled"):
         with pytest.raises(UserError, match="is this run's own folder"):
             sides.run("train", f"groups_from={given}", trial="sampled")
-    assert (sampled.groups / "step1.groups").is_file()
+    assert (sampled.model / "step1.groups").is_file()
 
 
 def test_steps_behind_a_gap_are_not_removed(lab, sides):
     sampled = sides.run("rollout", trial="sampled")
-    missing = sampled.groups / "step1.groups"
+    missing = sampled.model / "step1.groups"
     kept = missing.read_bytes()
     missing.unlink()
     with pytest.raises(UserError, match="has steps 2 to 3, and step 1 is missing"):
         sides.run("rollout", "total_train_steps=4", trial="sampled")
-    assert (sampled.groups / "step3.groups").is_file()
+    assert (sampled.model / "step3.groups").is_file()
     missing.write_bytes(kept)
     assert sides.run("rollout", "total_train_steps=4", trial="sampled").num_steps == 4
 
@@ -160,8 +160,8 @@ def test_groups_replaced_while_a_run_trains_are_refused(lab, sides, reader, meth
 
     def replaced(self, *args, **kwargs):
         if args[:1] == (1,) or kwargs.get("number") == 1:
-            data = (other.groups / "step2.groups").read_bytes()
-            (sampled.groups / "step2.groups").write_bytes(data)
+            data = (other.model / "step2.groups").read_bytes()
+            (sampled.model / "step2.groups").write_bytes(data)
         return plain(self, *args, **kwargs)
 
     monkeypatch.setattr(reader, method, replaced)
@@ -208,6 +208,6 @@ def test_ranks_are_given_absolute_folders(lab, sides, tmp_path, monkeypatch):
 
 def test_damaged_groups_are_refused_before_anything_starts(lab, sides):
     sampled = sides.run("rollout", "total_train_steps=1", trial="sampled")
-    (sampled.groups / "step1.groups").write_text("{}")
+    (sampled.model / "step1.groups").write_text("{}")
     with pytest.raises(UserError, match="is not the batch of step 1 as it was written"):
         sides.run("train", f"groups_from={sampled.records}", trial="refused")
