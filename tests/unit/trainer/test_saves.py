@@ -277,7 +277,7 @@ def test_on_a_disk_with_room_for_two_the_third_is_saved(recover, learner, monkey
         sizes = [path.stat().st_size for path in learner.root.rglob("*") if path.is_file()]
         return room - sum(sizes)
 
-    plain = learner.call
+    plain = learner.call_all
 
     def call(method, **given):
         if method == "save_state" and free(learner.root) < learner.num_bytes:
@@ -287,7 +287,7 @@ def test_on_a_disk_with_room_for_two_the_third_is_saved(recover, learner, monkey
         return plain(method, **given)
 
     learner.num_bytes = 40_000
-    monkeypatch.setattr(learner, "call", call)
+    monkeypatch.setattr(learner, "call_all", call)
     monkeypatch.setattr(
         "pentad.trainer.recovery.shutil.disk_usage",
         lambda place: os.terminal_size((0, 0)) and type("Usage", (), {"free": free(place)}),
