@@ -224,7 +224,9 @@ class Engine:
         """Rows that begin alike; None where each is computed whole."""
         return find_bundles(rows) if self.makes_trees else None
 
-    def _plan(self, rows: Sequence[Row], bundles: Sequence[RowBundle] | None) -> MicrobatchPlan:
+    def _plan(
+        self, rows: Sequence[Row], bundles: Sequence[RowBundle] | None = None
+    ) -> MicrobatchPlan:
         """What each data-parallel rank computes, without what would be empty on all of them."""
         check_agreement(rows, self.meshes)
         lengths = [row.ids.numel() for row in rows]
