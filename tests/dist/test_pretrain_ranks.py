@@ -129,7 +129,9 @@ def test_a_step_that_one_rank_cannot_make_is_made_by_none_and_all_go_back(pool, 
 @pytest.mark.parametrize("layout", ["d1t2", "d2"])
 def test_a_flipped_bit_in_one_of_two_copies_is_found(pool, task, tmp_path, layout):
     copies = "actor.archon.dp_replicate=2" if layout == "d2" else "actor.archon.dp_replicate=1"
-    words = [*SETTINGS, copies, "guards.replica_check_steps=1", "saver.freq_steps=1"]
+    # Not beside training: an export that is being written when ranks fail is given up.
+    words = [*SETTINGS, copies, "guards.replica_check_steps=1"]
+    words += ["saver.freq_steps=1", "saver.mode=sync"]
     with pytest.raises(Exception) as caught:
         pool.run(
             2,
