@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pentad.core.errors import InfraFailure, RunError, UserError
+from pentad.core.errors import InfraFailure, Problem, RunError, UserError
 from pentad.core.roles import TensorPairs
 from pentad.sync.group import gpu_handle, open_gpu_handle
 from pentad.weights.files import read_header
@@ -78,7 +78,7 @@ def infos_of(pairs: TensorPairs) -> dict[str, TensorInfo]:
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise RunError(f"publishing {twice}: the name is given twice")
+        raise UserError(Problem(twice, "given twice"))
     return found
 
 

@@ -99,7 +99,7 @@ async def break_outs(pool: Sandbox, victim: Victim) -> dict[str, str]:
     """Each by name: what was reached or harmed, or nothing."""
     found = {}
     for name, source in programs.BREAK_OUTS.items():
-        if name in programs.TOO_MUCH and pool.settings.allow_weaker:
+        if name in programs.TOO_MUCH and pool.reward.allow_weaker:
             continue
         ended = await run(
             pool, victim.program(f"{programs.HEAD}\n{source}\nprint('GOT {name}')"), 20.0

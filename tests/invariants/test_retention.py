@@ -114,7 +114,7 @@ def test_the_state_of_a_saver_is_json_and_comes_back(tmp_path):
 
     def made():
         frequency = Frequency(seconds=60, clock=lambda: now[0])
-        rest = {"steps_per_epoch": 2, "calls": None, "role": "actor"}
+        rest = {"steps_per_epoch": 2, "learner": None, "role": "actor"}
         return Saver(root=tmp_path, frequency=frequency, **rest)
 
     one = made()

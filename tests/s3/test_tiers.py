@@ -61,9 +61,8 @@ def open_tiers(tmp_path):
 
     yield make
     for tiers in opened:
-        if tiers.process is not None and tiers.process.poll() is None:
-            tiers.process.kill()
-            tiers.process.wait()
+        if tiers.process is not None:
+            tiers.process.end()
 
 
 def test_without_a_store_there_is_no_process(open_tiers, make_checkpoint):
@@ -238,7 +237,7 @@ def test_a_killed_uploader_goes_on_without_sending_finished_parts_again(
 def test_an_uploader_that_died_is_started_again(remote, open_tiers, make_checkpoint):
     tiers, said = open_tiers(remote)
     assert tiers.process is not None
-    tiers.process.kill()
+    tiers.process.send(signal.SIGKILL)
     wait_for(lambda: said, "notice")
     tiers.after_commit(make_checkpoint(2, size=SMALL).step)
     assert tiers.close(PATIENCE_S) and tiers.status().last_step == 2

@@ -355,7 +355,7 @@ def test_what_was_never_offered_whole_is_no_base(tmp_path, monkeypatch, way):
         handoff = Handoff("file", tmp_path)
         await handoff.offer(1, first)
         if way == "twice":
-            with pytest.raises(RunError, match="the name is given twice"):
+            with pytest.raises(UserError, match="given twice"):
                 await handoff.offer(2, [*second, second[0]])
         else:
             monkeypatch.setattr(deltas, "make_file", slow)
