@@ -45,8 +45,6 @@ def reporting(command: Callable[..., None]) -> Callable[..., None]:
             _show_traceback()
             _show([str(error)])
             code = INTERRUPTED if isinstance(error, Interrupted) else FAILED
-            if any(thread.name == "learner" for thread in threading.enumerate()):
-                os._exit(code)  # it hangs or was not waited for, and the interpreter would wait
             raise typer.Exit(code) from None
         except ModuleNotFoundError as error:
             package = (error.name or "").partition(".")[0]
@@ -92,9 +90,18 @@ def leaving() -> Iterator[None]:
         raise SystemExit(code) from None
     except SystemExit as leave:
         code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+        if any(thread.name == "learner" for thread in threading.enumerate()):
+            _flush()  # the step hangs, and the interpreter would wait for its thread
+            os._exit(code)
         raise
     finally:
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(code))
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
 
 
 def _show(sentences: list[str], heading: str = "") -> None:

@@ -279,3 +279,26 @@ def test_the_resource_switch_reports_bad_json(tmp_path):
     done = pentad("plan", "actor.path=Qwen/Qwen3-8B", "--resource", json.dumps([1])[:-1])
     assert done.returncode == 2
     assert 'override "resource=[1"' in done.stderr
+
+
+@pytest.mark.timeout(60)
+def test_a_step_that_hangs_ends_the_program_and_not_the_process_of_a_caller():
+    """`pentad` leaves at once though a step never returns; a command called within a process of
+    its own, as tests and notebooks do, leaves that process alone."""
+    program = """
+import sys, threading, time
+from typer.testing import CliRunner
+from pentad.cli.errors import reporting
+from pentad.cli.main import app, main
+from pentad.core.errors import RunError
+def fails():
+    raise RunError("the step hangs.")
+app.command("fails")(reporting(fails))
+threading.Thread(target=time.sleep, args=(600,), name="learner").start()
+print("called:", CliRunner().invoke(app, ["fails"]).exit_code, flush=True)
+sys.argv = ["pentad", "fails"]
+main()
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert (done.stdout, done.returncode) == ("called: 1\n", 1), done.stderr
