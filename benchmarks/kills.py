@@ -32,7 +32,7 @@ from pentad.telemetry.steps import read_lines
 STEPS, BATCH = 12, 4
 AGAIN = {
     "rollout": re.compile(r"rollout-\d serves again ([0-9.]+) s after it was lost"),
-    "learner": re.compile(r"the learners train again: ([0-9.]+) s from their loss"),
+    "learner": re.compile(r"training resumed: a step ended ([0-9.]+) s after the failure"),
     "ref": re.compile(r"the ref scores again ([0-9.]+) s after it was lost"),
     "reward": re.compile(r"a reward worker answers again ([0-9.]+) s after it was lost"),
 }

@@ -295,7 +295,6 @@ def run(job: dict, fds: list[int]) -> None:
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
     numpy.random.seed()
-    sys.orig_argv[:] = job["words"]  # a run that is started again executes them
     if job["ends_with"]:
         prctl(SET_PDEATHSIG, job["ends_with"])
     if words[0] != "-m" or words[1] not in LEAVES:

@@ -53,7 +53,7 @@ def run_command(
         "sft": run_sft,
         "pretrain": run_pretrain,
     }
-    show_summary(keep_running(runs[command], config, notes, fresh))
+    show_summary(runs[command](config, notes, fresh))
 
 
 def prepare_run(recipe: Recipe, command: RunCommand) -> tuple[Config, list[str]]:
@@ -71,23 +71,6 @@ def prepare_run(recipe: Recipe, command: RunCommand) -> tuple[Config, list[str]]
     except UserError:
         if own is not None and own.rank > 0:
             raise typer.Exit(BAD_INPUT) from None
-        raise
-
-
-def keep_running(
-    run: Callable[[Config, list[str], bool], RunSummary],
-    config: Config,
-    notes: list[str],
-    fresh: bool,
-) -> RunSummary:
-    """Runs it; after a failure that may pass, this program is replaced by one that goes on."""
-    from pentad.trainer.preflight import is_again
-    from pentad.trainer.retries import start_again
-
-    try:
-        return run(config, notes, fresh and not is_again())
-    except Exception as error:
-        start_again(config, error)
         raise
 
 

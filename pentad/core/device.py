@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 
 import torch
@@ -84,3 +85,14 @@ def unsettle() -> None:
         gc.unfreeze()
         gc.set_threshold(*found_threshold)
         is_settled = False
+
+
+def reset_gpus() -> None:
+    """Gives back all that this process has on its GPUs, which it cannot use any more. Waits for
+    kernels that run."""
+    if not torch.cuda.is_initialized():
+        return
+    driver, device = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    for index in range(torch.cuda.device_count()):
+        driver.cuDeviceGet(ctypes.byref(device), index)
+        driver.cuDevicePrimaryCtxReset_v2(device)

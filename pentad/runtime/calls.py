@@ -65,7 +65,7 @@ class RankCalls:
         self.is_alone = self.rank.world == 1
         self.group = group_of_calls() if self.rank.world > 1 else None
         self.lock = threading.Lock()
-        self.is_torn = False
+        self.is_broken = False
         """Whether a call failed here: nobody knows then where the other ranks stand."""
 
     def call(self, method: str, **arguments: Any) -> Any:
@@ -73,7 +73,7 @@ class RankCalls:
         if self.group is None:
             return getattr(self.service, method)(**arguments)
         with self.lock:
-            if self.is_torn:
+            if self.is_broken:
                 raise Transient("the ranks do not answer any more: a call failed before")
             with self.rank.calling():
                 try:
@@ -81,7 +81,7 @@ class RankCalls:
                     return getattr(self.service, method)(**arguments)
                 except BaseException as error:
                     is_mild = isinstance(error, OSError | RunError | UserError)
-                    self.is_torn = not (is_mild and method in self.service.mild)
+                    self.is_broken = not (is_mild and method in self.service.mild)
                     raise
 
     def ask(self, method: str, **arguments: Any) -> Any:
@@ -102,7 +102,7 @@ class RankCalls:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         # A call that was given up may still be under way: the ranks are in the midst of it.
         is_idle = self.lock.acquire(blocking=False)
-        if self.group is not None and is_idle and not self.is_torn:
+        if self.group is not None and is_idle and not self.is_broken:
             broadcast_value([STOP, {"is_whole": error is None}], self.group)
         self.service.close(is_failed=error is not None)
 

@@ -130,7 +130,7 @@ class RankGroup:
         self.world = len(specs)
         self.members: list[Member] = []
         self.lock = threading.Lock()
-        self.is_torn = False
+        self.is_broken = False
         """Whether the group has failed: no call can be made any more."""
         self.failure: Exception | None = None
         """What ended it."""
@@ -216,7 +216,7 @@ class RankGroup:
                     )
                 )
             except BaseException as error:
-                self.is_torn = True
+                self.is_broken = True
                 if self.failure is None and isinstance(error, Exception):
                     self.failure = error
                 raise
@@ -238,7 +238,7 @@ class RankGroup:
         """Raises what ended the group."""
         if self.failure is not None:
             raise self.failure
-        if self.is_torn:
+        if self.is_broken:
             raise Transient("the ranks do not answer any more: a call failed before")
 
     def _value(self, answer: Mapping[str, Any]) -> Any:
@@ -343,7 +343,7 @@ class RankGroup:
 
     def _fail(self, error: Exception) -> None:
         self.failure = self.failure or error
-        self.is_torn = True
+        self.is_broken = True
 
     def _find_away(self) -> list[Failure]:
         """Ranks whose place was taken away, whatever their processes do."""
@@ -440,7 +440,7 @@ class RankGroup:
         try:
             is_open = self.opening.done() and not self.opening.exception()
             is_busy = error is not None and self.lock.locked()  # the call under way comes first
-            if is_open and not self.is_torn and not is_busy:
+            if is_open and not self.is_broken and not is_busy:
                 self._wait(self._end(is_failed=error is not None))
         finally:
             self._shut_down()
@@ -459,7 +459,7 @@ class RankGroup:
 
     def _shut_down(self) -> None:
         """No process of the group is left, nor a thread that waits for one."""
-        self.is_torn = True
+        self.is_broken = True
         self._wait(self._close())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()

@@ -20,6 +20,8 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -218,21 +220,27 @@ class RestartPolicy:
     def _place(self) -> str:
         return "the start of the ranks" if self.step is None else f"step {self.step}"
 
-    # From one program to the next, which takes its place
-
-    def __str__(self) -> str:
-        digest = next(reversed(self.raised), "")
-        return f"{self.used}:{self.newest}:{'' if self.step is None else self.step}:{digest}"
-
-    def resume(self, text: str) -> None:
-        """Counts on from what `str` gave in the program before; slots are not its matter."""
-        used, newest, step, digest = text.split(":")
-        self.used, self.newest = int(used), int(newest)
-        self.step = int(step) if step else None
-        self.raised = {digest: 0} if digest else {}
-
 
 def digest_of(cause: str) -> str:
     """Stands for an exception wherever it comes: without ranks, addresses, sizes and devices."""
     words = re.sub(r"0x[0-9a-f]+|\d+(\.\d+)?", "", cause)
     return hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
+
+
+_generation = 0
+
+
+@contextmanager
+def in_generation(number: int) -> Iterator[None]:
+    """Within it the run of this process is in this generation of its learners."""
+    global _generation
+    before, _generation = _generation, number
+    try:
+        yield
+    finally:
+        _generation = before
+
+
+def is_restart() -> bool:
+    """Whether the run of this process was started again after a failure."""
+    return _generation > 0

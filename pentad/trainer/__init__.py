@@ -14,6 +14,6 @@ In the order of reading:
    `placement`, `sampler_side`, `samplers`, `selftest`, `evaluate`.
 4. What a rank of the learner runs: `service`, `example_service`, `learners`, `update`.
 5. Saving: `periodic`, `saver` (HF exports), `recovery` (checkpoints), `batches`, `records`.
-6. Processes: `ranks`, `crew`, `membership`, `retries`, `learner_client`.
+6. Processes: `ranks`, `supervisor`, `membership`, `resources`, `fresh`, `learner_client`.
 7. Before a start: `preflight`, `reward_trial`, `run_folders`.
 """

@@ -40,6 +40,7 @@ from pentad.planner.figures import Device
 from pentad.planner.remedies import saves_beside
 from pentad.rl.health import find_alarms
 from pentad.runtime.environment import determinism_restored
+from pentad.runtime.restarts import is_restart
 from pentad.telemetry import host
 from pentad.telemetry.log import NOTICE, log_to
 from pentad.telemetry.recorder import Recorder
@@ -47,10 +48,10 @@ from pentad.telemetry.runfolder import RunFolder, describe_start, write_json
 from pentad.telemetry.screen import Screen, open_screen
 from pentad.telemetry.sinks import build_sinks
 from pentad.trainer.batches import BatchKeeper
-from pentad.trainer.crew import Regroup
 from pentad.trainer.periodic import Frequency
-from pentad.trainer.preflight import is_again, kind_of
+from pentad.trainer.preflight import kind_of
 from pentad.trainer.records import StepRecorder
+from pentad.trainer.resources import Regroup
 from pentad.trainer.run_folders import (
     checkpoint_path,
     now_text,
@@ -106,7 +107,7 @@ class RunContext:
     def tiers(self) -> Tiers:
         recover = self.config.recover
         remote = remote_of(self.config) if recover.is_on else None
-        return Tiers(self.checkpoints, remote, keep_last=recover.keep_last, is_again=is_again())
+        return Tiers(self.checkpoints, remote, keep_last=recover.keep_last, is_again=is_restart())
 
     def batch_keeper(self, size: RunSize) -> BatchKeeper:
         """Keeps what a replay of this start's steps needs."""

@@ -25,7 +25,7 @@ CAUSE_S, LOOK_S = 5.0, 0.1
 class Carrier(Protocol):
     """`runtime.calls.RankCalls` or `runtime.group_calls.RankGroup`."""
 
-    is_torn: bool
+    is_broken: bool
     """Whether a call failed in a way after which no other can be made."""
     is_apart: bool
     """Whether rank 0 is another process."""
@@ -144,7 +144,7 @@ class LearnerClient:
     @property
     def is_broken(self) -> bool:
         """Whether a call failed in a way after which no other can be made."""
-        return self.carrier.is_torn
+        return self.carrier.is_broken
 
     @property
     def is_gone(self) -> bool:

@@ -1,4 +1,4 @@
-"""Who belongs to the group of ranks that trains: slots that are lost for good, and that return.
+"""Which slots have the ranks that train: some are lost for good, some return.
 
 The group shrinks, grows, or waits where too few are left. The rules are those of `core.shrink`;
 which slot is retired is decided by `runtime.restarts`.
@@ -31,8 +31,8 @@ KINDS: dict[str, LossKind] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Formed:
-    """One generation of the group."""
+class RankGeneration:
+    """One generation of the group that trains."""
 
     config: Config
     """With the layout of these ranks."""
@@ -43,11 +43,11 @@ class Formed:
 @dataclass(slots=True)
 class Membership:
     config: Config
-    """As it was asked for."""
+    """The requested config."""
     slots: Slots
-    lacks: Callable[[int], str | None] = lambda slot: None
+    why_unavailable: Callable[[int], str | None] = lambda slot: None
     """Why the runtime has no place for a slot."""
-    formed: Formed | None = None
+    formed: RankGeneration | None = None
     missed_at: dict[int, float] = field(default_factory=dict)
     """Since when a slot has been away."""
 
@@ -65,14 +65,14 @@ class Membership:
             return {}
         found = self.slots.away()
         wanted = range(self.count) if slots is None else slots
-        reasons = {slot: found.get(slot) or self.lacks(slot) for slot in wanted}
+        reasons = {slot: found.get(slot) or self.why_unavailable(slot) for slot in wanted}
         return {slot: why for slot, why in reasons.items() if why}
 
-    def form(self, generation: int) -> Formed:
+    def form(self, generation: int) -> RankGeneration:
         """The largest group that can be had; waits while it is too small. RunError where that takes
         longer than `elastic.wait_timeout_s`."""
         if not self.is_on:
-            return Formed(self.config, tuple(range(self.count)))
+            return RankGeneration(self.config, tuple(range(self.count)))
         began, said_at = time.monotonic(), -SAY_S
         while True:
             away, now = self.away(), time.monotonic()
@@ -82,12 +82,14 @@ class Membership:
                 return self._settle(fitted, present, generation)
             waited = now - began
             if waited > self.config.elastic.wait_timeout_s:
-                raise RunError(f"{self._lack(present, away)}: waited {waited:.0f} s, the run ends")
+                raise RunError(
+                    f"{self._too_few(present, away)}: waited {waited:.0f} s, the run ends"
+                )
             if waited - said_at >= SAY_S:
                 said_at = waited
                 limit = self.config.elastic.wait_timeout_s
                 text = "elastic: waiting for ranks, %.0f s of at most %g: %s"
-                log.warning(text, waited, limit, self._lack(present, away))
+                log.warning(text, waited, limit, self._too_few(present, away))
             time.sleep(POLL_S)
 
     def _fitted(self, present: list[int]) -> Fitted | None:
@@ -95,23 +97,23 @@ class Membership:
         return found if found and found.world >= self.config.elastic.min_ranks else None
 
     def _is_graced(self, now: float) -> bool:
-        """Whether a slot that is away may still return before the others go on without it."""
+        """Whether a slot that is away may still return before the others train without it."""
         grace_s = self.config.elastic.drop_grace_s
         return any(now - at < grace_s for at in self.missed_at.values())
 
-    def _lack(self, present: list[int], away: dict[int, str]) -> str:
+    def _too_few(self, present: list[int], away: dict[int, str]) -> str:
         least = self.config.elastic.min_ranks
         return (
             f"{len(present)} of {self.count} slots are there, elastic.min_ranks = {least} "
             f"({reasons(away)})"
         )
 
-    def _settle(self, fitted: Fitted, present: list[int], generation: int) -> Formed:
+    def _settle(self, fitted: Fitted, present: list[int], generation: int) -> RankGeneration:
         before = len(self.formed.used) if self.formed else self.count
         # Of one rank, a config of its own would be a run in one process: this one has processes.
         processes = fitted.config.scheduler.model_copy(update={"processes": "separate"})
         config = fitted.config.model_copy(update={"scheduler": processes})
-        self.formed = Formed(config, tuple(present[: fitted.world]))
+        self.formed = RankGeneration(config, tuple(present[: fitted.world]))
         layout = str(component_of(fitted.config, "actor"))
         if fitted.why or fitted.world != before:
             what = fitted.why or f"{layout} on all {self.count} slots"
@@ -149,7 +151,9 @@ class Membership:
         if not self.is_on or self.formed is None:
             return kind, cause.rank, False
         slot = self.formed.used[cause.rank]
-        if kind != "away" and self.lacks(slot):  # its process cannot be started there again
+        if kind != "away" and self.why_unavailable(
+            slot
+        ):  # its process cannot be started there again
             kind = "away"
         away = self.away()
         left = [one for one in range(self.count) if one != slot and one not in away]
@@ -160,7 +164,7 @@ class Membership:
         for slot in decision.give_back if self.is_on else ():
             self.slots.join(slot)
         if decision.action == "regroup" and lost.slot is not None:
-            why = self.lacks(lost.slot) or lost.cause
+            why = self.why_unavailable(lost.slot) or lost.cause
             log.warning("elastic: %s is lost: %s", listed([lost.slot]), why)
         if decision.action == "retire":
             assert lost.slot is not None, "a slot is retired"

@@ -36,6 +36,7 @@ from pentad.rollout.executor import load_workflow
 from pentad.rollout.workflows import OwnPrompts, Workflow
 from pentad.runtime.nodes import NODES
 from pentad.runtime.rank import rank_from_environment
+from pentad.runtime.restarts import is_restart
 from pentad.trainer.learners import check_start, trained_dims
 from pentad.trainer.reward_trial import check_reward
 from pentad.trainer.run_folders import checkpoint_path
@@ -134,15 +135,6 @@ def facts_here(config: Config, command: RunCommand) -> RunFacts:
     return start_facts(pick_device(), command)
 
 
-AGAIN = "PENTAD_RETRIES"
-"""Set where a run that failed goes on by itself: how often, and the last step it has."""
-
-
-def is_again() -> bool:
-    """Whether this program took the place of one that failed."""
-    return AGAIN in os.environ
-
-
 @RULES.add(commands=("train", "sft"))
 def the_remote_store_answers(config: Config, facts: RunFacts) -> list[Problem | str]:
     return remote_problems(config) if facts.at_start else []
@@ -159,7 +151,7 @@ def remote_problems(config: Config) -> list[Problem | str]:
         return [Problem(where, rule, "pip install 'pentad[s3]'")]
     remote = remote_of(config)
     assert remote is not None, "it has an address"
-    if is_again():
+    if is_restart():
         return []
     from pentad.checkpoint.s3 import Store, StoreError, is_passing
 

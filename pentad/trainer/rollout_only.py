@@ -28,18 +28,17 @@ from pentad.data.store import MemoryStore
 from pentad.engine.engine import build_engine
 from pentad.engine.section import EngineSettings, ModelConfig
 from pentad.rl.metrics import sample_metrics
-from pentad.runtime.calls import RankCalls
 from pentad.runtime.rank import Rank, rank_from_environment
 from pentad.sync.publisher import Publisher, Snapshot, take_snapshot
 from pentad.telemetry.log import NOTICE, announced
 from pentad.telemetry.record import Funnel, PhaseTimer, Rl, StepRecord
 from pentad.trainer.batches import BatchKeeper, kept_steps, read_batch
 from pentad.trainer.context import RunSummary
-from pentad.trainer.crew import Crew
 from pentad.trainer.evaluate import open_executor, open_reward
 from pentad.trainer.learners import backend_of, start_run, weights_folder
 from pentad.trainer.placement import Placement, Turnstile
 from pentad.trainer.preflight import Checked, check_train, size_of
+from pentad.trainer.ranks import run_rank
 from pentad.trainer.records import TrainedBatch, mean_parts
 from pentad.trainer.rollouts import rollout_pump, watchdog_of
 from pentad.trainer.run import BatchSource, Run, RunInputs, lead
@@ -47,6 +46,7 @@ from pentad.trainer.samplers import SamplerOpener
 from pentad.trainer.scheduler import Scheduler
 from pentad.trainer.state import Budget, RunState
 from pentad.trainer.stopping import stopped
+from pentad.trainer.supervisor import RunJob
 from pentad.trainer.update import BatchFacts
 
 log = logging.getLogger(__name__)
@@ -59,8 +59,12 @@ def run_rollout_only(
     if own is not None and own.world > 1:
         rule = "has no ranks, and torchrun started several"
         raise UserError(Problem("only = rollout", rule, "start it without torchrun"))
-    with RankCalls(NoLearner(place)) as calls, Crew() as crew:
-        return lead(begin_rollout_only, calls, config, notes, fresh, crew)
+    job = RunJob(
+        lead, lambda _, rank, where: NoLearner(where), begin_rollout_only, config, notes, device
+    )
+    summary = run_rank(job, Rank(), place, fresh=fresh)
+    assert summary is not None, "rank 0 has one"
+    return summary
 
 
 def begin_rollout_only(config: Config, device: torch.device) -> SampleInputs:

@@ -90,7 +90,7 @@ class RolloutInputs(RunInputs):
         batch_size = config.train_dataset.batch_size
         size = size_of(config, checked, run.num_steps)
         placement = placement_of(config, run.learner.device)
-        store = open_group_store(context, checked, run.learner, run.crew)
+        store = open_group_store(context, checked, run.learner, run.supervisor.resources)
         state = RunState(
             Ledger(batch_size, has_scorers=bool(scorers(config))),
             store,
@@ -100,7 +100,7 @@ class RolloutInputs(RunInputs):
         address = store.address if isinstance(store, BlobStore) else None
         build = partial(build_learners, run, size, address)
         side = await open_sampler_side(
-            context, checked, run.learner, run.crew, placement, stack, build=build
+            context, checked, run.learner, run.supervisor.resources, placement, stack, build=build
         )
         reward = await open_reward(config, config.train_dataset.answer_key, stack)
         evaluator = await open_evaluator(run, checked, side, reward, stack)
@@ -111,7 +111,7 @@ class RolloutInputs(RunInputs):
             run.learner.device,
             stack,
             log_folder=context.folder.file("ranks/") if run.learner.is_remote else None,
-            runtime=run.crew.runtime,
+            runtime=run.supervisor.resources.runtime,
         )
         if placement.offload_train:
             await side.turnstile.enter("actor")

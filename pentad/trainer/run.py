@@ -30,7 +30,6 @@ from pentad.telemetry import host
 from pentad.telemetry.log import announced
 from pentad.telemetry.record import MemoryUse, PhaseTimer, StepRecord
 from pentad.trainer.context import RunContext, RunData, RunSummary, open_run
-from pentad.trainer.crew import Crew, Regroup
 from pentad.trainer.learner_client import Carrier, LearnerClient
 from pentad.trainer.learners import Role
 from pentad.trainer.records import TrainedBatch
@@ -40,6 +39,7 @@ from pentad.trainer.recovery import (
     progress_of,
     save_after_failure,
 )
+from pentad.trainer.resources import Regroup
 from pentad.trainer.resume import finished, resume, roll_back
 from pentad.trainer.run_folders import digest_of_config, now_text, standing
 from pentad.trainer.saver import Saver
@@ -51,6 +51,7 @@ from pentad.trainer.stopping import (
     stop_flag,
     stop_task_early,
 )
+from pentad.trainer.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -145,16 +146,11 @@ CheckInputs = Callable[[Config, torch.device], RunInputs]
 
 
 def lead(
-    check: CheckInputs,
-    carrier: Carrier,
-    config: Config,
-    notes: Sequence[str],
-    fresh: bool,
-    crew: Crew,
+    carrier: Carrier, config: Config, notes: Sequence[str], fresh: bool, supervisor: Supervisor
 ) -> RunSummary:
     """The run, beside its learners, on rank 0 or alone."""
     learner = LearnerClient(carrier)
-    inputs: RunInputs = crew.checked or check(config, learner.device)
+    inputs: RunInputs = supervisor.checked
     with open_run(
         config,
         notes,
@@ -167,18 +163,22 @@ def lead(
     ) as context:
         if done := finished(context, roles=inputs.roles, evaluates=inputs.evaluates):
             return done
-        return crew.runner.run(Run(context, learner, crew, inputs).run())
+        return supervisor.resources.runner.run(Run(context, learner, supervisor, inputs).run())
 
 
 class Run:
     """One run, over one generation of its learners."""
 
     def __init__(
-        self, context: RunContext, learner: LearnerClient, crew: Crew, inputs: RunInputs
+        self,
+        context: RunContext,
+        learner: LearnerClient,
+        supervisor: Supervisor,
+        inputs: RunInputs,
     ) -> None:
         self.context = context
         self.config = context.config
-        self.crew = crew
+        self.supervisor = supervisor
         self.inputs = inputs
         self.num_steps = context.num_steps
         self.learner = learner
@@ -252,7 +252,7 @@ class Run:
         self.is_restored = True
         source.restored(checkpoint)
         self.recover.prepare()
-        self.crew.note_loaded()
+        self.supervisor.note_loaded()
 
     # Steps
 
@@ -269,7 +269,7 @@ class Run:
         if trained is None:
             return
         self.unrecorded = source, trained
-        self.crew.note_step()
+        self.supervisor.note_step()
         self.trained = trained.batch + 1
         sentence = await self._guard(source, trained)
         await source.after_update(trained)
@@ -320,7 +320,8 @@ class Run:
         if sentence:
             raise RunError(f"step {step}: {sentence}")
         if step < self.num_steps:
-            await self.learner.run(lambda: self.crew.regroup_if_due(self.recover, trained.batch))
+            regroup_if_due = self.supervisor.regroup_if_due
+            await self.learner.run(lambda: regroup_if_due(self.recover, trained.batch))
 
     def save_and_record(self, source: BatchSource, trained: TrainedBatch) -> None:
         """On the learner's thread, with the weights of the step still in place."""

@@ -25,10 +25,10 @@ from pentad.samplers.replica import Replica
 from pentad.sync.handoff import Handoff, opened, snapshot_of
 from pentad.sync.publisher import Publisher, Snapshot
 from pentad.trainer.context import RunContext
-from pentad.trainer.crew import Crew
 from pentad.trainer.learner_client import LearnerClient
 from pentad.trainer.placement import Placement, Turnstile
 from pentad.trainer.preflight import Checked, kind_of
+from pentad.trainer.resources import RunResources
 from pentad.trainer.samplers import SamplerOpener, ray_options
 
 
@@ -71,7 +71,7 @@ async def open_sampler_side(
     run: RunContext,
     checked: Checked,
     learner: LearnerClient,
-    crew: Crew,
+    resources: RunResources,
     placement: Placement,
     stack: AsyncExitStack,
     *,
@@ -80,39 +80,39 @@ async def open_sampler_side(
     """Learners that are other processes are built (`build`) while their samplers start, others
     before."""
     if learner.is_remote:
-        samplers = await _open_beside(run, checked, learner, crew, placement, build)
+        samplers = await _open_beside(run, checked, learner, resources, placement, build)
     else:
         await learner.run(build)
         if placement.offload_train:
             await learner.call("offload")
-        samplers = await _open_samplers(run, checked, learner, crew, stack)
+        samplers = await _open_samplers(run, checked, learner, resources, stack)
     every, device = list(samplers.values()), learner.device
     used = partial(gpu_memory_used, device.index or 0)
     measure = used if device.type == "cuda" else lambda: None
     offload = partial(learner.call, "offload")
-    turnstile = Turnstile(placement, every, offload, crew.holder, measure)
-    stack.callback(lambda: crew.note_holder(turnstile.holder))
-    return SamplerSide(samplers, Publisher(every), turnstile, learner, placement, crew.handoff)
+    turnstile = Turnstile(placement, every, offload, resources.holder, measure)
+    stack.callback(lambda: resources.note_holder(turnstile.holder))
+    return SamplerSide(samplers, Publisher(every), turnstile, learner, placement, resources.handoff)
 
 
 async def _open_beside(
     run: RunContext,
     checked: Checked,
     learner: LearnerClient,
-    crew: Crew,
+    resources: RunResources,
     placement: Placement,
     build: Callable[[], None],
 ) -> dict[str, Sampler]:
     building = asyncio.create_task(learner.run(build))
     try:
-        if crew.samplers is None:
-            stack = crew.sampler_stack
-            crew.samplers = await _open_samplers(run, checked, learner, crew, stack)
+        if resources.samplers is None:
+            stack = resources.sampler_stack
+            resources.samplers = await _open_samplers(run, checked, learner, resources, stack)
         else:  # of the learners before: they go back with these to the newest checkpoint
-            if crew.handoff is not None:
-                crew.handoff.forget()
-                _serve(crew.handoff, learner)
-            for sampler in crew.samplers.values():
+            if resources.handoff is not None:
+                resources.handoff.forget()
+                _serve(resources.handoff, learner)
+            for sampler in resources.samplers.values():
                 await sampler.rewind()
         await building
         if placement.offload_train:
@@ -121,20 +121,24 @@ async def _open_beside(
         learner.is_given_up = True  # the ranks end with the run
         building.cancel()
         raise
-    return crew.samplers
+    return resources.samplers
 
 
 async def _open_samplers(
-    run: RunContext, checked: Checked, learner: LearnerClient, crew: Crew, stack: AsyncExitStack
+    run: RunContext,
+    checked: Checked,
+    learner: LearnerClient,
+    resources: RunResources,
+    stack: AsyncExitStack,
 ) -> dict[str, Sampler]:
     config, device = run.config, learner.device
     folder = run.folder.file("servers/")
     opener = SamplerOpener(config, checked.dims, checked.tokenizer, device, folder, stack)
     if learner.is_remote or component_of(config, "actor").world > 1:
-        is_spread = crew.is_spread if learner.is_remote else facts_of(config).is_spread
-        crew.handoff = opener.open_handoff(is_spread=is_spread or not is_one_machine())
-        _serve(crew.handoff, learner)
-    return await opener.open(crew.handoff, crew.runtime)
+        is_spread = resources.is_spread if learner.is_remote else facts_of(config).is_spread
+        resources.handoff = opener.open_handoff(is_spread=is_spread or not is_one_machine())
+        _serve(resources.handoff, learner)
+    return await opener.open(resources.handoff, resources.runtime)
 
 
 def _serve(handoff: Handoff, learner: LearnerClient) -> None:
@@ -149,12 +153,12 @@ def _serve(handoff: Handoff, learner: LearnerClient) -> None:
 
 
 def open_group_store(
-    run: RunContext, checked: Checked, learner: LearnerClient, crew: Crew
+    run: RunContext, checked: Checked, learner: LearnerClient, resources: RunResources
 ) -> GroupStore:
     """In memory only where the learner is this process alone."""
     config, service = run.config, learner.service
     device = kind_of(learner.device)
-    placed = topology(config, facts_of(config, device, is_spread=crew.is_spread))
+    placed = topology(config, facts_of(config, device, is_spread=resources.is_spread))
     kind = "memory" if learner.is_alone and config.store == "auto" else placed.store
     if kind == "memory" and service is not None:
         store = service.store = MemoryStore()

@@ -268,7 +268,6 @@ def run_command(words: list[str], environment: dict[str, str], log: str, num_spa
         os.dup2(output, number)
     sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
     sys.argv[:] = ["pentad", *words]
-    sys.orig_argv[:] = [sys.executable, "-m", "pentad.cli.main", *words]
     make_spares(num_spares)
     load("pentad.cli.main:main")()
 

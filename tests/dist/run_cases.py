@@ -26,6 +26,8 @@ from pentad.trainer.rollouts import begin_train
 from pentad.trainer.service import LearnerService
 from pentad.trainer.example_service import PretrainService, SftService
 from pentad.trainer.examples import begin_examples
+from pentad.trainer.run import lead
+from pentad.trainer.supervisor import RunJob
 
 
 def settings_of(task, root, command, trial, *overrides):
@@ -61,9 +63,10 @@ RUNS = {
 def run_here(command, task, root, trial, overrides):
     """One rank of a run, in a process of the pool."""
     config, notes = config_of(task, root, command, trial, *overrides)
-    check, service = RUNS[command]
     rank = Rank(dist.get_rank(), dist.get_world_size())
-    summary = run_rank(check, service, config, notes, False, rank, torch.device("cpu"))
+    check, service = RUNS[command]
+    job = RunJob(lead, service, check, config, notes)
+    summary = run_rank(job, rank, torch.device("cpu"), fresh=False)
     return summary and {"records": str(summary.records), "model": str(summary.model)}
 
 
@@ -215,7 +218,7 @@ def refused(calls):
         calls.call("refuse")
     except RunError as error:
         said = str(error)
-    return said, calls.call("everyone"), calls.is_torn
+    return said, calls.call("everyone"), calls.is_broken
 
 
 def hang(calls):
@@ -224,7 +227,7 @@ def hang(calls):
     try:
         calls.call("note")
     except RuntimeError as error:
-        return "imed out" in str(error), calls.is_torn
+        return "imed out" in str(error), calls.is_broken
     return "it waited"
 
 

@@ -81,7 +81,7 @@ def test_calls_of_two_threads_come_to_all_ranks_in_one_order(tmp_path, caplog):
         assert [len(seen) for seen in group.call("everyone")] == [20, 19], "a question is rank 0's"
         with pytest.raises(RunError, match="refused by rank 0"):
             group.call("refuse")
-        assert group.call("note") == [0, 21] and not group.is_torn
+        assert group.call("note") == [0, 21] and not group.is_broken
     assert {record.getMessage() for record in caplog.records} == {"noted by 0"}
 
 

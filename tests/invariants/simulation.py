@@ -211,7 +211,9 @@ class SimulatedRun(Run):
     def __init__(self, simulation: "Simulation") -> None:
         self.simulation = simulation
         self.learner = SimulatedLearner(simulation)
-        self.crew = SimpleNamespace(note_step=lambda: None, regroup_if_due=lambda *given: None)
+        self.supervisor = SimpleNamespace(
+            note_step=lambda: None, regroup_if_due=lambda *given: None
+        )
         self.bounds = SimpleNamespace(past=lambda steps, signs: "")
         self.recover = self.timer = self.unrecorded = None
         self.stop = simulation.state.stop

@@ -359,7 +359,7 @@ def test_what_was_trained_before_any_exception_is_exported(lab, monkeypatch):
     monkeypatch.setattr("pentad.trainer.records.StepRecorder._watch_target", broken)
     for name, run in (("train", lab.train), ("sft", lab.sft)):
         with pytest.raises(ZeroDivisionError):
-            run(f"trial_name=broken-{name}")
+            run(f"trial_name=broken-{name}", "recover.retries=0")
         assert exports_of(lab, f"broken-{name}").keys() == {0}
 
 
@@ -371,12 +371,12 @@ def test_nothing_is_tried_where_a_rank_is_gone_and_one_sentence_says_so(
 
     def call(self, method, **arguments):
         if (method, arguments) in (("begin", {"batch": 2}), ("step", {"step": 2})):
-            self.is_torn = True
+            self.is_broken = True
             raise RuntimeError("Connection closed by peer")
         return plain(self, method, **arguments)
 
     monkeypatch.setattr(RankCalls, "call", call)
-    often = ("recover.freq_steps=1", "saver.mode=sync", "trial_name=torn")
+    often = ("recover.freq_steps=1", "recover.retries=0", "saver.mode=sync", "trial_name=torn")
     with pytest.raises(RuntimeError, match="closed by peer"):
         getattr(lab, command)(*often)
     said = capsys.readouterr().err

@@ -1,6 +1,7 @@
 """How a run of one process ends: by ctrl-C, by a second one, by a hang; and what is shown."""
 
 import asyncio
+import errno
 import json
 import os
 import re
@@ -12,9 +13,11 @@ import time
 
 import pytest
 from kill_lab import hold_in_step_2, start_command
+from run_lab import values_of
 from tables import table
 
 from pentad.core.errors import RunError
+from pentad.engine.engine import Engine
 from pentad.telemetry.steps import read_lines
 
 
@@ -211,6 +214,25 @@ def test_an_error_of_the_operating_system_that_may_pass_is_tried_again(task, tmp
     assert len(starts) == (2 if name == "EIO" else 1)
     is_again = "it is started again after step 2 (try 1 of recover.retries" in done.stderr
     assert is_again == (name == "EIO")
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_a_failure_that_passes_changes_no_number(lab, monkeypatch, command):
+    """The model is built anew within the process."""
+    often = ("recover.freq_steps=1", "total_train_steps=4")
+    whole = getattr(lab, command)(*often)
+    plain, failed = Engine.end_step, []
+
+    def end_step(self):
+        if self.num_steps == 2 and not failed:
+            failed.append(self.num_steps)
+            raise OSError(errno.EIO, "refused", "some/file")
+        return plain(self)
+
+    monkeypatch.setattr(Engine, "end_step", end_step)
+    broken = getattr(lab, command)(*often)
+    assert values_of(broken) == values_of(whole)
+    assert failed == [2]
 
 
 @pytest.mark.parametrize("command", table(["train", "sft"], ["train"]))

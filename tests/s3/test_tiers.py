@@ -27,7 +27,8 @@ from pentad.checkpoint.tiers import STOPPED_S, Tiers
 from pentad.checkpoint.upload import upload
 from pentad.config.load import load_config
 from pentad.config.resolve import resolve
-from pentad.trainer.preflight import AGAIN, remote_problems
+from pentad.runtime.restarts import in_generation
+from pentad.trainer.preflight import remote_problems
 
 PATIENCE_S = 240.0
 SMALL = 2000
@@ -139,8 +140,8 @@ def test_a_run_that_goes_on_by_itself_does_not_need_the_store(
     ]
     config, _ = resolve(load_config(None, overrides))
     assert len(remote_problems(config)) == 1
-    monkeypatch.setenv(AGAIN, "1:4")
-    assert remote_problems(config) == []
+    with in_generation(1):
+        assert remote_problems(config) == []
 
 
 def test_a_store_that_is_away_is_asked_for_where_it_is_needed(

@@ -37,13 +37,14 @@ from pentad.sync.publisher import Publisher, take_snapshot
 from pentad.telemetry.runfolder import open_run_folder
 from pentad.trainer.learner_client import LearnerClient
 from pentad.trainer.preflight import check_train
-from pentad.trainer.retries import is_started_again, policy_of, run_path_of
+from pentad.trainer.resources import RunResources
 from pentad.trainer.rollout_pump import RolloutPump
 from pentad.trainer.run_folders import standing
 from pentad.trainer.scheduler import Watchdog, held_loop
 from pentad.trainer.selftest import FLOAT32, run_selftest
 from pentad.trainer.state import Budget, RunState
 from pentad.trainer.stopping import StopFlag, stop_early
+from pentad.trainer.supervisor import RunJob, Supervisor, run_path_of
 
 PAGE = (Path(__file__).parents[3] / "docs" / "troubleshooting.md").read_text()
 QUOTED = re.findall(r"^- `(.+)`$", PAGE, re.MULTILINE)
@@ -176,8 +177,13 @@ def config_here():
 def crash_twice(caplog):
     config = config_here()
     run_path_of(config).mkdir(parents=True)
-    tries, error = policy_of(config), ZeroDivisionError("division by zero")
-    assert [is_started_again(config, tries, error) for _ in range(2)] == [True, False]
+    error = ZeroDivisionError("division by zero")
+    with RunResources() as resources, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pentad.trainer.supervisor.newest_step", lambda config: 3)
+        one = Supervisor(RunJob(None, None, None, config), resources)
+        one.note_lost(error)
+        with pytest.raises(ZeroDivisionError):
+            one.note_lost(error)
     return caplog.messages[-1]
 
 

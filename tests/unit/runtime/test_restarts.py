@@ -135,16 +135,3 @@ def test_sentences_name_what_is_blamed_and_slots_that_are_not_come_back():
     *_, last = [policy.decide(lost) for lost in losses([1, 1, 2, 2, 0, 0])]
     assert last.diagnosis.startswith("step 5 failed 6 times in a row on slots 0, 1 and 2, so its ")
     assert last.give_back == (1, 2)
-
-
-def test_the_next_program_counts_on():
-    policy = RestartPolicy(retries=3)
-    policy.decide(losses([0], "raise")[0])
-    after = RestartPolicy(retries=3)
-    after.resume(str(policy))
-    assert after.used == 1
-    assert after.decide(losses([0], "raise")[0]).why == (
-        "the try before ended at the same step in the same way: it is not started again"
-    )
-    after.resume(str(RestartPolicy(retries=3)))
-    assert (after.used, after.newest, after.raised) == (0, -1, {})

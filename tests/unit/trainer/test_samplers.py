@@ -19,7 +19,7 @@ from pentad.planner.plan import build_plan
 from pentad.planner.prepare import prepare
 from pentad.samplers import sglang, vllm
 from pentad.samplers.process import server_environment, server_python
-from pentad.trainer import ranks
+from pentad.trainer import supervisor
 from pentad.trainer.ranks import run_over_ranks
 from pentad.trainer.samplers import (
     capability_problems,
@@ -183,7 +183,7 @@ def test_ranks_may_work_in_another_folder(config, tmp_path, monkeypatch):
         started.extend(specs)
         raise RunError("none is started")
 
-    monkeypatch.setattr(ranks, "RankGroup", no_group)
+    monkeypatch.setattr(supervisor, "RankGroup", no_group)
     with pytest.raises(RunError, match="none is started"):
         run_over_ranks(lambda *_: None, LearnerService, asked, [], False, "cpu")
     assert [spec.log for spec in started] == [

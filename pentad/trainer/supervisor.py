@@ -1,0 +1,437 @@
+"""The generations of a run's learners: formed, started, and after a failure that may pass followed
+by the next one, from the newest checkpoint.
+
+All that is counted of failures, generations and retired slots is in one `runtime.restarts` policy.
+Learners are processes beside the scheduler, or a thread of its process; that one is rebuilt within
+the process, or by `trainer.fresh` where a failure has left the process unusable.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from traceback import clear_frames
+from typing import Any
+
+import torch
+
+from pentad.checkpoint.folders import Unreadable, find_checkpoints
+from pentad.config.derived import register_models
+from pentad.config.resolve import with_absolute_paths
+from pentad.config.schema import Config
+from pentad.config.topology import facts_of, topology
+from pentad.core.device import pick_device, unsettle
+from pentad.core.errors import Crashed, RunError, Transient, UserError
+from pentad.core.specs import load
+from pentad.runtime import rank_host
+from pentad.runtime.awake import awake_s
+from pentad.runtime.calls import RankCalls, RankService
+from pentad.runtime.group_calls import GroupSettings, RankGroup
+from pentad.runtime.local_roles import COMMAND, OF_A_RANK, LocalRuntime, environment_of
+from pentad.runtime.rank import Rank
+from pentad.runtime.rank_host import JOIN_S, specs_of_ranks
+from pentad.runtime.restarts import Lost, RestartPolicy, in_generation
+from pentad.runtime.roles import BEAT_S, RoleSpec
+from pentad.runtime.slots import Slots
+from pentad.runtime.standby import IMPORTED_LATE, StandbyPool
+from pentad.telemetry.log import NOTICE, log_to
+from pentad.telemetry.runfolder import run_path
+from pentad.telemetry.steps import read_lines
+from pentad.trainer.context import RunSummary, noted_end
+from pentad.trainer.learner_client import Carrier
+from pentad.trainer.membership import Membership, RankGeneration
+from pentad.trainer.preflight import kind_of
+from pentad.trainer.recovery import RecoverHandler
+from pentad.trainer.resources import Regroup, RunResources
+from pentad.trainer.run_folders import checkpoint_path, standing, take_folder
+from pentad.trainer.samplers import open_runtime
+from pentad.trainer.service import FAILURES
+from pentad.trainer.stopping import stop_early
+
+log = logging.getLogger(__name__)
+
+MakeService = Callable[[Config, Rank, torch.device], RankService]
+RunFunction = Callable[[Carrier, Config, Sequence[str], bool, "Supervisor"], RunSummary]
+"""A whole run over one generation of its learners: their calls, config, notes, whether to start
+anew, and its supervisor."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunJob:
+    """What a supervisor runs; can be pickled."""
+
+    run: RunFunction
+    make_service: MakeService
+    check: Callable[[Config, torch.device], Any]
+    """Raises what is wrong before anything starts; what it found is `Supervisor.checked`."""
+    config: Config
+    notes: Sequence[str] = ()
+    device: str = "auto"
+
+    @property
+    def place(self) -> torch.device:
+        return pick_device(self.device)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether learners are processes beside this one."""
+        return topology(self.config, facts_of(self.config, kind_of(self.place))).is_learner_apart
+
+
+@dataclass(slots=True)
+class OutageTimes:
+    """From the loss of learners to the end of the next step, by monotonic clock."""
+
+    cause: str
+    seen_at: float
+    """The last sign of life of the rank that was lost first."""
+    failed_at: float
+    """The group was given up."""
+    fenced_at: float = 0.0
+    """No process of it was left."""
+    joined_at: float = 0.0
+    """All ranks of the next one had met."""
+    loaded_at: float = 0.0
+    """They had the state of the checkpoint."""
+    num_losses: int = 1
+
+    def seconds(self, now: float) -> dict[str, float]:
+        marks = [self.seen_at, self.failed_at, self.fenced_at, self.joined_at, self.loaded_at, now]
+        names = ("detect_s", "fence_s", "spawn_s", "load_s", "first_step_s")
+        spans = zip(names, marks, marks[1:], strict=False)
+        return {name: round(end - start, 3) for name, start, end in spans}
+
+
+class Unusable(Exception):
+    """The next generation of a one-process run needs a fresh process."""
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        super().__init__("the process cannot be used any more")
+        self.policy = policy
+
+
+class Supervisor:
+    def __init__(
+        self,
+        job: RunJob,
+        resources: RunResources,
+        *,
+        is_apart: bool = False,
+        policy: RestartPolicy | None = None,
+    ) -> None:
+        """`policy`: what is counted already, in another process; None: nothing was lost yet."""
+        self.job, self.config, self.resources = job, job.config, resources
+        self.is_apart = is_apart
+        self.policy = policy or policy_of(job.config)
+        self.folder = run_path_of(job.config).absolute()
+        self.members = Membership(job.config, Slots(self.folder / "slots"), self._why_unavailable)
+        self.checked: Any = None
+        """What `job.check` has read and found good."""
+        self.group: RankGroup | None = None
+        """The learners, where they are processes of their own."""
+        self.is_loaded = False
+        """Whether they have the state of the checkpoint, and are in a step or between two."""
+        self.outage: OutageTimes | None = None
+        """Under way, since learners were lost that have not trained again."""
+        self.facts: dict[str, Any] = {}
+        """What a record of an outage says of the group."""
+
+    def _why_unavailable(self, slot: int) -> str | None:
+        runtime = self.resources.runtime
+        return runtime.why_unavailable(f"learner-{slot}") if runtime else None
+
+    # Generations
+
+    def run_checked(self, *, fresh: bool) -> RunSummary:
+        """The whole run, once its checks have passed. Raises `Unusable` where the next generation
+        cannot be in this process."""
+        job = self.job
+        with in_generation(self.policy.generation):
+            self.checked = job.check(job.config, job.place)
+        if self.is_apart:
+            with take_folder(job.config, fresh=fresh):
+                fresh = False
+        return self.run_generations(fresh=fresh)
+
+    def run_generations(self, *, fresh: bool) -> RunSummary:
+        """One after the other, until the run ends."""
+        job, resources = self.job, self.resources
+        if self.is_apart and self.config.scheduler.type == "ray":
+            resources.runtime = open_runtime(self.config, job.place, is_apart=True)
+            resources.stack.push_async_callback(resources.runtime.close)
+        while True:
+            generation = self.form()
+            try:
+                if (summary := self._run_one(generation, fresh)) is not None:
+                    return summary
+            except Exception as error:
+                self.note_lost(error)
+                release(error)
+            fresh = False
+            unsettle()  # the generation that ended leaves cycles
+            gc.collect()
+            if not self.is_apart and (why := why_unusable()):
+                with log_to(self.folder / "log.txt"):
+                    log.warning("the run is started again in a fresh process: %s", why)
+                raise Unusable(self.policy)
+
+    def _run_one(self, generation: RankGeneration, fresh: bool) -> RunSummary | None:
+        """None where the next one is to have more ranks."""
+        job = self.job
+        with in_generation(self.policy.generation), self.start(generation) as calls:
+            try:
+                return job.run(calls, generation.config, job.notes, fresh, self)
+            except Regroup:
+                self.policy.grow()
+        return None
+
+    def form(self) -> RankGeneration:
+        """The next one. Waiting for it may be what the run ends with: the folder stays ours, and
+        `exit.json` says how."""
+        if not (self.is_apart and self.members.is_on):
+            return RankGeneration(self.config, tuple(range(self.members.count)))
+        with (
+            take_folder(self.config, fresh=False) as folder,
+            log_to(folder.file("log.txt")),
+            noted_end(folder, checkpoint_path(self.config), is_last=False),
+            stop_early(partial(standing, self.config)),
+        ):
+            return self.members.form(self.policy.generation)
+
+    def start(self, generation: RankGeneration) -> RankGroup | RankCalls:
+        """Its learners: a process for each rank, with its GPU, where there are any; or a service
+        of this process."""
+        self.is_loaded = False
+        if not self.is_apart:
+            return RankCalls(self.job.make_service(generation.config, Rank(), self.job.place))
+        specs = self._specs(generation)
+        settings = GroupSettings(
+            stall_s=self.config.stall_abort_s,
+            timeout_s=JOIN_S,
+            errors=FAILURES,
+            away=self.members.why_away,
+        )
+        runtime = self.resources.runtime or LocalRuntime(self._standbys(specs))
+        self.group = RankGroup(runtime, specs, settings, self.job.place)
+        self.facts = {
+            "generation": self.policy.generation,
+            "world": len(specs),
+            "layout": generation.config.allocation_mode,
+            "slots": list(generation.used),
+        }
+        return self.group
+
+    def _specs(self, generation: RankGeneration) -> list[RoleSpec]:
+        config, place, folder = generation.config, self.job.place, self.folder / "ranks"
+        logs = [folder / f"rank-{rank}.log" for rank in range(len(generation.used))]
+        folder.mkdir(parents=True, exist_ok=True)
+        for log_file in () if self.policy.generation else logs:
+            log_file.write_bytes(b"")
+        values = with_absolute_paths(config).model_dump(mode="json")
+        is_on = self.config.elastic.enabled
+        return specs_of_ranks(
+            "learner",
+            serve_rank,
+            {"service": self._service, "config": values},
+            logs,
+            device=place.type,
+            devices=generation.used if place.type == "cuda" else (),
+            generation=self.policy.generation,
+            deterministic=config.actor.archon.use_deterministic_algorithms,
+            is_spread=self.resources.is_spread,
+            slots=generation.used,
+            seed=config.seed,
+            beat_s=self.config.elastic.heartbeat_interval_s if is_on else BEAT_S,
+        )
+
+    @property
+    def _service(self) -> str:
+        make = self.job.make_service
+        return f"{make.__module__}:{make.__qualname__}"
+
+    def _standbys(self, specs: Sequence[RoleSpec]) -> StandbyPool | None:
+        """As many as the first group has ranks: a group that lost one is replaced whole."""
+        resources, elastic = self.resources, self.config.elastic
+        if resources.standbys is None and elastic.enabled and elastic.standbys:
+            modules = [rank_host.__name__, self._service.partition(":")[0], *IMPORTED_LATE]
+            plain = {k: v for k, v in environment_of(specs[0]).items() if k not in OF_A_RANK}
+            resources.standbys = StandbyPool(COMMAND, len(specs), modules, plain)
+        return resources.standbys
+
+    # Failures
+
+    def note_lost(self, error: Exception) -> None:
+        """The generation has ended with this failure. Raises it where no other follows."""
+        self._note_outage(error)
+        if isinstance(error, RunError | UserError) and not isinstance(error, Transient):
+            raise error
+        try:
+            lost = self._lost(error)
+        except Unreadable as unreadable:
+            log.warning("the run is not started again: %s", unreadable)
+            raise error from None
+        is_of_group = self.is_apart and isinstance(error, Transient)
+        if lost.newest < 0 and not is_of_group:
+            raise error
+        decision = self.policy.decide(lost)
+        with log_to(self.folder / "log.txt"):
+            if decision.action in ("restart", "stop") and decision.why:
+                log.warning("the run failed: %s; %s", first_line(error), decision.why)
+            self.members.carry_out(decision, lost)
+        if decision.action == "stop":
+            if decision.diagnosis:
+                raise RunError(f"{decision.diagnosis}; the last time: {error}") from error
+            raise error
+        if self.group is None or self.group.failure is None:  # something else failed
+            self.resources.close_samplers()
+
+    def _lost(self, error: Exception) -> Lost:
+        cause = self.group.cause if self.group is not None else None
+        newest, step = newest_step(self.config), step_under_way(self.config)
+        if cause is None:
+            is_code = not isinstance(error, RunError) or isinstance(error, Crashed)
+            is_known = not self.is_apart or not isinstance(error, RunError)
+            return Lost(
+                kind="raised" if is_code and is_known else "died",
+                cause=first_line(error),
+                slot=None,
+                step=step if is_known else None,
+                newest=newest,
+            )
+        kind, slot, can_shrink = self.members.loss_of(cause)
+        # By the records: what a rank that died has last said of its step may be old.
+        return Lost(
+            kind=kind,
+            cause=cause.message,
+            slot=slot,
+            step=step if self.is_loaded else None,
+            newest=newest,
+            can_shrink=can_shrink,
+        )
+
+    def _note_outage(self, error: Exception) -> None:
+        group, now, before = self.group, awake_s(), self.outage
+        if group is None:
+            return
+        is_own = group.failure is not None
+        seen, failed = (group.seen_at, group.failed_at) if is_own else (now, now)
+        if before is not None:  # lost again before it trained
+            seen, failed = min(before.seen_at, seen), min(before.failed_at, failed)
+        num = before.num_losses + 1 if before else 1
+        self.outage = OutageTimes(first_line(error), seen, failed, fenced_at=now, num_losses=num)
+
+    # What the run reports
+
+    def note_loaded(self) -> None:
+        """The learners have the state of the checkpoint."""
+        self.is_loaded = True
+        if self.outage is not None and self.group is not None:
+            self.outage.joined_at, self.outage.loaded_at = self.group.joined_at, awake_s()
+
+    def note_step(self) -> None:
+        """A step was trained."""
+        if self.resources.standbys is not None:
+            self.resources.standbys.fill()
+        done, self.outage = self.outage, None
+        if done is None:
+            return
+        now = awake_s()
+        split, total = done.seconds(now), now - done.seen_at
+        words = ", ".join(
+            f"{name.removesuffix('_s').replace('_', ' ')} {value:.1f}"
+            for name, value in split.items()
+        )
+        text = "training resumed: a step ended %.1f s after the failure (%s)"
+        log.info(text, total, words, extra=NOTICE)
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            **self.facts,
+            "cause": done.cause,
+            "num_losses": done.num_losses,
+            **split,
+            "total_s": round(total, 3),
+        }
+        with (self.folder / "recoveries.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def regroup_if_due(self, recover: RecoverHandler, step: int) -> None:
+        """Raises Regroup where ranks have returned and this step is committed."""
+        if self.members.has_returned() and recover.settle(step):
+            text = "elastic: ranks have returned, the group is formed anew after step %d"
+            log.info(text, step + 1, extra=NOTICE)
+            raise Regroup
+
+
+def serve_rank(given: dict[str, Any], rank: Rank, device: torch.device) -> RankService:
+    """The service of one rank, in its process."""
+    config = Config.model_validate(given["config"])
+    register_models(config)
+    service: RankService = load(given["service"])(config, rank, device)
+    return service
+
+
+# Facts that the policy decides by.
+
+
+def policy_of(config: Config) -> RestartPolicy:
+    recover, elastic = config.recover, config.elastic
+    return RestartPolicy(
+        retries=recover.retries if recover.is_on else 0,
+        slot_failures=elastic.slot_failures if elastic.enabled and recover.is_on else None,
+    )
+
+
+def first_line(error: Exception) -> str:
+    text, name = str(error).partition("\n")[0], type(error).__name__
+    return text if text and isinstance(error, RunError | UserError) else f"{name}: {text}"
+
+
+def step_under_way(config: Config) -> int:
+    """Of a run that trains: the one after the last that was recorded."""
+    lines = read_lines(run_path_of(config) / "steps.jsonl")
+    return max((line["step"] for line in lines), default=0) + 1
+
+
+def run_path_of(config: Config) -> Path:
+    return run_path(config.fileroot, config.experiment_name, config.trial_name, config.user)
+
+
+def newest_step(config: Config) -> int:
+    """Of the newest committed checkpoint; -1 without any."""
+    found = find_checkpoints(checkpoint_path(config), report=log.debug)
+    return found[0].step if found else -1
+
+
+# What a failure leaves in this process.
+
+
+def release(error: BaseException | None) -> None:
+    """The tensors and samples of a failed generation hang on the frames of its exceptions."""
+    seen: set[int] = set()
+    found = [error]
+    while found:
+        one = found.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            clear_frames(one.__traceback__)
+            found += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
+
+
+def why_unusable() -> str | None:
+    """Why no learner can be built in this process again, in words."""
+    if any(thread.name == "learner" for thread in threading.enumerate()):
+        return "a call of the learner does not return"
+    if torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        except RuntimeError as error:
+            return first_line(error)
+    return None
