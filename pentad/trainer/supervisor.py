@@ -13,7 +13,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -166,6 +166,7 @@ class Supervisor:
         if self.is_apart and self.config.scheduler.type == "ray":
             resources.runtime = open_runtime(self.config, job.place, is_apart=True)
             resources.stack.push_async_callback(resources.runtime.close)
+        earlier = frozenset(threading.enumerate())
         while True:
             generation = self.form()
             try:
@@ -177,7 +178,7 @@ class Supervisor:
             fresh = False
             unsettle()  # the generation that ended leaves cycles
             gc.collect()
-            if not self.is_apart and (why := why_unusable()):
+            if not self.is_apart and (why := why_unusable(earlier)):
                 with log_to(self.folder / "log.txt"):
                     log.warning("the run is started again in a fresh process: %s", why)
                 raise Unusable(self.policy)
@@ -424,9 +425,10 @@ def release(error: BaseException | None) -> None:
             found += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
 
 
-def why_unusable() -> str | None:
-    """Why no learner can be built in this process again, in words."""
-    if any(thread.name == "learner" for thread in threading.enumerate()):
+def why_unusable(earlier: Set[threading.Thread]) -> str | None:
+    """Why no learner can be built in this process again, in words. `earlier`: threads from before
+    the run, which are not its learner's."""
+    if any(thread.name == "learner" for thread in set(threading.enumerate()) - earlier):
         return "a call of the learner does not return"
     if torch.cuda.is_initialized():
         try:

@@ -332,7 +332,8 @@ def test_what_was_trained_before_a_sampler_that_hangs_is_exported(lab, monkeypat
     with pytest.raises(
         RunError, match=r"no progress for \d+ s: rollout waits for 4 running groups"
     ):
-        lab.train("total_train_steps=4", "stall_abort_s=2", trial="hung")
+        retries = "recover.retries=0"
+        lab.train("total_train_steps=4", "stall_abort_s=2", retries, trial="hung")
     assert exports_of(lab, "hung").keys() == {1}
 
 

@@ -142,6 +142,20 @@ def test_a_process_that_failed_runs_on_with_a_new_service_and_nothing_of_the_old
     assert not is_restart()
 
 
+def test_a_thread_of_an_earlier_run_that_hangs_does_not_make_the_process_unusable(make):
+    end, failed = threading.Event(), []
+    threading.Thread(target=end.wait, name="learner", daemon=True).start()
+
+    def run(*_):
+        if not failed:
+            failed.append(True)
+            raise Transient("once")
+        return "summary"
+
+    assert make(run).run_checked(fresh=False) == "summary"
+    end.set()
+
+
 def test_a_call_that_does_not_return_asks_for_a_fresh_process(make, caplog):
     end = threading.Event()
 
