@@ -52,9 +52,9 @@ from pentad.rollout.executor import Hold  # noqa: E402
 from pentad.runtime import local_roles  # noqa: E402
 from pentad.runtime.roles import RoleSpec  # noqa: E402
 from pentad.telemetry.steps import read_lines  # noqa: E402
-from pentad.trainer.examples import run_sft  # noqa: E402
 from pentad.trainer.records import TrainedBatch  # noqa: E402
-from pentad.trainer.rollouts import run_train  # noqa: E402
+from pentad.trainer.sources.examples import run_sft  # noqa: E402
+from pentad.trainer.sources.rollouts import run_train  # noqa: E402
 
 SEPARATE = "scheduler.processes=separate"
 CASES = {

@@ -43,8 +43,8 @@ from pentad.models.families import dims_of  # noqa: E402
 from pentad.planner.prepare import prepare  # noqa: E402
 from pentad.rl.losses import SftLoss  # noqa: E402
 from pentad.telemetry.steps import LineWriter  # noqa: E402
-from pentad.trainer.example_service import PretrainService  # noqa: E402
-from pentad.trainer.learners import build_role  # noqa: E402
+from pentad.trainer.rank.example_service import PretrainService  # noqa: E402
+from pentad.trainer.rank.learners import build_role  # noqa: E402
 
 Weights = dict[str, Tensor]
 

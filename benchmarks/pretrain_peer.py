@@ -23,7 +23,7 @@ from pentad.core.device import DTYPES
 from pentad.data.tokenizer import load_tokenizer
 from pentad.engine.optim import compute_lr
 from pentad.models.families import dims_of
-from pentad.trainer.example_service import PretrainService
+from pentad.trainer.rank.example_service import PretrainService
 
 
 class Objective(nn.Module):

@@ -18,8 +18,8 @@ from pentad.cli.demo import NUM_SFT, NUM_TRAIN, NUM_VALID, recipe
 from pentad.cli.errors import reporting
 from pentad.data.toy import write_model, write_task
 from pentad.planner.prepare import prepare
-from pentad.trainer.examples import run_sft
-from pentad.trainer.rollouts import run_train
+from pentad.trainer.sources.examples import run_sft
+from pentad.trainer.sources.rollouts import run_train
 
 HERE = Path(__file__).parent
 NAMES = sorted(path.stem for path in HERE.glob("*.yaml"))

@@ -151,8 +151,8 @@ def count_functions(command: str) -> int:
     sys.path.insert(0, str(HOME))
     from pentad.data.toy import write_model, write_task
     from pentad.planner.prepare import prepare
-    from pentad.trainer.examples import run_sft
-    from pentad.trainer.rollouts import run_train
+    from pentad.trainer.sources.examples import run_sft
+    from pentad.trainer.sources.rollouts import run_train
 
     seen: set[CodeType] = set()
 

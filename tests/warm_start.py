@@ -229,8 +229,7 @@ def preload() -> None:
     import pentad.runtime.rank_host
     import pentad.runtime.role_host
     import pentad.samplers.remote
-    import pentad.trainer.rollouts
-    import pentad.trainer.scorers  # noqa: F401
+    import pentad.trainer.pumps.scorers  # noqa: F401
     from pentad.data.tokenizer import load_tokenizer
     from pentad.data.toy import write_model
 

@@ -44,7 +44,7 @@ def main(
     config, notes = filled.prepare("train")
     if added:
         typer.echo(f"not in the recipe, so filled in: {' '.join(added)}")
-    from pentad.trainer.rollouts import run_train
+    from pentad.trainer.sources.rollouts import run_train
 
     summary = run_train(config, notes, fresh)
     typer.echo(f"records: {summary.records}\nmodel: {summary.model}")

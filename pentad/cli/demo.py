@@ -15,8 +15,8 @@ from pentad.data.toy import write_model, write_task
 from pentad.planner.prepare import prepare
 from pentad.telemetry.runfolder import run_path
 from pentad.trainer.context import RunSummary
-from pentad.trainer.examples import run_sft
-from pentad.trainer.rollouts import run_train
+from pentad.trainer.sources.examples import run_sft
+from pentad.trainer.sources.rollouts import run_train
 
 NUM_TRAIN, NUM_SFT, NUM_VALID = 8000, 2000, 500
 

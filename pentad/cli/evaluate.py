@@ -18,7 +18,7 @@ from pentad.config.derived import chosen
 from pentad.config.schema import Config
 from pentad.core.errors import Problem, UserError
 from pentad.rollout.evaluation import Answered
-from pentad.trainer.evaluate import Evaluation, check_eval, eval_params, run_eval
+from pentad.trainer.sampling.evaluate import Evaluation, check_eval, eval_params, run_eval
 
 
 def run_eval_command(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pentad.trainer.replay import Replay, ReplayedNumber, run_replay
+from pentad.trainer.sources.replay import Replay, ReplayedNumber, run_replay
 
 
 def run_replay_command(

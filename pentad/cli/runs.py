@@ -36,16 +36,16 @@ def run_command(
         submit_job(config, command, notes, fresh)
         return
     if command == "train" and config.only == "rollout":
-        from pentad.trainer.rollout_only import run_rollout_only
+        from pentad.trainer.sources.rollout_only import run_rollout_only
 
         sampled = run_rollout_only(config, notes, fresh)
         typer.echo(f"{sampled.num_steps} steps sampled. Records: {sampled.records}")
         words = f"--only train --groups-from {sampled.records}"
         typer.echo(f"Groups: {sampled.model} ({words} trial_name={config.trial_name}-trained)")
         return
-    from pentad.trainer.examples import run_pretrain, run_sft
-    from pentad.trainer.kept_groups import run_train_only
-    from pentad.trainer.rollouts import run_train
+    from pentad.trainer.sources.examples import run_pretrain, run_sft
+    from pentad.trainer.sources.kept_groups import run_train_only
+    from pentad.trainer.sources.rollouts import run_train
 
     train = run_train if config.only is None else run_train_only
     runs: dict[RunCommand, Callable[..., RunSummary]] = {

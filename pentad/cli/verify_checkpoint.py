@@ -197,7 +197,7 @@ def unusable(found: FoundCheckpoint, notes: list[str]) -> list[str]:
         return []
     from pentad.checkpoint.restore import checked_counters, open_index
     from pentad.checkpoint.shards import COUNTERS
-    from pentad.trainer.recovery import INFOS
+    from pentad.trainer.saving.recovery import INFOS
     from pentad.weights.megatron.layout import INDEX
 
     manifest, out = found.manifest, []

@@ -47,17 +47,17 @@ from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.runfolder import RunFolder, describe_start, write_json
 from pentad.telemetry.screen import Screen, open_screen
 from pentad.telemetry.sinks import build_sinks
-from pentad.trainer.batches import BatchKeeper
-from pentad.trainer.periodic import Frequency
 from pentad.trainer.preflight import kind_of
+from pentad.trainer.processes.resources import Regroup
 from pentad.trainer.records import StepRecorder
-from pentad.trainer.resources import Regroup
 from pentad.trainer.run_folders import (
     checkpoint_path,
     now_text,
     standing,
     take_folder,
 )
+from pentad.trainer.saving.batches import BatchKeeper
+from pentad.trainer.saving.periodic import Frequency
 from pentad.trainer.stopping import stop_early
 
 log = logging.getLogger(__name__)

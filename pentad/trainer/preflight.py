@@ -37,10 +37,10 @@ from pentad.rollout.workflows import OwnPrompts, Workflow
 from pentad.runtime.nodes import NODES
 from pentad.runtime.rank import rank_from_environment
 from pentad.runtime.restarts import is_restart
-from pentad.trainer.learners import check_start, trained_dims
+from pentad.trainer.rank.learners import check_start, trained_dims
 from pentad.trainer.reward_trial import check_reward
 from pentad.trainer.run_folders import checkpoint_path
-from pentad.trainer.samplers import server_problems
+from pentad.trainer.sampling.samplers import server_problems
 
 T = TypeVar("T")
 

@@ -27,10 +27,10 @@ from pentad.telemetry.record import (
     Rl,
     StepRecord,
 )
-from pentad.trainer.recovery import RecoverHandler
-from pentad.trainer.saver import Saver
-from pentad.trainer.state import DataProgress
-from pentad.trainer.update import BatchFacts
+from pentad.trainer.pumps.state import DataProgress
+from pentad.trainer.rank.update import BatchFacts
+from pentad.trainer.saving.recovery import RecoverHandler
+from pentad.trainer.saving.saver import Saver
 
 log = logging.getLogger(__name__)
 

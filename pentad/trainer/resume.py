@@ -17,8 +17,8 @@ from pentad.telemetry import host
 from pentad.telemetry.log import NOTICE
 from pentad.telemetry.runfolder import set_aside
 from pentad.trainer.context import RunContext, RunSummary
-from pentad.trainer.recovery import Check, RecoverHandler
 from pentad.trainer.run_folders import accept_config, checkpoint_path
+from pentad.trainer.saving.recovery import Check, RecoverHandler
 
 log = logging.getLogger(__name__)
 

@@ -31,27 +31,27 @@ from pentad.telemetry.log import announced
 from pentad.telemetry.record import MemoryUse, PhaseTimer, StepRecord
 from pentad.trainer.context import RunContext, RunData, RunSummary, open_run
 from pentad.trainer.learner_client import Carrier, LearnerClient
-from pentad.trainer.learners import Role
+from pentad.trainer.processes.resources import Regroup
+from pentad.trainer.processes.supervisor import Supervisor
+from pentad.trainer.pumps.scheduler import HangWatch, Scheduler
+from pentad.trainer.pumps.state import ProcessRandom
+from pentad.trainer.rank.learners import Role
 from pentad.trainer.records import TrainedBatch
-from pentad.trainer.recovery import (
+from pentad.trainer.resume import finished, resume, roll_back
+from pentad.trainer.run_folders import digest_of_config, now_text, standing
+from pentad.trainer.saving.recovery import (
     RecoverHandler,
     finish_saves,
     progress_of,
     save_after_failure,
 )
-from pentad.trainer.resources import Regroup
-from pentad.trainer.resume import finished, resume, roll_back
-from pentad.trainer.run_folders import digest_of_config, now_text, standing
-from pentad.trainer.saver import Saver
-from pentad.trainer.scheduler import HangWatch, Scheduler
-from pentad.trainer.state import ProcessRandom
+from pentad.trainer.saving.saver import Saver
 from pentad.trainer.stopping import (
     StopFlag,
     cut_short,
     stop_flag,
     stop_task_early,
 )
-from pentad.trainer.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ import torch
 
 from pentad.data.toy import write_byte_model, write_task
 from pentad.planner.prepare import prepare
-from pentad.trainer.rollouts import run_train
+from pentad.trainer.sources.rollouts import run_train
 from pentad_tools.bench.bench_train import QWEN3_0_6B, QWEN3_MOE_SLICE, TOY
 
 SMOLLM2_135M: dict[str, Any] = {

@@ -33,7 +33,7 @@ POLL_S = 0.02
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
-        *("pentad.trainer.rollouts", "pentad.trainer.examples"),
+        *("pentad.trainer.sources.rollouts", "pentad.trainer.sources.examples"),
         *("pentad.samplers.remote", "pentad.runtime.rank_host", *IMPORTED_LATE),
     ]
 )

@@ -20,14 +20,14 @@ from pentad.planner.prepare import prepare
 from pentad.runtime import calls as runtime_calls
 from pentad.runtime.calls import RankCalls, serve
 from pentad.runtime.rank import Rank
-from pentad.trainer import learners
-from pentad.trainer.ranks import run_over_ranks, run_rank
-from pentad.trainer.rollouts import begin_train
-from pentad.trainer.service import LearnerService
-from pentad.trainer.example_service import PretrainService, SftService
-from pentad.trainer.examples import begin_examples
+from pentad.trainer.rank import learners
+from pentad.trainer.processes.ranks import run_over_ranks, run_rank
+from pentad.trainer.sources.rollouts import begin_train
+from pentad.trainer.rank.service import LearnerService
+from pentad.trainer.rank.example_service import PretrainService, SftService
+from pentad.trainer.sources.examples import begin_examples
 from pentad.trainer.run import lead
-from pentad.trainer.supervisor import RunJob
+from pentad.trainer.processes.supervisor import RunJob
 
 
 def settings_of(task, root, command, trial, *overrides):

@@ -9,7 +9,7 @@ from run_cases import config_of
 from safetensors.torch import load_file
 
 from pentad.data.toy import write_model, write_task
-from pentad.trainer.examples import run_sft
+from pentad.trainer.sources.examples import run_sft
 
 pytestmark = pytest.mark.dist
 

@@ -20,8 +20,8 @@ from pentad.data.toy import write_byte_model, write_model, write_task
 from pentad.runtime.slots import Slots
 from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.steps import read_lines
-from pentad.trainer.rollouts import run_train
-from pentad.trainer.examples import run_pretrain, run_sft
+from pentad.trainer.sources.rollouts import run_train
+from pentad.trainer.sources.examples import run_pretrain, run_sft
 
 pytestmark = pytest.mark.dist
 

@@ -21,7 +21,7 @@ from run_cases import config_of, settings_of
 from pentad.data.toy import write_byte_model
 from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.steps import read_lines
-from pentad.trainer.examples import run_pretrain
+from pentad.trainer.sources.examples import run_pretrain
 
 pytestmark = [pytest.mark.dist, pytest.mark.full, pytest.mark.slow]
 

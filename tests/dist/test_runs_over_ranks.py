@@ -19,8 +19,8 @@ from pentad.core.errors import RunError
 from pentad.data.toy import write_model, write_task
 from pentad.models.conversion import Conversion, convert
 from pentad.telemetry.steps import read_lines
-from pentad.trainer.examples import run_sft
-from pentad.trainer.rollouts import run_train
+from pentad.trainer.sources.examples import run_sft
+from pentad.trainer.sources.rollouts import run_train
 from pentad.weights.hf import HfFolder
 from pentad.weights.regions import full_box
 

@@ -8,8 +8,8 @@ from closeness import ROUNDING
 from pentad.planner.prepare import prepare
 from pentad.telemetry.record import comparable
 from pentad.telemetry.steps import read_lines
-from pentad.trainer.examples import run_sft
-from pentad.trainer.rollouts import run_train
+from pentad.trainer.sources.examples import run_sft
+from pentad.trainer.sources.rollouts import run_train
 
 FLOAT32 = 10 * ROUNDING
 """Between log-probs of sampler and trainer: the logits of the tiny models are below 10."""

@@ -25,14 +25,14 @@ from pentad.data.ledger import Ledger
 from pentad.data.prompts import RejectedPrompt
 from pentad.data.store import MemoryStore
 from pentad.sync.publisher import Publisher, Snapshot, take_snapshot
-from pentad.trainer.placement import Placement, Turnstile
+from pentad.trainer.pumps.rollout_pump import RolloutPump
+from pentad.trainer.pumps.scheduler import Scheduler
+from pentad.trainer.pumps.scorers import ScorePump
+from pentad.trainer.pumps.state import Budget, RunState
+from pentad.trainer.pumps.train_pump import BatchTrainer, PublishPump, SamplerSink
 from pentad.trainer.records import TrainedBatch
-from pentad.trainer.rollout_pump import RolloutPump
 from pentad.trainer.run import Run
-from pentad.trainer.scheduler import Scheduler
-from pentad.trainer.scorers import ScorePump
-from pentad.trainer.state import Budget, RunState
-from pentad.trainer.train_pump import BatchTrainer, PublishPump, SamplerSink
+from pentad.trainer.sampling.placement import Placement, Turnstile
 
 MAX_TURNS = 50_000
 """Turns of the event loop after which a schedule counts as one that does not end."""
@@ -186,7 +186,7 @@ class SimulatedLearner:
 
 
 class SimulatedSource:
-    """Batches of groups, as `trainer.rollouts` has them."""
+    """Batches of groups, as `trainer.sources.rollouts` has them."""
 
     saves_first = False
 

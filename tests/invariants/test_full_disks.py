@@ -10,7 +10,7 @@ from pentad.checkpoint import writer
 from pentad.checkpoint.folders import damage, find_checkpoints
 from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.steps import read_lines
-from pentad.trainer import periodic
+from pentad.trainer.saving import periodic
 
 
 @pytest.fixture

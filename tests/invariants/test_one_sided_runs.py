@@ -12,11 +12,11 @@ from pentad.cli.main import app
 from pentad.core.errors import RunError, UserError
 from pentad.planner.prepare import prepare
 from pentad.telemetry.steps import read_lines
-from pentad.trainer.batches import read_batch
 from pentad.trainer.context import RunSummary
-from pentad.trainer.kept_groups import KeptSource, run_train_only
-from pentad.trainer.rollout_only import run_rollout_only
-from pentad.trainer.service import LearnerService
+from pentad.trainer.rank.service import LearnerService
+from pentad.trainer.saving.batches import read_batch
+from pentad.trainer.sources.kept_groups import KeptSource, run_train_only
+from pentad.trainer.sources.rollout_only import run_rollout_only
 
 UNCORRECTED = ["algorithm.correction=none", "algorithm.allow_uncorrected=true"]
 

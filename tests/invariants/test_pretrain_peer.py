@@ -12,7 +12,7 @@ from pentad.data.toy import write_byte_model
 from pentad.models.families import dims_of
 from pentad.models.registry import create_model, save_model
 from pentad.planner.prepare import prepare
-from pentad.trainer.examples import run_pretrain
+from pentad.trainer.sources.examples import run_pretrain
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

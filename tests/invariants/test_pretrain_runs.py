@@ -19,8 +19,8 @@ from pentad.data.toy import write_byte_model
 from pentad.planner.prepare import prepare
 from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.steps import read_lines
-from pentad.trainer.examples import run_pretrain
-from pentad.trainer.recovery import RecoverHandler
+from pentad.trainer.saving.recovery import RecoverHandler
+from pentad.trainer.sources.examples import run_pretrain
 
 STEPS = 6
 

@@ -23,7 +23,7 @@ from pentad.runtime.local_roles import LocalRuntime
 from pentad.samplers.replica import Replica, State
 from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.steps import read_lines
-from pentad.trainer import samplers
+from pentad.trainer.sampling import samplers
 
 SEPARATE = "scheduler.processes=separate"
 STALL_S = 15.0

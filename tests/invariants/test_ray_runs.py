@@ -14,8 +14,8 @@ from pentad.core.errors import UserError
 from pentad.planner.prepare import prepare
 from pentad.telemetry.recorder import Recorder
 from pentad.trainer.learner_client import LearnerClient
-from pentad.trainer.rollouts import run_train
-from pentad.trainer.state import RunState
+from pentad.trainer.pumps.state import RunState
+from pentad.trainer.sources.rollouts import run_train
 
 ray = pytest.importorskip("ray")
 from pentad.runtime.ray_roles import RayRuntime, wait_gone  # noqa: E402

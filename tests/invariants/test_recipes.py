@@ -9,7 +9,7 @@ from run_lab import steps_of
 
 from pentad.planner.prepare import prepare
 from pentad.telemetry.steps import read_lines
-from pentad.trainer.rollouts import run_train
+from pentad.trainer.sources.rollouts import run_train
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

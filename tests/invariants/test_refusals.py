@@ -12,7 +12,7 @@ from pentad.core.errors import RunError, UserError
 from pentad.engine.section import EngineSettings
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.telemetry.steps import read_lines
-from pentad.trainer import learners
+from pentad.trainer.rank import learners
 
 
 def test_a_folder_of_another_config_is_left_alone(lab):
@@ -91,7 +91,7 @@ def test_a_sampler_that_keeps_its_old_weights_stops_the_run(lab, monkeypatch):
 def test_a_sampler_that_runs_another_policy_stops_the_run(lab, monkeypatch):
     """The weights arrive whole, but the sampler reports the log-probs of another temperature."""
     monkeypatch.setattr(
-        "pentad.trainer.learners.EngineSettings",
+        "pentad.trainer.rank.learners.EngineSettings",
         lambda **given: EngineSettings(**given | {"temperature": 2.0}),
     )
     with pytest.raises(RunError, match="differ between sampler and trainer"):

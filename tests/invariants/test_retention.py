@@ -9,8 +9,8 @@ import pytest
 from test_saving import exports_of, log_of, weights_of
 
 from pentad.rollout import evaluation
-from pentad.trainer.periodic import Frequency
-from pentad.trainer.saver import Saver, outdated
+from pentad.trainer.saving.periodic import Frequency
+from pentad.trainer.saving.saver import Saver, outdated
 
 
 def test_the_newest_exports_stay_and_what_goes_is_logged(lab):
@@ -49,7 +49,7 @@ def test_the_best_by_accuracy_stay_beside_the_last(lab, task, monkeypatch):
         assert result.accuracy is not None
         return replace(result, accuracy=next(accuracies))
 
-    monkeypatch.setattr("pentad.trainer.evaluate.summarise", summarise)
+    monkeypatch.setattr("pentad.trainer.sampling.evaluate.summarise", summarise)
     lab.train(
         f"valid_dataset.path={task / 'valid.jsonl'}",
         *("valid_dataset.limit=4", "evaluator.freq_steps=1", "saver.freq_steps=1"),
@@ -143,7 +143,7 @@ def test_a_score_that_came_after_the_last_checkpoint_counts_when_the_run_goes_on
     accuracies = iter([0.0, 0.9, 0.1, 0.2, 0.3])  # of versions 0 to 4
     plain = evaluation.summarise
     monkeypatch.setattr(
-        "pentad.trainer.evaluate.summarise",
+        "pentad.trainer.sampling.evaluate.summarise",
         lambda *args: replace(plain(*args), accuracy=next(accuracies)),
     )
     settings = (

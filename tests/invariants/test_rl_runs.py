@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.planner.prepare import prepare
 from pentad.telemetry.steps import read_lines
-from pentad.trainer import service
-from pentad.trainer.learners import build_learner
-from pentad.trainer.rollouts import run_train
+from pentad.trainer.rank import service
+from pentad.trainer.rank.learners import build_learner
+from pentad.trainer.sources.rollouts import run_train
 
 
 def weights_of(summary):

@@ -8,7 +8,7 @@ from run_lab import steps_of
 
 from pentad.core.errors import RunError
 from pentad.engine.engine import Engine
-from pentad.trainer.example_service import ExampleService
+from pentad.trainer.rank.example_service import ExampleService
 
 WORDS = ("guards.patience_steps=2", "recover.freq_steps=2", "saver.mode=sync")
 POISON = 2.0**-20

@@ -10,7 +10,7 @@ from pentad.engine.engine import Engine
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.rollout import executor
 from pentad.rollout.replicas import Fleet
-from pentad.trainer.samplers import SamplerOpener
+from pentad.trainer.sampling.samplers import SamplerOpener
 
 LONG = ("total_train_steps=40", "total_train_epochs=3", "actor.optimizer.lr=1e-2")
 

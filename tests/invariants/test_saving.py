@@ -23,8 +23,9 @@ from pentad.infer.sampler import EmbeddedSampler
 from pentad.runtime.calls import RankCalls
 from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.steps import read_lines
-from pentad.trainer import periodic, rollout_pump, saver
-from pentad.trainer.periodic import Frequency
+from pentad.trainer.pumps import rollout_pump
+from pentad.trainer.saving import periodic, saver
+from pentad.trainer.saving.periodic import Frequency
 from pentad.weights.hf import HfFolder
 from pentad.weights.regions import full_box
 

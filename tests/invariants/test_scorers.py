@@ -16,7 +16,7 @@ from pentad.core.errors import UserError
 from pentad.core.sizes import RunSize
 from pentad.planner.prepare import prepare
 from pentad.runtime.local_roles import LocalRuntime
-from pentad.trainer.learners import build_learner, build_scorer
+from pentad.trainer.rank.learners import build_learner, build_scorer
 
 
 @contextmanager

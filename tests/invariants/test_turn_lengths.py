@@ -6,7 +6,7 @@ from run_lab import steps_of
 from pentad.core.errors import RunError, UserError
 from pentad.data.toy import write_byte_model
 from pentad.telemetry.steps import read_lines
-from pentad.trainer.update import BatchUpdate
+from pentad.trainer.rank.update import BatchUpdate
 
 FLOWS = """
 from pentad.rollout.environments import Step

@@ -22,7 +22,7 @@ from pentad.data.toy import write_model, write_task
 from pentad.planner.prepare import prepare
 from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.steps import read_lines
-from pentad.trainer.examples import run_sft
+from pentad.trainer.sources.examples import run_sft
 
 
 @pytest.fixture

@@ -26,9 +26,9 @@ from pentad.engine.section import EngineSettings
 from pentad.models.families import dims_of
 from pentad.parallel.pipeline import plan_pipeline
 from pentad.planner.prepare import prepare
-from pentad.trainer.example_service import SftService
-from pentad.trainer.examples import check_examples
 from pentad.trainer.preflight import check_train
+from pentad.trainer.rank.example_service import SftService
+from pentad.trainer.sources.examples import check_examples
 
 SIZES = st.sampled_from([1, 1, 1, 2, 2, 3, 4, 8, 64])
 ONE_OF = {

@@ -37,14 +37,14 @@ from pentad.sync.publisher import Publisher, take_snapshot
 from pentad.telemetry.runfolder import open_run_folder
 from pentad.trainer.learner_client import LearnerClient
 from pentad.trainer.preflight import check_train
-from pentad.trainer.resources import RunResources
-from pentad.trainer.rollout_pump import RolloutPump
+from pentad.trainer.processes.resources import RunResources
+from pentad.trainer.processes.supervisor import RunJob, Supervisor, run_path_of
+from pentad.trainer.pumps.rollout_pump import RolloutPump
+from pentad.trainer.pumps.scheduler import Watchdog, held_loop
+from pentad.trainer.pumps.state import Budget, RunState
 from pentad.trainer.run_folders import standing
-from pentad.trainer.scheduler import Watchdog, held_loop
-from pentad.trainer.selftest import FLOAT32, run_selftest
-from pentad.trainer.state import Budget, RunState
+from pentad.trainer.sampling.selftest import FLOAT32, run_selftest
 from pentad.trainer.stopping import StopFlag, stop_early
-from pentad.trainer.supervisor import RunJob, Supervisor, run_path_of
 
 PAGE = (Path(__file__).parents[3] / "docs" / "troubleshooting.md").read_text()
 QUOTED = re.findall(r"^- `(.+)`$", PAGE, re.MULTILINE)
@@ -179,7 +179,7 @@ def crash_twice(caplog):
     run_path_of(config).mkdir(parents=True)
     error = ZeroDivisionError("division by zero")
     with RunResources() as resources, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pentad.trainer.supervisor.newest_step", lambda config: 3)
+        patch.setattr("pentad.trainer.processes.supervisor.newest_step", lambda config: 3)
         one = Supervisor(RunJob(None, None, None, config), resources)
         one.note_lost(error)
         with pytest.raises(ZeroDivisionError):

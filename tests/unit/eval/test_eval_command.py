@@ -16,7 +16,7 @@ from pentad.data.toy import write_byte_model, write_model, write_task
 from pentad.models.families import dims_of
 from pentad.models.registry import create_model, save_model
 from pentad.planner.prepare import prepare
-from pentad.trainer.rollouts import run_train
+from pentad.trainer.sources.rollouts import run_train
 
 
 @pytest.fixture(scope="module", autouse=True)

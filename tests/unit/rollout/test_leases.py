@@ -12,9 +12,9 @@ from pentad.data.ledger import Ledger
 from pentad.data.store import MemoryStore
 from pentad.rollout import executor as executor_file
 from pentad.rollout.workflows import SingleTurn
-from pentad.trainer.placement import Placement, Turnstile
-from pentad.trainer.rollout_pump import MAX_LEASES, RolloutPump
-from pentad.trainer.state import Budget, RunState
+from pentad.trainer.pumps.rollout_pump import MAX_LEASES, RolloutPump
+from pentad.trainer.pumps.state import Budget, RunState
+from pentad.trainer.sampling.placement import Placement, Turnstile
 
 
 class Stubborn(SingleTurn):

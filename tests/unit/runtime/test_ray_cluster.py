@@ -15,7 +15,7 @@ from pentad.config.load import read_config
 from pentad.config.resolve import resolve
 from pentad.core.bundles import Bundle
 from pentad.core.errors import RunError, UserError
-from pentad.trainer.samplers import ray_options
+from pentad.trainer.sampling.samplers import ray_options
 
 ray = pytest.importorskip("ray")
 from pentad.data import ray_blobs  # noqa: E402

@@ -16,9 +16,9 @@ from pentad.ops.digest import digest_of
 from pentad.sync.publisher import Publisher, take_snapshot
 from pentad.trainer import learner_client
 from pentad.trainer.learner_client import LearnerClient
-from pentad.trainer.placement import Placement, Turnstile
-from pentad.trainer.state import Budget, RunState
-from pentad.trainer.train_pump import PublishPump
+from pentad.trainer.pumps.state import Budget, RunState
+from pentad.trainer.pumps.train_pump import PublishPump
+from pentad.trainer.sampling.placement import Placement, Turnstile
 
 
 class Receiver:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentad.trainer.state import Budget
+from pentad.trainer.pumps.state import Budget
 
 
 def test_on_policy_admits_one_batch_at_a_time():

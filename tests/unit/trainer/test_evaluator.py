@@ -1,7 +1,7 @@
 """When held-out prompts are evaluated."""
 
-from pentad.trainer.evaluate import Evaluator
-from pentad.trainer.periodic import Frequency
+from pentad.trainer.sampling.evaluate import Evaluator
+from pentad.trainer.saving.periodic import Frequency
 
 
 def test_an_evaluation_whose_version_was_overtaken_is_made_at_the_next():

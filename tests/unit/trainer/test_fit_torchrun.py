@@ -8,7 +8,7 @@ from pentad.config.load import read_config
 from pentad.config.resolve import resolve
 from pentad.core.errors import UserError
 from pentad.runtime.rank import Rank
-from pentad.trainer.ranks import fit_torchrun
+from pentad.trainer.processes.ranks import fit_torchrun
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Periodic triggers: steps, epochs, seconds, any of them."""
 
-from pentad.trainer.periodic import Frequency
+from pentad.trainer.saving.periodic import Frequency
 
 
 def due_steps(frequency, steps):

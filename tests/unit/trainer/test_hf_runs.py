@@ -18,9 +18,9 @@ from pentad.data.toy import write_model, write_task
 from pentad.engine.engine import build_engine
 from pentad.planner.prepare import prepare
 from pentad.telemetry.steps import read_lines
-from pentad.trainer.examples import run_sft
-from pentad.trainer.learners import trained_dims
-from pentad.trainer.rollouts import run_train
+from pentad.trainer.rank.learners import trained_dims
+from pentad.trainer.sources.examples import run_sft
+from pentad.trainer.sources.rollouts import run_train
 from pentad.weights.hf import HfFolder
 from pentad.weights.transfer import PairsReader
 

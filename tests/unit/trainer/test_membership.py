@@ -13,8 +13,8 @@ from pentad.core.errors import RunError
 from pentad.runtime.report import Failure
 from pentad.runtime.restarts import Lost, RestartPolicy
 from pentad.runtime.slots import Slots
-from pentad.trainer import membership
-from pentad.trainer.membership import Membership
+from pentad.trainer.processes import membership
+from pentad.trainer.processes.membership import Membership
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pentad.models import families
 from pentad.planner.prepare import prepare
 from pentad.telemetry.record import comparable
 from pentad.telemetry.steps import read_lines
-from pentad.trainer.examples import run_sft
+from pentad.trainer.sources.examples import run_sft
 
 MINE = """
 from dataclasses import replace

@@ -14,7 +14,7 @@ from pentad.data.toy import write_model, write_task
 from pentad.models import families
 from pentad.planner.prepare import prepare
 from pentad.telemetry.steps import read_lines
-from pentad.trainer.examples import run_sft
+from pentad.trainer.sources.examples import run_sft
 from pentad_tools.models.model_commands import run_verify_model
 from pentad_tools.models.verify import subject_of, verify_subject
 

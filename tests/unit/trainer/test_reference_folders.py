@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pentad.core.errors import UserError
-from pentad.trainer.scorers import RefreshedReference
+from pentad.trainer.pumps.scorers import RefreshedReference
 
 
 class FolderMaker:

@@ -19,14 +19,14 @@ from pentad.planner.plan import build_plan
 from pentad.planner.prepare import prepare
 from pentad.samplers import sglang, vllm
 from pentad.samplers.process import server_environment, server_python
-from pentad.trainer import supervisor
-from pentad.trainer.ranks import run_over_ranks
-from pentad.trainer.samplers import (
+from pentad.trainer.processes import supervisor
+from pentad.trainer.processes.ranks import run_over_ranks
+from pentad.trainer.rank.service import LearnerService
+from pentad.trainer.sampling.samplers import (
     capability_problems,
     server_problems,
     server_settings,
 )
-from pentad.trainer.service import LearnerService
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 DIMS = ModelDims(

@@ -16,10 +16,10 @@ from pentad.checkpoint.job import FileSpec, Piece, WriteJob, run_job
 from pentad.checkpoint.tiers import Tiers
 from pentad.checkpoint.writer import Pending
 from pentad.core.errors import RunError, Stopped, Transient
-from pentad.trainer import periodic
-from pentad.trainer.periodic import Frequency
-from pentad.trainer.recovery import RecoverHandler, finish_saves, save_after_failure
-from pentad.trainer.saver import Saver
+from pentad.trainer.saving import periodic
+from pentad.trainer.saving.periodic import Frequency
+from pentad.trainer.saving.recovery import RecoverHandler, finish_saves, save_after_failure
+from pentad.trainer.saving.saver import Saver
 from pentad.trainer.stopping import StopFlag, stop_flag
 
 SOON_S = 20.0
@@ -97,7 +97,7 @@ class Learner:
 def learner(tmp_path, monkeypatch):
     monkeypatch.setattr(periodic, "LAST_WAITS_S", (0.0, 0.0))
     monkeypatch.setattr(periodic, "FAILED_S", 0.3)
-    monkeypatch.setattr("pentad.trainer.recovery.FAILED_S", 0.3)
+    monkeypatch.setattr("pentad.trainer.saving.recovery.FAILED_S", 0.3)
     return Learner(tmp_path)
 
 
@@ -257,7 +257,7 @@ def test_a_second_signal_does_not_wait_at_all(learner, recover, saver, monkeypat
 
 def test_what_is_said_at_the_end_is_where_the_next_start_resumes(learner, recover, monkeypatch):
     """A commit that is under way when the sentence is made has ended before."""
-    monkeypatch.setattr("pentad.trainer.recovery.FAILED_S", SOON_S)
+    monkeypatch.setattr("pentad.trainer.saving.recovery.FAILED_S", SOON_S)
     save(recover, 0)
     recover.settle(0)
     learner.hold()
@@ -289,7 +289,7 @@ def test_on_a_disk_with_room_for_two_the_third_is_saved(recover, learner, monkey
     learner.num_bytes = 40_000
     monkeypatch.setattr(learner, "call_all", call)
     monkeypatch.setattr(
-        "pentad.trainer.recovery.shutil.disk_usage",
+        "pentad.trainer.saving.recovery.shutil.disk_usage",
         lambda place: os.terminal_size((0, 0)) and type("Usage", (), {"free": free(place)}),
     )
     committed = []

@@ -13,8 +13,8 @@ from pentad.models.registry import create_model, save_model
 from pentad.planner.prepare import prepare
 from pentad.telemetry.record import comparable
 from pentad.telemetry.steps import read_lines
-from pentad.trainer.examples import run_sft
-from pentad.trainer.rollouts import run_train
+from pentad.trainer.sources.examples import run_sft
+from pentad.trainer.sources.rollouts import run_train
 
 
 @pytest.fixture(scope="module")

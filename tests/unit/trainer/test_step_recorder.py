@@ -9,11 +9,11 @@ from pentad.core.layout import Layout
 from pentad.core.types import LayerBalance, StepResult
 from pentad.models.families import dims_of
 from pentad.telemetry.record import MemoryUse, PhaseTimer
-from pentad.trainer.periodic import Frequency
+from pentad.trainer.rank.update import BatchFacts
 from pentad.trainer.records import StepRecorder, TrainedBatch
-from pentad.trainer.recovery import RecoverHandler
-from pentad.trainer.saver import Saver
-from pentad.trainer.update import BatchFacts
+from pentad.trainer.saving.periodic import Frequency
+from pentad.trainer.saving.recovery import RecoverHandler
+from pentad.trainer.saving.saver import Saver
 
 DIMS = dims_of(
     {

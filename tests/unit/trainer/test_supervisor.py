@@ -13,11 +13,11 @@ from pentad.config.load import read_config
 from pentad.config.resolve import resolve
 from pentad.core.errors import Crashed, Interrupted, RunError, Transient, UserError
 from pentad.runtime.restarts import RestartPolicy, is_restart
-from pentad.trainer import fresh, supervisor
-from pentad.trainer.fresh import run_in_fresh_processes
-from pentad.trainer.resources import RunResources
+from pentad.trainer.processes import fresh, supervisor
+from pentad.trainer.processes.fresh import run_in_fresh_processes
+from pentad.trainer.processes.resources import RunResources
+from pentad.trainer.processes.supervisor import RunJob, Supervisor, Unusable
 from pentad.trainer.run import RunSummary
-from pentad.trainer.supervisor import RunJob, Supervisor, Unusable
 
 
 class Service:

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from pentad.trainer.placement import Placement, Turnstile
+from pentad.trainer.sampling.placement import Placement, Turnstile
 
 
 class Sleeper:

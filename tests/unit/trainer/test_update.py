@@ -9,7 +9,7 @@ from sections import engine_settings, settings_for
 from pentad.core.types import Group, Prompt, Row, Sample
 from pentad.engine.engine import build_engine
 from pentad.engine.section import OptimizerConfig
-from pentad.trainer.update import BatchUpdate
+from pentad.trainer.rank.update import BatchUpdate
 
 CONFIG = {
     "model_type": "qwen3",

@@ -10,8 +10,8 @@ from pentad.core.errors import RunError
 from pentad.data.ledger import Ledger
 from pentad.data.store import MemoryStore
 from pentad.runtime.rank import pulse
-from pentad.trainer.scheduler import GROUP_S, Watchdog
-from pentad.trainer.state import Budget, RunState
+from pentad.trainer.pumps.scheduler import GROUP_S, Watchdog
+from pentad.trainer.pumps.state import Budget, RunState
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from pentad.data.prompts import PromptStream, RejectedPrompt
 from pentad.rl.section import AlgorithmSettings
 from pentad.rl.shaping import has_signal
 from pentad.rollout.executor import Executor
-from pentad.trainer.placement import Placement, Turnstile
-from pentad.trainer.state import RunState
+from pentad.trainer.pumps.state import RunState
+from pentad.trainer.sampling.placement import Placement, Turnstile
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,6 @@ from pentad.rollout.evaluation import Answered, EvalResult, answer_prompts, summ
 from pentad.rollout.executor import Executor, load_workflow
 from pentad.rollout.workflows import Context, Workflow
 from pentad.samplers import completions
-from pentad.trainer.periodic import Frequency
 from pentad.trainer.preflight import (
     Checked,
     Collector,
@@ -37,7 +36,8 @@ from pentad.trainer.preflight import (
     vocabulary_problems,
 )
 from pentad.trainer.reward_trial import check_reward
-from pentad.trainer.samplers import sampler_settings
+from pentad.trainer.sampling.samplers import sampler_settings
+from pentad.trainer.saving.periodic import Frequency
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ from pentad.core.errors import RunError, Transient, UserError
 from pentad.core.files import sweep
 from pentad.core.machine import GIB
 from pentad.telemetry.log import NOTICE
-from pentad.trainer import periodic
-from pentad.trainer.periodic import MAX_WAIT_STEPS, Periodic
+from pentad.trainer.saving import periodic
+from pentad.trainer.saving.periodic import MAX_WAIT_STEPS, Periodic
 
 log = logging.getLogger(__name__)
 

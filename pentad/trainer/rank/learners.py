@@ -29,7 +29,7 @@ from pentad.models.language_model import LanguageModel
 from pentad.models.registry import build_model, open_weights
 from pentad.rl.section import AlgorithmSettings
 from pentad.telemetry.log import NOTICE
-from pentad.trainer.update import BatchUpdate
+from pentad.trainer.rank.update import BatchUpdate
 from pentad.weights import transfer
 
 Role = Literal["actor", "critic"]

@@ -40,11 +40,11 @@ from pentad.checkpoint.writer import Pending, failure_in
 from pentad.core.errors import FULL, Problem, RunError, Transient, UserError
 from pentad.data.packing import pack_groups
 from pentad.telemetry.log import NOTICE
-from pentad.trainer import periodic
 from pentad.trainer.learner_client import LearnerClient
-from pentad.trainer.periodic import FAILED_S, Periodic
-from pentad.trainer.saver import Saver, rescue
-from pentad.trainer.state import DataProgress
+from pentad.trainer.pumps.state import DataProgress
+from pentad.trainer.saving import periodic
+from pentad.trainer.saving.periodic import FAILED_S, Periodic
+from pentad.trainer.saving.saver import Saver, rescue
 from pentad.trainer.stopping import StopFlag, stopped
 
 log = logging.getLogger(__name__)

@@ -45,15 +45,15 @@ from pentad.runtime.rank import Rank, rank_from_environment
 from pentad.runtime.rank_host import JOIN_S, specs_of_ranks
 from pentad.telemetry.record import plain_json
 from pentad.telemetry.steps import read_lines
-from pentad.trainer.batches import kept_steps, read_batch, read_head
 from pentad.trainer.context import place_of
 from pentad.trainer.learner_client import LearnerClient
-from pentad.trainer.learners import Role
 from pentad.trainer.preflight import start_facts
+from pentad.trainer.rank.learners import Role
+from pentad.trainer.rank.service import LearnerService
+from pentad.trainer.rank.update import BatchFacts, BatchResult
 from pentad.trainer.records import grad_norm_of, loss_of
 from pentad.trainer.run_folders import checkpoint_path
-from pentad.trainer.service import LearnerService
-from pentad.trainer.update import BatchFacts, BatchResult
+from pentad.trainer.saving.batches import kept_steps, read_batch, read_head
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2}
 """How far a loss may be off, relative to 1, and a norm relative to itself, where sums are added up

@@ -1,9 +1,9 @@
 """A one-process run in a fresh process, where a failure has left this one unusable: a CUDA error,
 or a call that does not return.
 
-This process keeps the command, passes signals on and waits. `python -m pentad.trainer.fresh` is the
-other one; it gets the job and what is counted of restarts over a pipe, and answers with the summary
-of the run or with what it failed with.
+This process keeps the command, passes signals on and waits. The other one is
+`python -m pentad.trainer.processes.fresh`; it gets the job and what is counted of restarts over a
+pipe, and answers with the summary of the run or with what it failed with.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pentad
 from pentad.core.device import reset_gpus
 from pentad.core.errors import RunError, Transient
 from pentad.runtime.process import Child, die_with_parent
 from pentad.runtime.restarts import RestartPolicy
 from pentad.runtime.signals import handling_signals
 from pentad.trainer.context import RunSummary
-from pentad.trainer.resources import RunResources
+from pentad.trainer.processes.resources import RunResources
+from pentad.trainer.processes.supervisor import RunJob, Supervisor, Unusable
 from pentad.trainer.run_folders import standing
 from pentad.trainer.stopping import too_early
-from pentad.trainer.supervisor import RunJob, Supervisor, Unusable
 
 RESET_S = 15.0
 """How long the GPUs may take to give back what this process has there."""
@@ -68,7 +69,7 @@ def ask_fresh_process(job: RunJob, policy: RestartPolicy) -> Any:
     """A summary, a policy where that process became unusable too, or an exception."""
     ours, theirs = Pipe()
     names: list[str] = []
-    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
+    path = os.pathsep.join([str(Path(pentad.__file__).parents[1]), *filter(None, sys.path)])
     with ours, theirs:
         child = Child.start(
             [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid())],

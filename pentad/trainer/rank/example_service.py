@@ -22,8 +22,8 @@ from pentad.data.tokenizer import Tokenizer, load_tokenizer
 from pentad.data.tokens import TokenSequences, open_tokens
 from pentad.rl.losses import SftLoss
 from pentad.runtime.rank import Rank
-from pentad.trainer.learners import build_role, trained_dims
-from pentad.trainer.service import EngineService
+from pentad.trainer.rank.learners import build_role, trained_dims
+from pentad.trainer.rank.service import EngineService
 
 EVALUATED_AT_ONCE = 1024
 """Examples."""

@@ -31,7 +31,7 @@ from pentad.core.errors import RunError, Transient, UserError, first_cause
 from pentad.runtime.awake import awake_s
 from pentad.runtime.process import frame_of
 from pentad.runtime.rank import pulse
-from pentad.trainer.state import RunState
+from pentad.trainer.pumps.state import RunState
 from pentad.trainer.stopping import stop_on_signals
 
 log = logging.getLogger(__name__)

@@ -19,16 +19,21 @@ from pentad.data.tokenizer import load_tokenizer
 from pentad.telemetry.log import announced
 from pentad.telemetry.record import PhaseTimer
 from pentad.trainer.context import RunSummary
-from pentad.trainer.example_service import ExampleService, PretrainService, SftService, parts_of
-from pentad.trainer.learners import check_start, start_run, trained_dims
-from pentad.trainer.periodic import Frequency
 from pentad.trainer.preflight import Collector, start_problems, vocabulary_problems
-from pentad.trainer.ranks import run_over_ranks
+from pentad.trainer.processes.ranks import run_over_ranks
+from pentad.trainer.rank.example_service import (
+    ExampleService,
+    PretrainService,
+    SftService,
+    parts_of,
+)
+from pentad.trainer.rank.learners import check_start, start_run, trained_dims
+from pentad.trainer.rank.update import BatchFacts, step_from
 from pentad.trainer.records import TrainedBatch
-from pentad.trainer.recovery import Identity
 from pentad.trainer.run import BatchSource, Run, RunInputs
-from pentad.trainer.selftest import NUM_PROBES, check_packing, tolerance_of
-from pentad.trainer.update import BatchFacts, step_from
+from pentad.trainer.sampling.selftest import NUM_PROBES, check_packing, tolerance_of
+from pentad.trainer.saving.periodic import Frequency
+from pentad.trainer.saving.recovery import Identity
 
 log = logging.getLogger(__name__)
 

@@ -12,13 +12,13 @@ from pentad.core.errors import InfraFailure, RunError
 from pentad.core.types import Group
 from pentad.sync.publisher import Publisher, Snapshot
 from pentad.telemetry.record import PhaseTimer
-from pentad.trainer.evaluate import Evaluator
 from pentad.trainer.learner_client import LearnerClient
-from pentad.trainer.placement import Placement, Turnstile
+from pentad.trainer.pumps.state import RunState
+from pentad.trainer.rank.update import BatchFacts, chunk_slots
 from pentad.trainer.records import TrainedBatch
-from pentad.trainer.selftest import Prober
-from pentad.trainer.state import RunState
-from pentad.trainer.update import BatchFacts, chunk_slots
+from pentad.trainer.sampling.evaluate import Evaluator
+from pentad.trainer.sampling.placement import Placement, Turnstile
+from pentad.trainer.sampling.selftest import Prober
 
 
 @dataclass(eq=False)

@@ -26,10 +26,10 @@ from pentad.sync.handoff import Handoff, opened, snapshot_of
 from pentad.sync.publisher import Publisher, Snapshot
 from pentad.trainer.context import RunContext
 from pentad.trainer.learner_client import LearnerClient
-from pentad.trainer.placement import Placement, Turnstile
 from pentad.trainer.preflight import Checked, kind_of
-from pentad.trainer.resources import RunResources
-from pentad.trainer.samplers import SamplerOpener, ray_options
+from pentad.trainer.processes.resources import RunResources
+from pentad.trainer.sampling.placement import Placement, Turnstile
+from pentad.trainer.sampling.samplers import SamplerOpener, ray_options
 
 
 @dataclass(eq=False)

@@ -35,10 +35,10 @@ from pentad.runtime.restarts import RestartPolicy
 from pentad.runtime.roles import RoleSpec, Runtime
 from pentad.telemetry.log import NOTICE, announced
 from pentad.trainer.learner_client import LearnerClient
-from pentad.trainer.learners import build_scorer
-from pentad.trainer.placement import Placement
-from pentad.trainer.state import RunState
-from pentad.trainer.update import chunk_slots, column_of, on_host, scored_rows
+from pentad.trainer.pumps.state import RunState
+from pentad.trainer.rank.learners import build_scorer
+from pentad.trainer.rank.update import chunk_slots, column_of, on_host, scored_rows
+from pentad.trainer.sampling.placement import Placement
 
 log = logging.getLogger(__name__)
 

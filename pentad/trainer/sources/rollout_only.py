@@ -32,22 +32,22 @@ from pentad.runtime.rank import Rank, rank_from_environment
 from pentad.sync.publisher import Publisher, Snapshot, take_snapshot
 from pentad.telemetry.log import NOTICE, announced
 from pentad.telemetry.record import Funnel, PhaseTimer, Rl, StepRecord
-from pentad.trainer.batches import BatchKeeper, kept_steps, read_batch
 from pentad.trainer.context import RunSummary
-from pentad.trainer.evaluate import open_executor, open_reward
-from pentad.trainer.learners import backend_of, start_run, weights_folder
-from pentad.trainer.placement import Placement, Turnstile
 from pentad.trainer.preflight import Checked, check_train, size_of
-from pentad.trainer.ranks import run_rank
+from pentad.trainer.processes.ranks import run_rank
+from pentad.trainer.processes.supervisor import RunJob
+from pentad.trainer.pumps.scheduler import Scheduler
+from pentad.trainer.pumps.state import Budget, RunState
+from pentad.trainer.rank.learners import backend_of, start_run, weights_folder
+from pentad.trainer.rank.update import BatchFacts
 from pentad.trainer.records import TrainedBatch, mean_parts
-from pentad.trainer.rollouts import rollout_pump, watchdog_of
 from pentad.trainer.run import BatchSource, Run, RunInputs, lead
-from pentad.trainer.samplers import SamplerOpener
-from pentad.trainer.scheduler import Scheduler
-from pentad.trainer.state import Budget, RunState
+from pentad.trainer.sampling.evaluate import open_executor, open_reward
+from pentad.trainer.sampling.placement import Placement, Turnstile
+from pentad.trainer.sampling.samplers import SamplerOpener
+from pentad.trainer.saving.batches import BatchKeeper, kept_steps, read_batch
+from pentad.trainer.sources.rollouts import rollout_pump, watchdog_of
 from pentad.trainer.stopping import stopped
-from pentad.trainer.supervisor import RunJob
-from pentad.trainer.update import BatchFacts
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """On which processes a run runs: this one alone, those it starts for its ranks, or torchrun's.
 
-Every rank has a service (`trainer.service`). The scheduler calls the services of all ranks: from a
-process of its own (`runtime.group_calls`), or under torchrun from rank 0 (`runtime.calls`).
+Every rank has a service (`trainer.rank.service`). The scheduler calls the services of all ranks:
+from a process of its own (`runtime.group_calls`), or under torchrun from rank 0 (`runtime.calls`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pentad.runtime.rank import Rank, is_one_machine, rank_from_environment
 from pentad.runtime.rank_host import JOIN_S, device_of, join_group, leave_group, shares_store
 from pentad.runtime.restarts import RestartPolicy
 from pentad.trainer.context import RunSummary
-from pentad.trainer.resources import RunResources
+from pentad.trainer.processes.resources import RunResources
+from pentad.trainer.processes.supervisor import MakeService, RunJob, Supervisor, Unusable
 from pentad.trainer.run import CheckInputs, lead
-from pentad.trainer.supervisor import MakeService, RunJob, Supervisor, Unusable
 
 
 def run_over_ranks(
@@ -54,7 +54,7 @@ def run_over_ranks(
         with RunResources() as resources:
             return Supervisor(job, resources, is_apart=job.is_apart).run_checked(fresh=fresh)
     except Unusable as unusable:
-        from pentad.trainer.fresh import run_in_fresh_processes
+        from pentad.trainer.processes.fresh import run_in_fresh_processes
 
         return run_in_fresh_processes(job, unusable.policy)
 

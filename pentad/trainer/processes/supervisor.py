@@ -3,7 +3,7 @@ by the next one, from the newest checkpoint.
 
 All that is counted of failures, generations and retired slots is in one `runtime.restarts` policy.
 Learners are processes beside the scheduler, or a thread of its process; that one is rebuilt within
-the process, or by `trainer.fresh` where a failure has left the process unusable.
+the process, or by `trainer.processes.fresh` where a failure has left the process unusable.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from pentad.telemetry.runfolder import run_path
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.context import RunSummary, noted_end
 from pentad.trainer.learner_client import Carrier
-from pentad.trainer.membership import Membership, RankGeneration
 from pentad.trainer.preflight import kind_of
-from pentad.trainer.recovery import RecoverHandler
-from pentad.trainer.resources import Regroup, RunResources
+from pentad.trainer.processes.membership import Membership, RankGeneration
+from pentad.trainer.processes.resources import Regroup, RunResources
+from pentad.trainer.rank.service import FAILURES
 from pentad.trainer.run_folders import checkpoint_path, standing, take_folder
-from pentad.trainer.samplers import open_runtime
-from pentad.trainer.service import FAILURES
+from pentad.trainer.sampling.samplers import open_runtime
+from pentad.trainer.saving.recovery import RecoverHandler
 from pentad.trainer.stopping import stop_early
 
 log = logging.getLogger(__name__)

@@ -37,9 +37,9 @@ from pentad.sync.published import Kind
 from pentad.sync.publisher import Snapshot, take_snapshot
 from pentad.sync.shards import ShardWriter
 from pentad.telemetry.host import rss_gb
-from pentad.trainer.batches import read_batch
-from pentad.trainer.learners import Role, build_learner, build_update, load_tags
-from pentad.trainer.update import BatchFacts, BatchResult, on_host
+from pentad.trainer.rank.learners import Role, build_learner, build_update, load_tags
+from pentad.trainer.rank.update import BatchFacts, BatchResult, on_host
+from pentad.trainer.saving.batches import read_batch
 
 FAILURES: dict[str, type[RunError]] = {
     **dict.fromkeys(("Damaged", "Missing"), Damaged),

@@ -24,16 +24,16 @@ from pentad.core.sizes import RunSize
 from pentad.core.types import Group, Prompt
 from pentad.data.ledger import PromptFunnel
 from pentad.telemetry.record import PhaseTimer
-from pentad.trainer.batches import BatchKeeper, kept_steps, read_batch, read_head
 from pentad.trainer.context import RunSummary
-from pentad.trainer.learners import Role, check_start, start_run, trained_dims
 from pentad.trainer.preflight import Collector, start_problems
-from pentad.trainer.ranks import run_over_ranks
+from pentad.trainer.processes.ranks import run_over_ranks
+from pentad.trainer.rank.learners import Role, check_start, start_run, trained_dims
+from pentad.trainer.rank.service import LearnerService
+from pentad.trainer.rank.update import BatchFacts
 from pentad.trainer.records import TrainedBatch
-from pentad.trainer.recovery import Identity
 from pentad.trainer.run import BatchSource, Run, RunInputs
-from pentad.trainer.service import LearnerService
-from pentad.trainer.update import BatchFacts
+from pentad.trainer.saving.batches import BatchKeeper, kept_steps, read_batch, read_head
+from pentad.trainer.saving.recovery import Identity
 
 
 @dataclass(frozen=True, slots=True)

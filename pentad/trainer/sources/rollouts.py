@@ -1,7 +1,7 @@
 """Rollouts as the source of a run's batches: reinforcement learning.
 
-Pumps on the run's event loop sample groups, score them and publish weights (`trainer.scheduler`);
-the steps of the run lease the groups and train them.
+Pumps on the run's event loop sample groups, score them and publish weights
+(`trainer.pumps.scheduler`); the steps of the run lease the groups and train them.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from pentad.rollout.evaluation import EvalResult
 from pentad.rollout.executor import Executor
 from pentad.telemetry.log import announced
 from pentad.telemetry.record import MemoryUse, PhaseTimer, StepRecord
-from pentad.trainer.batches import BatchKeeper
 from pentad.trainer.context import RunSummary
-from pentad.trainer.evaluate import Evaluator, open_executor, open_reward
-from pentad.trainer.learners import Role, start_run
-from pentad.trainer.placement import Placement, Turnstile
 from pentad.trainer.preflight import Checked, check_train, kind_of, size_of
-from pentad.trainer.ranks import run_over_ranks
+from pentad.trainer.processes.ranks import run_over_ranks
+from pentad.trainer.pumps.rollout_pump import RolloutPump, rejection
+from pentad.trainer.pumps.scheduler import Scheduler, Watchdog
+from pentad.trainer.pumps.scorers import RefreshedReference, ScorePump, ScorerCalls, open_scorers
+from pentad.trainer.pumps.state import Budget, RunState
+from pentad.trainer.pumps.train_pump import BatchTrainer, PublishPump, SamplerSink
+from pentad.trainer.rank.learners import Role, start_run
+from pentad.trainer.rank.service import LearnerService
 from pentad.trainer.records import TrainedBatch
-from pentad.trainer.recovery import GROUPS, Identity
-from pentad.trainer.rollout_pump import RolloutPump, rejection
 from pentad.trainer.run import BatchSource, Run, RunInputs, WeightSink
 from pentad.trainer.run_folders import oldest_saved
-from pentad.trainer.sampler_side import SamplerSide, open_group_store, open_sampler_side
-from pentad.trainer.scheduler import Scheduler, Watchdog
-from pentad.trainer.scorers import RefreshedReference, ScorePump, ScorerCalls, open_scorers
-from pentad.trainer.selftest import NUM_PROBES, Prober, run_selftest, tolerance_of
-from pentad.trainer.service import LearnerService
-from pentad.trainer.state import Budget, RunState
-from pentad.trainer.train_pump import BatchTrainer, PublishPump, SamplerSink
+from pentad.trainer.sampling.evaluate import Evaluator, open_executor, open_reward
+from pentad.trainer.sampling.placement import Placement, Turnstile
+from pentad.trainer.sampling.sampler_side import SamplerSide, open_group_store, open_sampler_side
+from pentad.trainer.sampling.selftest import NUM_PROBES, Prober, run_selftest, tolerance_of
+from pentad.trainer.saving.batches import BatchKeeper
+from pentad.trainer.saving.recovery import GROUPS, Identity
 
 log = logging.getLogger(__name__)
 

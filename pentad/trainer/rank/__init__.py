@@ -1,0 +1,7 @@
+"""What every rank of a learner runs, in its process or in the scheduler's.
+
+Contract: a service has methods that the scheduler calls on all ranks in one order, JSON in and JSON
+out; rank 0 answers. Data are read from the store or the dataset, weights leave as folders of files.
+`service`: reinforcement learning and kept groups; `example_service`: supervised runs; `learners`
+makes engines from the config; `update` trains one batch.
+"""
