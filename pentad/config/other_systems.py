@@ -61,7 +61,7 @@ TRL = {
     ),
     "importance_sampling_level": ("algorithm.name", "sequence is gspo"),
     "scale_rewards": ("algorithm.name", "without it: dr_grpo"),
-    "mask_truncated_completions": ("algorithm.overlong_penalty", "they are penalised, not masked"),
+    "mask_truncated_completions": ("algorithm.mask_truncated", ""),
     "sync_ref_model": ("ref_update_interval", ""),
     "ref_model_sync_steps": ("ref_update_interval", ""),
     "vllm_importance_sampling_correction": ("algorithm.correction", "tis"),

@@ -214,7 +214,8 @@ def _choose_correction(draft: _Draft) -> None:
         draft.set("algorithm.correction", "tis", "decoupled = true")
     elif asked := off_policy(draft.config):
         kind, level = algorithm.facts.off_policy
-        if any(name in SWITCHES["correction"] for name in algorithm.given):
+        has_details = any(name in SWITCHES["correction"] for name in algorithm.given)
+        if kind == "sampler_ratio" and has_details and "correction" not in algorithm.facts.defaults:
             kind = "tis"
         draft.set("algorithm.correction", kind, f"{asked}, and algorithm.name = {algorithm.name}")
         if level is not None and algorithm.correction_level is None:

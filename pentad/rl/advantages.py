@@ -73,6 +73,58 @@ def leave_one_out(rollouts: Rollouts) -> Advantages:
     return _per_sample(rollouts, total_S, left_S)
 
 
+def length_weighted(rollouts: Rollouts) -> Advantages:
+    """OPO: A = r - sum(l_j r_j) / sum(l_j) over the group, l the sampled tokens of a sample.
+
+    https://arxiv.org/abs/2505.23585: the baseline of least variance where the squared gradient of a
+    sample grows with its length. Exactly 0 for equal rewards.
+    """
+    total_S = rollouts.total_rewards()
+    stats = group_stats(total_S, rollouts.groups_S)
+    lengths_S = rollouts.sum_tokens(torch.ones_like(rollouts.mask_T, dtype=total_S.dtype))
+    _, index_S = torch.unique(rollouts.groups_S, return_inverse=True)
+    zeros_S = torch.zeros_like(total_S)
+    tokens_S = zeros_S.index_add(0, index_S, lengths_S)[index_S].clamp(min=1)
+    baseline_S = zeros_S.index_add(0, index_S, lengths_S * total_S)[index_S] / tokens_S
+    centred_S = torch.where(stats.has_signal_S, total_S - baseline_S, 0.0)
+    return _per_sample(rollouts, total_S, centred_S)
+
+
+def centred_and_rescaled(rollouts: Rollouts) -> Advantages:
+    """GPG: A = alpha (r - mean(group)), alpha = samples / samples of groups with signal.
+
+    https://arxiv.org/abs/2504.02546. The factor keeps the size of the gradient where many groups
+    of the batch have equal rewards and give none.
+    """
+    centred = mean_only(rollouts)
+    has_signal_S = group_stats(rollouts.total_rewards(), rollouts.groups_S).has_signal_S
+    alpha = rollouts.num_samples / max(1, int(has_signal_S.sum()))
+    return Advantages(alpha * centred.advantages_T, centred.returns_T)
+
+
+def batch_scaled(rollouts: Rollouts) -> Advantages:
+    """Lite PPO: A = (r - mean(group)) / (std(batch) + eps).  https://arxiv.org/abs/2508.08221
+
+    The unbiased std (n - 1) of all rewards of the batch, so that a group of nearly equal rewards
+    is not scaled up. Where no reward differs, what does is not scaled up either (MIN_STD).
+    """
+    centred, total_S = mean_only(rollouts), rollouts.total_rewards()
+    std = group_stats(total_S, torch.zeros_like(rollouts.groups_S)).std_S + STD_EPS
+    is_flat = rollouts.num_samples > 0 and rollouts.rewards_S.min() == rollouts.rewards_S.max()
+    divisor_S = std.clamp(min=MIN_STD) if is_flat else std
+    scaled_T = centred.advantages_T / divisor_S[rollouts.samples_T]
+    return Advantages(scaled_T, centred.returns_T)
+
+
+def centred_then_whitened(rollouts: Rollouts) -> Advantages:
+    """REINFORCE++-baseline: r - mean(group), whitened over all sampled tokens of the batch.
+
+    https://arxiv.org/abs/2501.03262
+    """
+    centred = mean_only(rollouts)
+    return Advantages(_whitened(centred.advantages_T, rollouts), centred.returns_T)
+
+
 def reinforce(rollouts: Rollouts, baseline_S: Tensor | None = None) -> Advantages:
     """REINFORCE: A = r - b, the same for all tokens of a sample; b = 0 without a baseline.
 

@@ -48,6 +48,19 @@ FUNCTIONS: dict[str, tuple[AdvantageFunction, losses.Surrogate]] = {
     ),
     "gspo": (_group_relative, losses.sequence_clipped),
     "cispo": (_group_relative, losses.weight_clipped),
+    "sapo": (_group_relative, losses.gated),
+    "gmpo": (_group_relative, losses.geometric_clipped),
+    "icepop": (_group_relative, losses.clipped),
+    "m2po": (_group_relative, losses.unbounded),
+    "opo": (lambda rollouts, s: adv.length_weighted(rollouts), losses.clipped),
+    "gpg": (lambda rollouts, s: adv.centred_and_rescaled(rollouts), losses.unclipped),
+    "lite_ppo": (lambda rollouts, s: adv.batch_scaled(rollouts), losses.clipped),
+    "reinforce_plus_plus_baseline": (
+        lambda rollouts, s: adv.centred_then_whitened(rollouts),
+        losses.clipped,
+    ),
+    "clip_cov": (_group_relative, losses.clipped),
+    "kl_cov": (_group_relative, losses.unbounded),
     "distill": (lambda rollouts, s: adv.distillation(rollouts, gamma=s.gamma), losses.clipped),
 }
 """The advantage function and the surrogate of each entry of `FACTS`."""
@@ -70,7 +83,10 @@ def build_policy_loss(settings: AlgorithmSettings, *, num_updates: int = 1) -> L
         correction=settings.correction_settings,
         kl_coef=kl_coef,
         kl_estimator=settings.kl_estimator,
+        kl_weighted=settings.kl_weighted,
         entropy_coef=settings.entropy_coef,
+        rejection=settings.rejection_settings,
+        cov_kl_coef=settings.cov_kl_coef if "cov_kl_coef" in settings.facts.own else 0.0,
         needs_old_logprobs=settings.needs_old_logprobs(num_updates),
         has_ratio=settings.facts.ratio_level != "none",
     )

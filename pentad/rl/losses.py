@@ -14,6 +14,7 @@ old one, so r is exactly 1. The sampler's log-probs enter by the correction only
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -89,6 +90,46 @@ def weight_clipped(inputs: PolicyInputs, clip: Clip) -> tuple[Tensor, Tensor]:
     return loss_T, bounded_T != ratio_T
 
 
+def gated(inputs: PolicyInputs, clip: Clip) -> tuple[Tensor, Tensor]:
+    """SAPO: -(4 / tau) sigmoid(tau (r - 1)) A, per token; tau_pos where A > 0, else tau_neg.
+
+    https://arxiv.org/abs/2511.20347. At r = 1 the gradient is that of r A; away from it, it falls
+    off smoothly to both sides. No token is clipped.
+    """
+    ratio_T, advantages_T = clamp_log_ratio(inputs.raw_log_ratio_T).exp(), inputs.advantages_T
+    tau_T = torch.full_like(ratio_T, clip.tau_neg).masked_fill(advantages_T > 0, clip.tau_pos)
+    loss_T = -4 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1)) * advantages_T
+    return loss_T, torch.zeros_like(inputs.mask_T)
+
+
+def geometric_clipped(inputs: PolicyInputs, clip: Clip) -> tuple[Tensor, Tensor]:
+    """GMPO: -exp(mean_t l_t) A with l_t = log r_t, bounded where A pushes it outwards: to at most
+    `high` where A > 0, to at least -`low` where A < 0.
+
+    https://arxiv.org/abs/2507.20673, in the token form of `sequence_clipped`: the value is the
+    sequence's for every token, and a token that is clipped has no gradient of its own.
+    """
+    advantages_T, log_ratio_T = inputs.advantages_T, inputs.raw_log_ratio_T.detach()
+    is_clipped_T = ((advantages_T > 0) & (log_ratio_T > clip.high)) | (
+        (advantages_T < 0) & (log_ratio_T < -clip.low)
+    )
+    bounded_T = torch.where(is_clipped_T, log_ratio_T.clamp(-clip.low, clip.high), log_ratio_T)
+    mean_T = sequence_means(bounded_T, inputs.mask_T, inputs.segments)
+    own_T = masked_difference(
+        inputs.logprobs_T, inputs.logprobs_T.detach(), inputs.mask_T & ~is_clipped_T
+    )
+    ratio_T = clamp_log_ratio(mean_T + own_T).exp()
+    loss_T, is_dual_T = _clip_ratio(ratio_T, advantages_T, Clip(math.inf, math.inf, clip.dual))
+    return loss_T, is_clipped_T | is_dual_T
+
+
+def unbounded(inputs: PolicyInputs, clip: Clip) -> tuple[Tensor, Tensor]:
+    """-r A without a band, where other means bound the ratio: M2PO's choice of tokens
+    (https://arxiv.org/abs/2510.01161), KL-Cov's penalty (https://arxiv.org/abs/2505.22617)."""
+    ratio_T = clamp_log_ratio(inputs.raw_log_ratio_T).exp()
+    return _clip_ratio(ratio_T, inputs.advantages_T, Clip(math.inf, math.inf, clip.dual))
+
+
 def unclipped(inputs: PolicyInputs, clip: Clip) -> tuple[Tensor, Tensor]:
     """REINFORCE: -A log p, no ratio at all.  https://doi.org/10.1007/BF00992696"""
     loss_T = -inputs.advantages_T * _masked(inputs.logprobs_T, inputs.mask_T)
@@ -118,7 +159,13 @@ def _weighted_sum(weights_T: Tensor, x_T: Tensor, mask_T: Tensor) -> Tensor:
 
 
 class PolicyLoss:
-    """surrogate * correction + kl_coef * KL(p || ref) - entropy_coef * entropy, per token."""
+    """surrogate * correction + kl_coef * KL(p || ref) - entropy_coef * entropy, per token.
+
+    With `rejection` the surrogate is 0 where the policy has left the sampler's too far. With
+    `kl_weighted` the KL term is multiplied by p over the sampler's probability, differentiated
+    too, as in https://arxiv.org/abs/2512.02556: of k3 that is the unbiased value and gradient of
+    KL(p || ref). With `cov_kl_coef` tokens of the column `penalised` also cost |log p - log old|.
+    """
 
     def __init__(
         self,
@@ -128,7 +175,10 @@ class PolicyLoss:
         correction: Correction,
         kl_coef: float = 0.0,
         kl_estimator: KlEstimator = "k3",
+        kl_weighted: bool = False,
         entropy_coef: float = 0.0,
+        rejection: Correction | None = None,
+        cov_kl_coef: float = 0.0,
         needs_old_logprobs: bool = False,
         has_ratio: bool = True,
     ) -> None:
@@ -139,14 +189,20 @@ class PolicyLoss:
         self.correction = correction
         self.kl_coef = kl_coef
         self.kl_estimator: KlEstimator = kl_estimator
+        self.kl_weighted = kl_weighted and kl_coef != 0
+        self.rejection = rejection
+        self.cov_kl_coef = cov_kl_coef
         self.entropy_coef = entropy_coef
         self.needs_entropy = entropy_coef != 0
         wanted = {
             "weights": True,
             "advantages": True,
             "actor_logprobs": needs_old_logprobs,
-            "rollout_logprobs": correction.kind != "none",
+            "rollout_logprobs": correction.kind != "none"
+            or rejection is not None
+            or self.kl_weighted,
             "ref_logprobs": kl_coef != 0,
+            "penalised": cov_kl_coef != 0,
         }
         self.columns: tuple[str, ...] = tuple(name for name in wanted if wanted[name])
 
@@ -168,10 +224,21 @@ class PolicyLoss:
             policy_T = policy_T * factor_T
             stats["corrected_tokens"] = outside_T.sum()
             stats["correction_weight"] = _masked(factor_T, mask_T).sum()
+        if self.rejection is not None:
+            kept_T, rejected_T = self._kept(columns, logprobs_T, mask_T, outputs.segments)
+            policy_T = policy_T * kept_T
+            stats["rejected_tokens"] = rejected_T.sum()
+        if self.cov_kl_coef:
+            moved_T = clamp_log_ratio(inputs.raw_log_ratio_T).abs()
+            policy_T = policy_T + self.cov_kl_coef * _masked(columns["penalised"], mask_T) * moved_T
         loss = _weighted_sum(weights_T, policy_T, mask_T)
         stats["policy_loss"] = loss.detach()
         if self.kl_coef:
             kl_T = estimate_kl(logprobs_T, columns["ref_logprobs"], mask_T, self.kl_estimator)
+            if self.kl_weighted:
+                drawn_T = columns["rollout_logprobs"]
+                ratio_T = clamp_log_ratio(masked_difference(logprobs_T, drawn_T, mask_T)).exp()
+                kl_T = kl_T * ratio_T
             kl = _weighted_sum(weights_T, kl_T, mask_T)
             loss = loss + self.kl_coef * kl
             stats["kl_loss"] = kl.detach()
@@ -181,6 +248,17 @@ class PolicyLoss:
             loss = loss - self.entropy_coef * entropy
             stats["entropy_loss"] = entropy.detach()
         return loss, stats
+
+    def _kept(
+        self, columns: Mapping[str, Tensor], logprobs_T: Tensor, mask_T: Tensor, segments: Segments
+    ) -> tuple[Tensor, Tensor]:
+        """Per token 0 where it is rejected, else 1, and which are. The policy compared with the
+        sampler is the one at the start of the batch, or the present one where that is it."""
+        assert self.rejection is not None
+        proximal_T = columns.get("actor_logprobs", logprobs_T).detach()
+        drawn_T = columns["rollout_logprobs"]
+        _, outside_T = correction_weights(proximal_T, drawn_T, mask_T, segments, self.rejection)
+        return (~outside_T).to(logprobs_T.dtype), outside_T
 
     def _old(self, columns: Mapping[str, Tensor], logprobs_T: Tensor) -> Tensor:
         """What the ratio is taken against. Without one it is the policy itself, so that a

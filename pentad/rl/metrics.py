@@ -103,6 +103,7 @@ def loss_metrics(stats: Mapping[str, float], settings: AlgorithmSettings) -> Met
         "clip_fraction": "clipped_tokens",
         "corrected_share": "corrected_tokens",
         "correction_weight_mean": "correction_weight",
+        "rejected_share": "rejected_tokens",
     }
     shares = {
         name: _finite(stats[source] / num_tokens) if num_tokens and source in stats else None
@@ -137,7 +138,7 @@ def _outside_clip(
     log_ratio: np.ndarray, mask: np.ndarray, lengths: Sequence[int], settings: AlgorithmSettings
 ) -> float | None:
     """Share of trained tokens whose ratio against the sampler leaves the clip band."""
-    if settings.facts.ratio_level == "none":
+    if settings.facts.ratio_level == "none" or "eps_clip" in settings.facts.unread:
         return None
     if settings.facts.ratio_level == "sequence":
         before = np.concatenate([[0], np.cumsum(mask)])

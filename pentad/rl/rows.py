@@ -18,11 +18,15 @@ from pentad.rl.advantages import Advantages
 from pentad.rl.ragged import Rollouts, cut
 from pentad.rl.section import AlgorithmSettings
 from pentad.rl.shaping import (
+    drawn_from,
+    highest,
     kl_rewards,
     normalise,
     overlong_penalties,
     scale_rewards,
     teacher_rewards,
+    token_covariances,
+    within_second_moment,
 )
 
 CARRIED = ("actor_logprobs", "ref_logprobs", "teacher_logprobs", "values")
@@ -47,7 +51,7 @@ def build_rows(
     rollouts = flatten(groups, settings, max_new_tokens=max_new_tokens)
     norm = normalise(
         settings.loss_norm,
-        rollouts.mask_T,
+        _trained(rollouts.mask_T, samples, settings),
         rollouts.samples_T,
         rollouts.groups_S,
         max_new_tokens=max_new_tokens,
@@ -61,6 +65,8 @@ def build_rows(
         columns["advantages"] = computed.advantages_T
         if settings.facts.needs_critic:
             columns["returns"] = computed.returns_T
+    if "cov_share" in settings.facts.own:
+        _select(columns, samples, settings, seed=groups[0].gid)
     gids = [group.gid for group in groups for _ in group.samples]
     return _cut(samples, columns, norm.counts_S.tolist(), gids)
 
@@ -136,6 +142,42 @@ def _token_rewards(
         clip = settings.reward_clip
         rewards_T = rewards_T + teacher_rewards(teacher_T, policy_T, mask_T, clip=clip)
     return rewards_T
+
+
+def _trained(mask_T: Tensor, samples: Sequence[Sample], settings: AlgorithmSettings) -> Tensor:
+    """Which sampled tokens are trained: all, but those of samples that the length limit cut where
+    `mask_truncated`, and of M2PO those that are near enough to the sampler's."""
+    if settings.mask_truncated:
+        lengths = torch.tensor([sample.ids.size for sample in samples])
+        is_whole_S = torch.tensor([sample.finish != "length" for sample in samples])
+        mask_T = mask_T & is_whole_S.repeat_interleave(lengths)
+    if "m2_threshold" in settings.facts.own:
+        drawn_T = _drawn(samples, "rollout_logprobs")
+        log_ratio_T = _drawn(samples, "actor_logprobs") - drawn_T
+        mask_T = within_second_moment(log_ratio_T, mask_T, settings.m2_threshold)
+    return mask_T
+
+
+def _select(
+    columns: dict[str, Tensor], samples: Sequence[Sample], settings: AlgorithmSettings, *, seed: int
+) -> None:
+    """Clip-Cov: the advantages of the tokens it takes out become 0. KL-Cov: marks the tokens that
+    it penalises."""
+    mask_T, advantages_T = columns["weights"] != 0, columns["advantages"]
+    covariances_T = token_covariances(_drawn(samples, "actor_logprobs"), advantages_T, mask_T)
+    if "cov_kl_coef" in settings.facts.own:
+        columns["penalised"] = highest(covariances_T, mask_T, settings.cov_share).double()
+        return
+    among_T = mask_T & (covariances_T >= settings.cov_low) & (covariances_T <= settings.cov_high)
+    num = int(settings.cov_share * int(mask_T.sum()))
+    columns["advantages"] = advantages_T.masked_fill(drawn_from(among_T, num, seed), 0.0)
+
+
+def _drawn(samples: Sequence[Sample], name: str) -> Tensor:
+    """Log-probs of the policy at the start of the batch, or where it was not computed (it is then
+    the one that drew them) of the sampler."""
+    arrays = [s.columns.get(name, s.rollout_logprobs) for s in samples]
+    return torch.from_numpy(np.concatenate(arrays).astype(np.float64))
 
 
 def _concatenate(samples: Sequence[Sample], name: str) -> Tensor:

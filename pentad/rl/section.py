@@ -22,6 +22,7 @@ KlPlace = Literal["loss", "reward"]
 LossNorm = Literal["token", "sequence", "group", "constant"]
 CorrectionKind = Literal["none", "tis", "mis", "sampler_ratio"]
 CorrectionLevel = Literal["token", "sequence", "geometric"]
+RejectionLevel = Literal["none", "token", "sequence", "geometric"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,9 @@ class AlgorithmFacts:
     """What the advantage function must see at once: the sample's own group, or all of the step."""
     needs_critic: bool = False
     needs_teacher: bool = False
+    needs_old: bool = False
+    """Whether the trainer's log-probs at the start of a batch are read however many updates it
+    makes."""
     min_group_size: int = 1
     """Fewer samples per prompt than this can carry no signal."""
     ratio_level: RatioLevel = "token"
@@ -47,6 +51,8 @@ class AlgorithmFacts:
     off_policy: tuple[CorrectionKind, CorrectionLevel | None] = ("tis", None)
     """Correction of off-policy data, and its level if not the default: the ratio that CISPO clips
     is a truncated weight already, and GSPO's is the geometric mean of a sequence."""
+    own: tuple[str, ...] = ()
+    """Tunables that only algorithms read which name them here."""
     unread: Mapping[str, str] = field(default_factory=dict)
     """Tunables that it never reads for reasons of its own, beside those of `unused_settings`."""
 
@@ -125,6 +131,104 @@ FACTS: dict[str, AlgorithmFacts] = {
         off_policy=("sampler_ratio", None),
         unread={"c_clip": "its ratio is bounded on both sides of every advantage"},
     ),
+    "sapo": AlgorithmFacts(
+        text="GRPO whose clip is a smooth gate on the ratio, steeper for negative advantages.",
+        paper="https://arxiv.org/abs/2511.20347",
+        scope="group",
+        min_group_size=2,
+        defaults={"loss_norm": "sequence"},
+        own=("tau_pos", "tau_neg"),
+        unread=dict.fromkeys(
+            ("eps_clip", "eps_clip_higher", "c_clip"), "its gate is smooth: tau_pos and tau_neg"
+        ),
+    ),
+    "gmpo": AlgorithmFacts(
+        text="GRPO with the geometric mean of a sequence's clipped ratios; bounds are of its log.",
+        paper="https://arxiv.org/abs/2507.20673",
+        scope="group",
+        min_group_size=2,
+        ratio_level="sequence",
+        defaults={"eps_clip": 0.4, "loss_norm": "sequence"},
+        off_policy=("tis", "geometric"),
+    ),
+    "icepop": AlgorithmFacts(
+        text="GRPO without the tokens on which trainer and sampler disagree, in every mode.",
+        paper="https://arxiv.org/abs/2510.18855",
+        scope="group",
+        min_group_size=2,
+        defaults={
+            "loss_norm": "sequence",
+            "correction": "mis",
+            "correction_floor": 0.5,
+            "correction_cap": 5.0,
+        },
+        off_policy=("mis", None),
+    ),
+    "m2po": AlgorithmFacts(
+        text="No clip; the tokens farthest from the sampler are left out until the second moment "
+        "of log-ratios is small.",
+        paper="https://arxiv.org/abs/2510.01161",
+        scope="batch",
+        min_group_size=2,
+        needs_old=True,
+        defaults={"loss_norm": "token", "correction": "sampler_ratio"},
+        off_policy=("sampler_ratio", None),
+        own=("m2_threshold",),
+        unread=dict.fromkeys(
+            ("eps_clip", "eps_clip_higher", "decoupled"),
+            "m2_threshold takes the place of its clip",
+        ),
+    ),
+    "opo": AlgorithmFacts(
+        text="The baseline of least variance: the group's rewards weighted by length; no std.",
+        paper="https://arxiv.org/abs/2505.23585",
+        scope="group",
+        min_group_size=2,
+        defaults={"loss_norm": "constant"},
+    ),
+    "gpg": AlgorithmFacts(
+        text="The plain policy gradient on centred rewards, scaled up for groups without signal.",
+        paper="https://arxiv.org/abs/2504.02546",
+        scope="batch",
+        min_group_size=2,
+        ratio_level="none",
+        defaults={"loss_norm": "token"},
+    ),
+    "lite_ppo": AlgorithmFacts(
+        text="PPO's clip without a critic: the group's mean, the batch's std, a token mean.",
+        paper="https://arxiv.org/abs/2508.08221",
+        scope="batch",
+        min_group_size=2,
+        defaults={"loss_norm": "token"},
+    ),
+    "reinforce_plus_plus_baseline": AlgorithmFacts(
+        text="REINFORCE++ with the mean of the group as baseline.",
+        paper="https://arxiv.org/abs/2501.03262",
+        scope="batch",
+        min_group_size=2,
+        defaults={"loss_norm": "token", "kl_estimator": "k2"},
+    ),
+    "clip_cov": AlgorithmFacts(
+        text="GRPO that detaches a few tokens whose log-prob and advantage rise together, which "
+        "keeps the entropy.",
+        paper="https://arxiv.org/abs/2505.22617",
+        scope="batch",
+        min_group_size=2,
+        defaults={"loss_norm": "token", "cov_share": 2e-4},
+        own=("cov_share", "cov_low", "cov_high"),
+    ),
+    "kl_cov": AlgorithmFacts(
+        text="GRPO with a penalty on moving the tokens of the highest covariance; for several "
+        "updates a batch.",
+        paper="https://arxiv.org/abs/2505.22617",
+        scope="batch",
+        min_group_size=2,
+        defaults={"loss_norm": "token", "cov_share": 2e-3},
+        own=("cov_share", "cov_kl_coef"),
+        unread=dict.fromkeys(
+            ("eps_clip", "eps_clip_higher"), "its penalty takes the place of a clip"
+        ),
+    ),
     "distill": AlgorithmFacts(
         text="On-policy distillation: a teacher's log-probs judge every sampled token.",
         paper="https://arxiv.org/abs/2306.13649",
@@ -142,9 +246,10 @@ ELSEWHERE = {
 """Names of methods that are no online algorithm -> why they are none of these."""
 AlgorithmName: TypeAlias = Literal[tuple(FACTS)]  # type: ignore[valid-type]
 SWITCHES = {
-    "kl_coef": ("kl_estimator", "kl_in"),
+    "kl_coef": ("kl_estimator", "kl_in", "kl_weighted"),
     "correction": ("correction_level", "correction_cap", "correction_floor"),
     "overlong_penalty": ("overlong_buffer",),
+    "rejection": ("rejection_cap", "rejection_floor"),
 }
 """Settings that turn a part on, each with the details of that part."""
 
@@ -166,6 +271,9 @@ class AlgorithmConfig(Section):
     """Estimator of the KL term."""
     kl_in: KlPlace | None = None
     """Whether the KL term is part of the loss or taken from the reward of each token."""
+    kl_weighted: bool | None = None
+    """Weights the KL term of a token by the ratio of the policy over the sampler's, so that value
+    and gradient are those of KL(policy || reference) on data of any age. For k3 in the loss."""
     entropy_coef: NonNegative | None = None
     """Weight of the entropy bonus."""
     loss_norm: LossNorm | None = None
@@ -190,6 +298,14 @@ class AlgorithmConfig(Section):
     """Largest weight that is let through."""
     correction_floor: Share | None = None
     """Smallest weight that is let through."""
+    rejection: RejectionLevel | None = None
+    """Drops tokens, whole sequences by their ratio or by its geometric mean per token, where the
+    policy has moved too far from the sampler's; beside the weight of `correction`, at a level of
+    its own. They stay in the count that divides the loss. null: none."""
+    rejection_cap: Annotated[float, Field(ge=1)] | None = None
+    """Largest ratio that is kept. null: 2."""
+    rejection_floor: Share | None = None
+    """Smallest ratio that is kept. null: 0.5."""
     decoupled: bool | None = None
     """Decoupled PPO: clips against the recomputed policy, corrects against the sampling one."""
     dynamic_filter: bool | None = None
@@ -199,6 +315,24 @@ class AlgorithmConfig(Section):
     overlong penalty rises. null: a fifth of them."""
     overlong_penalty: NonNegative | None = None
     """Penalty at the full length."""
+    mask_truncated: bool | None = None
+    """Does not train samples that the length limit cut off; their rewards still count in the
+    baseline of their group (the overlong filter of DAPO)."""
+    tau_pos: Positive | None = None
+    """SAPO: steepness of the gate where the advantage is positive. null: 1."""
+    tau_neg: Positive | None = None
+    """SAPO: steepness of the gate where the advantage is negative. null: 1.05."""
+    m2_threshold: Positive | None = None
+    """M2PO: largest mean square of the log-ratios between trainer and sampler over the tokens of
+    a batch that are trained. null: 0.04."""
+    cov_share: Share | None = None
+    """Clip-Cov and KL-Cov: the share of a batch's tokens that are taken out or penalised."""
+    cov_low: NonNegative | None = None
+    """Clip-Cov: tokens are taken from those whose covariance is at least this. null: 1."""
+    cov_high: Positive | None = None
+    """Clip-Cov: and at most this. null: 5."""
+    cov_kl_coef: NonNegative | None = None
+    """KL-Cov: weight of the penalty. null: 1."""
     reward_scale: float | None = None
     """Every reward is multiplied by it."""
     reward_clip: Positive | None = None
@@ -230,6 +364,9 @@ class Clip:
     low: float = 0.2
     high: float = 0.2
     dual: float | None = None
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    """Steepness of SAPO's gate, which has no band."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,6 +403,7 @@ class AlgorithmSettings:
     """0: no KL term, no reference model."""
     kl_estimator: KlEstimator = "k3"
     kl_in: KlPlace = "loss"
+    kl_weighted: bool = False
     entropy_coef: float = 0.0
     loss_norm: LossNorm = "token"
     gamma: float = 1.0
@@ -277,6 +415,9 @@ class AlgorithmSettings:
     correction_level: CorrectionLevel = "token"
     correction_cap: float = 2.0
     correction_floor: float = 0.0
+    rejection: RejectionLevel = "none"
+    rejection_cap: float = 2.0
+    rejection_floor: float = 0.5
     decoupled: bool = False
     """The clip is centred at log-probs recomputed by the trainer; the sampler's enter by the
     correction."""
@@ -287,6 +428,14 @@ class AlgorithmSettings:
     overlong_buffer: int | None = None
     """Tokens before the length limit over which the penalty rises. None: a fifth of the limit."""
     overlong_penalty: float = 0.0
+    mask_truncated: bool = False
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    m2_threshold: float = 0.04
+    cov_share: float = 2e-4
+    cov_low: float = 1.0
+    cov_high: float = 5.0
+    cov_kl_coef: float = 1.0
     reward_scale: float = 1.0
     reward_clip: float | None = None
     """Of distillation: largest difference of a token's log-probs."""
@@ -307,6 +456,8 @@ class AlgorithmSettings:
 
     def needs_old_logprobs(self, num_updates: int) -> bool:
         """Whether `actor_logprobs` are read when a batch makes that many optimizer steps."""
+        if self.facts.needs_old:
+            return True
         if self.facts.ratio_level == "none" or self.correction == "sampler_ratio":
             return False
         return self.decoupled or num_updates > 1
@@ -320,7 +471,7 @@ class AlgorithmSettings:
     @property
     def clip(self) -> Clip:
         higher = self.eps_clip if self.eps_clip_higher is None else self.eps_clip_higher
-        return Clip(self.eps_clip, higher, self.c_clip)
+        return Clip(self.eps_clip, higher, self.c_clip, self.tau_pos, self.tau_neg)
 
     @property
     def correction_settings(self) -> Correction:
@@ -330,6 +481,13 @@ class AlgorithmSettings:
             cap=self.correction_cap,
             floor=self.correction_floor,
         )
+
+    @property
+    def rejection_settings(self) -> Correction | None:
+        if self.rejection == "none":
+            return None
+        cap, floor = self.rejection_cap, self.rejection_floor
+        return Correction(kind="mis", level=self.rejection, cap=cap, floor=floor)
 
 
 def unused_settings(facts: AlgorithmFacts) -> dict[str, str]:
@@ -351,6 +509,9 @@ def unused_settings(facts: AlgorithmFacts) -> dict[str, str]:
         ),
     }
     unused = {name: why for why, (holds, names) in reasons.items() if holds for name in names}
+    for name in sorted({name for one in FACTS.values() for name in one.own} - set(facts.own)):
+        readers = [one for one, known in FACTS.items() if name in known.own]
+        unused[name] = f"only {' and '.join(readers)} reads it"
     return unused | dict(facts.unread)
 
 

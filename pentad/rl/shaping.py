@@ -79,6 +79,48 @@ def has_signal(rewards: Sequence[float]) -> bool:
     return len(rewards) > 0 and min(rewards) != max(rewards)
 
 
+def within_second_moment(log_ratio_T: Tensor, mask_T: Tensor, threshold: float) -> Tensor:
+    """M2PO: the mask without the tokens of the largest squared log-ratios, as few of them as bring
+    the mean square of the rest to `threshold`.  https://arxiv.org/abs/2510.01161
+    """
+    kept_N = mask_T.nonzero().squeeze(1)
+    squares_N, order_N = log_ratio_T[kept_N].square().sort(stable=True)
+    means_N = squares_N.cumsum(0) / torch.arange(1, kept_N.numel() + 1)
+    num_kept = int((means_N <= threshold).sum())  # the means of a sorted list never fall
+    trained_T = torch.zeros_like(mask_T)
+    trained_T[kept_N[order_N[:num_kept]]] = True
+    return trained_T
+
+
+def token_covariances(logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> Tensor:
+    """Each token's part of the covariance of log-probs and advantages over the batch, 0 elsewhere.
+
+    https://arxiv.org/abs/2505.22617, equation 8: where it is high, a step costs most entropy.
+    """
+    num = mask_T.sum().clamp(min=1)
+
+    def centred(x_T: Tensor) -> Tensor:
+        x_T = torch.where(mask_T, x_T, torch.zeros_like(x_T))
+        return torch.where(mask_T, x_T - x_T.sum() / num, torch.zeros_like(x_T))
+
+    return centred(logprobs_T) * centred(advantages_T)
+
+
+def highest(x_T: Tensor, mask_T: Tensor, share: float) -> Tensor:
+    """The `share` of the masked tokens with the largest values; of equal ones the first."""
+    num = int(share * int(mask_T.sum()))
+    order_T = torch.where(mask_T, -x_T, torch.inf).sort(stable=True).indices
+    return torch.zeros_like(mask_T).index_fill(0, order_T[:num], True)
+
+
+def drawn_from(among_T: Tensor, num: int, seed: int) -> Tensor:
+    """At most `num` of the tokens, drawn evenly; the same for the same seed on every rank."""
+    found_N = among_T.nonzero().squeeze(1)
+    generator = torch.Generator().manual_seed(seed)
+    picked = torch.randperm(found_N.numel(), generator=generator)[:num]
+    return torch.zeros_like(among_T).index_fill(0, found_N[picked], True)
+
+
 @dataclass(frozen=True, slots=True)
 class Normalisation:
     """The trained tokens' weights, 0 elsewhere, and each sample's share of the count."""

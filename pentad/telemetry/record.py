@@ -196,6 +196,7 @@ class Rl:
     outside_clip_share: float | None = about("tokens with a ratio outside the clip band", "share")
     effective_sample_size: float | None = about("of the ratios, over the tokens trained", "share")
     corrected_share: float | None = about("tokens the off-policy correction changed", "share")
+    rejected_share: float | None = about("tokens that algorithm.rejection left out", "share")
     correction_weight_mean: float | None = about("mean weight of the off-policy correction")
     logprob_diff_mean: float | None = about("mean |trainer - sampler| log-prob of a token", "nats")
     logprob_diff_p95: float | None = about("95th percentile of it", "nats")

@@ -212,7 +212,7 @@ def open_recorder(config: Config, folder: RunFolder, title: str, num_steps: int)
         answer_key=config.train_dataset.answer_key,
         find_alarms=partial(
             find_alarms,
-            correction=config.algorithm.correction or "none",
+            correction=config.algorithm.settings.correction,
             has_penalty=bool(config.algorithm.settings.overlong_penalty),
         ),
     )

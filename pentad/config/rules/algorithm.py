@@ -22,12 +22,15 @@ NEUTRAL: dict[str, object] = {
     "decoupled": False,
     "allow_uncorrected": False,
     "dynamic_filter": False,
+    "mask_truncated": False,
+    "kl_weighted": False,
 }
 """Values that ask for nothing, hence pass also where a setting is not read."""
 TURN_ON = {
     "kl_coef": "give it, for instance 0.001",
     "correction": "set it to tis or mis",
     "overlong_penalty": "give it, for instance 1.0",
+    "rejection": "set it to token, sequence or geometric",
 }
 
 
@@ -77,6 +80,37 @@ def the_ratio_against_the_sampler_is_read(config: Config) -> Iterator[Problem]:
     rule = f"has no effect with {where}: the clip bounds the ratio"
     for name in [name for name in given if name in SWITCHES["correction"]]:
         yield Problem(f"algorithm.{name} = {show(given[name])}", rule, "set that to tis or mis")
+
+
+@RULES.add()
+def a_weighted_kl_term_is_unbiased(config: Config) -> Problem | None:
+    settings = config.algorithm.settings
+    if not settings.kl_weighted or not settings.kl_coef:
+        return None
+    if (settings.kl_estimator, settings.kl_in) == ("k3", "loss"):
+        return None
+    found = f"kl_estimator = {settings.kl_estimator} and kl_in = {settings.kl_in}"
+    rule = f"only k3 in the loss is unbiased when it is weighted, and algorithm.{found}"
+    return Problem("algorithm.kl_weighted = true", rule, "use k3 and loss, or leave it out")
+
+
+@RULES.add()
+def a_penalty_on_moving_needs_several_updates(config: Config) -> Problem | None:
+    if config.algorithm.name != "kl_cov" or config.updates_per_batch > 1:
+        return None
+    rule = "penalises what earlier updates of a batch moved, and updates_per_batch = 1 makes one"
+    return Problem("algorithm.name = kl_cov", rule, "use at least 2, or clip_cov")
+
+
+@RULES.add()
+def covariances_have_a_range(config: Config) -> Problem | None:
+    settings = config.algorithm.settings
+    if config.algorithm.name != "clip_cov" or settings.cov_low < settings.cov_high:
+        return None
+    where = f"algorithm.cov_low = {settings.cov_low:g}"
+    return Problem(
+        where, f"must be below algorithm.cov_high = {settings.cov_high:g}", "use 1 and 5"
+    )
 
 
 @RULES.add()

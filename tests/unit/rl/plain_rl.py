@@ -65,6 +65,47 @@ def rloo(samples):
     return out
 
 
+def opo(samples):
+    out = []
+    for sample in samples:
+        group = [s for s in samples if s.group == sample.group]
+        rewards = [total(s) for s in group]
+        weights = [len(s.steps) for s in group]
+        if len(set(rewards)) == 1:
+            out.append(constant(sample, 0.0))
+            continue
+        pairs = zip(weights, rewards, strict=True)
+        baseline = sum(w * r for w, r in pairs) / max(1, sum(weights))
+        out.append(constant(sample, total(sample) - baseline))
+    return out
+
+
+def gpg(samples):
+    lively = [s for s in samples if len(set(members(samples, s.group))) > 1]
+    alpha = len(samples) / max(1, len(lively))
+    return [[alpha * a for a in row] for row in dr_grpo(samples)]
+
+
+def lite_ppo(samples):
+    rewards = [total(s) for s in samples]
+    divisor = (statistics.stdev(rewards) if len(rewards) > 1 else 0.0) + 1e-6
+    if len({s.reward for s in samples}) == 1:
+        divisor = max(divisor, 1.0)
+    out = []
+    for sample, row in zip(samples, dr_grpo(samples), strict=True):
+        flat = len(set(members(samples, sample.group))) == 1
+        out.append([0.0 if flat else a / divisor for a in row])
+    return out
+
+
+def reinforce_plus_plus_baseline(samples):
+    centred = dr_grpo(samples)
+    for i, sample in enumerate(samples):
+        if len(set(members(samples, sample.group))) == 1:
+            centred[i] = constant(sample, 0.0)
+    return whiten(centred, samples)
+
+
 def reinforce(samples):
     mean = statistics.mean(total(s) for s in samples)
     return [constant(s, total(s) - mean) for s in samples]
@@ -124,6 +165,18 @@ def ppo_term(ratio, advantage, low, high, dual=None):
     if dual is not None and advantage < 0:
         term = torch.minimum(term, -dual * advantage)
     return term
+
+
+def sapo_term(ratio, advantage, tau_pos, tau_neg):
+    tau = tau_pos if advantage > 0 else tau_neg
+    return -4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * advantage
+
+
+def gmpo_term(logs, advantage, low, high):
+    """One term for a sequence, from the log-ratios of its tokens."""
+    sign = float(torch.sign(advantage))
+    kept = [sign * torch.minimum(sign * x, sign * torch.clamp(x, -low, high)) for x in logs]
+    return -exp(sum(kept) / len(kept)) * advantage
 
 
 def kl_term(d, estimator):

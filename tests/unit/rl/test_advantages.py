@@ -24,6 +24,10 @@ quick = settings(max_examples=80, deadline=None)
         (adv.mean_only, plain_rl.dr_grpo),
         (adv.leave_one_out, plain_rl.rloo),
         (adv.batch_mean_baseline, plain_rl.reinforce),
+        (adv.length_weighted, plain_rl.opo),
+        (adv.centred_and_rescaled, plain_rl.gpg),
+        (adv.batch_scaled, plain_rl.lite_ppo),
+        (adv.centred_then_whitened, plain_rl.reinforce_plus_plus_baseline),
     ],
 )
 @quick
@@ -78,6 +82,10 @@ EVERY = [
     adv.group_relative,
     adv.mean_only,
     adv.leave_one_out,
+    adv.length_weighted,
+    adv.centred_and_rescaled,
+    adv.batch_scaled,
+    adv.centred_then_whitened,
     adv.batch_mean_baseline,
     lambda rollouts: adv.reinforce_plus_plus(rollouts, gamma=1.0),
 ]
@@ -93,7 +101,7 @@ def test_equal_rewards_give_exactly_zero(compute, dtype):
     assert (got == 0).all()
 
 
-@pytest.mark.parametrize("compute", EVERY[:3])
+@pytest.mark.parametrize("compute", EVERY[:7])
 def test_a_group_of_one_has_no_advantage(compute):
     samples = [Plain(0, 3.0, [False, True], [0.0] * 2, [0.0] * 2)]
     assert (compute(rollouts_of(samples)).advantages_T == 0).all()

@@ -24,7 +24,10 @@ def test_every_entry_gives_settings_and_losses(name):
     assert settings.name == name and settings.facts.scope == entry.scope
     assert entry.paper.startswith("https://") and entry.text.endswith(".")
     loss = build_policy_loss(settings)
-    assert loss.columns == ("weights", "advantages") and not loss.needs_entropy
+    own = {"icepop": {"rollout_logprobs"}, "kl_cov": {"penalised"}}
+    own["m2po"] = {"actor_logprobs", "rollout_logprobs"}
+    assert set(loss.columns) == {"weights", "advantages"} | own.get(name, set())
+    assert not loss.needs_entropy
     if settings.facts.needs_critic:
         assert "returns" in build_value_loss(settings).columns
     json.dumps(dataclasses.asdict(settings))  # plain data, can be sent anywhere
@@ -95,6 +98,15 @@ def sentences(name, **overrides):
         ("cispo", {"c_clip": 3.0}, "bounded on both sides"),
         ("ppo", {"dynamic_filter": True}, "still carries signal"),
         ("distill", {"reward_scale": 2.0}, "learns from a teacher"),
+        ("grpo", {"tau_pos": 2.0}, "only sapo reads it"),
+        ("grpo", {"cov_share": 0.1}, "only clip_cov and kl_cov reads it"),
+        ("sapo", {"eps_clip": 0.1}, "its gate is smooth"),
+        ("m2po", {"decoupled": False, "eps_clip": 0.4}, "takes the place of its clip"),
+        ("clip_cov", {"cov_low": 6.0}, "must be below algorithm.cov_high = 5"),
+        ("kl_cov", {}, "updates_per_batch = 1 makes one"),
+        ("grpo", {"rejection_cap": 3.0}, "has no effect while algorithm.rejection is not set"),
+        ("grpo", {"kl_weighted": True}, "has no effect while algorithm.kl_coef is not set"),
+        ("grpo", {"kl_weighted": True, "kl_coef": 0.1, "kl_estimator": "k1"}, "only k3"),
         ("grpo", {"kl_estimator": "k2"}, "has no effect while algorithm.kl_coef is not set"),
         ("grpo", {"correction_cap": 5.0}, "has no effect while algorithm.correction is not set"),
         (

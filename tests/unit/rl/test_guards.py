@@ -47,6 +47,7 @@ def token_gradient(name, logprob, old, advantage, **overrides):
         "actor_logprobs": torch.tensor([float(old)]),
         "rollout_logprobs": torch.tensor([float(old)]),
         "ref_logprobs": torch.tensor([float(old)]),
+        "penalised": torch.zeros(1),
     }
     loss = build_policy_loss(settings, num_updates=2)
     outputs = TokenOutputs(logprobs, None, None, ListSegments([1]))

@@ -230,3 +230,86 @@ def test_a_batch_without_any_sampled_token_makes_rows_that_weigh_nothing(rng, na
     assert [row.count for row in rows] == [0.0, 0.0]
     assert all((row.columns[c] == 0).all() for row in rows for c in ("weights", "advantages"))
     assert make_rows([], settings_for(name), max_new_tokens=8) == []
+
+
+def test_truncated_samples_are_left_out_and_still_count_in_the_baseline(rng):
+    (group,) = make_groups(rng, [4])
+    for sample, finish in zip(group.samples, ("length", "stop", "length", "stop"), strict=True):
+        sample.finish, sample.mask[1:] = finish, True
+    plain_rows = make_rows([group], settings_for("grpo"), max_new_tokens=8)
+    rows = make_rows([group], settings_for("grpo", mask_truncated=True), max_new_tokens=8)
+    for i, (row, other) in enumerate(zip(rows, plain_rows, strict=True)):
+        assert torch.equal(row.columns["advantages"], other.columns["advantages"])
+        is_cut = i in (0, 2)
+        assert row.count == (0.0 if is_cut else 1.0)
+        want = torch.zeros_like(other.columns["weights"]) if is_cut else other.columns["weights"]
+        assert torch.equal(row.columns["weights"], want)
+
+
+def test_m2po_leaves_out_the_fewest_tokens_that_bring_the_second_moment_down(rng):
+    groups = make_groups(rng, [3, 2], columns=("actor_logprobs",))
+    threshold = 0.05
+    rows = make_rows(groups, settings_for("m2po", m2_threshold=threshold), max_new_tokens=8)
+    samples = [s for group in groups for s in group.samples]
+    squares = [
+        (float(s.columns["actor_logprobs"][t]) - float(s.rollout_logprobs[t])) ** 2
+        for s in samples
+        for t in np.flatnonzero(s.mask)
+    ]
+    kept = sorted(squares)
+    while kept and sum(kept) / len(kept) > threshold:
+        kept.pop()
+    trained = [
+        row.columns["weights"][t].item() != 0
+        for row, s in zip(rows, samples, strict=True)
+        for t in np.flatnonzero(s.mask)
+    ]
+    assert 0 < len(kept) < len(squares), "the case must leave out some"
+    assert sorted(x for x, is_kept in zip(squares, trained, strict=True) if is_kept) == kept
+    assert sum(row.count for row in rows) == len(kept)
+
+
+def covariances(groups, rows):
+    """(row, token, covariance) of every sampled token, by its definition."""
+    found = []
+    for row, sample in zip(rows, [s for g in groups for s in g.samples], strict=True):
+        for t in np.flatnonzero(sample.mask):
+            found.append((row, t, float(sample.columns["actor_logprobs"][t])))
+    mean = sum(x for _, _, x in found) / len(found)
+    gains = [float(row.columns["advantages"][t]) for row, t, _ in found]
+    centre = sum(gains) / len(gains)
+    return [(r, t, (x - mean) * (a - centre)) for (r, t, x), a in zip(found, gains, strict=True)]
+
+
+def test_kl_cov_marks_the_highest_covariances_and_clip_cov_silences_some_within_bounds(rng):
+    groups = make_groups(rng, [4, 3], columns=("actor_logprobs",))
+    plain_rows = make_rows(groups, settings_for("grpo"), max_new_tokens=8)
+    cells = covariances(groups, plain_rows)
+    num = int(0.2 * len(cells))
+    marked = make_rows(groups, settings_for("kl_cov", cov_share=0.2), max_new_tokens=8)
+    got = [
+        cov
+        for (_, t, cov), row in zip(cells, _by_cell(groups, marked), strict=True)
+        if row.columns["penalised"][t]
+    ]
+    assert sorted(got) == sorted(cov for _, _, cov in cells)[-num:]
+    bounds = {"cov_low": 0.05, "cov_high": 1.0}
+    silenced = make_rows(
+        groups, settings_for("clip_cov", cov_share=0.2, **bounds), max_new_tokens=8
+    )
+    out = [
+        cov
+        for (old, t, cov), row in zip(cells, _by_cell(groups, silenced), strict=True)
+        if row.columns["advantages"][t] == 0 != old.columns["advantages"][t]
+    ]
+    among = [cov for _, _, cov in cells if 0.05 <= cov <= 1.0]
+    assert 0 < len(out) == min(num, len(among)) and set(out) <= set(among)
+    again = make_rows(groups, settings_for("clip_cov", cov_share=0.2, **bounds), max_new_tokens=8)
+    for one, other in zip(silenced, again, strict=True):
+        assert torch.equal(one.columns["advantages"], other.columns["advantages"])
+
+
+def _by_cell(groups, rows):
+    samples = [s for group in groups for s in group.samples]
+    pairs = zip(rows, samples, strict=True)
+    return [row for row, sample in pairs for _ in np.flatnonzero(sample.mask)]

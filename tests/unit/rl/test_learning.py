@@ -27,6 +27,7 @@ def draw(rng, logits):
         reward=float((answer == GOOD).mean()),
         columns={
             "values": zeros,
+            "actor_logprobs": np.concatenate([[0], logprobs[answer]]).astype(np.float32),
             "teacher_logprobs": np.concatenate([[0], TEACHER.numpy()[answer]]),
         },
     )

@@ -155,6 +155,88 @@ def test_gspo_has_value_and_gradient_of_the_sequence_objective(batch, clip):
 
 
 @quick
+@given(batch=microbatches, taus=st.sampled_from([(1.0, 1.05), (0.5, 3.0)]))
+def test_sapo_gates_the_ratio_by_the_sign_of_the_advantage(batch, taus):
+    expected, c = zero(), batch.columns
+    for t in torch.nonzero(batch.mask).flatten().tolist():
+        ratio = plain_rl.exp(batch.logprobs[t] - c["actor_logprobs"][t])
+        expected = expected + c["weights"][t] * plain_rl.sapo_term(ratio, c["advantages"][t], *taus)
+    clip = Clip(tau_pos=taus[0], tau_neg=taus[1])
+    assert_same(batch, policy(losses.gated, clip, needs_old_logprobs=True), expected)
+
+
+@quick
+@given(batch=microbatches, clip=st.sampled_from([Clip(0.4, 0.4), Clip(0.1, 0.6)]))
+def test_gmpo_has_value_and_gradient_of_the_geometric_mean(batch, clip):
+    expected, c = zero(), batch.columns
+    for i, steps in enumerate(batch.sequences()):
+        if not steps:
+            continue
+        advantage, weight = torch.tensor(0.7 * (-1.0) ** i, dtype=torch.float64), 0.3 + i
+        c["advantages"][steps], c["weights"][steps] = advantage, weight
+        logs = [batch.logprobs[t] - c["actor_logprobs"][t] for t in steps]
+        term = plain_rl.gmpo_term(logs, advantage, clip.low, clip.high)
+        expected = expected + weight * len(steps) * term
+    assert_same(batch, policy(losses.geometric_clipped, clip, needs_old_logprobs=True), expected)
+
+
+@quick
+@given(batch=microbatches, coef=st.sampled_from([0.5, 1.0]))
+def test_kl_cov_penalises_the_marked_tokens(batch, coef):
+    expected, c = zero(), batch.columns
+    c["penalised"] = (torch.arange(batch.mask.numel()) % 3 == 0).double()
+    for t in torch.nonzero(batch.mask).flatten().tolist():
+        log = torch.clamp(batch.logprobs[t] - c["actor_logprobs"][t], -20, 20)
+        term = -torch.exp(log) * c["advantages"][t] + coef * c["penalised"][t] * log.abs()
+        expected = expected + c["weights"][t] * term
+    loss = policy(losses.unbounded, Clip(), needs_old_logprobs=True, cov_kl_coef=coef)
+    assert_same(batch, loss, expected)
+
+
+@quick
+@given(
+    batch=microbatches,
+    level=st.sampled_from(["token", "sequence", "geometric"]),
+    band=st.sampled_from([(0.5, 2.0), (0.9, 1.1)]),
+    weighs=st.booleans(),
+)
+def test_rejection_drops_what_left_the_sampler_beside_any_weight(batch, level, band, weighs):
+    expected, c = zero(), batch.columns
+    for steps in batch.sequences():
+        logs = [float(c["actor_logprobs"][t] - c["rollout_logprobs"][t]) for t in steps]
+        for i, t in enumerate(steps):
+            kept = plain_rl.correction_weight(logs, i, "mis", level, band[1], band[0]) != 0
+            weight = plain_rl.correction_weight(logs, i, "tis", "token", 2.0, 0.0) if weighs else 1
+            ratio = plain_rl.exp(batch.logprobs[t] - c["actor_logprobs"][t])
+            term = plain_rl.ppo_term(ratio, c["advantages"][t], 0.2, 0.2)
+            expected = expected + c["weights"][t] * kept * weight * term
+    rejection = Correction(kind="mis", level=level, cap=band[1], floor=band[0])
+    correction = Correction(kind="tis" if weighs else "none")
+    kwargs = {"rejection": rejection, "correction": correction, "needs_old_logprobs": True}
+    assert_same(batch, policy(losses.clipped, Clip(), **kwargs), expected)
+
+
+def test_a_weighted_kl_term_is_the_divergence_whoever_drew_the_tokens():
+    # Over the whole vocabulary drawn by b, value and gradient add up to those of KL(p || q).
+    logits = torch.tensor([0.3, -1.0, 0.8], dtype=torch.float64, requires_grad=True)
+    logq = torch.tensor([-0.2, 0.4, 0.1], dtype=torch.float64).log_softmax(0)
+    logb = torch.tensor([0.5, -0.4, -0.9], dtype=torch.float64).log_softmax(0)
+    logp = logits.log_softmax(0)
+    want = (logp.exp() * (logp - logq)).sum()
+    columns = {
+        "weights": logb.exp(),
+        "advantages": torch.zeros(3, dtype=torch.float64),
+        "rollout_logprobs": logb,
+        "ref_logprobs": logq,
+    }
+    loss = policy(losses.clipped, Clip(), kl_coef=1.0, kl_weighted=True)
+    got, _ = loss(TokenOutputs(logp, None, None, ListSegments([3])), columns)
+    torch.testing.assert_close(got, want, **CLOSE)
+    pair = [torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (got, want)]
+    torch.testing.assert_close(*pair, **CLOSE)
+
+
+@quick
 @given(
     batch=microbatches,
     kind=st.sampled_from(["tis", "mis"]),
@@ -233,7 +315,15 @@ def test_sft_is_the_weighted_negative_log_likelihood(batch):
     assert_same(batch, SftLoss(), expected)
 
 
-SURROGATES = [losses.clipped, losses.sequence_clipped, losses.weight_clipped, losses.unclipped]
+SURROGATES = [
+    losses.clipped,
+    losses.sequence_clipped,
+    losses.weight_clipped,
+    losses.gated,
+    losses.geometric_clipped,
+    losses.unbounded,
+    losses.unclipped,
+]
 EVERY_LOSS = [
     *(
         policy(

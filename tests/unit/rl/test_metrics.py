@@ -147,13 +147,15 @@ def test_shares_come_from_the_sums_of_the_loss():
         "clip_fraction": 0.25,
         "corrected_share": None,
         "correction_weight_mean": None,
+        "rejected_share": None,
     }
-    stats |= {"corrected_tokens": 1.0, "correction_weight": 6.0}
+    stats |= {"corrected_tokens": 1.0, "correction_weight": 6.0, "rejected_tokens": 4.0}
     metrics = loss_metrics(stats, settings_for("reinforce"))
     assert metrics == {
         "clip_fraction": None,
         "corrected_share": 0.125,
         "correction_weight_mean": 0.75,
+        "rejected_share": 0.5,
     }
     assert set(loss_metrics({}, settings_for("grpo")).values()) == {None}
 
