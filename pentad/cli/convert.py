@@ -20,11 +20,15 @@ from rich.progress import (
 )
 
 from pentad.core.errors import Problem, UserError
-from pentad.core.folders import INFO, STATE, RecoveryPath, recovery_path
+from pentad.core.folders import INFO, STATE, RecoveryPath, download_hint, recovery_path
 from pentad.models.conversion import Conversion, Converted, check_apart, convert
 from pentad.models.conversion_files import OnProgress, check_target
 from pentad.weights.megatron.layout import RELEASE, FolderKind, checkpoint_name, find_weights
+from pentad.weights.merge import merge_folder
+from pentad.weights.peft import CONFIG as ADAPTER
+from pentad.weights.peft import is_adapter, read_adapter
 
+LOSS_WORTH_A_NOTE = 0.01
 VOCAB = "make_vocab_size_divisible_by"
 UNSET = {"tp": 1, "pp": 1, "vpp": 1, "ep": 1, "separate_layers": False, VOCAB: 128}
 """Defaults of the options of Megatron's formats; those of the others are None."""
@@ -48,9 +52,15 @@ def run_convert(
     spec: str,
     role: str | None = None,
     tag: str = "actor",
+    merge: bool = False,
+    base: str | None = None,
     **settings: Any,
 ) -> None:
     """Converts and says what became of it."""
+    if merge or base is not None or is_adapter(source):
+        check_merge(source, to=to, merge=merge)
+        merge_adapter(source, target, base=base, dtype=settings["dtype"], force=force)
+        return
     if recovery := recovery_path(Path(source)):
         given = {"--iteration": iteration is not None, "--release": release, "--spec": spec != "te"}
         _convert_recovery(recovery, Path(target), to, given, role, tag, force=force, **settings)
@@ -133,6 +143,43 @@ def _convert_recovery(
     if not (target / "tokenizer_config.json").exists():
         known = ", ".join(counters["companions"]) or "none"
         out.print(f"It has no tokenizer: the run took it from {known}; copy its files beside it")
+
+
+def check_merge(source: str, *, to: str | None, merge: bool) -> None:
+    """Refuses the options of a merge where nothing is merged, and an adapter without them."""
+    if not is_adapter(source):
+        rule = f"is for adapters, and {source} has no {ADAPTER}"
+        raise UserError(Problem("--merge or --base", rule, "give the PEFT folder as SRC"))
+    if not merge:
+        rule = "is an adapter, which has no weights of its own to convert"
+        remedy = "merge it into its base with --merge, or serve it as it is"
+        raise UserError(Problem(source, rule, remedy))
+    if to not in (None, "hf"):
+        rule = "an adapter is merged into a HF folder"
+        raise UserError(Problem(f"--to {to}", rule, "leave it out, and convert that afterwards"))
+
+
+def merge_adapter(
+    source: str, target: str, *, base: str | None, dtype: str | None, force: bool
+) -> None:
+    """Writes the base with the adapter merged, and says what rounding took away."""
+    adapter = read_adapter(source)
+    model = base or adapter.base
+    if not Path(model).is_dir() or not model:
+        rule = f"its base, {model or 'which its config does not name'}, is no folder here"
+        hint = download_hint(model) if model else ""
+        raise UserError(Problem(source, rule, hint or "name the folder with --base"))
+    check_target(Path(target), force=force)
+    for folder in (source, model):
+        check_apart(Path(folder), Path(target))
+    begun = time.monotonic()
+    loss = merge_folder(model, adapter, target, dtype, source)
+    out = Console(highlight=False, markup=False, soft_wrap=True)
+    out.print(f"{target}: written ({source} in {model}; {time.monotonic() - begun:.1f} s)")
+    out.print(f"{loss}")
+    if loss.lost > LOSS_WORTH_A_NOTE:
+        remedy = "write it with --dtype float32, or serve the adapter unmerged"
+        out.print(f"note: the folder is not the policy that was trained; {remedy}")
 
 
 def _target_format(to: str | None, source: FolderKind) -> FolderKind:

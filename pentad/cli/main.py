@@ -253,9 +253,15 @@ def convert(
     tag: Annotated[
         str, Option(help="Of a run's checkpoint: actor, or a tag such as ref.")
     ] = "actor",
+    merge: Annotated[
+        bool, Option("--merge", help="Write the base of the adapter SRC with it merged.")
+    ] = False,
+    base: Annotated[
+        str | None, Option(help="HF folder to merge into (the one that the adapter names).")
+    ] = None,
     force: Annotated[bool, Option("--force", help="Replace what DST holds.")] = False,
 ) -> None:
-    """Convert weights between HF and Megatron, or a run's recovery checkpoint to HF.
+    """Convert weights between HF and Megatron, a run's recovery checkpoint to HF, or merge LoRA.
 
     For example: pentad convert models/qwen3 megatron/qwen3 --to legacy --tp 2 --pp 2
     """

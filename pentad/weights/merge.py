@@ -1,0 +1,109 @@
+"""Merging an adapter into the weights of its base, and what is lost by it.
+
+W + scale B A is computed in float32 and rounded to the dtype of the folder. An update that is small
+beside the weights is rounded away in 16 bits, so the loss is measured and said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pentad.core.device import DTYPES
+from pentad.core.errors import Problem, UserError, raise_problems
+from pentad.core.folders import read_object
+from pentad.weights.hf import HfFolder, plan_folder, save_folder
+from pentad.weights.peft import Adapter, fit_problems
+from pentad.weights.regions import full_box
+from pentad.weights.transfer import TensorInfo
+
+
+@dataclass(slots=True)
+class MergeLoss:
+    """What rounding did to the update of the adapted weights."""
+
+    dtype: str
+    num_weights: int = 0
+    num_changed: int = 0
+    update: float = 0.0
+    """Sum of the squares of the update."""
+    error: float = 0.0
+    """Sum of the squares of what the rounded weights differ from the true ones beyond the base."""
+
+    @property
+    def lost(self) -> float:
+        """Norm of the error as a share of the norm of the update; 0 of an update that is 0."""
+        return (self.error / self.update) ** 0.5 if self.update else 0.0
+
+    @property
+    def changed(self) -> float:
+        return self.num_changed / self.num_weights if self.num_weights else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"merged in {self.dtype}: {self.lost:.1%} of the update was lost to rounding, "
+            f"{self.changed:.1%} of the {self.num_weights:,} adapted weights changed"
+        )
+
+
+@torch.no_grad()
+def merge_weight(
+    weight: Tensor, pair: tuple[Tensor, Tensor], scale: float, dtype: torch.dtype, loss: MergeLoss
+) -> Tensor:
+    """The merged weight in `dtype`; what was lost is added to `loss`."""
+    a, b = (factor.to(weight.device, torch.float32) for factor in pair)
+    base = weight.float()
+    update = (b @ a).mul_(scale)
+    out = (base + update).to(dtype)
+    moved = out.float() - base
+    loss.num_weights += weight.numel()
+    loss.num_changed += int(moved.count_nonzero())
+    loss.update += float(update.double().square().sum())
+    loss.error += float((moved - update).double().square().sum())
+    return out
+
+
+def merge_folder(
+    base: str | Path, adapter: Adapter, target: str | Path, dtype: str | None, where: str
+) -> MergeLoss:
+    """Writes a HF folder with the adapter merged; `where` names the adapter in sentences."""
+    folder = HfFolder(base)
+    raise_problems(fit_problems(adapter, folder.infos, where, str(base)))
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(Problem(f"--dtype {dtype}", f"is none of {', '.join(DTYPES)}"))
+    modules = set(adapter.modules)
+    held = folder.infos[f"{min(modules)}.weight"].dtype
+    if not held.is_floating_point or held.itemsize < 2:
+        rule = f"its weights are {held}, to which nothing can be added"
+        raise UserError(Problem(str(base), rule, "merge into the folder they were made from"))
+    loss = MergeLoss(dtype or str(held).removeprefix("torch."))
+    infos = {
+        name: TensorInfo(info.shape, _dtype(info.dtype, dtype))
+        for name, info in folder.infos.items()
+    }
+
+    def pairs() -> Iterator[tuple[str, Tensor]]:
+        for name, info in infos.items():
+            weight = folder.read(name, full_box(info.shape))
+            module = name.removesuffix(".weight")
+            if module in modules:
+                pair = adapter.pair(module)
+                yield name, merge_weight(weight, pair, adapter.spec.scale, info.dtype, loss)
+            else:
+                yield name, weight.to(info.dtype)
+
+    config = read_object(Path(base) / "config.json")
+    if dtype is not None:
+        config.pop("torch_dtype", None)
+        config["dtype"] = dtype
+    save_folder(target, pairs(), plan_folder(infos, config, companions=[base]))
+    return loss
+
+
+def _dtype(held: torch.dtype, asked: str | None) -> torch.dtype:
+    is_number = held.is_floating_point and held.itemsize >= 2
+    return DTYPES[asked] if asked is not None and is_number else held
