@@ -18,6 +18,8 @@ from pathlib import Path
 
 OWNER = "owner.lock"
 """Held by the owner; the lock goes with its process, however that ends."""
+OF_EARLIER_VERSIONS = "owner"
+"""The lock of stores in memory that earlier versions made."""
 YOUNG_S = 10.0
 """A folder gets its name once its lock is taken; one whose owner was killed before is older."""
 CLEANING_S = 60.0
@@ -48,7 +50,7 @@ def sweep(prefix: str, parent: Path | None = None) -> None:
             is_unnamed = folder.name.startswith(".")
             if is_unnamed and time.time() - folder.lstat().st_mtime < YOUNG_S:
                 continue
-            lock = open_own(folder / OWNER, os.O_RDWR)
+            lock = _open_lock(folder)
         except OSError:  # removed just now, or none of ours
             continue
         try:
@@ -58,6 +60,13 @@ def sweep(prefix: str, parent: Path | None = None) -> None:
             continue
         finally:
             os.close(lock)
+
+
+def _open_lock(folder: Path) -> int:
+    try:
+        return open_own(folder / OWNER, os.O_RDWR)
+    except FileNotFoundError:
+        return open_own(folder / OF_EARLIER_VERSIONS, os.O_RDWR)
 
 
 def remove(folder: Path | str, timeout_s: float = CLEANING_S) -> None:

@@ -219,6 +219,7 @@ def test_a_cache_that_is_too_small_is_refused_under_its_own_key(no_gpu):
         ("bf16", (), "cpu", "computes in float32"),
         ("bf16", ("actor.dtype=bfloat16",), "cpu", None),
         ("int8", ("strict=true",), "cuda", "strict = true"),
+        ("fp8", ("strict=true", "allocation_mode=vllm:d1+archon:d1"), "cuda", "strict = true"),
         ("int8", ("allocation_mode=vllm:d1+archon:d1",), "cuda", "vllm has no such cache"),
         ("fp8", ("allocation_mode=vllm:d1+archon:d1",), "cuda", None),
         ("fp8", ("allocation_mode=sglang:d1+archon:d1",), "cpu", "no such cache on a CPU"),

@@ -27,6 +27,7 @@ def remove_scratch(place):
 
 STARTS = {
     "store": (remove_blobs, file_blobs.PREFIX, scratch.OWNER),
+    "store of an earlier version": (remove_blobs, file_blobs.PREFIX, scratch.OF_EARLIER_VERSIONS),
     "scratch": (remove_scratch, "pentad-weights-", scratch.OWNER),
 }
 """What a start looks through: the names of folders, and of the file in each that is opened."""
