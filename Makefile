@@ -86,7 +86,8 @@ test-servers-gpu: setup
 QUEUE := .venv-transfer-queue
 $(QUEUE)/.installed: pyproject.toml
 	test -x $(QUEUE)/bin/python || $(PYTHON) -m venv $(QUEUE)
-	$(QUEUE)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test,transfer_queue]'
+	$(QUEUE)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test,transfer-queue]'
+	$(QUEUE)/bin/python -c 'import transfer_queue'
 	touch $@
 
 test-transfer-queue: $(QUEUE)/.installed

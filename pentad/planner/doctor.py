@@ -48,7 +48,7 @@ OPTIONAL = {
     "pyarrow": ("Parquet and saved HF datasets", "pip install 'pentad[parquet]'"),
     "tensorboard": ("curves in TensorBoard", "pip install 'pentad[tensorboard]'"),
     "wandb": ("records in Weights & Biases", "pip install 'pentad[wandb]'"),
-    "TransferQueue": ("store=transfer_queue", "pip install 'pentad[transfer_queue]'"),
+    "TransferQueue": ("store=transfer_queue", "pip install 'pentad[transfer-queue]'"),
     "trl": ("pentad bench rl beside TRL", "pip install 'pentad[trl]'"),
     "flash-attn-4": ("faster attention on Hopper GPUs and later", "pip install 'pentad[fa4]'"),
     "triton": ("GPU kernels and torch.compile on a GPU", "comes with torch for CUDA"),

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import AuthenticationError, RayActorError, RayError
 from ray.util.placement_group import (
     placement_group,
     placement_group_table,
@@ -41,6 +41,7 @@ from pentad.runtime.ray_cluster import (
     CALL_S,
     Cluster,
     ClusterLost,
+    causes,
     last_line,
     own_folder,
     printed_to,
@@ -369,6 +370,12 @@ def join_cluster(address: str) -> None:
     except (ConnectionError, RayError, ValueError) as error:
         rule = f"no Ray cluster answers there ({last_line(error)})"
         remedy = "start one with `ray start`, or unset it"
+        if any(isinstance(one, AuthenticationError) for one in causes(error)):
+            rule = "the Ray cluster there refuses this program's token"
+            remedy = (
+                "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file with the cluster's "
+                "token where that is not ~/.ray/auth_token"
+            )
         raise UserError(Problem(f"RAY_ADDRESS = {address}", rule, remedy)) from None
     log.info("joined the Ray cluster at %s (nodes: %d)", context["gcs_address"], len(ray.nodes()))
 

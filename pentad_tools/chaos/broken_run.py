@@ -80,6 +80,8 @@ class ChaosRun:
     meet. A scheduler that is killed leaves them, and the next start removes them."""
     restarts: frozenset[Restart] = frozenset()
     """What the scenario has restarted within a start of the run."""
+    processes: set[tuple[int, str, int]] = field(default_factory=set)
+    """(start, role process such as rollout-0, pid), as found at the end of each step."""
 
     # What it leaves
 
@@ -223,11 +225,17 @@ class ChaosRun:
 
     def roles(self, role: str) -> list[int]:
         """Its processes by number, such as those of learner or rollout."""
+        found = self.role_processes()
+        numbers = sorted(number for name, number in found if name == role)
+        return [found[role, number] for number in numbers]
+
+    def role_processes(self) -> dict[tuple[str, int], int]:
+        """The pid of each role process, by role and number."""
         found = {}
         for pid, line in processes_of(str(self.folder / self.name)).items():
-            if known := re.search(rf"role_host {role}-(\d+)$", line):
-                found[int(known[1])] = pid
-        return [found[number] for number in sorted(found)]
+            if known := re.search(r"role_host (\w+)-(\d+)$", line):
+                found[known[1], int(known[2])] = pid
+        return found
 
     def close(self) -> None:
         """Nothing of it stays, however the scenario ended."""
@@ -246,6 +254,8 @@ class ChaosRun:
         self.shared |= {Path(one[0]) for name in found if (one := SHARED.match(name))}
         if self.count_lines() and found:
             self.handles.append((self.num_starts, len(found)))
+            for (role, number), pid in self.role_processes().items():
+                self.processes.add((self.num_starts, f"{role}-{number}", pid))
 
     def count_lines(self) -> bool:
         """Whether a step was recorded since it was last asked."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -133,18 +134,27 @@ def check_tokens(trial: ChaosRun, whole: ChaosRun | None) -> None:
 
 
 def check_restarts(trial: ChaosRun, whole: ChaosRun | None) -> None:
-    """What the fault hit was restarted by itself, and nothing else."""
+    """What the fault hit was restarted by itself, and nothing else: neither by what the run says
+    nor by its processes."""
     lives = len(json.loads((trial.records / "manifest.json").read_text())["starts"])
     number = f"{lives} groups of ranks in {trial.num_starts} starts of the run"
     if "ranks" in trial.restarts:
         require(lives > trial.num_starts, f"{number}: the ranks were not started again")
     else:
         require(lives == trial.num_starts, f"{number}: ranks were started again")
+        require(not (again := restarted(trial, "learner")), f"ranks were started again: {again}")
     served = re.findall(r"(\S+) serves again", trial.said)
     if "samplers" in trial.restarts:
         require(served, "no sampler serves again")
     elif "samplers, perhaps" not in trial.restarts:
-        require(not served, f"samplers were started again: {sorted(set(served))}")
+        again = sorted({*served, *restarted(trial, "rollout")})
+        require(not again, f"samplers were started again: {again}")
+
+
+def restarted(trial: ChaosRun, role: str) -> list[str]:
+    """Roles of this kind that had several processes within a start of the run."""
+    seen = Counter((start, name) for start, name, _ in trial.processes if name.startswith(role))
+    return sorted({name for (_, name), number in seen.items() if number > 1})
 
 
 CHECKS: dict[str, Invariant] = {

@@ -69,7 +69,7 @@ def packages_are_installed(config: Config, facts: RunFacts) -> Iterator[Problem]
     is_other = config.store == "transfer_queue" and facts.samples(config)
     if is_other and installed("TransferQueue") is None:
         rule = "needs the package TransferQueue, which is not installed"
-        remedy = "pip install 'pentad[transfer_queue]'"
+        remedy = "pip install 'pentad[transfer-queue]'"
         yield Problem("store = transfer_queue", rule, remedy)
 
 

@@ -1,4 +1,5 @@
-"""Every check of `pentad chaos` fails at least once: made-up runs, each with one thing wrong."""
+"""Every check of `pentad chaos` fails at least once: made-up runs, each with one thing wrong.
+`tests/invariants/test_chaos_mutants_live.py` has programs with one thing wrong."""
 
 import json
 import os
@@ -158,6 +159,15 @@ def restart_a_sampler(made):
     made.said = "rollout-0 serves again 1.0 s after it was lost, with weights of version 2"
 
 
+def replace_a_sampler(made):
+    """Closed and made anew, which the run does not mention."""
+    made.trial.processes |= {(1, "rollout-0", 7), (1, "rollout-0", 8), (2, "rollout-0", 9)}
+
+
+def replace_a_rank(made):
+    made.trial.processes |= {(1, "learner-1", 7), (1, "learner-1", 8), (1, "learner-0", 9)}
+
+
 MUTANTS = [
     ("once", lose_a_step, "one is missing or twice"),
     ("once", train_a_step_twice, "one is missing or twice"),
@@ -182,6 +192,8 @@ MUTANTS = [
     ("restarts", restart_no_sampler, "no sampler serves again"),
     ("restarts", restart_no_rank, "the ranks were not started again"),
     ("restarts", restart_a_sampler, r"samplers were started again: ..rollout-0"),
+    ("restarts", replace_a_sampler, r"samplers were started again: ..rollout-0"),
+    ("restarts", replace_a_rank, r"ranks were started again: ..learner-1"),
 ]
 
 

@@ -18,6 +18,8 @@ from pentad.core.errors import RunError, UserError
 from pentad.trainer.sampling.samplers import ray_options
 
 ray = pytest.importorskip("ray")
+from ray.exceptions import AuthenticationError  # noqa: E402
+
 from pentad.data import ray_blobs  # noqa: E402
 from pentad.runtime import ray_cluster  # noqa: E402
 from pentad.runtime.ray_cluster import Cluster, ClusterLost, within  # noqa: E402
@@ -93,6 +95,24 @@ def test_a_named_cluster_that_does_not_answer_is_refused(inits, monkeypatch):
     monkeypatch.setattr(ray, "init", fail)
     monkeypatch.setenv("RAY_ADDRESS", "h:1")
     with pytest.raises(UserError, match="RAY_ADDRESS = h:1: no Ray cluster answers there .no head"):
+        joined_cluster(BUNDLES).__enter__()
+
+
+def test_a_named_cluster_that_asks_for_a_token_is_refused_with_what_to_set(inits, monkeypatch):
+    """The token is deep in what Ray raises, which itself says only that it failed to connect."""
+
+    def fail(**options):
+        try:
+            try:
+                raise AuthenticationError("InvalidAuthToken")
+            except AuthenticationError as error:
+                raise RuntimeError("Failed to connect to GCS") from error
+        except RuntimeError as error:
+            raise ConnectionError("Failed to connect to Ray cluster at h:1") from error
+
+    monkeypatch.setattr(ray, "init", fail)
+    monkeypatch.setenv("RAY_ADDRESS", "h:1")
+    with pytest.raises(UserError, match="RAY_ADDRESS = h:1: .* token; set RAY_AUTH_MODE=token"):
         joined_cluster(BUNDLES).__enter__()
 
 
