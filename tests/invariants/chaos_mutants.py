@@ -7,6 +7,7 @@ import os
 import torch
 
 from pentad_tools.chaos import broken_run
+from pentad_tools.chaos.workloads import STEPS
 
 run_command = broken_run.run_command
 
@@ -29,25 +30,25 @@ def leave_old_weights():
 
 def replace_samplers():
     """Samplers are closed and started anew with the learners."""
-    from pentad.trainer.crew import Crew
+    from pentad.trainer.processes.supervisor import Supervisor
 
-    note_lost = Crew.note_lost
+    note_lost = Supervisor.note_lost
 
     def lose_all(self, error):
         note_lost(self, error)
-        self.close_samplers()
+        self.resources.close_samplers()
 
-    Crew.note_lost = lose_all
+    Supervisor.note_lost = lose_all
 
 
 def forget_moments():
     """A restore leaves out the optimizer's moments."""
-    from pentad.trainer.service import EngineService
+    from pentad.trainer.rank.service import EngineService
 
     restore_state = EngineService.restore_state
 
-    def restore_weights(self, role, **place):
-        counters = restore_state(self, role, **place)
+    def restore_weights(self, role, *place):
+        counters = restore_state(self, role, *place)
         for name, tensor in self.engines[role].state_tensors().items():
             if name.startswith("optimizer.exp_avg"):
                 tensor.zero_()
@@ -79,7 +80,7 @@ def commit_other_bytes():
 
     def write_wrongly(path, *given):
         entry = write_file(path, *given)
-        if f"globalstep{broken_run_steps() - 1}/" in str(path) and path.suffix == ".distcp":
+        if f"globalstep{STEPS - 1}/" in str(path) and path.suffix == ".distcp":
             with path.open("r+b") as file:
                 file.seek(-1, os.SEEK_END)
                 last = file.read(1)[0]
@@ -90,12 +91,6 @@ def commit_other_bytes():
     job._write_file = write_wrongly
 
 
-def broken_run_steps():
-    from pentad_tools.chaos.workloads import STEPS
-
-    return STEPS
-
-
 def sweep_nothing():
     """What a killed scheduler left in memory stays."""
     from pentad.core import scratch
@@ -104,17 +99,17 @@ def sweep_nothing():
 
 
 def open_files():
-    """The scheduler opens three files in every step, and closes none."""
-    from pentad.trainer.crew import Crew
+    """The scheduler opens ten files in every step, and closes none."""
+    from pentad.trainer.processes.supervisor import Supervisor
 
-    note_step = Crew.note_step
-    held = []
+    note_step = Supervisor.note_step
 
     def note(self):
-        held.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(3))
+        for _ in range(10):
+            os.open(os.devnull, os.O_RDONLY)
         note_step(self)
 
-    Crew.note_step = note
+    Supervisor.note_step = note
 
 
 def lose_a_token():
