@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -227,7 +228,7 @@ def _wrong_value(key: str, value: object, tree: Tree) -> Problem:
         return Problem(_where(key, value, tree), rule, f"use bfloat16; it must be {expected}")
     if isinstance(value, int) and value >= MAX_INT:
         remedy = "numbers have at most 63 bits"
-    elif expected.startswith("a list") and isinstance(value, str | int):
+    elif re.match(r"a list(?! of \d)", expected) and isinstance(value, str | int):
         remedy = f"write [{show(value)}]"
     elif expected.startswith("text") and isinstance(value, bool | dict | list):
         remedy = f'put quotes around it if it is meant as text: "{show(value)}"'

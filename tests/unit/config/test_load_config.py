@@ -342,3 +342,11 @@ def test_relative_paths_start_where_the_command_is_typed(tmp_path, monkeypatch):
     assert missing() == []
     monkeypatch.chdir(tmp_path / "recipes")
     assert missing() == ["train_dataset.path", "reward.fn"]
+
+
+def test_a_number_in_the_place_of_several_is_not_offered_as_a_list_of_one():
+    words = ["resource.actor=[1,2]", "resource.rollout=[1,2]", "resource.reference=1"]
+    (problem,) = read_config(None, words).problems
+    assert str(problem) == (
+        "resource.reference = 1 (command line): must be a list of 2 integers of at least 1 or null."
+    )
