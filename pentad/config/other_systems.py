@@ -18,6 +18,22 @@ NOT_BUILT = {
 """Key -> what it belongs to. It and everything below it is refused."""
 LORA = re.compile(r"(^|[._])(lora|qlora|peft)([._]|$)")
 """In the name of every key of LoRA: `lora.r`, `use_peft`, `actor.lora_rank`, `peft_config.r`."""
+LORA_NAMES = {
+    **dict.fromkeys(("r", "rank", "lora_r", "lora_rank", "dim"), "rank"),
+    **dict.fromkeys(("alpha", "lora_alpha"), "alpha"),
+    **dict.fromkeys(("target_modules", "targets", "modules", "lora_target_modules"), "targets"),
+    **dict.fromkeys(("lora_path", "adapter_path", "lora_adapter_path"), "init_path"),
+}
+"""Last word of a key of LoRA elsewhere -> its name in `actor.lora`."""
+NO_LORA = {
+    "dropout": "trainer and sampler would compute with different factors",
+    "dora": "it scales by norms of merged weights, which no sampler computes unmerged",
+    "rslora": "the scale is alpha / rank; set actor.lora.alpha to alpha * sqrt(rank) instead",
+    "bias": "factors alone are trained, biases are frozen",
+    "modules_to_save": "factors alone are trained, no module as a whole",
+    "qlora": "the frozen weights are held in actor.dtype, not quantised",
+}
+"""Part of such a key -> why it is not offered."""
 
 TRL = {
     "model_name_or_path": ("actor.path", "a folder; only `plan` knows names of public models"),
@@ -84,6 +100,11 @@ TRL = {
     "dataset_text_field": ("train_dataset.response_key", "beside prompt_key or messages_key"),
     "completion_only_loss": ("train_dataset.response_key", "always: prompts are not trained"),
     "assistant_only_loss": ("train_dataset.messages_key", "always: the answers alone are trained"),
+    "use_peft": ("actor.lora.rank", "the block actor.lora switches it on"),
+    "peft_config": ("actor.lora.rank", "beside alpha and targets"),
+    "lora_r": ("actor.lora.rank", ""),
+    "lora_alpha": ("actor.lora.alpha", ""),
+    "lora_target_modules": ("actor.lora.targets", "words: q k v o gate up down experts"),
 }
 """Argument of TRL's GRPOConfig, SFTConfig and their parents -> (key here, remark)."""
 
@@ -165,6 +186,9 @@ VERL = {
     "trainer.project_name": ("experiment_name", "of W&B: telemetry.wandb.project"),
     "trainer.experiment_name": ("trial_name", ""),
     "trainer.default_local_dir": ("fileroot", ""),
+    "actor_rollout_ref.model.lora_rank": ("actor.lora.rank", ""),
+    "actor_rollout_ref.model.lora_alpha": ("actor.lora.alpha", ""),
+    "actor_rollout_ref.model.target_modules": ("actor.lora.targets", "all-linear, or words"),
 }
 """Key of verl -> (key here, remark)."""
 
@@ -293,6 +317,8 @@ SPELLED = {
     "actor.kl_ctl": "algorithm.kl_coef",
     "actor.ppo_n_minibatches": "updates_per_batch",
     "actor.use_decoupled_loss": "algorithm.correction",
+    "actor.use_lora": "actor.lora.rank",
+    "actor.lora_rank": "actor.lora.rank",
     "actor.recompute_logprob": "algorithm.correction",
     "actor.optimizer.learning_rate": "actor.optimizer.lr",
     "rollout.max_head_offpolicyness": "max_staleness",
@@ -341,6 +367,7 @@ WORDS = {
     **dict.fromkeys(("micro_batch_size", "mini_batch_size"), "actor.mb_spec.max_tokens_per_mb"),
     **dict.fromkeys(("kl_beta", "init_kl_coef"), "algorithm.kl_coef"),
     **dict.fromkeys(("betas", "adam_betas"), "actor.optimizer.beta1"),
+    "target_modules": "actor.lora.targets",
 }
 """Last word of a key elsewhere, in whatever block -> key here."""
 TOO_COMMON = ("enable", "len", "model", "n", "name", "path")
@@ -349,12 +376,23 @@ TOO_COMMON = ("enable", "len", "model", "n", "name", "path")
 
 def not_built(key: str, where: str) -> Problem | None:
     """The answer to a key of something that is not here."""
-    if LORA.search(key):
-        rule = "LoRA is not supported yet, all weights are trained"
-        return Problem(where, rule, "leave it out; actor.archon.offload_params saves GPU memory")
+    if LORA.search(key) and not hint(key):
+        return _lora_problem(key, where)
     if (known_from := NOT_BUILT.get(key)) is None:
         return None
     return Problem(where, f"is known from {known_from} and not built yet", "leave it out")
+
+
+def _lora_problem(key: str, where: str) -> Problem:
+    """The answer to a key of LoRA that is not one of `actor.lora`."""
+    word = key.rpartition(".")[2]
+    for part, reason in NO_LORA.items():
+        if part in word:
+            return Problem(where, reason, "leave it out")
+    name = LORA_NAMES.get(word)
+    names = f"actor.lora.{name}" if name else "rank, alpha, targets, experts and init_path"
+    remedy = f"its name here is {names}" if name else f"the keys of actor.lora are {names}"
+    return Problem(where, "there is no such key", remedy)
 
 
 def hint(key: str) -> str:

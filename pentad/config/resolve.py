@@ -28,11 +28,12 @@ from pentad.core.layout import Allocation, Component
 from pentad.core.specs import absolute
 from pentad.rl.section import SWITCHES
 
+LORA_LR_FACTOR = 10
 DEFAULT_RECOVERY = {"recover.freq_secs": 600.0, "recover.freq_epochs": 1}
 PATHS = (
     *("fileroot", "checkpoint.local_dir"),
     *("actor.path", "critic.path", "ref.path", "teacher.path"),
-    *("actor.checkpoint_load_path", "critic.checkpoint_load_path"),
+    *("actor.checkpoint_load_path", "critic.checkpoint_load_path", "actor.lora.init_path"),
     *("megatron.ckpt_convertor.hf_model_path", "megatron.ckpt_convertor.save_path"),
     *("train_dataset.path", "valid_dataset.path", "groups_from"),
     *("rollout.server.python", "rollout.server.transfer_folder"),
@@ -67,6 +68,7 @@ def resolve(config: Config, *, samples: bool = True) -> tuple[Config, list[str]]
     _choose_valid_dataset(draft)
     _choose_recovery(draft)
     _choose_engine(draft, "actor", config.actor)
+    _choose_lora(draft)
     if config.algorithm.facts.needs_critic:
         _choose_engine(draft, "critic", config.critic)
         if config.critic.path is None and config.actor.path is not None:
@@ -259,6 +261,15 @@ def _choose_valid_dataset(draft: _Draft) -> None:
             f"{words[valid.uses_chat]} and trained ones {words[train.uses_chat]}, so it is not "
             "the trained task that is evaluated"
         )
+
+
+def _choose_lora(draft: _Draft) -> None:
+    """Factors want a larger learning rate than weights, whatever their rank."""
+    actor = draft.config.actor
+    if actor.lora is not None and "lr" not in actor.optimizer.model_fields_set:
+        lr = float(f"{LORA_LR_FACTOR * actor.optimizer.lr:.9g}")
+        why = f"{LORA_LR_FACTOR} times the default {actor.optimizer.lr:g}, for actor.lora"
+        draft.set("actor.optimizer.lr", lr, why)
 
 
 def _choose_engine(draft: _Draft, role: str, model: ModelConfig) -> None:

@@ -26,6 +26,7 @@ from pentad.core.layout import Layout
 from pentad.core.types import Accumulated, Loss, Row, StepResult
 from pentad.engine.batch import PackedRows, check_routes, check_rows, pack_rows
 from pentad.engine.explain import explain
+from pentad.engine.frozen import FrozenBase, restored_tags
 from pentad.engine.held import HeldModel, check_balance, decoder_maker
 from pentad.engine.optim import FusedAdamW, OpenStep, WholeGradient, compute_lr, optimizer_state
 from pentad.engine.outputs import add_up, check_agreement, per_row, routes_per_row
@@ -50,6 +51,7 @@ from pentad.engine.tags import Offload, WeightTags
 from pentad.models.balance import measure_balance, move_biases, scale_losses
 from pentad.models.families import ConfigLike, dims_of, read_config
 from pentad.models.hf_weights import hf_metadata
+from pentad.models.lora import switched_off
 from pentad.models.moe import Routes
 from pentad.models.registry import build_whole, plan_export
 from pentad.ops.meter import Meter
@@ -115,6 +117,7 @@ def build_engine(
             folder = source if weights is None else weights
             assert isinstance(folder, str | Path), "weights are loaded from a folder"
             held.load(folder, seed)
+        held.fill_factors(seed)
         return Engine(
             held,
             settings,
@@ -124,6 +127,7 @@ def build_engine(
             tokenizer_folder=tokenizer_folder,
             backend=backend,
             seed=seed,
+            weights=weights,
         )
 
 
@@ -141,6 +145,7 @@ class Engine:
         tokenizer_folder: str | Path | None = None,
         backend: Literal["archon", "fsdp"] = "archon",
         seed: int = 0,
+        weights: str | Path | None = None,
     ) -> None:
         self.held = held
         self.backend = backend
@@ -163,6 +168,9 @@ class Engine:
         saves_memory = self.device.type == "cuda" and settings.model.gradient_checkpointing
         self.tags = WeightTags(self.tensors, "host" if saves_memory else "device")
         self.masters = {name: self.tensors[name] for name in self.parameters}
+        self.base: FrozenBase | None = None
+        if settings.model.lora is not None:
+            self.base = FrozenBase.of(held, settings.model, weights or source_folder)
         self.optimizer: FusedAdamW | None = None
         if settings.total_steps is not None:
             decayed, keys = held.whole.decayed, settings.model.optimizer
@@ -373,7 +381,8 @@ class Engine:
         self.held.rest()
         states = self.optimizer.state.values() if self.optimizer else ()
         moments = [tensor for state in states for tensor in state.values()]
-        self.offloaded.leave([*self.tensors.values(), *moments, *self.tags.memory()])
+        frozen = self.base.to_offload() if self.base is not None else []
+        self.offloaded.leave([*self.tensors.values(), *moments, *self.tags.memory(), *frozen])
 
     def onload(self) -> None:
         if self.is_offloaded:
@@ -391,14 +400,22 @@ class Engine:
 
     def use(self, tag: str) -> AbstractContextManager[None]:
         self.onload()
+        if self.base is not None and tag in self.base.tags:
+            self.tags.require_actor(f"using the tag {tag}")
+            return switched_off(self.held.factors)
         return self.tags.use(tag)
 
     def save_tag(self, tag: str) -> None:
         self.onload()
-        self.tags.save(tag)
+        if self.base is not None and self.base.takes(tag, self.num_steps):
+            self.tags.copies.pop(tag, None)
+        else:
+            self.tags.save(tag)
 
     def load_tag(self, tag: str, weights: str | Path) -> None:
         self.onload()
+        if self.base is not None:
+            return self.base.load_tag(tag, weights)
 
         def write() -> None:
             self.held.rest()
@@ -428,7 +445,16 @@ class Engine:
 
     def published(self) -> tuple[WeightMap, dict[str, TensorInfo]]:
         """What weights are called outside: the map, and name, shape and dtype of each tensor."""
-        return self.held.whole.weight_map, hf_metadata(self.held.whole, self._publish_dtype)
+        whole = self.held.whole
+        return whole.trained_map, hf_metadata(whole, self._publish_dtype, whole.trained_map)
+
+    def lend_base(self) -> dict[str, Tensor] | None:
+        """The frozen weights beside an adapter, by native name: from now on they stay in place.
+        None where there are none, or other ranks hold a part of them."""
+        if self.base is None or self.meshes.layout.world > 1:
+            return None
+        self.base.is_shared = True
+        return self.held.frozen()
 
     def weights_to_save(self) -> dict[str, Shard]:
         """`weight_shards`, of a step."""
@@ -480,7 +506,8 @@ class Engine:
         return {
             "num_steps": self.num_steps,
             "num_skipped": self.num_skipped,
-            "tags": list(self.tags.copies),
+            "tags": [*self.tags.copies, *(self.base.tags if self.base else ())],
+            "lora": self.base.counters() if self.base else None,
             "backend": self.backend,
             "value_head": self.held.whole.value_head is not None,
             "layout": str(self.meshes.layout),
@@ -502,17 +529,23 @@ class Engine:
             raise RunError(
                 "the checkpoint is of another model: its tensors have other names or shapes"
             )
+        off = restored_tags(self.base, counters.get("lora"))
         self._drop_gradients()
         self.step = None
         self.held.rest()
         self.is_half_moved = True
-        self.tags.prepare(counters["tags"])
+        self.tags.prepare([tag for tag in counters["tags"] if tag not in off])
         self.restoring = read_random(self.meshes.rank, self.device)
 
     def state_sources(self, counters: Mapping[str, Any]) -> dict[str, tuple[Region, ...]] | None:
         """Where the state of another backend has the parts of this one's; None: under its names."""
         if counters["backend"] == self.backend:
             return None
+        if self.base is not None:
+            raise RunError(
+                f"the checkpoint's adapter is of the backend {counters['backend']}, and it is "
+                f"restored by that one only, not by {self.backend}"
+            )
         head = self.held.whole.value_head is not None
         saved = build_whole(self.hf_config, counters["backend"], value_head=head)
         names = list(self.state_tensors())

@@ -23,8 +23,9 @@ from pentad.models.decoder import Decoder
 from pentad.models.hf_weights import hf_metadata, iter_hf, kept_buffers
 from pentad.models.language_model import LanguageModel
 from pentad.models.registry import build_model, initialise, load_weights
+from pentad.models.lora import apply_lora, factors_of, fill_factors
 from pentad.models.strict import apply_strict
-from pentad.parallel.cuts import Cut
+from pentad.parallel.cuts import Cut, local
 from pentad.parallel.mesh import Meshes
 from pentad.parallel.pipeline import Pipeline, TiedHead, plan_pipeline
 from pentad.parallel.storage import give_memory, reshard
@@ -66,6 +67,8 @@ def decoder_maker(
         apply_balance(model, settings.model.archon)
         if settings.strict:
             apply_strict(model)
+        if settings.model.lora is not None:
+            apply_lora(model, settings.model.lora)
         return model
 
     def wrap(model: LanguageModel) -> Predictor:
@@ -109,21 +112,26 @@ class HeldModel:
         ]
         self.holders = [module._parameters for part in self.parts for module in part.modules()]
         """Where modules keep their parameters, whichever those are at the time."""
+        self.factors = [one for part in self.parts for one in factors_of(part)]
         self.tied = TiedHead()
         is_tied = self.whole.dims.tie_embeddings and self.whole.has_lm_head
+        is_tied &= not self.factors  # frozen, both ends stay what was loaded
         if self.pipeline is not None and is_tied:
             held = {name: p for name, p, _ in named}
             ends = held.get("embed.weight"), held.get(TIED)
             last = self.pipeline.last_rank
             self.tied = TiedHead(*ends, meshes.pp, first=0, last=last, device=meshes.device)
             named = [item for item in named if item[0] != TIED]
+        named = [item for item in named if item[1].requires_grad]
         self.parameters: dict[str, Tensor] = {name: p for name, p, _ in named}
+        """Those that are trained."""
         self.cuts: dict[str, Cut] = {name: cut for name, _, cut in named}
 
     def memory(self) -> dict[str, Tensor]:
-        """What this rank holds of all that makes up the weights, by native name: a tensor itself,
-        or the memory behind a sharded one, which an optimizer may step."""
+        """What this rank holds of all that makes up the trained weights, by native name: a tensor
+        itself, or the memory behind a sharded one, which an optimizer may step."""
         buffers = [pair for decoder in self.decoders for pair in kept_buffers(decoder).items()]
+        buffers = [] if self.factors else buffers
         return {
             name: x.to_local().detach() if isinstance(x, DTensor) else x
             for name, x in (*self.parameters.items(), *buffers)
@@ -148,6 +156,15 @@ class HeldModel:
         for part in self.parts:
             reshard(part)
 
+    def frozen(self) -> dict[str, Tensor]:
+        """What is not trained, by native name: the memory of this rank."""
+        return {
+            name: local(tensor)
+            for decoder in self.decoders
+            for name, tensor in (*decoder.named_parameters(), *decoder.named_buffers())
+            if not tensor.requires_grad
+        }
+
     def initialise(self, seed: int) -> None:
         for decoder in self.decoders:
             initialise(decoder, seed)
@@ -156,19 +173,35 @@ class HeldModel:
         for decoder in self.decoders:
             load_weights(decoder, folder, seed=seed)
 
-    def iter_hf(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors in layer order, on every rank: all ranks iterate to the end."""
+    def fill_factors(self, seed: int) -> None:
+        """Fresh ones, where there are any."""
+        for decoder in self.decoders:
+            if decoder.adapter_map is not None:
+                fill_factors(decoder, seed)
+
+    def iter_hf(
+        self, dtype: torch.dtype, *, is_frozen: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors of what is trained (or frozen beside it) in layer order, on every rank:
+        all ranks iterate to the end."""
         self.rest()
         if self.pipeline is None:
-            return iter_hf(self.decoders[0], dtype)
-        return self._iter_stages(self.pipeline, dtype)
+            model = self.decoders[0]
+            return iter_hf(model, dtype, model.weight_map if is_frozen else model.trained_map)
+        return self._iter_stages(self.pipeline, dtype, is_frozen)
 
-    def _iter_stages(self, pipeline: Pipeline, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def _iter_stages(
+        self, pipeline: Pipeline, dtype: torch.dtype, is_frozen: bool
+    ) -> Iterator[tuple[str, Tensor]]:
         """Each tensor from the rank of its stage to all ranks of the pipeline."""
         mine = pipeline.stages(self.meshes.pp.rank)
-        streams = {n: iter_hf(d, dtype) for n, d in zip(mine, self.decoders, strict=True)}
-        sources = self.whole.weight_map.sources
-        for name, info in hf_metadata(self.whole, dtype).items():
+        streams = {
+            n: iter_hf(d, dtype, d.weight_map if is_frozen else d.trained_map)
+            for n, d in zip(mine, self.decoders, strict=True)
+        }
+        weight_map = self.whole.weight_map if is_frozen else self.whole.trained_map
+        sources = weight_map.sources
+        for name, info in hf_metadata(self.whole, dtype, weight_map).items():
             stage = pipeline.stage_of(sources[name].regions[0].source, sources[name].layer)
             if stage in streams:
                 got, tensor = next(streams[stage])

@@ -24,6 +24,7 @@ from pentad.parallel.collectives import gather_parts, gather_shared, reduce_rank
 from pentad.parallel.cuts import Cut, local
 from pentad.parallel.experts import ExpertDispatch
 from pentad.parallel.mesh import ALONE, Axis, Meshes, build_meshes
+from pentad.weights.lora_map import merged
 
 Predicted = tuple[Tensor | None, Tensor | None, Tensor | None]
 """(logprobs_T, entropy_T, values_T), None where the decoder has no such head."""
@@ -119,7 +120,7 @@ def wrap_model(
         blocks=decoder.blocks,
         mixtures=mixtures_of(decoder),
         set_dispatch=partial(_set_dispatch, decoder),
-        weight_map=decoder.weight_map,
+        weight_map=merged(decoder.weight_map, decoder.adapter_map),
         plan=spec.plan,
         seams=spec.seams,
     )

@@ -248,6 +248,25 @@ class ArchonConfig(Section):
             yield Problem(f"{key}ac_mode = memory_budget", rule, f"use ac_mode: full, or {other}")
 
 
+class LoraConfig(Section):
+    rank: Annotated[int, Field(ge=1, le=512)] = 32
+    """Rank of the factors: A is [rank, in], B [out, rank], both float32 as their optimizer state."""
+    alpha: Positive = 32.0
+    """A layer computes x W^T + alpha / rank * (x A^T) B^T, never merged."""
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Which matrices have factors: all-linear, or some of q k v o gate up down experts. gate and up
+    are named together. Router, embedding and head have none."""
+    experts: Literal["shared_outer", "each"] = "shared_outer"
+    """Factors of the experts of a mixture. shared_outer: those of a layer share the factor on the
+    side of the hidden size. each: every expert has two of its own."""
+    init_path: str | None = None
+    """PEFT folder that the factors start from. null: A is random, B is 0."""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
 class ModelConfig(Section):
     path: str | None = None
     """Folder with config.json, safetensors and a tokenizer. `plan` also knows the names of the
@@ -279,6 +298,9 @@ class ModelConfig(Section):
     """The optimizer and its schedule."""
     archon: ArchonConfig = ArchonConfig()
     """The training engine."""
+    lora: LoraConfig | None = None
+    """Trains low-rank factors beside frozen weights, which are held once, in `dtype`, without
+    gradients and optimizer state. null: all weights are trained."""
 
     def compute_dtype(self, device: str) -> Literal["float32", "bfloat16"]:
         """In which forward and backward run on a device of this type."""
@@ -335,4 +357,6 @@ class EngineSettings:
             "mb_spec": model.mb_spec.model_copy(update={"max_tokens_per_mb": tokens}),
             "archon": archon.chosen(device, pp, layout.world, strict=self.strict),
         }
+        if model.lora is not None:  # what is frozen needs no master weights
+            choices["param_dtype"] = choices["dtype"]
         return replace(self, model=model.model_copy(update=choices))

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -284,8 +285,9 @@ class InferenceEngine:
         if self.settings.rollout.on_update == "reprefill":
             self.scheduler.preempt_all()
         self.pool.forget_prefixes()
-        is_same = compares and are_same(iter_hf(self.model), weights)
-        digest = "" if is_same else digest_of(iter_hf(self.model)).hex()
+        held = partial(iter_hf, self.model, weight_map=self.model.trained_map)
+        is_same = compares and are_same(held(), weights)
+        digest = "" if is_same else digest_of(held()).hex()
         pause_s = time.perf_counter() - started
         return Installed(version, num_tensors, digest, is_same=is_same, pause_s=pause_s)
 

@@ -35,7 +35,8 @@ class FusedAttention(Attention):
 
     def project(self, x_TD: Tensor) -> tuple[Tensor, ...]:
         parts = (self.q, self.k, self.v)
-        assert self.joined is not None
+        if self.joined is None:
+            return tuple(part(x_TD).unflatten(-1, (-1, self.head_dim)) for part in parts)
         widths = [len(part.weight) for part in parts]
         found = F.linear(x_TD, *self.joined).split(widths, dim=-1)
         return tuple(x.unflatten(-1, (-1, self.head_dim)) for x in found)

@@ -84,9 +84,10 @@ HOST: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
-def apply_host(model: Decoder) -> None:
+def apply_host(model: Decoder, *, joins: bool = True) -> None:
+    """`joins`: projections of one input become one product, in memory of their own."""
     for module in list(model.modules()):
-        if type(module) is Attention:
+        if joins and type(module) is Attention:
             weight, bias = join_projections(module)
             swap_class(module, HostAttention, weight_ND=weight, bias_N=bias)
     swap_classes(model, HOST)

@@ -22,6 +22,7 @@ from pentad.infer.section import SamplerSettings
 from pentad.infer.sequence import Table
 from pentad.infer.strict import StrictAttend, head_logits, strict_logprobs
 from pentad.models.decoder import Decoder
+from pentad.models.lora import apply_lora, blank_factors
 from pentad.models.moe import Experts, Routes
 from pentad.models.strict import apply_strict
 from pentad.ops.experts import can_group
@@ -73,7 +74,10 @@ class Runner:
         if settings.strict:
             apply_strict(self.model)
         elif self.is_host:
-            apply_host(self.model)
+            apply_host(self.model, joins=settings.lora is None)
+        if settings.lora is not None:
+            apply_lora(self.model, settings.lora)
+            blank_factors(self.model.requires_grad_(False), self.device)
         self.wake()
 
     # Memory.
@@ -81,7 +85,7 @@ class Runner:
     def wake(self) -> None:
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(self.device, non_blocking=True)
-        if self.is_fused:
+        if self.is_fused and self.settings.lora is None:  # a learner may hold frozen weights too
             from pentad.infer.fuse import join_all
 
             join_all(self.model)
@@ -111,7 +115,7 @@ class Runner:
     def sleep(self) -> None:
         """Frees the cache, and on a GPU the weights, which wait in host memory."""
         self.cache = self.decoder = None
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and self.settings.lora is None:
             if self.is_fused:
                 from pentad.infer.fuse import part_all
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pentad.core.section import Count, Section
 from pentad.core.sizes import BLOCK_TOKENS
+from pentad.engine.section import LoraConfig
 from pentad.rollout.section import RolloutConfig
 
 
@@ -16,6 +17,8 @@ class SamplerSettings(Section):
     rollout: RolloutConfig = RolloutConfig()
     max_context: Count | None = None
     """Most tokens of one sequence, prompt included. None: what the model's positions allow."""
+    lora: LoraConfig | None = None
+    """The model it is given is frozen and gets such factors: an install is of them alone."""
     strict: bool = False
     """Log-probs that equal the strict learner's bit for bit, by operations that give a token the
     same numbers in any batch; slower."""

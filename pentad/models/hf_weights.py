@@ -15,17 +15,24 @@ from torch import Tensor
 from pentad.models.language_model import LanguageModel
 from pentad.weights import transfer
 from pentad.weights.boxes import as_spread, box_of, rows_of
+from pentad.weights.map import WeightMap
 from pentad.weights.transfer import PairsReader, TensorInfo
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What torch.compile and activation checkpointing put into parameter names."""
 
 
-def native_tensors(model: LanguageModel) -> dict[str, Tensor]:
-    """The model's weights by their native names, as the whole tensors they are parts of."""
+def native_tensors(model: LanguageModel, weight_map: WeightMap | None = None) -> dict[str, Tensor]:
+    """The model's weights by their native names, as the whole tensors they are parts of: those of
+    the map, which is `weight_map` or that of the model without factors."""
     out: dict[str, Tensor] = {}
+    is_adapter = weight_map is not None and weight_map is model.adapter_map
+    factors = () if model.adapter_map is None else model.adapter_map.entries
     for name, parameter in model.named_parameters():
-        out[_native(name)] = model.present(_native(name), parameter)
+        if (_native(name) in factors) == is_adapter:
+            out[_native(name)] = model.present(_native(name), parameter)
+    if is_adapter:
+        return out
     return out | {_native(name): buffer for name, buffer in kept_buffers(model).items()}
 
 
@@ -41,9 +48,11 @@ def _native(name: str) -> str:
     return name
 
 
-def native_shards(model: LanguageModel) -> dict[str, transfer.Shard]:
+def native_shards(
+    model: LanguageModel, weight_map: WeightMap | None = None
+) -> dict[str, transfer.Shard]:
     """Each parameter's local memory with the box of the global tensor that it holds."""
-    tensors = native_tensors(model)
+    tensors = native_tensors(model, weight_map)
     return {
         name: transfer.Shard(_local(tensor), box_of(tensor)) for name, tensor in tensors.items()
     }
@@ -54,25 +63,31 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor if spread is None else spread.to_local()
 
 
-def hf_metadata(model: LanguageModel, dtype: torch.dtype | None = None) -> dict[str, TensorInfo]:
+def hf_metadata(
+    model: LanguageModel, dtype: torch.dtype | None = None, weight_map: WeightMap | None = None
+) -> dict[str, TensorInfo]:
     """Name, shape and dtype of everything `iter_hf` yields, in its order, without reading it."""
-    tensors = native_tensors(model)
+    tensors = native_tensors(model, weight_map)
     return {
         source.name: TensorInfo(
             source.shape,
             transfer.written_dtype(source, dtype) or tensors[source.regions[0].source].dtype,
         )
-        for source in transfer.held_sources(tensors, model.weight_map)
+        for source in transfer.held_sources(tensors, weight_map or model.weight_map)
     }
 
 
-def iter_hf(model: LanguageModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+def iter_hf(
+    model: LanguageModel, dtype: torch.dtype | None = None, weight_map: WeightMap | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """(HF-on-disk name, whole tensor) in layer order; a view of the parameter where possible.
+    `weight_map`: that of the model, or of its factors.
 
     Sharded parameters are gathered one at a time, so every rank must iterate to the end.
     """
+    tensors = native_tensors(model, weight_map)
     return transfer.iter_sources(
-        native_tensors(model), model.weight_map, dtype, gather=gather_whole
+        tensors, weight_map or model.weight_map, dtype, gather=gather_whole
     )
 
 
@@ -119,8 +134,10 @@ def _gather_rows(part: Tensor, lengths: list[int], group: dist.ProcessGroup) -> 
 
 
 def install_hf(model: LanguageModel, pairs: Iterable[tuple[str, Tensor]]) -> int:
-    """Overwrites all weights in place; every tensor exactly once. Returns how many were taken.
+    """Overwrites all weights in place, of a model with factors those alone; every tensor exactly
+    once. Returns how many were taken.
 
     All are held until the end; what does not fit is refused before anything is written.
     """
-    return transfer.fill(native_shards(model), model.weight_map, PairsReader(pairs))
+    weight_map = model.trained_map
+    return transfer.fill(native_shards(model, weight_map), weight_map, PairsReader(pairs))

@@ -48,6 +48,8 @@ class LanguageModel(nn.Module):
         """...bent to cap * tanh(x / cap), before the temperature."""
         self.present: Callable[[str, Tensor], Tensor] = as_it_is
         """How a parameter shows to the outside; under a layout, as a DTensor of the whole."""
+        self.adapter_map: WeightMap | None = None
+        """The factors beside frozen weights, by their native names (`models.lora`)."""
 
     @property
     def blocks(self) -> Mapping[int, nn.Module]:
@@ -58,6 +60,11 @@ class LanguageModel(nn.Module):
     def weight_map(self) -> WeightMap:
         """The tensors by their names in this model, as regions of HF-on-disk tensors."""
         raise NotImplementedError
+
+    @property
+    def trained_map(self) -> WeightMap:
+        """The map of what is trained, published and saved: the factors, where there are any."""
+        return self.weight_map if self.adapter_map is None else self.adapter_map
 
     @property
     def hf_classes(self) -> tuple[str, str]:
@@ -85,7 +92,7 @@ class LanguageModel(nn.Module):
         """Parameters that weight decay applies to: matrices that are no table, bias or norm. What
         a parameter is, its tensors on disk say: here gate and up biases are a matrix, too."""
         return {
-            name for name, entry in self.weight_map.entries.items() if _is_decayed(entry)
+            name for name, entry in self.trained_map.entries.items() if _is_decayed(entry)
         } - self.tables
 
     def map_for(self, names: Iterable[str]) -> WeightMap:

@@ -71,7 +71,11 @@ def lay_out(parts: ModelParts, keys: ModelConfig, meshes: Meshes) -> dict[str, C
     compiling.expect(dims, keys, meshes.layout, meshes.device)
     apply_to_blocks(parts.blocks, keys, meshes.device, mixtures)
     entries = parts.weight_map.entries
-    own_dtypes = {name: entries[name].rule.dtype for name in named if entries[name].rule.dtype}
+    own_dtypes = {
+        name: entries[name].rule.dtype
+        for name in named
+        if entries[name].rule.dtype and not entries[name].rule.is_factor
+    }
     blocks = parts.blocks.values()
     apply_storage(parts.root, parts.model, blocks, cuts, own_dtypes, keys, meshes)
     return cuts
@@ -123,7 +127,11 @@ def _scattered(cls: Any) -> type[nn.Module]:
         tp: Axis
 
         def forward(self, x_TF: Tensor) -> Tensor:
-            y_TD = scatter_sum(F.linear(x_TF, self.weight), self.tp)
+            y_TD = F.linear(x_TF, self.weight)
+            lora = getattr(self, "lora", None)
+            if lora is not None and lora.is_on:
+                y_TD = y_TD + lora(x_TF)
+            y_TD = scatter_sum(y_TD, self.tp)
             return y_TD if self.bias is None else y_TD + self.bias
 
     return Scattered

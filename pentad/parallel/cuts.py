@@ -51,6 +51,9 @@ class Cut:
     """Placements of the stored shard within the whole."""
     sees_all: bool = False
     """Each of the copies sees all tokens and heads: their gradients are equal, and not summed."""
+    data: Axis = ALONE
+    """Ranks of other microbatches that hold the same box whole, where no storage cuts it: gradients
+    are summed over them too."""
 
     @property
     def local_shape(self) -> Shape:
@@ -90,6 +93,8 @@ def plan_cuts(
     names: Mapping[str, Tensor], weight_map: WeightMap, plan: CutPlan, meshes: Meshes
 ) -> dict[str, Cut]:
     """The cut of every named parameter. Every rank must call it."""
+    if any(entry.rule.is_factor for entry in weight_map.entries.values()):
+        meshes.factor_axes()  # here, since a rank of a pipeline may hold no experts
     return {name: _cut(weight_map.entries[name], weight_map, plan, meshes) for name in names}
 
 
@@ -112,6 +117,10 @@ def _cut(entry: Entry, weight_map: WeightMap, plan: CutPlan, meshes: Meshes) -> 
         sizes[axes["ep"]] = 1 if more else each
     dim = storage_dim(tuple(sizes), num_stored)
     copies, mesh, placements = _outside(entry, weight_map, axes, meshes, is_expert)
+    if entry.rule.is_factor:
+        data = meshes.factor_axes()["etp" in axes] if is_expert else meshes.batch
+        last = (*placements, Replicate())
+        return Cut(entry.shape, box, copies, is_expert, dim, mesh, last, data=data)
     return Cut(
         shape=entry.shape,
         box=box,
@@ -166,4 +175,5 @@ def cut_parameters(model: nn.Module, cuts: Mapping[str, Cut]) -> None:
         assert parameter.is_meta, "parameters are cut before they have memory"
         path, _, key = name.rpartition(".")
         local = torch.empty(cuts[name].local_shape, dtype=parameter.dtype, device="meta")
-        setattr(model.get_submodule(path), key, nn.Parameter(local))
+        cut = nn.Parameter(local, requires_grad=parameter.requires_grad)
+        setattr(model.get_submodule(path), key, cut)

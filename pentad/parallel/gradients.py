@@ -38,10 +38,9 @@ def sum_copies(
     """
     by_axis: dict[tuple[Axis, torch.dtype, bool], list[Tensor]] = {}
     for name, gradient in gradients.items():
-        cut = cuts[name]
-        if cut.copies.size > 1:
-            key = (cut.copies, gradient.dtype, cut.sees_all)
-            by_axis.setdefault(key, []).append(gradient)
+        for axis, sees_all in ((cuts[name].data, False), (cuts[name].copies, cuts[name].sees_all)):
+            if axis.size > 1:
+                by_axis.setdefault((axis, gradient.dtype, sees_all), []).append(gradient)
     for (axis, _, sees_all), parts in by_axis.items():
         total = reduce_ranks(_flatten_dense_tensors(parts).to(device), axis).to(parts[0].device)
         if sees_all:  # the mean of equals, so that rounding does not drive the copies apart
@@ -70,7 +69,11 @@ def global_square(
     bits, so all decide alike.
     """
     is_first = meshes.coords.dp_replicate == 0
-    counted = [g for name, g in gradients.items() if is_first and cuts[name].copies.rank == 0]
+    counted = [
+        gradient
+        for name, gradient in gradients.items()
+        if is_first and cuts[name].copies.rank == cuts[name].data.rank == 0
+    ]
     return reduce_ranks(sum_of_squares(counted, meshes.device), meshes.world)
 
 

@@ -60,6 +60,7 @@ class Meshes:
     expert: DeviceMesh | None = None
     """pp x ep x etp x dp_replicate x efsdp."""
     copies: dict[int, tuple[DeviceMesh, Axis]] = field(default_factory=dict)
+    factors: dict[bool, Axis] = field(default_factory=dict)
 
     @property
     def token_multiple(self) -> int:
@@ -85,6 +86,18 @@ class Meshes:
             mesh = _device_mesh(self.device, ranks, names)
             self.copies[num_heads] = (mesh, _axis_of(mesh, "tp_copies"))
         return self.copies[num_heads]
+
+    def factor_axes(self) -> dict[bool, Axis]:
+        """The ranks of one pipeline stage that hold the same factors of experts: True of factors
+        that etp cuts, False of others. Every rank must ask for it."""
+        if not self.factors:
+            at = self.layout
+            outer = at.dp_replicate * at.efsdp
+            ranks = _ranks(at).view(at.pp, outer, at.ep, at.etp).permute(0, 2, 3, 1)
+            self.factors[True] = _axis_over(ranks.reshape(-1, outer), self.rank)
+            whole = ranks.transpose(2, 3).reshape(-1, outer * at.etp)
+            self.factors[False] = _axis_over(whole, self.rank)
+        return self.factors
 
 
 _BUILT: dict[tuple[Layout, str], tuple[dist.ProcessGroup | None, Meshes]] = {}

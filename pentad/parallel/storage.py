@@ -145,6 +145,7 @@ def apply_storage(
         root.register_forward_pre_hook(CastWeights(model, dtypes))
         return
     dims = {id(p): cuts[name].stored_dim for name, p in model.named_parameters()}
+    factors = {p for p in model.parameters() if p.requires_grad} if keys.lora else set()
 
     def place(parameter: nn.Parameter) -> Shard:
         return Shard(dims[id(parameter)])
@@ -165,12 +166,14 @@ def apply_storage(
             offload_policy=offload,
             shard_placement_fn=place,
             reshard_after_forward=keys.archon.is_resharded if module is not root else None,
+            ignored_params=factors,
         )
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
 
     for name, module in model.named_modules():
-        held = [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]
+        own_parameters = list(module.named_parameters(recurse=False))
+        held = [f"{name}.{key}" for key, p in own_parameters if p not in factors]
         if any(key in cuts and cuts[key].is_expert for key in held):
             shard(module, keys.dtype, experts=True)
             continue

@@ -26,7 +26,7 @@ from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.section import SamplerSettings
 from pentad.models.families import register
 from pentad.models.hf_weights import iter_hf
-from pentad.models.registry import blank_model, create_model
+from pentad.models.registry import blank_model, create_model, load_model
 from pentad.runtime import roles
 from pentad.runtime.environment import make_deterministic
 from pentad.runtime.roles import RoleProcess
@@ -54,6 +54,8 @@ class HostedSettings(Section):
     dtype: str
     seed: int | None = None
     """For the weights it holds until the first install. None: it has none to draw from."""
+    base: str = ""
+    """Folder of the frozen weights, where it is an adapter that is published."""
     version: int = -1
     tokenizer: str = ""
     """Folder; none: stop strings are refused."""
@@ -73,8 +75,12 @@ def make_sampler(payload: Mapping[str, Any], emit: Callable[[str, Any], None]) -
         torch.set_num_threads(given.num_threads)
     if given.deterministic:
         make_deterministic()
-    make = blank_model if given.seed is None else partial(create_model, seed=given.seed)
-    model = make(given.dims, device=torch.device(given.device), dtype=DTYPES[given.dtype])
+    place: dict[str, Any] = {"device": torch.device(given.device), "dtype": DTYPES[given.dtype]}
+    if given.base:
+        model = load_model(given.base, **place)
+    else:
+        make = blank_model if given.seed is None else partial(create_model, seed=given.seed)
+        model = make(given.dims, **place)
     decode = None
     if given.tokenizer:
 
@@ -155,7 +161,8 @@ class HostedEngine(HostedSampler[EmbeddedSampler]):
             held = -1, ""
 
         def own(names: set[str]) -> dict[str, Tensor]:
-            return {name: tensor.detach() for name, tensor in iter_hf(model) if name in names}
+            held = iter_hf(model, weight_map=model.trained_map)
+            return {name: tensor.detach() for name, tensor in held if name in names}
 
         pairs = await asyncio.to_thread(open_weights, ticket, held, own)
         receipt = await self.sampler.install(ticket["version"], pairs)

@@ -27,7 +27,7 @@ from pentad.weights.regions import (
 
 Condition = Callable[[ModelDims, int], bool]
 """Whether a rule holds for a model and a layer (0 for rules outside the layers)."""
-Init = Literal["normal", "ones", "zeros"]
+Init = Literal["normal", "ones", "zeros", "uniform"]
 Sizes = Mapping[str, int]
 Indices = Mapping[str, int]
 
@@ -243,6 +243,8 @@ class Rule:
     """Kept in this dtype whatever the model's, such as float32."""
     alias: tuple[str, ...] = ()
     """Other names that files of this column use for the same target."""
+    is_factor: bool = False
+    """A factor of an adapter: no storage cuts it, every rank holds what it computes with."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -363,7 +363,8 @@ class PairsReader:
 
 
 class RandomReader:
-    """A reader that makes its tensors: normal with the config's range, ones, or zeros."""
+    """A reader that makes its tensors: normal with the config's range, uniform within one over the
+    root of the last dim, ones, or zeros."""
 
     where = "fresh weights"
 
@@ -376,10 +377,15 @@ class RandomReader:
 
     def read(self, name: str, box: Box) -> Tensor:
         source = self.sources[name]
-        if source.init != "normal":
+        if source.init in ("ones", "zeros"):
             value = 1.0 if source.init == "ones" else 0.0
             return torch.full(box_shape(box), value, device="cpu")
         generator = torch.Generator("cpu").manual_seed(derive_seed(self.seed, "init", name))
         # The whole tensor is drawn whatever part is asked for: that is what keeps it one tensor.
-        whole = torch.empty(source.shape, device="cpu").normal_(0, self.std, generator=generator)
+        whole = torch.empty(source.shape, device="cpu")
+        if source.init == "uniform":
+            bound = source.shape[-1] ** -0.5
+            whole.uniform_(-bound, bound, generator=generator)
+        else:
+            whole.normal_(0, self.std, generator=generator)
         return whole[slices(box)]

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from pentad.config.rules import algorithm, checkpoint, elastic, inputs, layout, model, modes, start
+from pentad.config.rules import (
+    algorithm,
+    checkpoint,
+    elastic,
+    inputs,
+    layout,
+    lora,
+    model,
+    modes,
+    start,
+)
 from pentad.config.rules.rule import ConfigRule, RunFacts
 from pentad.config.schema import Config
 from pentad.core.errors import Problem
 
-SUBJECTS = (inputs, modes, algorithm, checkpoint, elastic, model, layout, start)
+SUBJECTS = (inputs, modes, algorithm, checkpoint, elastic, model, lora, layout, start)
 
 
 def all_rules() -> list[ConfigRule]:

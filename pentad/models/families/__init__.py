@@ -15,11 +15,13 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from pentad.core.dims import ModelDims
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, UserError, raise_problems
 from pentad.core.folders import check_plain, read_object
 from pentad.core.specs import import_named
+from pentad.engine.section import LoraConfig
 from pentad.models.config_reader import dims_from_hf
 from pentad.models.spec import ModelSpec
+from pentad.weights.lora_map import lora_map, target_problems, target_words
 from pentad.weights.map import WeightMap
 
 FOLDER = Path(__file__).parent
@@ -204,6 +206,14 @@ def no_such_family(family: str, known: Iterable[str]) -> Problem:
         "with the backend fsdp"
     )
     return Problem(f"model_type = {family}", "no such model family", remedy)
+
+
+def lora_map_of(dims: ModelDims, lora: LoraConfig) -> WeightMap:
+    """The weight map of an adapter of the family."""
+    spec = spec_of(dims.family)
+    words = target_words(spec.rules, dims)
+    raise_problems(target_problems(lora, words, dims.family))
+    return lora_map(spec.rules, dims, lora)
 
 
 def map_of(dims: ModelDims) -> WeightMap:

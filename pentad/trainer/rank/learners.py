@@ -203,7 +203,7 @@ def build_scorer(
     given = config.ref.path if role == "ref" else config.teacher.path
     path, layout = model_folder(config, role), layout_of(config, role)
     settings = EngineSettings(
-        model=config.actor,
+        model=config.actor.model_copy(update={"lora": None}),
         temperature=config.gconfig.temperature,
         max_row_tokens=max_row_tokens,
         strict=config.strict,

@@ -133,7 +133,9 @@ async def _open_samplers(
 ) -> dict[str, Sampler]:
     config, device = run.config, learner.device
     folder = run.folder.file("servers/")
-    opener = SamplerOpener(config, checked.dims, checked.tokenizer, device, folder, stack)
+    actor = learner.service.engines["actor"] if learner.service is not None else None
+    base = None if actor is None else actor.lend_base()
+    opener = SamplerOpener(config, checked.dims, checked.tokenizer, device, folder, stack, base)
     if learner.is_remote or component_of(config, "actor").world > 1:
         is_spread = resources.is_spread if learner.is_remote else facts_of(config).is_spread
         resources.handoff = opener.open_handoff(is_spread=is_spread or not is_one_machine())

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pentad.config.derived import component_of, model_folder, num_running, part_of
 from pentad.config.rules.rule import RunFacts
@@ -31,7 +32,8 @@ from pentad.core.specs import absolute
 from pentad.data.tokenizer import Tokenizer
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.section import SamplerSettings
-from pentad.models.registry import blank_model
+from pentad.models.lora import share_weights
+from pentad.models.registry import blank_model, build_model
 from pentad.planner.plan import choose_device
 from pentad.planner.remedies import shares_by_gpu
 from pentad.rollout.section import RolloutConfig
@@ -68,6 +70,8 @@ class SamplerOpener:
     device: torch.device
     log_folder: Path
     stack: AsyncExitStack
+    base: Mapping[str, Tensor] | None = None
+    """The frozen weights of a learner of this process that trains an adapter, by native name."""
 
     @property
     def placed(self) -> Topology:
@@ -82,7 +86,8 @@ class SamplerOpener:
         if config.rollout.server.addresses:
             samplers = await self._attach()
         elif self._is_embedded and self.placed.is_one_process:
-            sampler = embedded_sampler(config, self.dims, self.tokenizer, self.device)
+            given = config, self.dims, self.tokenizer, self.device, self.base
+            sampler = embedded_sampler(*given)
             self.stack.push_async_callback(sampler.close)
             samplers = {"embedded": sampler}
         elif self._is_embedded or any(one.started_by in PLACED for one in self.placed.samplers):
@@ -224,6 +229,7 @@ class SamplerOpener:
             model_files=tuple(map(absolute, config.model_files)),
             deterministic=is_deterministic(config),
             num_threads=min(threads, num_cores or threads),
+            base=str(Path(model_folder(config)).resolve()) if config.actor.lora else "",
         )
 
 
@@ -264,11 +270,21 @@ def shared_memory() -> Path:
 
 
 def embedded_sampler(
-    config: Config, dims: ModelDims, tokenizer: Tokenizer, device: torch.device
+    config: Config,
+    dims: ModelDims,
+    tokenizer: Tokenizer,
+    device: torch.device,
+    base: Mapping[str, Tensor] | None = None,
 ) -> EmbeddedSampler:
+    """Over the tensors of `base`, or with memory of its own."""
     dtype = DTYPES[config.actor.compute_dtype(device.type)]
+    if base is None:
+        model = blank_model(dims, device=device, dtype=dtype)
+    else:
+        model = build_model(dims, device="meta", dtype=dtype)
+        share_weights(model, base)
     return EmbeddedSampler(
-        blank_model(dims, device=device, dtype=dtype),
+        model,
         sampler_settings(config, dims),
         decode=lambda ids: tokenizer.decode(ids, keep_special=True),
     )
@@ -301,7 +317,10 @@ def server_settings(
 def sampler_settings(config: Config, dims: ModelDims) -> SamplerSettings:
     """For an embedded sampler."""
     keys = rollout_keys(config)
-    return SamplerSettings(rollout=keys, max_context=dims.max_position, strict=config.strict)
+    lora = config.actor.lora
+    return SamplerSettings(
+        rollout=keys, max_context=dims.max_position, strict=config.strict, lora=lora
+    )
 
 
 def rollout_keys(config: Config, **chosen: object) -> RolloutConfig:

@@ -1,0 +1,196 @@
+"""LoRA: factors beside frozen weights. A layer computes x W^T + scale * (x A^T) B^T, unmerged.
+
+Learner and sampler apply it to their instances of one model. Merged into 16-bit weights, a small
+update would be rounded away; unmerged, both sides compute with the same numbers in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pentad.core.swap import swap_class
+from pentad.engine.section import LoraConfig
+from pentad.models.families import lora_map_of
+from pentad.models.hf_weights import native_shards
+from pentad.models.language_model import LanguageModel
+from pentad.models.layers import GateUp
+from pentad.models.moe import Experts
+from pentad.models.strict import StrictExperts, StrictGateUp, StrictLinear
+from pentad.ops import invariant
+from pentad.ops.experts import grouped_linear
+from pentad.ops.gated import weighted_silu_mul
+from pentad.weights import transfer
+from pentad.weights.transfer import RandomReader, Reader
+
+STRICT = (StrictLinear, StrictGateUp, StrictExperts)
+
+
+class Factors(nn.Module):
+    """A and B of one matrix, or of several that take one input and stand on leading axes: a pair
+    (gate and up), experts. Kept in float32; products are in the dtype of their input."""
+
+    def __init__(self, a: tuple[int, ...], b: tuple[int, ...], scale: float, strict: bool) -> None:
+        super().__init__()
+        kind: dict[str, Any] = {"dtype": torch.float32, "device": "meta"}
+        self.a = nn.Parameter(torch.empty(a, **kind))
+        self.b = nn.Parameter(torch.empty(b, **kind))
+        self.scale = scale
+        self.strict = strict
+        self.is_on = True
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        product = invariant.linear if self.strict else F.linear
+        a, b = self.a.to(x_TI.dtype), self.b.to(x_TI.dtype)
+        if a.ndim == 2:
+            return product(product(x_TI, a), b) * self.scale
+        h_TR = product(x_TI, a.flatten(0, 1))
+        parts = zip(h_TR.chunk(len(b), dim=-1), b.unbind(), strict=True)
+        return (
+            torch.cat([product(h_Tr.contiguous(), b_Or) for h_Tr, b_Or in parts], -1) * self.scale
+        )
+
+
+class ExpertFactors(Factors):
+    """Of stacked experts: rows come sorted by expert. A factor without the axis of the experts is
+    that of all of them."""
+
+    num_planes: int = 1
+    """Two where gate and up stand on an axis of their own."""
+
+    def rows(self, x_NI: Tensor, ends_E: Tensor) -> Tensor:
+        a, b = self.a.to(x_NI.dtype), self.b.to(x_NI.dtype)
+        h_NR = self._product(x_NI, self._flat(a), ends_E)
+        if self.num_planes == 1:
+            return self._product(h_NR, b, ends_E) * self.scale
+        halves = zip(h_NR.chunk(2, dim=-1), b.unbind(-3), strict=True)
+        parts = [self._product(h.contiguous(), one.contiguous(), ends_E) for h, one in halves]
+        return torch.cat(parts, -1) * self.scale
+
+    def _flat(self, a: Tensor) -> Tensor:
+        return a.flatten(-3, -2) if self.num_planes == 2 else a
+
+    def _product(self, x_NI: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:
+        if weight.ndim == 2:
+            return invariant.linear(x_NI, weight) if self.strict else F.linear(x_NI, weight)
+        grouped = invariant.grouped_linear if self.strict else grouped_linear
+        return grouped(x_NI, weight, ends_E)
+
+
+@cache
+def _adapted(cls: Any) -> type[nn.Module]:
+    class Adapted(cls):
+        lora: Factors
+
+        def forward(self, x_TI: Tensor) -> Tensor:
+            y_TO: Tensor = super().forward(x_TI)
+            return y_TO + self.lora(x_TI) if self.lora.is_on else y_TO
+
+    return Adapted
+
+
+@cache
+def _adapted_experts(cls: Any) -> type[nn.Module]:
+    """Of `Experts` or its strict kind, whose products it repeats with a sum after each."""
+    is_strict = issubclass(cls, StrictExperts)
+    grouped = invariant.grouped_linear if is_strict else grouped_linear
+
+    class AdaptedExperts(cls):
+        gate_up_lora: ExpertFactors
+        down_lora: ExpertFactors
+
+        def forward(self, x_ND: Tensor, sizes_E: Tensor, weights_N: Tensor | None = None) -> Tensor:
+            if not self.gate_up_lora.is_on:
+                y_ND: Tensor = super().forward(x_ND, sizes_E, weights_N)
+                return y_ND
+            ends_E = sizes_E.cumsum(0, dtype=torch.int32)
+            h_NG = grouped(x_ND, self.gate_up.flatten(1, 2), ends_E)
+            h_NG = h_NG + self.gate_up_lora.rows(x_ND, ends_E)
+            if is_strict:
+                a_NM = invariant.silu_mul(*h_NG.chunk(2, dim=-1))
+                if weights_N is not None:
+                    a_NM = (a_NM * weights_N[:, None]).to(a_NM.dtype)
+            else:
+                a_NM = weighted_silu_mul(h_NG, weights_N)
+            y_ND = grouped(a_NM, self.down, ends_E)
+            return y_ND + self.down_lora.rows(a_NM, ends_E)
+
+    return AdaptedExperts
+
+
+def apply_lora(model: LanguageModel, lora: LoraConfig) -> None:
+    """Freezes the model and gives its layers factors without memory. After `apply_strict`, and
+    after whatever else gives layers another class."""
+    model.requires_grad_(False)
+    model.adapter_map = lora_map_of(model.dims, lora)
+    modules, entries = dict(model.named_modules()), model.adapter_map.entries
+    for name in [name for name in entries if name.endswith(".a")]:
+        place = name.removesuffix(".a")
+        path, _, key = place.rpartition(".")
+        host = modules.get(path)
+        if host is None:  # of another pipeline stage
+            continue
+        shapes = entries[name].shape, entries[f"{place}.b"].shape
+        if isinstance(host, Experts):
+            factors = ExpertFactors(*shapes, lora.scale, isinstance(host, STRICT))
+            factors.num_planes = 2 if key.startswith("gate_up") else 1
+            if key.startswith("gate_up"):
+                swap_class(host, _adapted_experts(type(host)))
+        else:
+            assert isinstance(host, nn.Linear | GateUp), f"{path} takes no factors"
+            factors = Factors(*shapes, lora.scale, isinstance(host, STRICT))
+            swap_class(host, _adapted(type(host)))
+        host.add_module(key, factors)
+
+
+@torch.no_grad()
+def blank_factors(model: nn.Module, device: torch.device) -> None:
+    """Memory for factors that wait for an install: until then they are NaN."""
+    for factors in factors_of(model):
+        factors.to_empty(device=device)
+        for factor in factors.parameters():
+            factor.fill_(math.nan)
+
+
+@torch.no_grad()
+def share_weights(model: LanguageModel, tensors: Mapping[str, Tensor]) -> None:
+    """Makes a model without memory one over the tensors of another, by native name."""
+    for name, module in list(model.named_modules()):
+        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                given = tensors[f"{name}.{key}".removeprefix(".")].detach()
+                is_weight = key in module._parameters
+                setattr(
+                    module, key, nn.Parameter(given, requires_grad=False) if is_weight else given
+                )
+
+
+def factors_of(model: nn.Module) -> list[Factors]:
+    return [module for module in model.modules() if isinstance(module, Factors)]
+
+
+@contextmanager
+def switched_off(factors: list[Factors]) -> Iterator[None]:
+    """The frozen weights alone, for 0 bytes."""
+    for one in factors:
+        one.is_on = False
+    try:
+        yield
+    finally:
+        for one in factors:
+            one.is_on = True
+
+
+def fill_factors(model: LanguageModel, seed: int, reader: Reader | None = None) -> None:
+    """Fresh factors in place (B is 0, so the model is as it was), or those of a reader."""
+    assert model.adapter_map is not None, "apply_lora comes first"
+    shards = native_shards(model, model.adapter_map)
+    reader = reader or RandomReader(model.adapter_map, shards, seed)
+    transfer.fill(shards, model.adapter_map, reader, must_be_finite=True)

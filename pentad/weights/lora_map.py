@@ -1,0 +1,118 @@
+"""The weight map of a LoRA adapter, derived from that of its model: two factors for each matrix.
+
+A matrix "O I" that lies in files as MODULE.weight gets A "r I" and B "O r", which lie there as
+MODULE.lora_A.weight and MODULE.lora_B.weight. Gate and up, and stacked experts, keep their leading
+axes. So a layout that cuts O cuts B, one that cuts I cuts A, and every other way of a weight
+(shards, publishing, checkpoints) is that of the model's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from pentad.core.dims import ModelDims
+from pentad.core.errors import Problem
+from pentad.engine.section import LoraConfig
+from pentad.weights.map import Glu, One, Rule, Spec, Stack, WeightMap, as_spec, build_map
+
+NATIVE = {
+    "q": (".attn.q.weight",),
+    "k": (".attn.k.weight",),
+    "v": (".attn.v.weight",),
+    "o": (".attn.o.weight",),
+    "gate": (".ffn.gate_up.weight", ".shared.gate_up.weight"),
+    "up": (".ffn.gate_up.weight", ".shared.gate_up.weight"),
+    "down": (".ffn.down.weight", ".shared.down.weight"),
+    "experts": (".experts.gate_up", ".experts.down"),
+}
+"""Word of a recipe -> how the native names of its matrices end."""
+HIDDEN = "D"
+NO_FACTORS = {
+    "head": "log-probs are computed together with the head, which has no factors",
+    "router": "experts would be chosen by other numbers than the sampler's",
+    "embed": "a table of tokens has no factors",
+}
+
+
+def target_words(rules: Sequence[Rule], dims: ModelDims) -> list[str]:
+    """The words for which a model has matrices."""
+    layers = range(dims.num_layers)
+    held = [rule for rule in rules if any(rule.when(dims, layer) for layer in layers)]
+    return [word for word in NATIVE if any(_is_target(rule, [word]) for rule in held)]
+
+
+def target_problems(lora: LoraConfig, words: Sequence[str], family: str) -> list[Problem]:
+    """What is wrong with the targets for a model that has these words."""
+    if lora.targets == "all-linear":
+        return []
+    where = f"actor.lora.targets = {list(lora.targets)}"
+    unknown = [word for word in lora.targets if word not in words]
+    remedy = f"use all-linear, or some of {', '.join(words)}"
+    if not lora.targets:
+        return [Problem(where, "nothing would be trained", remedy)]
+    if unknown:
+        reason = NO_FACTORS.get(unknown[0], f"{family} has no {', '.join(unknown)}")
+        return [Problem(where, reason, remedy)]
+    if ("gate" in lora.targets) != ("up" in lora.targets):
+        return [Problem(where, "gate and up are one product here", "name both or neither")]
+    return []
+
+
+def lora_map(rules: Sequence[Rule], dims: ModelDims, lora: LoraConfig) -> WeightMap:
+    """The factors of an adapter as regions of the tensors of its file. A factor that experts share
+    lies there once, under the name of its experts without their number."""
+    words = target_words(rules, dims) if lora.targets == "all-linear" else lora.targets
+    chosen = [rule for rule in rules if _is_target(rule, words)]
+    factors = [factor for rule in chosen for factor in _factors(rule, lora.experts)]
+    return build_map(factors, dims, extra_sizes={"r": lora.rank})
+
+
+def _is_target(rule: Rule, words: Iterable[str]) -> bool:
+    return any(rule.target.endswith(NATIVE[word]) for word in words)
+
+
+def _factors(rule: Rule, experts: str) -> tuple[Rule, Rule]:
+    *lead, rows, columns = rule.shape.split()
+    place = rule.target.removesuffix(".weight")
+    place += ".lora" if place != rule.target else "_lora"
+    made = []
+    for key, name, tokens in (("a", "lora_A", ["r", columns]), ("b", "lora_B", [rows, "r"])):
+        source, axes = as_spec(rule.source), list(lead)
+        if experts == "shared_outer" and isinstance(source, Stack) and HIDDEN in tokens:
+            source, axes = as_spec(source.each), axes[1:]
+        made.append(
+            replace(
+                rule,
+                target=f"{place}.{key}",
+                shape=" ".join([*axes, *tokens]),
+                source=_factor_of(source, name, is_shared=len(axes) < len(lead)),
+                init="uniform" if key == "a" else "zeros",
+                dtype="float32",
+                is_factor=True,
+            )
+        )
+    first, second = made
+    return first, second
+
+
+def _factor_of(source: Spec, factor: str, *, is_shared: bool) -> Spec:
+    """The same place in files, of a factor instead of a weight."""
+    match source:
+        case One(name):
+            name = name.replace(".{e}.", ".") if is_shared else name
+            return One(f"{name.removesuffix('.weight')}.{factor}.weight")
+        case Glu(gate, up):
+            both = [_factor_of(as_spec(half), factor, is_shared=is_shared) for half in (gate, up)]
+            return Glu(*both)
+        case Stack(each):
+            return Stack(_factor_of(as_spec(each), factor, is_shared=is_shared))
+    raise AssertionError(f"no factors for weights that lie in files as {source}")
+
+
+def merged(base: WeightMap, adapter: WeightMap | None) -> WeightMap:
+    """Both as one map: how a layout cuts them."""
+    if adapter is None:
+        return base
+    entries = {**base.entries, **adapter.entries}
+    return replace(base, sizes={**base.sizes, **adapter.sizes}, entries=entries)

@@ -1,0 +1,182 @@
+"""LoRA in one process: what is trained, its gradients, and what full training would do."""
+
+import pytest
+import torch
+from engine_toys import CONFIG, VOCAB, make_engine, make_rows, train, weights_of
+from torch.nn import functional as F
+
+from pentad.core.errors import UserError
+from pentad.engine.section import LoraConfig, OptimizerConfig
+from pentad.models.decoder import causal_attend
+from pentad.models.families import dims_of, lora_map_of
+from pentad.models.hf_weights import iter_hf, native_tensors
+from pentad.models.lora import apply_lora, fill_factors
+from pentad.models.registry import build_model, initialise
+
+MOE = CONFIG | {
+    "model_type": "qwen2_moe",
+    "tie_word_embeddings": False,
+    "head_dim": 6,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 20,
+    "mlp_only_layers": [1],
+}
+IDS = torch.randint(0, VOCAB, (23,), generator=torch.Generator().manual_seed(5))
+
+
+def adapted(config=CONFIG, dtype=torch.float64, **keys):
+    """A model with random factors, all in one dtype."""
+    lora = LoraConfig(rank=keys.pop("rank", 3), alpha=keys.pop("alpha", 6.0), **keys)
+    model = build_model(dims_of(config), device="meta", dtype=dtype)
+    apply_lora(model, lora)
+    model = model.to_empty(device="cpu")
+    initialise(model, 1)
+    fill_factors(model, 1)
+    gen = torch.Generator().manual_seed(2)
+    for name, tensor in native_tensors(model, model.adapter_map).items():
+        if name.endswith(".b"):
+            tensor.data.normal_(0, 0.1, generator=gen)
+    return model.to(dtype)
+
+
+def loss_of(model) -> torch.Tensor:
+    logits = model.logits(model(IDS, torch.arange(len(IDS)), causal_attend))
+    return F.cross_entropy(logits[:-1], IDS[1:], reduction="sum")
+
+
+@pytest.mark.parametrize("experts", ["shared_outer", "each"])
+def test_gradients_are_those_of_finite_differences(experts):
+    with pytest.MonkeyPatch.context() as patch:  # norms and routers compute in float32
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        check_slopes(adapted(MOE, experts=experts))
+
+
+def check_slopes(model) -> None:
+    loss_of(model).backward()
+    gen = torch.Generator().manual_seed(0)
+    for name, factor in native_tensors(model, model.adapter_map).items():
+        assert factor.grad is not None, name
+        direction = torch.randn(factor.shape, generator=gen, dtype=factor.dtype)
+        losses = []
+        for sign in (1, -1):
+            factor.data += sign * 1e-6 * direction
+            losses.append(loss_of(model).item())
+            factor.data -= sign * 1e-6 * direction
+        slope = (losses[0] - losses[1]) / 2e-6
+        assert float((factor.grad * direction).sum()) == pytest.approx(slope, rel=1e-6, abs=1e-6)
+    frozen = native_tensors(model)
+    assert frozen and all(tensor.grad is None for tensor in frozen.values())
+
+
+def test_it_computes_what_peft_computes():
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    model = adapted()
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**CONFIG), attn_implementation="eager"
+    ).double()
+    theirs.load_state_dict(dict(iter_hf(model)), strict=False)
+    keys = peft.LoraConfig(r=3, lora_alpha=6, target_modules="all-linear", lora_dropout=0.0)
+    theirs = peft.get_peft_model(theirs, keys).double()
+    mine = dict(iter_hf(model, weight_map=model.adapter_map))
+    named = {
+        name.removeprefix("base_model.model.").replace(".default.", "."): parameter
+        for name, parameter in theirs.named_parameters()
+        if parameter.requires_grad
+    }
+    assert named.keys() == mine.keys()
+    with torch.no_grad():
+        for name, parameter in named.items():
+            parameter.copy_(mine[name])
+    logits = theirs(input_ids=IDS[None]).logits[0]
+    loss = F.cross_entropy(logits[:-1], IDS[1:], reduction="sum")
+    own = loss_of(model)
+    assert loss.item() == pytest.approx(own.item(), rel=1e-6)  # norms are in float32
+    loss.backward()
+    own.backward()
+    gradients = {n: t.grad for n, t in native_tensors(model, model.adapter_map).items()}
+    pairs = {
+        "model.layers.1.self_attn.q_proj.lora_A": gradients["layers.1.attn.q.lora.a"],
+        "model.layers.2.mlp.up_proj.lora_B": gradients["layers.2.ffn.gate_up.lora.b"][1],
+        "model.layers.0.mlp.down_proj.lora_A": gradients["layers.0.ffn.down.lora.a"],
+    }
+    for name, gradient in pairs.items():
+        theirs = named[f"{name}.weight"].grad
+        torch.testing.assert_close(gradient, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_the_experts_are_those_of_merged_weights():
+    """Merged in float64 nothing is lost: both ways must agree with the mixture as it is."""
+    for experts in ("shared_outer", "each"):
+        model = adapted(MOE, experts=experts)
+        own = loss_of(model)
+        for block in model.layers.values():
+            for host, key in _matrices(block):
+                factors = host.get_submodule(f"{key}_lora" if key else "lora")
+                weight = getattr(host, key or "weight")
+                weight.data += factors.scale * (factors.b @ factors.a)
+                factors.b.data.zero_()
+        assert loss_of(model).item() == pytest.approx(own.item(), rel=1e-12)
+
+
+def _matrices(block):
+    for module in block.modules():
+        if hasattr(module, "gate_up_lora"):
+            yield from ((module, "gate_up"), (module, "down"))
+        elif hasattr(module, "lora"):
+            yield module, ""
+
+
+def test_only_factors_move_and_the_frozen_weights_stay_bit_for_bit():
+    engine = make_engine(lora=LoraConfig(rank=4))
+    rows = make_rows()
+    before = {name: tensor.clone() for name, tensor in engine.held.frozen().items()}
+    plain = make_engine().forward(rows)
+    for mine, theirs in zip(engine.forward(rows), plain, strict=True):
+        assert torch.equal(mine["logprobs"], theirs["logprobs"]), "B is 0"
+    began = weights_of(engine)
+    train(engine, rows, steps=3)
+    assert all(torch.equal(before[n], t) for n, t in engine.held.frozen().items())
+    assert not any(torch.equal(began[n], t) for n, t in weights_of(engine).items())
+    assert set(engine.masters) == set(began) and all("lora" in name for name in began)
+    assert {t.dtype for t in engine.masters.values()} == {torch.float32}
+    published = dict(engine.iter_weights())
+    assert published["model.layers.0.self_attn.q_proj.lora_A.weight"].shape == (4, 24)
+    assert len(published) == 3 * 7 * 2
+
+
+def test_full_rank_moves_weights_as_full_training_does():
+    """With A = 1 the gradient of B is that of the weight, and the first one of A is 0."""
+    optimizer = OptimizerConfig(lr=1e-2, gradient_clipping=None)
+    targets = ("q", "k", "v", "gate", "up")
+    lora = LoraConfig(rank=24, alpha=24.0, targets=targets)
+    engine = make_engine(lora=lora, optimizer=optimizer)
+    with torch.no_grad():
+        for name, tensor in engine.tensors.items():
+            if name.endswith(".a"):
+                tensor.copy_(torch.eye(24).expand_as(tensor))
+    full, rows = make_engine(optimizer=optimizer), make_rows()
+    began = weights_of(full)
+    train(engine, rows)
+    train(full, rows)
+    for name, tensor in engine.tensors.items():
+        if name.endswith(".b"):
+            weight = name.replace(".lora.b", ".weight")
+            moved = weights_of(full)[weight] - began[weight]
+            assert moved.abs().max() > 5e-3
+            torch.testing.assert_close(tensor, moved, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        (("q", "experts"), "qwen3 has no experts; use all-linear, or some of q, k, v, o, gate"),
+        (("gate",), "gate and up are one product here; name both or neither"),
+        (("head",), "log-probs are computed together with the head"),
+        ((), "nothing would be trained"),
+    ],
+)
+def test_targets_that_the_family_lacks_are_refused(targets, said):
+    with pytest.raises(UserError, match=said):
+        lora_map_of(dims_of(CONFIG), LoraConfig(targets=targets))
