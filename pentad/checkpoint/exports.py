@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,12 +19,13 @@ from pentad.checkpoint.export_job import BlockSpec, ExportJob, PlaceJob
 from pentad.checkpoint.job import FileSegment, Span, run_job
 from pentad.checkpoint.rank_saver import Outcomes, RankSaver
 from pentad.checkpoint.writer import Pending, Writer, failure_in
-from pentad.core.errors import RunError
+from pentad.core.errors import RunError, UserError
 from pentad.core.group_values import gather_values
 from pentad.runtime.rank import pulse
 from pentad.weights.blocks import WeightBlock, plan_blocks, staged_bytes
 from pentad.weights.hf import FolderPlan
 from pentad.weights.map import WeightMap
+from pentad.weights.peft import Adapter, write_adapter
 from pentad.weights.runs import Runs, runs_of
 from pentad.weights.transfer import Shard, TensorInfo
 
@@ -39,6 +40,14 @@ class Exportable(Protocol):
     def published(self) -> tuple[WeightMap, dict[str, TensorInfo]]: ...
 
     def plan_export(self) -> FolderPlan: ...
+
+
+class AdapterLearner(Protocol):
+    """A learner that trains an adapter; `engine.engine.Engine` with `actor.lora`."""
+
+    def adapter(self) -> tuple[Adapter, Iterable[str]]:
+        """The adapter, whole on every rank, and the names of the base's tensors."""
+        ...
 
 
 GiveBlock = Callable[[WeightBlock], FileSegment]
@@ -169,6 +178,35 @@ class Exporter(RankSaver):
             return memoryview(own.memory[: block.size_bytes].numpy())
 
         return lambda block: lambda: produce(block)
+
+
+class AdapterExporter(RankSaver):
+    """Exports of an adapter, a PEFT folder: small, so they are written at once. One per role and
+    rank; all ranks make the same calls."""
+
+    seconds = 0.0
+
+    def export(self, learner: AdapterLearner, folder: str | Path, *, is_async: bool) -> None:
+        """The folder is whole when this returns, or it fails on all ranks."""
+        begun, error = time.monotonic(), None
+        adapter, base_names = learner.adapter()
+        if self.rank == 0:
+            try:
+                write_adapter(folder, adapter, base_names)
+            except (OSError, RunError, UserError) as failure:
+                error = str(failure)
+        if self.group is not None:
+            error = gather_values(error, self.group)[0]
+        self.seconds = time.monotonic() - begun
+        if error is not None:
+            raise RunError(error)
+
+    def status(self) -> dict[str, Any]:
+        """As `Exporter.status`, of an export that has ended."""
+        return {"is_done": True, "error": None, "seconds": self.seconds}
+
+    def abandon(self) -> None:
+        """None is under way between two calls."""
 
 
 def export_model(learner: Exportable, folder: str | Path) -> None:

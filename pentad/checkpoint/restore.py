@@ -245,6 +245,10 @@ def export_hf(
     tags = ["actor", *counters["tags"]]
     if tag not in tags:
         raise UserError(Problem(f"--tag {tag}", f"the checkpoint has {', '.join(tags)}"))
+    if counters.get("lora") is not None:
+        rule = "holds an adapter alone, the weights it stands on are those of its base"
+        remedy = "convert the adapter that the run has saved, with --merge"
+        raise UserError(Problem(f"{checkpoint.root}: globalstep{checkpoint.step}", rule, remedy))
     wanted = dtype or counters["dtype"]
     if wanted not in DTYPES:
         raise UserError(Problem(f"--dtype {wanted}", f"use one of {', '.join(DTYPES)}"))

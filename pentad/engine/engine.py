@@ -65,6 +65,7 @@ from pentad.runtime.rank import pulse
 from pentad.weights.boxes import box_of
 from pentad.weights.hf import FolderPlan
 from pentad.weights.map import WeightMap
+from pentad.weights.peft import Adapter
 from pentad.weights.regions import Box, Region
 from pentad.weights.transfer import Shard, TensorInfo
 
@@ -117,7 +118,7 @@ def build_engine(
             folder = source if weights is None else weights
             assert isinstance(folder, str | Path), "weights are loaded from a folder"
             held.load(folder, seed)
-        held.fill_factors(seed)
+        held.fill_factors(settings.model.lora, seed)
         return Engine(
             held,
             settings,
@@ -415,7 +416,8 @@ class Engine:
     def load_tag(self, tag: str, weights: str | Path) -> None:
         self.onload()
         if self.base is not None:
-            return self.base.load_tag(tag, weights)
+            self.base.load_tag(tag, weights)
+            return
 
         def write() -> None:
             self.held.rest()
@@ -447,6 +449,16 @@ class Engine:
         """What weights are called outside: the map, and name, shape and dtype of each tensor."""
         whole = self.held.whole
         return whole.trained_map, hf_metadata(whole, self._publish_dtype, whole.trained_map)
+
+    def adapter(self) -> tuple[Adapter, list[str]]:
+        """What is trained beside frozen weights, of a step: whole, on every rank; and the names of
+        those weights."""
+        assert self.base is not None, "all weights are trained"
+        self._require_actor("saving")
+        self._require_whole()
+        factors = {name: tensor.cpu() for name, tensor in self.iter_weights()}
+        adapter = Adapter(self.base.spec, factors, self.base.path)
+        return adapter, list(hf_metadata(self.held.whole))
 
     def lend_base(self) -> dict[str, Tensor] | None:
         """The frozen weights beside an adapter, by native name: from now on they stay in place.

@@ -10,10 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from pentad.core.device import DTYPES
+from pentad.core.dims import ModelDims
 from pentad.core.errors import RunError
 from pentad.engine.held import HeldModel
 from pentad.engine.section import LoraConfig, ModelConfig
+from pentad.models.families import lora_words
 from pentad.ops.digest import digest_of
+from pentad.weights.peft import LoraSpec
 
 
 @dataclass(eq=False)
@@ -39,6 +42,10 @@ class FrozenBase:
         digest = digest_of(held.iter_hf(DTYPES[model.dtype], is_frozen=True)).hex()
         path = "" if folder is None else str(Path(folder).expanduser().absolute())
         return cls(held, model.lora, path, f"{model.dtype}:{digest}")
+
+    @property
+    def spec(self) -> LoraSpec:
+        return spec_of_lora(self.held.whole.dims, self.lora)
 
     def takes(self, tag: str, num_steps: int) -> bool:
         """Whether the model as it is now is the frozen weights alone, which `tag` then means."""
@@ -66,6 +73,13 @@ class FrozenBase:
     def counters(self) -> dict[str, Any]:
         keys = self.lora.model_dump(mode="json", exclude={"init_path"})
         return {**keys, "base": self.path, "digest": self.digest, "off": list(self.tags)}
+
+
+def spec_of_lora(dims: ModelDims, lora: LoraConfig) -> LoraSpec:
+    """What `actor.lora` means for a model, as files say it."""
+    words = lora_words(dims, lora)
+    experts = lora.experts if "experts" in words else "each"
+    return LoraSpec(lora.rank, lora.alpha, tuple(sorted(words)), experts)
 
 
 def restored_tags(base: FrozenBase | None, saved: Mapping[str, Any] | None) -> list[str]:

@@ -17,18 +17,20 @@ from pentad.core.errors import raise_problems
 from pentad.core.fit import balance_problems
 from pentad.engine.passes import Passes, WholePasses
 from pentad.engine.predictor import Predictor, wrap_model
-from pentad.engine.section import ArchonConfig, EngineSettings
+from pentad.engine.section import ArchonConfig, EngineSettings, LoraConfig
 from pentad.models.balance import apply_balance
 from pentad.models.decoder import Decoder
 from pentad.models.hf_weights import hf_metadata, iter_hf, kept_buffers
 from pentad.models.language_model import LanguageModel
-from pentad.models.registry import build_model, initialise, load_weights
 from pentad.models.lora import apply_lora, factors_of, fill_factors
+from pentad.models.registry import build_model, initialise, load_weights
 from pentad.models.strict import apply_strict
 from pentad.parallel.cuts import Cut, local
 from pentad.parallel.mesh import Meshes
 from pentad.parallel.pipeline import Pipeline, TiedHead, plan_pipeline
 from pentad.parallel.storage import give_memory, reshard
+from pentad.weights.peft import read_adapter
+from pentad.weights.transfer import PairsReader
 
 TIED = "head.weight"
 """Native name of the copy of a tied embedding on the last of several stages."""
@@ -173,11 +175,13 @@ class HeldModel:
         for decoder in self.decoders:
             load_weights(decoder, folder, seed=seed)
 
-    def fill_factors(self, seed: int) -> None:
-        """Fresh ones, where there are any."""
+    def fill_factors(self, lora: LoraConfig | None, seed: int) -> None:
+        """Fresh ones, or those of a PEFT folder."""
+        if lora is None:
+            return
+        given = None if lora.init_path is None else read_adapter(lora.init_path).factors
         for decoder in self.decoders:
-            if decoder.adapter_map is not None:
-                fill_factors(decoder, seed)
+            fill_factors(decoder, seed, None if given is None else PairsReader(given.items()))
 
     def iter_hf(
         self, dtype: torch.dtype, *, is_frozen: bool = False

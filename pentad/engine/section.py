@@ -250,7 +250,7 @@ class ArchonConfig(Section):
 
 class LoraConfig(Section):
     rank: Annotated[int, Field(ge=1, le=512)] = 32
-    """Rank of the factors: A is [rank, in], B [out, rank], both float32 as their optimizer state."""
+    """Of the factors: A is [rank, in], B [out, rank], both float32, as is their optimizer state."""
     alpha: Positive = 32.0
     """A layer computes x W^T + alpha / rank * (x A^T) B^T, never merged."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"

@@ -7,7 +7,7 @@ update would be rounded away; unmerged, both sides compute with the same numbers
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -21,7 +21,6 @@ from pentad.engine.section import LoraConfig
 from pentad.models.families import lora_map_of
 from pentad.models.hf_weights import native_shards
 from pentad.models.language_model import LanguageModel
-from pentad.models.layers import GateUp
 from pentad.models.moe import Experts
 from pentad.models.strict import StrictExperts, StrictGateUp, StrictLinear
 from pentad.ops import invariant
@@ -44,12 +43,14 @@ class Factors(nn.Module):
         self.b = nn.Parameter(torch.empty(b, **kind))
         self.scale = scale
         self.strict = strict
+        self.num_planes = 1
+        """Two where gate and up stand on an axis of their own."""
         self.is_on = True
 
     def forward(self, x_TI: Tensor) -> Tensor:
         product = invariant.linear if self.strict else F.linear
         a, b = self.a.to(x_TI.dtype), self.b.to(x_TI.dtype)
-        if a.ndim == 2:
+        if self.num_planes == 1:
             return product(product(x_TI, a), b) * self.scale
         h_TR = product(x_TI, a.flatten(0, 1))
         parts = zip(h_TR.chunk(len(b), dim=-1), b.unbind(), strict=True)
@@ -61,9 +62,6 @@ class Factors(nn.Module):
 class ExpertFactors(Factors):
     """Of stacked experts: rows come sorted by expert. A factor without the axis of the experts is
     that of all of them."""
-
-    num_planes: int = 1
-    """Two where gate and up stand on an axis of their own."""
 
     def rows(self, x_NI: Tensor, ends_E: Tensor) -> Tensor:
         a, b = self.a.to(x_NI.dtype), self.b.to(x_NI.dtype)
@@ -125,6 +123,10 @@ def _adapted_experts(cls: Any) -> type[nn.Module]:
     return AdaptedExperts
 
 
+MAKE: Callable[[type], type[nn.Module]] = _adapted
+MAKE_EXPERTS: Callable[[type], type[nn.Module]] = _adapted_experts
+
+
 def apply_lora(model: LanguageModel, lora: LoraConfig) -> None:
     """Freezes the model and gives its layers factors without memory. After `apply_strict`, and
     after whatever else gives layers another class."""
@@ -138,15 +140,11 @@ def apply_lora(model: LanguageModel, lora: LoraConfig) -> None:
         if host is None:  # of another pipeline stage
             continue
         shapes = entries[name].shape, entries[f"{place}.b"].shape
-        if isinstance(host, Experts):
-            factors = ExpertFactors(*shapes, lora.scale, isinstance(host, STRICT))
-            factors.num_planes = 2 if key.startswith("gate_up") else 1
-            if key.startswith("gate_up"):
-                swap_class(host, _adapted_experts(type(host)))
-        else:
-            assert isinstance(host, nn.Linear | GateUp), f"{path} takes no factors"
-            factors = Factors(*shapes, lora.scale, isinstance(host, STRICT))
-            swap_class(host, _adapted(type(host)))
+        make, kind = (MAKE_EXPERTS, ExpertFactors) if isinstance(host, Experts) else (MAKE, Factors)
+        factors = kind(*shapes, lora.scale, isinstance(host, STRICT))
+        factors.num_planes = 2 if "gate_up" in place else 1
+        if key != "down_lora":  # one class for both matrices of experts
+            swap_class(host, make(type(host)))
         host.add_module(key, factors)
 
 

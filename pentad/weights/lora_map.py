@@ -59,10 +59,11 @@ def target_problems(lora: LoraConfig, words: Sequence[str], family: str) -> list
     return []
 
 
-def lora_map(rules: Sequence[Rule], dims: ModelDims, lora: LoraConfig) -> WeightMap:
+def lora_map(
+    rules: Sequence[Rule], dims: ModelDims, lora: LoraConfig, words: Sequence[str]
+) -> WeightMap:
     """The factors of an adapter as regions of the tensors of its file. A factor that experts share
     lies there once, under the name of its experts without their number."""
-    words = target_words(rules, dims) if lora.targets == "all-linear" else lora.targets
     chosen = [rule for rule in rules if _is_target(rule, words)]
     factors = [factor for rule in chosen for factor in _factors(rule, lora.experts)]
     return build_map(factors, dims, extra_sizes={"r": lora.rank})

@@ -90,10 +90,11 @@ def make(model: str, layout: Layout, loss: str = "token", seed: int = 3, **setti
 
 
 def bend(engine: Engine) -> None:
-    """Moves weights that start at one value (norms, biases) off it, by name, on any layout."""
+    """Moves weights that start at one value (norms, biases, B of factors) off it, by name, on any
+    layout."""
     with torch.no_grad():
         for name, tensor in state_of(engine).items():
-            if tensor.ndim == 1:
+            if tensor.ndim == 1 or name.endswith("lora.b"):
                 gen = torch.Generator().manual_seed(len(name) + sum(map(ord, name)))
                 noise = 0.3 * torch.randn(tensor.shape, generator=gen)
                 part = engine.cuts[name].take(noise) if name in engine.cuts else noise

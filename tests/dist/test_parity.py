@@ -9,6 +9,7 @@ from parity_cases import rounded_steps, train_step
 from tables import table
 
 from pentad.core.layout import Layout
+from pentad.engine.section import LoraConfig
 
 pytestmark = pytest.mark.dist
 """Tolerances: sums of a few hundred fp32 terms in another order."""
@@ -182,6 +183,31 @@ BALANCED_REST = [BALANCED[1], BALANCED[3], BALANCED[4], BALANCED[6], BALANCED[7]
 def test_experts_over_any_number_of_ranks(pool, model, layout, settings):
     """Where torch.chunk would leave a rank without one."""
     check(pool, model, layout, **settings)
+
+
+LORA = [
+    ("dense", Layout(dp_replicate=2, dp_shard=2, tp=2), {}),
+    ("dense", Layout(cp=2, tp=4), {}),  # kv heads that two ranks hold
+    ("moe", Layout(dp_shard=2, tp=2, ep=2, etp=2), {}),
+    ("moe", Layout(dp_shard=2, cp=2, ep=4), {"experts": "each"}),
+    ("six", Layout(dp_shard=4, ep=4), {"experts": "each"}),
+]
+
+
+@pytest.mark.parametrize(("model", "layout", "keys"), table(LORA, LORA[1:4]), ids=str)
+def test_factors_of_adapters(pool, model, layout, keys):
+    check(pool, model, layout, lora=LoraConfig(rank=4, **keys))
+
+
+def test_factors_of_adapters_in_a_pipeline(pool):
+    lora = LoraConfig(rank=4)
+    whole = train_step("dense", Layout(), lora=lora)
+    given = {"layout": Layout(pp=2), "pp_schedule": "1F1B", "n_mbs": 2, "lora": lora}
+    mine = pool.run(2, "parity_cases", "train_step", model="dense", **given)
+    assert mine["result"].grad_norm == pytest.approx(whole["result"].grad_norm, rel=1e-5)
+    for name, gradient in mine["gradients"].items():
+        error = (gradient - whole["gradients"][name]).norm() / gradient.norm()
+        assert error < 1e-5, f"{name}: relative error {error:.2e}"
 
 
 CORNERS = {

@@ -7,7 +7,7 @@ torch, so a plan reads the same files as a run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -208,12 +208,16 @@ def no_such_family(family: str, known: Iterable[str]) -> Problem:
     return Problem(f"model_type = {family}", "no such model family", remedy)
 
 
+def lora_words(dims: ModelDims, lora: LoraConfig) -> Sequence[str]:
+    """The targets of an adapter of the family, as words."""
+    words = target_words(spec_of(dims.family).rules, dims)
+    raise_problems(target_problems(lora, words, dims.family))
+    return words if lora.targets == "all-linear" else lora.targets
+
+
 def lora_map_of(dims: ModelDims, lora: LoraConfig) -> WeightMap:
     """The weight map of an adapter of the family."""
-    spec = spec_of(dims.family)
-    words = target_words(spec.rules, dims)
-    raise_problems(target_problems(lora, words, dims.family))
-    return lora_map(spec.rules, dims, lora)
+    return lora_map(spec_of(dims.family).rules, dims, lora, lora_words(dims, lora))
 
 
 def map_of(dims: ModelDims) -> WeightMap:

@@ -17,11 +17,12 @@ from pentad.config.derived import chosen, component_of, layout_of, model_folder
 from pentad.config.rules.algorithm import sample_limit
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, UserError, raise_problems
 from pentad.core.roles import Learner
 from pentad.core.seeds import derive_seed
 from pentad.core.sizes import RunSize
 from pentad.engine.engine import Engine, build_engine
+from pentad.engine.frozen import spec_of_lora
 from pentad.engine.section import EngineSettings, ModelConfig
 from pentad.models.families import dims_of, known_families, read_config
 from pentad.models.hf_weights import native_shards
@@ -31,6 +32,7 @@ from pentad.rl.section import AlgorithmSettings
 from pentad.telemetry.log import NOTICE
 from pentad.trainer.rank.update import BatchUpdate
 from pentad.weights import transfer
+from pentad.weights.peft import fit_problems, read_adapter, spec_problems
 
 Role = Literal["actor", "critic"]
 FAMILY_NAMES = {"qwen2.5": "qwen2"}
@@ -115,6 +117,13 @@ def check_weights(config: Config, role: Role) -> None:
     if folder is not None:
         reader = open_weights(folder, model.dims)
         transfer.check(native_shards(model), model.map_for(reader.infos), reader)
+        lora = config.actor.lora
+        if role == "actor" and lora is not None and lora.init_path is not None:
+            where = f"actor.lora.init_path = {lora.init_path}"
+            adapter = read_adapter(lora.init_path)
+            problems = [*spec_problems(adapter, spec_of_lora(model.dims, lora), where)]
+            problems += fit_problems(adapter, reader.infos, where, str(folder))
+            raise_problems(problems)
 
 
 def _meta_model(config: Config, path: str, role: Role) -> LanguageModel:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pentad.checkpoint.exports import Exporter
+from pentad.checkpoint.exports import AdapterExporter, Exporter
 from pentad.checkpoint.folders import Damaged, Unreadable, info_folder, read_checkpoint
 from pentad.checkpoint.restore import restore_learner
 from pentad.checkpoint.shards import StateSaver, save_learner
@@ -65,7 +65,7 @@ class EngineService:
         self.weights: ShardWriter | None = None
         self.writer = Writer(config.stall_abort_s)
         self.savers: dict[str, StateSaver] = {}
-        self.exporters: dict[str, Exporter] = {}
+        self.exporters: dict[str, Exporter | AdapterExporter] = {}
         self.allocated_gb: float | None = None
         self.num_steps = 0
         """Of this process."""
@@ -215,11 +215,14 @@ class EngineService:
     # Exports
 
     def export(self, role: str, folder: str, is_async: bool) -> None:
-        """Writes a HF folder, each rank its blocks; asynchronous, they are copied when this
-        returns, and `export_status` says what became of them. It fails on all ranks or on none."""
+        """Writes a HF folder, each rank its blocks, or the PEFT folder of an adapter; asynchronous,
+        weights are copied when this returns, and `export_status` says what became of them. It fails
+        on all ranks or on none."""
+        engine = self.engines[role]
         if role not in self.exporters:
-            self.exporters[role] = Exporter(self.writer)
-        self.exporters[role].export(self.engines[role], folder, is_async=is_async)
+            is_adapter = engine.base is not None
+            self.exporters[role] = AdapterExporter() if is_adapter else Exporter(self.writer)
+        self.exporters[role].export(engine, folder, is_async=is_async)
 
     def export_status(self, role: str) -> dict[str, Any]:
         """Of the last asynchronous export: whether it is done, what it failed with, seconds."""

@@ -10,7 +10,6 @@ from pentad.cli.recipe import MODES
 from pentad.config.describe import fields
 from pentad.config.load import read_config
 from pentad.config.other_systems import (
-    LORA,
     NO_CHOICE,
     NOT_BUILT,
     REMARKED,
@@ -81,10 +80,10 @@ def test_keys_of_a_foreign_block_that_nobody_knows_are_named_too():
 
 def test_what_is_not_built_is_what_the_program_refuses():
     named = {key for key, here in KEYS.items() if here == "not built"}
-    assert {key for key in named if not LORA.search(key)} == set(NOT_BUILT)
+    assert named == set(NOT_BUILT)
     for key in named:
         (problem,) = read_config(None, [f"{key}=1"]).problems
-        assert "not built yet" in str(problem) or "LoRA is not supported yet" in str(problem)
+        assert "not built yet" in str(problem)
 
 
 def test_a_dash_is_a_key_with_nothing_to_choose():

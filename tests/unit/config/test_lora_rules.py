@@ -1,0 +1,53 @@
+"""actor.lora: what it goes with, and what a recipe without a learning rate gets."""
+
+import pytest
+
+from pentad.config.load import read_config
+from pentad.config.resolve import resolve
+from pentad.config.rules.check import check
+from pentad.config.rules.rule import RunFacts
+
+MODEL = "actor.path=Qwen/Qwen3-0.6B"
+
+
+def said(*words: str, command: str = "train") -> list[str]:
+    read = read_config(None, [MODEL, "train_dataset.path=x.jsonl", *words])
+    assert not read.problems
+    config, _ = resolve(read.config)
+    found = map(str, check(config, RunFacts(command=command)))
+    return [text for text in found if "lora" in text]
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["actor.lora.targets=[q,zz]"], "qwen3 has no zz; use all-linear, or some of q, k, v, o"),
+        (["actor.lora.targets=[router]"], "experts would be chosen by other numbers"),
+        (["actor.init_from_scratch=true"], "actor.lora would freeze random weights"),
+        (["actor.param_dtype=bfloat16"], "float32 under actor.lora"),
+        (["actor.archon.offload_params=true"], "no gradients and no optimizer state to offload"),
+        (["allocation_mode=embedded:d1|fsdp:d1"], "actor.lora is built for archon"),
+        (["actor.archon.pp_schedule=ZBV", "allocation_mode=embedded:d2|archon:d1p2"], "frozen"),
+        (["algorithm.name=ppo", "critic.lora.rank=4"], "a critic with an adapter is not built"),
+        (["algorithm.kl_coef=0.1", "ref.path=Qwen/Qwen3-1.7B"], "holds the frozen weights of"),
+        (["only=rollout"], "a run of one side alone is not built with actor.lora"),
+    ],
+)
+def test_what_an_adapter_does_not_go_with_is_refused(words, answer):
+    found = said("actor.lora.rank=8", *words)
+    assert len(found) == 1 and answer in found[0], found
+
+
+def test_plain_recipes_take_it():
+    assert said("actor.lora.rank=8") == []
+    assert said("actor.lora.rank=8", command="sft") == []
+
+
+def test_without_a_learning_rate_it_gets_ten_times_the_default_and_says_so():
+    read = read_config(None, [MODEL, "actor.lora.rank=8"])
+    config, notes = resolve(read.config)
+    assert config.actor.optimizer.lr == 1e-5
+    assert "actor.optimizer.lr = 1e-05: 10 times the default 1e-06, for actor.lora" in notes
+    assert resolve(config)[0] == config
+    given = read_config(None, [MODEL, "actor.lora.rank=8", "actor.optimizer.lr=1e-6"]).config
+    assert resolve(given)[0].actor.optimizer.lr == 1e-6
