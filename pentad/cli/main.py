@@ -16,8 +16,8 @@ import typer
 from typer import Argument, Exit, Option
 
 from pentad.cli.errors import leaving, reporting
-from pentad.cli.options import DeviceOption, Figures, Findings
-from pentad.cli.recipe import EVAL_OPTIONS, Recipe, read_subject, takes_recipe
+from pentad.cli.options import AdapterOption, DeviceOption, Figures, Findings
+from pentad.cli.recipe import EVAL_OPTIONS, Recipe, adapter_keys, read_subject, takes_recipe
 from pentad.cli.runs import SMOKE_STEPS, run_command
 
 app = typer.Typer(
@@ -201,6 +201,7 @@ def evaluate(
     address: Annotated[
         str | None, Option(help="A server that serves the model, OpenAI-compatible.")
     ] = None,
+    adapter: AdapterOption = None,
     json: Figures = False,
     out: Annotated[Path | None, Option(help="JSONL file for every answer.")] = None,
     device: DeviceOption = "auto",
@@ -211,6 +212,7 @@ def evaluate(
     """
     given = {name: value for name, value in locals().items() if name in EVAL_OPTIONS}
     given["address"] = None if address is None else [address]
+    given["adapter"] = None if adapter is None else adapter_keys(adapter)
     config, _ = read_subject(words or [], given).prepare("eval")
     from pentad.cli.evaluate import run_eval_command
 
@@ -302,6 +304,7 @@ def serve(
     model_files: Annotated[
         list[str] | None, Option(help="Model files of your own: path/to/file.py:SPEC.")
     ] = None,
+    adapter: AdapterOption = None,
 ) -> None:
     """Serve a model at an OpenAI-compatible address."""
     given = locals()

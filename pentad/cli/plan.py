@@ -34,7 +34,7 @@ from pentad.data.section import DatasetConfig
 from pentad.planner.figures import RunPlan, SamplePlan, TrainPlan, inner_rows, span, stage_rows
 from pentad.planner.memory import RULE_OMITS
 from pentad.planner.plan import build_plan, choose_device, thumb_of
-from pentad.planner.remedies import Remedy, propose
+from pentad.planner.remedies import Remedy, propose, propose_adapter
 
 MAX_DATA_BYTES = 512 << 20
 """A larger dataset is not counted: a plan must stay quick."""
@@ -67,13 +67,16 @@ def run_plan(
     plan = build_plan(config, device, num_rows)
     limit = count_devices(config)
     plan.notes = [*notes, *layout_notes(config, plan.dims, limit), *plan.notes, *said]
-    remedies = propose(plan)
+    remedies, adapter = propose(plan), propose_adapter(plan)
     if as_json:
-        print(json.dumps(as_dict(plan, remedies), indent=2))
+        found = as_dict(plan, remedies) | {"with_adapter": [asdict(one) for one in adapter]}
+        print(json.dumps(found, indent=2))
     else:
         console = make_console()
         with console.capture() as captured:
-            Page(plan, remedies, console).show()
+            page = Page(plan, remedies, console)
+            page.show()
+            page.show_adapter(adapter)
         # Tables pad their last column.
         print("\n".join(line.rstrip() for line in captured.get().splitlines()))
     return 0 if plan.fits else 1
@@ -308,15 +311,23 @@ class Page:
         if not self.remedies:
             return
         self.say("What would help, each on top of those before it:")
+        self.remedy_table(self.remedies)
+        if not self.remedies[-1].fits:
+            self.say("That is not enough: use more devices, a smaller model or shorter answers.")
+
+    def show_adapter(self, remedies: list[Remedy]) -> None:
+        if remedies:
+            self.say("Or train an adapter on the same devices (actor.lora, docs/lora.md):")
+            self.remedy_table(remedies)
+
+    def remedy_table(self, remedies: list[Remedy]) -> None:
         rows = []
-        for remedy in self.remedies:
+        for remedy in remedies:
             fits = "fits" if remedy.fits else ""
-            if remedy.num_devices != plan.allocation.num_devices:
+            if remedy.num_devices != self.plan.allocation.num_devices:
                 fits = f"{fits} ({remedy.num_devices} devices)".strip()
             rows.append((" ".join(remedy.overrides), gib(remedy.peak_bytes), fits))
         self.table(("override", "peak GiB", ""), rows, "peak GiB")
-        if not self.remedies[-1].fits:
-            self.say("That is not enough: use more devices, a smaller model or shorter answers.")
 
 
 def process_rows(processes: Sequence[RunProcess]) -> list[tuple[str, str, str, str, str, str]]:

@@ -65,6 +65,7 @@ EVAL_OPTIONS = {
     "temperature": "evaluator.temperature",
     "max_new_tokens": "evaluator.max_new_tokens",
     "address": "rollout.server.addresses",
+    "adapter": "actor.lora",
 }
 """Option of `eval` -> the key it sets."""
 
@@ -144,6 +145,15 @@ def read_subject(words: list[str], options: Mapping[str, object]) -> Recipe:
         raise UserError(Problem(f"model = {subject}", rule, f"give it, and --address {subject}"))
     _append([("the first word", "actor.path", json.dumps(subject)), *found], overrides, problems)
     return Recipe(None, overrides, problems)
+
+
+def adapter_keys(folder: str) -> dict[str, object]:
+    """The block `actor.lora` of a PEFT folder."""
+    from dataclasses import asdict
+
+    from pentad.weights.peft import read_adapter  # here, since it imports torch
+
+    return {**asdict(read_adapter(folder).spec), "init_path": folder}
 
 
 def _append(

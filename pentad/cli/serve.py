@@ -25,6 +25,7 @@ from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.section import SamplerSettings
 from pentad.models.families import dims_of, register
 from pentad.trainer.preflight import vocabulary_problems
+from pentad.weights.peft import Adapter, read_adapter
 
 try:
     from pentad.rollout.section import RolloutConfig
@@ -85,6 +86,7 @@ def run_serve(
     allow_host: Sequence[str] | None,
     drain_s: float,
     model_files: Sequence[str] | None,
+    adapter: str | None = None,
 ) -> None:
     handler = logging.StreamHandler()  # ours alone: other handlers of the process lose nothing
     handler.addFilter(Seldom())
@@ -102,9 +104,10 @@ def run_serve(
         max_running=max_running, max_batch_tokens=tokens, kv_cache_gb=kv_cache_gb
     )
     settings = SamplerSettings(rollout=rollout, max_context=max_context, keep_prefixes=True)
-    sampler = load_sampler(model, tokenizer, pick_device(device), dtype, settings)
+    found = None if adapter is None else read_adapter(adapter)
+    sampler = load_sampler(model, tokenizer, pick_device(device), dtype, settings, found)
     listener = bind(host, port)
-    service = Service(sampler, tokenizer, name or Path(model).resolve().name)
+    service = Service(sampler, tokenizer, name or Path(adapter or model).resolve().name)
     is_loopback = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
     limits = ServeLimits(
         max_requests=max_requests,
@@ -126,7 +129,12 @@ def run_serve(
 
 
 def load_sampler(
-    model: str, tokenizer: Tokenizer, device: torch.device, dtype: str, settings: SamplerSettings
+    model: str,
+    tokenizer: Tokenizer,
+    device: torch.device,
+    dtype: str,
+    settings: SamplerSettings,
+    adapter: Adapter | None = None,
 ) -> EmbeddedSampler:
     problems = vocabulary_problems(model, dims_of(model), tokenizer, key="model")
     if dtype == "auto":
@@ -142,6 +150,7 @@ def load_sampler(
         dtype=DTYPES[dtype],
         decode=lambda ids: tokenizer.decode(ids, keep_special=True),
         version=0,
+        adapter=adapter,
     )
 
 

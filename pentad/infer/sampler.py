@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -20,15 +20,19 @@ from typing import TypeVar
 import torch
 
 from pentad.core.device import settle, unsettle
-from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.errors import Problem, RunError, UserError, raise_problems
 from pentad.core.roles import Installed, NamedTensors, SentWeights
 from pentad.core.types import Generation, Request, TopTokens
+from pentad.engine.section import LoraConfig
 from pentad.infer.engine import Decode, InferenceEngine, Report
 from pentad.infer.requests import check_request
 from pentad.infer.section import SamplerSettings
 from pentad.infer.sequence import Sequence
 from pentad.models.decoder import Decoder
+from pentad.models.hf_weights import install_hf
 from pentad.models.registry import load_model
+from pentad.weights.hf import HfFolder
+from pentad.weights.peft import Adapter, fit_problems
 
 OnToken = Callable[[int, int, float], None]
 OnTop = Callable[[int, TopTokens], None]
@@ -102,9 +106,18 @@ class EmbeddedSampler:
         dtype: torch.dtype = torch.float32,
         decode: Decode | None = None,
         version: int = -1,
+        adapter: Adapter | None = None,
     ) -> EmbeddedSampler:
+        """`adapter`: served beside the folder's weights, unmerged."""
+        if adapter is not None:
+            raise_problems(fit_problems(adapter, HfFolder(folder).infos, "adapter", str(folder)))
+        lora = None if adapter is None else LoraConfig(**asdict(adapter.spec))
+        settings = (settings or SamplerSettings()).model_copy(update={"lora": lora})
         model = load_model(folder, device=device, dtype=dtype)
-        return cls(model, settings, decode=decode, version=version)
+        sampler = cls(model, settings, decode=decode, version=version)
+        if adapter is not None:
+            install_hf(model, adapter.factors.items())
+        return sampler
 
     @property
     def version(self) -> int:

@@ -16,13 +16,12 @@ from pentad.core.machine import GIB, host_memory
 from pentad.core.sizes import PROCESS_BYTES, DeviceKind, HandoffKind
 from pentad.planner.memory import (
     Phase,
-    Sampling,
     Training,
     held_params,
-    kv_token_bytes,
     sharded_params,
     stage_layers,
 )
+from pentad.planner.sampling import Sampling, kv_token_bytes
 
 TIGHT = 0.9
 """Above this share of the device a plan is called tight: the estimate is no better than that."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from pentad.core import sizes
 from pentad.core.dims import ModelDims
 from pentad.core.fit import (
     default_stages_per_rank,
@@ -33,7 +32,6 @@ from pentad.core.sizes import (
     PROCESS_BYTES,
     PUBLISH_BUCKET_BYTES,
     HandoffKind,
-    SamplerPass,
 )
 from pentad.engine.section import ModelConfig
 from pentad.planner.activations import (
@@ -43,6 +41,7 @@ from pentad.planner.activations import (
     kept_bytes,
     rebuilt_bytes,
 )
+from pentad.planner.adapters import FACTOR_BYTES, num_factors
 
 NCCL_BYTES = int(0.75 * GIB)
 """Buffers of the communicators once there is more than one rank."""
@@ -100,6 +99,12 @@ class Training:
     @property
     def tags_on_host(self) -> bool:
         return self.device == "cuda" and self.model.gradient_checkpointing
+
+    @property
+    def adapter_bytes(self) -> float:
+        """One copy of all factors of an adapter, whole; 0 without `lora`."""
+        lora = self.model.lora
+        return 0.0 if lora is None else FACTOR_BYTES * num_factors(self.dims, lora)
 
     @property
     def table_tp(self) -> int:
@@ -196,6 +201,15 @@ def sharded_params(training: Training, held: HeldParams) -> float:
     return held.dense / (layout.dp_shard * layout.cp) + held.experts / layout.efsdp
 
 
+def trained_bytes(training: Training, pp_rank: int) -> float:
+    """What is trained on a rank: its share of the master weights, or of an adapter's factors."""
+    lora = training.model.lora
+    if lora is None:
+        return training.param_bytes * sharded_params(training, held_params(training, pp_rank))
+    layers = [i for stage in stage_layers(training, pp_rank) for i in stage]
+    return FACTOR_BYTES * num_factors(training.dims, lora, training.layout, layers)
+
+
 def is_wrapped(training: Training) -> bool:
     """Whether weights are gathered or cast for compute, so that copies of them appear."""
     layout = training.layout
@@ -245,7 +259,7 @@ def backward_moments(training: Training, pp_rank: int) -> list[dict[str, float]]
         {
             "activations": sum(kept) + ends,
             "logits": logit_bytes(training, keeps=training.model.archon.keep_logits is True),
-            **_gradients(training, held, done=0.0, reducing=0),
+            **_gradients(training, pp_rank, held, done=0.0, reducing=0),
         }
     ]
     for i in layers:
@@ -255,23 +269,24 @@ def backward_moments(training: Training, pp_rank: int) -> list[dict[str, float]]
             {
                 "activations": sum(kept[: i + 1]),
                 "working": tokens * rebuilt,
-                **_gradients(training, held, done=done, reducing=held.block),
+                **_gradients(training, pp_rank, held, done=done, reducing=held.block),
             }
         )
-    moments.append(_gradients(training, held, done=1.0, reducing=held.root))
+    moments.append(_gradients(training, pp_rank, held, done=1.0, reducing=held.root))
     return moments
 
 
 def _gradients(
-    training: Training, held: HeldParams, *, done: float, reducing: int
+    training: Training, pp_rank: int, held: HeldParams, *, done: float, reducing: int
 ) -> dict[str, float]:
     """Gradients when this share of the layers is through; `reducing` parameters are being summed.
 
     A step's first microbatch finds none, every later one all of them.
     """
-    shard = sharded_params(training, held)
     share = 1.0 if training.num_microbatches > 1 else done
-    found = {"gradients": training.param_bytes * shard * share}
+    found = {"gradients": trained_bytes(training, pp_rank) * share}
+    if training.model.lora is not None:
+        return found  # frozen weights have none, and no rank gathers those of factors
     if is_wrapped(training):
         # The head's wait for the end; a layer's own are cast as they are summed.
         whole = training.compute_bytes * (held.head + reducing)
@@ -302,10 +317,10 @@ def _pipeline_moment(training: Training, pp_rank: int, held: HeldParams) -> dict
     moment = {
         "activations": sets * per_set,
         "working": tokens * working,
-        "gradients": training.param_bytes * sharded_params(training, held),
-        # Summed whole until the last microbatch.
-        "gathered gradients": training.reduce_bytes * held.total,
+        "gradients": trained_bytes(training, pp_rank),
     }
+    if training.model.lora is None:  # summed whole until the last microbatch
+        moment["gathered gradients"] = training.reduce_bytes * held.total
     if training.dims.num_layers - 1 in layers:
         moment["logits"] = logit_bytes(training) + tokens * ends_bytes(*args)
     return moment
@@ -333,8 +348,8 @@ def forward_moment(training: Training, pp_rank: int) -> dict[str, float]:
 def training_phases(training: Training, pp_rank: int) -> dict[str, Phase]:
     """Every phase of one rank of this pipeline rank; ranks that share it are alike."""
     held = held_params(training, pp_rank)
-    shard = sharded_params(training, held)
-    p = training.param_bytes
+    weights = training.param_bytes * sharded_params(training, held)
+    trained = trained_bytes(training, pp_rank)
     where = "host" if training.model.archon.offload_params else "device"
     phases = {name: Phase(name) for name in PHASES}
 
@@ -347,16 +362,20 @@ def training_phases(training: Training, pp_rank: int) -> dict[str, Phase]:
     after_load = PHASES[1:]
     many = training.layout.world > 1 and training.device == "cuda"
     put(PHASES, "device", "overhead", PROCESS_BYTES[training.device] + many * NCCL_BYTES)
-    put(PHASES, where, "weights", p * shard)
+    put(PHASES, where, "weights", weights)
+    if training.model.lora is not None:
+        put(PHASES, where, "adapter", trained)
     if training.device == "cuda":
         put(PHASES, "host", "process", HOST_BYTES_PER_RANK)
     tags_at = "host" if training.tags_on_host else "device"
-    # The actor's own weights are set aside while another tag is in place.
-    put(after_load, tags_at, "tags", p * shard * (training.num_tags + bool(training.num_tags)))
+    # The actor's own weights are set aside while another tag is in place. The reference of an
+    # adapter is the frozen weights without it.
+    num_tags = training.num_tags if training.model.lora is None else 0
+    put(after_load, tags_at, "tags", weights * (num_tags + bool(num_tags)))
     if training.with_optimizer:
         # It exists from the start (engine.optim), so a run that loads has room for it.
-        put(PHASES, where, "optimizer", OPTIMIZER_STATES * p * shard)
-        put(("optimizer",), where, "gradients", p * shard)
+        put(PHASES, where, "optimizer", OPTIMIZER_STATES * trained)
+        put(("optimizer",), where, "gradients", trained)
     put(("log-prob", "backward"), "device", "gathered weights", gathered_weights(training, held))
     for part, size in forward_moment(training, pp_rank).items():
         put(("log-prob",), "device", part, size)
@@ -373,7 +392,8 @@ def training_phases(training: Training, pp_rank: int) -> dict[str, Phase]:
     if training.publishes and training.handoff != "none":
         put(("publish",), "device", "publish bucket", publish_bucket(training))
         if is_staged(training):
-            share = training.compute_bytes * publish_params(training, pp_rank)
+            share = training.adapter_bytes / training.layout.world
+            share = share or training.compute_bytes * publish_params(training, pp_rank)
             put(after_load, "host", "publish staging", share)
     if pp_rank == 0:
         is_outside = training.handoff in ("shm", "file") and training.device == "cuda"
@@ -418,6 +438,8 @@ def snapshot_bytes(training: Training) -> float:
     waits for their arrival and keeps them as they are published hands out its own."""
     if training.handoff == "file":
         return 0.0
+    if training.adapter_bytes:
+        return training.adapter_bytes
     is_own = training.handoff == "none" and not training.overlaps
     if is_own and training.compute_bytes == training.param_bytes:
         return 0.0
@@ -443,45 +465,6 @@ def largest_tensor(dims: ModelDims) -> int:
     width = dims.hidden_size
     experts = dims.num_experts * 2 * dims.moe_intermediate_size * width
     return max(dims.embedding_params, 2 * dims.intermediate_size * width, experts)
-
-
-# Samplers.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """What the memory of one sampler replica's device depends on."""
-
-    dims: ModelDims
-    tp: int = 1
-    pp: int = 1
-    weight_bytes: int = 2
-    cache_dtype: sizes.CacheDtype = "auto"
-    sequence_tokens: int
-    """Prompt and answer at their longest."""
-    num_sequences: int
-    """That one replica would run at once if it had the room."""
-    max_running: int
-    """That it decodes together at the most."""
-    max_batch_tokens: int | None = None
-    """Tokens of a forward pass, where the user gave it."""
-    device: str = "cuda"
-
-    @property
-    def largest(self) -> SamplerPass:
-        """The largest pass of an embedded sampler."""
-        return SamplerPass(self.dims, self.weight_bytes, self.max_running, self.max_batch_tokens)
-
-
-def sampler_weights(sampling: Sampling) -> float:
-    """A whole copy of the model, cut by the replica's own tp and pp."""
-    return sampling.weight_bytes * sampling.dims.num_params / (sampling.tp * sampling.pp)
-
-
-def kv_token_bytes(sampling: Sampling) -> float:
-    """Keys and values of one token on one device; kv heads are repeated beyond their number."""
-    whole = sizes.kv_token_bytes(sampling.dims, sampling.weight_bytes, sampling.cache_dtype)
-    return whole / (min(sampling.tp, sampling.dims.num_kv_heads) * sampling.pp)
 
 
 # The seed's rule of thumb.

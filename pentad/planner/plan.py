@@ -6,6 +6,7 @@ No torch and no GPU. `build_plan` computes figures; `pentad.cli.plan` prints the
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from pentad.config.derived import (
     checkpoint_root,
@@ -39,20 +40,18 @@ from pentad.core.sizes import (
     state_bytes,
 )
 from pentad.engine.section import EngineSettings, ModelConfig
+from pentad.planner.adapters import FACTOR_BYTES, num_factors
 from pentad.planner.figures import Batch, Device, Files, RunPlan, SamplePlan, TrainPlan
 from pentad.planner.memory import (
     HOST_BYTES_PER_RANK,
     PHASES,
     Phase,
-    Sampling,
     Training,
-    held_params,
-    kv_token_bytes,
     rule_of_thumb,
-    sampler_weights,
-    sharded_params,
+    trained_bytes,
     training_phases,
 )
+from pentad.planner.sampling import Sampling, kv_token_bytes, sampler_weights
 
 DEFAULT_GPU_GIB = 80.0
 ASSUMED_PROMPT_TOKENS = 1024
@@ -276,6 +275,10 @@ def plan_sampler(
         device=device.kind,
     )
     near = [t for t in trainers if allocation.shares_devices(t.component, component)]
+    if config.actor.lora is not None:
+        factors = FACTOR_BYTES * num_factors(part.dims, config.actor.lora)
+        is_one = component.backend == "embedded" and any(is_one_process(t) for t in near)
+        sampling = replace(sampling, adapter_bytes=factors, shares_weights=is_one)
     weights = sampler_weights(sampling)
     pass_tokens = 0
     if component.backend == "embedded":
@@ -293,6 +296,11 @@ def plan_sampler(
     return SamplePlan(
         component, devices, sampling, weights, max(cache, 0.0), pass_tokens, is_alone=not near
     )
+
+
+def is_one_process(trainer: TrainPlan) -> bool:
+    """Whether a sampler of its device is in its process, where nothing is handed over."""
+    return trainer.role == "actor" and trainer.training.handoff == "none"
 
 
 def free_for_cache(sampling: Sampling, near: list[TrainPlan], device: Device) -> float | None:
@@ -415,8 +423,10 @@ def transfer_bytes(config: Config, samplers: list[SamplePlan]) -> float:
         return 0.0
     return sum(
         sampler.component.size("d")
-        * sampler.sampling.weight_bytes
-        * sampler.sampling.dims.num_params
+        * (
+            sampler.sampling.adapter_bytes
+            or sampler.sampling.weight_bytes * sampler.sampling.dims.num_params
+        )
         for sampler in samplers
         if sampler.component.backend != "embedded"
     )
@@ -431,13 +441,25 @@ def staged_bytes(config: Config, trainers: list[TrainPlan]) -> float:
         if not training.with_optimizer:
             continue
         layout = training.layout
-        held = [sharded_params(training, held_params(training, r)) for r in range(layout.pp)]
+        held = max(trained_bytes(training, r) for r in range(layout.pp))
         local = min(layout.world, config.cluster.n_gpus_per_node or layout.world)
         if is_saved_within(config):
-            whole = export_bytes(training.dims, training.compute_bytes)
-            total += whole * local / layout.world
-        total += local * state_bytes(max(held), training.param_bytes, training.num_tags)
+            total += exported_bytes(training) * local / layout.world
+        total += local * state_bytes(held, 1, saved_tags(training))
     return total
+
+
+def exported_bytes(training: Training) -> float:
+    """A HF folder, or a PEFT folder, which repeats what experts share."""
+    lora = training.model.lora
+    if lora is None:
+        return export_bytes(training.dims, training.compute_bytes)
+    apart = lora.model_copy(update={"experts": "each"})
+    return float(FACTOR_BYTES * num_factors(training.dims, apart))
+
+
+def saved_tags(training: Training) -> int:
+    return training.num_tags if training.model.lora is None else 0
 
 
 def plan_files(config: Config, trainers: list[TrainPlan], batch: Batch) -> Files:
@@ -456,10 +478,13 @@ def plan_files(config: Config, trainers: list[TrainPlan], batch: Batch) -> Files
     found = [trainer.training for trainer in trainers if trainer.training.with_optimizer]
     free, folder = free_disk(checkpoint_root(config))
     return Files(
-        export_bytes=sum(export_bytes(one.dims, one.compute_bytes) for one in found),
+        export_bytes=sum(map(exported_bytes, found)),
         num_exports=count,
         checkpoint_bytes=sum(
-            state_bytes(one.dims.num_params, one.param_bytes, one.num_tags) for one in found
+            state_bytes(
+                one.adapter_bytes or one.param_bytes * one.dims.num_params, 1, saved_tags(one)
+            )
+            for one in found
         ),
         num_checkpoints=NUM_CHECKPOINTS,
         free_bytes=free,

@@ -8,7 +8,7 @@ help, and those that a later step makes needless, are left out; what is offered 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -36,6 +36,7 @@ from pentad.core.dims import ModelDims
 from pentad.core.fit import splits_backward
 from pentad.core.layout import Allocation, Component, Dims
 from pentad.core.machine import GIB
+from pentad.engine.section import LoraConfig
 from pentad.planner.figures import Device, RunPlan
 from pentad.planner.plan import build_plan, saves_async
 
@@ -56,22 +57,54 @@ class Remedy:
 
 
 Changes = dict[str, Any]
+Steps = Callable[[Config, ModelDims], Iterator[Changes]]
+ADAPTER: Changes = {"actor.lora": LoraConfig()}
 
 
 def propose(plan: RunPlan) -> list[Remedy]:
     """Steps until it fits or none is left, without those that the later ones make needless."""
-    found: list[Changes] = []
-    best = plan
-    for step in (*CHEAP, reshard_steps, recompute_steps, offload_steps, *AGAIN):
+    found, fits = _taken(plan, [], (*CHEAP, reshard_steps, recompute_steps, offload_steps, *AGAIN))
+    if fits:
+        found = _needed(plan, found)
+    return [_remedy(plan, found[: number + 1]) for number in range(len(found))]
+
+
+def propose_adapter(plan: RunPlan) -> list[Remedy]:
+    """Where all weights do not fit these devices: factors beside frozen ones, and what they still
+    want; nothing where that is not enough."""
+    if plan.fits or not _takes_adapter(plan.config):
+        return []
+    found, fits = _taken(plan, [ADAPTER], (*CHEAP, recompute_steps))
+    if not fits:
+        return []
+    return [_remedy(plan, found[: number + 1]) for number in range(len(found))]
+
+
+def _takes_adapter(config: Config) -> bool:
+    """Whether the rules of `actor.lora` would take it."""
+    actor, rollout = component_of(config, "actor"), part_of(config, "rollout")
+    is_served = rollout is None or rollout.backend in ("embedded", "vllm")
+    keys = config.actor
+    is_plain = not (keys.init_from_scratch or keys.checkpoint_load_path or config.only)
+    is_split = actor.size("p") > 1 and splits_backward(keys.archon.pp_schedule)
+    return (
+        keys.lora is None and actor.backend == "archon" and is_served and is_plain and not is_split
+    )
+
+
+def _taken(
+    plan: RunPlan, found: list[Changes], kinds: Iterable[Steps]
+) -> tuple[list[Changes], bool]:
+    """These steps and what is found of each kind until it fits; whether it does."""
+    best = _planned(plan, found)
+    for step in kinds:
         if best.fits:
             break
         tried = _best_of(step(best.config, plan.dims), best)
         if tried is not None:
             found = [*(step for step in found if not step.keys() <= tried.keys()), tried]
             best = _planned(plan, found)
-    if best.fits:
-        found = _needed(plan, found)
-    return [_remedy(plan, found[: number + 1]) for number in range(len(found))]
+    return found, best.fits
 
 
 def _planned(plan: RunPlan, steps: Sequence[Changes]) -> RunPlan:
@@ -85,7 +118,10 @@ def _changed(plan: RunPlan, steps: Sequence[Changes]) -> Config:
 def _remedy(plan: RunPlan, steps: Sequence[Changes]) -> Remedy:
     """The last of these steps, with what the plan needs after all of them."""
     tried = _planned(plan, steps)
-    overrides = tuple(f"{key}={_text(value)}" for key, value in steps[-1].items())
+    shown = {**steps[-1]}
+    if isinstance(lora := shown.pop("actor.lora", None), LoraConfig):
+        shown["actor.lora.rank"] = lora.rank
+    overrides = tuple(f"{key}={_text(value)}" for key, value in shown.items())
     return Remedy(overrides, tried.peak_bytes, tried.fits, tried.allocation.num_devices)
 
 

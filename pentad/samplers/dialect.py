@@ -166,7 +166,8 @@ class LoadingDialect(Dialect):
         self.is_comparable = is_comparable
         self.num_loads = 0
         by_disk = settings.server.weight_transport == "disk" and settings.rollout.weight_deltas
-        self.changed = ChangedOnly(by_disk and is_comparable, self.version_label)
+        can_change = by_disk and is_comparable and settings.lora is None
+        self.changed = ChangedOnly(can_change, self.version_label)
 
     async def held(self) -> tuple[Mapping[str, str], Callable[[Tensor], str]]:
         """Checksums of the tensors as the server holds them, by its names, and what makes one."""

@@ -21,6 +21,7 @@ import pentad
 from pentad.core.dims import ModelDims
 from pentad.core.errors import InfraFailure, Problem, RunError, UserError
 from pentad.core.section import Section
+from pentad.engine.section import LoraConfig
 from pentad.rollout.section import RolloutConfig
 from pentad.runtime.environment import visible_devices
 from pentad.runtime.process import Child, bound
@@ -46,6 +47,8 @@ class ServerSettings(Section):
     """GPUs a started server sees; their number is tensor x pipeline."""
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    lora: LoraConfig | None = None
+    """What is installed are the factors of such an adapter; the weights are the model folder's."""
     can_sleep: bool = False
     """Whether it will be put to sleep while others use its devices."""
     key: str | None = Field(default=None, repr=False)

@@ -22,10 +22,10 @@ from pentad.core.roles import Installed, NamedTensors, TensorPairs
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Generation, Request
 from pentad.infer.requests import RequestLimits, check_request
-from pentad.models.families import map_of
 from pentad.models.hf_weights import native_shards
+from pentad.models.lora import apply_lora
 from pentad.models.registry import build_model
-from pentad.samplers.dialect import MEMORIES, Call, Dialect, flaw_of, joined
+from pentad.samplers.dialect import MEMORIES, Call, Dialect, LoadingDialect, flaw_of, joined
 from pentad.weights import transfer
 
 ABORT_PATIENCE_S = 5.0
@@ -327,7 +327,11 @@ class ServerSampler:
             return  # no model file: what its tensors are only the trainer's own map knows
         if self.expected is None:  # its tensors, and the map to them: slow to make
             skeleton = build_model(self.dims, device="meta", dtype=torch.float32)
-            self.expected = native_shards(skeleton), map_of(self.dims)
+            is_loading = isinstance(self.dialect, LoadingDialect)
+            if is_loading and (lora := self.dialect.settings.lora) is not None:
+                apply_lora(skeleton, lora)
+            tensors = native_shards(skeleton, skeleton.adapter_map)
+            self.expected = tensors, skeleton.trained_map
         transfer.check(self.expected[0], self.expected[1], given)
 
     def _check_open(self) -> None:

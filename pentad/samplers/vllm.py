@@ -7,6 +7,8 @@ its prefix cache while requests that keep their cache are under way.
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +18,12 @@ from typing import Any
 from pydantic import BaseModel, NonNegativeInt
 from torch import Tensor
 
+from pentad.core.device import DTYPES
 from pentad.core.errors import InfraFailure, Problem, UserError
 from pentad.core.roles import Installed, TensorPairs
 from pentad.core.sizes import PASS_TOKENS
 from pentad.core.types import Generation, SamplingParams
+from pentad.engine.section import LoraConfig
 from pentad.ops.digest import digest_of
 from pentad.samplers.dialect import (
     CUTS,
@@ -35,6 +39,7 @@ from pentad.samplers.dialect import (
     release,
     sampling_params,
 )
+from pentad.samplers.factor_proof import ADAPTER, check_targets, max_rank, prove_factors
 from pentad.samplers.http import Wire
 from pentad.samplers.process import ServerProcess, ServerSettings, server_environment
 from pentad.samplers.server_sampler import ServerSampler
@@ -54,6 +59,7 @@ TRIED = (0, 32)
 EXTENSION = "pentad.samplers.vllm_worker.WeightReceiver"
 GATE = "pentad.samplers.server_key.KeyGate"
 GENERATE = "/inference/v1/generate"
+RUNTIME = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower ones to this."""
 NO_LOGPROB = -9999.0
@@ -119,6 +125,8 @@ class Vllm(LoadingDialect):
         super().__init__(wire, settings, dtype, is_comparable=about.is_comparable)
         self.transport = transport
         self.about = about
+        self.has_adapter = False
+        """Whether its front end knows the adapter that its workers hold."""
         self.tells_versions = about.tells_versions
         self.loses_requests_asleep = not about.tells_versions
         can = {
@@ -157,6 +165,8 @@ class Vllm(LoadingDialect):
             },
             "cache_salt": f"pentad-{call.version}",
         }
+        if self.settings.lora is not None:
+            body["model"] = ADAPTER
         choice = self._read(await self.wire.post(GENERATE, body, timeout_s=None))
         finish = finish_of(self.where, choice.finish_reason)
         entries = choice.logprobs.content if choice.logprobs else []
@@ -211,7 +221,10 @@ class Vllm(LoadingDialect):
             raise InfraFailure(f"{self.where}: its workers received different weights ({receipts})")
         if is_part and first.digest != self.changed.digest_of_part(part):
             raise InfraFailure(f"{self.where}: other weights arrived than those that changed")
-        await self._prove_if_due(weights, is_part=is_part)
+        if self.settings.lora is None:
+            await self._prove_if_due(weights, is_part=is_part)
+        else:
+            await self._prove_factors(weights, self.settings.lora)
         drop = "true" if self.settings.rollout.on_update == "reprefill" else "false"
         await self.wire.post("/reset_prefix_cache", reset_running_requests=drop)
         if self.tells_versions:
@@ -223,6 +236,20 @@ class Vllm(LoadingDialect):
         if is_part:
             return Installed(version, len(weights), self.changed.digest.hex(), num_bytes=sent)
         return Installed(version, first.num_tensors, first.digest, num_bytes=sent)
+
+    async def _prove_factors(self, weights: TensorPairs, lora: LoraConfig) -> None:
+        """At every install: they are small. Of shards the digest of what arrived is known alone."""
+        if self.about.parallel.world_size == 1:
+            (answer, *_) = await self.call_workers("pentad_held_factors")
+            held = self.wire.read("/collective_rpc", HeldTensors, answer).held
+            args = (self.where, held, weights, lora, DTYPES[self.dtype], entry_of)
+            await asyncio.to_thread(prove_factors, *args)
+        if not self.has_adapter:
+            # Nothing lies at that path: workers that lost their factors fail instead of loading
+            # others.
+            body = {"lora_name": ADAPTER, "lora_path": "/held-by-the-workers"}
+            await self.wire.post("/v1/load_lora_adapter", body, is_json=False)
+            self.has_adapter = True
 
     async def held(self) -> tuple[Mapping[str, str], Callable[[Tensor], str]]:
         (answer, *_) = await self.call_workers("pentad_held")
@@ -353,9 +380,26 @@ async def attach(
         if worker["protocol"] != PROTOCOL:
             rule = f"its workers run another version of Pentad (protocol {worker['protocol']})"
             raise UserError(Problem(where, rule, "start it anew"))
+        if settings.lora is not None:
+            await open_adapter(dialect, settings.lora)
         return dialect
 
     return await attach_server(address, "vLLM", open_dialect, settings, process)
+
+
+async def open_adapter(dialect: Vllm, lora: LoraConfig) -> None:
+    """From now on factors are installed; refuses a server that has no room for some of them."""
+    spec = json.dumps({"rank": lora.rank, "alpha": lora.alpha})
+    try:
+        (answer, *_) = await dialect.call_workers("pentad_adapter", spec)
+    except InfraFailure as failure:
+        remedy = f"start it with {' '.join(lora_flags(lora))}, --load-format auto and {RUNTIME}=1"
+        raise UserError(Problem(dialect.where, f"takes no adapter ({failure})", remedy)) from None
+    check_targets(dialect.where, answer["modules"], dialect.settings.dims, lora)
+
+
+def lora_flags(lora: LoraConfig) -> list[str]:
+    return ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(max_rank(lora.rank))]
 
 
 def transport_of(settings: ServerSettings, address: str, num_workers: int) -> Transport:
@@ -391,7 +435,7 @@ def flags(settings: ServerSettings, port: int, version: tuple[int, ...]) -> list
         ),
         "--tensor-parallel-size": settings.tensor_parallel,
         "--pipeline-parallel-size": settings.pipeline_parallel,
-        "--load-format": "dummy",
+        "--load-format": "dummy" if settings.lora is None else "auto",
         "--generation-config": "vllm",
         "--logprobs-mode": "processed_logprobs",
         "--worker-extension-cls": EXTENSION,
@@ -413,11 +457,15 @@ def flags(settings: ServerSettings, port: int, version: tuple[int, ...]) -> list
         switches.append("--no-enable-chunked-prefill")
     if settings.can_sleep:
         switches.append("--enable-sleep-mode")
+    if settings.lora is not None:
+        switches += lora_flags(settings.lora)
     return command_line(words, switches, settings)
 
 
 def environment(settings: ServerSettings) -> dict[str, str]:
     own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    if settings.lora is not None:
+        own[RUNTIME] = "1"
     own["VLLM_API_KEY"] = ""  # one of the user's would be asked for behind our own
     if settings.device == "cpu":
         whole_gib = max(1, -(-(settings.rollout.kv_cache_bytes or 2**30) // 2**30))

@@ -30,9 +30,12 @@ from pentad.sync.group import (
     open_gpu_handle,
     weight_group,
 )
+from pentad.weights.peft import PREFIX, A, B, expanded
 
 TensorStream = Iterator[tuple[str, Tensor]]
 Reply = dict[str, Any]
+ADAPTER_ID = 1
+"""What vLLM's front end counts its first adapter as."""
 
 
 def reports_errors(call: Callable[..., Reply]) -> Callable[..., Reply]:
@@ -55,6 +58,8 @@ class WeightReceiver:
     reload_weights: Callable[..., None]
     pentad_group: BroadcastGroup
     pentad_version: str = "none"
+    pentad_lora: dict[str, Any] | None = None
+    """Rank and alpha of the adapter whose factors are taken in the place of weights."""
 
     @reports_errors
     def pentad_about(self) -> Reply:
@@ -72,6 +77,23 @@ class WeightReceiver:
         """The digest of every parameter as the model holds it."""
         model = self.model_runner.get_model()
         return {"held": digest_of(model.named_parameters()).entries}
+
+    @reports_errors
+    def pentad_adapter(self, spec: str) -> Reply:
+        """What comes from now on are factors; answers the modules that have room for them."""
+        self.pentad_lora = json.loads(spec)
+        names = [name for name, _ in held_factors(self, 0) if name.endswith(A)]
+        return {"modules": [name.removesuffix(A) for name in names]}
+
+    @reports_errors
+    def pentad_held_factors(self) -> Reply:
+        """The digest of every factor as the layers hold it, with B scaled; of modules that have
+        none they are 0, and left out."""
+        manager = self.model_runner.lora_manager._adapter_manager
+        slot = manager.lora_index_to_id.index(ADAPTER_ID)
+        taken = manager.get_adapter(ADAPTER_ID).pentad_names
+        held = [(n, t) for n, t in held_factors(self, slot) if n in taken or bool(t.any())]
+        return {"held": digest_of((name, tensor.contiguous()) for name, tensor in held).entries}
 
     @reports_errors
     def pentad_load_file(self, path: str) -> Reply:
@@ -135,6 +157,8 @@ def opened(handles: dict[str, Any], device: torch.device) -> TensorStream:
 
 def take(worker: WeightReceiver, pairs: TensorStream, *, is_part: bool = False) -> Reply:
     """Loads every tensor; the receipt's digest is of what arrived, as it arrived."""
+    if worker.pentad_lora is not None:
+        return take_factors(worker, dict(pairs), worker.pentad_lora)
     model = worker.model_runner.get_model()
     wanted = {plain_name(name) for name, _ in model.named_parameters()}
     running, loaded = RunningDigest(), set[str]()
@@ -180,3 +204,57 @@ def pack_anew(model: torch.nn.Module) -> None:
             layer.quant_method.process_weights_after_loading(layer)
         elif isinstance(layer, RoutedExperts) and layer.quant_method.moe_kernel is not None:
             layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+
+def take_factors(worker: WeightReceiver, factors: dict[str, Tensor], lora: Reply) -> Reply:
+    """Puts an adapter in the place of the one before, which requests under way continue with."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    arrived = digest_of(factors.items())
+    outer = worker.model_runner.lora_manager
+    config = {"r": lora["rank"], "lora_alpha": lora["alpha"], "target_modules": []}
+    # A copy for each expert: vLLM scales B in place.
+    named = {PREFIX + name: tensor.clone() for name, tensor in expanded(factors).items()}
+    mapper = getattr(worker.model_runner.get_model(), "hf_to_vllm_mapper", None)
+    adapter = LoRAModel.from_lora_tensors(
+        ADAPTER_ID,
+        named,
+        PEFTHelper.from_dict(config),
+        device="cpu",
+        dtype=outer.lora_config.lora_dtype,
+        model_vocab_size=outer.vocab_size,
+        weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
+    )
+    adapter.pentad_names = {name.removeprefix(PREFIX) for name in named}
+    manager = outer._adapter_manager
+    manager.remove_adapter(ADAPTER_ID)
+    manager.add_adapter(adapter)
+    manager.activate_adapter(ADAPTER_ID)
+    return {"num_tensors": len(arrived.entries), "digest": arrived.hex()}
+
+
+def held_factors(worker: WeightReceiver, slot: int) -> TensorStream:
+    """By the names of files, the factors in a slot of every layer that has room for some."""
+    assert worker.pentad_lora is not None, "pentad_adapter comes first"
+    manager, rank = worker.model_runner.lora_manager._adapter_manager, worker.pentad_lora["rank"]
+    for name, module in manager.modules.items():
+        if hasattr(module, "w13_lora_a_stacked"):
+            yield from expert_factors(name, module, slot, rank)
+        elif isinstance(getattr(module, "lora_a_stacked", None), tuple):
+            place, _, last = name.rpartition(".")
+            parts = manager.packed_modules_mapping.get(last) or [last]
+            stacks = zip(parts, module.lora_a_stacked, module.lora_b_stacked, strict=True)
+            for part, a, b in stacks:
+                yield f"{place}.{part}{A}", a[slot, 0, :rank]
+                yield f"{place}.{part}{B}", b[slot, 0, :, :rank]
+
+
+def expert_factors(name: str, module: Any, slot: int, rank: int) -> TensorStream:
+    """vLLM stacks those of all experts; a factor that they share may be there once."""
+    gate, up = zip(module.w13_lora_a_stacked, module.w13_lora_b_stacked, strict=True)
+    down = (module.w2_lora_a_stacked[0], module.w2_lora_b_stacked[0])
+    for part, (a, b) in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
+        for e in range(max(a.shape[1], b.shape[1])):
+            yield f"{name}.{e}.{part}{A}", a[slot, min(e, a.shape[1] - 1), :rank]
+            yield f"{name}.{e}.{part}{B}", b[slot, min(e, b.shape[1] - 1), :, :rank]

@@ -85,7 +85,7 @@ class Adapter:
     @property
     def modules(self) -> list[str]:
         """Every adapted module, experts one by one."""
-        return sorted(name.removesuffix(A) for name in expanded(self) if name.endswith(A))
+        return [name.removesuffix(A) for name in expanded(self.factors) if name.endswith(A)]
 
     def pair(self, module: str) -> tuple[Tensor, Tensor]:
         """A and B of a module."""
@@ -109,14 +109,14 @@ def word_of(module: str) -> str | None:
     return WORDS.get(module.rpartition(".")[2])
 
 
-def expanded(adapter: Adapter) -> dict[str, Tensor]:
+def expanded(factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The factors with each expert's under its own name, sorted: as PEFT's files have them."""
     numbers: dict[str, set[str]] = {}
-    for name in adapter.factors:
+    for name in factors:
         if found := EXPERT.fullmatch(name.removesuffix(A).removesuffix(B)):
             numbers.setdefault(found[1], set()).add(found[2])
     out: dict[str, Tensor] = {}
-    for name, tensor in adapter.factors.items():
+    for name, tensor in factors.items():
         place, _, rest = name.partition(".experts.")
         is_shared = bool(rest) and not rest[0].isdigit()
         holders = sorted(numbers.get(f"{place}.experts", ())) if is_shared else []
@@ -130,7 +130,7 @@ def expanded(adapter: Adapter) -> dict[str, Tensor]:
 def write_adapter(folder: str | Path, adapter: Adapter, base_names: Iterable[str]) -> None:
     """A PEFT folder in the place of `folder`, read back and compared before it takes the name.
     `base_names`: the tensors of the base, by which target_modules are spelled shortly."""
-    factors = {PREFIX + name: tensor for name, tensor in expanded(adapter).items()}
+    factors = {PREFIX + name: tensor for name, tensor in expanded(adapter.factors).items()}
     infos = {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in factors.items()}
     with atomic_folder(Path(folder)) as aside:
         write_file(aside / FACTORS, iter(factors.items()), infos)

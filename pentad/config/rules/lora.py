@@ -85,9 +85,9 @@ def samplers_of_adapters(config: Config, facts: RunFacts) -> Iterator[Problem]:
     rollout = part_of(config, "rollout")
     if config.actor.lora is None or rollout is None or not facts.samples(config):
         return
-    if rollout.backend != "embedded":
-        rule = f"adapters are published to embedded samplers only, not to {rollout.backend}"
-        remedy = "use embedded, or leave actor.lora out"
+    if rollout.backend == "sglang":
+        rule = "SGLang does not say which factors it holds, so what it draws from is not known"
+        remedy = "sample with embedded or vllm, or leave actor.lora out"
         yield Problem(f"allocation_mode = {config.allocation_mode}", rule, remedy)
     if config.only is not None:
         rule = "a run of one side alone is not built with actor.lora"

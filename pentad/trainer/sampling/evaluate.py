@@ -16,6 +16,7 @@ from pentad.config.rules.model import stop_id_problems
 from pentad.config.schema import Config
 from pentad.core.device import DTYPES, pick_device
 from pentad.core.dims import ModelDims
+from pentad.core.errors import Problem
 from pentad.core.roles import Sampler
 from pentad.core.seeds import derive_seed, seed_globals
 from pentad.core.types import Prompt, SamplingParams
@@ -38,6 +39,7 @@ from pentad.trainer.preflight import (
 from pentad.trainer.reward_trial import check_reward
 from pentad.trainer.sampling.samplers import sampler_settings
 from pentad.trainer.saving.periodic import Frequency
+from pentad.weights.peft import read_adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,10 @@ def check_eval(config: Config) -> Subject:
     path = model_folder(config)
     checks.attempt(lambda: register_models(config))
     dims = checks.attempt(lambda: dims_of(path))
+    adapter, addresses = adapter_of(config), config.rollout.server.addresses
+    if adapter is not None and addresses:
+        rule, remedy = f"the server at {addresses[0]} draws from what it holds", "let it load that"
+        checks.problems.append(Problem(f"actor.lora.init_path = {adapter}", rule, remedy))
     tokenizer = checks.attempt(lambda: load_tokenizer(path))
     workflow = checks.attempt(lambda: load_workflow(config.rollout.workflow, config.rollout.agent))
     stream = None
@@ -196,12 +202,17 @@ def eval_params(config: Config, tokenizer: Tokenizer) -> SamplingParams:
     return replace(train, max_new_tokens=length, temperature=temperature, top_p=1.0, top_k=0)
 
 
+def adapter_of(config: Config) -> str | None:
+    """The PEFT folder whose factors stand beside the model's weights."""
+    return None if config.actor.lora is None else config.actor.lora.init_path
+
+
 async def _samplers(config: Config, subject: Subject, device: torch.device) -> dict[str, Sampler]:
     """The model in this process, or whatever serves it at the given addresses."""
     addresses = config.rollout.server.addresses
     if addresses:
         return {address: await completions.attach(address, subject.dims) for address in addresses}
-    tokenizer = subject.tokenizer
+    tokenizer, adapter = subject.tokenizer, adapter_of(config)
     embedded = EmbeddedSampler.from_folder(
         model_folder(config),
         sampler_settings(config, subject.dims),
@@ -209,6 +220,7 @@ async def _samplers(config: Config, subject: Subject, device: torch.device) -> d
         dtype=DTYPES[config.actor.compute_dtype(device.type)],
         decode=lambda ids: tokenizer.decode(ids, keep_special=True),
         version=0,
+        adapter=None if adapter is None else read_adapter(adapter),
     )
     return {"embedded": embedded}
 

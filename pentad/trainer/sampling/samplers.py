@@ -311,6 +311,7 @@ def server_settings(
         max_context=dims.max_position,
         key=os.environ.get(server_key.VARIABLE),
         can_sleep=bool(config.offload_rollout),
+        lora=config.actor.lora,
     )
 
 

@@ -19,17 +19,15 @@ from pentad.ops.attention import build_attend
 from pentad.planner import memory
 from pentad.planner.activations import ends_bytes, kept_bytes
 from pentad.planner.memory import (
-    Sampling,
     Training,
     gathered_weights,
     held_params,
-    kv_token_bytes,
     rule_of_thumb,
-    sampler_weights,
     sharded_params,
     stage_layers,
     training_phases,
 )
+from pentad.planner.sampling import Sampling, kv_token_bytes, sampler_weights
 
 MODELS = public_dims()
 

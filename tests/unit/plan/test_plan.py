@@ -21,10 +21,11 @@ from pentad.core.layout import Layout, parse_allocation
 from pentad.core.machine import GIB, MIB, Gpu
 from pentad.infer import engine
 from pentad.planner.figures import MAX_ROWS, Device, RunPlan, inner_rows, span
-from pentad.planner.memory import PHASES, held_params, kv_token_bytes
+from pentad.planner.memory import PHASES, held_params
 from pentad.planner.plan import EMBEDDED_CPU_BYTES, build_plan, choose_device
 from pentad.planner.prepare import prepare
 from pentad.planner.remedies import KEEPING_SHARE, choose_logits, propose, with_values
+from pentad.planner.sampling import kv_token_bytes
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = {

@@ -1,0 +1,49 @@
+"""How many parameters the factors of `actor.lora` are, on a rank and in all.
+
+A matrix [out, in] has rank * (out + in) of them. Tensor parallelism cuts the factor on the side
+that it cuts the matrix on, expert parallelism those of the experts; nothing shards them, and a
+factor that the experts of a layer share is whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pentad.core.dims import ModelDims
+from pentad.core.fit import experts_each
+from pentad.core.layout import Layout
+from pentad.engine.section import LoraConfig
+
+FACTOR_BYTES = 4
+"""Factors, their gradients and their optimizer state are float32."""
+
+
+def num_factors(
+    dims: ModelDims, lora: LoraConfig, layout: Layout | None = None, layers: Iterable[int] = ()
+) -> int:
+    """Of some layers on one rank; without a layout all of all layers."""
+    chosen = layers if layout is not None else range(dims.num_layers)
+    return sum(layer_factors(dims, lora, layer, layout or Layout()) for layer in chosen)
+
+
+def layer_factors(dims: ModelDims, lora: LoraConfig, layer: int, layout: Layout) -> int:
+    width, tp = dims.hidden_size, layout.tp
+    kv = dims.kv_dim // min(tp, dims.num_kv_heads)
+    sides = {"q": width + dims.q_dim // tp, "o": dims.q_dim // tp + width}
+    sides |= dict.fromkeys(("k", "v"), width + kv)
+    # A dense ffn is cut by tp, the expert that every token passes is whole.
+    inner = dims.shared_expert_size if dims.is_moe(layer) else dims.intermediate_size // tp
+    if inner:
+        sides |= dict.fromkeys(("gate", "up", "down"), width + inner)
+    if dims.is_moe(layer):
+        sides["experts"] = expert_sides(dims, lora, layout)
+    words = sides if lora.targets == "all-linear" else lora.targets
+    return lora.rank * sum(sides.get(word, 0) for word in words)
+
+
+def expert_sides(dims: ModelDims, lora: LoraConfig, layout: Layout) -> int:
+    """Gate, up and down of the experts of a layer."""
+    count = experts_each(dims.num_experts, layout.ep)
+    inner = count * dims.moe_intermediate_size // layout.etp
+    outer = dims.hidden_size * (1 if lora.experts == "shared_outer" else count)
+    return 3 * (outer + inner)

@@ -1,0 +1,52 @@
+"""Memory of a sampler replica: weights, cache, an adapter's factors, and its largest pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pentad.core import sizes
+from pentad.core.dims import ModelDims
+from pentad.core.sizes import SamplerPass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """What the memory of one sampler replica's device depends on."""
+
+    dims: ModelDims
+    tp: int = 1
+    pp: int = 1
+    weight_bytes: int = 2
+    cache_dtype: sizes.CacheDtype = "auto"
+    sequence_tokens: int
+    """Prompt and answer at their longest."""
+    num_sequences: int
+    """That one replica would run at once if it had the room."""
+    max_running: int
+    """That it decodes together at the most."""
+    max_batch_tokens: int | None = None
+    """Tokens of a forward pass, where the user gave it."""
+    adapter_bytes: float = 0.0
+    """Factors that it holds beside its weights."""
+    shares_weights: bool = False
+    """Whether these are the learner's frozen ones, of the same process."""
+    device: str = "cuda"
+
+    @property
+    def largest(self) -> SamplerPass:
+        """The largest pass of an embedded sampler."""
+        return SamplerPass(self.dims, self.weight_bytes, self.max_running, self.max_batch_tokens)
+
+
+def sampler_weights(sampling: Sampling) -> float:
+    """A whole copy of the model, cut by the replica's own tp and pp, and an adapter's factors."""
+    if sampling.shares_weights:
+        return sampling.adapter_bytes
+    whole = sampling.weight_bytes * sampling.dims.num_params + sampling.adapter_bytes
+    return whole / (sampling.tp * sampling.pp)
+
+
+def kv_token_bytes(sampling: Sampling) -> float:
+    """Keys and values of one token on one device; kv heads are repeated beyond their number."""
+    whole = sizes.kv_token_bytes(sampling.dims, sampling.weight_bytes, sampling.cache_dtype)
+    return whole / (min(sampling.tp, sampling.dims.num_kv_heads) * sampling.pp)

@@ -1,0 +1,96 @@
+"""Plans of adapters: counts, 8B and 30B-A3B on one GPU, and the offer where all does not fit."""
+
+import math
+
+import pytest
+
+from pentad.core.layout import Layout
+from pentad.core.machine import GIB
+from pentad.engine.section import LoraConfig
+from pentad.models.families import dims_of, lora_map_of, public_models
+from pentad.planner.adapters import num_factors
+from pentad.planner.figures import Device
+from pentad.planner.plan import build_plan
+from pentad.planner.prepare import prepare
+from pentad.planner.remedies import propose_adapter
+
+SIZES = {
+    "vocab_size": 211,
+    "hidden_size": 40,
+    "intermediate_size": 84,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 6,
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 28}
+KINDS = {
+    "dense": {"model_type": "qwen3"},
+    "experts": {"model_type": "qwen3_moe", **EXPERTS},
+    "mixed": {"model_type": "qwen3_moe", **EXPERTS, "mlp_only_layers": [1]},
+    "shared": {"model_type": "qwen2_moe", **EXPERTS, "shared_expert_intermediate_size": 36},
+}
+
+
+@pytest.mark.parametrize("experts", ["each", "shared_outer"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_count_is_that_of_the_weight_map(kind, experts):
+    dims = dims_of({**SIZES, **KINDS[kind]})
+    for targets in ("all-linear", ("q", "v"), ("gate", "up", "down"), ("experts",)):
+        if targets == ("experts",) and kind == "dense":
+            continue
+        if targets == ("gate", "up", "down") and kind == "experts":
+            continue
+        lora = LoraConfig(rank=3, targets=targets, experts=experts)
+        entries = lora_map_of(dims, lora).entries.values()
+        assert num_factors(dims, lora) == sum(math.prod(entry.shape) for entry in entries)
+
+
+def test_axes_cut_what_they_cut_of_the_matrices():
+    dims = dims_of({**SIZES, **KINDS["experts"]})
+    lora = LoraConfig(rank=1, targets=("q", "k", "o"))
+    cut = num_factors(dims, lora, Layout(tp=4), [0])
+    assert cut == (40 + 72 // 4) + (40 + 24 // 4) + (72 // 4 + 40)
+    shared = LoraConfig(rank=1, targets=("experts",))
+    assert num_factors(dims, shared, Layout(dp_shard=2, ep=2), [0]) == 3 * (40 + 3 * 28)
+
+
+def plan_of(model, memory, *overrides):
+    words = [f"actor.path={model}", "train_dataset.path=x", "train_dataset.batch_size=32"]
+    words += ["gconfig.n_samples=16", "gconfig.max_new_tokens=1024", "reward.fn=gsm8k"]
+    words += ["allocation_mode=embedded:d1|archon:d1", *overrides]
+    config, _ = prepare(None, words, "plan", gpu_memory=memory)
+    return build_plan(config, Device("cuda", int(memory * GIB), "", False))
+
+
+@pytest.mark.parametrize(
+    ("model", "memory", "peak_gib", "factors"),
+    [
+        ("Qwen/Qwen3-8B", 80, 63.4, 87_293_952),
+        ("Qwen/Qwen3-8B", 141, 124.8, 87_293_952),
+        ("Qwen/Qwen3-30B-A3B", 80, 76.2, 489_000_000),
+        ("Qwen/Qwen3-30B-A3B", 141, 125.3, 489_000_000),
+    ],
+)
+def test_an_adapter_of_rank_32_fits_one_gpu(model, memory, peak_gib, factors):
+    plan = plan_of(model, memory, "actor.lora.rank=32")
+    assert plan.fits and plan.peak_bytes / GIB == pytest.approx(peak_gib, abs=0.1)
+    lora = plan.config.actor.lora
+    assert num_factors(public_models()[model], lora) == pytest.approx(factors, rel=1e-3)
+    (phases,) = plan.trainers[0].phases
+    load = phases["load"].device
+    assert load["weights"] == 2 * plan.dims.num_params, "frozen weights once, without masters"
+    assert load["optimizer"] == 2 * load["adapter"] == 8 * num_factors(plan.dims, lora)
+    (sampler,) = plan.samplers
+    assert sampler.weights_bytes == load["adapter"], "the frozen weights are the learner's"
+    assert plan.files.checkpoint_bytes == 3 * load["adapter"]
+
+
+def test_an_adapter_is_offered_where_all_weights_do_not_fit():
+    plan = plan_of("Qwen/Qwen3-30B-A3B", 80)
+    steps = propose_adapter(plan)
+    assert steps[0].overrides == ("actor.lora.rank=32",)
+    assert steps[-1].fits and steps[-1].num_devices == 1
+    words = [word for step in steps for word in step.overrides]
+    assert plan_of("Qwen/Qwen3-30B-A3B", 80, *words).peak_bytes == steps[-1].peak_bytes
+    assert propose_adapter(plan_of("Qwen/Qwen3-30B-A3B", 80, "actor.lora.rank=32")) == []
