@@ -3,12 +3,15 @@
 import gc
 import os
 import signal
+import warnings
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from process_state import process_restored
+from process_state import left_behind, process_restored, running
 from warm_start import cold_starts, install, warm_starts
+
+from pentad.core import device
 
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
@@ -21,6 +24,9 @@ settings.register_profile("any machine", deadline=None)  # a busy machine is no 
 settings.load_profile("any machine")
 
 install()
+device.WARM_STEPS = 0  # every run would count the objects that are frozen below
+
+pytest_plugins = ["cpu_times"]
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -44,6 +50,15 @@ def process_as_before():
     """A test neither finds what others set for the process nor leaves anything."""
     with process_restored():
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_left_behind(request):
+    """Names what a module's tests have started and not ended: it works beside later tests."""
+    before = running()
+    yield
+    if left := left_behind(before):
+        warnings.warn(f"{request.node.nodeid} left behind: {', '.join(left)}", stacklevel=1)
 
 
 @pytest.fixture

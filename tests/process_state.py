@@ -3,9 +3,12 @@
 import logging
 import os
 import signal
+import threading
+import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import psutil
 import torch
 
 HANDLED = [
@@ -94,3 +97,31 @@ def torch_settings():
         torch.set_num_threads(threads)
     if torch.are_deterministic_algorithms_enabled() != mode:
         torch.use_deterministic_algorithms(mode, warn_only=warns)
+
+
+SHARED = ("warm_start.py", "multiprocessing.", "ray/", "pytest")
+"""In the command lines of processes that all tests of a process share."""
+ENDS_WITHIN_S = 2.0
+
+
+def running():
+    """Threads, and processes that this one has started, by what they are."""
+    found = {thread: f"thread {thread.name}" for thread in threading.enumerate()}
+    for process in psutil.Process().children():
+        try:
+            words = " ".join(process.cmdline())
+        except psutil.Error:  # it has just ended
+            continue
+        if words and not any(name in words for name in SHARED):
+            found[process] = f"process {process.pid} ({words[:80]})"
+    return found
+
+
+def left_behind(before):
+    """What runs now and did not run before, of that which does not end by itself soon."""
+    until = time.monotonic() + ENDS_WITHIN_S
+    while left := {what: name for what, name in running().items() if what not in before}:
+        if time.monotonic() > until:
+            break
+        time.sleep(0.05)
+    return sorted(left.values())

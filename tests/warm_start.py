@@ -27,8 +27,9 @@ import traceback
 import types
 from pathlib import Path
 
-COMMANDS = ("pentad.runtime.role_host", "pentad.samplers.server_key", "pentad.cli.main", "kill_lab")
-LEAVES = COMMANDS[:2]
+COMMANDS = ("pentad.runtime.role_host", "pentad.samplers.server_key", "pentad.checkpoint.writer")
+COMMANDS += ("pentad.cli.main", "kill_lab")
+LEAVES = COMMANDS[:3]
 """The others start processes of their own."""
 HEAVY = ("train", "sft", "pretrain", "serve", "eval")
 """The commands of `pentad` that import torch."""
@@ -123,6 +124,11 @@ def unwrapped(words, environment) -> tuple[list, dict[str, str], int]:
     """The command of a server's process (`samplers/process.py`) where its interpreter is a script
     around ours: what is executed in the end, with which environment, and the signal it asks for
     when its parent ends. Torchrun's are without their `-u`."""
+    if list(words[:2]) == [
+        sys.executable,
+        "-P",
+    ]:  # nothing is put first here
+        return [words[0], *words[2:]], environment, 0
     if is_for_all and list(words[:2]) == [sys.executable, "-u"]:
         return [words[0], *words[2:]], environment | {"PYTHONUNBUFFERED": "1"}, 0
     if isinstance(words, str) or list(words[1:2]) != ["-c"] or words[0] != (*words, "")[3]:

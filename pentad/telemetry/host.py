@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import subprocess
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,17 @@ PACKAGES = (
 def versions() -> dict[str, str]:
     """Python and every package of the list that is installed."""
     found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    installed = {name: _installed(name) for name in PACKAGES}
+    return found | {name: version for name, version in installed.items() if version is not None}
+
+
+@cache
+def _installed(name: str) -> str | None:
+    """Its version; a process asks for it at every start of a run."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def hardware() -> dict[str, Any]:

@@ -28,12 +28,12 @@ CONFIGS |= {
 
 
 def over_stages(part: dict[str, Any]) -> dict[str, Any]:
-    """What all ranks hold of something by name; stages hold different names."""
+    """On rank 0, what all ranks hold of something by name: stages hold different names."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return part
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, part)
-    return {name: x for one in everyone for name, x in one.items()}
+    dist.gather_object(part, everyone if dist.get_rank() == 0 else None)
+    return {name: x for one in everyone if one is not None for name, x in one.items()}
 
 
 def spy_on_gradients(engine: Engine) -> dict[str, Tensor]:

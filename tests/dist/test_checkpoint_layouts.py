@@ -99,6 +99,8 @@ PAIRS_REST = [
     ("tied5", "hsdp2 dp2", "hsdp2 dp2"),
     ("moe6", "alone", "dp4 ep2"),
     ("moe6", "ep3", "fsdp dp2"),
+    ("moe6", "alone", "ep5"),
+    ("moe6", "ep5", "ep2"),
 ]
 """Every kind of `make test` is saved and loaded without them, and one layout under itself."""
 

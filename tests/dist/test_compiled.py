@@ -17,18 +17,20 @@ STEPS = {
 CASES = {
     "context parallel": ("parity_cases", {"model": "biased"}, Layout(cp=2), "full"),
     "experts, by operation": ("parity_cases", {"model": "moe"}, Layout(tp=2, ep=2), "selective"),
+    "experts, scored too": ("parity_cases", {"model": "moe"}, Layout(tp=2, ep=2), "selective"),
     "experts, full": ("parity_cases", {"model": "shared"}, Layout(dp_shard=2, ep=2), "full"),
     "experts, cut": ("parity_cases", {"model": "moe"}, Layout(tp=2, etp=2), "none"),
-    "pipeline": ("pipeline_cases", {"model": "tied5"}, Layout(pp=2), "selective"),
+    "pipeline": ("pipeline_cases", {"model": "tied5", "num_rows": 4}, Layout(pp=2), "selective"),
+    "pipeline, many shapes": ("pipeline_cases", {"model": "tied5"}, Layout(pp=2), "selective"),
     "fsdp, tensor parallel": ("hf_cases", {"source": "qwen3"}, Layout(tp=2), "selective"),
 }
 
-TRAINED_ONLY = ("experts, full", "experts, cut")
+TRAINED_ONLY = ("experts, by operation", "experts, full", "experts, cut")
 """Graphs without gradients take half of the time, and the other cases have them."""
 
 
 HERE = ("experts, by operation", "pipeline")
-"""Inductor compiles for most of a minute a case: the others run by `make test-full`."""
+"""A case is traced for up to a minute: the others run by `make test-full`."""
 
 
 @pytest.mark.parametrize("name", table(list(CASES), [name for name in CASES if name not in HERE]))

@@ -112,7 +112,10 @@ def test_pretraining_goes_on_with_fewer_ranks_and_grows_again(texts, tmp_path, c
         assert mine == pytest.approx(truth, rel=CLOSE, abs=1e-6)
     assert samples_of(records) == samples_of(alone.records)
     log = (records / "log.txt").read_text()
-    assert "elastic: slot 1 is retired: its process failed once, the last time: was ended by signal 9" in log
+    assert (
+        "elastic: slot 1 is retired: its process failed once, the last time: was ended by signal 9"
+        in log
+    )
     assert "elastic: generation 1 has 1 ranks: archon:(attn:d1|ffn:e1) for " in log
     assert "elastic: ranks have returned, the group is formed anew after step 4" in log
     assert "elastic: generation 2 has 2 ranks: archon:(attn:d2|ffn:e2) on all 2 slots" in log
@@ -138,7 +141,7 @@ FAULTS = {
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("fault", table(list(FAULTS), ["killed"]))
+@pytest.mark.parametrize("fault", table(list(FAULTS), ["killed", "raise"]))
 def test_slots_that_fail_at_one_step_are_retired_and_the_others_finish(
     texts, tmp_path, monkeypatch, fault
 ):

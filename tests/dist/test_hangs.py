@@ -56,6 +56,7 @@ def test_a_rank_that_is_stopped_ends_the_run(task, tmp_path, command, rank):
         check_end(program, tmp_path, "stop", rank, before)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("started_cold")  # or the first step would come too soon
 def test_a_rank_that_is_stopped_during_the_start_ends_the_run(task, tmp_path):
     with start(task, tmp_path, "sft", "early") as program:

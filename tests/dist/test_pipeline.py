@@ -130,6 +130,7 @@ MORE_AXES = [
     ("moe5", Layout(pp=2, dp_replicate=2, tp=2, ep=2), "1F1B"),
 ]
 MORE_AXES_REST = [
+    ("moe5", Layout(pp=2, cp=2, ep=2), "ZBVZeroBubble"),
     ("tied5", Layout(pp=2, tp=2), "1F1B"),
     ("tied5", Layout(pp=2, cp=2), "1F1B"),
     ("moe5", Layout(pp=2, dp_shard=2, ep=2), "Interleaved1F1B"),
@@ -141,12 +142,9 @@ MORE_AXES_REST = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("model", "layout", "schedule"), table(MORE_AXES, MORE_AXES_REST), ids=str
-)
+@pytest.mark.parametrize(("model", "layout", "schedule"), table(MORE_AXES, MORE_AXES_REST), ids=str)
 def test_with_more_axes(pool, model, layout, schedule):
-    """Every schedule with every axis, here or below: dp_shard with several calls, and with ep in
-    recomputed blocks."""
+    """Every schedule with every axis, here or below: dp_shard with several calls."""
     check(pool, model, layout, schedule=schedule)
 
 
@@ -168,15 +166,17 @@ def test_fewer_rows_than_microbatches(pool, schedule):
     check(pool, "tied8", Layout(pp=4), schedule=schedule, num_rows=3)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "ac"),
-    [
-        *((schedule, {"ac_mode": "full"}) for schedule in SCHEDULES),
-        ("Interleaved1F1B", {"ac_mode": "selective", "ac_selective": 2}),
-        ("ZBVZeroBubble", {"ac_mode": "selective", "ac_selective": 2}),
-    ],
-    ids=str,
-)
+EACH_SECOND = {"ac_mode": "selective", "ac_selective": 2}
+RECOMPUTED = [
+    *((schedule, {"ac_mode": "full"}) for schedule in SCHEDULES),
+    ("Interleaved1F1B", EACH_SECOND),
+    ("ZBVZeroBubble", EACH_SECOND),
+]
+RECOMPUTED_REST = [RECOMPUTED[1], RECOMPUTED[2], RECOMPUTED[5]]
+"""Backward whole and in two parts, all blocks and some of them, are tried without them."""
+
+
+@pytest.mark.parametrize(("schedule", "ac"), table(RECOMPUTED, RECOMPUTED_REST), ids=str)
 def test_recomputed_blocks(pool, schedule, ac):
     check(pool, "moe5", Layout(pp=2, dp_shard=2, ep=2), schedule=schedule, **ac)
 

@@ -68,7 +68,7 @@ def given(config: Config, key: str) -> Iterator[tuple[str, Any]]:
     for name in key.split("."):
         if value is None:  # the block it is in is not there
             return
-        value = dict(value)[name]
+        value = getattr(value, name)
     if isinstance(value, Section):
         for name in type(value).model_fields:
             yield from given(config, f"{key}.{name}")
