@@ -101,12 +101,18 @@ def torch_settings():
 
 SHARED = ("warm_start.py", "multiprocessing.", "ray/", "pytest")
 """In the command lines of processes that all tests of a process share."""
+OF_PROCESS = ("awake", "starter")
+"""Threads that the package starts once for a process."""
 ENDS_WITHIN_S = 2.0
 
 
 def running():
     """Threads, and processes that this one has started, by what they are."""
-    found = {thread: f"thread {thread.name}" for thread in threading.enumerate()}
+    found = {
+        thread: f"thread {thread.name}"
+        for thread in threading.enumerate()
+        if thread.name not in OF_PROCESS
+    }
     for process in psutil.Process().children():
         try:
             words = " ".join(process.cmdline())

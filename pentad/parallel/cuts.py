@@ -145,16 +145,16 @@ def _outside(
         return Shard(axes[axis]) if axis in axes else Replicate()
 
     if is_expert:
-        return ALONE, meshes.expert["ep", "etp", "efsdp"], (at("ep"), at("etp"))
+        return ALONE, meshes.expert_parts, (at("ep"), at("etp"))
     if "tp" not in axes:
-        return meshes.tp, meshes.dense["tp", "fsdp"], (Replicate(),)
+        return meshes.tp, meshes.dense_parts, (Replicate(),)
     symbol = entry.rule.shape.split()[axes["tp"]]
     if symbol in REPEATED:
         num_units = weight_map.sizes[symbol] // weight_map.sizes[UNITS[symbol]]
         if num_units < meshes.layout.tp:
             mesh, copies = meshes.copied_heads(num_units)
             return copies, mesh["tp_heads", "tp_copies", "fsdp"], (at("tp"), Replicate())
-    return ALONE, meshes.dense["tp", "fsdp"], (at("tp"),)
+    return ALONE, meshes.dense_parts, (at("tp"),)
 
 
 def storage_dim(shape: Shape, num: int) -> int:

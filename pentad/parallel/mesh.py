@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -66,6 +67,18 @@ class Meshes:
     def token_multiple(self) -> int:
         """What a microbatch's tokens must be divisible by."""
         return self.layout.cp * self.layout.tp
+
+    @cached_property
+    def dense_parts(self) -> DeviceMesh:
+        """tp x fsdp: where a dense parameter is cut. Made once: each takes milliseconds."""
+        assert self.dense is not None, "a world of one cuts nothing"
+        return self.dense["tp", "fsdp"]
+
+    @cached_property
+    def expert_parts(self) -> DeviceMesh:
+        """ep x etp x efsdp: where experts are cut."""
+        assert self.expert is not None, "a world of one cuts nothing"
+        return self.expert["ep", "etp", "efsdp"]
 
     def storage(self, experts: bool = False) -> DeviceMesh:
         """Where parameters are stored: fsdp or efsdp, with dp_replicate before it if used."""

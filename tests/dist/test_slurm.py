@@ -105,6 +105,7 @@ def test_a_job_is_written_submitted_and_trains_on_two_nodes(task, tmp_path, comm
     assert len(read_lines(tmp_path / "logs/me/default/slurm/steps.jsonl")) == 2
 
 
+@pytest.mark.full
 def test_a_server_runs_on_the_node_that_has_its_gpus(task, tmp_path, commands):
     """Two nodes with a GPU each: the first trains, an agent starts the server on the second."""
     put(commands, "sbatch", "#!/bin/sh\necho Submitted batch job 19\n")
