@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -66,11 +66,10 @@ class Exporter(RankSaver):
         self.is_abandoned = False
         self.place = PlaceJob(Path(), Path(), {})
         """What follows when all ranks have written."""
-        self.begun = self.ended = 0.0
 
     def export(self, learner: Exportable, folder: str | Path, *, is_async: bool) -> None:
         """Returns when the weights may change. Not asynchronous, the folder is whole then, or it
-        fails on all ranks; asynchronous, `status` says what became of it."""
+        fails on all ranks; asynchronous, `outcomes` says what became of it."""
         self.finish()
         shards = learner.weights_to_save()
         weight_map, infos = learner.published()
@@ -92,19 +91,9 @@ class Exporter(RankSaver):
             own = [BlockSpec(path, Runs(0, len(data)), data) for path, data in plan.small_parts()]
             return ExportJob(aside, tuple([*(own if is_first else ()), *self._specs(plan, give)]))
 
-        self.begun = time.monotonic()
         self.begin(make_job, is_async=is_async)
         if not is_async and (failure := failure_in(self.outcomes()[0])) is not None:
             raise failure
-
-    def status(self) -> dict[str, Any]:
-        """Whether the last export is done, what it failed with, and its seconds since `export`."""
-        assert self.gathering is not None, "there is one"
-        if not self.gathering.done():
-            return {"is_done": False, "error": None, "seconds": time.monotonic() - self.begun}
-        lost = self.gathering.exception()
-        error = str(lost) if lost is not None else self.gathering.result()[0]["error"]
-        return {"is_done": True, "error": error, "seconds": self.ended - self.begun}
 
     def abandon(self) -> None:
         """The process is about to end: an export under way does not replace its target any more."""
@@ -119,7 +108,6 @@ class Exporter(RankSaver):
         else:
             done.settle({})
         found = done.outcome()
-        self.ended = time.monotonic()
         return [found if self.answers is None else gather_values(found, self.answers)[0]]
 
     def _placed(self, failure: OSError | RunError | None) -> OSError | RunError | None:
@@ -184,11 +172,9 @@ class AdapterExporter(RankSaver):
     """Exports of an adapter, a PEFT folder: small, so they are written at once. One per role and
     rank; all ranks make the same calls."""
 
-    seconds = 0.0
-
     def export(self, learner: AdapterLearner, folder: str | Path, *, is_async: bool) -> None:
         """The folder is whole when this returns, or it fails on all ranks."""
-        begun, error = time.monotonic(), None
+        error: str | None = None
         adapter, base_names = learner.adapter()
         if self.rank == 0:
             try:
@@ -197,13 +183,12 @@ class AdapterExporter(RankSaver):
                 error = str(failure)
         if self.group is not None:
             error = gather_values(error, self.group)[0]
-        self.seconds = time.monotonic() - begun
         if error is not None:
             raise RunError(error)
 
-    def status(self) -> dict[str, Any]:
-        """As `Exporter.status`, of an export that has ended."""
-        return {"is_done": True, "error": None, "seconds": self.seconds}
+    def outcomes(self) -> Outcomes:
+        """An export that returned is whole."""
+        return [{"files": {}, "error": None, "system": None}]
 
     def abandon(self) -> None:
         """None is under way between two calls."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import logging
 import os
 import pickle
 import queue
@@ -19,13 +20,15 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pentad.checkpoint.job import Memory, WriterJob, run_job
 from pentad.core.errors import RunError
 from pentad.runtime.process import NICENESS, Child, die_with_parent
+
+log = logging.getLogger(__name__)
 
 HEADER = struct.Struct("<Q?")
 """The number of a job, and whether it is an export; without file descriptors it is the end."""
@@ -73,6 +76,16 @@ class Pending:
     def settle(self, result: dict[str, Any], error: OSError | RunError | None = None) -> None:
         self._result, self.error, self._ended = result, error, time.monotonic()
         self._done.set()
+
+    def settle_by(self, function: Callable[[], dict[str, Any]]) -> None:
+        """Runs it: its result, or whatever it raises, is that of the job."""
+        try:
+            self.settle(function())
+        except (OSError, RunError) as error:
+            self.settle({}, error)
+        except Exception as error:  # whatever it is, it must not be waited for
+            log.info("a job failed", exc_info=True)
+            self.settle({}, RunError(f"{type(error).__name__}: {error}"))
 
     def outcome(self) -> dict[str, Any]:
         """Of a write job, once it is done, as JSON: its files, or what it failed with."""

@@ -140,7 +140,7 @@ class StepRecorder:
                 active_nodes=self.num_nodes,
                 straggler=self.find_straggler(),
                 ep_world_size=self.layout.ep,
-                async_ckpt_commit_ms=saver.commit_ms,
+                async_ckpt_commit_ms=saver.commit_ms if saver.is_async else None,
                 last_saved_step=_counted(saver.last_saved),
                 num_failed_saves=saver.num_failed,
                 last_recover_step=_counted(recover.last_saved),

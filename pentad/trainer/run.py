@@ -251,6 +251,9 @@ class Run:
         self.trained = 0 if checkpoint is None else checkpoint.step + 1
         self.is_restored = True
         source.restored(checkpoint)
+        if checkpoint is not None:
+            for saver in self.savers.values():
+                saver.resume(checkpoint.step)
         self.recover.prepare()
         self.supervisor.note_loaded()
 
@@ -320,8 +323,8 @@ class Run:
         if sentence:
             raise RunError(f"step {step}: {sentence}")
         if step < self.num_steps:
-            regroup_if_due = self.supervisor.regroup_if_due
-            await self.learner.run(lambda: regroup_if_due(self.recover, trained.batch))
+            regroup_if_due, saves = self.supervisor.regroup_if_due, list(self.savers.values())
+            await self.learner.run(lambda: regroup_if_due(self.recover, saves, trained.batch))
 
     def save_and_record(self, source: BatchSource, trained: TrainedBatch) -> None:
         """On the learner's thread, with the weights of the step still in place."""
@@ -335,7 +338,7 @@ class Run:
         record = source.record(self, trained)
         source.keep(trained)
         self.context.recorder.step(record, trained.groups)
-        self.recover.commit()
+        self.recover.commit_staged()
 
     # The end
 

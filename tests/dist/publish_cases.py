@@ -83,7 +83,7 @@ def exported(
         for tensor in engine.tensors.values():
             tensor.mul_(1.5)
     exporter.finish()
-    error = exporter.status()["error"]
+    error = exporter.outcomes()[0]["error"]
     exporter.close()
     writer.close()
     sharding.PUBLISH_BUCKET_BYTES = 64 << 20

@@ -42,7 +42,7 @@ def test_rollouts_are_learned_alike_by_text_and_from_files(lab, request):
         "save_state",
         "saved_state",
         "export",
-        "export_status",
+        "exported",
         "memory",
     }
     assert seen == learning | keeping

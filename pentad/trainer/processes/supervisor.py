@@ -53,6 +53,7 @@ from pentad.trainer.rank.service import FAILURES
 from pentad.trainer.run_folders import checkpoint_path, standing, take_folder
 from pentad.trainer.sampling.samplers import open_runtime
 from pentad.trainer.saving.recovery import RecoverHandler
+from pentad.trainer.saving.saver import Saver
 from pentad.trainer.stopping import stop_early
 
 log = logging.getLogger(__name__)
@@ -362,9 +363,12 @@ class Supervisor:
         with (self.folder / "recoveries.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    def regroup_if_due(self, recover: RecoverHandler, step: int) -> None:
-        """Raises Regroup where ranks have returned and this step is committed."""
-        if self.members.has_returned() and recover.settle(step):
+    def regroup_if_due(self, recover: RecoverHandler, savers: Sequence[Saver], step: int) -> None:
+        """Raises Regroup where ranks have returned and this step is committed. Exports that these
+        ranks write are waited for."""
+        if self.members.has_returned() and recover.is_saved(step):
+            for saver in savers:
+                saver.collect(step, wait=True)
             text = "elastic: ranks have returned, the group is formed anew after step %d"
             log.info(text, step + 1, extra=NOTICE)
             raise Regroup

@@ -216,17 +216,17 @@ class EngineService:
 
     def export(self, role: str, folder: str, is_async: bool) -> None:
         """Writes a HF folder, each rank its blocks, or the PEFT folder of an adapter; asynchronous,
-        weights are copied when this returns, and `export_status` says what became of them. It fails
-        on all ranks or on none."""
+        weights are copied when this returns, and `exported` says what became of them. It fails on
+        all ranks or on none."""
         engine = self.engines[role]
         if role not in self.exporters:
             is_adapter = engine.base is not None
             self.exporters[role] = AdapterExporter() if is_adapter else Exporter(self.writer)
         self.exporters[role].export(engine, folder, is_async=is_async)
 
-    def export_status(self, role: str) -> dict[str, Any]:
-        """Of the last asynchronous export: whether it is done, what it failed with, seconds."""
-        return self.exporters[role].status()
+    def exported(self, role: str) -> dict[str, Any]:
+        """How the last export ended (`Pending.outcome`), once it has."""
+        return self.exporters[role].outcomes()[0]
 
     # Figures
 

@@ -1,14 +1,25 @@
-"""What is saved now and then beside training: when it is due, tried again and waited for."""
+"""What is saved now and then beside training: when it is due, tried again and waited for.
+
+An artifact is staged, while the weights are those of its step, then committed, and whole some time
+later: `Periodic` is that state machine; an export and a checkpoint are its artifacts.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any
 
+from pentad.checkpoint.writer import Pending
+from pentad.core.errors import RunError, Transient, UserError
 from pentad.runtime.awake import awake_s
 from pentad.trainer.learner_client import LearnerClient
+
+log = logging.getLogger(__name__)
 
 MAX_WAIT_STEPS = 32
 """Between two attempts to save while a disk is full; they come after 1, 2, 4, ... steps."""
@@ -56,7 +67,7 @@ class Frequency:
 
 
 @dataclass(slots=True, kw_only=True)
-class Periodic:
+class Periodic(ABC):
     """At most one is being written. One that fails is reported at once and tried again after 1, 2,
     4, ... steps; training does not stop for it."""
 
@@ -65,12 +76,25 @@ class Periodic:
     steps_per_epoch: int
     is_async: bool = False
     """Written in the background; otherwise training waits."""
+    must_wait: bool = False
+    """Whether training waits for one being written when the next is due; else the next one is
+    staged after a later step."""
+    staged: tuple[int, Pending] | None = None
+    """The step of one that is staged and not committed."""
+    under_way: tuple[int, Pending] | None = None
+    """The step of one that is committed and not known to be whole."""
+    is_owed: bool = False
+    """Whether one was due while another was being written."""
     last_saved: int = -1
     """The last step that is whole on disk."""
+    stall_ms: float | None = None
+    """How long training waited for the last one to be staged."""
     commit_ms: float | None = None
-    """From the copy until it was whole, of the last one that was written in the background."""
+    """From its stage until it was whole, of the last one."""
     num_failed: int = 0
     """Since the last that succeeded."""
+    error: Exception | None = None
+    """What the last failed attempt failed with."""
     retry_at: int | None = None
     is_ending: bool = False
     """Whether the steps of the run are over: nothing is tried after a further step."""
@@ -79,33 +103,137 @@ class Periodic:
     is_given_up: bool = False
     """Whether the one being written was not waited for."""
 
-    def is_due(self, step: int) -> bool:
-        is_due = self.frequency.is_due(step + 1)
-        return is_due or (self.retry_at is not None and step >= self.retry_at)
+    # An artifact
 
-    def wait_for(self, is_done: Callable[[], bool], pause: Callable[[float], Any]) -> bool:
-        """Whether it is done. Ranks that are gone and a signal end the waiting after FAILED_S."""
-        deadline = awake_s() if self.is_given_up else float("inf")
-        while not is_done():
-            if self.is_stopped or (self.learner.is_gone):
-                deadline = min(deadline, awake_s() + FAILED_S)
-            if awake_s() > deadline:
-                self.is_given_up = True
-                return False
-            pause(POLL_S)
-        return True
+    @abstractmethod
+    def stage(self, step: int) -> None:
+        """Copies what is saved of `step`, on all ranks; returns when it may change."""
+
+    @abstractmethod
+    def commit(self, step: int) -> Callable[[], dict[str, Any]]:
+        """Once the step is recorded: what makes it whole, run in the background where `is_async`.
+        Returns its result, or raises what it failed with."""
+
+    @abstractmethod
+    def describe(self, step: int) -> str:
+        """Names it in a sentence."""
+
+    @property
+    @abstractmethod
+    def good(self) -> str:
+        """What there is on disk, in words."""
+
+    @abstractmethod
+    def on_saved(self, step: int, result: dict[str, Any]) -> None:
+        """It is whole."""
+
+    @abstractmethod
+    def on_failed(self, error: Exception) -> None:
+        """It was reported; what is left of it may be removed."""
+
+    # Steps
+
+    def save_if_due(self, step: int, *, is_doubtful: bool = False) -> None:
+        """After `step`, whose weights are in place. While they are doubtful, it waits."""
+        self.collect(step)
+        is_due = self.frequency.is_due(step + 1) or self.is_owed
+        is_due = is_due or (self.retry_at is not None and step >= self.retry_at)
+        if is_due and self.must_wait:
+            self.collect(step, wait=True)
+        self.is_owed = is_due and (is_doubtful or self.under_way is not None)
+        if is_due and not self.is_owed:
+            self.try_stage(step)
+
+    def try_stage(self, step: int) -> None:
+        pending = Pending()
+        try:
+            self.stage(step)
+        except Transient:  # the ranks are gone
+            raise
+        except (OSError, RunError, UserError) as error:
+            self._failed(step, step, error)
+        else:
+            self.staged, self.stall_ms = (step, pending), 1e3 * pending.seconds
+
+    def commit_staged(self) -> None:
+        if self.staged is None:
+            return
+        (step, pending), self.staged = self.staged, None
+        self.under_way = step, pending
+        make_whole = self.commit(step)
+        if self.is_async:
+            Thread(target=pending.settle_by, args=(make_whole,), daemon=True).start()
+        else:
+            pending.settle_by(make_whole)
+        self.collect(step, wait=not self.is_async)
+
+    def collect(self, now: int, *, wait: bool = False) -> None:
+        """What became of the one that is being written; `now`: the last step of the run."""
+        if self.under_way is None:
+            return
+        step, pending = self.under_way
+        if wait:
+            self._wait_for(pending)
+        if not pending.is_done:
+            return
+        self.under_way = None
+        try:
+            result = pending.wait()
+        except (OSError, RunError) as error:
+            self._failed(step, now, error)
+            return
+        self.commit_ms = 1e3 * pending.seconds
+        self.last_saved, self.num_failed, self.retry_at = step, 0, None
+        self.on_saved(step, result)
+
+    def is_saved(self, step: int) -> bool:
+        """Whether this step is whole on disk; waits for it where that is under way."""
+        if self.under_way is not None and self.under_way[0] == step:
+            self.collect(step, wait=True)
+        return self.last_saved == step
+
+    # The end
+
+    def save_now(self, step: int) -> None:
+        """Has the step saved, whose weights are in place, where nothing else is being written."""
+        self.collect(step)
+        if self.under_way is None and self.last_saved != step:
+            if self.staged is None:
+                self.try_stage(step)
+            self.commit_staged()
+
+    def finish_step(self, step: int) -> bool:
+        """Whether the step is whole on disk, after some attempts."""
+        self.collect(step, wait=True)
+        for wait_s in (0.0, *LAST_WAITS_S):
+            if self.last_saved == step or (wait_s and self.is_stopped):
+                break
+            time.sleep(wait_s)
+            self.save_now(step)
+            self.collect(step, wait=True)
+        return self.last_saved == step
 
     @property
     def is_stopped(self) -> bool:
         return (self.is_cut or self.learner.is_stopping)()
 
-    def succeeded(self, step: int) -> None:
-        self.last_saved, self.num_failed, self.retry_at = step, 0, None
+    def _wait_for(self, pending: Pending) -> None:
+        """Ranks that are gone and a signal end the waiting after FAILED_S."""
+        deadline = awake_s() if self.is_given_up else float("inf")
+        while not pending.is_done:
+            if self.is_stopped or self.learner.is_gone:
+                deadline = min(deadline, awake_s() + FAILED_S)
+            if awake_s() > deadline:
+                self.is_given_up = True
+                return
+            pending.settled(POLL_S)
 
-    def failed(self, now: int) -> str:
-        """Counts it; what happens next, in words."""
-        self.num_failed += 1
+    def _failed(self, step: int, now: int, error: Exception) -> None:
+        self.num_failed, self.error = self.num_failed + 1, error
         self.retry_at = now + min(2 ** (self.num_failed - 1), MAX_WAIT_STEPS)
+        then = f"training goes on, saving is tried again after step {self.retry_at + 1}"
         if self.is_ending:
-            return "the run is at its end"
-        return f"training goes on, saving is tried again after step {self.retry_at + 1}"
+            then = "the run is at its end"
+        text = "step %d: %s could not be saved: %s; %s; %s"
+        log.warning(text, now + 1, self.describe(step), error, then, self.good)
+        self.on_failed(error)

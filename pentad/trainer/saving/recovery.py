@@ -12,8 +12,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,13 +34,12 @@ from pentad.checkpoint.folders import (
 from pentad.checkpoint.job import CommitJob, FileSpec, Piece, run_job
 from pentad.checkpoint.quarantine import quarantine
 from pentad.checkpoint.tiers import Tiers
-from pentad.checkpoint.writer import Pending, failure_in
+from pentad.checkpoint.writer import failure_in
 from pentad.core.errors import FULL, Problem, RunError, Transient, UserError
 from pentad.data.packing import pack_groups
 from pentad.telemetry.log import NOTICE
 from pentad.trainer.learner_client import LearnerClient
 from pentad.trainer.pumps.state import DataProgress
-from pentad.trainer.saving import periodic
 from pentad.trainer.saving.periodic import FAILED_S, Periodic
 from pentad.trainer.saving.saver import Saver, rescue
 from pentad.trainer.stopping import StopFlag, stopped
@@ -116,19 +113,10 @@ class RecoverHandler(Periodic):
     counters: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Of each learner that was restored."""
     point: Point | None = None
-    is_staged: bool = False
-    """Whether the state of the point is, and is not committed."""
     outcomes: list[dict[str, Any]] = field(default_factory=list)
     """What became of it on each rank, where that was waited for."""
-    began: float = 0.0
-    """When the last save began."""
-    under_way: tuple[int, Pending] | None = None
-    """A commit and its step."""
-    stall_ms: float | None = None
     was_full: bool = False
     """Whether a disk without room cost older checkpoints."""
-    is_owed: bool = False
-    """Whether one was due while another was on its way."""
     generation: int | None = None
     """Of the learners: what an earlier one still writes does not count."""
 
@@ -209,7 +197,7 @@ class RecoverHandler(Periodic):
         """Puts the learners' state of the newest checkpoint in place of theirs, and gives its step;
         None where there is none. `before`: when that was done (at, to). One that was gone back to
         is passed over for an older one, if there is any and nothing was committed since."""
-        self._collect(now, wait=True)
+        self.collect(now, wait=True)
         found = find_checkpoints(self.root) if self.is_on else []
         if before and found and found[0].step <= before[-1][0]:
             found = [one for one in found if one.step < before[-1][1]] or found
@@ -247,21 +235,24 @@ class RecoverHandler(Periodic):
         """Stages a checkpoint if one is due; the weights are those after `step`. While they are
         doubtful it waits: a rollback must find good ones."""
         self.point = Point(step, progress)
-        if not self.is_on:
-            return
-        self._collect(step, wait=False)
-        is_due = self.is_due(step) or self.is_owed
-        self.is_owed = is_due and (is_doubtful or self.under_way is not None)
-        if is_due and not self.is_owed:
-            self._stage(step)
+        if self.is_on:
+            self.save_if_due(step, is_doubtful=is_doubtful)
 
-    def commit(self) -> None:
-        """Commits what is staged, once the step is recorded."""
-        if not self.is_staged or self.point is None:
-            return
+    def stage(self, step: int) -> None:
+        self.outcomes = []
+        for role in self.roles:
+            place = {"root": str(self.root.absolute()), "folder": state_folder(role, step)}
+            self.outcomes += self.learner.call_all(
+                "save_state",
+                role=role,
+                is_async=self.is_async,
+                generation=self.generation,
+                **place,
+            )
+
+    def commit(self, step: int) -> Callable[[], dict[str, Any]]:
+        assert self.point is not None, "a step was finished"
         self.before_commit()
-        self.is_staged = False
-        step, pending = self.point.step, Pending()
         job = CommitJob(
             self.root,
             info_folder(step),
@@ -270,28 +261,17 @@ class RecoverHandler(Periodic):
             facts=self.facts(),
             generation=self.generation,
         )
-        self.under_way = (step, pending)
-        if self.is_async:
-            threading.Thread(target=self._commit, args=(job, pending), daemon=True).start()
-        else:
-            self._commit(job, pending)
-        self._collect(step, wait=not self.is_async)
+        return partial(self._commit, job)
 
-    def _commit(self, job: CommitJob, pending: Pending) -> None:
+    def _commit(self, job: CommitJob) -> dict[str, Any]:
         """Once all ranks have written their parts, or with what one of them failed with."""
-        try:
-            outcomes = self.outcomes
-            if self.is_async:
-                outcomes = self.learner.query("saved_state", roles=list(self.roles))
-            written = {path: file for one in outcomes for path, file in one["files"].items()}
-            failures = [failure for one in outcomes if (failure := failure_in(one)) is not None]
-            job = replace(job, written=written, failure=failures[0] if failures else None)
-            pending.settle(run_job(replace(job, keep_last=self._keep_last(written))))
-        except (OSError, RunError) as error:
-            pending.settle({}, error)
-        except Exception as error:  # whatever it is, it must not be waited for
-            log.info("the commit failed", exc_info=True)
-            pending.settle({}, RunError(f"{type(error).__name__}: {error}"))
+        outcomes = self.outcomes
+        if self.is_async:
+            outcomes = self.learner.query("saved_state", roles=list(self.roles))
+        written = {path: file for one in outcomes for path, file in one["files"].items()}
+        failures = [failure for one in outcomes if (failure := failure_in(one)) is not None]
+        job = replace(job, written=written, failure=failures[0] if failures else None)
+        return run_job(replace(job, keep_last=self._keep_last(written)))
 
     def _keep_last(self, written: Mapping[str, Any]) -> int:
         """One where the disk was full and has no room for one more beside those kept."""
@@ -303,38 +283,18 @@ class RecoverHandler(Periodic):
 
     def begin(self) -> None:
         """Has the last finished step saved, where nothing else is being written."""
-        if not self.is_on or self.point is None:
-            return
-        step = self.point.step
-        self._collect(step, wait=False)
-        if self.under_way is None and self.last_saved != step:
-            if not self.is_staged:
-                self._stage(step)
-            self.commit()
+        if self.is_on and self.point is not None:
+            self.save_now(self.point.step)
 
     def finish(self) -> None:
         """The last finished step is committed when this returns, or it is said why not."""
-        if not self.is_on or self.point is None:
-            return
-        step = self.point.step
-        self._collect(step, wait=True)
-        for wait_s in (0.0, *periodic.LAST_WAITS_S):
-            if self.last_saved == step or (wait_s and self.is_stopped):
-                return
-            time.sleep(wait_s)
-            self.begin()
-            self._collect(step, wait=True)
-
-    def settle(self, step: int) -> bool:
-        """Whether this step is committed; waits for it where that is under way."""
-        if self.under_way is not None and self.under_way[0] == step:
-            self._collect(step, wait=True)
-        return self.last_saved == step
+        if self.is_on and self.point is not None:
+            self.finish_step(self.point.step)
 
     def close(self, *, is_failed: bool) -> None:
         """Waits for what is on its way; after a failure a few seconds."""
         if self.point is not None and not is_failed:
-            self._collect(self.point.step, wait=True)
+            self.collect(self.point.step, wait=True)
         self._settle_last()
         self.tiers.close(FAILED_S if is_failed else self.upload_timeout_s)
 
@@ -343,26 +303,6 @@ class RecoverHandler(Periodic):
         if self.under_way is not None and not self.is_given_up:
             self.under_way[1].settled(FAILED_S)
             self.is_given_up = not self.under_way[1].is_done
-
-    def _stage(self, step: int) -> None:
-        self.began, self.outcomes = time.monotonic(), []
-        for role in self.roles:
-            place = {"root": str(self.root.absolute()), "folder": state_folder(role, step)}
-            try:
-                self.outcomes += self.learner.call_all(
-                    "save_state",
-                    role=role,
-                    is_async=self.is_async,
-                    generation=self.generation,
-                    **place,
-                )
-            except Transient:  # the ranks are gone
-                raise
-            except (OSError, RunError) as error:
-                self._failed(step, step, error)
-                return
-        self.is_staged = True
-        self.stall_ms = 1e3 * (time.monotonic() - self.began)
 
     def _files(self, point: Point) -> Iterator[FileSpec]:
         epoch, epoch_step = divmod(point.step, self.steps_per_epoch)
@@ -386,34 +326,22 @@ class RecoverHandler(Periodic):
     def _file(self, step: int, name: str, data: bytes) -> FileSpec:
         return FileSpec(f"{info_folder(step)}/{name}", (Piece(name, (data,)),))
 
-    def _collect(self, now: int, *, wait: bool) -> None:
-        """What became of the commit that is on its way."""
-        if self.under_way is None:
-            return
-        step, pending = self.under_way
-        if wait:
-            self.wait_for(lambda: pending.is_done, pending.settled)
-        if not pending.is_done:
-            return
-        self.under_way = None
-        try:
-            notes = pending.wait().get("notes", [])
-        except (OSError, RunError) as error:
-            self._failed(step, now, error)
-            return
-        self.commit_ms = 1e3 * (time.monotonic() - self.began)
-        self.succeeded(step)
+    def describe(self, step: int) -> str:
+        return f"the recovery checkpoint of step {step + 1}"
+
+    @property
+    def good(self) -> str:
+        if self.last_saved < 0:
+            return "there is none yet"
+        return f"a run that stops now resumes after step {self.last_saved + 1}"
+
+    def on_saved(self, step: int, result: dict[str, Any]) -> None:
         log.info("recovery checkpoint of step %d: %s", step + 1, self.root / info_folder(step))
-        for note in notes:
+        for note in result.get("notes", []):
             log.warning("%s", note)
         self.tiers.after_commit(step)
 
-    def _failed(self, step: int, now: int, error: Exception) -> None:
-        good = "there is none yet"
-        if self.last_saved >= 0:
-            good = f"a run that stops now resumes after step {self.last_saved + 1}"
-        text = "step %d: the recovery checkpoint of step %d could not be saved: %s; %s; %s"
-        log.warning(text, now + 1, step + 1, error, self.failed(now), good)
+    def on_failed(self, error: Exception) -> None:
         if isinstance(error, OSError) and error.errno in FULL:
             self._make_room()
 
@@ -465,8 +393,10 @@ def finish_saves(
         folders: list[Path | None] = [None]
         if trained:
             folders = [saver.finish(trained - 1) for saver in savers]
-    except Exception:
+    except Exception as error:
         recover.finish()
+        if stop.reason != before and isinstance(error, RunError):
+            raise stopped(stop.reason, f"before the model was saved: {error}") from error
         raise
     recover.finish()
     is_behind = recover.is_on and trained > recover.last_saved + 1
@@ -502,7 +432,9 @@ def save_after_failure(
     for save in saves + [partial(rescue, saver) for saver in savers]:
         if learner.is_broken:
             last = recover.next_start or "there is no recovery checkpoint"
-            text = "after the failure: the ranks do not answer any more, so nothing is saved; %s"
-            log.warning(text, last)
+            cut = [one.describe(one.under_way[0]) for one in savers if one.under_way is not None]
+            also = f", nor is {' or '.join(cut)} whole, which was being written" if cut else ""
+            text = "after the failure: the ranks do not answer any more, so nothing is saved%s; %s"
+            log.warning(text, also, last)
             return
         save(num_done, num_moved)

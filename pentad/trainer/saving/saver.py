@@ -14,18 +14,17 @@ import math
 import os
 import re
 import shutil
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pentad.core.errors import RunError, Transient, UserError
+from pentad.checkpoint.writer import failure_in
+from pentad.core.errors import RunError
 from pentad.core.files import sweep
 from pentad.core.machine import GIB
 from pentad.telemetry.log import NOTICE
-from pentad.trainer.saving import periodic
 from pentad.trainer.saving.periodic import MAX_WAIT_STEPS, Periodic
 
 log = logging.getLogger(__name__)
@@ -42,11 +41,12 @@ class Saver(Periodic):
     root: Path
     size_bytes: float = 0.0
     """Of one folder, to warn before there is no room for it; 0: unknown."""
+    must_wait: bool = True
+    cut_off: int | None = None
+    """The step of a folder that was being written when the run that is continued ended."""
     keep_last: int | None = None
     keep_best: int | None = None
     """How many of the newest and of the best evaluated folders stay; both None: all."""
-    under_way: tuple[int, float] | None = None
-    """The step whose folder is being written, and the seconds its copy took."""
     warned_room_at: int | None = None
     scores: dict[int, float] = field(default_factory=dict)
     """Of the weights after a step, by step, in the order of evaluation; higher is better."""
@@ -58,33 +58,32 @@ class Saver(Periodic):
 
     def after_step(self, step: int) -> None:
         """Saves if due; `step` is the global step just finished, its weights still in place."""
-        self._collect(step, wait=False)
-        if self.is_due(step):
-            self._collect(step, wait=True)
-            if self.under_way is None:  # else the run is being stopped, and ends with an export
-                self._save(step)
+        self.save_if_due(step)
+        self.commit_staged()
         self._watch_room(step)
 
     def finish(self, step: int) -> Path:
         """The folder after `step`, whole; RunError if that cannot be had."""
-        self._collect(step, wait=True)
         folder = self.folder(step)
-        for wait_s in (*periodic.LAST_WAITS_S, None):
-            if self.last_saved == step:
-                break
-            try:
-                self._export(step, is_async=False)
-            except Transient:  # the ranks are gone
-                raise
-            except (OSError, RunError) as error:
-                if wait_s is None or self.is_stopped:
-                    raise RunError(f"{folder} could not be saved: {error}; {self.good}") from error
-                log.warning("%s could not be saved: %s; trying again", folder, error)
-                time.sleep(wait_s)
-            else:
-                self._succeeded(step)
+        if not self.finish_step(step):
+            why = self.error if self.under_way is None else "it was still being written"
+            raise RunError(f"{folder} could not be saved: {why}; {self.good}") from self.error
         self._prune()  # the evaluation of the last export may have come after it
         return folder
+
+    def resume(self, step: int) -> None:
+        """The run continues with the weights after `step`: a folder that was being written when it
+        ended is begun again if it is of these, and reported if not."""
+        cut, self.cut_off = self.cut_off, None
+        if cut is None:
+            return
+        folder, was_cut = self.folder(cut), "was being written when the run ended"
+        if cut == step:
+            log.info("%s %s: it is written again", folder, was_cut)
+            self.save_now(step)
+        else:
+            text = "%s %s, and cannot be written again from the checkpoint of step %d"
+            log.warning(text, folder, was_cut, step + 1)
 
     def scored(self, step: int, score: float) -> None:
         """The held-out evaluation of the weights after `step`; higher is better, -1: untrained."""
@@ -94,71 +93,54 @@ class Saver(Periodic):
         """What a run that is continued needs, for JSON; the folders themselves are on disk."""
         return {
             "last_saved": self.last_saved,
+            "under_way": None if self.under_way is None else self.under_way[0],
             "scores": [list(pair) for pair in dict(self.scores).items()],
             "frequency": self.frequency.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        last = int(state["last_saved"])  # the folder may be gone, or on a machine that was lost
+        last, cut = int(state["last_saved"]), state.get("under_way")
+        self.cut_off = None if cut is None else int(cut)
+        if self.cut_off is not None and self.folder(self.cut_off).is_dir():
+            last, self.cut_off = self.cut_off, None
+        # The folder may be gone, or on a machine that was lost.
         self.last_saved = last if last >= 0 and self.folder(last).is_dir() else -1
         self.scores = {int(step): float(score) for step, score in state["scores"]}
         self.frequency.restore(state["frequency"])
 
     @property
     def good(self) -> str:
-        """Which folder there is, in words."""
         last = self.last_saved
-        if self.under_way is not None and not self.learner.is_broken:
-            status = self._status()
-            last = self.under_way[0] if status["is_done"] and status["error"] is None else last
+        if self.under_way is not None and self.under_way[1].is_whole:
+            last = self.under_way[0]
         return (
             "there is no earlier one" if last < 0 else f"the last whole one is {self.folder(last)}"
         )
 
-    def _save(self, step: int) -> None:
-        started = time.monotonic()
-        try:
-            self._export(step, is_async=self.is_async)
-        except Transient:
-            raise
-        except (OSError, RunError, UserError) as error:
-            self._failed(step, step, error)
-            return
-        if self.is_async:
-            self.under_way = step, time.monotonic() - started
-        else:
-            self._succeeded(step)
+    def describe(self, step: int) -> str:
+        return str(self.folder(step))
 
-    def _export(self, step: int, *, is_async: bool) -> None:
-        folder = str(self.folder(step).absolute())
+    def stage(self, step: int) -> None:
+        folder, is_async = str(self.folder(step).absolute()), self.is_async and not self.is_ending
         self.learner.call_all("export", role=self.role, folder=folder, is_async=is_async)
 
-    def _collect(self, now: int, *, wait: bool) -> None:
-        """What became of the folder that is being written."""
-        if self.under_way is None:
-            return
-        step, staging_s = self.under_way
-        if wait and not self.wait_for(lambda: bool(self._status()["is_done"]), time.sleep):
-            return
-        status = self._status()
-        if not status["is_done"]:
-            return
-        self.under_way = None
-        if status["error"] is not None:
-            self._failed(step, now, status["error"])
-        else:
-            self.commit_ms = 1e3 * (staging_s + status["seconds"])
-            self._succeeded(step)
+    def commit(self, step: int) -> Callable[[], dict[str, Any]]:
+        """Rank 0 puts the folder in its place when all ranks have written."""
+        return self._exported
 
-    def _status(self) -> dict[str, Any]:
-        """Of the folder that is being written."""
-        status: dict[str, Any] = self.learner.query("export_status", role=self.role)
-        return status
+    def _exported(self) -> dict[str, Any]:
+        outcome: dict[str, Any] = self.learner.query("exported", role=self.role)
+        if (failure := failure_in(outcome)) is not None:
+            raise failure
+        return outcome
 
-    def _succeeded(self, step: int) -> None:
-        self.succeeded(step)
+    def on_saved(self, step: int, result: dict[str, Any]) -> None:
         log.info("saved %s", self.folder(step))
         self._prune()
+
+    def on_failed(self, error: Exception) -> None:
+        with suppress(OSError):
+            sweep(self.root)  # what a writer left that was killed
 
     def _prune(self) -> None:
         """Removes what neither `keep_last` nor `keep_best` keeps, up to the last that is whole."""
@@ -176,12 +158,6 @@ class Saver(Periodic):
             else:
                 rule = f"keep_last = {self.keep_last}, keep_best = {self.keep_best}"
                 log.info("removed %s (saver.%s)", found[step], rule)
-
-    def _failed(self, step: int, now: int, error: Exception | str) -> None:
-        with suppress(OSError):
-            sweep(self.root)  # what a writer left that was killed
-        text = "step %d: %s could not be saved: %s; %s; %s"
-        log.warning(text, now + 1, self.folder(step), error, self.failed(now), self.good)
 
     def _watch_room(self, step: int) -> None:
         """Says as soon as the disk has no room for another folder, and now and then again."""

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,20 +75,12 @@ class Learner:
         return None
 
     def query(self, method: str, **given):
-        if method == "saved_state":
-            while not self.state.is_done:
-                if self.is_broken:
-                    raise Transient(LOST)
-                self.state.settled(0.01)
-            return [self.state.outcome()]
-        if self.is_broken:
-            raise Transient(LOST)
-        error = self.exported.error
-        return {
-            "is_done": self.exported.is_done,
-            "error": None if error is None else str(error),
-            "seconds": 0.1,
-        }
+        written = self.exported if method == "exported" else self.state
+        while not written.is_done:
+            if self.is_broken:
+                raise Transient(LOST)
+            written.settled(0.01)
+        return written.outcome() if method == "exported" else [written.outcome()]
 
     def check(self) -> None:
         pass
@@ -127,7 +120,7 @@ def saver(learner):
 
 def save(recover: RecoverHandler, step: int) -> None:
     recover.after_step(step)
-    recover.commit()
+    recover.commit_staged()
 
 
 def steps(root: Path) -> list[int]:
@@ -178,7 +171,7 @@ def write_soon(learner: Learner, step: int) -> threading.Timer:
 FAULTS = {"a lost rank": lose, "a full disk": fill, "SIGTERM": stop}
 WAITS = {
     "the end of the run": lambda recover, saver, flag: finish_saves(recover, [saver], 2, flag),
-    "a rank that returned": lambda recover, saver, flag: recover.settle(1),
+    "a rank that returned": lambda recover, saver, flag: recover.is_saved(1),
     "a rollback": lambda recover, saver, flag: recover.roll_back(1, []),
     "an export that is due": lambda recover, saver, flag: saver.after_step(3),
     "what to say at the end": lambda recover, saver, flag: recover.next_start,
@@ -190,7 +183,7 @@ CAUSES = {"a lost rank": LOST, "a full disk": "No space left on device: '", "SIG
 @pytest.mark.parametrize("wait", WAITS)
 def test_no_wait_outlives_what_it_waits_for(learner, recover, saver, caplog, wait, fault):
     save(recover, 0)
-    recover.settle(0)
+    recover.is_saved(0)
     learner.hold()
     saver.after_step(1)
     save(recover, 1)
@@ -214,20 +207,20 @@ def test_no_wait_outlives_what_it_waits_for(learner, recover, saver, caplog, wai
 
 def test_a_failed_write_is_tried_again_after_the_next_step(learner, recover, caplog):
     save(recover, 0)
-    recover.settle(0)
+    recover.is_saved(0)
     learner.hold()
     save(recover, 1)
     fill(learner)
-    recover.settle(1)
+    recover.is_saved(1)
     assert "step 2: the recovery checkpoint of step 2 could not be saved: [Errno 28]" in caplog.text
     assert "tried again after step 3; a run that stops now resumes after step 1" in caplog.text
     save(recover, 2)
-    assert recover.settle(2) and steps(learner.root) == [2, 0] and recover.num_failed == 0
+    assert recover.is_saved(2) and steps(learner.root) == [2, 0] and recover.num_failed == 0
 
 
 def test_the_model_is_exported_while_the_last_checkpoint_is_not_written(learner, recover, saver):
     save(recover, 0)
-    recover.settle(0)
+    recover.is_saved(0)
     learner.hold()
     save(recover, 1)
     with stop_flag(StopFlag()) as flag, after(0.3, stop, learner), pytest.raises(Stopped) as caught:
@@ -243,7 +236,7 @@ def test_the_model_is_exported_while_the_last_checkpoint_is_not_written(learner,
 def test_a_second_signal_does_not_wait_at_all(learner, recover, saver, monkeypatch):
     monkeypatch.setattr(periodic, "FAILED_S", 600.0)
     save(recover, 0)
-    recover.settle(0)
+    recover.is_saved(0)
     learner.hold()
     save(recover, 1)
     with (
@@ -259,7 +252,7 @@ def test_what_is_said_at_the_end_is_where_the_next_start_resumes(learner, recove
     """A commit that is under way when the sentence is made has ended before."""
     monkeypatch.setattr("pentad.trainer.saving.recovery.FAILED_S", SOON_S)
     save(recover, 0)
-    recover.settle(0)
+    recover.is_saved(0)
     learner.hold()
     save(recover, 1)
     write_soon(learner, 1)
@@ -296,7 +289,7 @@ def test_on_a_disk_with_room_for_two_the_third_is_saved(recover, learner, monkey
     for step in range(8):
         before = steps(learner.root)
         save(recover, step)
-        recover.settle(step)
+        recover.is_saved(step)
         found = steps(learner.root)
         assert not before or before[0] in found or found[0] == step, "the newest is never removed"
         committed.append(found[0])
@@ -311,13 +304,13 @@ def test_a_signal_before_the_last_saves_does_not_cut_them_short(
     """A run that is stopped after a step saves it, however long that takes."""
     monkeypatch.setattr(periodic, "FAILED_S", 0.05)
     save(recover, 0)
-    recover.settle(0)
+    recover.is_saved(0)
     learner.hold()
     save(recover, 1)
     with stop_flag(StopFlag()) as flag:
         learner.is_stopping = lambda: True
         flag.reason = "SIGTERM"
-        assert not recover.settle(1) and recover.is_given_up, "within a step it is not waited for"
+        assert not recover.is_saved(1) and recover.is_given_up, "within a step it is not waited for"
         timer = write_soon(learner, 1)
         if is_failed:
             save_after_failure(learner, recover, [saver], flag, 2)
@@ -327,10 +320,43 @@ def test_a_signal_before_the_last_saves_does_not_cut_them_short(
     assert recover.last_saved == 1 and saver.folder(1).is_dir()
 
 
+@pytest.mark.parametrize("newest", [1, 3])
+def test_an_export_that_a_failure_cut_off_is_begun_again_or_reported(
+    learner, saver, caplog, newest
+):
+    caplog.set_level("INFO")
+    learner.hold()
+    saver.after_step(1)
+    state = saver.state()
+    assert state["under_way"] == 1
+    learner.is_held = False
+    again = replace(saver, under_way=None)
+    again.restore(state)
+    again.resume(newest)
+    again.collect(newest, wait=True)
+    cut = f"{saver.folder(1)} was being written when the run ended"
+    if newest == 1:
+        assert again.last_saved == 1 and f"{cut}: it is written again" in caplog.text
+    else:
+        assert again.last_saved == -1 and learner.exports == [str(saver.folder(1))]
+        assert f"{cut}, and cannot be written again from the checkpoint of step 4" in caplog.text
+    again.restore(state)  # it is there now, or not
+    assert (again.last_saved, again.cut_off) == ((1, None) if newest == 1 else (-1, 1))
+
+
+def test_a_lost_rank_says_which_export_it_was_writing(learner, recover, saver, caplog):
+    learner.hold()
+    saver.after_step(1)
+    lose(learner)
+    save_after_failure(learner, recover, [saver], StopFlag(), 2)
+    cut = f"nor is {saver.folder(1)} whole, which was being written"
+    assert f"so nothing is saved, {cut}; there is no recovery checkpoint" in caplog.text
+
+
 def test_what_all_ranks_have_written_is_committed_although_one_is_lost_then(learner, recover):
     """Where training waits for a save, its answer is all that the commit needs."""
     recover.is_async = False
     recover.after_step(0)
     lose(learner)
-    recover.commit()
+    recover.commit_staged()
     assert recover.last_saved == 0 and steps(learner.root) == [0]
