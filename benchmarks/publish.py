@@ -43,9 +43,9 @@ from pentad.runtime.roles import RoleSpec
 from pentad.samplers import remote
 from pentad.samplers.remote import HostedSettings, RoleSampler
 from pentad.samplers.replica import Replica
-from pentad.sync.handoff import Handoff, snapshot_of
 from pentad.sync.publisher import Publisher
 from pentad.sync.shards import ShardWriter
+from pentad.sync.weights_dir import WeightsDir, snapshot_of
 
 QWEN3_06B = {
     "model_type": "qwen3",
@@ -165,12 +165,15 @@ async def measure(args: argparse.Namespace, pipes: list[Connection], folder: Pat
         devices=(0,) if is_gpu else (),
         num_gpus=1 if is_gpu else 0,
     )
-    runtime, handoff = LocalRuntime(), Handoff(args.kind, folder)
+    runtime, weights_dir = LocalRuntime(), WeightsDir(args.kind, folder)
     rows = []
     try:
         process = await runtime.start(spec)
         sampler = Replica(
-            "rollout-0", lambda _: RoleSampler.open(process, handoff), handoff, RestartPolicy(0)
+            "rollout-0",
+            lambda _: RoleSampler.open(process, weights_dir),
+            weights_dir,
+            RestartPolicy(0),
         )
         await sampler.open()
         publisher = Publisher([sampler])
@@ -218,7 +221,7 @@ def planned(args: argparse.Namespace, layout: Layout) -> float:
         overlaps=True,
         max_staleness=1,
         device=args.device,
-        handoff=args.kind,
+        publish_kind=args.kind,
     )
     if args.kind == "ipc":
         return snapshot_bytes(training)

@@ -59,7 +59,7 @@ from pentad.samplers.remote import HostedSettings, RoleSampler  # noqa: E402
 from pentad.samplers.replica import Replica  # noqa: E402
 from pentad.samplers.section import ServerConfig  # noqa: E402
 from pentad.samplers.server_sampler import ServerSampler  # noqa: E402
-from pentad.sync.handoff import Handoff  # noqa: E402
+from pentad.sync.weights_dir import WeightsDir  # noqa: E402
 from pentad.telemetry.steps import read_lines  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
@@ -190,9 +190,9 @@ async def apart(two: Policies, qwen: Path, folder: Path, report: Report) -> None
         devices=(0,),
     )
     runtime = LocalRuntime()
-    process, handoff = await runtime.start(spec), Handoff("ipc", folder)
+    process, weights_dir = await runtime.start(spec), WeightsDir("ipc", folder)
     sampler = Replica(
-        "rollout-0", lambda _: RoleSampler.open(process, handoff), handoff, RestartPolicy(0)
+        "rollout-0", lambda _: RoleSampler.open(process, weights_dir), weights_dir, RestartPolicy(0)
     )
     await sampler.open()
     totals = []

@@ -17,7 +17,7 @@ from pentad.config.run_process import RunProcess, holding, sharing
 from pentad.config.schema import Config
 from pentad.core.bundles import Bundle
 from pentad.core.layout import Allocation, Component, divisors
-from pentad.core.sizes import DeviceKind, HandoffKind
+from pentad.core.sizes import DeviceKind, PublishKind
 
 Spot = tuple[int, int]
 """A machine (on Ray a bundle) and the number of a GPU there."""
@@ -174,7 +174,7 @@ class Topology:
         return "files" if self.is_learner_apart else "memory"
 
     @property
-    def handoff(self) -> HandoffKind:
+    def publish_kind(self) -> PublishKind:
         """How weights leave the learner, where there is room for it: within the process, through a
         GPU that the sampler uses too, a file in shared memory, or files that all machines see."""
         rollout, actor = self.allocation.find("rollout"), self.allocation.find("actor")

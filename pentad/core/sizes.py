@@ -9,7 +9,7 @@ from pentad.core.dims import ModelDims
 from pentad.core.machine import GIB
 
 DeviceKind = Literal["cuda", "cpu"]
-HandoffKind = Literal["none", "ipc", "shm", "file"]
+PublishKind = Literal["none", "ipc", "shm", "file"]
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 PROCESS_BYTES = {"cuda": int(1.5 * GIB), "cpu": int(0.4 * GIB)}
 """CUDA context, libraries' workspaces, allocator slack; on a CPU the process itself."""

@@ -13,7 +13,7 @@ from pentad.core.dims import ModelDims
 from pentad.core.fit import expert_range, stages_of_rank
 from pentad.core.layout import Allocation, Component, Coords, Layout
 from pentad.core.machine import GIB, host_memory
-from pentad.core.sizes import PROCESS_BYTES, DeviceKind, HandoffKind
+from pentad.core.sizes import PROCESS_BYTES, DeviceKind, PublishKind
 from pentad.planner.memory import (
     Phase,
     Training,
@@ -169,7 +169,7 @@ class RunPlan:
     """Per node and phase."""
     is_async: bool
     """Whether saves are written beside training, from copies that `host_bytes` hold."""
-    handoff: HandoffKind
+    publish_kind: PublishKind
     """How weights leave the learner."""
     notes: list[str] = field(default_factory=list)
 

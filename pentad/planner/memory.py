@@ -31,7 +31,7 @@ from pentad.core.sizes import (
     OPTIMIZER_STATES,
     PROCESS_BYTES,
     PUBLISH_BUCKET_BYTES,
-    HandoffKind,
+    PublishKind,
 )
 from pentad.engine.section import ModelConfig
 from pentad.planner.activations import (
@@ -74,7 +74,7 @@ class Training:
     max_staleness: int = 0
     snapshot_on_host: bool = False
     """Whether what travels within the process lies in host memory."""
-    handoff: HandoffKind = "none"
+    publish_kind: PublishKind = "none"
     """How weights leave the learner (`config.topology`)."""
     keeps_newest: bool = False
     """Whether the newest stay where they lie, for samplers that are started again."""
@@ -389,16 +389,16 @@ def training_phases(training: Training, pp_rank: int) -> dict[str, Phase]:
     if not alone:  # what a rank writes of an export it casts block by block
         share = min(PUBLISH_BUCKET_BYTES / 4, largest)
         put(("publish",), "device", "export block", training.compute_bytes * share)
-    if training.publishes and training.handoff != "none":
+    if training.publishes and training.publish_kind != "none":
         put(("publish",), "device", "publish bucket", publish_bucket(training))
         if is_staged(training):
             share = training.adapter_bytes / training.layout.world
             share = share or training.compute_bytes * publish_params(training, pp_rank)
             put(after_load, "host", "publish staging", share)
     if pp_rank == 0:
-        is_outside = training.handoff in ("shm", "file") and training.device == "cuda"
+        is_outside = training.publish_kind in ("shm", "file") and training.device == "cuda"
         place = "host" if training.snapshot_on_host or is_outside else "device"
-        place = where if training.handoff == "none" and place == "device" else place
+        place = where if training.publish_kind == "none" and place == "device" else place
         for name, count in num_snapshots(training).items():
             size = count * snapshot_bytes(training)
             put((name,), place, "snapshot", size)
@@ -408,7 +408,10 @@ def training_phases(training: Training, pp_rank: int) -> dict[str, Phase]:
 
 def is_staged(training: Training) -> bool:
     """Whether a rank's share is copied to host memory before it is written."""
-    return training.handoff == "file" or (training.handoff, training.device) == ("shm", "cuda")
+    return training.publish_kind == "file" or (training.publish_kind, training.device) == (
+        "shm",
+        "cuda",
+    )
 
 
 def publish_params(training: Training, pp_rank: int) -> float:
@@ -436,11 +439,11 @@ def publish_bucket(training: Training) -> float:
 def snapshot_bytes(training: Training) -> float:
     """Weights on their way to samplers, whole in a file or a buffer. Within a process a rank that
     waits for their arrival and keeps them as they are published hands out its own."""
-    if training.handoff == "file":
+    if training.publish_kind == "file":
         return 0.0
     if training.adapter_bytes:
         return training.adapter_bytes
-    is_own = training.handoff == "none" and not training.overlaps
+    is_own = training.publish_kind == "none" and not training.overlaps
     if is_own and training.compute_bytes == training.param_bytes:
         return 0.0
     return float(training.compute_bytes * training.dims.num_params)
@@ -452,7 +455,7 @@ def num_snapshots(training: Training) -> dict[str, int]:
     if not training.publishes:
         return {}
     beside = min(training.max_staleness, 2) if training.overlaps else 0
-    if training.handoff != "none" and training.keeps_newest:
+    if training.publish_kind != "none" and training.keeps_newest:
         kept = max(beside, 1)
         return {"publish": kept + 1, **dict.fromkeys(PHASES[1:-1], kept)}
     if not training.overlaps:

@@ -34,7 +34,7 @@ from pentad.core.sizes import (
     PROCESS_BYTES,
     SERVER_SHARE,
     STAGING_HEADROOM,
-    HandoffKind,
+    PublishKind,
     default_microbatch_tokens,
     export_bytes,
     state_bytes,
@@ -83,15 +83,19 @@ def build_plan(
     """The plan of a config that passed all checks; `num_rows` of its dataset, if known. The run's
     own processes have `in_use_bytes` of the host's memory already. Weights go through a GPU that
     learner and sampler share where there is room for them."""
-    handoff = topology(config, facts_of(config, device.kind)).handoff
-    plan = _build(config, device, num_rows, in_use_bytes, handoff)
-    if handoff == "ipc" and plan.peak_bytes > device.memory_bytes:
+    publish_kind = topology(config, facts_of(config, device.kind)).publish_kind
+    plan = _build(config, device, num_rows, in_use_bytes, publish_kind)
+    if publish_kind == "ipc" and plan.peak_bytes > device.memory_bytes:
         return _build(config, device, num_rows, in_use_bytes, "shm")
     return plan
 
 
 def _build(
-    config: Config, device: Device, num_rows: int | None, in_use_bytes: float, handoff: HandoffKind
+    config: Config,
+    device: Device,
+    num_rows: int | None,
+    in_use_bytes: float,
+    publish_kind: PublishKind,
 ) -> RunPlan:
     dims = dims_of(model_folder(config))
     placed = topology(config, facts_of(config, device.kind))
@@ -100,7 +104,7 @@ def _build(
     batch = plan_batch(config, dims, num_rows, has_rollout)
     found = placed_components(config, allocation, dims)
     trainers = [
-        plan_trainer(part, allocation, batch, device, handoff)
+        plan_trainer(part, allocation, batch, device, publish_kind)
         for part in found
         if not part.component.is_inference
     ]
@@ -124,7 +128,17 @@ def _build(
     if is_async := saves_async(config, staged, free):
         hosts |= {name: hosts[name] + staged for name in PHASES[1:]}
     plan = RunPlan(
-        config, allocation, dims, device, batch, trainers, samplers, files, hosts, is_async, handoff
+        config,
+        allocation,
+        dims,
+        device,
+        batch,
+        trainers,
+        samplers,
+        files,
+        hosts,
+        is_async,
+        publish_kind,
     )
     if batch.prompt_is_assumed:
         what = "prompts" if batch.answer_tokens else "rows"
@@ -203,7 +217,7 @@ def microbatches(part: Placed, layout: Layout, batch: Batch, device: Device) -> 
 
 
 def plan_trainer(
-    part: Placed, allocation: Allocation, batch: Batch, device: Device, handoff: HandoffKind
+    part: Placed, allocation: Allocation, batch: Batch, device: Device, publish_kind: PublishKind
 ) -> TrainPlan:
     config, model, component = part.config, part.model, part.component
     assert part.dims is not None, "unknown models are refused before"
@@ -226,7 +240,7 @@ def plan_trainer(
         overlaps=config.mode in ("hybrid", "async"),
         max_staleness=config.max_staleness,
         snapshot_on_host=snapshot_on_host(config, device.kind),
-        handoff=handoff,
+        publish_kind=publish_kind,
         keeps_newest=rollout is not None and not is_attached,
     )
     phases = [training_phases(training, rank) for rank in range(layout.pp)]
@@ -334,7 +348,7 @@ def add_neighbours(
     of its own keeps the memory of its passes, unless it sleeps.
     """
     training = trainer.training
-    keeps_passes = training.handoff != "none" and training.device == "cuda"
+    keeps_passes = training.publish_kind != "none" and training.device == "cuda"
     near = [s for s in samplers if s.devices.start == trainer.devices.start]
     for pp_rank, row in enumerate(trainer.phases):
         for name, phase in row.items():

@@ -260,7 +260,7 @@ def shares_by_gpu(config: Config, device: Device) -> tuple[bool, str]:
         return True, "the memory of the models is not known"
     plan = build_plan(config, device)
     need, have = plan.peak_bytes / GIB, device.memory_bytes / GIB
-    if plan.handoff == "ipc":
+    if plan.publish_kind == "ipc":
         return True, f"all fits: {need:.1f} of {have:.1f} GiB"
     return False, f"a copy on the GPU does not fit its {have:.1f} GiB"
 

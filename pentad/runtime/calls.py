@@ -54,13 +54,13 @@ class RankCalls:
     Closing it, as a context, ends the other ranks and the service of this one.
     """
 
-    is_apart = False
+    is_remote = False
     straggler = None
 
     def __init__(self, service: RankService) -> None:
         assert service.rank.rank == 0, "calls go out from rank 0"
         self.service = service
-        self.is_leaving: Callable[[], bool] = bool
+        self.is_stopping: Callable[[], bool] = bool
         self.rank = service.rank
         self.is_alone = self.rank.world == 1
         self.group = group_of_calls() if self.rank.world > 1 else None

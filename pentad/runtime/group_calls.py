@@ -111,7 +111,7 @@ async def wait_for(task: asyncio.Task[T]) -> T:
 class RankGroup:
     """The processes of a group, from their start to their end, and the calls that they make."""
 
-    is_apart = True
+    is_remote = True
     is_alone = False
     service = None
 
@@ -139,7 +139,7 @@ class RankGroup:
         self.seen_at = self.failed_at = self.joined_at = awake_s()
         """The last sign of that rank; when the group was given up; when all had joined."""
         self.pace = Pace(self.world)
-        self.is_leaving: Callable[[], bool] = bool
+        self.is_stopping: Callable[[], bool] = bool
         """Whether the run was asked to stop."""
         self.stack = ExitStack()
         """What is removed after the ranks have ended."""
@@ -358,7 +358,7 @@ class RankGroup:
     def _find_hang(self) -> tuple[str, list[Member]] | None:
         """How it shows that ranks hang, and which; None if none does."""
         now, limit = awake_s(), self.settings.stall_s
-        silence_s = min(limit, LEAVE_S) if self.is_leaving() else limit
+        silence_s = min(limit, LEAVE_S) if self.is_stopping() else limit
         silent = [
             one
             for one in self.members
@@ -382,7 +382,7 @@ class RankGroup:
             member.failure = Failure(member.rank, member.step, "died", text, awake_s(), lines=lines)
 
     async def _cause(self) -> Exception:
-        """Of all failures, after those that belong to the first had time to show."""
+        """The first of all failures, after those that belong to it had time to show."""
         waited = 0.0
         while waited < FOLLOW_S:
             await asyncio.sleep(SETTLE_S)

@@ -27,7 +27,7 @@ T = TypeVar("T")
 PR_SET_PDEATHSIG = 1
 FAILED = 1
 NICENESS = 5
-"""Of processes that work beside training: its steps come first."""
+"""Niceness of processes that work beside training: its steps come first."""
 WATCH_S = 0.5
 POLL_S = 0.02
 LOG_LINES = 6

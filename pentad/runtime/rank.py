@@ -73,7 +73,7 @@ class Pulse:
 
 
 pulse = Pulse()
-"""Of this process."""
+"""Counts the signs of work of this process."""
 
 
 def name_rank(rank: int, world: int, step: int | None) -> str:

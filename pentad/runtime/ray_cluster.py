@@ -121,7 +121,7 @@ def within(call: Callable[[], T], timeout_s: float) -> T:
 
 @contextmanager
 def own_folder() -> Iterator[Path]:
-    """Of a cluster's sockets and logs. Short: the path of a socket has at most 107 bytes."""
+    """For a cluster's sockets and logs. Short: the path of a socket has at most 107 bytes."""
     folder = Path(tempfile.mkdtemp(prefix="pentad-ray-", dir="/tmp"))
     try:
         yield folder

@@ -69,7 +69,7 @@ class Decision:
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """Of one group of ranks, or of one process. Example: RestartPolicy(retries=3)."""
+    """For one group of ranks, or one process. Example: RestartPolicy(retries=3)."""
 
     retries: int
     """Restarts in a row that gain nothing: no checkpoint (`recover.retries`), no answer
@@ -87,7 +87,7 @@ class RestartPolicy:
     retired: list[int] = field(default_factory=list)
     """Since the last progress."""
     step: int | None = None
-    """Of the last loss."""
+    """The step of the last loss."""
     num_here: int = 0
     """Losses in a row at that step, of this group."""
     num_in_all: int = 0

@@ -35,7 +35,7 @@ class RoleSpec:
     """One process of a run. Example: RoleSpec(name="rollout-0", target="pkg.module:build", ...)."""
 
     name: str
-    """Of the role and its number, such as rollout-0."""
+    """The role and its number, such as rollout-0."""
     target: str
     """The function "module:function" that makes what is served, called as target(payload, emit)."""
     payload: Any
@@ -55,7 +55,8 @@ class RoleSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables set over the inherited ones."""
     seed: int = 0
-    """Of the run: the random numbers that code of this process draws follow from it and `name`."""
+    """The seed of the run: random numbers that code of this process draws follow from it and
+    `name`."""
 
 
 class RoleProcess(ABC):

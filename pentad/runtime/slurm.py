@@ -28,7 +28,7 @@ class SlurmJob:
 
     name: str
     folder: Path
-    """Of the script and of what the job prints; seen by all nodes."""
+    """Has the script and what the job prints; seen by all nodes."""
     num_nodes: int
     num_train_nodes: int
     """The first of them, with as many ranks each."""

@@ -174,7 +174,7 @@ class Connection:
             self._lose(str(error) or type(error).__name__)
 
     def _next_frame(self) -> list[bytes | memoryview]:
-        """Of all that waits, or of as much as a frame may hold. What cannot travel fails alone."""
+        """All that waits, or as much as a frame may hold. What cannot travel fails alone."""
         items, self.outbox = self.outbox, []
         try:
             parts = pack(self.generation, items)

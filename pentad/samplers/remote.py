@@ -1,7 +1,7 @@
 """A sampler in a role process: what the process serves (`HostedSampler`), and the connection of a
 replica to it (`RoleSampler`). The target here makes the embedded engine.
 
-Weights are pulled from a published folder (`sync.handoff`); the receipt must have its digest.
+Weights are pulled from a published folder (`sync.weights_dir`); the receipt must have its digest.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from pentad.runtime import roles
 from pentad.runtime.environment import make_deterministic
 from pentad.runtime.roles import RoleProcess
 from pentad.runtime.wire import Connection
-from pentad.sync.handoff import Handoff, Offer
 from pentad.sync.published import open_weights
+from pentad.sync.weights_dir import PublishedVersion, WeightsDir
 
 if TYPE_CHECKING:
     from pentad.data.tokenizer import Tokenizer
@@ -224,9 +224,9 @@ def generations_of(values: Sequence[Mapping[str, Any]]) -> list[Generation]:
 class RoleSampler:
     """The sampler of one role process; of no use once the connection is lost."""
 
-    def __init__(self, process: RoleProcess, handoff: Handoff) -> None:
+    def __init__(self, process: RoleProcess, weights_dir: WeightsDir) -> None:
         self.process = process
-        self.handoff = handoff
+        self.weights_dir = weights_dir
         self.capabilities: frozenset[str] = frozenset()
         self.version = -1
         self.seen: dict[str, float] = {}
@@ -234,9 +234,9 @@ class RoleSampler:
         self.connection: Connection | None = None
 
     @classmethod
-    async def open(cls, process: RoleProcess, handoff: Handoff) -> Self:
+    async def open(cls, process: RoleProcess, weights_dir: WeightsDir) -> Self:
         """Once the sampler is made there. Raises what kept it from being made."""
-        sampler = cls(process, handoff)
+        sampler = cls(process, weights_dir)
         connect = roles.connect(process, sampler._on_beat, patience_s=roles.PATIENCE_S)
         sampler.connection = await connect
         try:
@@ -259,9 +259,9 @@ class RoleSampler:
         self.seen = answer["stats"]
         return generations_of(answer["generations"])
 
-    async def pull(self, offer: Offer) -> Installed:
-        """Raises WrongWeights where the sampler ends with something else than what is offered."""
-        with self.handoff.reading(offer) as ticket:
+    async def pull(self, published: PublishedVersion) -> Installed:
+        """Raises WrongWeights where the sampler ends with something else than what is published."""
+        with self.weights_dir.reading(published) as ticket:
             receipt = Installed(**await self.call("pull", ticket=asdict(ticket)))
         if (receipt.version, receipt.digest) != (ticket.version, ticket.digest):
             raise WrongWeights(

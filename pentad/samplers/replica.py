@@ -35,13 +35,13 @@ NO_STATS = ("tokens_drawn", "running", "waiting")
 
 
 class NewestWeights(Protocol):
-    """Keeps the newest weights: `sync.handoff`, or for servers of this process
+    """Keeps the newest weights: `sync.weights_dir`, or for servers of this process
     `samplers.started_server`."""
 
     @property
     def newest(self) -> Any: ...
 
-    async def offer(self, version: int, weights: Any) -> Any: ...
+    async def publish(self, version: int, weights: Any) -> Any: ...
 
 
 ProcessSampler: TypeAlias = "RoleSampler | StartedServer"
@@ -77,7 +77,7 @@ class Replica:
 
     name: str
     start: Start
-    handoff: NewestWeights
+    weight_source: NewestWeights
     policy: RestartPolicy
     """Counts the losses since the last answer (`rollout.restarts`)."""
     _: KW_ONLY
@@ -233,13 +233,13 @@ class Replica:
         """A replica that is lost while others serve is left out: it pulls what is newest before it
         serves again. Where none serves it is waited for."""
         self._check_open()
-        offer = await self.handoff.offer(version, weights)
+        published = await self.weight_source.publish(version, weights)
         while True:
             sampler = await self._serving()
             try:
                 if self.is_rewound and sampler.version > version:
                     await sampler.call("rewind")
-                receipt = await sampler.pull(offer)
+                receipt = await sampler.pull(published)
                 self.is_rewound = False
                 return receipt
             except InfraFailure:
@@ -373,10 +373,10 @@ class Replica:
     async def _bring_up_to_date(self, sampler: ProcessSampler) -> None:
         """Until it has what the replica was given meanwhile."""
         has = (None, False)
-        while has != (wanted := (self.handoff.newest, self.is_put_to_sleep)):
-            offer, is_asleep = wanted
-            if offer is not None and offer is not has[0]:
-                await sampler.pull(offer)
+        while has != (wanted := (self.weight_source.newest, self.is_put_to_sleep)):
+            published, is_asleep = wanted
+            if published is not None and published is not has[0]:
+                await sampler.pull(published)
             if is_asleep != has[1]:
                 await sampler.call("sleep" if is_asleep else "wake")
             has = wanted

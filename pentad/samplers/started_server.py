@@ -44,7 +44,7 @@ Attach = Callable[[str, ServerSettings, ServerProcess | None], Awaitable[ServerS
 
 
 @dataclass(slots=True, eq=False)
-class KeptOffer:
+class HeldVersion:
     """Weights of one version."""
 
     version: int
@@ -63,17 +63,17 @@ class KeptOffer:
             self.weights = await asyncio.to_thread(lambda: [(n, t.cpu()) for n, t in pairs])
 
 
-class KeptWeights:
+class HeldWeights:
     """The newest weights, for all servers that this process started."""
 
     def __init__(self) -> None:
-        self.newest: KeptOffer | None = None
+        self.newest: HeldVersion | None = None
 
-    async def offer(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> KeptOffer:
+    async def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> HeldVersion:
         if self.newest is None or self.newest.weights is not weights:
             is_live = isinstance(weights, Snapshot) and not weights.is_copy
             digest = weights.digest if isinstance(weights, Snapshot) and is_live else None
-            self.newest = KeptOffer(version, weights, digest)
+            self.newest = HeldVersion(version, weights, digest)
         return self.newest
 
 
@@ -110,20 +110,22 @@ class StartedServer(ServerSampler):
                 raise InfraFailure(str(error)) from error
             raise
 
-    async def pull(self, offer: KeptOffer) -> Installed:
-        if self.version < 0 and not await asyncio.to_thread(offer.is_whole):
+    async def pull(self, published: HeldVersion) -> Installed:
+        if self.version < 0 and not await asyncio.to_thread(published.is_whole):
             return await self._without_weights("was restarted and has no weights yet")
         try:
-            receipt = await self.install(offer.version, offer.weights)
+            receipt = await self.install(published.version, published.weights)
         except InfraFailure:
             raise
         except RunError as error:
-            if await asyncio.to_thread(offer.is_whole):
+            if await asyncio.to_thread(published.is_whole):
                 raise
             return await self._without_weights(f"took weights while they changed ({error})")
-        if offer.digest is not None and receipt.digest != offer.digest.hex():
-            return await self._without_weights(f"took other weights than version {offer.version}")
-        self.moving = asyncio.create_task(offer.move_to_host())
+        if published.digest is not None and receipt.digest != published.digest.hex():
+            return await self._without_weights(
+                f"took other weights than version {published.version}"
+            )
+        self.moving = asyncio.create_task(published.move_to_host())
         self.moving.add_done_callback(_log_failure)
         return receipt
 

@@ -89,12 +89,12 @@ class RunContext:
     checkpoints: Path
     steps_per_epoch: int
     num_steps: int
-    """Of the whole run."""
+    """Steps of the whole run."""
     export_bytes: float
     saves_beside: bool
     device: torch.device
     layout: Layout
-    """Of the actor."""
+    """The actor's."""
 
     def frequency(self, config: FrequencyConfig) -> Frequency:
         return Frequency(

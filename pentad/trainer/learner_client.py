@@ -27,13 +27,13 @@ class Carrier(Protocol):
 
     is_broken: bool
     """Whether a call failed in a way after which no other can be made."""
-    is_apart: bool
+    is_remote: bool
     """Whether rank 0 is another process."""
     is_alone: bool
     """Whether the learner is one rank in this process."""
     service: Any
     """The service of rank 0, where it is this process; else None."""
-    is_leaving: Callable[[], bool]
+    is_stopping: Callable[[], bool]
     """Set by the run: whether it is being stopped."""
 
     @property
@@ -64,7 +64,7 @@ class LearnerClient:
         self.name = name
         self.is_stopping: Callable[[], bool] = bool
         """Set by the run: whether it is being stopped."""
-        carrier.is_leaving = lambda: self.is_stopping()
+        carrier.is_stopping = lambda: self.is_stopping()
         self.queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self.since: float | None = None
         """When the call under way began."""
@@ -80,7 +80,7 @@ class LearnerClient:
         return self.carrier.call(method, **arguments)
 
     def query(self, method: str, **arguments: Any) -> Any:
-        """Of rank 0 alone, at any time."""
+        """Asks rank 0 alone, at any time."""
         return self.carrier.ask(method, **arguments)
 
     async def call(self, method: str, **arguments: Any) -> Any:
@@ -134,7 +134,7 @@ class LearnerClient:
     @property
     def is_remote(self) -> bool:
         """Whether rank 0 is another process."""
-        return self.carrier.is_apart
+        return self.carrier.is_remote
 
     @property
     def is_alone(self) -> bool:

@@ -174,7 +174,7 @@ def kind_of(device: torch.device) -> DeviceKind:
 
 
 def sampled_dims(config: Config, path: str) -> ModelDims:
-    """Of a model that is trained and sampled; the embedded sampler runs model files only."""
+    """Dims of a model that is trained and sampled; the embedded sampler runs model files only."""
     dims = trained_dims(config, path)
     rollout = allocation_of(config).find("rollout")
     if not dims.is_whole and rollout is not None and rollout.backend == "embedded":

@@ -79,7 +79,7 @@ class StepRecorder:
     find_straggler: Callable[[], int | None] = lambda: None
     num_skipped: int = 0
     rolled_back_to: int | None = None
-    """Of the step that is recorded next."""
+    """The step whose checkpoint was put in place, for the next record."""
 
     def state(self) -> dict[str, Any]:
         return {"steps_below_target": self.steps_below_target, "num_skipped": self.num_skipped}
@@ -157,7 +157,7 @@ class StepRecorder:
     def _speed(
         self, lengths: Sequence[int], left_out: Sequence[int], train_s: float
     ) -> Throughput | None:
-        """Of the training phase alone: generation is no matter of the trainer's MFU."""
+        """MFU of the training phase alone, without generation."""
         if self.peak_tflops is None or not train_s:
             return None
         return measure_throughput(
@@ -227,7 +227,7 @@ def _publish_times(times: PublishTimes | None) -> dict[str, Any]:
 
 
 def loss_of(steps: Sequence[StepResult]) -> float:
-    """Of a batch that made these optimizer steps."""
+    """The mean over the optimizer steps of a batch."""
     return sum(one.loss for one in steps) / len(steps)
 
 
@@ -236,7 +236,7 @@ def grad_norm_of(steps: Sequence[StepResult]) -> float:
 
 
 def add_balance(steps: Sequence[StepResult]) -> list[LayerBalance]:
-    """Of all optimizer steps of a batch: each trained a part of its tokens."""
+    """Sums over the optimizer steps of a batch, which each trained a part of its tokens."""
     return [
         LayerBalance(parts[0].layer, tuple(map(sum, zip(*(p.loads for p in parts), strict=True))))
         for parts in zip(*(one.balance for one in steps), strict=True)
@@ -244,7 +244,7 @@ def add_balance(steps: Sequence[StepResult]) -> list[LayerBalance]:
 
 
 def add_work(steps: Sequence[StepResult]) -> dict[str, Work]:
-    """Of all optimizer steps of a batch."""
+    """The sum over the optimizer steps of a batch."""
     total: dict[str, Work] = {}
     for name, work in [pair for one in steps for pair in one.work.items()]:
         known = total.setdefault(name, Work())

@@ -20,7 +20,8 @@ from pentad.rewards.scorer import RewardScorer
 from pentad.rewards.section import REWARD_NAMES
 
 ROWS_TRIED = 4
-"""Of built-in rewards, which only a row can be wrong for: the start is refused if none works."""
+"""Rows that built-in rewards are tried on, which only a row can be wrong for: the start is refused
+if none works."""
 ROWS_READ = 1000
 """How far rows that can be prompts are looked for."""
 OWN_ANSWER, EMPTY = "the row's own answer", "an empty completion"

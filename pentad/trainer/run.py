@@ -193,7 +193,7 @@ class Run:
         self.stop = StopFlag()
         """The signal that asked the run to stop, from the first step on."""
         self.timer: PhaseTimer | None = None
-        """Of the step to come, if it has begun."""
+        """Phases of the step to come, if it has begun."""
         self.unrecorded: tuple[BatchSource, TrainedBatch] | None = None
         """A batch that is in the weights and not in the records."""
 

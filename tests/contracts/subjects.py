@@ -31,7 +31,7 @@ from pentad.samplers.process import ServerSettings
 from pentad.samplers.remote import HostedSettings, RoleSampler
 from pentad.samplers.replica import Replica
 from pentad.samplers.section import ServerConfig
-from pentad.sync.handoff import Handoff
+from pentad.sync.weights_dir import WeightsDir
 
 DIMS = ModelDims(
     family="qwen3",
@@ -140,10 +140,13 @@ def remote_subject(tmp_path: Path, on_update: str) -> Subject:
         job = json.loads(json.dumps(job_of(spec, "token")))
         host = RoleHost(job, sock)
         hosting = asyncio.create_task(host.run())
-        handoff = Handoff("shm", tmp_path)
+        weights_dir = WeightsDir("shm", tmp_path)
         process = ThisProcess(sock.getsockname())
         replica = Replica(
-            "rollout-0", lambda _: RoleSampler.open(process, handoff), handoff, RestartPolicy(0)
+            "rollout-0",
+            lambda _: RoleSampler.open(process, weights_dir),
+            weights_dir,
+            RestartPolicy(0),
         )
         await replica.open()
         subject.engines.append(host.making.result().sampler)

@@ -12,7 +12,7 @@ from subjects import DIMS, embedded, policy, server_settings
 from pentad.core.errors import InfraFailure, RunError
 from pentad.models.hf_weights import iter_hf
 from pentad.samplers import sglang, weight_proof
-from pentad.samplers.started_server import KeptOffer, KeptWeights, StartedServer
+from pentad.samplers.started_server import HeldVersion, HeldWeights, StartedServer
 from pentad.samplers.vllm import entry_of
 from pentad.samplers.weight_proof import prove, sglang_checksum
 from pentad.sync.publisher import take_snapshot
@@ -113,19 +113,19 @@ def test_a_server_that_took_weights_while_they_changed_waits_for_the_next(
 
     async def main(address):
         settings = server_settings(model_folder, check_weights_every=0)
-        server, kept = await sglang.attach(address, settings, Alive()), KeptWeights()
+        server, kept = await sglang.attach(address, settings, Alive()), HeldWeights()
         assert isinstance(server, StartedServer)
         for _ in range(num_before):
             await server.install(0, live)
         stand_in.damage = learner_steps
         changing = take_snapshot(1, live, copy=False)
-        receipt = await server.pull(await kept.offer(1, changing))
+        receipt = await server.pull(await kept.publish(1, changing))
         assert (receipt.version, server.version) == (-1, -1)
         with pytest.raises(RunError, match="sglang-0 took"):
             await server.health()
         stand_in.damage = lambda pairs: pairs
         again = take_snapshot(2, live, copy=False)
-        receipt = await server.pull(await kept.offer(2, again))
+        receipt = await server.pull(await kept.publish(2, again))
         assert (receipt.version, receipt.digest) == (2, again.digest.hex())
         await server.health()
         await server.close()
@@ -141,7 +141,10 @@ def test_copies_on_a_gpu_are_moved_to_host_memory_and_live_tensors_are_not():
         def cpu(self):
             return "moved"
 
-    copied, live = KeptOffer(1, [("a", OnGpu())], None), KeptOffer(1, [("a", OnGpu())], object())
+    copied, live = (
+        HeldVersion(1, [("a", OnGpu())], None),
+        HeldVersion(1, [("a", OnGpu())], object()),
+    )
     asyncio.run(copied.move_to_host())
     asyncio.run(live.move_to_host())
     assert copied.weights == [("a", "moved")] and isinstance(live.weights[0][1], OnGpu)

@@ -60,7 +60,7 @@ class Membership:
         return component_of(self.config, "actor").world
 
     def away(self, slots: Iterable[int] | None = None) -> dict[int, str]:
-        """Of these slots, or of all, those that cannot be used, with the reason."""
+        """Those of these slots, or of all, that cannot be used, with the reason."""
         if not self.is_on:
             return {}
         found = self.slots.away()
@@ -136,7 +136,7 @@ class Membership:
         return fitted is not None and fitted.world > len(self.formed.used)
 
     def why_away(self, rank: int) -> str | None:
-        """Of the group that trains, by rank."""
+        """Why the slot of this rank of the group that trains is away; None: it is not."""
         if not self.is_on or self.formed is None:
             return None
         slot = self.formed.used[rank]

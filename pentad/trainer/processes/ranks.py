@@ -52,7 +52,7 @@ def run_over_ranks(
         return run_under_torchrun(job, own, fresh=fresh)
     try:
         with RunResources() as resources:
-            return Supervisor(job, resources, is_apart=job.is_apart).run_checked(fresh=fresh)
+            return Supervisor(job, resources, is_remote=job.is_remote).run_checked(fresh=fresh)
     except Unusable as unusable:
         from pentad.trainer.processes.fresh import run_in_fresh_processes
 

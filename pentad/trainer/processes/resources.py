@@ -11,7 +11,7 @@ from pentad.core.roles import Sampler
 from pentad.runtime.awake import AwakeLoop
 from pentad.runtime.roles import Runtime
 from pentad.runtime.standby import StandbyPool
-from pentad.sync.handoff import Handoff
+from pentad.sync.weights_dir import WeightsDir
 
 
 class Regroup(Exception):
@@ -24,7 +24,7 @@ class RunResources:
         self.stack, self.sampler_stack = AsyncExitStack(), AsyncExitStack()
         self.runtime: Runtime | None = None
         """Where learners and samplers are started; None: on this machine."""
-        self.handoff: Handoff | None = None
+        self.weights_dir: WeightsDir | None = None
         self.samplers: dict[str, Sampler] | None = None
         self.holder = "rollout"
         """Which side had the devices last that samplers and learners share."""
@@ -35,7 +35,7 @@ class RunResources:
 
     def close_samplers(self) -> None:
         """The next generation of the learners has samplers of its own."""
-        self.samplers = self.handoff = None
+        self.samplers = self.weights_dir = None
         self.holder = "rollout"
         stack, self.sampler_stack = self.sampler_stack, AsyncExitStack()
         self.runner.run(stack.aclose())

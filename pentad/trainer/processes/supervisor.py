@@ -81,7 +81,7 @@ class RunJob:
         return pick_device(self.device)
 
     @property
-    def is_apart(self) -> bool:
+    def is_remote(self) -> bool:
         """Whether learners are processes beside this one."""
         return topology(self.config, facts_of(self.config, kind_of(self.place))).is_learner_apart
 
@@ -124,12 +124,12 @@ class Supervisor:
         job: RunJob,
         resources: RunResources,
         *,
-        is_apart: bool = False,
+        is_remote: bool = False,
         policy: RestartPolicy | None = None,
     ) -> None:
         """`policy`: what is counted already, in another process; None: nothing was lost yet."""
         self.job, self.config, self.resources = job, job.config, resources
-        self.is_apart = is_apart
+        self.is_remote = is_remote
         self.policy = policy or policy_of(job.config)
         self.folder = run_path_of(job.config).absolute()
         self.members = Membership(job.config, Slots(self.folder / "slots"), self._why_unavailable)
@@ -156,7 +156,7 @@ class Supervisor:
         job = self.job
         with in_generation(self.policy.generation):
             self.checked = job.check(job.config, job.place)
-        if self.is_apart:
+        if self.is_remote:
             with take_folder(job.config, fresh=fresh):
                 fresh = False
         return self.run_generations(fresh=fresh)
@@ -164,8 +164,8 @@ class Supervisor:
     def run_generations(self, *, fresh: bool) -> RunSummary:
         """One after the other, until the run ends."""
         job, resources = self.job, self.resources
-        if self.is_apart and self.config.scheduler.type == "ray":
-            resources.runtime = open_runtime(self.config, job.place, is_apart=True)
+        if self.is_remote and self.config.scheduler.type == "ray":
+            resources.runtime = open_runtime(self.config, job.place, is_remote=True)
             resources.stack.push_async_callback(resources.runtime.close)
         earlier = frozenset(threading.enumerate())
         while True:
@@ -179,7 +179,7 @@ class Supervisor:
             fresh = False
             unsettle()  # the generation that ended leaves cycles
             gc.collect()
-            if not self.is_apart and (why := why_unusable(earlier)):
+            if not self.is_remote and (why := why_unusable(earlier)):
                 with log_to(self.folder / "log.txt"):
                     log.warning("the run is started again in a fresh process: %s", why)
                 raise Unusable(self.policy)
@@ -197,7 +197,7 @@ class Supervisor:
     def form(self) -> RankGeneration:
         """The next one. Waiting for it may be what the run ends with: the folder stays ours, and
         `exit.json` says how."""
-        if not (self.is_apart and self.members.is_on):
+        if not (self.is_remote and self.members.is_on):
             return RankGeneration(self.config, tuple(range(self.members.count)))
         with (
             take_folder(self.config, fresh=False) as folder,
@@ -211,7 +211,7 @@ class Supervisor:
         """Its learners: a process for each rank, with its GPU, where there are any; or a service
         of this process."""
         self.is_loaded = False
-        if not self.is_apart:
+        if not self.is_remote:
             return RankCalls(self.job.make_service(generation.config, Rank(), self.job.place))
         specs = self._specs(generation)
         settings = GroupSettings(
@@ -279,7 +279,7 @@ class Supervisor:
         except Unreadable as unreadable:
             log.warning("the run is not started again: %s", unreadable)
             raise error from None
-        is_of_group = self.is_apart and isinstance(error, Transient)
+        is_of_group = self.is_remote and isinstance(error, Transient)
         if lost.newest < 0 and not is_of_group:
             raise error
         decision = self.policy.decide(lost)
@@ -299,7 +299,7 @@ class Supervisor:
         newest, step = newest_step(self.config), step_under_way(self.config)
         if cause is None:
             is_code = not isinstance(error, RunError) or isinstance(error, Crashed)
-            is_known = not self.is_apart or not isinstance(error, RunError)
+            is_known = not self.is_remote or not isinstance(error, RunError)
             return Lost(
                 kind="raised" if is_code and is_known else "died",
                 cause=first_line(error),
@@ -399,7 +399,7 @@ def first_line(error: Exception) -> str:
 
 
 def step_under_way(config: Config) -> int:
-    """Of a run that trains: the one after the last that was recorded."""
+    """The step after the last one that was recorded."""
     lines = read_lines(run_path_of(config) / "steps.jsonl")
     return max((line["step"] for line in lines), default=0) + 1
 
@@ -409,7 +409,7 @@ def run_path_of(config: Config) -> Path:
 
 
 def newest_step(config: Config) -> int:
-    """Of the newest committed checkpoint; -1 without any."""
+    """The step of the newest committed checkpoint; -1 without any."""
     found = find_checkpoints(checkpoint_path(config), report=log.debug)
     return found[0].step if found else -1
 

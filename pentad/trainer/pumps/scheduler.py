@@ -141,7 +141,7 @@ class Watchdog:
             log.log(level, "batch %d stalled for %.0f s: %s", self._batch, stalled_s, self.report())
 
     def phase(self) -> str:
-        """Of the step under way: seconds, groups that are sampled, tokens, and what is at work."""
+        """The step under way: seconds, groups that are sampled, tokens, and what is at work."""
         state, now, drawn = self.state, self.clock(), self.sampled()
         step, size = state.budget.trained + 1, state.budget.groups_per_batch
         if self.step_began[0] != step:

@@ -268,7 +268,7 @@ class RefreshedReference:
     oldest: Callable[[], int]
     """Steps in the oldest checkpoint that the run may go on from."""
     version: int = 0
-    """Of what the scorer holds; 0: what it began with."""
+    """The version of the weights that the scorer holds; 0: those it began with."""
 
     def scores(self, batch: int) -> bool:
         """Whether it is the reference of this batch."""

@@ -45,7 +45,7 @@ FAILURES: dict[str, type[RunError]] = {
     **dict.fromkeys(("Damaged", "Missing"), Damaged),
     "Unreadable": Unreadable,
 }
-"""Of a rank that the others raise as well; any other is a RunError."""
+"""Errors of one rank that the others raise as well, by name; any other becomes a RunError."""
 
 
 class EngineService:
@@ -68,7 +68,7 @@ class EngineService:
         self.exporters: dict[str, Exporter | AdapterExporter] = {}
         self.allocated_gb: float | None = None
         self.num_steps = 0
-        """Of this process."""
+        """Optimizer steps that this process has made."""
 
     # Weights
 
@@ -237,7 +237,7 @@ class EngineService:
         return len(set(gather_values(socket.gethostname(), self._saver("actor").group)))
 
     def memory(self) -> dict[str, float | None]:
-        """Of this process, by the fields of `telemetry.record.MemoryUse`."""
+        """Memory of this process, by the fields of `telemetry.record.MemoryUse`."""
         before, rss = self.allocated_gb, rss_gb()
         if self.device.type != "cuda":
             self.allocated_gb = rss
@@ -278,7 +278,7 @@ class LearnerService(EngineService):
         """Frozen weights whose columns come with the groups."""
         self.batch = 0
         self.result: BatchResult | None = None
-        """Of the last batch, until the next begins."""
+        """The update of the last batch, until the next begins."""
 
     def build(self, num_steps: int, max_row_tokens: int) -> None:
         """The models; both numbers follow from the data."""

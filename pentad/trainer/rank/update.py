@@ -243,7 +243,7 @@ def _write(
 
 
 def step_from(value: Mapping[str, Any]) -> StepResult:
-    """Of what `dataclasses.asdict` made."""
+    """Reads what `dataclasses.asdict` made of one."""
     balance = tuple(LayerBalance(one["layer"], tuple(one["loads"])) for one in value["balance"])
     work = {name: Work(**found) for name, found in value["work"].items()}
     return StepResult(**{**value, "balance": balance, "work": work})

@@ -22,8 +22,8 @@ from pentad.data.store import KINDS, Blobs, BlobStore, GroupStore, MemoryStore
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.runtime.rank import is_one_machine
 from pentad.samplers.replica import Replica
-from pentad.sync.handoff import Handoff, opened, snapshot_of
 from pentad.sync.publisher import Publisher, Snapshot
+from pentad.sync.weights_dir import WeightsDir, opened, snapshot_of
 from pentad.trainer.context import RunContext
 from pentad.trainer.learner_client import LearnerClient
 from pentad.trainer.preflight import Checked, kind_of
@@ -39,7 +39,7 @@ class SamplerSide:
     turnstile: Turnstile
     learner: LearnerClient
     placement: Placement
-    handoff: Handoff | None
+    weights_dir: WeightsDir | None
 
     async def snapshot_weights(self, version: int, *, copy: bool | None = None) -> Snapshot:
         """The learner's weights as `version`, to be published."""
@@ -48,22 +48,22 @@ class SamplerSide:
             "copy": self.placement.copies_snapshots if copy is None else copy,
             "on_host": self.placement.snapshots_on_host,
         }
-        handoff, started = self.handoff, time.perf_counter()
-        if handoff is None:
+        weights_dir, started = self.weights_dir, time.perf_counter()
+        if weights_dir is None:
             compared = all(isinstance(one, EmbeddedSampler) for one in self.samplers.values())
             await self.learner.call("snapshot", hashed=not compared, **given)
             service = self.learner.service
-            assert service is not None, "one rank in this process, or there is a handoff"
+            assert service is not None, "one rank in this process, or there is a folder of weights"
             return replace(service.fetch(version), gather_s=time.perf_counter() - started)
-        place = [handoff.kind, str(handoff.folder)]
+        place = [weights_dir.kind, str(weights_dir.folder)]
         replicas = [one for one in self.samplers.values() if isinstance(one, Replica)]
-        is_pulled = any(one.handoff is handoff for one in replicas)
-        deltas = is_pulled and handoff.deltas
+        is_pulled = any(one.weight_source is weights_dir for one in replicas)
+        deltas = is_pulled and weights_dir.deltas
         taken = await self.learner.call("snapshot", place=place, deltas=deltas, **given)
         snapshot = snapshot_of(taken["weights"], taken["digest"], time.perf_counter() - started)
         if not is_pulled:  # servers take tensors
-            return await opened(snapshot, handoff.check)
-        handoff.expect(snapshot)
+            return await opened(snapshot, weights_dir.check)
+        weights_dir.retain(snapshot)
         return snapshot
 
 
@@ -92,7 +92,9 @@ async def open_sampler_side(
     offload = partial(learner.call, "offload")
     turnstile = Turnstile(placement, every, offload, resources.holder, measure)
     stack.callback(lambda: resources.note_holder(turnstile.holder))
-    return SamplerSide(samplers, Publisher(every), turnstile, learner, placement, resources.handoff)
+    return SamplerSide(
+        samplers, Publisher(every), turnstile, learner, placement, resources.weights_dir
+    )
 
 
 async def _open_beside(
@@ -109,9 +111,9 @@ async def _open_beside(
             stack = resources.sampler_stack
             resources.samplers = await _open_samplers(run, checked, learner, resources, stack)
         else:  # of the learners before: they go back with these to the newest checkpoint
-            if resources.handoff is not None:
-                resources.handoff.forget()
-                _serve(resources.handoff, learner)
+            if resources.weights_dir is not None:
+                resources.weights_dir.drop_all()
+                _serve(resources.weights_dir, learner)
             for sampler in resources.samplers.values():
                 await sampler.rewind()
         await building
@@ -138,12 +140,12 @@ async def _open_samplers(
     opener = SamplerOpener(config, checked.dims, checked.tokenizer, device, folder, stack, base)
     if learner.is_remote or component_of(config, "actor").world > 1:
         is_spread = resources.is_spread if learner.is_remote else facts_of(config).is_spread
-        resources.handoff = opener.open_handoff(is_spread=is_spread or not is_one_machine())
-        _serve(resources.handoff, learner)
-    return await opener.open(resources.handoff, resources.runtime)
+        resources.weights_dir = opener.open_weights_dir(is_spread=is_spread or not is_one_machine())
+        _serve(resources.weights_dir, learner)
+    return await opener.open(resources.weights_dir, resources.runtime)
 
 
-def _serve(handoff: Handoff, learner: LearnerClient) -> None:
+def _serve(weights_dir: WeightsDir, learner: LearnerClient) -> None:
     """These learners publish to it from now on."""
 
     def release(version: int) -> None:
@@ -151,7 +153,7 @@ def _serve(handoff: Handoff, learner: LearnerClient) -> None:
         ask = partial(learner.query, "release", version=version)
         asyncio.get_running_loop().run_in_executor(None, ask)
 
-    handoff.release, handoff.check = release, learner.check
+    weights_dir.release, weights_dir.check = release, learner.check
 
 
 def open_group_store(

@@ -46,9 +46,9 @@ from pentad.samplers import hosted_server, remote, server_key, sglang, vllm
 from pentad.samplers.process import ServerSettings, check_installed, server_python
 from pentad.samplers.remote import HostedSettings, RoleSampler
 from pentad.samplers.replica import NewestWeights, Replica, Start
-from pentad.samplers.started_server import KeptWeights, StartedServer
-from pentad.sync.handoff import Handoff
+from pentad.samplers.started_server import HeldWeights, StartedServer
 from pentad.sync.published import Kind
+from pentad.sync.weights_dir import WeightsDir
 from pentad.telemetry.runfolder import run_path
 
 log = logging.getLogger(__name__)
@@ -78,9 +78,9 @@ class SamplerOpener:
         return topology_on(self.config, self.device)
 
     async def open(
-        self, handoff: Handoff | None = None, runtime: Runtime | None = None
+        self, weights_dir: WeightsDir | None = None, runtime: Runtime | None = None
     ) -> dict[str, Sampler]:
-        """By name. `handoff`: how weights come from a learner elsewhere; `runtime`: that of the
+        """By name. `weights_dir`: how weights come from a learner elsewhere; `runtime`: that of the
         learner, which starts them too."""
         config = self.config
         if config.rollout.server.addresses:
@@ -91,7 +91,7 @@ class SamplerOpener:
             self.stack.push_async_callback(sampler.close)
             samplers = {"embedded": sampler}
         elif self._is_embedded or any(one.started_by in PLACED for one in self.placed.samplers):
-            samplers = await self._open_processes(handoff, runtime)
+            samplers = await self._open_processes(weights_dir, runtime)
         else:
             samplers = await self._open_servers()
         check_capabilities(config, samplers)
@@ -105,18 +105,18 @@ class SamplerOpener:
     def _backend(self) -> str:
         return component_of(self.config, "rollout").backend
 
-    def open_handoff(self, *, is_spread: bool) -> Handoff:
+    def open_weights_dir(self, *, is_spread: bool) -> WeightsDir:
         """Where weights lie between processes: in memory, or in a folder that all machines see."""
         config = self.config
         self.log_folder.mkdir(parents=True, exist_ok=True)
         place = self.log_folder if is_spread else shared_memory()
         folder = self.stack.enter_context(scratch_folder("pentad-weights-", place))
         kind: Kind = "file" if is_spread else "shm"
-        if not is_spread and self.placed.handoff == "ipc":
+        if not is_spread and self.placed.publish_kind == "ipc":
             fits, why = shares_by_gpu(config, choose_device(config))
             kind = "ipc" if fits else "shm"
             log.info("weights reach the sampler by %s: %s", kind, why)
-        return Handoff(kind, folder, deltas=config.rollout.weight_deltas)
+        return WeightsDir(kind, folder, deltas=config.rollout.weight_deltas)
 
     async def _attach(self) -> dict[str, Sampler]:
         """Servers that run already."""
@@ -138,16 +138,16 @@ class SamplerOpener:
             one.name: partial(start, one.name, self._server_settings(index))
             for index, one in enumerate(self.placed.samplers)
         }
-        return await self._open_replicas(starts, KeptWeights())
+        return await self._open_replicas(starts, HeldWeights())
 
     async def _open_processes(
-        self, handoff: Handoff | None, runtime: Runtime | None
+        self, weights_dir: WeightsDir | None, runtime: Runtime | None
     ) -> dict[str, Sampler]:
         """Role processes, with an embedded sampler or a server in each."""
         if runtime is None:
-            runtime = open_runtime(self.config, self.device, is_apart=False)
+            runtime = open_runtime(self.config, self.device, is_remote=False)
             self.stack.push_async_callback(runtime.close)
-        weights = handoff or self.open_handoff(is_spread=runtime.is_spread)
+        weights = weights_dir or self.open_weights_dir(is_spread=runtime.is_spread)
 
         async def start(spec: RoleSpec, generation: int) -> RoleSampler:
             process = await runtime.start(replace(spec, generation=generation))
@@ -233,9 +233,9 @@ class SamplerOpener:
         )
 
 
-def open_runtime(config: Config, device: torch.device, *, is_apart: bool) -> Runtime:
+def open_runtime(config: Config, device: torch.device, *, is_remote: bool) -> Runtime:
     """What starts the processes of a run. On Ray it has a place for each, on nodes that have what
-    they read; `is_apart`: the learners are among them."""
+    they read; `is_remote`: the learners are among them."""
     placed = topology_on(config, device)
     if config.scheduler.type != "ray":
         places = {one.name: one.node or 0 for one in placed.samplers}
@@ -244,8 +244,8 @@ def open_runtime(config: Config, device: torch.device, *, is_apart: bool) -> Run
 
     path = config.actor.path
     folders = {"actor.path": str(Path(path).resolve())} if path else {}
-    held = () if is_apart else placed.held_gpus
-    return RayRuntime(placed.bundles(has_learners=is_apart), folders, held, **ray_options(config))
+    held = () if is_remote else placed.held_gpus
+    return RayRuntime(placed.bundles(has_learners=is_remote), folders, held, **ray_options(config))
 
 
 def ray_options(config: Config) -> dict[str, Any]:

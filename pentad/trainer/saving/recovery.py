@@ -96,7 +96,7 @@ class Point:
 @dataclass(slots=True, kw_only=True)
 class RecoverHandler(Periodic):
     roles: Sequence[str]
-    """Of the learners."""
+    """Roles of the learners."""
     tiers: Tiers
     is_on: bool = True
     upload_timeout_s: float = 600.0
@@ -111,14 +111,14 @@ class RecoverHandler(Periodic):
     ready: bytes | None = None
     """The samples that waited for training in it."""
     counters: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Of each learner that was restored."""
+    """Counters by role, for each learner that was restored."""
     point: Point | None = None
     outcomes: list[dict[str, Any]] = field(default_factory=list)
     """What became of it on each rank, where that was waited for."""
     was_full: bool = False
     """Whether a disk without room cost older checkpoints."""
     generation: int | None = None
-    """Of the learners: what an earlier one still writes does not count."""
+    """The learners' generation: what an earlier one still writes does not count."""
 
     @property
     def root(self) -> Path:

@@ -40,7 +40,7 @@ class Saver(Periodic):
     """Whose weights: "actor" or "critic"."""
     root: Path
     size_bytes: float = 0.0
-    """Of one folder, to warn before there is no room for it; 0: unknown."""
+    """Size of one folder, to warn before there is no room for it; 0: unknown."""
     must_wait: bool = True
     cut_off: int | None = None
     """The step of a folder that was being written when the run that is continued ended."""
@@ -49,7 +49,7 @@ class Saver(Periodic):
     """How many of the newest and of the best evaluated folders stay; both None: all."""
     warned_room_at: int | None = None
     scores: dict[int, float] = field(default_factory=dict)
-    """Of the weights after a step, by step, in the order of evaluation; higher is better."""
+    """By step, for the weights after it, in the order of evaluation; higher is better."""
 
     def folder(self, step: int) -> Path:
         """The folder for the weights after global step `step` (counted from 0)."""

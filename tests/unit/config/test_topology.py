@@ -276,7 +276,7 @@ def test_cores_are_for_samplers_that_decode_while_others_train():
 
 
 @pytest.mark.parametrize(
-    ("more", "store", "handoff"),
+    ("more", "store", "publish_kind"),
     [
         (["allocation_mode=embedded:d1|archon:d1"], "memory", "none"),
         (["allocation_mode=embedded:d2|archon:d2"], "files", "shm"),
@@ -287,9 +287,9 @@ def test_cores_are_for_samplers_that_decode_while_others_train():
         (["allocation_mode=embedded:d2|archon:d2", "only=rollout"], "files", "none"),
     ],
 )
-def test_how_groups_and_weights_travel(more, store, handoff):
+def test_how_groups_and_weights_travel(more, store, publish_kind):
     found = placed("cluster.n_gpus_per_node=2", *more)
-    assert (found.store, found.handoff) == (store, handoff)
+    assert (found.store, found.publish_kind) == (store, publish_kind)
 
 
 @pytest.mark.parametrize(

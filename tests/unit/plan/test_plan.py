@@ -653,8 +653,8 @@ def test_weights_of_parameters_on_the_host_go_through_shared_memory():
         *("actor.path=Qwen/Qwen3-1.7B", "allocation_mode=embedded:d1|archon:d1"),
         *("cluster.n_gpus_per_node=1", "scheduler.processes=separate"),
     )
-    assert plan_of(*keys).handoff == "ipc"
-    assert plan_of(*keys, "actor.archon.offload_params=true").handoff == "shm"
+    assert plan_of(*keys).publish_kind == "ipc"
+    assert plan_of(*keys, "actor.archon.offload_params=true").publish_kind == "shm"
 
 
 def test_the_newest_weights_are_counted_for_servers_that_the_run_starts_again():

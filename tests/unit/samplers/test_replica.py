@@ -19,11 +19,11 @@ def ask(name: str) -> Request:
 
 
 class Weights:
-    """Offers are the versions."""
+    """What is published is its version."""
 
     newest = None
 
-    async def offer(self, version, weights):
+    async def publish(self, version, weights):
         self.newest = version
         return version
 
@@ -61,10 +61,10 @@ class Life:
         for name in names or list(self.open):
             self.open[name].set_result([Generation([self.number], [-1.0], [self.version], "stop")])
 
-    async def pull(self, offer):
-        self.calls.append(f"pull {offer}")
-        self.version = offer
-        return Installed(offer, 1, "")
+    async def pull(self, published):
+        self.calls.append(f"pull {published}")
+        self.version = published
+        return Installed(published, 1, "")
 
     async def call(self, method, **arguments):
         self.calls.append(method)
@@ -228,9 +228,9 @@ def test_an_install_waits_for_the_next_process():
         await lab.replica.open()
         pull = lab.lives[0].pull
 
-        async def pull_and_die(offer):
+        async def pull_and_die(published):
             lab.lives[0].die()
-            await pull(offer)
+            await pull(published)
             raise InfraFailure("its connection ended")
 
         lab.lives[0].pull = pull_and_die

@@ -25,10 +25,10 @@ from pentad.core.errors import InfraFailure, RunError, UserError, WrongWeights
 from pentad.models.hf_weights import hf_metadata, iter_hf, native_shards
 from pentad.ops.digest import digest_of
 from pentad.sync.deltas import changed_modules, module_of
-from pentad.sync.handoff import Handoff, snapshot_of
 from pentad.sync.published import INDEX, open_weights, wait_written
 from pentad.sync.publisher import Publisher, take_snapshot
 from pentad.sync.shards import ShardWriter
+from pentad.sync.weights_dir import WeightsDir, snapshot_of
 
 __all__ = ["no_threads_left"]
 """A fixture."""
@@ -45,7 +45,7 @@ class Learner:
     """Publishes by the files of ranks, or writes whole tensors of its own process."""
 
     def __init__(self, way, folder, deltas=True):
-        self.way, self.handoff = way, Handoff("file", folder, deltas=deltas)
+        self.way, self.weights_dir = way, WeightsDir("file", folder, deltas=deltas)
         self.model = policy(1)
         shards = native_shards(self.model)
         self.writer = ShardWriter(shards, self.model.weight_map, hf_metadata(self.model), None)
@@ -64,12 +64,12 @@ class Learner:
     def take(self, version):
         if self.way == "own":
             return take_snapshot(version, self.pairs, copy=True)
-        folder, deltas = self.handoff.folder, self.handoff.deltas
+        folder, deltas = self.weights_dir.folder, self.weights_dir.deltas
         shards = native_shards(self.model)
         made = self.writer.write(version, shards, "file", folder, deltas=deltas)
         told = json.loads(json.dumps({"weights": asdict(made.weights), "d": made.digest.entries}))
         snapshot = snapshot_of(told["weights"], told["d"])
-        self.handoff.expect(snapshot)
+        self.weights_dir.retain(snapshot)
         return snapshot
 
     async def publish(self, receivers, version):
@@ -86,7 +86,7 @@ def check(receiver, learner):
 def test_only_what_changed_is_written_and_everybody_ends_with_all(tmp_path, way):
     async def main():
         learner = Learner(way, tmp_path)
-        first, other = Receiver(learner.handoff), Receiver(learner.handoff)
+        first, other = Receiver(learner.weights_dir), Receiver(learner.weights_dir)
         assert await learner.publish([first, other], 1) >= WHOLE
         learner.step()
         small = await learner.publish([first], 2)
@@ -96,8 +96,8 @@ def test_only_what_changed_is_written_and_everybody_ends_with_all(tmp_path, way)
         tiny = await learner.publish([first, other], 3)  # one of them missed a version
         assert 0 < tiny < 0.05 * WHOLE
         assert await learner.publish([first, other], 4) == 0
-        late = Receiver(learner.handoff)
-        await late.pull(learner.handoff.newest)
+        late = Receiver(learner.weights_dir)
+        await late.pull(learner.weights_dir.newest)
         for receiver in (first, other, late):
             check(receiver, learner)
             assert receiver.version == 4
@@ -109,18 +109,18 @@ def test_only_what_changed_is_written_and_everybody_ends_with_all(tmp_path, way)
 def test_who_holds_the_base_reads_the_new_file_alone(tmp_path, way):
     async def main():
         learner = Learner(way, tmp_path)
-        receiver, late = Receiver(learner.handoff), Receiver(learner.handoff)
+        receiver, late = Receiver(learner.weights_dir), Receiver(learner.weights_dir)
         await learner.publish([receiver], 1)
         learner.step()
         snapshot = learner.take(2)
-        offer = await learner.handoff.offer(2, snapshot)
-        index = index_of(asdict(offer.weights))
+        published = await learner.weights_dir.publish(2, snapshot)
+        index = index_of(asdict(published.weights))
         (old,) = set(index["weight_map"].values()) - {index["newest"]}
-        (Path(offer.weights.place) / old).unlink()
-        await receiver.pull(offer)
+        (Path(published.weights.place) / old).unlink()
+        await receiver.pull(published)
         check(receiver, learner)
         with pytest.raises(InfraFailure, match="cannot be read"):
-            await late.pull(offer)
+            await late.pull(published)
 
     asyncio.run(main())
 
@@ -133,19 +133,19 @@ def test_files_of_old_versions_are_bounded_and_go_with_the_last_ticket_that_name
 
     async def main():
         learner = Learner(way, tmp_path)
-        receiver = Receiver(learner.handoff)
+        receiver = Receiver(learner.weights_dir)
         most = 0
         for version in range(1, 13):
             learner.step(("layers.0.", "layers.1.", "norm")[version % 3])
             await learner.publish([receiver], version)
             (folder,) = tmp_path.iterdir()
             found = list(folder.glob("*.safetensors"))
-            index = index_of(asdict(learner.handoff.newest.weights))
+            index = index_of(asdict(learner.weights_dir.newest.weights))
             assert {path.name for path in found} == set(index["weight_map"].values())
             most = max(most, sum(path.stat().st_size for path in found))
             check(receiver, learner)
         assert most <= 2.2 * WHOLE
-        learner.handoff.forget()
+        learner.weights_dir.drop_all()
         assert not list(tmp_path.iterdir())
 
     asyncio.run(main())
@@ -162,8 +162,8 @@ def test_experts_that_no_token_reached_stay_where_they_are(tmp_path):
     )
 
     async def main():
-        handoff = Handoff("file", tmp_path)
-        receiver = Receiver(handoff, dims=mixture)
+        weights_dir = WeightsDir("file", tmp_path)
+        receiver = Receiver(weights_dir, dims=mixture)
         pairs = weights(1, mixture)
         await receiver.install(1, pairs)
         pairs = moved(pairs, ".experts.3.")
@@ -179,7 +179,7 @@ def test_experts_that_no_token_reached_stay_where_they_are(tmp_path):
 def test_without_deltas_all_is_written_every_time(tmp_path, way):
     async def main():
         learner = Learner(way, tmp_path, deltas=False)
-        receiver = Receiver(learner.handoff)
+        receiver = Receiver(learner.weights_dir)
         for version in (1, 2):
             assert await learner.publish([receiver], version) >= WHOLE
 
@@ -242,7 +242,7 @@ def test_a_delta_that_is_not_the_rest_of_the_weights_raises(tmp_path, way, fault
 
     async def main():
         learner = Learner(way, tmp_path)
-        receiver = Receiver(learner.handoff)
+        receiver = Receiver(learner.weights_dir)
         await learner.publish([receiver], 1)
         learner.step()
 
@@ -263,7 +263,7 @@ def test_a_delta_that_is_not_the_rest_of_the_weights_raises(tmp_path, way, fault
         receiver.damage = lambda ticket: ticket
         for path, data in whole.items():
             path.write_bytes(data)
-        await receiver.pull(learner.handoff.newest)
+        await receiver.pull(learner.weights_dir.newest)
         check(receiver, learner)
 
     asyncio.run(main())
@@ -276,11 +276,11 @@ def test_a_delta_against_the_wrong_base_raises(tmp_path, way, kind):
 
     async def main():
         learner = Learner(way, tmp_path)
-        receiver = Receiver(learner.handoff)
+        receiver = Receiver(learner.weights_dir)
         await learner.publish([receiver], 1)
         learner.step("layers.0.")
         if kind == "claimed":
-            await learner.publish([Receiver(learner.handoff)], 2)
+            await learner.publish([Receiver(learner.weights_dir)], 2)
             learner.step()
             claim = in_index(lambda index: index.update(base=list(held)))
             held = receiver.own.held
@@ -291,7 +291,7 @@ def test_a_delta_against_the_wrong_base_raises(tmp_path, way, kind):
         with pytest.raises(WrongWeights, match="holds version 3"):
             await learner.publish([receiver], 3)
         receiver.damage = lambda ticket: ticket
-        await receiver.pull(learner.handoff.newest)  # all of it, which heals
+        await receiver.pull(learner.weights_dir.newest)  # all of it, which heals
         check(receiver, learner)
 
     asyncio.run(main())
@@ -352,22 +352,22 @@ def test_what_was_never_offered_whole_is_no_base(tmp_path, monkeypatch, way):
         return write(path, layout)
 
     async def main():
-        handoff = Handoff("file", tmp_path)
-        await handoff.offer(1, first)
+        weights_dir = WeightsDir("file", tmp_path)
+        await weights_dir.publish(1, first)
         if way == "twice":
             with pytest.raises(UserError, match="given twice"):
-                await handoff.offer(2, [*second, second[0]])
+                await weights_dir.publish(2, [*second, second[0]])
         else:
             monkeypatch.setattr(deltas, "make_file", slow)
-            task = asyncio.create_task(handoff.offer(2, second))
+            task = asyncio.create_task(weights_dir.publish(2, second))
             await asyncio.sleep(0.1)
             task.cancel()
             await asyncio.wait([task])
             monkeypatch.setattr(deltas, "make_file", write)
-            await handoff.offer(3, moved(first, "layers.1.self_attn.k_proj"))
+            await weights_dir.publish(3, moved(first, "layers.1.self_attn.k_proj"))
             waits.set()
             await asyncio.sleep(0.3)  # its thread ends
-        offer = await handoff.offer(4, second)
-        return open_weights(json.loads(json.dumps(asdict(offer.weights))))
+        published = await weights_dir.publish(4, second)
+        return open_weights(json.loads(json.dumps(asdict(published.weights))))
 
     assert digest_of(asyncio.run(main())).hex() == digest_of(second).hex()

@@ -159,7 +159,7 @@ def test_a_learner_that_died_is_the_cause_of_what_samplers_say(monkeypatch, dies
         state = RunState(Ledger(1), MemoryStore(), Budget(1, max_staleness=1, num_batches=9))
         placement = Placement(is_shared=False, max_staleness=1)
         publisher, turnstile = Publisher([Receiver(spoil)]), Turnstile(placement, [])
-        learner = LearnerClient(SimpleNamespace(check=check, is_apart=True))
+        learner = LearnerClient(SimpleNamespace(check=check, is_remote=True))
         find = learner.find_cause
         pump = PublishPump(state, publisher, None, placement, turnstile, find_cause=find)
         pump.submit(take_snapshot(1, weights(), copy=False))

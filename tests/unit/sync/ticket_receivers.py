@@ -95,16 +95,16 @@ def no_threads_left():
 class Receiver(RoleSampler):
     """A sampler of a role process, hosted here and called by JSON; `damage` may change a ticket."""
 
-    def __init__(self, handoff, damage=lambda ticket: ticket, dims=DIMS):
+    def __init__(self, weights_dir, damage=lambda ticket: ticket, dims=DIMS):
         settings = sampler_settings(max_running=4, kv_cache_tokens=256)
         self.own = HostedEngine(EmbeddedSampler(policy(9, dims), settings))
         workers.append(self.own.sampler.worker)
-        self.handoff, self.damage = handoff, damage
+        self.weights_dir, self.damage = weights_dir, damage
         self.is_closed, self.version = False, -1
         self.process = RoleSpec(name="rollout-0", target="", payload={}, log=Path())
 
     async def install(self, version, weights):
-        return await self.pull(await self.handoff.offer(version, weights))
+        return await self.pull(await self.weights_dir.publish(version, weights))
 
     async def call(self, method, **arguments):
         sent = json.loads(json.dumps(arguments))

@@ -1,4 +1,4 @@
-"""Weights handed to other processes: receivers pull the newest that was published (`published`).
+"""Weights published to other processes: receivers pull the newest version (`published`).
 
 A snapshot is written once for all receivers, by `file` only what changed (`deltas`). The newest
 stays until another takes its place, so that a receiver that was started again can pull it; an older
@@ -42,7 +42,7 @@ _numbers = itertools.count()
 
 
 @dataclass(slots=True, eq=False)
-class Offer:
+class PublishedVersion:
     """Published weights and what keeps them valid."""
 
     weights: PublishedWeights
@@ -86,91 +86,96 @@ async def opened(snapshot: PublishedSnapshot, check: Callable[[], None]) -> Snap
     return Snapshot(snapshot.version, weights, snapshot.digest, True, snapshot.gather_s)
 
 
-class Handoff:
-    """The giving end, one for all receivers of a machine (or, by `file`, of all machines)."""
+class WeightsDir:
+    """The published versions, for all receivers of a machine (or, by `file`, of all machines)."""
 
     def __init__(self, kind: Kind, folder: Path, *, deltas: bool = True) -> None:
         """`deltas`: files hold only what changed since the version before."""
         self.kind = kind
         self.deltas = deltas
-        self.read: list[Offer] = []
-        """Offers with readers."""
+        self.read: list[PublishedVersion] = []
+        """Versions with readers."""
         self.folder = folder
         """Where folders of weights are made; removed by its owner."""
         self.release: Callable[[int], None] = lambda version: None
         """Called when a version that another process holds on a GPU is not needed any more."""
         self.check: Callable[[], None] = lambda: None
         """Raises what ended the process that publishes."""
-        self.newest: Offer | None = None
-        self.expected: dict[int, Offer] = {}
-        """By version: of another process, and not offered yet."""
+        self.newest: PublishedVersion | None = None
+        self.retained: dict[int, PublishedVersion] = {}
+        """By version: written by another process, and not published yet."""
         self.writing = asyncio.Lock()
 
-    def expect(self, snapshot: PublishedSnapshot) -> None:
-        """Ends it with those after it, also if it is never offered."""
-        self.expected[snapshot.version] = Offer(snapshot.published, (), is_elsewhere=True)
+    def retain(self, snapshot: PublishedSnapshot) -> None:
+        """What another process wrote stays until a later version is published, also if this one
+        never is."""
+        self.retained[snapshot.version] = PublishedVersion(
+            snapshot.published, (), is_elsewhere=True
+        )
 
-    def forget(self) -> None:
+    def drop_all(self) -> None:
         """The process that published is gone, and the next one goes back to an earlier version:
         nothing of it is pulled any more."""
         ended = self._valid()
-        self.expected, self.newest = {}, None
+        self.retained, self.newest = {}, None
         self.release, self.check = lambda version: None, lambda: None
-        for offer in ended:
-            self._end(offer)
-        read = {offer.weights.place for offer in self.read}
+        for published in ended:
+            self._end(published)
+        read = {published.weights.place for published in self.read}
         for path in self.folder.glob("[0-9]*"):  # also what was written and never said
             if str(path) not in read:
                 shutil.rmtree(path, ignore_errors=True)
 
-    async def offer(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> Offer:
+    async def publish(
+        self, version: int, weights: Iterable[tuple[str, Tensor]]
+    ) -> PublishedVersion:
         """Writes the weights, unless they were by an earlier call of the same object."""
         async with self.writing:
             if self.newest is None or not is_same(self.newest, version, weights):
                 if isinstance(weights, PublishedSnapshot):
                     await wait_written(weights.published, self.check)
-                    made = self.expected.pop(version, None)
-                    made = made or Offer(weights.published, (), is_elsewhere=True)
+                    made = self.retained.pop(version, None)
+                    made = made or PublishedVersion(weights.published, (), is_elsewhere=True)
                 else:
                     base = self.newest.written if self.newest is not None else None
                     made = await asyncio.to_thread(self._make, version, weights, base)
                 old, self.newest = self.newest, made
                 if old is not None:
                     self._end(old)
-            for older in [one for one in self.expected if one <= version]:
-                self._end(self.expected.pop(older))
+            for older in [one for one in self.retained if one <= version]:
+                self._end(self.retained.pop(older))
             return self.newest
 
     @contextmanager
-    def reading(self, offer: Offer) -> Iterator[PublishedWeights]:
-        """Within, it stays valid also if a newer one is offered."""
-        offer.num_readers += 1
-        self.read.append(offer)
+    def reading(self, published: PublishedVersion) -> Iterator[PublishedWeights]:
+        """Within, it stays valid also if a newer one is published."""
+        published.num_readers += 1
+        self.read.append(published)
         try:
-            yield offer.weights
+            yield published.weights
         finally:
-            offer.num_readers -= 1
-            self.read.remove(offer)
-            self._end(offer)
+            published.num_readers -= 1
+            self.read.remove(published)
+            self._end(published)
 
-    def _valid(self) -> list[Offer]:
-        """Offers that a receiver may still pull."""
-        return [*self.expected.values(), *([self.newest] if self.newest else [])]
+    def _valid(self) -> list[PublishedVersion]:
+        """Versions that a receiver may still pull."""
+        return [*self.retained.values(), *([self.newest] if self.newest else [])]
 
-    def _end(self, offer: Offer) -> None:
-        if offer is self.newest or offer.num_readers:
+    def _end(self, published: PublishedVersion) -> None:
+        if published is self.newest or published.num_readers:
             return
-        offer.kept, offer.source = None, ()
-        if offer.weights.kind != "ipc":
-            offer.weights.remove()
-        elif offer.is_elsewhere:
-            self.release(offer.weights.version)  # nothing, where its process is another one
+        published.kept, published.source = None, ()
+        if published.weights.kind != "ipc":
+            published.weights.remove()
+        elif published.is_elsewhere:
+            self.release(published.weights.version)  # nothing, where its process is another one
         else:
             torch.cuda.ipc_collect()
 
     def _make(
         self, version: int, weights: Iterable[tuple[str, Tensor]], base: WrittenVersion | None
-    ) -> Offer:
+    ) -> PublishedVersion:
         pairs = [(name, tensor.detach()) for name, tensor in weights]
         infos, source = infos_of(pairs), weights
         if isinstance(weights, Snapshot):
@@ -182,10 +187,12 @@ class Handoff:
             layout = by_width(infos)
             flat = make_buffer(layout, pairs[0][1].device)
             copy_pairs(layout.views(flat), pairs)
-            return Offer(share_on_gpu(version, flat, len(pairs), known.hex()), source, flat)
+            return PublishedVersion(
+                share_on_gpu(version, flat, len(pairs), known.hex()), source, flat
+            )
         path = self.folder / f"{version}-{next(_numbers)}"
         if self.kind != "file":
-            return Offer(write_pairs(version, pairs, known.hex(), path), source)
+            return PublishedVersion(write_pairs(version, pairs, known.hex(), path), source)
         plan = plan_version(version, path, infos, known, base if self.deltas else None)
         try:
             room = plan.make()
@@ -197,10 +204,12 @@ class Handoff:
         if room is not None:
             changed = [(name, tensor) for name, tensor in pairs if name in plan.changed]
             copy_pairs(plan.layout.views(room), changed)
-        return Offer(plan.published(), source, written=plan.written)
+        return PublishedVersion(plan.published(), source, written=plan.written)
 
 
-def is_same(offer: Offer, version: int, weights: Iterable[tuple[str, Tensor]]) -> bool:
+def is_same(
+    published: PublishedVersion, version: int, weights: Iterable[tuple[str, Tensor]]
+) -> bool:
     if not isinstance(weights, Snapshot):
-        return offer.source is weights
-    return (offer.weights.version, offer.weights.digest) == (version, weights.digest.hex())
+        return published.source is weights
+    return (published.weights.version, published.weights.digest) == (version, weights.digest.hex())

@@ -34,9 +34,9 @@ from pentad.runtime.roles import RoleSpec
 from pentad.samplers import remote
 from pentad.samplers.remote import HostedSettings, RoleSampler
 from pentad.samplers.replica import Replica
-from pentad.sync.handoff import Handoff, snapshot_of
 from pentad.sync.published import WEIGHTS, open_weights
 from pentad.sync.publisher import Publisher, take_snapshot
+from pentad.sync.weights_dir import WeightsDir, snapshot_of
 
 __all__ = ["no_threads_left"]
 """A fixture."""
@@ -44,18 +44,18 @@ SQUARE = "model.layers.0.self_attn.q_proj.weight"
 OTHER = "model.layers.1.self_attn.q_proj.weight"
 
 
-def publish(handoff, receivers, version, pairs):
+def publish(weights_dir, receivers, version, pairs):
     snapshot = take_snapshot(version, pairs, copy=False)
     return asyncio.run(Publisher(receivers).publish(snapshot))
 
 
 @pytest.mark.parametrize("kind", ["shm", "file"])
 def test_all_receivers_end_with_what_was_published(tmp_path, kind, monkeypatch):
-    handoff = Handoff(kind, tmp_path)
-    receivers = [Receiver(handoff) for _ in range(3)]
+    weights_dir = WeightsDir(kind, tmp_path)
+    receivers = [Receiver(weights_dir) for _ in range(3)]
     written = []
-    make = Handoff._make
-    monkeypatch.setattr(Handoff, "_make", lambda *given: written.append(given) or make(*given))
+    make = WeightsDir._make
+    monkeypatch.setattr(WeightsDir, "_make", lambda *given: written.append(given) or make(*given))
 
     async def main():
         for version in (1, 2):
@@ -83,8 +83,8 @@ def test_every_dtype_and_shape_comes_through_bit_for_bit(tmp_path, dtype):
     pairs.append(("turned", torch.randn(4, 6).to(dtype).T))
 
     async def main():
-        handoff = Handoff("shm", tmp_path)
-        return (await handoff.offer(1, pairs)).weights
+        weights_dir = WeightsDir("shm", tmp_path)
+        return (await weights_dir.publish(1, pairs)).weights
 
     got = open_weights(json.loads(json.dumps(asdict(asyncio.run(main())))))
     assert digest_of(got).hex() == digest_of(pairs).hex()
@@ -121,11 +121,11 @@ def test_a_damaged_ticket_or_file_raises(tmp_path, fault):
         damage(ticket)
         return ticket
 
-    handoff = Handoff("shm", tmp_path)
-    receiver = Receiver(handoff, spoil)
+    weights_dir = WeightsDir("shm", tmp_path)
+    receiver = Receiver(weights_dir, spoil)
     before = {name: tensor.clone() for name, tensor in receiver.held.items()}
     with pytest.raises(error):
-        publish(handoff, [receiver], 1, weights(1))
+        publish(weights_dir, [receiver], 1, weights(1))
     if error is not WrongWeights:  # found by the receipt, when it is there
         assert all(torch.equal(receiver.held[name], before[name]) for name in before)
 
@@ -140,8 +140,8 @@ def flip_bit(path):
 
 @pytest.mark.parametrize("fault", ["altered", "transposed", "stale"])
 def test_other_weights_than_the_tickets_raise_by_the_receipt(tmp_path, fault):
-    handoff = Handoff("shm", tmp_path)
-    old = asyncio.run(Handoff("shm", tmp_path).offer(0, weights(5))).weights.place
+    weights_dir = WeightsDir("shm", tmp_path)
+    old = asyncio.run(WeightsDir("shm", tmp_path).publish(0, weights(5))).weights.place
 
     def spoil(ticket):
         if fault == "altered":
@@ -152,41 +152,41 @@ def test_other_weights_than_the_tickets_raise_by_the_receipt(tmp_path, fault):
             (Path(old) / WEIGHTS).replace(file_of(ticket))
         return ticket
 
-    spoilt = Receiver(handoff, spoil)
+    spoilt = Receiver(weights_dir, spoil)
     told = "holds version 1, digest .* handed version 1 with digest"
     with pytest.raises(WrongWeights, match=told):
-        publish(handoff, [spoilt], 1, weights(1))
+        publish(weights_dir, [spoilt], 1, weights(1))
     assert spoilt.version == -1
 
 
 def test_waiting_for_weights_that_another_process_writes_ends_with_that_process(tmp_path):
-    made = asyncio.run(Handoff("shm", tmp_path).offer(1, weights(1))).weights
+    made = asyncio.run(WeightsDir("shm", tmp_path).publish(1, weights(1))).weights
     mark = Path(made.place) / "rank-0"
     mark.write_text("writing")
     told = snapshot_of(asdict(replace(made, writers=(0,))), {})
 
     async def main():
-        handoff = Handoff("shm", tmp_path)
-        handoff.expect(told)
+        weights_dir = WeightsDir("shm", tmp_path)
+        weights_dir.retain(told)
 
         def check():
             raise RunError("the rank is gone")
 
-        handoff.check = check
+        weights_dir.check = check
         with pytest.raises(RunError, match="the rank is gone"):
-            await handoff.offer(1, told)
+            await weights_dir.publish(1, told)
         mark.write_text("")
-        assert (await handoff.offer(1, told)).is_elsewhere and not handoff.expected
+        assert (await weights_dir.publish(1, told)).is_elsewhere and not weights_dir.retained
 
     asyncio.run(main())
 
 
 def test_a_ticket_that_is_read_outlives_a_newer_one(tmp_path):
     async def main():
-        handoff = Handoff("shm", tmp_path)
-        first = await handoff.offer(1, weights(1))
-        with handoff.reading(first) as ticket:
-            await handoff.offer(2, weights(2))
+        weights_dir = WeightsDir("shm", tmp_path)
+        first = await weights_dir.publish(1, weights(1))
+        with weights_dir.reading(first) as ticket:
+            await weights_dir.publish(2, weights(2))
             assert len(open_weights(asdict(ticket))) == len(weights(1))
         with pytest.raises(InfraFailure, match="cannot be read"):
             open_weights(asdict(ticket))
@@ -196,11 +196,11 @@ def test_a_ticket_that_is_read_outlives_a_newer_one(tmp_path):
 
 def test_one_object_is_written_once_and_another_anew(tmp_path):
     async def main():
-        handoff = Handoff("shm", tmp_path)
+        weights_dir = WeightsDir("shm", tmp_path)
         pairs = weights(1)
-        offers = await asyncio.gather(*(handoff.offer(1, pairs) for _ in range(5)))
-        assert len(set(map(id, offers))) == 1
-        assert await handoff.offer(1, list(pairs)) is not offers[0]
+        published = await asyncio.gather(*(weights_dir.publish(1, pairs) for _ in range(5)))
+        assert len(set(map(id, published))) == 1
+        assert await weights_dir.publish(1, list(pairs)) is not published[0]
 
     asyncio.run(main())
 
@@ -209,14 +209,14 @@ def test_a_snapshot_that_was_written_is_not_kept(tmp_path):
     """A whole model, which must not wait for the next one; receivers find it by its digest."""
 
     async def main():
-        handoff = Handoff("shm", tmp_path)
+        weights_dir = WeightsDir("shm", tmp_path)
         snapshot = take_snapshot(1, weights(1), copy=True)
         again = replace(snapshot)
-        offer = await handoff.offer(1, snapshot)
+        published = await weights_dir.publish(1, snapshot)
         held = weakref.ref(snapshot.weights[0][1])
-        assert await handoff.offer(1, again) is offer
-        assert await handoff.offer(2, again) is not offer
-        del snapshot, again, offer
+        assert await weights_dir.publish(1, again) is published
+        assert await weights_dir.publish(2, again) is not published
+        del snapshot, again, published
         for _ in range(1000):  # the thread that wrote may not have come to its end
             gc.collect()
             if held() is None:
@@ -232,27 +232,27 @@ def test_memory_that_cannot_be_had_is_an_error_and_leaves_nothing(tmp_path, monk
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    handoff = Handoff("shm", tmp_path)
+    weights_dir = WeightsDir("shm", tmp_path)
     with pytest.raises(RunError, match="cannot be written .No space left on device.; make room"):
-        publish(handoff, [Receiver(handoff)], 1, weights(1))
+        publish(weights_dir, [Receiver(weights_dir)], 1, weights(1))
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_receipt_of_another_version_raises(tmp_path, damaged):
-    handoff = Handoff("shm", tmp_path)
-    receiver = Receiver(handoff)
+    weights_dir = WeightsDir("shm", tmp_path)
+    receiver = Receiver(weights_dir)
 
     async def answer(method, ticket):
         return asdict(Installed(ticket["version"] - damaged, 1, ticket["digest"]))
 
     receiver.call = answer
-    offer = asyncio.run(handoff.offer(3, weights(1)))
+    published = asyncio.run(weights_dir.publish(3, weights(1)))
     if not damaged:
-        assert asyncio.run(receiver.pull(offer)).version == 3
+        assert asyncio.run(receiver.pull(published)).version == 3
         return
     with pytest.raises(RunError, match="rollout-0 holds version 2"):
-        asyncio.run(receiver.pull(offer))
+        asyncio.run(receiver.pull(published))
 
 
 # Between processes on a GPU.
@@ -283,15 +283,18 @@ def used_bytes():
 
 
 async def on_gpu(tmp_path, scenario, kind):
-    runtime, handoff = LocalRuntime(), Handoff(kind, tmp_path)
+    runtime, weights_dir = LocalRuntime(), WeightsDir(kind, tmp_path)
     try:
         process = await runtime.start(gpu_spec(tmp_path))
         sampler = Replica(
-            "rollout-0", lambda _: RoleSampler.open(process, handoff), handoff, RestartPolicy(0)
+            "rollout-0",
+            lambda _: RoleSampler.open(process, weights_dir),
+            weights_dir,
+            RestartPolicy(0),
         )
         await sampler.open()
         try:
-            return await scenario(sampler, handoff)
+            return await scenario(sampler, weights_dir)
         finally:
             await sampler.close()
     finally:
@@ -305,7 +308,7 @@ def test_weights_reach_another_process_on_the_same_gpu(tmp_path, kind):
         pytest.skip("needs a CUDA device")
     dims = replace(DIMS, head_dim=32)
 
-    async def scenario(sampler, handoff):
+    async def scenario(sampler, weights_dir):
         for version in (1, 2, 3):
             model = create_model(dims, device="cuda", dtype=torch.float32, seed=version)
             pairs = [(name, tensor.detach()) for name, tensor in iter_hf(model)]
@@ -326,7 +329,7 @@ def test_two_processes_share_a_gpu_and_sleep_gives_memory_back(tmp_path):
         pytest.skip("needs a CUDA device")
     torch.zeros(1, device="cuda")
 
-    async def scenario(sampler, handoff):
+    async def scenario(sampler, weights_dir):
         await sampler.install(
             1, list(iter_hf(create_model(replace(DIMS, head_dim=32), device="cuda", seed=1)))
         )
