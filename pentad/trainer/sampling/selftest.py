@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pentad.core.errors import InfraFailure, RunError
+from pentad.core.errors import InfraFailure, RunError, Transient
 from pentad.core.roles import Sampler
 from pentad.core.seeds import derive_seed
 from pentad.core.sizes import EIGHT_BIT_CACHES, CacheDtype
@@ -132,13 +132,21 @@ async def run_selftest(
     weights_digest: str,
     tolerance: Tolerance,
     seed: int,
+    stall_s: float | None = None,
 ) -> SelfTest:
-    """Raises RunError on the first thing that does not hold."""
+    """Raises RunError on the first thing that does not hold; a sampler that gives no answer for
+    `stall_s` is a failure that may pass."""
     probes: list[Probe] = []
     for s, sampler in enumerate(samplers):
-        probes += await draw_probes(
-            sampler, prompts, f"selftest-{s}", temperature=temperature, seed=seed
-        )
+        drawing = draw_probes(sampler, prompts, f"selftest-{s}", temperature=temperature, seed=seed)
+        try:
+            async with asyncio.timeout(stall_s) as limit:
+                probes += await drawing
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            text = f"self-test: sampler {s} gave no answer for stall_abort_s = {stall_s:g} s"
+            raise Transient(text) from None
     rows = [probe.ids for probe in probes]
     packed = await learner.run(lambda: check_packing(learner, rows, tolerance, PROBE_SAMPLES + 1))
     differences = np.abs(await learner.run(lambda: probe_differences(learner, probes)))

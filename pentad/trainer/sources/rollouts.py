@@ -366,6 +366,7 @@ class RolloutSource(BatchSource):
                     cache_dtype=config.rollout.kv_cache_dtype,
                 ),
                 seed=config.seed,
+                stall_s=config.stall_abort_s,
             )
         log.info("self-test passed: %s", found)
         run.context.started(trained, selftest=asdict(found), layout=str(run.context.layout))

@@ -6,12 +6,13 @@ from contextlib import suppress
 
 import pytest
 
-from pentad.core.errors import RunError
+from pentad.core.errors import RunError, Transient
 from pentad.data.ledger import Ledger
 from pentad.data.store import MemoryStore
 from pentad.runtime.rank import pulse
 from pentad.trainer.pumps.scheduler import GROUP_S, Watchdog
 from pentad.trainer.pumps.state import Budget, RunState
+from pentad.trainer.sampling.selftest import FLOAT32, run_selftest
 
 
 @pytest.fixture
@@ -99,3 +100,13 @@ def test_a_long_step_says_how_far_it_is():
 
     asyncio.run(watch())
     assert shown and set(shown) == {"step 2, 0 s: 0 of 2 groups sampled, 0 tokens"}
+
+
+def test_a_sampler_that_gives_no_answer_in_the_self_test_ends_the_run():
+    class Silent:
+        async def generate(self, request):
+            await asyncio.Event().wait()
+
+    how = {"temperature": 1.0, "weights_digest": "", "tolerance": FLOAT32, "seed": 1}
+    with pytest.raises(Transient, match=r"sampler 0 gave no answer for stall_abort_s = 0.1 s"):
+        asyncio.run(run_selftest(None, [Silent()], [(1, 2)], **how, stall_s=0.1))
