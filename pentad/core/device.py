@@ -51,40 +51,40 @@ WARM_STEPS = 2
 """Steps after which a process holds what it will hold: models, compiled code, captured graphs."""
 
 YOUNG_OBJECTS = 10_000
-"""New ones, less those that are gone, between two collections of a settled process. A step of a
-thousand answers makes some 20,000, nearly all of which go without a collection."""
+"""New ones, less those that are gone, between two collections of a process with a frozen heap. A
+step of a thousand answers makes some 20,000, nearly all of which go without a collection."""
 
-is_settled = False
+is_frozen = False
 found_threshold = gc.get_threshold()
-"""What the process had before it settled."""
+"""What the process had before its heap was frozen."""
 
 
-def settle(num_steps: int) -> None:
+def freeze_gc(num_steps: int) -> None:
     """Called after every step: when the warm ones are over, what was built so far is kept out of
     further collections, which are fewer from then on. A full collection walks every object of the
     process, about half a second with torch's compiler loaded, and begins in the middle of whatever
     step it likes. Where the process had objects kept out before the run, it stays as it is: the
     run's could not be told from them when it ends."""
-    global is_settled, found_threshold
+    global is_frozen, found_threshold
     if num_steps != WARM_STEPS:
         return
     gc.collect()
-    if is_settled or gc.get_freeze_count() == 0:
+    if is_frozen or gc.get_freeze_count() == 0:
         gc.freeze()
-        if not is_settled:
+        if not is_frozen:
             found_threshold = gc.get_threshold()
             gc.set_threshold(max(YOUNG_OBJECTS, found_threshold[0]), *found_threshold[1:])
-        is_settled = True
-        atexit.register(unsettle)  # or what frees itself at the end is reported as leaked
+        is_frozen = True
+        atexit.register(unfreeze_gc)  # or what frees itself at the end is reported as leaked
 
 
-def unsettle() -> None:
+def unfreeze_gc() -> None:
     """At the end of a run, for a process that goes on: what it held can be collected again."""
-    global is_settled
-    if is_settled:
+    global is_frozen
+    if is_frozen:
         gc.unfreeze()
         gc.set_threshold(*found_threshold)
-        is_settled = False
+        is_frozen = False
 
 
 def reset_gpus() -> None:

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import torch
 
-from pentad.core.device import settle, unsettle
+from pentad.core.device import freeze_gc, unfreeze_gc
 from pentad.core.errors import Problem, RunError, UserError, raise_problems
 from pentad.core.roles import Installed, NamedTensors, SentWeights
 from pentad.core.types import Generation, Request, TopTokens
@@ -163,7 +163,7 @@ class EmbeddedSampler:
         written. The iterator is read here, in the caller's thread."""
         pairs, started = list(weights), time.perf_counter()
         self.num_installs += 1
-        settle(self.num_installs)
+        freeze_gc(self.num_installs)
         compares = isinstance(weights, SentWeights)
         receipt = await self._do(partial(self.engine.install, version, pairs, compares=compares))
         return replace(receipt, install_s=time.perf_counter() - started)
@@ -194,7 +194,7 @@ class EmbeddedSampler:
             await asyncio.wait([self.driver])
         self._fail_open(RunError("the sampler was closed"))
         self.worker.shutdown()
-        unsettle()
+        unfreeze_gc()
 
     # The driver.
 

@@ -314,7 +314,7 @@ def plan_sampler(
 
 def is_one_process(trainer: TrainPlan) -> bool:
     """Whether a sampler of its device is in its process, where nothing is handed over."""
-    return trainer.role == "actor" and trainer.training.handoff == "none"
+    return trainer.role == "actor" and trainer.training.publish_kind == "none"
 
 
 def free_for_cache(sampling: Sampling, near: list[TrainPlan], device: Device) -> float | None:

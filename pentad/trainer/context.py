@@ -52,8 +52,8 @@ from pentad.trainer.processes.resources import Regroup
 from pentad.trainer.records import StepRecorder
 from pentad.trainer.run_folders import (
     checkpoint_path,
+    describe_progress,
     now_text,
-    standing,
     take_folder,
 )
 from pentad.trainer.saving.batches import BatchKeeper
@@ -164,7 +164,7 @@ def open_run(
         stack.enter_context(log_to(folder.file("log.txt")))
         stack.enter_context(determinism_restored())
         stack.enter_context(noted_end(folder, checkpoints))
-        stack.enter_context(stop_early(partial(standing, config)))
+        stack.enter_context(stop_early(partial(describe_progress, config)))
         warnings = [*unread(config, command), *data.run_warnings(size)]
         log_start(config, [*notes, data.summary()], warnings, steps_per_epoch)
         for note in data.notes:

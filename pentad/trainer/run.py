@@ -22,7 +22,7 @@ import torch
 from pentad.checkpoint.folders import Checkpoint, folder_of
 from pentad.config.rules.unused_keys import Command
 from pentad.config.schema import Config
-from pentad.core.device import settle
+from pentad.core.device import freeze_gc
 from pentad.core.dims import ModelDims
 from pentad.core.errors import RunError
 from pentad.rl.bounds import Bounds
@@ -38,7 +38,7 @@ from pentad.trainer.pumps.state import ProcessRandom
 from pentad.trainer.rank.learners import Role
 from pentad.trainer.records import TrainedBatch
 from pentad.trainer.resume import finished, resume, roll_back
-from pentad.trainer.run_folders import digest_of_config, now_text, standing
+from pentad.trainer.run_folders import describe_progress, digest_of_config, now_text
 from pentad.trainer.saving.recovery import (
     RecoverHandler,
     finish_saves,
@@ -75,7 +75,7 @@ class RunInputs(ABC):
 
     def describe_progress(self, run: Run) -> str:
         """What there is of the run before it does a step, in words."""
-        return standing(run.config)
+        return describe_progress(run.config)
 
     def summary(self, run: Run, model: Path | None) -> RunSummary:
         """`model`: the last export. RunError where the run was stopped before its last step."""
@@ -264,7 +264,7 @@ class Run:
         while not (self.stop.reason or self.trained >= self.num_steps):
             await self._step(source)
             num_steps += 1
-            settle(num_steps)
+            freeze_gc(num_steps)
 
     async def _step(self, source: BatchSource) -> None:
         timer, self.timer = self.timer or PhaseTimer(), None

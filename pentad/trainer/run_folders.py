@@ -49,7 +49,7 @@ def checkpoint_path(config: Config) -> Path:
     return root / chosen(config.user, "user") / config.experiment_name / config.trial_name
 
 
-def standing(config: Config) -> str:
+def describe_progress(config: Config) -> str:
     """What there is of a run before it does a step, in words."""
     found = find_checkpoints(checkpoint_path(config), log.debug) if config.recover.is_on else []
     if found:

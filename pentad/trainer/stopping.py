@@ -53,12 +53,12 @@ class StoppedEarly(KeyboardInterrupt):
     """A signal where no step is under way. No plain exception, which other code might catch."""
 
 
-Standing = Callable[[], str]
+DescribeProgress = Callable[[], str]
 """What there is of a run that ends before it does a step, in words."""
 
 
 @contextmanager
-def stop_early(standing: Standing) -> Iterator[None]:
+def stop_early(describe_progress: DescribeProgress) -> Iterator[None]:
     """Until the first step, where other handlers take over: a signal ends the run at once."""
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -68,11 +68,11 @@ def stop_early(standing: Standing) -> Iterator[None]:
         with handling_signals(stop):
             yield
     except StoppedEarly as early:
-        raise too_early(str(early), standing) from None
+        raise too_early(str(early), describe_progress) from None
 
 
-def too_early(reason: str, standing: Standing) -> RunError:
-    return stopped(reason, f"before the first step; {standing()}")
+def too_early(reason: str, describe_progress: DescribeProgress) -> RunError:
+    return stopped(reason, f"before the first step; {describe_progress()}")
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def stop_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
 
 
 @contextmanager
-def stop_task_early(standing: Standing) -> Iterator[None]:
+def stop_task_early(describe_progress: DescribeProgress) -> Iterator[None]:
     """As `stop_early`, on an event loop: the task that is here is cancelled, and tidies up."""
     task = asyncio.current_task()
     assert task is not None, "called from a task"
@@ -138,4 +138,4 @@ def stop_task_early(standing: Standing) -> Iterator[None]:
         if not reasons:
             raise
         task.uncancel()
-        raise too_early(reasons[0], standing) from None
+        raise too_early(reasons[0], describe_progress) from None

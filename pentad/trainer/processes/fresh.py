@@ -29,7 +29,7 @@ from pentad.runtime.signals import handling_signals
 from pentad.trainer.context import RunSummary
 from pentad.trainer.processes.resources import RunResources
 from pentad.trainer.processes.supervisor import RunJob, Supervisor, Unusable
-from pentad.trainer.run_folders import standing
+from pentad.trainer.run_folders import describe_progress
 from pentad.trainer.stopping import too_early
 
 RESET_S = 15.0
@@ -89,7 +89,7 @@ def ask_fresh_process(job: RunJob, policy: RestartPolicy) -> Any:
             except (EOFError, OSError):
                 child.wait()
                 if names:
-                    return too_early(names[-1], partial(standing, job.config))
+                    return too_early(names[-1], partial(describe_progress, job.config))
                 return Died(f"the process of the run {child.ended()}")
             child.wait()
     return answer

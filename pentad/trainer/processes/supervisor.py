@@ -27,7 +27,7 @@ from pentad.config.derived import register_models
 from pentad.config.resolve import with_absolute_paths
 from pentad.config.schema import Config
 from pentad.config.topology import facts_of, topology
-from pentad.core.device import pick_device, unsettle
+from pentad.core.device import pick_device, unfreeze_gc
 from pentad.core.errors import Crashed, RunError, Transient, UserError
 from pentad.core.specs import load
 from pentad.runtime import rank_host
@@ -50,7 +50,7 @@ from pentad.trainer.preflight import kind_of
 from pentad.trainer.processes.membership import Membership, RankGeneration
 from pentad.trainer.processes.resources import Regroup, RunResources
 from pentad.trainer.rank.service import FAILURES
-from pentad.trainer.run_folders import checkpoint_path, standing, take_folder
+from pentad.trainer.run_folders import checkpoint_path, describe_progress, take_folder
 from pentad.trainer.sampling.samplers import open_runtime
 from pentad.trainer.saving.recovery import RecoverHandler
 from pentad.trainer.saving.saver import Saver
@@ -177,7 +177,7 @@ class Supervisor:
                 self.note_lost(error)
                 release(error)
             fresh = False
-            unsettle()  # the generation that ended leaves cycles
+            unfreeze_gc()  # the generation that ended leaves cycles
             gc.collect()
             if not self.is_remote and (why := why_unusable(earlier)):
                 with log_to(self.folder / "log.txt"):
@@ -203,7 +203,7 @@ class Supervisor:
             take_folder(self.config, fresh=False) as folder,
             log_to(folder.file("log.txt")),
             noted_end(folder, checkpoint_path(self.config), is_last=False),
-            stop_early(partial(standing, self.config)),
+            stop_early(partial(describe_progress, self.config)),
         ):
             return self.members.form(self.policy.generation)
 

@@ -21,7 +21,7 @@ from pentad.checkpoint.shards import StateSaver, save_learner
 from pentad.checkpoint.writer import Writer
 from pentad.config.schema import Config
 from pentad.config.topology import scorers
-from pentad.core.device import settle, unsettle
+from pentad.core.device import freeze_gc, unfreeze_gc
 from pentad.core.errors import RunError
 from pentad.core.faults import hit
 from pentad.core.group_values import gather_values
@@ -127,7 +127,7 @@ class EngineService:
 
     def after_step(self, step: int) -> None:
         self.num_steps += 1
-        settle(self.num_steps)
+        freeze_gc(self.num_steps)
         self.check_replicas(step)
 
     def check_replicas(self, step: int) -> None:
@@ -265,7 +265,7 @@ class EngineService:
             self.weights.close()
         for saver in (*self.savers.values(), *self.exporters.values()):
             saver.close(is_failed=is_failed)
-        unsettle()
+        unfreeze_gc()
 
 
 class LearnerService(EngineService):

@@ -85,7 +85,7 @@ Check = Callable[[Checkpoint], None]
 
 
 @dataclass(slots=True)
-class Point:
+class FinishedStep:
     """A finished step whose weights are in place."""
 
     step: int
@@ -112,7 +112,7 @@ class RecoverHandler(Periodic):
     """The samples that waited for training in it."""
     counters: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Counters by role, for each learner that was restored."""
-    point: Point | None = None
+    point: FinishedStep | None = None
     outcomes: list[dict[str, Any]] = field(default_factory=list)
     """What became of it on each rank, where that was waited for."""
     was_full: bool = False
@@ -234,7 +234,7 @@ class RecoverHandler(Periodic):
     ) -> None:
         """Stages a checkpoint if one is due; the weights are those after `step`. While they are
         doubtful it waits: a rollback must find good ones."""
-        self.point = Point(step, progress)
+        self.point = FinishedStep(step, progress)
         if self.is_on:
             self.save_if_due(step, is_doubtful=is_doubtful)
 
@@ -304,7 +304,7 @@ class RecoverHandler(Periodic):
             self.under_way[1].settled(FAILED_S)
             self.is_given_up = not self.under_way[1].is_done
 
-    def _files(self, point: Point) -> Iterator[FileSpec]:
+    def _files(self, point: FinishedStep) -> Iterator[FileSpec]:
         epoch, epoch_step = divmod(point.step, self.steps_per_epoch)
         infos: dict[str, dict[str, Any]] = {name: {} for name in INFOS}
         infos["step_info"] = {

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from pentad.core.device import WARM_STEPS, YOUNG_OBJECTS, settle, unsettle
+from pentad.core.device import WARM_STEPS, YOUNG_OBJECTS, freeze_gc, unfreeze_gc
 
 
 @pytest.fixture(autouse=True)
@@ -17,15 +17,15 @@ def unfrozen():
 
 
 def test_the_heap_is_frozen_once_and_given_back():
-    settle(WARM_STEPS - 1)
+    freeze_gc(WARM_STEPS - 1)
     assert gc.get_freeze_count() == 0
-    settle(WARM_STEPS)
+    freeze_gc(WARM_STEPS)
     frozen = gc.get_freeze_count()
     assert frozen > 10_000
     kept = [[number] for number in range(1000)]
-    settle(WARM_STEPS + 1)
+    freeze_gc(WARM_STEPS + 1)
     assert gc.get_freeze_count() <= frozen and len(kept) == 1000
-    unsettle()
+    unfreeze_gc()
     assert gc.get_freeze_count() == 0
 
 
@@ -33,21 +33,21 @@ def test_a_settled_process_collects_seldom_and_one_that_goes_on_as_before():
     before = gc.get_threshold()
     gc.set_threshold(700, 12, 13)
     try:
-        settle(WARM_STEPS)
-        settle(WARM_STEPS)  # of another role in the same process
+        freeze_gc(WARM_STEPS)
+        freeze_gc(WARM_STEPS)  # of another role in the same process
         assert gc.get_threshold() == (YOUNG_OBJECTS, 12, 13)
-        unsettle()
+        unfreeze_gc()
         assert gc.get_threshold() == (700, 12, 13)
     finally:
-        unsettle()
+        unfreeze_gc()
         gc.set_threshold(*before)
 
 
 def test_what_was_frozen_before_a_run_stays_so_and_nothing_of_the_run_is_added():
     gc.freeze()
     kept = [[number] for number in range(1000)]
-    settle(WARM_STEPS)
+    freeze_gc(WARM_STEPS)
     frozen = gc.get_freeze_count()
     assert frozen > 10_000 and any(one is kept for one in gc.get_objects())
-    unsettle()
+    unfreeze_gc()
     assert gc.get_freeze_count() > 10_000

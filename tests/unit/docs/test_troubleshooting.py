@@ -42,7 +42,7 @@ from pentad.trainer.processes.supervisor import RunJob, Supervisor, run_path_of
 from pentad.trainer.pumps.rollout_pump import RolloutPump
 from pentad.trainer.pumps.scheduler import Watchdog, held_loop
 from pentad.trainer.pumps.state import Budget, RunState
-from pentad.trainer.run_folders import standing
+from pentad.trainer.run_folders import describe_progress
 from pentad.trainer.sampling.selftest import FLOAT32, run_selftest
 from pentad.trainer.stopping import StopFlag, stop_early
 
@@ -166,7 +166,7 @@ def failures(caplog):
 
 
 def stop_before_steps():
-    with stop_early(partial(standing, config_here())):
+    with stop_early(partial(describe_progress, config_here())):
         signal.raise_signal(signal.SIGTERM)
 
 
