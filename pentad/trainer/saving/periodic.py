@@ -7,11 +7,11 @@ later: `Periodic` is that state machine; an export and a checkpoint are its arti
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from threading import Thread
 from typing import Any
 
 from pentad.checkpoint.writer import Pending
@@ -162,7 +162,7 @@ class Periodic(ABC):
         self.under_way = step, pending
         make_whole = self.commit(step)
         if self.is_async:
-            Thread(target=pending.settle_by, args=(make_whole,), daemon=True).start()
+            threading.Thread(target=pending.settle_by, args=(make_whole,), daemon=True).start()
         else:
             pending.settle_by(make_whole)
         self.collect(step, wait=not self.is_async)
