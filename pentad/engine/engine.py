@@ -26,7 +26,7 @@ from pentad.core.layout import Layout
 from pentad.core.types import Accumulated, Loss, Row, StepResult
 from pentad.engine.batch import PackedRows, check_routes, check_rows, pack_rows
 from pentad.engine.explain import explain
-from pentad.engine.frozen import FrozenBase, restored_tags
+from pentad.engine.frozen import BASE, FrozenBase, restored_tags
 from pentad.engine.held import HeldModel, check_balance, decoder_maker
 from pentad.engine.optim import FusedAdamW, OpenStep, WholeGradient, compute_lr, optimizer_state
 from pentad.engine.outputs import add_up, check_agreement, per_row, routes_per_row
@@ -401,7 +401,7 @@ class Engine:
 
     def use(self, tag: str) -> AbstractContextManager[None]:
         self.onload()
-        if self.base is not None and tag in self.base.tags:
+        if self.base is not None and tag in (BASE, *self.base.tags):
             self.tags.require_actor(f"using the tag {tag}")
             return switched_off(self.held.factors)
         return self.tags.use(tag)
@@ -459,6 +459,13 @@ class Engine:
         factors = {name: tensor.cpu() for name, tensor in self.iter_weights()}
         adapter = Adapter(self.base.spec, factors, self.base.path)
         return adapter, list(hf_metadata(self.held.whole))
+
+    def shake_adapter(self, is_on: bool) -> None:
+        """For a test of who computes with the adapter: moves B off its values, which are put back
+        bit for bit when `is_on` is false."""
+        assert self.base is not None, "all weights are trained"
+        self._require_actor("a test of the adapter")
+        self.base.shake(self.tensors, self.cuts, is_on=is_on)
 
     def lend_base(self) -> dict[str, Tensor] | None:
         """The frozen weights beside an adapter, by native name: from now on they stay in place.

@@ -7,16 +7,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pentad.core.device import DTYPES
 from pentad.core.dims import ModelDims
 from pentad.core.errors import RunError
+from pentad.core.seeds import derive_seed
 from pentad.engine.held import HeldModel
 from pentad.engine.section import LoraConfig, ModelConfig
 from pentad.models.families import lora_words
 from pentad.ops.digest import digest_of
+from pentad.parallel.cuts import Cut
 from pentad.weights.peft import LoraSpec
+
+BASE = "base"
+"""The tag of the frozen weights alone, whatever others mean them too."""
+SHAKE = 1e-2
+"""Size of a test's B: with it the log-probs of any model move by more than 16-bit rounding."""
 
 
 @dataclass(eq=False)
@@ -34,6 +42,8 @@ class FrozenBase:
     """Names under which the frozen weights alone are used."""
     is_shared: bool = False
     """A sampler of this process computes with the same tensors."""
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    """Factors as they are, while a test has others in their place."""
 
     @classmethod
     def of(cls, held: HeldModel, model: ModelConfig, folder: str | Path | None) -> FrozenBase:
@@ -65,6 +75,20 @@ class FrozenBase:
             )
         if tag not in self.tags:
             self.tags.append(tag)
+
+    @torch.no_grad()
+    def shake(self, tensors: Mapping[str, Tensor], cuts: Mapping[str, Cut], *, is_on: bool) -> None:
+        """Random B, the same on any layout; or what was there before."""
+        if not is_on:
+            for name, tensor in self.kept.items():
+                tensors[name].copy_(tensor)
+            self.kept = {}
+            return
+        self.kept = {name: tensors[name].clone() for name in tensors if name.endswith(".b")}
+        for name in self.kept:
+            generator = torch.Generator().manual_seed(derive_seed(0, "shake", name))
+            noise = SHAKE * torch.randn(cuts[name].shape, generator=generator)
+            tensors[name].copy_(cuts[name].take(noise))
 
     def to_offload(self) -> Iterable[Tensor]:
         """What leaves the device with the rest of the learner."""

@@ -29,6 +29,8 @@ MISMATCH_GROWTH = 3.0
 """Growth of that difference since the first step."""
 SOLVED_SHARE = 0.95
 """Mean reward, relative to the highest one given."""
+MIN_ADAPTER_SHARE = 0.1
+"""Effect of an adapter on the sampler's log-probs, relative to that on the trainer's."""
 MAX_TRUNCATED = 0.5
 """Share of answers cut at the length limit."""
 LOSS_SPIKE = 1.5
@@ -55,6 +57,7 @@ def find_alarms(
         *_entropy(window, first),
         *_ratios(window, correction),
         *_mismatch(window, first),
+        *_adapter(window),
         *_truncation(window, has_penalty),
         *_spike(window),
     ]
@@ -124,6 +127,18 @@ def _mismatch(window: Sequence[Record], first: Record) -> Iterator[str]:
         yield (
             f"trainer and sampler differ by {gap[-1]:.3g} per log-prob, {start:.3g} at the start: "
             "they drift apart; check that published weights arrive, and compare dtypes"
+        )
+
+
+def _adapter(window: Sequence[Record]) -> Iterator[str]:
+    """A sampler that draws without the adapter has the frozen weights' log-probs."""
+    trainer, sampler = (_series(window, f"adapter_effect{side}") for side in ("", "_sampler"))
+    pairs = list(zip(sampler, trainer, strict=False))
+    if pairs and all(s < MIN_ADAPTER_SHARE * t for s, t in pairs):
+        yield (
+            f"the adapter moves the trainer's log-probs by {trainer[-1]:.3g} and the sampler's by "
+            f"{sampler[-1]:.3g}: samples are drawn from the frozen weights; look at how adapters "
+            "reach the sampler"
         )
 
 

@@ -207,6 +207,16 @@ class Rl:
         "layers of some samples of the step; null unless routes are replayed",
         "share",
     )
+    adapter_effect: float | None = about(
+        "mean distance of the trainer's log-probs from those of the frozen weights, over sampled "
+        "tokens of some samples of the step; null unless an adapter is trained",
+        "nats",
+    )
+    adapter_effect_sampler: float | None = about(
+        "the same of the log-probs that the sampler reported; near 0 beside a larger "
+        "adapter_effect, the sampler draws without the adapter",
+        "nats",
+    )
     staleness: dict[str, int] | None = about(
         "histogram: versions between sampling and training -> sampled tokens", "tokens"
     )

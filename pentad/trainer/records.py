@@ -186,12 +186,15 @@ class StepRecorder:
 def rl_of(trained: TrainedBatch) -> Rl:
     facts, groups = trained.facts, trained.groups
     critic = facts.critic_steps
+    trainer, sampler = facts.adapter_effect or (None, None)
     return Rl(
         **facts.metrics,
         reward_parts=mean_parts(groups),
         prompt_length_mean=sum(len(g.prompt.ids) for g in groups) / len(groups),
         staleness=(None if trained.is_off_policy else staleness_histogram(groups, trained.batch)),
         rerouted_share=facts.rerouted_share,
+        adapter_effect=trainer,
+        adapter_effect_sampler=sampler,
         critic_loss=loss_of(critic) if critic else None,
         critic_grad_norm=grad_norm_of(critic) if critic else None,
     )

@@ -22,7 +22,7 @@ from pentad.core.roles import Learner
 from pentad.core.seeds import derive_seed
 from pentad.core.sizes import RunSize
 from pentad.engine.engine import Engine, build_engine
-from pentad.engine.frozen import spec_of_lora
+from pentad.engine.frozen import BASE, spec_of_lora
 from pentad.engine.section import EngineSettings, ModelConfig
 from pentad.models.families import dims_of, known_families, read_config
 from pentad.models.hf_weights import native_shards
@@ -247,6 +247,7 @@ def build_update(
         num_updates=config.updates_per_batch,
         compute_advantages=config.compute_advantages_and_returns,
         seed=config.seed,
+        base_tag=BASE if config.actor.lora is not None else None,
     )
 
 

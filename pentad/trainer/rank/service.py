@@ -72,14 +72,17 @@ class EngineService:
 
     # Weights
 
-    def forward(self, rows: list[list[int]]) -> list[list[float]]:
+    def forward(self, rows: list[list[int]], tag: str = "actor") -> list[list[float]]:
         """The actor's log-probs of a few rows of ids, for which an offloaded actor returns."""
         actor = self.engines["actor"]
         is_offloaded = actor.is_offloaded
-        found = actor.forward([Row(torch.tensor(ids), {}) for ids in rows])
+        found = actor.forward([Row(torch.tensor(ids), {}) for ids in rows], tag)
         if is_offloaded:
             actor.offload()
         return [output["logprobs"].float().tolist() for output in found]
+
+    def shake_adapter(self, is_on: bool) -> None:
+        self.engines["actor"].shake_adapter(is_on)
 
     def offload(self) -> None:
         """Whatever needs it brings it back, so that nothing has to be called for that."""
@@ -343,6 +346,7 @@ class LearnerService(EngineService):
             ),
             result.rerouted_share,
             compare(samples, said, self.batch),
+            result.adapter_effect,
         ).as_json()
 
     def progress(self) -> dict[str, int]:

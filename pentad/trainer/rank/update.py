@@ -27,7 +27,8 @@ from pentad.rl.metrics import Metrics
 from pentad.rl.section import AlgorithmSettings
 
 MAX_REROUTED = 8
-"""Samples of a step whose routes are held against the learner's own, by a forward pass more."""
+"""Samples of a step whose routes are held against the learner's own, by a forward pass more; and,
+beside an adapter, their log-probs against those of the frozen weights."""
 
 
 @dataclass(slots=True)
@@ -44,6 +45,8 @@ class BatchResult:
     """Where routes were replayed, how many the learner itself would have chosen otherwise."""
     scored: list[tuple[Sample, Tensor]] = field(default_factory=list)
     """Samples of the first optimizer step, with the log-probs that the policy gave them there."""
+    adapter_effect: tuple[float, float] | None = None
+    """Mean distance of log-probs from the frozen weights', of the trainer and of the sampler."""
 
 
 class BatchUpdate:
@@ -60,8 +63,11 @@ class BatchUpdate:
         num_updates: int = 1,
         compute_advantages: bool = True,
         seed: int = 0,
+        base_tag: str | None = None,
     ) -> None:
+        """`base_tag`: that of the frozen weights, where an adapter is trained."""
         self.learner = learner
+        self.base_tag = base_tag
         self.critic = critic
         self.settings = settings
         self.tags = sorted(settings.needs_tags - set(scored_apart))
@@ -129,7 +135,23 @@ class BatchUpdate:
                 stats[name] = stats.get(name, 0.0) + value
         outputs = [output for seen in self.seen for output in seen.outputs]
         share = float(torch.cat(self.rerouted).mean()) if self.rerouted else None
-        return BatchResult(self.rows, outputs, steps, stats, critic_steps, share, self.scored)
+        effect = self._adapter_effect()
+        return BatchResult(
+            self.rows, outputs, steps, stats, critic_steps, share, self.scored, effect
+        )
+
+    def _adapter_effect(self) -> tuple[float, float] | None:
+        if self.base_tag is None or not self.scored:
+            return None
+        some = self.scored[:MAX_REROUTED]
+        rows = [Row(torch.from_numpy(sample.ids), {}) for sample, _ in some]
+        found = self.learner.forward(rows, self.base_tag)
+        base = np.concatenate(on_host([output["logprobs"] for output in found]))
+        mine = np.concatenate(on_host([logprobs for _, logprobs in some]))
+        drawn = np.concatenate([sample.rollout_logprobs for sample, _ in some])
+        mask = np.concatenate([sample.mask for sample, _ in some])
+        trainer, sampler = (float(np.abs(x - base)[mask].mean()) for x in (mine, drawn))
+        return trainer, sampler
 
     def _rows_of(self, groups: Sequence[Group]) -> list[Row]:
         return make_rows(
@@ -263,6 +285,8 @@ class BatchFacts:
     """Where routes were replayed, how many the learner itself would have chosen otherwise."""
     signs: Signs | None = None
     """None of examples, which no sampler drew."""
+    adapter_effect: tuple[float, float] | None = None
+    """As in `BatchResult`."""
 
     def as_json(self) -> dict[str, Any]:
         plain = {field.name: getattr(self, field.name) for field in fields(self)}

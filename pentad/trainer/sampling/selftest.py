@@ -5,6 +5,7 @@ The self-test takes seconds:
 1. Packed equals unpacked: sequences scored together and alone get the same log-probs.
 2. The samplers hold the learner's weights: checked by digest when they were published.
 3. Trainer and sampler agree: tokens drawn by each sampler get the same log-probs from the learner.
+4. Beside frozen weights: with other factors both sides move alike (`check_adapter`).
 A failure stops the run with the reason.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,9 +23,12 @@ from pentad.core.roles import Sampler
 from pentad.core.seeds import derive_seed
 from pentad.core.sizes import EIGHT_BIT_CACHES, CacheDtype
 from pentad.core.types import Request, SamplingParams
+from pentad.engine.frozen import BASE
 from pentad.rl.bounds import Bounds, gap_of
 from pentad.trainer.learner_client import LearnerClient
 
+MAX_APART = 0.5
+"""Of trainer and sampler with an adapter, relative to what it moves: one that ignores it has 1."""
 PROBE_NEW_TOKENS = 16
 PROBE_SAMPLES = 4
 NUM_PROBES = 3
@@ -61,6 +65,16 @@ class SelfTest:
     sampler_max_difference: float
     sampler_mean_difference: float
     weights_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterTest:
+    """Mean distance of log-probs from those of the frozen weights, with random factors."""
+
+    trainer: float
+    sampler: float
+    apart: float
+    """Of the two sides from each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +120,20 @@ async def draw_probes(
     ]
 
 
-def score(learner: LearnerClient, rows: Sequence[list[int]]) -> list[np.ndarray]:
+def score(
+    learner: LearnerClient, rows: Sequence[list[int]], tag: str = "actor"
+) -> list[np.ndarray]:
     """The learner's log-probs of each row of ids."""
-    found = learner.call_all("forward", rows=list(rows))
+    named = {} if tag == "actor" else {"tag": tag}
+    found = learner.call_all("forward", rows=list(rows), **named)
     return [np.asarray(logprobs, dtype=np.float32) for logprobs in found]
 
 
-def probe_differences(learner: LearnerClient, probes: Sequence[Probe]) -> np.ndarray:
+def probe_differences(
+    learner: LearnerClient, probes: Sequence[Probe], tag: str = "actor"
+) -> np.ndarray:
     """The learner's log-probs of the drawn tokens less those reported."""
-    scores = score(learner, [probe.ids for probe in probes])
+    scores = score(learner, [probe.ids for probe in probes], tag)
     return np.concatenate(
         [
             said[probe.start :] - np.asarray(probe.logprobs, dtype=np.float32)
@@ -159,6 +178,41 @@ async def run_selftest(
             "run the policy that is trained"
         )
     return SelfTest(packed, largest, mean, weights_digest)
+
+
+async def check_adapter(
+    learner: LearnerClient,
+    samplers: Sequence[Sampler],
+    prompts: Sequence[tuple[int, ...]],
+    publish: Callable[[], Awaitable[object]],
+    *,
+    temperature: float,
+    seed: int,
+) -> AdapterTest:
+    """With other factors in place, published as a step's are, samplers and trainer must move away
+    from the frozen weights alike. RunError if one of them does not; the factors are put back, and
+    published, in any event."""
+    probes: list[Probe] = []
+    await learner.call("shake_adapter", is_on=True)
+    try:
+        await publish()
+        given = {"temperature": temperature, "seed": seed}
+        for s, sampler in enumerate(samplers):
+            probes += await draw_probes(sampler, prompts, f"adapter-{s}", **given)
+        moved = await learner.run(lambda: probe_differences(learner, probes))
+        base = await learner.run(lambda: probe_differences(learner, probes, BASE))
+    finally:
+        await learner.call("shake_adapter", is_on=False)
+    await publish()
+    trainer, sampler = float(np.abs(moved - base).mean()), float(np.abs(base).mean())
+    apart = float(np.abs(moved).mean())
+    if not (trainer > 0 and apart <= MAX_APART * trainer):
+        raise RunError(
+            f"self-test: an adapter moves the trainer's log-probs by {trainer:.3g} and the "
+            f"sampler's by {sampler:.3g}, and they are {apart:.3g} apart; the sampler does not "
+            "compute with the adapter that is trained"
+        )
+    return AdapterTest(trainer, sampler, apart)
 
 
 def check_packing(

@@ -29,6 +29,7 @@ from pentad.data.store import BlobStore
 from pentad.rewards.scorer import RewardScorer
 from pentad.rollout.evaluation import EvalResult
 from pentad.rollout.executor import Executor
+from pentad.sync.publisher import Snapshot
 from pentad.telemetry.log import announced
 from pentad.telemetry.record import MemoryUse, PhaseTimer, StepRecord
 from pentad.trainer.context import RunSummary
@@ -47,7 +48,13 @@ from pentad.trainer.run_folders import oldest_saved
 from pentad.trainer.sampling.evaluate import Evaluator, open_executor, open_reward
 from pentad.trainer.sampling.placement import Placement, Turnstile
 from pentad.trainer.sampling.sampler_side import SamplerSide, open_group_store, open_sampler_side
-from pentad.trainer.sampling.selftest import NUM_PROBES, Prober, run_selftest, tolerance_of
+from pentad.trainer.sampling.selftest import (
+    NUM_PROBES,
+    Prober,
+    check_adapter,
+    run_selftest,
+    tolerance_of,
+)
 from pentad.trainer.saving.batches import BatchKeeper
 from pentad.trainer.saving.recovery import GROUPS, Identity
 
@@ -350,15 +357,19 @@ class RolloutSource(BatchSource):
         run, config, trained = self.run, self.run.config, self.run.trained
         if self.reference is not None:
             await self.reference.resume(trained)
+        sides = run.learner, list(self.side.samplers.values())
+        prompts = [prompt.ids for prompt in self.checked.stream.first(NUM_PROBES)]
+        temperature, adapter = config.gconfig.temperature, None
         with announced(log, "self-test: sampler and trainer agree on log-probs"):
-            snapshot = await self.side.snapshot_weights(trained, copy=self.placement.offload_train)
-            await self.side.turnstile.enter("rollout")
-            await self.side.publisher.publish(snapshot)
+            snapshot = await self._publish(trained)
+            if config.actor.lora is not None:
+                publish = partial(self._publish, trained)
+                more = {"temperature": temperature, "seed": config.seed}
+                adapter = await check_adapter(*sides, prompts, publish, **more)
             found = await run_selftest(
-                run.learner,
-                list(self.side.samplers.values()),
-                [prompt.ids for prompt in self.checked.stream.first(NUM_PROBES)],
-                temperature=config.gconfig.temperature,
+                *sides,
+                prompts,
+                temperature=temperature,
                 weights_digest=snapshot.digest.hex(),
                 tolerance=tolerance_of(
                     config.actor.compute_dtype(run.learner.device.type),
@@ -368,14 +379,22 @@ class RolloutSource(BatchSource):
                 seed=config.seed,
                 stall_s=config.stall_abort_s,
             )
-        log.info("self-test passed: %s", found)
-        run.context.started(trained, selftest=asdict(found), layout=str(run.context.layout))
+        log.info("self-test passed: %s%s", found, f", {adapter}" if adapter else "")
+        tested = asdict(found) | ({"adapter": asdict(adapter)} if adapter else {})
+        run.context.started(trained, selftest=tested, layout=str(run.context.layout))
         if self.evaluator is not None:
             done = run.context.recorder.evaluated()
             self.evaluator.seen = max(done, default=0)
             if self.evaluator.is_due(trained) and trained not in done:
                 with announced(log, f"evaluation of version {trained}, before the next step"):
                     await self.evaluator.evaluate(trained)
+
+    async def _publish(self, version: int) -> Snapshot:
+        """The weights as they are, to all samplers, before any step."""
+        snapshot = await self.side.snapshot_weights(version, copy=self.placement.offload_train)
+        await self.side.turnstile.enter("rollout")
+        await self.side.publisher.publish(snapshot)
+        return snapshot
 
     # Steps
 

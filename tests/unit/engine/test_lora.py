@@ -1,17 +1,33 @@
 """LoRA in one process: what is trained, its gradients, and what full training would do."""
 
+import asyncio
+
 import pytest
 import torch
-from engine_toys import CONFIG, VOCAB, make_engine, make_rows, train, weights_of
+from engine_toys import (
+    CONFIG,
+    VOCAB,
+    bring_back,
+    keep_state,
+    make_engine,
+    make_rows,
+    train,
+    weights_of,
+)
+from sections import sampler_settings
 from torch.nn import functional as F
 
-from pentad.core.errors import UserError
+from pentad.core.errors import RunError, UserError
+from pentad.core.types import Request, Row, SamplingParams
+from pentad.engine.frozen import FrozenBase, restored_tags
 from pentad.engine.section import LoraConfig, OptimizerConfig
+from pentad.infer.sampler import EmbeddedSampler
 from pentad.models.decoder import causal_attend
 from pentad.models.families import dims_of, lora_map_of
 from pentad.models.hf_weights import iter_hf, native_tensors
-from pentad.models.lora import apply_lora, fill_factors
+from pentad.models.lora import apply_lora, fill_factors, share_weights
 from pentad.models.registry import build_model, initialise
+from pentad.ops.digest import digest_of
 
 MOE = CONFIG | {
     "model_type": "qwen2_moe",
@@ -58,6 +74,8 @@ def check_slopes(model) -> None:
     gen = torch.Generator().manual_seed(0)
     for name, factor in native_tensors(model, model.adapter_map).items():
         assert factor.grad is not None, name
+        if not name.startswith(("layers.0.", "layers.1.ffn")):  # a mixture and a plain mlp
+            continue
         direction = torch.randn(factor.shape, generator=gen, dtype=factor.dtype)
         losses = []
         for sign in (1, -1):
@@ -180,3 +198,105 @@ def test_full_rank_moves_weights_as_full_training_does():
 def test_targets_that_the_family_lacks_are_refused(targets, said):
     with pytest.raises(UserError, match=said):
         lora_map_of(dims_of(CONFIG), LoraConfig(targets=targets))
+
+
+def lora_engine(rank: int = 4, **settings):
+    return make_engine(lora=LoraConfig(rank=rank), **settings)
+
+
+def same(mine, theirs) -> bool:
+    pairs = zip(mine, theirs, strict=True)
+    return all(torch.equal(a["logprobs"], b["logprobs"]) for a, b in pairs)
+
+
+def test_the_reference_is_the_frozen_weights_for_no_bytes_and_others_copy_factors():
+    engine, rows = lora_engine(), make_rows()
+    first = engine.forward(rows)
+    engine.save_tag("ref")
+    train(engine, rows, steps=2)
+    assert list(engine.tags.memory()) == [], "it costs nothing"
+    assert same(engine.forward(rows, "ref"), first) and same(engine.forward(rows, "base"), first)
+    moved = engine.forward(rows)
+    assert not same(moved, first)
+    engine.save_tag("old_actor")
+    train(engine, rows)
+    assert same(engine.forward(rows, "old_actor"), moved)
+    held = sum(tensor.numel() for tensor in engine.tags.views("old_actor").values())
+    assert held == sum(tensor.numel() for tensor in engine.masters.values())
+    engine.save_tag("ref")  # as ref_update_interval asks for: no longer the frozen weights
+    assert same(engine.forward(rows, "ref"), engine.forward(rows))
+
+
+def test_a_checkpoint_holds_factors_alone_and_continues_bit_for_bit():
+    rows = make_rows()
+    engine, other = lora_engine(), lora_engine()
+    engine.save_tag("ref")
+    train(engine, rows, steps=2)
+    kept = keep_state(engine)
+    assert not any(name.endswith(".weight") for name in kept[0])
+    assert kept[1]["tags"] == ["ref"] and kept[1]["lora"]["digest"].startswith("float32:")
+    bring_back(other, kept)
+    train(engine, rows, steps=2)
+    train(other, rows, steps=2)
+    mine, theirs = weights_of(engine), weights_of(other)
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert same(other.forward(rows, "ref"), engine.forward(rows, "ref"))
+
+
+def test_a_checkpoint_of_another_adapter_or_base_is_refused():
+    _, counters = keep_state(lora_engine())
+    with pytest.raises(RunError, match="rank = 4, and this run has 8"):
+        lora_engine(rank=8).begin_restore(counters)
+    with pytest.raises(RunError, match="holds an adapter, and this run trains all weights"):
+        make_engine().begin_restore(counters)
+    changed = lora_engine()
+    with torch.no_grad():
+        changed.held.frozen()["norm.weight"].add_(1e-3)
+    base = FrozenBase.of(changed.held, changed.settings.model, None)
+    with pytest.raises(RunError, match="the folder has changed, or it is another model"):
+        restored_tags(base, counters["lora"])
+
+
+def test_a_shaken_adapter_moves_log_probs_and_comes_back_bit_for_bit():
+    engine, rows = lora_engine(), make_rows()
+    train(engine, rows)
+    before, moved = weights_of(engine), engine.forward(rows)
+    engine.shake_adapter(True)
+    assert not same(engine.forward(rows), moved)
+    engine.shake_adapter(False)
+    assert all(torch.equal(before[name], t) for name, t in weights_of(engine).items())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_sampler_over_the_learners_tensors_draws_with_the_learners_log_probs(strict):
+    engine = lora_engine(strict=strict)
+    train(engine, make_rows())
+    model = build_model(engine.dims, device="meta", dtype=torch.float32)
+    base = engine.lend_base()
+    share_weights(model, base)
+    settings = sampler_settings(lora=LoraConfig(rank=4), strict=strict, max_running=4)
+    sampler = EmbeddedSampler(model, settings)
+    held = dict(sampler.engine.model.named_parameters())
+    assert held["embed.weight"].data_ptr() == base["embed.weight"].data_ptr(), "no copy"
+    assert held["layers.0.attn.q.weight"].data_ptr() == base["layers.0.attn.q.weight"].data_ptr()
+
+    async def draw():
+        receipt = await sampler.install(1, list(engine.iter_weights()))
+        request = Request(
+            id="r",
+            prompt_ids=(5, 7, 9),
+            params=SamplingParams(max_new_tokens=12),
+            seeds=(1, 2),
+        )
+        made = await sampler.generate(request)
+        await sampler.close()
+        return receipt, made
+
+    receipt, made = asyncio.run(draw())
+    assert receipt.num_tensors == 3 * 7 * 2
+    assert receipt.digest == digest_of(engine.iter_weights()).hex()
+    for one in made:
+        (found,) = engine.forward([Row(torch.tensor([5, 7, 9, *one.ids]), {})])
+        said = torch.tensor(one.logprobs)
+        gap = (found["logprobs"][3:] - said).abs().max()
+        assert gap == 0 if strict else gap < 1e-5

@@ -14,6 +14,8 @@ FINE = {
     "effective_sample_size": 0.95,
     "logprob_diff_mean": 0.005,
     "truncated_share": 0.1,
+    "adapter_effect": 0.2,
+    "adapter_effect_sampler": 0.2,
 }
 SIGNS = [
     ({"reward_std": 0.0, "reward_mean": 0.0, "groups_without_variance": 1.0}, "same reward, 0"),
@@ -23,6 +25,7 @@ SIGNS = [
     ({"effective_sample_size": 0.1}, "effective sample size is 10%"),
     ({"logprob_diff_mean": 0.05}, "differ by 0.05 per log-prob, 0.005 at the start"),
     ({"truncated_share": 0.8}, "80% of answers are cut"),
+    ({"adapter_effect_sampler": 0.0}, "samples are drawn from the frozen weights"),
 ]
 
 
