@@ -196,23 +196,23 @@ async def check_adapter(
     await learner.call("shake_adapter", is_on=True)
     try:
         await publish()
-        given = {"temperature": temperature, "seed": seed}
         for s, sampler in enumerate(samplers):
-            probes += await draw_probes(sampler, prompts, f"adapter-{s}", **given)
+            probes += await draw_probes(
+                sampler, prompts, f"adapter-{s}", temperature=temperature, seed=seed
+            )
         moved = await learner.run(lambda: probe_differences(learner, probes))
         base = await learner.run(lambda: probe_differences(learner, probes, BASE))
     finally:
         await learner.call("shake_adapter", is_on=False)
     await publish()
-    trainer, sampler = float(np.abs(moved - base).mean()), float(np.abs(base).mean())
-    apart = float(np.abs(moved).mean())
+    trainer, drawn, apart = (float(np.abs(x).mean()) for x in (moved - base, base, moved))
     if not (trainer > 0 and apart <= MAX_APART * trainer):
         raise RunError(
             f"self-test: an adapter moves the trainer's log-probs by {trainer:.3g} and the "
-            f"sampler's by {sampler:.3g}, and they are {apart:.3g} apart; the sampler does not "
+            f"sampler's by {drawn:.3g}, and they are {apart:.3g} apart; the sampler does not "
             "compute with the adapter that is trained"
         )
-    return AdapterTest(trainer, sampler, apart)
+    return AdapterTest(trainer, drawn, apart)
 
 
 def check_packing(

@@ -363,9 +363,13 @@ class RolloutSource(BatchSource):
         with announced(log, "self-test: sampler and trainer agree on log-probs"):
             snapshot = await self._publish(trained)
             if config.actor.lora is not None:
-                publish = partial(self._publish, trained)
-                more = {"temperature": temperature, "seed": config.seed}
-                adapter = await check_adapter(*sides, prompts, publish, **more)
+                adapter = await check_adapter(
+                    *sides,
+                    prompts,
+                    partial(self._publish, trained),
+                    temperature=temperature,
+                    seed=config.seed,
+                )
             found = await run_selftest(
                 *sides,
                 prompts,
