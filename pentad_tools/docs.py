@@ -27,7 +27,7 @@ ROWS = (
     "planner samplers rewards serve",
     "rollout",
     "trainer",
-    "cli",
+    "cli api",
 )
 """Packages in the order of their layers, each importing only from lines above its own."""
 
@@ -150,6 +150,8 @@ def configuration_page() -> str:
 
 
 def _keys_table(section: type[Section]) -> str:
+    if not section.model_fields:  # it takes any names
+        return f"{section.__doc__} Values are true, false, numbers or texts."
     rows = ["| key | takes | default | meaning |", "|---|---|---|---|"]
     for name, field in section.model_fields.items():
         cells = [f"`{name}`", takes(field), _default(field), field.description or ""]

@@ -16,6 +16,9 @@ from pentad.core import device
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
 
+# Read when huggingface_hub is imported: no test asks the hub, those of its names ask a server here.
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
+
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell starts what it runs in the background so; every process of a test would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -20,9 +20,10 @@ from rich.progress import (
 )
 
 from pentad.core.errors import Problem, UserError
-from pentad.core.folders import INFO, STATE, RecoveryPath, download_hint, recovery_path
+from pentad.core.folders import INFO, STATE, RecoveryPath, recovery_path
 from pentad.models.conversion import Conversion, Converted, check_apart, convert
 from pentad.models.conversion_files import OnProgress, check_target
+from pentad.planner.hub import local_model
 from pentad.weights.megatron.layout import RELEASE, FolderKind, checkpoint_name, find_weights
 from pentad.weights.merge import merge_folder
 from pentad.weights.peft import CONFIG as ADAPTER
@@ -61,6 +62,7 @@ def run_convert(
         check_merge(source, to=to, merge=merge)
         merge_adapter(source, target, base=base, dtype=settings["dtype"], force=force)
         return
+    source = local_model(source, f"SRC = {source}")
     if recovery := recovery_path(Path(source)):
         given = {"--iteration": iteration is not None, "--release": release, "--spec": spec != "te"}
         _convert_recovery(recovery, Path(target), to, given, role, tag, force=force, **settings)
@@ -165,10 +167,10 @@ def merge_adapter(
     """Writes the base with the adapter merged, and says what rounding took away."""
     adapter = read_adapter(source)
     model = base or adapter.base
+    model = local_model(model, f"{source}: its base, {model}") if model else ""
     if not Path(model).is_dir() or not model:
         rule = f"its base, {model or 'which its config does not name'}, is no folder here"
-        hint = download_hint(model) if model else ""
-        raise UserError(Problem(source, rule, hint or "name the folder with --base"))
+        raise UserError(Problem(source, rule, "name the folder with --base"))
     check_target(Path(target), force=force)
     for folder in (source, model):
         check_apart(Path(folder), Path(target))

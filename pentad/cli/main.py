@@ -275,6 +275,29 @@ def convert(
 
 @app.command()
 @reporting
+def export(
+    run: Annotated[str, Argument(metavar="RUN", help="The folder of a run's records.")],
+    step: Annotated[
+        int | None, Option(min=1, help="The model of this step (the last one).")
+    ] = None,
+    push: Annotated[
+        str | None, Option(metavar="OWNER/NAME", help="Upload it to the hub by this name.")
+    ] = None,
+    public: Annotated[
+        bool, Option("--public", help="A new repository is seen by all (private).")
+    ] = False,
+) -> None:
+    """Write the card of a run's model beside it, and upload both.
+
+    For example: pentad export runs/logs/me/gsm8k/trial-0 --push me/gsm8k-grpo
+    """
+    from pentad.cli.export import run_export
+
+    run_export(run, step=step, push=push, public=public)
+
+
+@app.command()
+@reporting
 def serve(
     model: Annotated[str, Argument(help="A model's folder.")],
     host: Annotated[str, Option(help="Address to listen at.")] = "127.0.0.1",
@@ -305,6 +328,9 @@ def serve(
         list[str] | None, Option(help="Model files of your own: path/to/file.py:SPEC.")
     ] = None,
     adapter: AdapterOption = None,
+    template_args: Annotated[
+        str | None, Option(help="Of the chat template: '{enable_thinking: false}'.")
+    ] = None,
 ) -> None:
     """Serve a model at an OpenAI-compatible address."""
     given = locals()

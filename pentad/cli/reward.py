@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
-from pentad.config.derived import chosen, model_folder
+from pentad.config.derived import chosen
 from pentad.config.schema import Config
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.roles import Scored
 from pentad.data.prompts import RejectedPrompt, open_prompts
 from pentad.data.render import DataSource
-from pentad.data.tokenizer import load_tokenizer
 from pentad.rollout.executor import load_workflow
 from pentad.trainer.preflight import with_tools
+from pentad.trainer.rank.learners import tokenizer_of
 from pentad.trainer.reward_trial import (
     Trial,
     open_scorer,
@@ -41,12 +41,12 @@ def run_reward_command(config: Config, row: int, completion: str | None) -> None
 
 
 async def _try(config: Config, row: int, completion: str | None) -> list[Trial]:
-    data, path = config.train_dataset, model_folder(config)
+    data = config.train_dataset
     chosen(config.reward.fn, "reward.fn")
     limit = 2**31  # however long: nothing is sampled
     source = DataSource(data=data, seed=config.seed, room=limit, streaming=True)
     workflow = load_workflow(config.rollout.workflow, config.rollout.agent)
-    stream = open_prompts(with_tools(source, workflow), load_tokenizer(path))
+    stream = open_prompts(with_tools(source, workflow), tokenizer_of(config))
     if row >= len(stream.rows):
         rule = f"there are {len(stream.rows)} rows, counted from 0"
         raise UserError(Problem(f"--row = {row}", rule))

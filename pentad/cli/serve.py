@@ -14,9 +14,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
+import yaml
 
 from pentad.core.device import DTYPES, pick_device
 from pentad.core.errors import Problem, UserError
@@ -24,6 +26,7 @@ from pentad.data.tokenizer import Tokenizer, load_tokenizer
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.section import SamplerSettings
 from pentad.models.families import dims_of, register
+from pentad.planner.hub import local_model
 from pentad.trainer.preflight import vocabulary_problems
 from pentad.weights.peft import Adapter, read_adapter
 
@@ -87,6 +90,7 @@ def run_serve(
     drain_s: float,
     model_files: Sequence[str] | None,
     adapter: str | None = None,
+    template_args: str | None = None,
 ) -> None:
     handler = logging.StreamHandler()  # ours alone: other handlers of the process lose nothing
     handler.addFilter(Seldom())
@@ -98,7 +102,10 @@ def run_serve(
     transformers.utils.logging.disable_progress_bar()
     for path in model_files or ():
         register(path)
-    tokenizer = load_tokenizer(model, key="model")
+    name = name or Path(adapter or model).resolve().name.partition("@")[0]
+    model = local_model(model, f"model = {model}")
+    given = read_template_args(template_args)
+    tokenizer = load_tokenizer(model, key="model", template_args=given)
     tokens = max(8192, max_running)
     rollout = RolloutConfig(
         max_running=max_running, max_batch_tokens=tokens, kv_cache_gb=kv_cache_gb
@@ -107,7 +114,7 @@ def run_serve(
     found = None if adapter is None else read_adapter(adapter)
     sampler = load_sampler(model, tokenizer, pick_device(device), dtype, settings, found)
     listener = bind(host, port)
-    service = Service(sampler, tokenizer, name or Path(adapter or model).resolve().name)
+    service = Service(sampler, tokenizer, name)
     is_loopback = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
     limits = ServeLimits(
         max_requests=max_requests,
@@ -126,6 +133,17 @@ def run_serve(
             sys.stdout.flush()
         logging.shutdown()
         os._exit(0)
+
+
+def read_template_args(text: str | None) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(text) if text else {}
+    except yaml.YAMLError:
+        found = None
+    if not isinstance(found, dict):
+        rule, remedy = "is no block of names and values", "give '{enable_thinking: false}'"
+        raise UserError(Problem(f"--template-args = {text}", rule, remedy))
+    return found
 
 
 def load_sampler(

@@ -9,11 +9,12 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import getitem
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -37,8 +38,10 @@ from pentad.config.other_systems import (
     not_built,
 )
 from pentad.config.recipe_file import COMMAND_LINE, Tree, drop, dump_yaml, read_tree
+from pentad.config.resolve import PATHS
 from pentad.config.schema import Config, RecipeConfig
 from pentad.core.errors import Problem, UserError
+from pentad.core.hub import name_in_cache
 from pentad.core.section import MAX_INT
 from pentad.rl.section import ELSEWHERE
 
@@ -90,7 +93,28 @@ def _readable(tree: Tree) -> RecipeConfig:
 
 def dump_config(config: Config) -> str:
     """YAML with every key; loads back to an equal config."""
-    return dump_yaml(config.model_dump(mode="json"))
+    return dump_yaml(record_values(config))
+
+
+def record_values(config: Config) -> dict[str, Any]:
+    """Every key as records hold it: what lies in the hub's cache by its name and commit, which mean
+    the same on another machine."""
+    return with_hub_names(config.model_dump(mode="json"))
+
+
+def with_hub_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a config with the names of what lies in the hub's cache for the paths."""
+    named = copy.deepcopy(dict(values))
+    for key in PATHS:
+        block, _, name = key.rpartition(".")
+        inner: Any = named
+        for part in filter(None, block.split(".")):
+            inner = inner.get(part) if isinstance(inner, dict) else None
+        path = inner.get(name) if isinstance(inner, dict) else None
+        found = name_in_cache(path) if isinstance(path, str) else None
+        if found is not None:
+            inner[name] = str(found)
+    return named
 
 
 def _move(tree: Tree) -> Iterator[str]:
@@ -217,7 +241,9 @@ def _unknown_key(key: str, value: object, tree: Tree) -> Problem:
 
 
 def _wrong_value(key: str, value: object, tree: Tree) -> Problem:
-    field = fields()[key]
+    field = fields().get(key)
+    if field is None:  # of a block that takes any names
+        return Problem(_where(key, value, tree), "must be true, false, a number or text")
     near = difflib.get_close_matches(str(value), choices(field), n=1, cutoff=0.5)
     remedy = f"did you mean {near[0]}?" if near else ""
     expected = takes(field)

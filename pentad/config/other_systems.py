@@ -36,8 +36,8 @@ NO_LORA = {
 """Part of such a key -> why it is not offered."""
 
 TRL = {
-    "model_name_or_path": ("actor.path", "a folder; only `plan` knows names of public models"),
-    "dataset_name": ("train_dataset.path", "a file or a folder; nothing is downloaded"),
+    "model_name_or_path": ("actor.path", "a folder, or a name of the hub"),
+    "dataset_name": ("train_dataset.path", "a file, a folder, or OWNER/NAME:CONFIG:SPLIT"),
     "output_dir": ("fileroot", "with experiment_name and trial_name below it"),
     "run_name": ("trial_name", ""),
     "learning_rate": ("actor.optimizer.lr", ""),
@@ -94,7 +94,7 @@ TRL = {
     "resume_from_checkpoint": ("recover.mode", "auto: a run goes on when it is started again"),
     "eval_steps": ("evaluator.freq_steps", ""),
     "eval_strategy": ("evaluator.freq_steps", "or freq_epochs; needs valid_dataset.path"),
-    "report_to": ("telemetry", "tensorboard: true, or wandb.project"),
+    "report_to": ("telemetry", "tensorboard: true, wandb.project or trackio.project"),
     "log_completions": ("telemetry.samples_per_step", "always, in samples.jsonl"),
     "packing": ("actor.mb_spec.max_tokens_per_mb", "rows are always packed, without leaking"),
     "dataset_text_field": ("train_dataset.response_key", "beside prompt_key or messages_key"),
@@ -109,7 +109,7 @@ TRL = {
 """Argument of TRL's GRPOConfig, SFTConfig and their parents -> (key here, remark)."""
 
 VERL = {
-    "actor_rollout_ref.model.path": ("actor.path", "a folder; only `plan` knows public names"),
+    "actor_rollout_ref.model.path": ("actor.path", "a folder, or a name of the hub"),
     "actor_rollout_ref.model.enable_gradient_checkpointing": ("actor.gradient_checkpointing", ""),
     "actor_rollout_ref.model.use_remove_padding": ("actor.pad_to_maximum", "packed by default"),
     "actor_rollout_ref.actor.strategy": ("allocation_mode", "archon or fsdp"),
@@ -182,7 +182,7 @@ VERL = {
     "trainer.resume_mode": ("recover.mode", "auto; disable is off"),
     "trainer.max_actor_ckpt_to_keep": ("recover.keep_last", ""),
     "trainer.test_freq": ("evaluator.freq_steps", ""),
-    "trainer.logger": ("telemetry", "tensorboard: true, or wandb.project"),
+    "trainer.logger": ("telemetry", "tensorboard: true, wandb.project or trackio.project"),
     "trainer.project_name": ("experiment_name", "of W&B: telemetry.wandb.project"),
     "trainer.experiment_name": ("trial_name", ""),
     "trainer.default_local_dir": ("fileroot", ""),

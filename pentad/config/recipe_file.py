@@ -6,6 +6,7 @@ out of the tree and its key is remembered, so that the rest can still be checked
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -136,8 +137,18 @@ def dotted(keys: Keys) -> str:
 
 def dump_yaml(values: Mapping[str, Any]) -> str:
     """YAML that `read_tree` reads back to the same values."""
-    escaped = _map_texts(dict(values), lambda text: re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
+    escaped = _map_texts(dict(values), _without_references)
     return yaml.dump(escaped, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def write_override(key: str, value: Any) -> str:
+    """KEY=VALUE that `read_tree` reads back to the same value."""
+    return f"{key}={json.dumps(_map_texts({key: value}, _without_references)[key])}"
+
+
+def _without_references(text: str) -> str:
+    """Has `${` read as text."""
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
 
 
 def _read_file(path: Path, tree: Tree, texts: Collection[str]) -> None:

@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field
 
 from pentad.checkpoint.section import CheckpointConfig
 from pentad.core.section import Count, NonNegative, NonNegativeInt, Positive, Seconds, Section
-from pentad.data.section import DatasetConfig
+from pentad.data.section import DatasetConfig, TemplateArgs
 from pentad.engine.section import ModelConfig
 from pentad.rewards.section import RewardConfig
 from pentad.rl.section import AlgorithmConfig, GuardsConfig
@@ -124,12 +124,14 @@ class MegatronConfig(Section):
 
 class ReferenceConfig(Section):
     path: str | None = None
-    """Folder of the reference model of the KL term. null: the actor as it was at the start."""
+    """Folder or name of the reference model of the KL term. null: the actor as it was at the
+    start."""
 
 
 class TeacherConfig(Section):
     path: str | None = None
-    """Folder of the teacher of the algorithm `distill`; its vocabulary must be the actor's."""
+    """Folder or name of the teacher of the algorithm `distill`; its vocabulary must be the
+    actor's."""
 
 
 class FrequencyConfig(Section):
@@ -275,6 +277,9 @@ class Config(Section):
     model_files: tuple[str, ...] = ()
     """Model files of your own, `package.module:SPEC` or `path/to/file.py:SPEC`: each makes the
     `model_type` that it is for known to the run."""
+    template_args: TemplateArgs = TemplateArgs()
+    """Arguments of the tokenizer's chat template, such as {enable_thinking: false}, wherever it is
+    rendered: prompts, conversations to learn, what an environment says, evaluation."""
     actor: ModelConfig = ModelConfig()
     """The model that is trained."""
     critic: ModelConfig = ModelConfig()

@@ -9,7 +9,7 @@ import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 from pentad.core.errors import Problem, UserError, raise_problems
 
@@ -19,19 +19,7 @@ MAX_ROW_BYTES = 32 << 20
 """Largest row of a dataset: no prompt, example or document is as long."""
 SUBFOLDERS = ("", "additional_chat_templates")
 """Where transformers looks for a tokenizer's files."""
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-"""OWNER/NAME of a model or dataset on the Hugging Face hub."""
 JsonPairs = list[tuple[str, Any]]
-
-
-def download_hint(name: str, kind: Literal["model", "dataset"] = "model") -> str:
-    """The command that fetches what has this name on the hub; empty where it is rather a path."""
-    is_path = Path(name.partition("/")[0]).exists()
-    if is_path or not HUB_NAME.fullmatch(name):
-        return ""
-    folder = f"{'models' if kind == 'model' else 'data'}/{name.partition('/')[2]}"
-    option = "" if kind == "model" else " --repo-type dataset"
-    return f"hf download {name}{option} --local-dir {folder}, then give {folder}"
 
 
 def open_file(path: Path) -> BinaryIO:

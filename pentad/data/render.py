@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
@@ -173,10 +174,19 @@ def prompt_messages(row: Mapping[str, Any], source: DataSource) -> Messages:
 
 
 def render(
-    messages: Messages, tokenizer: Tokenizer, *, for_answer: bool, tools: Messages = ()
+    messages: Messages,
+    tokenizer: Tokenizer,
+    *,
+    for_answer: bool,
+    tools: Messages = (),
+    template_args: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     try:
-        return whole_text(tokenizer.render(messages, for_answer=for_answer, tools=tools))
+        return whole_text(
+            tokenizer.render(
+                messages, for_answer=for_answer, tools=tools, template_args=template_args
+            )
+        )
     except (BadRow, UserError):
         raise
     except Exception as error:  # a template may divide by zero, recurse, count too far

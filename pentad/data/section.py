@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field
 
 from pentad.core.section import Count, Section
 
 
+class TemplateArgs(Section):
+    """Arguments of a chat template by the names that the template gives them."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, bool | int | float | str] = Field(init=False)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        return dict(self.__pydantic_extra__)
+
+
 class DatasetConfig(Section):
     path: str | None = None
-    """File or folder."""
+    """File or folder, or rows of the Hugging Face hub: OWNER/NAME:CONFIG:SPLIT, OWNER/NAME:SPLIT or
+    a pattern of files, OWNER/NAME:data/train-*.parquet; OWNER/NAME@REVISION:... names a commit."""
     format: Literal["auto", "jsonl", "parquet", "hf"] = "auto"
     """auto: by the name of the file; a folder is a saved HF dataset."""
     prompt_key: str = "prompt"

@@ -6,14 +6,20 @@ begins the next turn ends this one, if it is a stop id (as in GLM). The text is 
 generation would begin and each piece is tokenised by itself, exactly as at sampling; so a
 merge of tokens across that border can not teach the model something it never sees.
 
+Some templates write earlier turns differently once later ones follow (Qwen3 leaves their thinking
+out). Such a conversation becomes several sequences: each turn is learned behind the text that the
+template shows when that turn is sampled, and turns share a sequence as long as one begins with the
+other.
+
 All rows are tokenised at the start; what is kept is four bytes a token and one a mask.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,11 +48,15 @@ from pentad.data.tokenizer import Messages, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class _Example:
+class _Sequence:
     ids: np.ndarray
     """int32."""
     mask: np.ndarray
     """bool: trained."""
+
+
+Pieces = list[tuple[str, bool]]
+"""Texts in their order, and whether each is what the assistant says."""
 
 
 class SftDataset(Examples):
@@ -58,25 +68,35 @@ class SftDataset(Examples):
         self.counts: Counter[str] = Counter()
         """What happened to examples or turns, by a short word: "dropped too_long"."""
         self.examples = self._tokenise_all(rows)
+        """The sequences of each."""
 
     def __len__(self) -> int:
         return len(self.examples)
 
     @property
     def max_row_tokens(self) -> int:
-        return max(len(example.ids) for example in self.examples)
+        return max(len(sequence.ids) for sequence in self._sequences())
 
     def example(self, index: int) -> list[Row]:
-        example = self.examples[index]
-        weights = torch.from_numpy(example.mask.astype(np.float32))
-        ids = torch.from_numpy(example.ids.astype(np.int64))
-        return [Row(ids, {"weights": weights}, float(example.mask.sum()))]
+        return [
+            Row(
+                torch.from_numpy(one.ids.astype(np.int64)),
+                {"weights": torch.from_numpy(one.mask.astype(np.float32))},
+                float(one.mask.sum()),
+            )
+            for one in self.examples[index]
+        ]
+
+    def _sequences(self) -> Iterator[_Sequence]:
+        return (sequence for example in self.examples for sequence in example)
 
     def summary(self) -> str:
-        lengths = [len(example.ids) for example in self.examples]
-        trained = sum(int(example.mask.sum()) for example in self.examples)
-        text = f"{self.source.path}: {len(lengths)} examples of {min(lengths)} to {max(lengths)}"
+        lengths = [len(sequence.ids) for sequence in self._sequences()]
+        trained = sum(int(sequence.mask.sum()) for sequence in self._sequences())
+        text = f"{self.source.path}: {len(self)} examples of {min(lengths)} to {max(lengths)}"
         text += f" tokens, {trained} of {sum(lengths)} tokens trained"
+        if len(lengths) > len(self):
+            text += f", in {len(lengths)} sequences, since the template rewrites earlier turns"
         for what, count in self.counts.items():
             text += f", {count} {what}"
         return text
@@ -85,15 +105,15 @@ class SftDataset(Examples):
         source = self.source
         return {
             "examples": len(self),
-            "tokens": digest_of_arrays(a for e in self.examples for a in (e.ids, e.mask)),
+            "tokens": digest_of_arrays(a for e in self._sequences() for a in (e.ids, e.mask)),
             "shuffle": source.data.shuffle,
             "seed": source.seed if source.data.shuffle else None,
         }
 
-    def _tokenise_all(self, rows: DatasetRows) -> list[_Example]:
+    def _tokenise_all(self, rows: DatasetRows) -> list[list[_Sequence]]:
         key, limit = self.source.key, self.source.max_tokens
         problems: list[Problem | str] = []
-        kept: list[_Example] = []
+        kept: list[list[_Sequence]] = []
         for index in range(len(rows)):
             try:
                 example = self._example(rows, index)
@@ -102,7 +122,7 @@ class SftDataset(Examples):
             except UserError as error:
                 problems += error.problems
             else:
-                if limit is None or len(example.ids) <= limit:
+                if limit is None or max(len(one.ids) for one in example) <= limit:
                     kept.append(example)
                 else:
                     self.counts[f"dropped {TOO_LONG}"] += 1
@@ -113,7 +133,7 @@ class SftDataset(Examples):
             raise UserError(Problem(f"{key}.path = {self.source.path}", rule, remedy))
         return kept
 
-    def _example(self, rows: DatasetRows, index: int) -> _Example:
+    def _example(self, rows: DatasetRows, index: int) -> list[_Sequence]:
         row, source = rows.row(index), self.source
         if not source.data.uses_chat:
             prompt = text_of(row, source.data.prompt_key, source)
@@ -122,7 +142,7 @@ class SftDataset(Examples):
             self.warnings.update(warning for warning in warnings if warning)
             prefix = prefix_of(prompt, source, self.tokenizer)
             pieces = [(prompt, False), (response, True)]
-            return self._join(pieces, prefix, lambda: self.tokenizer.eos_id)
+            return [self._join(pieces, prefix, lambda: self.tokenizer.eos_id)]
         if source.data.messages_key is not None:
             messages = messages_of(row, source.data.messages_key, source)
         else:
@@ -135,25 +155,34 @@ class SftDataset(Examples):
         if not ends:
             raise BadRow("the conversation has no assistant turn")
         tools = shown_tools(row, messages[: ends[0] - 1], source, self.tokenizer)
-        pieces = self._turns(messages, ends, tools)
-        return self._join(pieces, (), lambda: self._last_stop(messages[: ends[-1]], tools))
+        return [
+            self._join(pieces, (), partial(self._last_stop, messages[:end], tools))
+            for end, pieces in self._turns(messages, ends, tools)
+        ]
 
     def _turns(
         self, messages: Messages, ends: Sequence[int], tools: Messages
-    ) -> list[tuple[str, bool]]:
-        """The rendered conversation in pieces: (text, whether the assistant says it). `ends`: how
-        many messages there are up to each of its turns."""
-        pieces: list[tuple[str, bool]] = []
+    ) -> list[tuple[int, Pieces]]:
+        """The rendered conversation as sequences, each with how many messages it has. `ends`: how
+        many there are up to each turn of the assistant."""
+        found: list[tuple[int, Pieces]] = []
         done = ""
         for end in ends:
             before = render(messages[: end - 1], self.tokenizer, for_answer=True, tools=tools)
             after = render(messages[:end], self.tokenizer, for_answer=False, tools=tools)
-            if not before.startswith(done) or not after.startswith(before):
-                rule = "the chat template writes earlier turns differently once later ones follow"
-                raise BadRow(rule, "give rows with one assistant turn each")
+            if not after.startswith(before):
+                rule = "the chat template opens the assistant's turn differently than it writes it"
+                remedy = "set template_args, or give the answer as the template writes it"
+                raise BadRow(rule, remedy)
+            pieces: Pieces = []
+            if found and before.startswith(done):
+                pieces = found.pop()[1]
+            else:
+                done = ""
             pieces += [(before[len(done) :], False), (after[len(before) :], True)]
+            found.append((end, pieces))
             done = after
-        return pieces
+        return found
 
     def _last_stop(self, messages: Messages, tools: Messages) -> int:
         """The id that ends the last turn where the template writes none: what a further user's turn
@@ -171,8 +200,8 @@ class SftDataset(Examples):
         return following[0] if is_stop else self.tokenizer.eos_id
 
     def _join(
-        self, pieces: list[tuple[str, bool]], prefix: tuple[int, ...], last_stop: Callable[[], int]
-    ) -> _Example:
+        self, pieces: Pieces, prefix: tuple[int, ...], last_stop: Callable[[], int]
+    ) -> _Sequence:
         ids, mask = list(prefix), [False] * len(prefix)
         stops, needs_stop = self.tokenizer.stop_ids, False
         for number, (text, is_trained) in enumerate(pieces, 1):
@@ -194,7 +223,7 @@ class SftDataset(Examples):
                     self.counts["turns without a stop id, since the template writes none"] += 1
             ids += new
             mask += [i < said for i in range(len(new))]
-        return _Example(np.array(ids, np.int32), np.array(mask))
+        return _Sequence(np.array(ids, np.int32), np.array(mask))
 
     def _said(self, ids: list[int]) -> int:
         """How many of a turn's ids the model says: those up to the first that ends it."""

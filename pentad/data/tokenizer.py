@@ -8,14 +8,18 @@ two); an id outside the vocabulary is refused, since a model that never stops is
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from inspect import signature
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, UserError, raise_problems
 from pentad.core.files import file_digest
-from pentad.core.folders import check_plain, download_hint, read_object
+from pentad.core.folders import check_plain, read_object
 from pentad.data.cut import MAX_CPU_S, MAX_GROWTH_BYTES, CutOff, cut_off
 from pentad.weights.hf import companion_files
 
@@ -76,13 +80,22 @@ class Tokenizer:
         assert isinstance(text, str)
         return text
 
-    def render(self, messages: Messages, *, for_answer: bool, tools: Messages = ()) -> str:
-        """The conversation as one text; `for_answer` opens the assistant's turn at its end."""
+    def render(
+        self,
+        messages: Messages,
+        *,
+        for_answer: bool,
+        tools: Messages = (),
+        template_args: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """The conversation as one text; `for_answer` opens the assistant's turn at its end.
+        `template_args` come before those that it was loaded with."""
         return rendered(
             self.inner,
             [dict(message) for message in messages],
             tools=[dict(tool) for tool in tools] or None,
             add_generation_prompt=for_answer,
+            **template_args,
         )
 
 
@@ -115,13 +128,18 @@ def decode_all(inner: Any, many: Sequence[Sequence[int]]) -> list[str]:
     return [inner.decode(ids, skip_special_tokens=True) for ids in many]
 
 
-def load_tokenizer(folder: str | Path, *, key: str = "actor.path") -> Tokenizer:
-    """The tokenizer in a model folder; `key` is the config key to name in errors."""
+def load_tokenizer(
+    folder: str | Path,
+    *,
+    key: str = "actor.path",
+    template_args: Mapping[str, Any] = MappingProxyType({}),
+) -> Tokenizer:
+    """The tokenizer in a model folder; `key` is the config key to name in errors. Its chat template
+    gets `template_args` wherever it is rendered."""
     # Not Path's, which raises where there is no such user.
     where, path = f"{key} = {folder}", Path(os.path.expanduser(folder))  # noqa: PTH111
     if not path.is_dir():
-        remedy = download_hint(str(folder)) or "give a folder with a tokenizer"
-        raise UserError(Problem(where, "no such folder", remedy))
+        raise UserError(Problem(where, "no such folder", "give a folder with a tokenizer"))
     check_plain(path)
     companion_files(path)
     if not any((path / name).exists() for name in TOKENIZER_FILES):
@@ -135,6 +153,9 @@ def load_tokenizer(folder: str | Path, *, key: str = "actor.path") -> Tokenizer:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(Problem(where, f"the tokenizer does not load: {first}")) from error
     check_expansion(path)
+    if template_args:
+        check_template_args(inner, template_args, path)
+        inner.apply_chat_template = partial(inner.apply_chat_template, **template_args)
     more = path / "generation_config.json"
     config = read_object(more) if more.exists() else {}
     vocab_size = len(inner)
@@ -149,6 +170,24 @@ def load_tokenizer(folder: str | Path, *, key: str = "actor.path") -> Tokenizer:
         prefix_ids=prefix_ids,
         prefix_text=inner.decode(prefix_ids, skip_special_tokens=False) if prefix_ids else "",
     )
+
+
+def check_template_args(
+    inner: Any, template_args: Mapping[str, Any], folder: Path, key: str = "template_args"
+) -> None:
+    """Refuses arguments that would change nothing, or what is rendered."""
+    templates = inner.chat_template or ""
+    text = "".join(templates.values()) if isinstance(templates, Mapping) else str(templates)
+    own = signature(type(inner).apply_chat_template).parameters
+    problems = []
+    for name, value in template_args.items():
+        where = f"{key}.{name} = {str(value).lower() if value in (True, False) else value}"
+        if name in own:
+            problems.append(Problem(where, "is given to the template by the run itself"))
+        elif not re.search(rf"\b{re.escape(name)}\b", text):
+            rule = f"the chat template in {folder} does not read {name}, so it would change nothing"
+            problems.append(Problem(where, rule, "leave it out, or use a template that does"))
+    raise_problems(problems)
 
 
 MAX_EXPANSION = 64

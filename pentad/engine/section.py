@@ -269,8 +269,9 @@ class LoraConfig(Section):
 
 class ModelConfig(Section):
     path: str | None = None
-    """Folder with config.json, safetensors and a tokenizer. `plan` also knows the names of the
-    public Qwen2.5 and Qwen3 models. For the critic, null means the actor's."""
+    """Folder with config.json, safetensors and a tokenizer, or a name of the Hugging Face hub,
+    OWNER/NAME or OWNER/NAME@REVISION, whose files are taken from its cache or downloaded. For the
+    critic, null means the actor's."""
     init_from_scratch: bool = False
     """Starts from random weights; only config.json and the tokenizer are read."""
     checkpoint_load_path: str | None = None

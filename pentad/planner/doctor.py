@@ -49,6 +49,7 @@ OPTIONAL = {
     "tensorboard": ("curves in TensorBoard", "pip install 'pentad[tensorboard]'"),
     "wandb": ("records in Weights & Biases", "pip install 'pentad[wandb]'"),
     "TransferQueue": ("store=transfer_queue", "pip install 'pentad[transfer-queue]'"),
+    "trackio": ("records in Trackio", "pip install 'pentad[trackio]'"),
     "trl": ("pentad bench rl beside TRL", "pip install 'pentad[trl]'"),
     "flash-attn-4": ("faster attention on Hopper GPUs and later", "pip install 'pentad[fa4]'"),
     "triton": ("GPU kernels and torch.compile on a GPU", "comes with torch for CUDA"),

@@ -1,4 +1,5 @@
-"""The way of a command from a recipe to the config it runs: read, resolved, checked, fitted."""
+"""The way of a command from a recipe to the config it runs: read, names of the hub looked up,
+resolved, checked, fetched, fitted."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from pentad.config.rules.check import check
 from pentad.config.rules.rule import Command, RunFacts
 from pentad.config.schema import Config
 from pentad.core.errors import Problem, UserError
+from pentad.planner.hub import fetch, pin
 from pentad.planner.plan import choose_device
 from pentad.planner.remedies import choose_logits, choose_microbatches, choose_offloading
 
@@ -38,16 +40,21 @@ def prepare(
         raise UserError(reading.problems)
     with suppress(UserError):  # a rule reports it
         register_models(reading.config)
-    config, notes = resolve(reading.config, samples=samples)
-    notes = [*reading.notes, *notes]
+    pinned = pin(reading.config, command)
+    config, notes = resolve(pinned.config, samples=samples)
+    notes = [*reading.notes, *pinned.notes, *notes]
+    bad = reading.bad | pinned.bad
     kind = choose_device(config, gpu_memory).kind if command == "plan" else None
-    found = check(config, RunFacts(command=command, device=kind), reading.bad)
-    if (found or reading.problems) and facts_here is not None:
-        found = check(config, facts_here(config), reading.bad)
-    problems = [*reading.problems, *(_as_written(one, reading) for one in found)]
+    found = check(config, RunFacts(command=command, device=kind), bad)
+    known = [*reading.problems, *pinned.problems]
+    if (found or known) and facts_here is not None:
+        found = check(config, facts_here(config), bad)
+    problems = [*known, *(_as_written(one, reading) for one in found)]
     if problems:
         raise UserError(dict.fromkeys(problems))
     is_run = command in ("train", "sft", "pretrain") and config.scheduler.type != "slurm"
+    if is_run or command in ("eval", "reward"):  # a Slurm job fetches where it runs
+        fetch(config, command)
     if command == "plan" or is_run:
         device = choose_device(config, gpu_memory)
         config, said = choose_microbatches(config, device, command)

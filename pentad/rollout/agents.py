@@ -109,16 +109,19 @@ class AgentWorkflow(Episodes, OwnPrompts):
         return in_thread(lambda: self.agent(**values))
 
 
-def give_reward(sample: Sample, reward: object) -> None:
+def give_reward(
+    sample: Sample, reward: object, where: str = "rollout.agent", name: str = "agent"
+) -> None:
+    """`name`: of the part that a plain number is."""
     if reward is None:
         return
     parts: dict[str, float] = {}
-    for name, value in (reward if isinstance(reward, Mapping) else {"agent": reward}).items():
+    for part, value in (reward if isinstance(reward, Mapping) else {name: reward}).items():
         if not isinstance(value, Real) or not math.isfinite(value):
-            rule = f"returned {reward!r}; {name} = {value!r} is not a finite number"
+            rule = f"returned {reward!r}; {part} = {value!r} is not a finite number"
             remedy = "return a number, a dict of numbers, or None"
-            raise UserError(Problem("rollout.agent", rule, remedy))
-        parts[str(name)] = float(value)
+            raise UserError(Problem(where, rule, remedy))
+        parts[str(part)] = float(value)
     sample.reward, sample.reward_parts = sum(parts.values()), parts
 
 

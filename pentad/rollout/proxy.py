@@ -116,6 +116,9 @@ class Episode:
 
     def read_chat(self, raw: Mapping[str, Any]) -> ParsedRequest:
         body = read_chat(raw)
+        if body.chat_template_kwargs:
+            rule, name = "the run's template_args say how it is rendered", "chat_template_kwargs"
+            raise ApiError(Problem(name, rule), param=name, code="unsupported_parameter")
         found = read_conversation(body, self.tokenizer)
         conversation = replace(found, messages=[settled(m) for m in found.messages])
         limit = chat_limit(body)

@@ -22,7 +22,7 @@ from pentad.data.render import (
     render,
 )
 from pentad.data.section import DatasetConfig
-from pentad.data.tokenizer import Tokenizer
+from pentad.data.tokenizer import Tokenizer, check_template_args
 from pentad.infer.requests import RequestLimits, check_request
 from pentad.serve.wire import (
     MAX_CHOICES,
@@ -49,6 +49,7 @@ class Conversation:
     """Those the model is shown."""
     reads_calls: bool
     """Whether calls in the answer are parsed."""
+    template_args: Mapping[str, Any]
 
 
 def read_conversation(body: ChatBody, tokenizer: Tokenizer) -> Conversation:
@@ -57,18 +58,29 @@ def read_conversation(body: ChatBody, tokenizer: Tokenizer) -> Conversation:
         rule = f"the tokenizer in {tokenizer.folder} has no chat template"
         raise ApiError(Problem("messages", rule, "use /v1/completions"), param="messages")
     tools = read_tools(body.tools) if body.tool_choice == "auto" else []
+    given, name = body.chat_template_kwargs, "chat_template_kwargs"
+    try:
+        check_template_args(tokenizer.inner, given, tokenizer.folder, name)
+    except UserError as error:
+        raise ApiError(error.problems[0], param=name, code="unsupported_parameter") from error
     try:
         messages = plain_messages(body.messages)
         check_shown(messages, tools, tokenizer)
     except BadRow as error:
         raise ApiError(error.at("messages"), param="messages") from error
     reads_calls = bool(tools) and CALL_START in str(tokenizer.inner.chat_template)
-    return Conversation(messages, tools, reads_calls)
+    return Conversation(messages, tools, reads_calls, given)
 
 
 def chat_ids(conversation: Conversation, tokenizer: Tokenizer) -> list[int]:
     try:
-        text = render(conversation.messages, tokenizer, for_answer=True, tools=conversation.tools)
+        text = render(
+            conversation.messages,
+            tokenizer,
+            for_answer=True,
+            tools=conversation.tools,
+            template_args=conversation.template_args,
+        )
     except BadRow as error:
         raise ApiError(error.at("messages"), param="messages") from error
     check_unicode(text, "messages")

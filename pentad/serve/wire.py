@@ -149,6 +149,8 @@ class ChatBody(Body):
     tools: list[dict[str, Any]] = []
     tool_choice: Literal["none", "auto"] = "auto"
     """With none the model is not shown the tools."""
+    chat_template_kwargs: dict[str, bool | int | float | str] = {}
+    """Arguments of the chat template, such as enable_thinking."""
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] = 0

@@ -14,7 +14,9 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pentad.telemetry.record import StepRecord, plain_json, scalars
@@ -48,6 +50,23 @@ def note_effective(record: Mapping[str, Any], effective: dict[int, float]) -> No
     back = record.get("rolled_back_to")
     for step in [step for step in effective if back is not None and step > back]:
         del effective[step]
+
+
+LISTENERS: list[Callable[[dict[str, Any]], object]] = []
+"""Functions of this process that are given the record of every step; one that raises is reported
+and does not stop the run."""
+
+
+@contextmanager
+def listening(on_step: Callable[[dict[str, Any]], object] | None) -> Iterator[None]:
+    if on_step is None:
+        yield
+        return
+    LISTENERS.append(on_step)
+    try:
+        yield
+    finally:
+        LISTENERS.remove(on_step)
 
 
 class Recorder:
@@ -167,6 +186,8 @@ class Recorder:
             self._show(lambda screen: screen.samples(picks))
             self._show(lambda screen: screen.step(line))
             self._try("alarms", lambda: self._raise_alarms(line))
+            for listener in LISTENERS:
+                self._try("on_step", partial(listener, line))
             self.folder.check_there()
             return line
 
@@ -227,7 +248,7 @@ class Recorder:
         if not self._try("the screen", lambda: act(screen)):
             self.screen = None
 
-    def _try(self, what: str, act: Callable[[], None]) -> bool:
+    def _try(self, what: str, act: Callable[[], object]) -> bool:
         try:
             act()
         except Exception as error:  # whatever a record's way meets, the run goes on without it

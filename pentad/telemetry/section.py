@@ -18,16 +18,27 @@ class WandbConfig(Section):
     """Whether records are sent as they come, kept for later, or dropped."""
 
 
+class TrackioConfig(Section):
+    project: str = "pentad"
+    """Project the run appears in."""
+    space: str | None = None
+    """Space of the Hugging Face hub that records are sent to, OWNER/NAME. null: this machine,
+    where `trackio show` draws them."""
+
+
 class TelemetryConfig(Section):
     tensorboard: bool = False
     """Writes TensorBoard files beside steps.jsonl."""
     wandb: WandbConfig | None = None
     """Sends records to Weights & Biases. null: does not."""
+    trackio: TrackioConfig | None = None
+    """Gives records to Trackio. null: does not."""
     hardware_peak_tflops: Positive | None = None
     """Peak of one device for MFU. null: that of the detected GPU; on a CPU MFU is not reported."""
     mfu_target: Annotated[float, Field(gt=0, le=1)] | None = None
     """Warns when MFU stays below it."""
     samples_per_step: NonNegativeInt = 4
-    """Samples of each step written to samples.jsonl, TensorBoard and Weights & Biases."""
+    """Samples of each step written to samples.jsonl, TensorBoard, Weights & Biases and
+    Trackio."""
     keep_batches: NonNegativeInt = 16
     """Last steps whose groups are kept for `pentad replay`, about 25 bytes a token. 0: none."""

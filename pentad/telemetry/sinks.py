@@ -1,4 +1,5 @@
-"""Where records go besides the run folder: TensorBoard, Weights & Biases. None can stop a run.
+"""Where records go besides the run folder: TensorBoard, Weights & Biases, Trackio. None can stop a
+run.
 
 Each sink lives on a thread of its own. One that raises, or does not keep up, is switched off and
 reported once; steps.jsonl always has everything.
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pentad.core.errors import Problem, UserError
-from pentad.telemetry.section import WandbConfig
+from pentad.telemetry.section import TrackioConfig, WandbConfig
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +133,7 @@ def build_sinks(
     *,
     tensorboard: bool = False,
     wandb: WandbConfig | None = None,
+    trackio: TrackioConfig | None = None,
     run_name: str = "",
 ) -> Sequence[BackgroundSink]:
     """The sinks that are configured. One whose library is missing is a UserError, at the start."""
@@ -150,6 +152,13 @@ def build_sinks(
             raise _missing(f"telemetry.wandb.project = {wandb.project}", "wandb") from error
         make = partial(WandbSink, folder, run_name, **wandb.model_dump())
         sinks.append(BackgroundSink("wandb", make, can_redraw=False))
+    if trackio is not None:
+        try:
+            from pentad.telemetry.trackio_sink import TrackioSink
+        except ImportError as error:
+            raise _missing(f"telemetry.trackio.project = {trackio.project}", "trackio") from error
+        show = partial(TrackioSink, folder, run_name, **trackio.model_dump())
+        sinks.append(BackgroundSink("trackio", show, can_redraw=False))
     return sinks
 
 

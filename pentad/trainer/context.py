@@ -19,6 +19,7 @@ from pentad.checkpoint.folders import (
 )
 from pentad.checkpoint.tiers import Tiers
 from pentad.config.derived import compute_bytes, is_saved_within, layout_of, remote_of
+from pentad.config.load import record_values
 from pentad.config.rules.unused_keys import Command, unread
 from pentad.config.schema import Config, FrequencyConfig
 from pentad.core.device import gpu_name
@@ -113,7 +114,7 @@ class RunContext:
         """Keeps what a replay of this start's steps needs."""
         facts = {
             "generation": self.recorder.generation,
-            "config": self.config.model_dump(mode="json"),
+            "config": record_values(self.config),
             "size": asdict(size),
             "place": place_of(self.device, self.layout),
         }
@@ -201,6 +202,7 @@ def open_recorder(config: Config, folder: RunFolder, title: str, num_steps: int)
         folder.path,
         tensorboard=telemetry.tensorboard,
         wandb=telemetry.wandb,
+        trackio=telemetry.trackio,
         run_name=name,
     )
     return Recorder(

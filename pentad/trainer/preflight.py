@@ -37,7 +37,7 @@ from pentad.rollout.workflows import OwnPrompts, Workflow
 from pentad.runtime.nodes import NODES
 from pentad.runtime.rank import rank_from_environment
 from pentad.runtime.restarts import is_restart
-from pentad.trainer.rank.learners import check_start, trained_dims
+from pentad.trainer.rank.learners import check_start, tokenizer_of, trained_dims
 from pentad.trainer.reward_trial import check_reward
 from pentad.trainer.run_folders import checkpoint_path
 from pentad.trainer.sampling.samplers import server_problems
@@ -91,7 +91,7 @@ def check_train(config: Config, device: torch.device) -> Checked:
     algorithm = config.algorithm.settings
     checks.attempt(lambda: register_models(config))
     dims = checks.attempt(lambda: sampled_dims(config, path))
-    tokenizer = checks.attempt(lambda: load_tokenizer(path))
+    tokenizer = checks.attempt(lambda: tokenizer_of(config))
     workflow = checks.attempt(lambda: load_workflow(config.rollout.workflow, config.rollout.agent))
     stream = valid = None
     if dims is not None and tokenizer is not None:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from pentad.checkpoint.folders import Checkpoint, folder_of
+from pentad.config.load import record_values
 from pentad.config.rules.unused_keys import Command
 from pentad.config.schema import Config
 from pentad.core.device import freeze_gc
@@ -388,7 +389,7 @@ def open_recovery(
     context: RunContext, learner: LearnerClient, savers: Mapping[Role, Saver]
 ) -> RecoverHandler:
     """For a run with these savers, by role; closed with the context."""
-    config, values = context.config, context.config.model_dump(mode="json")
+    config, values = context.config, record_values(context.config)
     facts = {
         "config": values,
         "config_digest": digest_of_config(values),

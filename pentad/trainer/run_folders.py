@@ -19,7 +19,7 @@ from pentad.checkpoint.folders import find_checkpoints, list_folders
 from pentad.checkpoint.quarantine import sweep_uncommitted
 from pentad.config.derived import checkpoint_root, chosen, remote_of
 from pentad.config.describe import show
-from pentad.config.load import dump_config
+from pentad.config.load import dump_config, record_values, with_hub_names
 from pentad.config.rules.checkpoint import changed_keys, judge_changes
 from pentad.config.schema import Config
 from pentad.core.errors import FULL, Problem, RunError, UserError, may_pass
@@ -61,7 +61,7 @@ def describe_progress(config: Config) -> str:
 
 def accept_config(config: Config, before: Mapping[str, Any]) -> list[str]:
     """The differences to an earlier start that do not matter, in words; UserError for others."""
-    values = config.model_dump(mode="json")
+    values, before = record_values(config), with_hub_names(before)
     recover = config.recover
     if recover.is_on:
         changes = judge_changes(before, values, recover.allow)
@@ -117,7 +117,7 @@ def locked_checkpoints(config: Config, root: Path) -> Iterator[None]:
 @contextmanager
 def take_folder(config: Config, *, fresh: bool) -> Iterator[RunFolder]:
     """The run folder, ours until the end; raises UserError where it is not to be had."""
-    values, root = config.model_dump(mode="json"), checkpoint_path(config)
+    values, root = record_values(config), checkpoint_path(config)
     store = _superseded_store(config) if fresh else None
     with ExitStack() as stack:
         stack.enter_context(locked_checkpoints(config, root))

@@ -15,6 +15,7 @@ from pentad.config.describe import fields, nearest_keys, show
 from pentad.config.rules.rule import RUNS, Rules
 from pentad.config.schema import ALIASES, Config
 from pentad.core.errors import Problem
+from pentad.core.hub import HUB_NAME
 from pentad.core.remote import split_uri
 from pentad.engine.section import ArchonConfig
 
@@ -98,10 +99,21 @@ def judge_changes(
             changes.accepted.append(change)
             continue
         rule = f"was {show(before)} so far, and what the run trains depends on it"
-        remedy = f"set it back, force it with recover.allow=[{key}], or start anew with --fresh"
+        back = "set it back"
+        if commit := _other_commit(before, after):
+            rule = f"the run began with commit {commit} of it, and the hub now has another"
+            back = f"give {key}={before}"
+        remedy = f"{back}, force it with recover.allow=[{key}], or start anew with --fresh"
         changes.refused.append(Problem(f"{key} = {show(after)}", rule, remedy))
     changes.refused.extend(fixed_problems(old, new))
     return changes
+
+
+def _other_commit(before: object, after: object) -> str:
+    """The commit that a name of the hub had, where the same name has another one now."""
+    found = [HUB_NAME.fullmatch(one) for one in (before, after) if isinstance(one, str)]
+    same = [(one[1], one[3]) for one in found if one is not None and one[2]]
+    return str(found[0][2]) if len(same) == 2 and same[0] == same[1] and found[0] else ""
 
 
 def fixed_problems(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Problem]:

@@ -14,12 +14,14 @@ from pentad.config.resolve import PATHS
 from pentad.config.rules.rule import RUNS, Rules
 from pentad.config.schema import Config, ModelConfig
 from pentad.core.errors import Problem, UserError
-from pentad.core.folders import download_hint, recovery_problem
+from pentad.core.folders import recovery_problem
+from pentad.core.hub import name_in_cache
 from pentad.models.families import register
 from pentad.rewards.section import REWARD_NAMES
 from pentad.rollout.section import WORKFLOW_NAMES
 
 RULES = Rules()
+HUB_REMEDY = "give a model's folder, or its name on the hub, OWNER/NAME or OWNER/NAME@REVISION"
 MAX_NAME_BYTES = 255
 """Of one folder, on every usual file system."""
 
@@ -87,13 +89,15 @@ def _model_folder(
     folder = Path(path).expanduser()
     where = f"{key} = {path}"
     if not folder.is_dir():
-        remedy = download_hint(full_name(path) or path) or "download the model and give its folder"
+        known = full_name(path)
+        remedy = f"give its name on the hub, {known}" if known else HUB_REMEDY
         return Problem(where, "there is no such folder", remedy)
     if problem := recovery_problem(where, folder):
         return problem
     if not (folder / "config.json").is_file():
         return Problem(where, "the folder has no config.json", "give the folder of a HF model")
-    if not from_scratch and not any(folder.glob("*.safetensors")):
+    is_fetched_later = name_in_cache(str(folder)) is not None
+    if not (from_scratch or is_fetched_later or any(folder.glob("*.safetensors"))):
         remedy = f"save the model as safetensors, or set {key.split('.')[0]}.init_from_scratch"
         if must_be_trained or key not in ("actor.path", "critic.path"):
             remedy = "save it as safetensors"
@@ -132,9 +136,9 @@ def there_is_data_to_evaluate_on(config: Config) -> Problem | None:
 
 def _data_path(key: str, path: str) -> Problem | None:
     is_pattern = set(path) & set("*?[")  # what fits it shows later
-    if is_pattern or Path(path).expanduser().exists():
+    if is_pattern or Path(path).expanduser().exists() or name_in_cache(path) is not None:
         return None
-    remedy = download_hint(path, "dataset") or "check the path"
+    remedy = "check the path, or give a name of the hub, OWNER/NAME:CONFIG:SPLIT"
     return Problem(f"{key} = {path}", "there is no such file or folder", remedy)
 
 
@@ -338,6 +342,8 @@ def what_is_converted_is_there(config: Config) -> Problem | None:
     key = "megatron.ckpt_convertor.hf_model_path" if source else "actor.path"
     source = source or config.actor.path
     if source is None or any(Path(source).expanduser().glob("*.safetensors")):
+        return None
+    if name_in_cache(source) is not None:
         return None
     rule = "the folder has no *.safetensors, and megatron.use_hf_ckpt = true converts them"
     return Problem(f"{key} = {source}", rule, "give the folder of a HF model")

@@ -15,7 +15,9 @@ from pentad.config.derived import component_of, register_models
 from pentad.config.rules.elastic import fit_world
 from pentad.config.schema import Config
 from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.group_values import gather_values
 from pentad.core.seeds import seed_globals
+from pentad.planner.hub import pins_of
 from pentad.runtime.calls import RankCalls, serve
 from pentad.runtime.rank import Rank, is_one_machine, rank_from_environment
 from pentad.runtime.rank_host import JOIN_S, device_of, join_group, leave_group, shares_store
@@ -84,6 +86,14 @@ def fit_torchrun(config: Config, rank: Rank) -> tuple[Config, Rank, str]:
     return fitted.config, rank, fitted.why
 
 
+def check_same_commits(config: Config) -> None:
+    """Ranks look names of the hub up one by one; a branch may move in between."""
+    found = sorted(set(gather_values(pins_of(config))))
+    if len(found) > 1:
+        rule = f"ranks found different commits on the hub: {' and '.join(found)}"
+        raise UserError(Problem("actor.path", rule, "name one: OWNER/NAME@COMMIT"))
+
+
 def run_under_torchrun(job: RunJob, rank: Rank, *, fresh: bool) -> RunSummary:
     """One rank of a group that torchrun started, and starts again; rank 0 is the scheduler too."""
     if rank.world == 1:
@@ -93,6 +103,7 @@ def run_under_torchrun(job: RunJob, rank: Rank, *, fresh: bool) -> RunSummary:
     place = device_of(rank, job.device)
     seed_globals(job.config.seed, f"learner-{rank.rank}")
     join_group(rank, place, timeout_s=JOIN_S)
+    check_same_commits(job.config)
     try:
         summary = run_rank(job, rank, place, fresh=fresh)
     except RunError as error:

@@ -18,11 +18,11 @@ from pentad.core.errors import Problem, UserError
 from pentad.data.examples import Examples
 from pentad.data.render import DataSource
 from pentad.data.sft import SftDataset, open_sft
-from pentad.data.tokenizer import Tokenizer, load_tokenizer
+from pentad.data.tokenizer import Tokenizer
 from pentad.data.tokens import TokenSequences, open_tokens
 from pentad.rl.losses import SftLoss
 from pentad.runtime.rank import Rank
-from pentad.trainer.rank.learners import build_role, trained_dims
+from pentad.trainer.rank.learners import build_role, tokenizer_of, trained_dims
 from pentad.trainer.rank.service import EngineService
 
 EVALUATED_AT_ONCE = 1024
@@ -52,7 +52,7 @@ class ExampleService(EngineService, ABC):
         here, such as of a file that was edited before this rank was started again."""
         path = model_folder(self.config)
         if not self.data:
-            dims, tokenizer = trained_dims(self.config, path), load_tokenizer(path)
+            dims, tokenizer = trained_dims(self.config, path), tokenizer_of(self.config)
             for part in parts_of(self.config):
                 self.data[part] = self.open_part(self.config, part, dims, tokenizer)
                 self.data[part].check_state(data[part])

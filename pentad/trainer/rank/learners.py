@@ -21,6 +21,7 @@ from pentad.core.errors import Problem, UserError, raise_problems
 from pentad.core.roles import Learner
 from pentad.core.seeds import derive_seed
 from pentad.core.sizes import RunSize
+from pentad.data.tokenizer import Tokenizer, load_tokenizer
 from pentad.engine.engine import Engine, build_engine
 from pentad.engine.frozen import BASE, spec_of_lora
 from pentad.engine.section import EngineSettings, ModelConfig
@@ -42,6 +43,11 @@ FAMILY_NAMES = {"qwen2.5": "qwen2"}
 def backend_of(config: Config, role: str) -> Literal["archon", "fsdp"]:
     """Whose models a role has."""
     return "fsdp" if component_of(config, role).backend == "fsdp" else "archon"
+
+
+def tokenizer_of(config: Config) -> Tokenizer:
+    """The actor's, which renders conversations as the run says."""
+    return load_tokenizer(model_folder(config), template_args=config.template_args.given)
 
 
 def trained_dims(config: Config, path: str) -> ModelDims:

@@ -21,7 +21,7 @@ from pentad.core.roles import Sampler
 from pentad.core.seeds import derive_seed, seed_globals
 from pentad.core.types import Prompt, SamplingParams
 from pentad.data.prompts import PromptStream
-from pentad.data.tokenizer import Tokenizer, load_tokenizer
+from pentad.data.tokenizer import Tokenizer
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.models.families import dims_of
 from pentad.rewards.scorer import RewardScorer
@@ -36,6 +36,7 @@ from pentad.trainer.preflight import (
     valid_stream,
     vocabulary_problems,
 )
+from pentad.trainer.rank.learners import tokenizer_of
 from pentad.trainer.reward_trial import check_reward
 from pentad.trainer.sampling.samplers import sampler_settings
 from pentad.trainer.saving.periodic import Frequency
@@ -80,7 +81,7 @@ def check_eval(config: Config) -> Subject:
     if adapter is not None and addresses:
         rule, remedy = f"the server at {addresses[0]} draws from what it holds", "let it load that"
         checks.problems.append(Problem(f"actor.lora.init_path = {adapter}", rule, remedy))
-    tokenizer = checks.attempt(lambda: load_tokenizer(path))
+    tokenizer = checks.attempt(lambda: tokenizer_of(config))
     workflow = checks.attempt(lambda: load_workflow(config.rollout.workflow, config.rollout.agent))
     stream = None
     if dims is not None and tokenizer is not None:

@@ -15,7 +15,6 @@ from pentad.checkpoint.folders import Checkpoint, reading
 from pentad.config.derived import model_folder, register_models
 from pentad.config.schema import Config
 from pentad.data.examples import Examples
-from pentad.data.tokenizer import load_tokenizer
 from pentad.telemetry.log import announced
 from pentad.telemetry.record import PhaseTimer
 from pentad.trainer.context import RunSummary
@@ -27,7 +26,7 @@ from pentad.trainer.rank.example_service import (
     SftService,
     parts_of,
 )
-from pentad.trainer.rank.learners import check_start, start_run, trained_dims
+from pentad.trainer.rank.learners import check_start, start_run, tokenizer_of, trained_dims
 from pentad.trainer.rank.update import BatchFacts, step_from
 from pentad.trainer.records import TrainedBatch
 from pentad.trainer.run import BatchSource, Run, RunInputs
@@ -152,7 +151,7 @@ def check_examples(
     path = model_folder(config)
     checks.attempt(lambda: register_models(config))
     dims = checks.attempt(lambda: trained_dims(config, path))
-    tokenizer = checks.attempt(lambda: load_tokenizer(path))
+    tokenizer = checks.attempt(lambda: tokenizer_of(config))
     found: dict[str, Examples] = {}
     if dims is not None and tokenizer is not None:
         checks.attempt(lambda: check_start(config, "actor"))

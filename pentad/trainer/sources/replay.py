@@ -24,11 +24,13 @@ from pentad.checkpoint.fence import holding
 from pentad.checkpoint.folders import COMMIT, Checkpoint, find_checkpoints, state_folder
 from pentad.config.aliases import config_from_record
 from pentad.config.derived import (
+    SCORERS,
     component_of,
     layout_of,
     parsed_allocation,
     register_models,
 )
+from pentad.config.load import record_values, with_hub_names
 from pentad.config.resolve import with_absolute_paths
 from pentad.config.rules.checkpoint import judge_changes
 from pentad.config.rules.start import rank_problems
@@ -38,6 +40,7 @@ from pentad.core.device import pick_device
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.lock import FolderLock
 from pentad.core.types import Group
+from pentad.planner.hub import with_local_models
 from pentad.runtime.calls import RankCalls
 from pentad.runtime.group_calls import GroupSettings, RankGroup
 from pentad.runtime.local_roles import LocalRuntime
@@ -232,7 +235,7 @@ def make_plan(folder: Path, step: int, layout: str | None) -> ReplayPlan:
         raise UserError(Problem(f"--step = {step}", rule, remedy))
     place = (folder / "batches").absolute()
     last = _read_whole(place, step)
-    config = config_of(last, folder, layout)
+    config = with_local_models(config_of(last, folder, layout))
     found = find_checkpoints(checkpoint_path(config), report=lambda sentence: None)
     checkpoint = next((one for one in found if one.step + 1 < step), None)
     first = 1 if checkpoint is None else checkpoint.step + 2
@@ -240,7 +243,7 @@ def make_plan(folder: Path, step: int, layout: str | None) -> ReplayPlan:
         raise UserError(missing_batches_problem(config, step, first, missing))
     before = [_read_whole(place, number) for number in range(first, step)]
     for batch in before:
-        changes = judge_changes(batch["config"], last["config"])
+        changes = judge_changes(with_hub_names(batch["config"]), with_hub_names(last["config"]))
         if changes.refused:
             where = changes.refused[0].where
             rule = f"the config changed between step {batch['step']} and step {step}, in {where}"
@@ -326,9 +329,8 @@ def restore(plan: ReplayPlan, learner: LearnerClient, roles: Sequence[Role]) -> 
             given = {"root": root, "step": step, "folder": state_folder(role, step)}
             counters = learner.call_all("restore_state", role=role, **given)
             tags |= set(counters.get("tags", ())) if role == "actor" else set()
-    before, config = checkpoint.manifest.facts["config"], plan.config
-    paths = {"ref": config.ref.path, "teacher": config.teacher.path}
-    return tags - {tag for tag, path in paths.items() if before[tag]["path"] != path}
+    before, values = with_hub_names(checkpoint.manifest.facts["config"]), record_values(plan.config)
+    return tags - {tag for tag in SCORERS if before[tag]["path"] != values[tag]["path"]}
 
 
 def compare(

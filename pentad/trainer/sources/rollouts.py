@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from pentad.checkpoint.folders import Checkpoint, reading
-from pentad.config.derived import snapshot_on_host
+from pentad.config.derived import SCORERS, snapshot_on_host
+from pentad.config.load import record_values, with_hub_names
 from pentad.config.schema import Config
 from pentad.config.topology import scorers
 from pentad.core.errors import Problem, UserError
@@ -333,9 +334,9 @@ class RolloutSource(BatchSource):
         if checkpoint is None:
             run.learner.call_all("load_tags", has=[], step=0)
             return
-        before, now = checkpoint.manifest.facts["config"], run.config
-        paths = {"ref": now.ref.path, "teacher": now.teacher.path}
-        replaced = {tag for tag, path in paths.items() if before[tag]["path"] != path}
+        before, now = with_hub_names(checkpoint.manifest.facts["config"]), run.config
+        values = record_values(now)
+        replaced = {tag for tag in SCORERS if before[tag]["path"] != values[tag]["path"]}
         keeps_ref = before["mode"] == "async" and bool(before["algorithm"]["kl_coef"])
         every = before["ref_update_interval"]
         if keeps_ref and every and now.mode != "async" and run.trained >= every:

@@ -174,23 +174,62 @@ def test_a_template_without_an_end_gets_one(open_data, tokenizer_folder, tmp_pat
     assert pieces(row, tokenizer) == ("2<|im_end|>", "[user]1+1[assistant]")
 
 
-def test_a_template_that_rewrites_history_is_refused_for_all_turns(
-    open_data, tokenizer_folder, tmp_path
-):
-    from pentad.data.tokenizer import load_tokenizer
+THINKING = (
+    "{% for m in messages %}[{{ m['role'] }}]{% if m['role'] == 'assistant' and not loop.last "
+    "and messages[loop.index0 + 1].role == 'user' %}{{ m['content'].split('</think>')[-1] }}"
+    "{% else %}{{ m['content'] }}{% endif %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    "{% endif %}"
+)
+"""Leaves the thinking of answers before a user's turn out, as Qwen3 does."""
+THOUGHT = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "<think>x</think>b"},
+    {"role": "tool", "content": "c"},
+    {"role": "assistant", "content": "<think>y</think>d"},
+    {"role": "user", "content": "e"},
+    {"role": "assistant", "content": "<think></think>f"},
+]
 
-    template = (
-        "{% for m in messages %}[{{ m['role'] }}]{% if loop.last and m['role'] == 'assistant' %}"
-        "<think></think>{% endif %}{{ m['content'] }}<|im_end|>{% endfor %}"
-        "{% if add_generation_prompt %}[assistant]{% endif %}"
+
+@pytest.fixture
+def thinking(tokenizer_folder, tmp_path):
+    return tokenizer_folder(tmp_path / "thinking", template=THINKING)
+
+
+def test_a_template_that_rewrites_history_gives_sequences_as_sampling_sees_them(
+    open_data, thinking
+):
+    tokenizer = load_tokenizer(thinking)
+    data = open_data([{"messages": THOUGHT}], tokenizer, **CHAT)
+    first, second = data.batch(0, 1)
+    assert pieces(first, tokenizer) == (
+        "<think>x</think>b<|im_end|><think>y</think>d<|im_end|>",
+        "[user]a<|im_end|>[assistant][tool]c<|im_end|>[assistant]",
     )
-    tokenizer = load_tokenizer(tokenizer_folder(tmp_path / "m", template=template))
-    with pytest.raises(
-        UserError, match="writes earlier turns differently.*one assistant turn each"
-    ):
-        open_data([{"messages": TALK}], tokenizer, **CHAT)
-    row = open_data([{"messages": TALK[:2]}], tokenizer, **CHAT).batch(0, 1)[0]
-    assert pieces(row, tokenizer)[0] == "<think></think>2<|im_end|>"
+    assert pieces(second, tokenizer)[0] == "<think></think>f<|im_end|>"
+    seen = tokenizer.render(THOUGHT[:-1], for_answer=True)
+    said = int(second.columns["weights"].argmax())
+    assert second.ids[:said].tolist() == tokenizer.encode(seen) and "y" not in seen
+    assert "1 examples of" in data.summary() and "in 2 sequences, since" in data.summary()
+
+
+def test_template_args_reach_what_is_learned(open_data, thinking):
+    tokenizer = load_tokenizer(thinking, template_args={"enable_thinking": False})
+    row = open_data([{"messages": THOUGHT[-2:]}], tokenizer, **CHAT).batch(0, 1)[0]
+    assert pieces(row, tokenizer) == ("f<|im_end|>", "[user]e<|im_end|>[assistant]<think></think>")
+    with pytest.raises(UserError, match="opens the assistant's turn differently than it writes it"):
+        open_data([{"messages": THOUGHT[:2]}], tokenizer, **CHAT)
+
+
+def test_template_args_that_would_change_nothing_are_refused(thinking):
+    with pytest.raises(UserError) as error:
+        load_tokenizer(thinking, template_args={"thinking": False, "tools": "x"})
+    assert [str(problem).partition(" in ")[0] for problem in error.value.problems] == [
+        "template_args.thinking = false: the chat template",
+        "template_args.tools = x: is given to the template by the run itself.",
+    ]
 
 
 def test_long_examples_are_dropped_and_counted(open_data):

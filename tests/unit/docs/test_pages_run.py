@@ -32,6 +32,8 @@ SKIPPED = {
     "rollout.server.": "needs vLLM; tests/vllm",
     "VLLM_SERVER_DEV_MODE": "needs vLLM; tests/vllm",
     "pentad sft sft.yaml": "tests/unit/docs/test_sft_page.py",
+    "pentad.train(recipe, reward=score": "tests/unit/docs/test_python_page.py",
+    "pentad.load(": "tests/unit/docs/test_python_page.py",
     "pentad pretrain pretrain.yaml": "tests/unit/docs/test_pretraining_page.py",
     "pentad bench": "takes minutes; tests/unit/cli/test_bench.py runs parts of it",
     "from pentad.models.spec import ModelSpec": "tests/unit/models/test_adding_a_model.py",

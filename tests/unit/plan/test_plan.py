@@ -533,7 +533,7 @@ def test_rows_are_counted_where_the_data_is(tmp_path):
 
 
 def test_an_unknown_critic_is_refused():
-    with pytest.raises(UserError, match="critic.path = Qwen/Qwen3-9B: no such folder"):
+    with pytest.raises(UserError, match="critic.path = Qwen/Qwen3-9B: is not whole in the c"):
         prepare(
             None,
             ["actor.path=Qwen3-8B", "algorithm.name=ppo", "critic.path=Qwen/Qwen3-9B"],

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pentad.telemetry.section import WandbConfig
+from pentad.telemetry.section import TrackioConfig, WandbConfig
 from pentad.telemetry.sinks import BackgroundSink, build_sinks
 
 
@@ -202,9 +202,9 @@ def test_wandb_gets_a_table_of_what_was_said(tmp_path, monkeypatch):
 def test_a_missing_library_is_a_sentence_at_the_start(tmp_path):
     code = (
         "import sys, pathlib\n"
-        "sys.modules['tensorboard'] = sys.modules['wandb'] = None\n"
+        "sys.modules['tensorboard'] = sys.modules['wandb'] = sys.modules['trackio'] = None\n"
         "from pentad.core.errors import UserError\n"
-        "from pentad.telemetry.section import WandbConfig\n"
+        "from pentad.telemetry.section import TrackioConfig, WandbConfig\n"
         "from pentad.telemetry.sinks import build_sinks\n"
         "for asked in ({'tensorboard': True}, {'wandb': WandbConfig(project='p')}):\n"
         "    try: build_sinks(pathlib.Path('x'), **asked)\n"
@@ -218,12 +218,30 @@ def test_a_missing_library_is_a_sentence_at_the_start(tmp_path):
     ]
 
 
+def test_trackio_gets_steps_and_what_was_said(tmp_path, monkeypatch):
+    run = SimpleNamespace(logged=[], finish=lambda: None)
+    run.log = lambda values, step: run.logged.append((step, values))
+    asked = []
+    stand_in = ModuleType("trackio")
+    stand_in.init = lambda **given: asked.append(given) or run
+    stand_in.Table = lambda columns, data: (columns, data)
+    monkeypatch.setitem(sys.modules, "trackio", stand_in)
+    monkeypatch.delitem(sys.modules, "pentad.telemetry.trackio_sink", raising=False)
+    (sink,) = build_sinks(tmp_path, trackio=TrackioConfig(project="p"), run_name="mine")
+    sink.write(3, {"loss": 0.5})
+    sink.close()
+    monkeypatch.delitem(sys.modules, "pentad.telemetry.trackio_sink")
+    (given,) = asked
+    assert (given["project"], given["name"], given["resume"]) == ("p", "mine", "allow")
+    assert run.logged == [(3, {"loss": 0.5})] and not sink.can_redraw
+
+
 @pytest.mark.optional
 def test_wandb_keeps_an_offline_run(tmp_path):
     pytest.importorskip("wandb")
     code = (
         "import sys, pathlib\n"
-        "from pentad.telemetry.section import WandbConfig\n"
+        "from pentad.telemetry.section import TrackioConfig, WandbConfig\n"
         "from pentad.telemetry.sinks import build_sinks\n"
         "settings = WandbConfig(project='p', mode='offline')\n"
         "(sink,) = build_sinks(pathlib.Path(sys.argv[1]), wandb=settings)\n"

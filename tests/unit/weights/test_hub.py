@@ -1,59 +1,29 @@
-"""A saved folder goes to the hub whole: held against a server that speaks the hub's protocol."""
+"""A saved model goes to the hub whole, with a card: held against a server that speaks its
+protocol."""
 
-import base64
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
+import yaml
+from hub_server import client_of, serving_hub
+from typer.testing import CliRunner
 
+from pentad.cli.main import app
+from pentad.config.schema import Config
 from pentad.core.errors import RunError, UserError
 from pentad.weights.hf import SINGLE, plan_folder, push_to_hub, save_folder
 from pentad.weights.transfer import TensorInfo
 
-
-class Hub(BaseHTTPRequestHandler):
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.server.seen.append((self.path, self.headers.get("Authorization"), body))
-        if self.path == "/api/repos/create":
-            answer = {"url": f"{self.server.address}/me/model"}
-        elif self.path.endswith("/preupload/main"):
-            files = json.loads(body)["files"]
-            modes = [{"path": f["path"], "uploadMode": "regular"} for f in files]
-            answer = {"files": [{**mode, "shouldIgnore": False} for mode in modes]}
-        elif self.path.endswith("/commit/main"):
-            url = f"{self.server.address}/me/model/commit/abc"
-            answer = {"commitUrl": url, "commitOid": "abc", "success": True}
-        else:
-            answer = {}
-        self.reply(answer)
-
-    def do_GET(self):
-        self.reply({"valid": True, "warnings": [], "errors": []})
-
-    def reply(self, answer):
-        data = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args):
-        pass
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture
-def hub():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.seen = []
-    server.address = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+def hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    with serving_hub() as server, client_of(server, tmp_path / "cache", monkeypatch):
+        yield server
 
 
 def saved(folder):
@@ -67,15 +37,11 @@ def test_every_file_arrives_as_it_is(tmp_path, hub):
     folder = saved(tmp_path / "m")
     url = push_to_hub(folder, "me/model", token="secret", endpoint=hub.address)
     assert url.startswith(f"{hub.address}/me/model")
-    created = json.loads(next(body for path, _, body in hub.seen if path == "/api/repos/create"))
-    assert created["name"] == "model" and created["visibility"] == "private"
-    (commit,) = [entry for entry in hub.seen if entry[0].endswith("/commit/main")]
-    assert commit[1] == "Bearer secret"
-    lines = [json.loads(line) for line in commit[2].splitlines()]
-    files = {x["value"]["path"]: x["value"]["content"] for x in lines if x["key"] == "file"}
+    repo = hub.repos["models", "me/model"]
+    files = repo.commits[repo.refs["main"]]
     assert set(files) == {SINGLE, "config.json"}
     for name, content in files.items():
-        assert base64.b64decode(content) == (folder / name).read_bytes()
+        assert content == (folder / name).read_bytes()
 
 
 def test_a_torn_folder_never_leaves_the_machine(tmp_path, hub):
@@ -89,8 +55,64 @@ def test_a_torn_folder_never_leaves_the_machine(tmp_path, hub):
     assert hub.seen == []
 
 
-def test_a_hub_that_is_not_there_is_told_in_a_sentence(tmp_path, hub):
+def test_a_hub_that_is_not_there_is_one_sentence(tmp_path, hub):
     hub.shutdown()
     hub.server_close()
     with pytest.raises(RunError, match="was not uploaded to me/model at http.*; check"):
         push_to_hub(saved(tmp_path / "m"), "me/model", token="secret", endpoint=hub.address)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Records of three steps and a model of the last."""
+    folder = tmp_path / "runs/logs/me/sums/trial-0"
+    folder.mkdir(parents=True)
+    config = Config(user="me", experiment_name="sums").model_dump(mode="json")
+    config["actor"]["path"] = f"Qwen/Qwen3-0.6B@{COMMIT}"
+    config["train_dataset"] |= {"path": f"openai/gsm8k@{COMMIT}:main/train-*", "batch_size": 8}
+    config["reward"]["fn"] = "gsm8k"
+    start = {"versions": {"torch": "2.13.0"}}
+    (folder / "manifest.json").write_text(json.dumps({"config": config, "starts": [start]}))
+    steps = [{"step": n, "loss": 0.5 / n, "rl": {"reward_mean": n / 4}} for n in (1, 2, 3)]
+    (folder / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    saved(tmp_path / "runs/checkpoints/me/sums/trial-0/default/epoch0epochstep2globalstep2")
+    return folder
+
+
+def test_a_pushed_model_has_a_card_of_its_run(run, hub):
+    done = CliRunner().invoke(app, ["export", str(run), "--push", "me/sums"])
+    assert done.exit_code == 0, done.output
+    repo = hub.repos["models", "me/sums"]
+    files = repo.commits[repo.refs["main"]]
+    assert set(files) == {SINGLE, "config.json", "README.md"}
+    card = files["README.md"].decode()
+    front = yaml.safe_load(card.split("---")[1])
+    assert front["base_model"] == "Qwen/Qwen3-0.6B" and front["datasets"] == ["openai/gsm8k"]
+    assert "grpo" in front["tags"] and front["library_name"] == "transformers"
+    for line in (f"| Base | Qwen/Qwen3-0.6B@{COMMIT} |", "| Reward | gsm8k |", "| 3 | 0.75 | 0.1"):
+        assert line in card
+    assert "batch_size: 8" in card and "torch 2.13.0" in card and "gconfig" not in card
+
+
+def test_a_card_that_is_there_stays(run, hub):
+    model = next((run.parents[4] / "runs/checkpoints").glob("**/epoch*"))
+    (model / "README.md").write_text("mine")
+    done = CliRunner().invoke(app, ["export", str(run)])
+    assert "as it was" in done.output and (model / "README.md").read_text() == "mine"
+    assert hub.seen == []
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ["nowhere"],
+            "run = nowhere: has no manifest of a run; give the folder of a run's records",
+        ),
+        (["{run}", "--push", "sums"], "--push = sums: a model of the hub is named OWNER/NAME"),
+        (["{run}", "--step", "2"], "has models of steps 3 of it; saver.freq_steps says"),
+    ],
+)
+def test_bad_words_of_export_are_a_sentence(run, words, sentence):
+    done = CliRunner().invoke(app, ["export", *(word.format(run=run) for word in words)])
+    assert done.exit_code == 2 and sentence in done.stderr

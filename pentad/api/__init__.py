@@ -1,0 +1,1 @@
+"""Pentad from Python: `import pentad`, then `pentad.train`, `pentad.sft` and `pentad.load`."""

@@ -1,0 +1,104 @@
+"""Functions and classes of a Python session, as names that a recipe can hold.
+
+One that stands in a file is named by it. One of a notebook, or of the script that runs, is written
+to a file of its own together with the functions, imports and plain values that it uses, so that the
+processes that score can import it. What cannot be written so is refused, by name.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from pentad.core.errors import Problem, UserError
+from pentad.core.files import write_atomic
+
+HERE = "give in_process=True to run it in this process"
+
+
+def spec_of(given: Callable[..., Any], folder: Path, what: str) -> str:
+    """FILE:NAME or PACKAGE.MODULE:NAME; `folder` is where a session's functions are written."""
+    name, module = getattr(given, "__qualname__", ""), getattr(given, "__module__", "__main__")
+    if not isinstance(given, FunctionType | type) or not name.isidentifier():
+        rule = "is no function or class at the top of a file or cell"
+        remedy = f"write it there with def, or {HERE}"
+        raise UserError(Problem(f"{what} = {name or repr(given)}", rule, remedy))
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if module != "__main__" and file is not None:
+        return f"{module}:{name}" if "." in module else f"{Path(file).resolve()}:{name}"
+    target = folder / f"{name}.py"
+    text = "\n\n\n".join(Shipped(given, what).parts()) + "\n"
+    if not target.exists() or target.read_text() != text:
+        write_atomic(target, text.encode())
+    return f"{target.resolve()}:{name}"
+
+
+class Shipped:
+    """The source of a function or class of this session with what it uses."""
+
+    def __init__(self, given: Any, what: str) -> None:
+        self.given = given
+        self.where = f"{what} = {given.__name__}"
+        self.imports: dict[str, str] = {}
+        self.values: dict[str, str] = {}
+        self.sources: dict[str, str] = {}
+
+    def parts(self) -> list[str]:
+        self._add(self.given)
+        heads = [*sorted(self.imports.values()), *self.values.values()]
+        return [*(["\n".join(heads)] if heads else []), *self.sources.values()]
+
+    def _add(self, given: Any) -> None:
+        if given.__name__ in self.sources:
+            return
+        if free := getattr(getattr(given, "__code__", None), "co_freevars", ()):
+            rule = f"uses {', '.join(free)} of the function around it, which no file can hold"
+            raise UserError(Problem(self.where, rule, f"make it an argument, or {HERE}"))
+        try:
+            source = textwrap.dedent(inspect.getsource(given))
+        except (OSError, TypeError) as error:
+            rule = f"the source of {given.__name__} is not known"
+            remedy = f"write it in a file, or {HERE}"
+            raise UserError(Problem(self.where, rule, remedy)) from error
+        self.sources[given.__name__] = source.rstrip()
+        known = getattr(given, "__globals__", None) or vars(sys.modules[given.__module__])
+        for name in names_in(source):
+            if name in known and known[name] is not given:
+                self._use(name, known[name])
+
+    def _use(self, name: str, value: Any) -> None:
+        module = getattr(value, "__module__", None)
+        if isinstance(value, ModuleType):
+            self.imports[name] = f"import {value.__name__} as {name}"
+        elif isinstance(value, FunctionType | type) and module == "__main__":
+            self._add(value)
+        elif callable(value) and module and "." not in getattr(value, "__qualname__", "."):
+            self.imports[name] = f"from {module} import {value.__qualname__} as {name}"
+        elif is_plain(value):
+            self.values[name] = f"{name} = {value!r}"
+        else:
+            rule = (
+                f"uses {name}, a {type(value).__name__} of this session, which is not written down"
+            )
+            raise UserError(Problem(self.where, rule, f"make it in the function, or {HERE}"))
+
+
+def names_in(source: str) -> Iterator[str]:
+    """Names that the source reads, in their order."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            yield node.id
+
+
+def is_plain(value: object) -> bool:
+    """Whether its text means the same elsewhere."""
+    try:
+        return bool(ast.literal_eval(repr(value)) == value)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return False

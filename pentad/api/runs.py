@@ -1,0 +1,230 @@
+"""Runs from Python: the commands `train` and `sft` as functions, with rows, rewards and
+environments of the session.
+
+What is given as an object becomes a file beside the run's records, named in its config: the run is
+checked, recorded and resumed as if a recipe had named these files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from pentad.api.callables import spec_of
+from pentad.config.load import read_config
+from pentad.config.recipe_file import dump_yaml, write_override
+from pentad.config.schema import Config
+from pentad.core.errors import Problem, UserError
+from pentad.core.files import write_atomic
+from pentad.core.scratch import scratch_folder
+from pentad.planner.prepare import prepare
+from pentad.telemetry.recorder import listening
+from pentad.trainer.context import RunSummary
+
+RecipeOrPath = str | Path | Mapping[str, Any]
+RowsOrPath = str | Sequence[Mapping[str, Any]]
+Reward = str | Callable[..., Any] | Sequence[str | Callable[..., Any]]
+OnStep = Callable[[dict[str, Any]], object]
+
+
+def train(
+    recipe: RecipeOrPath,
+    *,
+    reward: Reward | None = None,
+    dataset: RowsOrPath | None = None,
+    valid_dataset: RowsOrPath | None = None,
+    environment: str | type | None = None,
+    on_step: OnStep | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    in_process: bool = False,
+    fresh: bool = False,
+    device: str = "auto",
+) -> RunSummary:
+    """Reinforcement learning, as `pentad train`; returns where records and model are.
+
+    `recipe` is a YAML file or the same keys as a dict, `overrides` further ones by dotted key.
+    `on_step` is given the record of each step. With `in_process` the reward runs in this process.
+    """
+    given = _Given(recipe, overrides)
+    given.set_rows("train_dataset", dataset)
+    given.set_rows("valid_dataset", valid_dataset)
+    given.set_reward(reward, in_process=in_process)
+    given.set_environment(environment)
+    return _run(given, "train", on_step, fresh=fresh, device=device)
+
+
+def sft(
+    recipe: RecipeOrPath,
+    *,
+    dataset: RowsOrPath | None = None,
+    valid_dataset: RowsOrPath | None = None,
+    on_step: OnStep | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    fresh: bool = False,
+    device: str = "auto",
+) -> RunSummary:
+    """Training on given answers, as `pentad sft`."""
+    given = _Given(recipe, overrides)
+    given.set_rows("train_dataset", dataset)
+    given.set_rows("valid_dataset", valid_dataset)
+    return _run(given, "sft", on_step, fresh=fresh, device=device)
+
+
+class _Given:
+    """A recipe and what a call adds to it, as overrides."""
+
+    def __init__(self, recipe: RecipeOrPath, overrides: Mapping[str, Any] | None) -> None:
+        if not isinstance(recipe, str | Path | Mapping):
+            rule = "is neither the path of a YAML file nor a dict of keys"
+            raise UserError(Problem(f"recipe = {recipe!r}", rule))
+        self.recipe = recipe
+        self.overrides = [write_override(key, value) for key, value in (overrides or {}).items()]
+
+    @contextmanager
+    def file(self) -> Iterator[Path]:
+        """The recipe as a file; keys of a dict may be dotted."""
+        if not isinstance(self.recipe, Mapping):
+            yield Path(self.recipe)
+            return
+        with scratch_folder("recipe") as folder:
+            path = folder / "recipe"
+            path.write_text(dump_yaml(_nested(self.recipe)))
+            yield path
+
+    def read(self) -> Config:
+        """As far as it can be read; `prepare` reports what cannot."""
+        with self.file() as path:
+            return read_config(path, self.overrides).config
+
+    @property
+    def folder(self) -> Path:
+        """For what is written down of this run."""
+        config = self.read()
+        return Path(config.fileroot) / "given" / config.experiment_name / config.trial_name
+
+    def set(self, key: str, value: Any) -> None:
+        self.overrides.append(write_override(key, value))
+
+    def set_rows(self, block: str, rows: RowsOrPath | None) -> None:
+        if rows is None:
+            return
+        if not isinstance(rows, str):
+            path = self.folder / f"{block}.jsonl"
+            text = "".join(f"{_line(block, n, row)}\n" for n, row in enumerate(rows))
+            if not path.exists() or path.read_text() != text:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(path, text.encode())
+            rows = str(path)
+        self.set(f"{block}.path", rows)
+
+    def set_reward(self, reward: Reward | None, *, in_process: bool) -> None:
+        if reward is None:
+            return
+        if in_process:
+            self._score_here(reward)
+            return
+        listed = [reward] if callable(reward) or isinstance(reward, str) else list(reward)
+        specs = [one if isinstance(one, str) else self._written(one, "reward") for one in listed]
+        self.set("reward.fn", specs[0] if len(specs) == 1 else specs)
+
+    def _score_here(self, reward: Reward) -> None:
+        from pentad.api.here import REWARDS
+
+        name = getattr(reward, "__name__", "reward").strip("<>")
+        if not callable(reward):
+            rule = "takes one function, as reward="
+            raise UserError(Problem("in_process = true", rule, "leave it out for names and lists"))
+        if self.read().rollout.workflow not in ("single_turn", f"pentad.api.here:{name}"):
+            rule = "scores single answers, and the recipe has a workflow of its own"
+            raise UserError(Problem("in_process = true", rule, "give its reward as a file"))
+        REWARDS[name] = reward
+        self.set("rollout.workflow", f"pentad.api.here:{name}")
+
+    def set_environment(self, environment: str | type | None) -> None:
+        if environment is None:
+            return
+        if not isinstance(environment, str):
+            environment = f"class:{self._written(environment, 'environment')}"
+        self.set("rollout.workflow", environment)
+
+    def _written(self, given: Callable[..., Any], what: str) -> str:
+        folder = self.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        return spec_of(given, folder, what)
+
+
+def _run(
+    given: _Given,
+    command: Literal["train", "sft"],
+    on_step: OnStep | None,
+    *,
+    fresh: bool,
+    device: str,
+) -> RunSummary:
+    from pentad.trainer.sources.examples import run_sft
+    from pentad.trainer.sources.rollouts import run_train
+
+    with given.file() as path:
+        config, notes = prepare(path, given.overrides, command)
+    if config.scheduler.type == "slurm" or config.only is not None:
+        where = "scheduler.type = slurm" if config.only is None else f"only = {config.only}"
+        rule = "is for the command line, which submits jobs and runs one side alone"
+        raise UserError(Problem(where, rule, f"use pentad {command}"))
+    run = run_train if command == "train" else run_sft
+    with listening(on_step), apart_from_loop():
+        return run(config, notes, fresh, device)
+
+
+@contextmanager
+def apart_from_loop() -> Iterator[None]:
+    """Lets a run have event loops and signals of its own in a cell of a notebook, whose loop waits
+    for the cell: an interrupted cell stops the run as ctrl-C does."""
+    outer = asyncio._get_running_loop()
+    if outer is None:
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    is_main, woken = True, -1
+    try:
+        woken = signal.set_wakeup_fd(-1)
+    except ValueError:  # a thread gets no signals
+        is_main = False
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(outer)
+        if is_main:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(woken)
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """{"a.b": 1} as {"a": {"b": 1}}, at any depth."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        inner = _nested(value) if isinstance(value, Mapping) else value
+        *outer, last = str(key).split(".")
+        place = found
+        for name in outer:
+            place = place.setdefault(name, {})
+        known = place.get(last)
+        place[last] = {**known, **inner} if isinstance(known, dict) else inner
+    return found
+
+
+def _line(block: str, number: int, row: Any) -> str:
+    if not isinstance(row, Mapping):
+        rule = f"row {number} is a {type(row).__name__}"
+        raise UserError(Problem(block, rule, "give a list of dicts"))
+    try:
+        return json.dumps(row, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        rule = f"row {number} cannot be written as JSON ({error})"
+        raise UserError(Problem(block, rule, "give texts, numbers, lists and dicts")) from error

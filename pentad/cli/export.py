@@ -1,0 +1,68 @@
+"""`pentad export`: the model of a run with a card, in its folder and on the hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from pentad.config.aliases import config_from_record
+from pentad.config.schema import Config
+from pentad.core.errors import Problem, UserError
+from pentad.core.files import write_atomic
+from pentad.core.folders import step_of
+from pentad.core.hub import HUB_NAME
+from pentad.planner.hub_rows import CARD
+from pentad.telemetry.model_card import model_card
+from pentad.trainer.run_folders import checkpoint_path
+from pentad.weights.hf import push_to_hub
+
+
+def run_export(run: str, *, step: int | None, push: str | None, public: bool) -> None:
+    found = HUB_NAME.fullmatch(push) if push is not None else None
+    if push is not None and (found is None or found[2] or found[3]):
+        raise UserError(Problem(f"--push = {push}", "a model of the hub is named OWNER/NAME"))
+    folder = Path(run)
+    manifest = read_manifest(folder)
+    model = exported(folder, manifest["config"], step)
+    card = model / CARD
+    if card.exists():
+        typer.echo(f"Card: {card} (as it was)")
+    else:
+        defaults = Config().model_dump(mode="json")
+        text = model_card(push or model.name, folder, manifest, defaults, model)
+        write_atomic(card, text.encode())
+        typer.echo(f"Card: {card}")
+    if push is not None:
+        typer.echo(f"Pushed: {push_to_hub(model, push, private=not public)}")
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        _ = manifest["config"]["actor"]["path"], manifest["starts"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        remedy = "give the folder of a run's records, runs/logs/USER/EXPERIMENT/TRIAL"
+        raise UserError(Problem(f"run = {folder}", "has no manifest of a run", remedy)) from error
+    return dict(manifest)
+
+
+def exported(folder: Path, values: Mapping[str, Any], step: int | None) -> Path:
+    """The HF folder of a step, counted from 1, or the last that is there."""
+    place = folder.resolve()
+    fileroot = {"fileroot": str(place.parents[3])} if place.parents[2].name == "logs" else {}
+    root = checkpoint_path(config_from_record({**values, **fileroot}))
+    steps = {
+        found + 1: path
+        for path in root.glob("default/epoch*globalstep*")
+        if (found := step_of("globalstep" + path.name.rpartition("globalstep")[2])) is not None
+    }
+    if not steps or (step is not None and step not in steps):
+        has = f"models of steps {', '.join(map(str, sorted(steps)))}" if steps else "no model"
+        where = f"run = {folder}" if step is None else f"--step = {step}"
+        remedy = "saver.freq_steps says when one is written"
+        raise UserError(Problem(where, f"{root} has {has} of it", remedy))
+    return steps[max(steps) if step is None else step]

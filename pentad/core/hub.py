@@ -1,0 +1,71 @@
+"""Names of models and datasets on the Hugging Face hub, and their places in its cache.
+
+A model is named OWNER/NAME or OWNER/NAME@REVISION. A dataset may say which of its files besides:
+OWNER/NAME:CONFIG:SPLIT, OWNER/NAME:SPLIT, or a pattern of files, OWNER/NAME:data/train-*.parquet.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+HubKind = Literal["model", "dataset"]
+REPO = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
+HUB_NAME = re.compile(rf"({REPO})(?:@([\w.][\w./-]*))?(?::(.+))?", re.ASCII)
+IN_CACHE = re.compile(
+    r"/(model|dataset)s--([A-Za-z0-9][\w.-]*?)--([\w.-]+)/snapshots/([0-9a-f]{40})(?:/(.+))?",
+    re.ASCII,
+)
+"""Where huggingface_hub keeps a commit of a repository, and a file or pattern of files in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    kind: HubKind
+    repo: str
+    revision: str | None = None
+    """A branch, a tag or a commit. None: the main branch."""
+    part: str = ""
+    """Of a dataset: CONFIG:SPLIT, SPLIT or a pattern of files; empty where none is said."""
+
+    def __str__(self) -> str:
+        at = f"@{self.revision}" if self.revision else ""
+        return f"{self.repo}{at}" + (f":{self.part}" if self.part else "")
+
+    @property
+    def is_pattern(self) -> bool:
+        """Whether the part names files rather than a config and a split."""
+        return bool(set(self.part) & set("/.*?["))
+
+    @property
+    def download(self) -> str:
+        """The command that fetches all of it into the cache."""
+        option = "" if self.kind == "model" else " --repo-type dataset"
+        return f"hf download {self.repo}{option}" + (
+            f" --revision {self.revision}" if self.revision else ""
+        )
+
+
+def hub_name(text: str, kind: HubKind) -> HubName | None:
+    """The name that a path key has, or None where it is a path: what lies on this machine comes
+    first, and OWNER/NAME is a path where a folder OWNER is here. A revision makes it a name."""
+    found = HUB_NAME.fullmatch(text)
+    if found is None or Path(text).exists():
+        return None
+    repo, revision, part = found.groups(default="")
+    if part and kind == "model":
+        return None
+    if not revision and not part and Path(repo.partition("/")[0]).exists():
+        return None
+    return HubName(kind, repo, revision or None, part)
+
+
+def name_in_cache(path: str) -> HubName | None:
+    """The name, with its commit, of what lies at a path of the hub's cache; None elsewhere."""
+    found = IN_CACHE.search(path)
+    if found is None or path[found.end() :].strip("/"):
+        return None
+    kind, owner, name, commit, part = found.groups(default="")
+    return HubName("model" if kind == "model" else "dataset", f"{owner}/{name}", commit, part)

@@ -1,0 +1,236 @@
+"""Models and datasets that a config names by the hub: looked up in its cache, else downloaded.
+
+`pin` turns each name into a folder of the cache at one commit and fetches what the rules of a
+config read (config.json, the index of the weights, the tokenizer, the card of a dataset); `fetch`
+brings weights and rows when the rules found nothing wrong. Both ask huggingface_hub, which obeys
+its own variables (HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE), locks its cache against other
+ranks and continues a download that was cut.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pentad.config.derived import frozen_models, known_model
+from pentad.config.describe import value_at
+from pentad.config.resolve import replaced
+from pentad.config.rules.rule import Command
+from pentad.config.schema import Config
+from pentad.core.errors import FULL, Problem, UserError, one_line
+from pentad.core.folders import read_object
+from pentad.core.hub import HubKind, HubName, hub_name, name_in_cache
+from pentad.planner.hub_rows import CARD, declared_rows, found_rows, rows_of
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SHAPE_FILES = ("config.json", INDEX)
+"""What a plan reads of a model."""
+MODEL_FILES = (
+    *SHAPE_FILES,
+    *("generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*"),
+)
+"""What a run reads of a model besides its weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    config: Config
+    notes: list[str]
+    problems: list[Problem]
+    bad: frozenset[str]
+    """Keys whose name could not be looked up."""
+
+
+def pin(config: Config, command: Command) -> Pinned:
+    """The config with folders of the cache in the place of names of the hub."""
+    notes, problems, bad = [], [], set()
+    for key, kind in _keys(config, command).items():
+        written = value_at(config, key)
+        name = hub_name(written, kind) if isinstance(written, str) else None
+        if name is None or (command == "plan" and known_model(written) is not None):
+            continue
+        where = f"{key} = {written}"
+        try:
+            path = look_up(name, where, is_plan=command == "plan")
+        except UserError as error:
+            problems += [one for one in error.problems if isinstance(one, Problem)]
+            bad.add(key)
+            continue
+        config = replaced(config, key.split("."), path)
+        notes.append(f"{where}: of the hub, {name_in_cache(path) or path}")
+    return Pinned(config, notes, problems, frozenset(bad))
+
+
+def fetch(config: Config, command: Command) -> None:
+    """Downloads the weights and rows behind the folders that `pin` chose, as far as they are not
+    there; a UserError says what is missing and what to type."""
+    problems: list[Problem | str] = []
+    for key, kind in _keys(config, command).items():
+        path = value_at(config, key)
+        name = name_in_cache(path) if isinstance(path, str) else None
+        if (
+            name is None
+            or command == "plan"
+            or (kind == "model" and _is_left(config, key, command))
+        ):
+            continue
+        try:
+            fetch_files(name, path, f"{key} = {name}")
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(dict.fromkeys(problems))
+
+
+def local_model(text: str, where: str) -> str:
+    """The folder of a model that a command is given by path or by name, all of it fetched."""
+    name = hub_name(text, "model")
+    if name is None:
+        return text
+    path = look_up(name, where)
+    fetch_files(replace(name, revision=Path(path).name), path, where)
+    return path
+
+
+def with_local_models(config: Config) -> Config:
+    """The config of a record, in which names of the hub stand for folders of its cache."""
+    for key, kind in _keys(config, "train").items():
+        path = value_at(config, key)
+        if kind == "model" and isinstance(path, str):
+            local = local_model(path, f"{key} = {path}")
+            config = replaced(config, key.split("."), local)
+    return config
+
+
+def pins_of(config: Config) -> str:
+    """By key which commits a config has, as JSON."""
+    paths = {key: value_at(config, key) for key in _keys(config, "train")}
+    names = {key: name_in_cache(path) for key, path in paths.items() if isinstance(path, str)}
+    return json.dumps({key: str(name) for key, name in names.items() if name is not None})
+
+
+def look_up(name: HubName, where: str, *, is_plan: bool = False) -> str:
+    """The folder of its commit in the cache, small files in it; of a dataset the path of its
+    rows."""
+    if name.kind == "model":
+        return _download(name, SHAPE_FILES if is_plan else MODEL_FILES, where)
+    if name.is_pattern:
+        return f"{_download(name, (CARD,), where)}/{name.part}"
+    folder = Path(_download(name, (CARD,), where))
+    at_commit = replace(name, revision=folder.name)
+    choices = declared_rows(folder / CARD) or found_rows(_list_files(at_commit, folder, where))
+    return f"{folder}/{rows_of(name, choices, where)}"
+
+
+def fetch_files(name: HubName, path: str, where: str) -> None:
+    """The files of a commit that `look_up` left: those of the weights, or of the rows."""
+    if name.kind == "dataset":
+        _download(name, (name.part,), where)
+        root = Path(path)
+        if not (root.exists() or any(root.parent.glob(root.name))):
+            raise UserError(Problem(where, f"the hub has no file {name.part} in {name.repo}"))
+        return
+    index = Path(path) / INDEX
+    files = sorted(set(read_object(index)["weight_map"].values())) if index.exists() else [SINGLE]
+    _download(name, files, where)
+    missing = [file for file in files if not (Path(path) / file).exists()]
+    if missing:
+        rule = f"{name.repo} has no {missing[0]} on the hub, and only safetensors are read"
+        raise UserError(Problem(where, rule, "name a revision or a model that has it"))
+
+
+def _keys(config: Config, command: Command) -> dict[str, HubKind]:
+    """Keys with a path that the command reads."""
+    keys: dict[str, HubKind] = {"actor.path": "model"}
+    if command in ("train", "plan"):
+        if config.algorithm.facts.needs_critic:
+            keys["critic.path"] = "model"
+        keys |= {f"{role}.path": "model" for role in frozen_models(config)}
+    if config.megatron.use_hf_ckpt:
+        keys["megatron.ckpt_convertor.hf_model_path"] = "model"
+    if command in ("train", "sft", "pretrain", "reward") and config.only != "train":
+        keys["train_dataset.path"] = "dataset"
+    if command in ("train", "sft", "pretrain", "eval") and config.valid_dataset is not None:
+        keys["valid_dataset.path"] = "dataset"
+    return keys
+
+
+def _is_left(config: Config, key: str, command: Command) -> bool:
+    """Whether the command does without the weights of this model."""
+    if key not in ("actor.path", "critic.path"):
+        return False
+    model = config.actor if key == "actor.path" else config.critic
+    if command == "eval":
+        return bool(config.rollout.server.addresses)
+    starts_elsewhere = model.init_from_scratch or model.checkpoint_load_path is not None
+    return command == "reward" or starts_elsewhere
+
+
+def _download(name: HubName, patterns: Sequence[str], where: str) -> str:
+    from huggingface_hub import snapshot_download
+
+    with _in_sentences(name, where):
+        return snapshot_download(
+            name.repo, repo_type=name.kind, revision=name.revision, allow_patterns=list(patterns)
+        )
+
+
+@contextmanager
+def _in_sentences(name: HubName, where: str) -> Iterator[None]:
+    """What goes wrong at the hub, each with what to type."""
+    from huggingface_hub import constants, errors
+
+    address = f"{constants.ENDPOINT}/{'' if name.kind == 'model' else 'datasets/'}{name.repo}"
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        rule = "its owner gives access to those who ask for it"
+        remedy = f"ask at {address}, then type: hf auth login"
+        raise UserError(Problem(where, rule, remedy)) from error
+    except errors.RepositoryNotFoundError as error:
+        rule = f"there is no such folder here, and no such {name.kind} on the hub for this login"
+        remedy = "check the name, or, where it is private, type: hf auth login"
+        raise UserError(Problem(where, rule, remedy)) from error
+    except errors.RevisionNotFoundError as error:
+        rule = f"the hub has no revision {name.revision} of {name.repo}"
+        raise UserError(Problem(where, rule, f"see {address}/commits/main")) from error
+    except Exception as error:  # the client's, the network's and the disk's are of many kinds
+        raise UserError(_unreached(name, where, error)) from error
+
+
+def _unreached(name: HubName, where: str, error: Exception) -> Problem:
+    """A hub that is not asked or does not answer, a download that was cut, a disk that is full."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, OSError) and error.errno in FULL:
+        rule = f"no room is left for it in {constants.HF_HUB_CACHE} ({error.strerror})"
+        return Problem(where, rule, "make room, or set HF_HOME to a folder with more")
+    if isinstance(error, PermissionError) or getattr(error, "errno", None) == errno.EROFS:
+        rule = f"the cache {constants.HF_HUB_CACHE} cannot be written"
+        return Problem(where, rule, "set HF_HOME to a folder that can")
+    is_local = isinstance(error, errors.LocalEntryNotFoundError)
+    if constants.HF_HUB_OFFLINE:
+        rule = f"is not whole in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set"
+        return Problem(where, rule, f"type: HF_HUB_OFFLINE=0 {name.download}")
+    if is_local or isinstance(error, ConnectionError) or "Connect" in type(error).__name__:
+        rule = f"the hub at {constants.ENDPOINT} cannot be reached, and the cache has not all of it"
+        return Problem(where, rule, f"give a local folder, or type when it can: {name.download}")
+    reason = one_line(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", 200)
+    rule = f"was not downloaded to the end ({reason})"
+    return Problem(where, rule, f"start again, which continues it, or type: {name.download}")
+
+
+def _list_files(name: HubName, folder: Path, where: str) -> list[str]:
+    """Of the commit; without a connection, those that are here (`fetch` finds whether all are)."""
+    from huggingface_hub import HfApi, constants
+
+    if not constants.HF_HUB_OFFLINE:
+        with _in_sentences(name, where):
+            return HfApi().list_repo_files(name.repo, repo_type=name.kind, revision=name.revision)
+    return [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]

@@ -1,0 +1,128 @@
+"""The card of a trained model: what it was trained from, on and by, read off the records of its
+run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pentad.core.hub import HubKind, HubName, hub_name
+from pentad.telemetry.steps import read_lines
+
+NUM_POINTS = 9
+"""Of the curve."""
+ADAPTER = "adapter_config.json"
+
+
+def model_card(
+    name: str, run: Path, manifest: Mapping[str, Any], defaults: Mapping[str, Any], model: Path
+) -> str:
+    """Markdown with the hub's front matter. `defaults`: the config of a run that sets nothing."""
+    config = manifest["config"]
+    algorithm = config["algorithm"]["name"]
+    steps = [one for one in read_lines(run / "steps.jsonl") if not one.get("superseded")]
+    is_rl = any(isinstance(one.get("rl"), Mapping) for one in steps)
+    is_adapter = (model / ADAPTER).exists()
+    kind = f"reinforcement learning ({algorithm})" if is_rl else "supervised training"
+    parts = [
+        f"---\n{yaml.safe_dump(_front(config, algorithm, is_rl, is_adapter), sort_keys=False)}---",
+        f"# {name.rpartition('/')[2]}",
+        f"{'A LoRA adapter' if is_adapter else 'All weights'} of {config['actor']['path']} after "
+        f"{kind} with Pentad.",
+        _table(_facts(config, is_rl, steps)),
+        "## Curve\n\n" + _table(_curve(steps, is_rl)),
+    ]
+    if evaluated := read_lines(run / "evals.jsonl"):
+        parts.append("## Held-out evaluation\n\n" + _table(_evals(evaluated)))
+    changed = _changed(config, defaults)
+    parts.append(f"## Config\n\nWhat differs from the defaults:\n\n```yaml\n{_yaml(changed)}```")
+    start = manifest["starts"][-1] if manifest["starts"] else {}
+    versions = ", ".join(f"{key} {value}" for key, value in start.get("versions", {}).items())
+    parts.append(f"## Versions\n\n{versions or 'not recorded'}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _front(
+    config: Mapping[str, Any], algorithm: str, is_rl: bool, is_adapter: bool
+) -> dict[str, Any]:
+    base, data = _named(config["actor"]["path"], "model"), config["train_dataset"]["path"]
+    rows = _named(data, "dataset")
+    return {
+        "library_name": "peft" if is_adapter else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["pentad", *(["reinforcement-learning", algorithm] if is_rl else ["sft"])],
+        **({"base_model": base.repo} if base else {}),
+        **({"datasets": [rows.repo]} if rows else {}),
+    }
+
+
+def _named(path: object, kind: HubKind) -> HubName | None:
+    """The hub's name in a record, which has its commit; None for a path."""
+    found = hub_name(path, kind) if isinstance(path, str) else None
+    return found if found is not None and found.revision else None
+
+
+def _facts(
+    config: Mapping[str, Any], is_rl: bool, steps: Sequence[Mapping[str, Any]]
+) -> list[Sequence[object]]:
+    reward = config["reward"]["fn"]
+    reward = ", ".join(reward) if isinstance(reward, list) else reward
+    rewards = [("Reward", reward or f"of the workflow {config['rollout']['workflow']}")]
+    return [
+        ("", ""),
+        ("Base", config["actor"]["path"]),
+        ("Data", config["train_dataset"]["path"]),
+        *(rewards if is_rl else ()),
+        ("Steps", len(steps)),
+        ("Batch", config["train_dataset"]["batch_size"]),
+        ("Learning rate", config["actor"]["optimizer"]["lr"]),
+        ("Seed", config["seed"]),
+    ]
+
+
+def _curve(steps: Sequence[Mapping[str, Any]], is_rl: bool) -> list[Sequence[object]]:
+    """Evenly chosen steps, the first and the last among them."""
+    last = len(steps) - 1
+    chosen = sorted({round(last * n / (NUM_POINTS - 1)) for n in range(NUM_POINTS) if steps})
+    columns = ("step", "reward", "loss") if is_rl else ("step", "loss")
+    rows: list[Sequence[object]] = [columns]
+    for one in (steps[index] for index in chosen):
+        reward = (one.get("rl") or {}).get("reward_mean")
+        values = {"step": one["step"], "reward": reward, "loss": one.get("loss")}
+        rows.append([values[column] for column in columns])
+    return rows
+
+
+def _evals(lines: Sequence[Mapping[str, Any]]) -> list[Sequence[object]]:
+    columns = ("version", "accuracy", "mean_reward", "num_prompts")
+    has = [column for column in columns if any(line.get(column) is not None for line in lines)]
+    return [has, *([line.get(column) for column in has] for line in lines)]
+
+
+def _changed(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        default = defaults.get(key)
+        if isinstance(value, Mapping) and isinstance(default, Mapping):
+            if inner := _changed(value, default):
+                found[key] = inner
+        elif value != default:
+            found[key] = value
+    return found
+
+
+def _yaml(values: Mapping[str, Any]) -> str:
+    return str(yaml.safe_dump(dict(values), sort_keys=False))
+
+
+def _table(rows: Sequence[Sequence[object]]) -> str:
+    lines = ["| " + " | ".join(map(_cell, row)) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
+def _cell(value: object) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")
