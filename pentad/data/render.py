@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateSyntaxError
 
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.data.rows import DatasetRows, open_rows
@@ -122,7 +122,9 @@ def check_template(tokenizer: Tokenizer) -> None:
         rule = f"its chat template does not compile: {error.message} (line {error.lineno})"
         remedy = "mend chat_template.jinja, or chat_template in tokenizer_config.json"
         raise UserError(Problem(f"tokenizer in {tokenizer.folder}", rule, remedy)) from error
-    except (TemplateError, TypeError, ValueError, KeyError):
+    except UserError:
+        raise
+    except Exception:  # a template may divide by zero, recurse, count too far
         return  # it has wishes that this conversation does not meet; rows may
 
 

@@ -226,6 +226,27 @@ def test_a_template_that_refuses_a_row_is_quoted(open_stream, tokenizer_folder, 
         open_stream(rows, tokenizer, {"messages_key": "chat"})
 
 
+FAILING = {
+    "counts too far": "{% for i in range(10**9) %}{% endfor %}",
+    "divides by zero": "{{ 1 / (messages | length - 1) }}",
+    "recurses": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "calls what is none": "{{ messages[0]() }}",
+    "has no such attribute": "{{ nothing.at.all }}",
+}
+
+
+@pytest.mark.parametrize("template", FAILING.values(), ids=FAILING)
+def test_a_template_that_fails_in_any_way_is_a_sentence(
+    open_stream, tokenizer_folder, tmp_path, template
+):
+    from pentad.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(tokenizer_folder(tmp_path / "m", template=template))
+    rows = [{"chat": [{"role": "user", "content": "hi"}]}]
+    with pytest.raises(UserError, match="train.jsonl:1: the chat template refuses it: "):
+        open_stream(rows, tokenizer, {"messages_key": "chat"})
+
+
 @pytest.mark.parametrize("template", ["{% for m in messages %}", "{{ messages | nosuch }}"])
 def test_a_broken_template_is_no_fault_of_a_row(open_stream, tokenizer_folder, tmp_path, template):
     from pentad.data.tokenizer import load_tokenizer
