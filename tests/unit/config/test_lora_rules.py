@@ -30,6 +30,7 @@ def said(*words: str, command: str = "train") -> list[str]:
         (["actor.archon.pp_schedule=ZBV", "allocation_mode=embedded:d2|archon:d1p2"], "frozen"),
         (["algorithm.name=ppo", "critic.lora.rank=4"], "a critic with an adapter is not built"),
         (["algorithm.kl_coef=0.1", "ref.path=Qwen/Qwen3-1.7B"], "holds the frozen weights of"),
+        (["allocation_mode=sglang:d1+archon:d1"], "SGLang does not say which factors it holds"),
         (["only=rollout"], "a run of one side alone is not built with actor.lora"),
     ],
 )
