@@ -27,6 +27,7 @@ ROWS = (
     "planner samplers rewards serve",
     "rollout",
     "trainer",
+    "view",
     "cli api",
 )
 """Packages in the order of their layers, each importing only from lines above its own."""

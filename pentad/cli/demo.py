@@ -44,6 +44,7 @@ def run_demo(*, seed: int, fileroot: str, device: str, fresh: bool = False) -> N
     fresh = fresh or is_complete(config)
     warm = run_sft(config, notes, fresh=fresh, device=str(chosen))
     console.print("3/3 reinforcement learning: the reward is all it sees")
+    console.print(f"    pentad view {fileroot}   shows it on a page, while it runs and afterwards")
     config, notes = prepare(
         recipe("demo_grpo.yaml"),
         [
@@ -76,6 +77,7 @@ def closing(summary: RunSummary) -> str:
         [
             "",
             "[bold]Look at[/]",
+            f"  pentad view {summary.records}    curves, samples, where the time went: a local page",
             f"  {summary.records}/README.md    every file of the run, explained",
             f"  {summary.records}/steps.jsonl  one record a step",
             f"  {summary.records}/samples.jsonl  what the model said",

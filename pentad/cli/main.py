@@ -29,6 +29,9 @@ app = typer.Typer(
     rich_markup_mode=None,  # boxes would cut the names of long options short
 )
 
+View = Annotated[
+    bool, Option("--view", help="Show the run on a local page, and print its address.")
+]
 Fresh = Annotated[bool, Option("--fresh", help="Start anew in a folder that has a run.")]
 
 
@@ -53,20 +56,20 @@ def options(version: Version = False) -> None:
 @app.command()
 @reporting
 @takes_recipe
-def train(recipe: Recipe, fresh: Fresh = False) -> None:
+def train(recipe: Recipe, fresh: Fresh = False, view: View = False) -> None:
     """Train a model with reinforcement learning.
 
     For example: pentad train recipe.yaml gconfig.n_samples=16
     """
-    run_command(recipe, "train", fresh)
+    run_command(recipe, "train", fresh, view=view)
 
 
 @app.command()
 @reporting
 @functools.partial(takes_recipe, switches=False)
-def sft(recipe: Recipe, fresh: Fresh = False) -> None:
+def sft(recipe: Recipe, fresh: Fresh = False, view: View = False) -> None:
     """Train a model on given answers, without rollout."""
-    run_command(recipe, "sft", fresh)
+    run_command(recipe, "sft", fresh, view=view)
 
 
 @app.command()
@@ -75,6 +78,7 @@ def sft(recipe: Recipe, fresh: Fresh = False) -> None:
 def pretrain(
     recipe: Recipe,
     fresh: Fresh = False,
+    view: View = False,
     smoke: Annotated[
         bool, Option("--smoke", help=f"Stop after {SMOKE_STEPS} steps at most.")
     ] = False,
@@ -83,7 +87,8 @@ def pretrain(
 
     For example: pentad pretrain recipe.yaml train_dataset.path=data/shards
     """
-    run_command(recipe, "pretrain", fresh, most_steps=SMOKE_STEPS if smoke else None)
+    most_steps = SMOKE_STEPS if smoke else None
+    run_command(recipe, "pretrain", fresh, view=view, most_steps=most_steps)
 
 
 @app.command()
@@ -337,6 +342,31 @@ def serve(
     from pentad.cli.serve import run_serve
 
     run_serve(**given)
+
+
+@app.command()
+@reporting
+def view(
+    runs: Annotated[
+        list[Path] | None,
+        Argument(metavar="RUN", help="Folders of runs, or folders with runs in them (runs)."),
+    ] = None,
+    host: Annotated[
+        str, Option(help="Address to listen at; other than loopback, the page has a token.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int | None, Option(min=0, max=65535, help="8700, or a free one if that is taken.")
+    ] = None,
+    listener_fd: Annotated[int | None, Option(hidden=True)] = None,
+) -> None:
+    """Show runs on a local page: curves, samples, where the time went, the plan.
+
+    For example: pentad view runs/logs/me/gsm8k/trial-0
+    """
+    from pentad.cli.view import run_view
+
+    places = [run.expanduser().absolute() for run in runs or [Path("runs")]]
+    run_view(places, host, port, listener_fd)
 
 
 @app.command()

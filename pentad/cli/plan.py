@@ -62,11 +62,7 @@ def run_plan(
     if reason := uncounted(config):
         show_places(config, [*notes, reason], as_json)
         return 0
-    device = choose_device(config, gpu_memory)
-    num_rows, said = (None, []) if command == "pretrain" else count_rows(config.train_dataset)
-    plan = build_plan(config, device, num_rows)
-    limit = count_devices(config)
-    plan.notes = [*notes, *layout_notes(config, plan.dims, limit), *plan.notes, *said]
+    plan = make_plan(config, notes, gpu_memory)
     remedies, adapter = propose(plan), propose_adapter(plan)
     if as_json:
         found = as_dict(plan, remedies) | {"with_adapter": [asdict(one) for one in adapter]}
@@ -80,6 +76,16 @@ def run_plan(
         # Tables pad their last column.
         print("\n".join(line.rstrip() for line in captured.get().splitlines()))
     return 0 if plan.fits else 1
+
+
+def make_plan(config: Config, notes: Sequence[str], gpu_memory: float | None) -> RunPlan:
+    """For a model whose size is known."""
+    is_stream = task_of(config) == "pretrain"
+    num_rows, said = (None, []) if is_stream else count_rows(config.train_dataset)
+    plan = build_plan(config, choose_device(config, gpu_memory), num_rows)
+    limit = count_devices(config)
+    plan.notes = [*notes, *layout_notes(config, plan.dims, limit), *plan.notes, *said]
+    return plan
 
 
 def left_with(config: Config, world: int) -> tuple[Config, str]:

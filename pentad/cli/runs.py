@@ -11,7 +11,7 @@ import typer
 
 from pentad.cli.errors import BAD_INPUT
 from pentad.cli.recipe import Recipe
-from pentad.core.errors import UserError
+from pentad.core.errors import Problem, UserError
 
 if TYPE_CHECKING:
     from pentad.config.rules.rule import RunCommand, RunFacts
@@ -23,15 +23,23 @@ SMOKE_STEPS = 5
 
 
 def run_command(
-    recipe: Recipe, command: RunCommand, fresh: bool, most_steps: int | None = None
+    recipe: Recipe,
+    command: RunCommand,
+    fresh: bool,
+    *,
+    view: bool = False,
+    most_steps: int | None = None,
 ) -> None:
-    """`most_steps`: fewer than the recipe says, where it says more or nothing."""
+    """`view`: with a page beside it. `most_steps`: fewer than the recipe says, where it says more
+    or nothing."""
     config, notes = prepare_run(recipe, command)
     given = config.total_train_steps
     if most_steps is not None and (given is None or given > most_steps):
         config = config.model_copy(update={"total_train_steps": most_steps})
         said = "" if given is None else f" in place of {given}"
         notes = [*notes, f"total_train_steps = {most_steps}{said}: --smoke"]
+    if view:
+        start_view(config)
     if config.scheduler.type == "slurm":
         submit_job(config, command, notes, fresh)
         return
@@ -54,6 +62,20 @@ def run_command(
         "pretrain": run_pretrain,
     }
     show_summary(runs[command](config, notes, fresh))
+
+
+def start_view(config: Config) -> None:
+    """The page of the run that is about to begin; of several ranks the first starts it."""
+    if config.scheduler.type == "slurm":
+        rule = "--view shows a run of this machine"
+        remedy = "leave it out, and open the records with `pentad view` when the job runs"
+        raise UserError(Problem("scheduler.type = slurm", rule, remedy))
+    from pentad.cli.view import view_beside
+    from pentad.runtime.rank import rank_from_environment
+
+    own = rank_from_environment()
+    if own is None or own.rank == 0:
+        view_beside(config)
 
 
 def prepare_run(recipe: Recipe, command: RunCommand) -> tuple[Config, list[str]]:

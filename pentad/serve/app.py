@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 from starlette.applications import Starlette
@@ -37,6 +35,8 @@ from pentad.serve.wire import (
     as_api_error,
     check_body,
     check_sizes,
+    is_local,
+    name_of,
     parse_json,
     read_chat,
     read_completion,
@@ -384,18 +384,3 @@ def check_key(headers: Mapping[str, str], key: str, whose: str) -> None:
     if not secrets.compare_digest(given.encode(), key.encode()):
         problem = Problem("authorization", f"is not the api_key of {whose}")
         raise ApiError(problem, status=401, kind="authentication_error", code="invalid_api_key")
-
-
-def name_of(host: str) -> str:
-    """The header without its port."""
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
-
-
-def is_local(name: str) -> bool:
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return name.lower() == "localhost"

@@ -7,10 +7,12 @@ work (`ServeLimits`).
 
 from __future__ import annotations
 
+import ipaddress
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
@@ -324,3 +326,18 @@ def size_of(value: Any, most: int) -> tuple[int, int]:
         level = [part for one in within for part in one]
         depth += 1
     return total, depth
+
+
+def name_of(host: str) -> str:
+    """The header without its port."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def is_local(name: str) -> bool:
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name.lower() == "localhost"

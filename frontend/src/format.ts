@@ -1,0 +1,42 @@
+// Numbers and times as people read them.
+
+export function num(value: number | null | undefined, digits = 3): string {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size >= 1e5 || size < 1e-3) {
+    if (size >= 1e9) return `${trim(value / 1e9, digits)}G`;
+    if (size >= 1e6) return `${trim(value / 1e6, digits)}M`;
+    if (size >= 1e5) return `${trim(value / 1e3, digits)}k`;
+    return value.toExponential(1).replace("e-", "e−");
+  }
+  return trim(value, size >= 1000 ? 4 : digits);
+}
+
+function trim(value: number, digits: number): string {
+  return String(Number(value.toPrecision(digits)));
+}
+
+export function duration(seconds: number | null | undefined): string {
+  if (seconds === null || seconds === undefined || Number.isNaN(seconds)) return "–";
+  if (seconds < 0.1) return `${num(seconds * 1e3, 2)} ms`;
+  if (seconds < 60) return `${num(seconds, 3)} s`;
+  const minutes = Math.floor(seconds / 60);
+  if (minutes < 60) return `${minutes} min ${Math.round(seconds % 60)} s`;
+  const hours = Math.floor(minutes / 60);
+  return hours < 48 ? `${hours} h ${minutes % 60} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
+}
+
+export function clock(seconds: number): string {
+  return new Date(seconds * 1e3).toLocaleString(undefined, {
+    month: "short", day: "numeric", hour: "2-digit", minute: "2-digit",
+  });
+}
+
+export function gib(bytes: number): string {
+  return `${num(bytes / 2 ** 30, 3)} GiB`;
+}
+
+export function share(value: number): string {
+  return `${num(100 * value, 2)} %`;
+}

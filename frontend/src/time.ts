@@ -1,0 +1,153 @@
+// Where the time went: phases of each step, the slow ones and why, lag, the funnel, publishes, saves.
+import { get, type Json, type Series, type Summary } from "./api";
+import { Chart, COLORS, css, type Frame, type Line } from "./chart";
+import { fill, h, panel, table, type Child } from "./dom";
+import { clock, duration, num, share } from "./format";
+import { address, main, remember, shared, type Page } from "./state";
+
+const PHASE_ORDER = ["rollout", "train", "publish", "evaluate", "save", "record", "other"];
+const PUBLISH = ["gather", "transfer", "pause", "install"].map((n) => `infra/publish_${n}_ms`);
+const SAVES = ["infra/recover_stall_ms", "infra/recover_commit_ms", "infra/async_ckpt_commit_ms"];
+
+export function time(): Page {
+  const id = shared.state.ids[0];
+  let range: [number, number] | null = null, series: Series | null = null;
+  const events = { zoom: (a: number, b: number) => { range = [a, b]; void load(); }, reset: () => { range = null; void load(); }, pick: (x: number) => { remember("step", String(Math.round(x))); void load(); } };
+  const phases = new Chart("Phases of each step", "duration of each phase; they exclude each other and sum to the step", "s", events, { stacked: true, height: 240 });
+  const publishes = new Chart("Publishes", "of the last publish that samplers confirmed, by its parts", "ms", events);
+  const saves = new Chart("Checkpoints", "time training stood still for a recovery checkpoint, its commit, and the commit of an export", "ms", events);
+  const totals = h("div", null), slow = h("div", null), one = h("div", null), rest = h("div", { class: "columns" }), line = h("div", null);
+  const charts = h("div", { class: "charts" });
+  const el = h("div", null, h("section", { class: "panel flush" }, phases.el), line, h("div", { class: "columns" }, h("div", null, totals, one), slow), charts, rest);
+
+  function phaseNames(run: Summary): string[] {
+    const names = run.keys.filter((k) => k.startsWith("phases/")).map((k) => k.slice(7));
+    const rank = (n: string) => (PHASE_ORDER.includes(n) ? PHASE_ORDER.indexOf(n) : 5.5);
+    return names.sort((a, b) => rank(a) - rank(b));
+  }
+
+  async function load(): Promise<void> {
+    const run = main();
+    if (!run) return;
+    const names = phaseNames(run), lags = run.keys.filter((k) => k.startsWith("rl/staleness/"));
+    const keys = [...names.map((n) => `phases/${n}`), ...PUBLISH, ...SAVES, ...lags, "wall_clock_ms"];
+    const within = range ? { from: Math.floor(range[0]), to: Math.ceil(range[1]) } : {};
+    series = (await get("series", { run: id, keys: keys.join(","), points: 600, ...within })) as Series;
+    if (!series.step.length || !names.length) {
+      fill(totals, h("p", { class: "notice" }, "No step of this run has phases yet."));
+      phases.el.hidden = true;
+      return;
+    }
+    phases.el.hidden = false;
+    const found = series;
+    const lineOf = (key: string, label: string, n: number, scale = 1): Line => ({ label, color: COLORS[n % COLORS.length], x: found.step, y: (found.series[key]?.mean ?? []).map((v) => (v === null ? null : v * scale)) });
+    const frame: Frame = { range: null, smoothing: 0, xText: (x) => `step ${x}`, marks: run.marks.filter((m) => m.step !== null && m.kind !== "warning").map((mark) => ({ x: mark.step as number, mark })) };
+    phases.draw(names.map((n, i) => lineOf(`phases/${n}`, n, i, 1e-3)), frame);
+    const drawn: HTMLElement[] = [];
+    for (const [chart, wanted] of [[publishes, PUBLISH], [saves, SAVES]] as const) {
+      const have = wanted.filter((k) => found.series[k]?.mean.some((v) => v !== null));
+      if (!have.length) continue;
+      drawn.push(chart.el);
+      if (!chart.el.isConnected) charts.append(chart.el);
+      chart.draw(have.map((k, i) => lineOf(k, k.replace(/^infra\/|_ms$/g, "").replace(/_/g, " "), i)), frame);
+    }
+    fillTotals(names);
+    fillTimeline(names, run);
+    fillSlow(names);
+    await fillStep(run, names);
+    fillRest(run, lags);
+  }
+
+  function sums(keys: string[]): number[] {
+    return keys.map((k) => (series?.series[k]?.mean ?? []).reduce((a: number, v) => a + (v ?? 0), 0));
+  }
+
+  function fillTotals(names: string[]): void {
+    const parts = sums(names.map((n) => `phases/${n}`)), whole = parts.reduce((a, b) => a + b, 0) || 1;
+    const mean = whole / series!.step.length / 1e3;
+    fill(totals, panel(range ? "Share of these steps" : "Share of all steps", `a step takes ${duration(mean)} on average`,
+      names.map((name, n) => meter(name, parts[n] / whole, COLORS[n % COLORS.length], share(parts[n] / whole)))));
+  }
+
+  function fillTimeline(names: string[], run: Summary): void {
+    const times = series!.time, walls = (series!.series.wall_clock_ms?.mean ?? []).map((v) => (v ?? 0) / 1e3);
+    const started = Date.parse(run.starts[0]?.time) / 1e3;
+    const begin = !range && started ? Math.min(started, times[0] - walls[0]) : times[0] - walls[0];
+    const end = times.at(-1)!, whole = end - begin || 1;
+    const place = (t: number) => `${(100 * (t - begin)) / whole}%`;
+    const gaps: { from: number; to: number }[] = [];
+    const typical = [...walls].sort((a, b) => a - b)[walls.length >> 1] || 1;
+    const stride = (times.at(-1)! - times[0]) / Math.max(1, times.length - 1);
+    for (let n = 1; n < times.length; n++) {
+      const idle = times[n] - times[n - 1] - Math.max(walls[n], stride);
+      if (idle > Math.max(2, 3 * typical)) gaps.push({ from: times[n - 1], to: times[n] - walls[n] });
+    }
+    const lane = (label: string, items: Child[]) => h("div", { class: "lane" }, h("span", { class: "label" }, label), h("div", { class: "track" }, items));
+    const spot = (t: number | null | undefined, cls: string, title: string) => t == null || t < begin || t > end ? null : h("i", { class: cls, style: { left: place(t) }, title });
+    const stepTime = (step: number) => times[series!.step.findIndex((s) => s >= step)];
+    fill(line, panel("Timeline", `${clock(begin)} to ${clock(end)}, ${duration(whole)} of wall clock`,
+      lane("learner", [h("i", { class: "block", style: { left: "0", width: "100%", background: css(COLORS[1]) } }),
+        gaps.map((g) => h("i", { class: "block idle", style: { left: place(g.from), width: `${(100 * (g.to - g.from)) / whole}%` }, title: `no step for ${duration(g.to - g.from)}` }))]),
+      lane("starts", run.starts.map((s) => spot(Date.parse(s.time) / 1e3 || null, "spot info", `${s.time}: started from step ${s.from_step}`)).concat(
+        run.recoveries.map((r) => spot(Date.parse(r.time) / 1e3 || null, "spot bad", `learners recovered in ${r.total_s} s: ${r.cause}`)))),
+      lane("evaluations", run.evals.map((e) => spot(stepTime(e.version), "spot good", `version ${e.version}: ${duration(e.seconds)}`))),
+      lane("alarms", run.marks.filter((m) => ["alarm", "error", "rollback", "skipped"].includes(m.kind)).map((m) => spot(m.step === null ? null : stepTime(m.step), "spot warn", m.text))),
+      gaps.length > 0 && h("p", { class: "muted small" }, `${gaps.length} ${gaps.length === 1 ? "gap" : "gaps"} without steps, ${duration(gaps.reduce((a, g) => a + g.to - g.from, 0))} in all`)));
+  }
+
+  function medians(names: string[]): Record<string, number> {
+    return Object.fromEntries(names.map((n) => {
+      const values = (series!.series[`phases/${n}`]?.mean ?? []).map((v) => v ?? 0).sort((a, b) => a - b);
+      return [n, values[values.length >> 1] ?? 0];
+    }));
+  }
+
+  function fillSlow(names: string[]): void {
+    const walls = series!.series.wall_clock_ms?.mean ?? [], usual = medians(names);
+    const order = walls.map((v, n) => [v ?? 0, n]).sort((a, b) => b[0] - a[0]).slice(0, 8);
+    fill(slow, panel("Slowest steps", "and the phase that took most beyond its median", table(["step", "took", "because"], order.map(([wall, n]) => {
+      const over = names.map((name) => [name, (series!.series[`phases/${name}`]?.mean[n] ?? 0) - usual[name]] as const).sort((a, b) => b[1] - a[1])[0];
+      const step = series!.step[n];
+      return [h("a", { href: address("time", shared.state.ids, { step: String(step) }) }, String(step)), duration(wall / 1e3), `${over[0]} +${duration(over[1] / 1e3)}`];
+    }), [1])));
+  }
+
+  async function fillStep(run: Summary, names: string[]): Promise<void> {
+    const step = Number(shared.state.params.get("step")) || run.step;
+    if (!step) return;
+    let record: Json;
+    try { record = await get("step", { run: id, step }); } catch { fill(one); return; }
+    const usual = medians(names), wall = record.wall_clock_ms ?? 1, most = Math.max(wall, ...Object.values(usual));
+    const rows = names.map((name, n) => meter(name, (record.phases?.[name] ?? 0) / most, COLORS[n % COLORS.length],
+      `${duration((record.phases?.[name] ?? 0) / 1e3)} (median ${duration(usual[name] / 1e3)})`));
+    const balance = record.kernel?.balance as Record<string, Record<string, number>> | null;
+    fill(one, panel(`Step ${step}`, `${duration(wall / 1e3)}, ${num(record.num_tokens, 6)} tokens, ${num(record.tokens_per_sec, 4)} tokens/s`, rows,
+      record.infra?.straggler != null && h("p", { class: "notice" }, `Rank ${record.infra.straggler} computed 1.5 times as long as the others.`),
+      balance && [h("h3", null, "Experts' load by layer"), table(["layer", "mean", "std", "min", "max", "idle"], Object.entries(balance).map(([layer, b]) => [layer, num(b.mean), num(b.std), num(b.min), num(b.max), num(b.idle)]), [1, 2, 3, 4, 5])]));
+  }
+
+  function fillRest(run: Summary, lags: string[]): void {
+    const counts = sums(lags), tokens = counts.reduce((a, b) => a + b, 0);
+    const sorted = lags.map((k, n) => [Number(k.split("/").at(-1)), counts[n]]).sort((a, b) => a[0] - b[0]);
+    const funnel = run.last?.funnel;
+    const drawn = funnel?.drawn || 1;
+    fill(rest,
+      tokens > 0 && panel("Lag", "versions between sampling and training, by sampled tokens", sorted.map(([lag, count]) => meter(String(lag), count / tokens, "--c1", share(count / tokens)))),
+      funnel?.drawn != null && panel("Funnel", `${num(funnel.drawn, 7)} prompts drawn = trained + dropped + in flight`,
+        meter("trained", funnel.trained / drawn, "--good", num(funnel.trained, 7)),
+        Object.entries((funnel.dropped ?? {}) as Record<string, number>).map(([why, count]) => meter(`dropped: ${why}`, count / drawn, "--warn", num(count, 7))),
+        meter("in flight", funnel.in_flight / drawn, "--c1", num(funnel.in_flight, 7))),
+      run.recoveries.length > 0 && panel("Recoveries", "what a loss of learners cost, by phase", table(["when", "cause", "total", "of which"], run.recoveries.slice(-20).reverse().map((r) => [r.time, r.cause, duration(r.total_s),
+        Object.entries(r).filter(([k, v]) => k.endsWith("_s") && k !== "total_s" && typeof v === "number").map(([k, v]) => `${k.slice(0, -2).replace(/_/g, " ")} ${num(v as number)} s`).join(", ")]), [2])),
+      panel("Starts", "each time the program was started in this folder", table(["when", "from step", "changed", "machine"], run.starts.slice(-20).reverse().map((s) => [
+        Date.parse(s.time) ? clock(Date.parse(s.time) / 1e3) : s.time, num(s.from_step, 6), (s.config_changes ?? []).join("; ") || "–",
+        [s.hardware?.host, s.hardware?.gpus?.length ? `${s.hardware.gpus.length} × ${s.hardware.gpus[0]}` : `${s.hardware?.num_cpus ?? "?"} CPUs`].filter(Boolean).join(", ")]), [1])));
+  }
+
+  return { el, update: load, close: () => [phases, publishes, saves].forEach((c) => c.destroy()) };
+}
+
+export function meter(label: string, part: number, color: string, text: string): HTMLElement {
+  return h("div", { class: "meter" }, h("span", { class: "label" }, label),
+    h("span", { class: "track" }, h("i", { style: { width: `${Math.min(100, Math.max(0.3, 100 * (part || 0)))}%`, background: `var(${color})` } })), h("span", { class: "value" }, text));
+}

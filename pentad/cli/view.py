@@ -1,0 +1,124 @@
+"""`pentad view`: a page over the files of runs, alone or beside a run that trains."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pentad.config.rules.model import uncounted
+from pentad.config.schema import Config
+from pentad.core.errors import Problem, UserError
+from pentad.planner.prepare import prepare
+from pentad.planner.remedies import propose
+from pentad.runtime.process import Child, bound
+from pentad.telemetry.runfolder import run_path
+from pentad.view.run import find_runs
+
+try:
+    from pentad.serve.server import bind, serve
+    from pentad.serve.wire import ServeLimits
+    from pentad.view.app import RunPages, ViewGuard
+except ModuleNotFoundError as error:
+    remedy = "pip install 'pentad[serve]'"
+    raise UserError(
+        Problem("pentad view", f"needs {(error.name or '').partition('.')[0]}", remedy)
+    ) from error
+
+PORT = 8700
+"""Tried first where none is given."""
+LOOPBACK = "127.0.0.1"
+DRAIN_S = 1.0
+
+
+def run_view(places: list[Path], host: str, port: int | None, listener_fd: int | None) -> None:
+    """Serves until a signal comes. `listener_fd`: a socket that the starter listens at."""
+    if listener_fd is None:
+        check_places(places)
+        listener = listen(host, port)
+    else:
+        listener = socket.socket(fileno=listener_fd)
+    is_loopback = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
+    token = None if is_loopback else secrets.token_urlsafe(16)
+    pages = RunPages(places, plan_of)
+    pages.look()
+    if listener_fd is None:
+        print(f"{len(pages.runs)} runs at {', '.join(map(str, places))}")
+        print(describe_address(listener, token), flush=True)
+    asyncio.run(until_signal(ViewGuard(pages.app(), token=token, hosts=[host]), listener))
+
+
+def check_places(places: list[Path]) -> None:
+    problems = []
+    for place in places:
+        if not find_runs([place]):
+            what = "has no run in it" if place.is_dir() else "there is no such folder"
+            remedy = "give a run's folder, one with runs in it, or start one: pentad demo"
+            problems.append(Problem(f"run = {place}", what, remedy))
+    if problems:
+        raise UserError(problems)
+
+
+def listen(host: str, port: int | None) -> socket.socket:
+    """At the port, or where none is given at the usual one or any other."""
+    if port is not None:
+        return bind(host, port)
+    try:
+        return bind(host, PORT)
+    except UserError:
+        return bind(host, 0)
+
+
+def describe_address(listener: socket.socket, token: str | None) -> str:
+    """Where the page is; over SSH also how to reach it from there."""
+    host, port = listener.getsockname()[:2]
+    is_any = host in ("0.0.0.0", "::")
+    shown = os.uname().nodename if is_any else f"[{host}]" if ":" in host else host
+    text = f"page: http://{shown}:{port}/" + (f"?token={token}" if token else "")
+    if token is None and "SSH_CONNECTION" in os.environ:
+        text += f"\nfrom your own machine: ssh -L {port}:{host}:{port} {os.uname().nodename}"
+    return text
+
+
+async def until_signal(app: ViewGuard, listener: socket.socket) -> None:
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await serve(app, listener, ServeLimits(), stop=stop, drain_s=DRAIN_S, on_ready=lambda: None)
+
+
+def plan_of(recipe: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The plan of a run that was started: for this machine's device where it ran without GPUs, else
+    for GPUs of the memory that is found here or known of the recipe."""
+    from pentad.cli.plan import as_dict, make_plan
+
+    config, notes = prepare(recipe, [], "plan")
+    if reason := uncounted(config):
+        raise UserError(reason)
+    plan = make_plan(config, notes, None)
+    return as_dict(plan, propose(plan))
+
+
+def view_beside(config: Config) -> Child:
+    """Starts the page of a run that is about to begin, in a process that ends with this one, and
+    prints its address."""
+    folder = run_path(config.fileroot, config.experiment_name, config.trial_name, config.user)
+    listener = listen(LOOPBACK, None)
+    print(describe_address(listener, None), flush=True)
+    number = listener.fileno()
+    program = [sys.executable, "-m", "pentad.cli.main", "view", str(folder)]
+    child = Child.start(
+        bound([*program, "--listener-fd", str(number)]),
+        pass_fds=(number,),
+        stdout=subprocess.DEVNULL,
+    )
+    listener.close()
+    return child

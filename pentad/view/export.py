@@ -1,0 +1,68 @@
+"""One HTML file of a run that needs no server: the page, and the records it shows, in one."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Callable
+from importlib.resources import files
+from typing import Any
+
+from pentad.core.errors import UserError
+from pentad.telemetry.record import finite
+from pentad.view.fields import field_meanings
+from pentad.view.run import RunView
+from pentad.view.samples import SampleFilter
+
+POINTS = 1000
+NUM_SAMPLES = 400
+"""The newest; an answer is cut as in a list."""
+NUM_GROUPS = 12
+"""Groups of the last kept step, with all tokens."""
+
+
+def export_page(run: RunView, plan_of: Callable[[RunView], dict[str, Any]] | None) -> str:
+    """The page of a run with its records inside."""
+    static = files("pentad.view") / "static"
+    script, style = ((static / name).read_text("utf-8") for name in ("app.js", "app.css"))
+    # `</script>` in a text would end the element; JSON has another way to write `<`.
+    data = json.dumps(finite(exported(run, plan_of))).replace("<", "\\u003c")
+    script = script.replace("</script", "<\\/script")
+    allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{allowed}'; style-src 'unsafe-inline'; "
+        "img-src data: blob:"
+    )
+    head, _, _ = (static / "index.html").read_text("utf-8").partition("<link")
+    title = run.name.replace("&", "&amp;").replace("<", "&lt;")
+    return (
+        head.replace("<title>pentad view</title>", f"<title>{title}</title>")
+        + f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        + f"<style>{style}</style>\n</head>\n<body>\n"
+        + f'<div id="app"></div>\n<script type="application/json" id="data">{data}</script>\n'
+        + f"<script>{script}</script>\n</body>\n</html>\n"
+    )
+
+
+def exported(run: RunView, plan_of: Callable[[RunView], dict[str, Any]] | None) -> dict[str, Any]:
+    with run.lock:
+        run.advance(60.0)
+        run.samples.advance(60.0)
+        kept = run.groups.steps()
+        gids = [one["gid"] for one in run.groups.gids(kept[-1])[:NUM_GROUPS]] if kept else []
+        groups = [run.groups.group(kept[-1], g, run.samples.group(kept[-1], g)) for g in gids]
+        found = {
+            "run": run.summary() | {"has_plan": plan_of is not None},
+            "series": run.steps.series(list(run.steps.columns.by_path), None, None, POINTS),
+            "samples": run.samples.find(SampleFilter(), 0, NUM_SAMPLES, 10.0)["samples"],
+            "groups": groups,
+            "config": run.config,
+            "fields": field_meanings(),
+        }
+    if plan_of is not None:
+        try:
+            found["plan"] = plan_of(run)
+        except UserError as error:
+            found["plan"] = {"error": str(error)}
+    return found

@@ -1,0 +1,190 @@
+"""The numbers of steps.jsonl as columns in memory, and cut down to what a chart shows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pentad.telemetry.record import SCHEMA
+from pentad.view.lines import GrowingLines, parse
+
+FIRST_LOOK = 400
+"""Records read from all over a file that is not indexed yet."""
+SMALL_BYTES = 8 << 20
+"""A file up to this size is indexed in one go."""
+MAX_COLUMNS = 1500
+NO_COLUMNS = ("kernel/balance", "nonfinite")
+"""Parts that have a number for every layer, or none; a step's own record has them."""
+
+
+class Columns:
+    """Rows of numbers by path; NaN where a record has none."""
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self.by_path: dict[str, np.ndarray] = {}
+        self._room = 1024
+
+    def add(self, values: Mapping[str, float]) -> None:
+        row = self.num_rows
+        if row == self._room:
+            self._room *= 2
+            for path, old in self.by_path.items():
+                self.by_path[path] = np.concatenate([old, np.full(self._room - row, np.nan)])
+        for path, value in values.items():
+            column = self.by_path.get(path)
+            if column is None:
+                if len(self.by_path) >= MAX_COLUMNS:
+                    continue
+                column = self.by_path[path] = np.full(self._room, np.nan)
+            column[row] = value
+        self.num_rows += 1
+
+    def of(self, path: str) -> np.ndarray:
+        column = self.by_path.get(path)
+        return np.full(self.num_rows, np.nan) if column is None else column[: self.num_rows]
+
+
+class StepIndex:
+    """The steps of one run; `advance` reads on."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = GrowingLines(path)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.columns = Columns()
+        self.offsets: list[int] = []
+        self.first_look: Columns | None = None
+        self.last: dict[str, Any] | None = None
+        """The newest record."""
+        self.num_unreadable = 0
+        self.other_schemas: set[Any] = set()
+
+    @property
+    def is_whole(self) -> bool:
+        return self.file.position >= self.file.size or self.file.share > 0.999
+
+    @property
+    def shown(self) -> Columns:
+        """All rows, or a first look at them."""
+        return self.first_look or self.columns
+
+    def advance(self, budget_s: float) -> None:
+        """Reads what is new, for so long."""
+        end = time.monotonic() + budget_s
+        if self.file.look():
+            self._clear()
+        is_large = self.file.size - self.file.position > SMALL_BYTES
+        if is_large and self.first_look is None and not self.offsets:
+            records = self.file.spread(FIRST_LOOK)
+            self.first_look = Columns()
+            for record in _in_order(records):
+                self.first_look.add(numbers_of(record))
+                self.last = record
+            return
+        while lines := self.file.take():
+            for offset, line in lines:
+                self._add(offset, line)
+            if is_large and time.monotonic() > end:
+                return
+        self.first_look = None
+
+    def _add(self, offset: int, line: bytes) -> None:
+        record = parse(line)
+        if record is None or not isinstance(record.get("step"), int):
+            self.num_unreadable += 1
+            return
+        if record.get("schema") != SCHEMA:
+            self.other_schemas.add(str(record.get("schema")))
+        if record.get("superseded"):
+            return
+        self.columns.add(numbers_of(record))
+        self.offsets.append(offset)
+        if self.last is None or record["step"] >= self.last["step"]:
+            self.last = record
+
+    def record(self, step: int) -> dict[str, Any] | None:
+        """One step's, whole."""
+        if self.last is not None and self.last["step"] == step:
+            return self.last
+        rows = np.flatnonzero(self.columns.of("step") == step)
+        return self.file.at(self.offsets[int(rows[-1])]) if len(rows) else None
+
+    def step_at(self, time_s: float) -> int | None:
+        """The first step that was recorded then or later, else the last."""
+        times, steps = self.shown.of("time_s"), self.shown.of("step")
+        if not len(steps):
+            return None
+        row = min(int(np.searchsorted(times, time_s)), len(steps) - 1)
+        return int(steps[row])
+
+    def series(
+        self, keys: Sequence[str], begin: float | None, end: float | None, points: int
+    ) -> dict[str, Any]:
+        """Columns of the steps from `begin` to `end`, in at most so many points."""
+        rows, columns = self._rows(begin, end), self.shown
+        edges = _edges(rows, points)
+        ends = np.append(edges[1:], rows.stop) - 1 if len(edges) else edges
+        found: dict[str, Any] = {}
+        for key in keys:
+            if key in columns.by_path:
+                found[key] = _bucketed(columns.of(key)[: rows.stop], edges, len(edges) == len(rows))
+        return {
+            "step": columns.of("step")[ends].astype(int).tolist(),
+            "time": np.round(columns.of("time_s")[ends], 3).tolist(),
+            "series": found,
+            "rows": len(rows),
+        }
+
+    def _rows(self, begin: float | None, end: float | None) -> range:
+        steps = self.shown.of("step")
+        first = 0 if begin is None else int(np.searchsorted(steps, begin, "left"))
+        last = len(steps) if end is None else int(np.searchsorted(steps, end, "right"))
+        return range(first, max(first, last))
+
+
+def _in_order(records: Iterable[Mapping[str, Any]]) -> list[Any]:
+    by_step = {r["step"]: r for r in records if isinstance(r.get("step"), int)}
+    return [record for _, record in sorted(by_step.items()) if not record.get("superseded")]
+
+
+def numbers_of(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """As `telemetry.record.scalars`, for what JSON gives: a long file has many of them."""
+    found: dict[str, float] = {}
+    for key, value in record.items():
+        kind = type(value)
+        if kind is float or kind is int or kind is bool:
+            found[prefix + key] = value
+        elif kind is dict and prefix + key not in NO_COLUMNS:
+            found |= numbers_of(value, f"{prefix}{key}/")
+    return found
+
+
+def _edges(rows: range, points: int) -> np.ndarray:
+    """Where the buckets of a chart begin."""
+    if len(rows) <= points:
+        return np.arange(rows.start, rows.stop)
+    return np.unique(np.linspace(rows.start, rows.stop, points, endpoint=False).astype(int))
+
+
+def _bucketed(values: np.ndarray, edges: np.ndarray, is_exact: bool) -> dict[str, Any]:
+    """Mean of each bucket, and lowest and highest where a bucket has several steps."""
+    if is_exact:
+        return {"mean": plain(values[edges])}
+    known = ~np.isnan(values)
+    counts = np.add.reduceat(known, edges)
+    sums = np.add.reduceat(np.where(known, values, 0.0), edges)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        means = np.where(counts > 0, sums / counts, np.nan)
+    lows, highs = np.fmin.reduceat(values, edges), np.fmax.reduceat(values, edges)
+    return {"mean": plain(means), "min": plain(lows), "max": plain(highs)}
+
+
+def plain(values: np.ndarray) -> list[float | None]:
+    """For JSON: null where there is no number, seven digits of the others."""
+    return [None if v != v else float(f"{v:.7g}") for v in values.tolist()]

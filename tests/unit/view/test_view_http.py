@@ -1,0 +1,110 @@
+"""The page's server: its answers, its checks, and the exported file."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+import pentad.view
+from pentad.cli.view import check_places, describe_address, listen
+from pentad.core.errors import UserError
+from pentad.view.app import RunPages, ViewGuard
+from tests.unit.view.conftest import sample_line, write_lines
+
+STATIC = Path(pentad.view.__file__).parent / "static"
+FRONTEND = Path(__file__).parents[3] / "frontend"
+
+
+def client_of(*places: Path, token: str | None = None) -> TestClient:
+    app = ViewGuard(RunPages(list(places)).app(), token=token)
+    return TestClient(app, base_url="http://127.0.0.1", follow_redirects=False)
+
+
+def test_a_run_is_answered_as_json(make_run):
+    client = client_of(make_run())
+    (brief,) = client.get("/api/runs").json()["runs"]
+    run = client.get("/api/run", params={"run": brief["id"]}).json()
+    assert run["step"] == 20 and run["state"] == "interrupted" and run["kept_steps"] == [20]
+    given = {"run": brief["id"], "keys": "loss,rl/reward_mean", "points": 5}
+    series = client.get("/api/series", params=given).json()
+    assert len(series["step"]) == 5 and set(series["series"]) == {"loss", "rl/reward_mean"}
+    found = client.get("/api/samples", params={"run": brief["id"], "last": 1}).json()
+    assert {s["step"] for s in found["samples"]} == {20} and "ids" not in found["samples"][0]
+    lines = client.get("/export.csv", params={"run": brief["id"]}).text.splitlines()
+    assert lines[0].startswith("step,") and len(lines) == 21
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("/api/run?run=no", "run = no: no run of this name"),
+        ("/api/step?run=exp~trial0&step=99", "step = 99: steps.jsonl"),
+        ("/api/step?run=exp~trial0&step=x", "step = x: must be a number"),
+        ("/api/plan?run=exp~trial0", "no config to plan"),
+    ],
+)
+def test_what_cannot_be_shown_is_a_sentence(make_run, path, sentence):
+    answer = client_of(make_run()).get(path)
+    assert answer.status_code == 404 and sentence in answer.json()["error"]
+
+
+def test_a_page_at_loopback_answers_to_its_own_names_and_only_reads(make_run):
+    client = client_of(make_run())
+    answer = client.get("/")
+    assert (
+        answer.status_code == 200
+        and "script-src 'self'" in answer.headers["content-security-policy"]
+    )
+    assert client.get("/", headers={"host": "evil.example"}).status_code == 403
+    assert client.post("/api/runs").status_code == 405
+
+
+def test_elsewhere_the_address_has_a_token(make_run):
+    client = client_of(make_run(), token="secret")
+    assert client.get("/").status_code == 401
+    assert client.get("/?token=wrong").status_code == 401
+    answer = client.get("/?token=secret")
+    assert answer.status_code == 303 and "HttpOnly" in answer.headers["set-cookie"]
+    assert client.get("/api/runs").status_code == 200  # by the cookie
+
+
+def test_an_exported_file_holds_its_records_and_no_markup_of_a_sample(make_run):
+    folder = make_run()
+    bad = "</script><script>alert(1)</script>"
+    write_lines(folder / "samples.jsonl", [sample_line(20, 3, text=bad)])
+    client = client_of(folder)
+    page = client.get("/export.html", params={"run": "exp~trial0"}).text
+    assert bad not in page and "\\u003c/script>" in page and page.count("<script") == 2
+    data = page.split('id="data">')[1].split("</script>")[0]
+    assert json.loads(data)["samples"][0]["text"] == bad
+
+
+def test_a_folder_without_runs_is_refused_with_a_sentence(tmp_path):
+    with pytest.raises(UserError, match="has no run in it.*pentad demo"):
+        check_places([tmp_path])
+    with pytest.raises(UserError, match="there is no such folder"):
+        check_places([tmp_path / "no"])
+
+
+def test_the_address_says_which_port_to_forward(monkeypatch):
+    monkeypatch.setenv("SSH_CONNECTION", "1.2.3.4 5 6.7.8.9 22")
+    with listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        text = describe_address(listener, None)
+    assert f"http://127.0.0.1:{port}/" in text and f"ssh -L {port}:127.0.0.1:{port}" in text
+
+
+def test_the_bundle_is_built_from_its_sources_and_small():
+    built = json.loads((STATIC / "build.json").read_text())
+    names = ["build.mjs", "package.json", *(f"src/{p.name}" for p in (FRONTEND / "src").iterdir())]
+    lines = [f"{name} {sha((FRONTEND / name).read_bytes())}\n" for name in sorted(names)]
+    assert sha("".join(lines).encode()) == built["sources"], "run `npm run build` in frontend/"
+    files = {path.name: path.read_bytes() for path in STATIC.iterdir()}
+    assert {name: sha(files[name]) for name in built["built"]} == built["built"]
+    assert sum(map(len, files.values())) < 300_000
+
+
+def sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
