@@ -77,7 +77,7 @@ def closing(summary: RunSummary) -> str:
         [
             "",
             "[bold]Look at[/]",
-            f"  pentad view {summary.records}    curves, samples, where the time went: a local page",
+            f"  pentad view {summary.records}    curves, samples, times: a local page",
             f"  {summary.records}/README.md    every file of the run, explained",
             f"  {summary.records}/steps.jsonl  one record a step",
             f"  {summary.records}/samples.jsonl  what the model said",

@@ -16,10 +16,10 @@ from tokenizers import Tokenizer
 
 from pentad.core.errors import UserError
 from pentad.core.types import Group, Sample
-from pentad.trainer.batches import KeptBatch, kept_steps, read_batch
+from pentad.trainer.saving.batches import KeptBatch, kept_steps, read_batch
 
 MAX_TOKENS = 20_000
-"""Of a sample, with words and numbers; a page shows no more of them one by one."""
+"""A longer sample is shown as text alone."""
 
 
 class GroupReader:

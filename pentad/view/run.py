@@ -26,13 +26,13 @@ LOG_LINE = re.compile(
 )
 OF_STEP = re.compile(r"step (\d+): ")
 MAX_MARKS = 500
-"""Of each kind the newest are kept: memory does not grow with a run's troubles."""
+"""The newest of each kind are kept: memory does not grow with a run's troubles."""
 BUDGET_S = 0.25
 """How long a request reads on in files that are not indexed yet."""
 EXIT_WORDS = {"complete": "complete", "stopped": "stopped", "failed": "failed"}
 
 
-class JsonLines:
+class RecordTail:
     """A small file of records, the newest of them in memory."""
 
     def __init__(self, path: Path) -> None:
@@ -80,8 +80,8 @@ class RunView:
         self.lock = threading.Lock()
         self.steps = StepIndex(folder / "steps.jsonl")
         self.samples = SampleIndex(folder / "samples.jsonl")
-        self.evals = JsonLines(folder / "evals.jsonl")
-        self.recoveries = JsonLines(folder / "recoveries.jsonl")
+        self.evals = RecordTail(folder / "evals.jsonl")
+        self.recoveries = RecordTail(folder / "recoveries.jsonl")
         self.log = RunLog(folder / "log.txt")
         self._manifest: tuple[float, dict[str, Any]] = (0.0, {})
         self._groups: GroupReader | None = None

@@ -10,7 +10,7 @@ import pytest
 
 from pentad.core.types import Group, Prompt, Sample
 from pentad.telemetry.record import Rl, StepRecord
-from pentad.trainer.batches import BatchKeeper
+from pentad.trainer.saving.batches import BatchKeeper
 
 MakeRun = Callable[..., Path]
 
