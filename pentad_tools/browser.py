@@ -154,7 +154,7 @@ class Browser:
 
     def picture(self, path: Path, *, is_whole: bool = False) -> None:
         """A PNG of the window, or of the whole page."""
-        given = {"captureBeyondViewport": True} if is_whole else {}
+        given: dict[str, Any] = {"captureBeyondViewport": True} if is_whole else {}
         if is_whole:
             size = self.call("Page.getLayoutMetrics")["cssContentSize"]
             given["clip"] = {"x": 0, "y": 0, **_size(size), "scale": 1}
