@@ -14,6 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from pentad.runtime.process import Child
+
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 OPTIONS = (
     *("--headless=new", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu"),
@@ -44,7 +46,7 @@ class Browser:
         self._in, theirs_out = os.pipe()
         # The protocol wants its pipes as 3 and 4; a shell puts them there.
         moved = ["bash", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "browser", *command]
-        self._process = subprocess.Popen(
+        self._child = Child.start(
             moved, pass_fds=(theirs_in, theirs_out), stderr=subprocess.DEVNULL
         )
         os.close(theirs_in)
@@ -66,12 +68,7 @@ class Browser:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._child.end()
         os.close(self._in)
         os.close(self._out)
         self._profile.cleanup()
@@ -120,15 +117,14 @@ class Browser:
             raise PageError(details.get("exception", {}).get("description", details["text"]))
         return found["result"].get("value")
 
-    def wait_for(self, script: str, timeout_s: float = 20.0) -> Any:
+    def wait_for(self, script: str, timeout_s: float = 20.0) -> None:
         """Until the expression is true on the page."""
         end = time.monotonic() + timeout_s
-        while not (value := self.run(script)):
+        while not self.run(f"Boolean({script})"):
             if time.monotonic() > end:
                 text = self.run("document.body.innerText.slice(0, 500)")
                 raise PageError(f"{script}: not within {timeout_s:g} s; the page says: {text}")
             time.sleep(0.05)
-        return value
 
     def press(self, key: str) -> None:
         """A key by its name, such as Tab or ArrowLeft."""

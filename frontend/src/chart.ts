@@ -189,7 +189,7 @@ export class Chart {
       },
       axes: [
         { ...axis, size: 26, space: 56, values: (_u, v) => this.frame?.xTicks?.(v) ?? v.map((x) => (Number.isInteger(x) ? num(x, 6) : "")) },
-        { ...axis, size: 54, space: 34, values: (_u, v, _a, _s, step) => v.map((y) => (y === null ? "" : num(y, digitsFor(v, step)))) },
+        { ...axis, size: 54, space: 34, values: (_u, v, _a, _s, step) => tickLabels(v, step) },
       ],
       cursor: {
         sync: { key: "pentad", setSeries: false }, focus: { prox: -1 },
@@ -371,13 +371,16 @@ function nice(low: number | null, high: number | null, isStacked: boolean): [num
   if (low === high) return low === 0 ? [0, 1] : [low - Math.abs(low) * 0.1, low + Math.abs(low) * 0.1];
   const air = (high - low) * 0.08;
   const bottom = low >= 0 && low < (high - low) * 0.6 ? 0 : low - air;
-  return [bottom, high <= 1 && high > 0.9 && low >= 0 ? 1.02 : high + air];
+  return [bottom, bottom === 0 && high <= 1 && high > 0.9 ? 1.02 : high + air];
 }
 
-/** As many digits as tell ticks apart. */
-function digitsFor(values: number[], step: number): number {
+/** As many digits as tell ticks apart; where that is too many, their distance from the middle. */
+function tickLabels(values: number[], step: number): string[] {
   const most = Math.max(...values.map(Math.abs));
-  return most && step ? Math.min(8, Math.max(2, Math.ceil(Math.log10(most / step) + 0.3) + 1)) : 3;
+  const digits = most && step ? Math.max(2, Math.ceil(Math.log10(most / step) + 0.3) + 1) : 3;
+  if (digits <= 6) return values.map((y) => num(y, digits));
+  const base = Number(most.toPrecision(4));
+  return values.map((y) => (Math.abs(y - base) < step / 2 ? num(base, 4) : `${y > base ? "+" : "−"}${num(Math.abs(y - base), 2)}`));
 }
 
 export function nearest(x: number[], at: number): number {

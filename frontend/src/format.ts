@@ -29,7 +29,7 @@ export function duration(seconds: number | null | undefined): string {
 
 export function clock(seconds: number): string {
   return new Date(seconds * 1e3).toLocaleString(undefined, {
-    month: "short", day: "numeric", hour: "2-digit", minute: "2-digit",
+    month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", hour12: false,
   });
 }
 

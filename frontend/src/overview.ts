@@ -188,6 +188,13 @@ export function overview(): Page {
     charts.forEach(({ chart, wanted }) => chart.draw(linesOf(wanted), now));
   }
 
+  /** The trial alone where all runs shown are of one experiment. */
+  function shortName(run: Summary): string {
+    const parts = run.name.split("/");
+    const isOne = shared.state.ids.every((id) => shared.summaries.get(id)!.name.startsWith(`${parts[0]}/`));
+    return isOne ? parts[1] : run.name;
+  }
+
   function linesOf(wanted: Wanted): Line[] {
     const keys = wanted.isEval ? wanted.keys : keysOf(wanted), several = shared.state.ids.length > 1;
     return shared.state.ids.flatMap((id, r) => {
@@ -195,7 +202,7 @@ export function overview(): Page {
       return keys.flatMap((key, k): Line[] => {
         const color = COLORS[(several ? r : k) % COLORS.length];
         const name = key.split("/").at(-1) as string;
-        const label = several ? (keys.length > 1 ? `${run.name} ${name}` : run.name) : name;
+        const label = several ? (keys.length > 1 ? `${shortName(run)} ${name}` : shortName(run)) : name;
         if (wanted.isEval) {
           const found = evalsOf(run, key);
           return [{ ...found, x: found.x.map((v) => position(series, v)), label, color, isDots: true }];
@@ -256,9 +263,9 @@ export function overview(): Page {
     fill(happened, notes.map((text) => h("p", { class: "notice" }, text)),
       run.progress.steps < 0.999 && h("p", { class: "notice" }, `Reading steps.jsonl: ${share(run.progress.steps)}; until then the curves show every few steps.`),
       marks.length > 0 && h("details", { class: "events", open }, h("summary", null, `${marks.length} ${marks.length === 1 ? "event" : "events"}: `,
-        h("span", { class: "muted" }, `${marks[0].kind} at step ${marks[0].step ?? "–"}: ${marks[0].text.slice(0, 110)}`)),
+        h("span", { class: "muted" }, `${marks[0].kind} at step ${marks[0].step ?? "–"}: ${wordsOf(marks[0]).slice(0, 110)}`)),
         h("ul", null, marks.slice(0, 100).map((mark) => h("li", null, h("span", { class: `kind ${mark.kind}` }, mark.kind),
-          h("a", { href: address("samples", shared.state.ids, { step: String(mark.step ?? "") }) }, `step ${mark.step ?? "–"}`), " ", mark.text)))));
+          h("a", { href: address("samples", shared.state.ids, { step: String(mark.step ?? "") }) }, `step ${mark.step ?? "–"}`), " ", wordsOf(mark))))));
   }
 
   let shape = "";
@@ -270,4 +277,9 @@ export function overview(): Page {
     await load();
   }
   return { el, update, close: () => charts.forEach(({ chart }) => chart.destroy()) };
+}
+
+/** Without the step, which stands beside it. */
+function wordsOf(mark: Mark): string {
+  return mark.text.replace(/^step \d+: /, "");
 }

@@ -135,14 +135,17 @@ export function samples(): Page {
     const question = group.question ?? group.prompt ?? `group ${group.gid}`;
     const rewards = many.map((s) => s.reward).filter((r) => r !== null && r !== undefined);
     const mean = rewards.reduce((a: number, b: number) => a + b, 0) / (rewards.length || 1);
+    const hint = h("span", { class: "muted small" });
     const paint = () => {
+      const scale = scaleOf(many, by);
+      hint.textContent = !by ? "" : by === "logprob" ? "the redder, the less likely" : `${num(scale.low)} to ${num(scale.high)}`;
       const order = [...many].sort((a, b) => Number(b.index === index) - Number(a.index === index) || (b.reward ?? 0) - (a.reward ?? 0));
-      fill(body, order.map((s) => answer(s, by, s.index === index, scaleOf(many, by))));
+      fill(body, order.map((s) => answer(s, by, s.index === index, scale)));
     };
     const labels: [string, string][] = [["", "plain"], ...names.map((n): [string, string] => [n, n === "logprob" ? "log-prob" : n.replace(/_/g, " ")])];
     fill(detail,
       h("div", { class: "bar" }, h("h2", null, `Group ${group.gid}, step ${group.step}`), h("span", { class: "grow" }),
-        names.length > 0 && h("span", { class: "inline" }, "Tokens by", choice("Colour tokens by", labels, by, (value) => { by = value; remember("color", value); paint(); }))),
+        names.length > 0 && h("span", { class: "inline" }, hint, "Tokens by", choice("Colour tokens by", labels, by, (value) => { by = value; remember("color", value); paint(); }))),
       (group.notes ?? []).map((text: string) => h("p", { class: "muted small" }, text)),
       h("div", { class: "prompt" }, h("span", { class: "role" }, "prompt"), h("pre", null, question)),
       group.prompt && group.prompt !== question && h("details", null, h("summary", null, "As the model saw it"), h("pre", { class: "box" }, group.prompt)),
@@ -217,7 +220,7 @@ function answer(s: Json, by: string, isOn: boolean, scale: Scale): HTMLElement {
     h("div", { class: "text" }, by && s.tokens?.columns?.[by] ? tokens(s.tokens, by, scale)
       : s.turns?.length ? s.turns.map(([role, text]: [string, string]) => h("div", { class: `turn ${role === "assistant" ? "own" : "env"}` }, h("span", { class: "role" }, role === "assistant" ? "policy (trained)" : role), h("pre", null, text)))
       : h("pre", null, s.text || "(empty)")),
-    h("footer", null, `${s.num_sampled} tokens · ended by ${s.finish}`));
+    h("footer", null, `${s.num_sampled} ${s.num_sampled === 1 ? "token" : "tokens"} · ended by ${s.finish}`));
 }
 
 function tokens(t: Json, by: string, scale: Scale): HTMLElement {
@@ -227,7 +230,7 @@ function tokens(t: Json, by: string, scale: Scale): HTMLElement {
     if (n < first) return null;
     if (!t.mask[n]) return h("span", { class: "given" }, word);
     return h("span", { style: { background: tint(values[n], by, scale) }, title: `${by} ${num(values[n], 4)}` }, word);
-  }), h("span", { class: "scale" }, by === "logprob" ? "darker: less likely" : `${num(scale.low)} to ${num(scale.high)}`));
+  }));
 }
 
 function tint(value: number, by: string, scale: Scale): string {

@@ -1,0 +1,71 @@
+"""The pictures of the docs: each view of `pentad view`, light and dark, from runs on this machine.
+
+    python -m pentad_tools.pictures runs docs/pictures
+
+`runs` holds the run of `pentad demo` and, for the comparison, others of the same experiment."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+from pentad.runtime.process import Child, bound
+from pentad_tools.browser import Browser, find_browser
+
+WIDTH, HEIGHT = 1280, 800
+SETTLE_S = 1.5
+"""From the first element of a view to its last chart."""
+
+
+def start_view(places: list[Path]) -> tuple[Child, str]:
+    """The process that serves the page, and its address."""
+    program = [sys.executable, "-m", "pentad.cli.main", "view", *map(str, places), "--port", "0"]
+    child = Child.start(bound(program), stdout=subprocess.PIPE)
+    assert child.stdout is not None, "it was started with a pipe"
+    for line in child.stdout:
+        if line.startswith(b"page: "):
+            return child, line.decode().removeprefix("page: ").strip()
+    raise RuntimeError(f"pentad view ended: {child.ended()}")
+
+
+def views_of(address: str) -> dict[str, str]:
+    """Name of a picture -> the page's address for it."""
+    with urllib.request.urlopen(f"{address}api/runs") as answer:
+        runs = json.load(answer)["runs"]
+    demo = next(run["id"] for run in runs if run["id"].startswith("demo-grpo~seed"))
+    alike = [run["id"] for run in runs if run["id"].startswith("demo-grpo") and run["id"] != demo]
+    found = {name: f"#/{name}?run={demo}" for name in ("overview", "samples", "time", "plan")}
+    found["samples"] += "&color=logprob"
+    if alike:
+        found["compare"] = f"#/overview?run={demo}&run={alike[0]}"
+    return found
+
+
+def main(runs: str, target: str) -> None:
+    program = find_browser()
+    if program is None:
+        raise SystemExit("no Chromium is installed here: apt-get install chromium")
+    folder = Path(target)
+    folder.mkdir(parents=True, exist_ok=True)
+    child, address = start_view([Path(runs)])
+    try:
+        with Browser(program) as browser:
+            browser.resize(WIDTH, HEIGHT)
+            for name, place in views_of(address).items():
+                for theme in ("light", "dark"):
+                    browser.set_dark(theme == "dark")
+                    browser.open("about:blank")
+                    browser.open(address + place)
+                    browser.wait_for("document.querySelector('.chart, .card, .meter')", 60)
+                    time.sleep(SETTLE_S)
+                    browser.picture(folder / f"{name}-{theme}.png")
+    finally:
+        child.end()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])

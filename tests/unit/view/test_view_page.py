@@ -1,0 +1,89 @@
+"""The page in a real browser: every view, live records, hostile samples, keys, small screens."""
+
+import urllib.request
+
+import pytest
+
+from pentad_tools.browser import Browser, find_browser
+from pentad_tools.pictures import start_view
+from tests.unit.view.conftest import sample_line, step_line, write_lines
+
+PROGRAM = find_browser()
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium: apt-get install chromium")
+EVIL = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
+
+
+def test_the_page_shows_a_run_and_runs_nothing_of_it(make_run, tmp_path):
+    folder = make_run()
+    write_lines(folder / "samples.jsonl", [sample_line(20, 3, text=EVIL)])
+    child, address = start_view([folder])
+    try:
+        with Browser(PROGRAM) as browser:
+            browser.resize(1280, 800)
+            browser.open(address)
+            browser.wait_for("document.querySelectorAll('.chart canvas').length > 3")
+            follows_new_lines(browser, folder)
+            shows_markup_as_text(browser, address)
+            for view, part in (
+                ("time", ".meter"),
+                ("samples", ".answer-box"),
+                ("overview", ".stat"),
+            ):
+                is_readable_when_small(browser, f"{address}#/{view}", part)
+            is_reached_by_keys(browser, address)
+            opens_without_a_server(browser, address, tmp_path / "run.html")
+            assert browser.faults() == []
+    finally:
+        child.end()
+
+
+def follows_new_lines(browser, folder):
+    write_lines(folder / "steps.jsonl", [step_line(21)])
+    # Looked for every second; what is beyond two seconds is the load of this machine.
+    browser.wait_for("document.querySelector('.stat .value').textContent === '21'", 6)
+
+
+def shows_markup_as_text(browser, address):
+    browser.open(f"{address}#/samples?step=20")
+    browser.wait_for("document.querySelectorAll('.card').length === 4")
+    browser.run("document.querySelectorAll('.card')[3].click()")
+    browser.wait_for("document.querySelector('.detail').childElementCount > 2")
+    assert EVIL in browser.run("document.querySelector('.cards').textContent")
+    assert browser.run("window.hacked === undefined && !document.querySelector('main img')")
+
+
+def is_readable_when_small(browser, address, part):
+    browser.set_dark(True)
+    browser.resize(390, 800)
+    browser.open("about:blank")
+    browser.open(address)
+    browser.wait_for("document.querySelector('.stat, .card, .meter')")
+    if part == ".answer-box":
+        browser.run("document.querySelector('.card').click()")
+    browser.wait_for(f"document.querySelector('{part}')")
+    assert browser.run("document.documentElement.scrollWidth <= innerWidth + 1")
+    assert browser.run("document.documentElement.dataset.theme") == "dark"
+
+
+def is_reached_by_keys(browser, address):
+    browser.resize(1280, 800)
+    browser.open("about:blank")
+    browser.open(address)
+    browser.wait_for("document.querySelectorAll('nav a').length >= 3")
+    for _ in range(12):
+        browser.press("Tab")
+        if browser.run("document.activeElement.textContent") == "Time":
+            break
+    browser.press("Enter")
+    browser.wait_for("location.hash.startsWith('#/time')", 5)
+
+
+def opens_without_a_server(browser, address, path):
+    with urllib.request.urlopen(f"{address}export.html?run=exp~trial0") as answer:
+        path.write_bytes(answer.read())
+    browser.open(f"file://{path}")
+    browser.wait_for("document.querySelectorAll('.chart canvas').length > 3")
+    browser.open("about:blank")
+    browser.open(f"file://{path}#/samples")
+    browser.wait_for("document.querySelectorAll('.card').length > 0")
+    assert browser.run("window.hacked === undefined")
