@@ -1,4 +1,4 @@
-"""Calls of all ranks of a group of role processes, from whoever started the group.
+"""Calls of all ranks of a group of role processes, from the process that started the group.
 
     with RankGroup(runtime, specs, settings) as group:
         group.call("build", num_steps=8)
@@ -14,7 +14,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import Any, TypeVar
@@ -52,7 +52,7 @@ DUMP_S = 1.0
 START_S = 30.0
 """How long a rank may not be heard of before its first step, at least."""
 LEAVE_S = 15.0
-"""Once the run is asked to stop: who is not heard of for so long will not leave by itself."""
+"""Once the run is asked to stop: a rank that is silent for so long will not leave by itself."""
 END_S = 15.0
 """How long ranks may take to leave after a failure."""
 
@@ -134,6 +134,10 @@ class RankGroup:
         """Whether the group has failed: no call can be made any more."""
         self.failure: Exception | None = None
         """What ended it."""
+        self.failed, self.noticed = asyncio.Event(), asyncio.Event()
+        """That is known; a rank failed, and the cause is looked for."""
+        self.is_ending = False
+        """Whether ranks leave by themselves."""
         self.cause: Failure | None = None
         """What that was of which rank."""
         self.seen_at = self.failed_at = self.joined_at = awake_s()
@@ -169,12 +173,12 @@ class RankGroup:
                 raise self._explained([Failure(rank, None, "died", text, 0.0)]) from failure
             self.members.append(member)
             connecting[rank] = asyncio.create_task(self._connect(member))
+        self.watching = asyncio.create_task(self._watch())
+        self.watching.add_done_callback(self._note_watch_ended)
         await self._all(lambda one: wait_for(connecting[one.rank]))
         place = await self._choose_place()
         await self._all(lambda one: self._ask(one, "join", place=place))
         self.joined_at = awake_s()
-        self.watching = asyncio.create_task(self._watch())
-        self.watching.add_done_callback(self._note_watch_ended)
 
     async def _choose_place(self) -> dict[str, Any]:
         """Where the ranks meet: on this machine in a folder that no other user can open, removed
@@ -228,7 +232,8 @@ class RankGroup:
         """A question to rank 0 alone, beside a call under way."""
         self.check()
         self.opening.result()
-        return self._value(self._wait(self._ask_first(self.members[0], method, arguments)))
+        asking = self._ask(self.members[0], "ask", method=method, arguments=arguments)
+        return self._value(self._wait(self._unless_failed(asking)))
 
     @property
     def straggler(self) -> int | None:
@@ -250,22 +255,6 @@ class RankGroup:
             raise known[described["kind"]](described["text"])
         raise revive_error(self.members[0].process.name, described)
 
-    async def _ask_first(self, first: Member, method: str, arguments: dict[str, Any]) -> Any:
-        asking = asyncio.create_task(self._ask(first, "ask", method=method, arguments=arguments))
-        try:
-            while not asking.done():
-                await asyncio.wait([asking], timeout=POLL_S)
-                if self.failure is not None and not asking.done():
-                    raise self.failure
-            return asking.result()
-        except Failed:
-            error = await self._cause()
-            if first.failure is not None and first.failure.kind == "died":
-                self._fail(error)  # at once: nobody is to wait for what it would have written
-            raise error from None
-        finally:
-            asking.cancel()
-
     async def _ask(self, member: Member, what: str, **arguments: Any) -> Any:
         """What one rank answers; raises Failed with the failure noted."""
         assert member.connection is not None, "all are connected"
@@ -275,10 +264,10 @@ class RankGroup:
             self._note_lost(member, str(failure))
             raise Failed from failure
         except RunError as error:
-            member.failure = Failure(member.rank, member.step, "run", str(error), awake_s())
+            self._note(member, Failure(member.rank, member.step, "run", str(error), awake_s()))
             raise Failed from error
         if "failure" in answer:
-            member.failure = failure_of(answer["failure"], at=awake_s())
+            self._note(member, failure_of(answer["failure"], at=awake_s()))
             raise Failed
         if "step" in answer:
             member.take_step(answer["step"])
@@ -286,29 +275,26 @@ class RankGroup:
 
     async def _all(self, action: Callable[[Member], Coroutine[Any, Any, T]]) -> list[T]:
         """The same of every rank. Raises the first cause once one of them failed or hangs."""
-        tasks = [asyncio.create_task(action(one)) for one in self.members]
+
+        async def every() -> list[T]:
+            return list(await asyncio.gather(*map(action, self.members)))
+
+        return await self._unless_failed(every())
+
+    async def _unless_failed(self, doing: Coroutine[Any, Any, T]) -> T:
+        """Its result; or what ended the group, where that comes first or a rank failed in it."""
+        task, failed = asyncio.create_task(doing), asyncio.create_task(self.failed.wait())
         try:
-            pending = set(tasks)
-            while pending:
-                done, pending = await asyncio.wait(
-                    pending, timeout=POLL_S, return_when=asyncio.FIRST_EXCEPTION
-                )
-                failed = [task for task in done if task.exception() is not None]
-                if any(not isinstance(task.exception(), Failed) for task in failed):
-                    await asyncio.gather(*failed)  # a fault of our own
-                if why := self.runtime.lost():
-                    raise RunError(why)
-                if failed:
-                    raise await self._cause()
-                if gone := self._find_away():
-                    raise self._explained(gone)
-                if hung := self._find_hang():
-                    raise await self._stuck(*hung)
-            return [task.result() for task in tasks]
+            await asyncio.wait([task, failed], return_when=asyncio.FIRST_COMPLETED)
+            if task.done() and not isinstance(task.exception(), Failed):
+                return task.result()
+            await failed
+            assert self.failure is not None, "it is known"
+            raise self.failure
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            task.cancel()
+            failed.cancel()
+            await asyncio.gather(task, failed, return_exceptions=True)
 
     def _wait(self, doing: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(doing, self.loop).result()
@@ -316,23 +302,28 @@ class RankGroup:
     # Watching
 
     async def _watch(self) -> None:
-        """Between calls too: a rank that is lost is noticed while others work."""
+        """The one place that ends the group, in calls and between them."""
         while self.failure is None:
-            await asyncio.sleep(POLL_S)
-            lost = [
-                one for one in self.members if one.connection is None or one.connection.lost.done()
-            ]
-            for member in lost:
-                assert member.connection is not None, "all were connected"
-                self._note_lost(member, member.connection.lost.result())
-            if why := self.runtime.lost():
-                self._fail(RunError(why))
-            elif lost and not self.lock.locked():
-                self._fail(await self._cause())
-            elif not self.lock.locked() and (gone := self._find_away()):
-                self._fail(self._explained(gone))
-            elif not self.lock.locked() and (hung := self._find_hang()):
-                self._fail(await self._stuck(*hung))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S):
+                    await self.noticed.wait()
+            if error := await self._find_failure():
+                self._fail(error)
+
+    async def _find_failure(self) -> Exception | None:
+        for one in self.members:
+            lost = one.connection and one.connection.lost
+            if lost and lost.done() and not self.is_ending:
+                self._note_lost(one, lost.result())
+        if why := self.runtime.lost():
+            return RunError(why)
+        if any(one.failure is not None for one in self.members):
+            return await self._cause()
+        if gone := self._find_away():
+            return self._explained(gone)
+        if hung := self._find_hang():
+            return await self._stuck(*hung)
+        return None
 
     def _note_watch_ended(self, watching: asyncio.Task[None]) -> None:
         """A fault of our own: a group that is not watched any more is not used any more."""
@@ -344,6 +335,7 @@ class RankGroup:
     def _fail(self, error: Exception) -> None:
         self.failure = self.failure or error
         self.is_broken = True
+        self.failed.set()
 
     def _find_away(self) -> list[Failure]:
         """Ranks whose place was taken away, whatever their processes do."""
@@ -375,11 +367,15 @@ class RankGroup:
         behind = [one for one in self.members if one.call < last]
         return "does not get on with what all ranks do", behind or within
 
+    def _note(self, member: Member, failure: Failure) -> None:
+        member.failure = failure
+        self.noticed.set()
+
     def _note_lost(self, member: Member, why: str) -> None:
         if member.failure is None:
             lines, member.is_lost = tail(member.log), True
-            text = f"does not answer any more ({why})"
-            member.failure = Failure(member.rank, member.step, "died", text, awake_s(), lines=lines)
+            text, now = f"does not answer any more ({why})", awake_s()
+            self._note(member, Failure(member.rank, member.step, "died", text, now, lines=lines))
 
     async def _cause(self) -> Exception:
         """The first of all failures, after those that belong to it had time to show."""
@@ -446,7 +442,7 @@ class RankGroup:
             self._shut_down()
 
     async def _end(self, *, is_failed: bool) -> None:
-        self.watching.cancel()
+        self.is_ending = True
         ending = self._all(lambda one: self._ask(one, "end", is_failed=is_failed))
         if not is_failed:
             await ending
