@@ -149,7 +149,9 @@ class _Given:
         if environment is None:
             return
         if not isinstance(environment, str):
-            environment = f"class:{self._written(environment, 'environment')}"
+            is_workflow = hasattr(environment, "run")
+            environment = self._written(environment, "environment")
+            environment = environment if is_workflow else f"class:{environment}"
         self.set("rollout.workflow", environment)
 
     def _written(self, given: Callable[..., Any], what: str) -> str:
