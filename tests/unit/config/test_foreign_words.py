@@ -54,7 +54,7 @@ def test_every_last_word_leads_to_a_key():
         *((key, "actor.lora.rank") for key in ("lora_rank=8", "actor.lora_rank=8")),
         ("actor_rollout_ref.model.lora_rank=8", "actor.lora.rank"),
         ("lora_alpha=16", "actor.lora.alpha"),
-        ("actor.peft.lora_alpha=1", "the keys of actor.lora are rank, alpha, targets"),
+        ("actor.peft.lora_alpha=1", "its name here is actor.lora.alpha"),
         ("target_modules=all-linear", "actor.lora.targets"),
         ("actor.lora.lora_dropout=0.1", "trainer and sampler would compute with different factors"),
         ("actor.lora.use_dora=true", "it scales by norms of merged weights"),

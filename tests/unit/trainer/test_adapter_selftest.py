@@ -42,7 +42,7 @@ class Sampler:
         return [Generation(**drawn, finish="stop") for _ in request.seeds]
 
 
-def tested(is_deaf: bool):
+def outcome(is_deaf: bool):
     learner = Learner()
     sampler = Sampler(learner, is_deaf)
     call = check_adapter(learner, [sampler], [(3, 4)], sampler.publish, temperature=1.0, seed=0)
@@ -54,9 +54,9 @@ def tested(is_deaf: bool):
 
 def test_a_sampler_that_ignores_the_adapter_is_found():
     with pytest.raises(RunError, match="log-probs by 0.5 and the sampler's by 0, and they are 0.5"):
-        tested(is_deaf=True)
+        outcome(is_deaf=True)
 
 
 def test_both_sides_move_alike():
-    found = tested(is_deaf=False)
+    found = outcome(is_deaf=False)
     assert (found.trainer, found.sampler, found.apart) == (0.5, 0.5, 0.0)
