@@ -26,9 +26,12 @@ from pentad.config.schema import Config, ModelConfig
 from pentad.core.fit import default_stages_per_rank, splits_backward
 from pentad.core.layout import Allocation, Component
 from pentad.core.specs import absolute
+from pentad.data.section import is_made
 from pentad.rl.section import SWITCHES
+from pentad.rollout.section import workflow_kind
 
 LORA_LR_FACTOR = 10
+MADE_REWARD = "pentad.data.reasoning_gym_rows:score"
 DEFAULT_RECOVERY = {"recover.freq_secs": 600.0, "recover.freq_epochs": 1}
 PATHS = (
     *("fileroot", "checkpoint.local_dir"),
@@ -59,6 +62,7 @@ def resolve(config: Config, *, samples: bool = True) -> tuple[Config, list[str]]
     draft = _Draft(config)
     _expand_homes(draft)
     config = draft.config
+    _choose_made_rows(draft)
     _choose_user(draft)
     _choose_allocation(draft, samples)
     _choose_mode(draft)
@@ -101,17 +105,32 @@ def with_absolute_paths(config: Config) -> Config:
     """For a process that may work in another folder."""
     for key in PATHS:
         path = value_at(config, key)
-        if path is not None:
+        if path is not None and not is_made(path):
             config = replaced(config, key.split("."), os.path.abspath(path))  # noqa: PTH100
     config = replaced(config, ["model_files"], tuple(map(absolute, config.model_files)))
     fn = config.reward.fn
     if fn is not None:
         fn = absolute(fn) if isinstance(fn, str) else tuple(map(absolute, fn))
         config = replaced(config, ["reward", "fn"], fn)
-    for key in ("workflow", "agent"):
-        if spec := getattr(config.rollout, key):
-            config = replaced(config, ["rollout", key], absolute(spec))
+    if config.rollout.agent:
+        config = replaced(config, ["rollout", "agent"], absolute(config.rollout.agent))
+    kind, rest = workflow_kind(config.rollout.workflow)
+    if kind in ("", "class"):
+        workflow = absolute(rest) if not kind else f"{kind}:{absolute(rest)}"
+        config = replaced(config, ["rollout", "workflow"], workflow)
     return config
+
+
+def _choose_made_rows(draft: _Draft) -> None:
+    """A task of reasoning-gym as a workflow is its rows and its reward, in a single turn."""
+    config, task = draft.config, draft.config.rollout.workflow
+    if not is_made(task):
+        return
+    draft.set("rollout.workflow", "single_turn", f"an answer to a row of {task}")
+    if config.train_dataset.path is None:
+        draft.set("train_dataset.path", task, "rows that the package makes")
+    if config.reward.fn is None:
+        draft.set("reward.fn", MADE_REWARD, f"the score of {task}")
 
 
 def _expand_homes(draft: _Draft) -> None:

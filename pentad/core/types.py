@@ -137,6 +137,8 @@ class Sample:
     """The ids before the first sampled one, decoded, where they are not those of the prompt."""
     turns: tuple[tuple[str, str], ...] = ()
     """(role, words) of all that follows the prompt, for people; empty where it is one answer."""
+    environment: dict[str, Any] | None = None
+    """Attributes of its environment at the end, until it has a reward; None where it has none."""
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     columns: dict[str, np.ndarray] = field(default_factory=dict)

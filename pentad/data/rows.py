@@ -26,6 +26,7 @@ from typing import Any, Literal, Protocol
 
 from pentad.core.errors import Problem, UserError, raise_problems
 from pentad.core.folders import MAX_ROW_BYTES
+from pentad.data.section import is_made
 from pentad.data.stamp import Stamp
 
 Format = Literal["auto", "jsonl", "parquet", "hf"]
@@ -171,6 +172,8 @@ def open_rows(
 ) -> DatasetRows:
     """The rows at `path`; `key` is the config key to name in errors. At least one row."""
     where = f"{key} = {path}"
+    if is_made(path):
+        return _made(path, limit, where)
     parts: list[DatasetRows] = []
     left = limit
     for file, kind in find_files(path, format, where):
@@ -183,6 +186,15 @@ def open_rows(
     if not len(rows):
         raise UserError(Problem(where, "there is not one row in it", "give a file with rows"))
     return rows
+
+
+def _made(path: str, limit: int | None, where: str) -> DatasetRows:
+    try:
+        from pentad.data.reasoning_gym_rows import ReasoningRows
+    except ImportError as error:
+        rule = f"needs the package reasoning-gym ({error})"
+        raise UserError(Problem(where, rule, "pip install 'pentad[reasoning-gym]'")) from error
+    return ReasoningRows(path, limit=limit, where=where)
 
 
 def find_files(

@@ -8,6 +8,13 @@ from pydantic import ConfigDict, Field
 
 from pentad.core.section import Count, Section
 
+MADE = "reasoning_gym:"
+
+
+def is_made(path: str) -> bool:
+    """Whether rows are made by a package, and no file of this machine is meant."""
+    return path.startswith(MADE)
+
 
 class TemplateArgs(Section):
     """Arguments of a chat template by the names that the template gives them."""
@@ -23,7 +30,9 @@ class TemplateArgs(Section):
 class DatasetConfig(Section):
     path: str | None = None
     """File or folder, or rows of the Hugging Face hub: OWNER/NAME:CONFIG:SPLIT, OWNER/NAME:SPLIT or
-    a pattern of files, OWNER/NAME:data/train-*.parquet; OWNER/NAME@REVISION:... names a commit."""
+    a pattern of files, OWNER/NAME:data/train-*.parquet; OWNER/NAME@REVISION:... names a commit. Or
+    `reasoning_gym:NAME`, rows that the package reasoning-gym makes, with options as in
+    `reasoning_gym:chain_sum?size=500&seed=1`."""
     format: Literal["auto", "jsonl", "parquet", "hf"] = "auto"
     """auto: by the name of the file; a folder is a saved HF dataset."""
     prompt_key: str = "prompt"

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from pentad.core.errors import Problem, UserError
@@ -22,7 +23,9 @@ from pentad.core.specs import absolute
 from pentad.core.types import Prompt, Sample
 from pentad.rewards import code_tests, verifiers
 from pentad.rewards.calls import BATCH, EACH, SeededCall
+from pentad.rewards.judge import Judge
 from pentad.rewards.sandbox import JobFailed, Sandbox, pickled
+from pentad.rewards.section import JUDGE
 from pentad.rewards.sharing import SHARED_JOB_TIMEOUT_S, SharedJobs
 
 PARAMETERS = {
@@ -32,13 +35,15 @@ PARAMETERS = {
     "fields": "the whole dataset row",
     "ids": "the sampled token ids",
     "sample": "a dict: ids, mask, text, finish, reward_parts",
+    "environment": "attributes of the sample's environment at its end",
 }
-OF_A_SAMPLE = ("completion", "ids", "sample")
+OF_A_SAMPLE = ("completion", "ids", "sample", "environment")
 """Those that differ between the samples of a group; a reward takes at least one."""
 BATCHED = {
     "completions": "the sampled texts of a group",
     "prompts": "the prompt as text, once for each",
     "completion_ids": "the sampled token ids of each",
+    "environments": "attributes of the environment of each at its end",
 }
 """Parameters of functions that take a whole group; columns come as lists, too."""
 LEFT_OUT = {"prompt", "completion"}
@@ -81,6 +86,11 @@ class Takes:
     def known(self) -> dict[str, str]:
         """Name -> meaning of what is given besides columns."""
         return BATCHED | {"answer": PARAMETERS["answer"]} if self.is_batched else PARAMETERS
+
+    @property
+    def needs_environment(self) -> bool:
+        """Whether it cannot be called on a sample without an environment."""
+        return bool(self.required & {"environment", "environments"})
 
 
 COMPARES = Takes(frozenset({"completion", "answer"}), frozenset({"completion", "answer"}))
@@ -125,6 +135,8 @@ class RewardFunction:
         self.answer_field = answer_field
         self.max_retries = max_retries
         self.takes = COMPARES
+        self.judge_model: Judge | None = None
+        """Of the function `judge`."""
         self.pool: Sandbox | None = None
         self.jobs: SharedJobs | None = None
         """The pool's queue of jobs."""
@@ -137,7 +149,12 @@ class RewardFunction:
 
     @property
     def is_pooled(self) -> bool:
-        return self.fn not in INLINE and self.fn != "code"
+        return self.fn not in INLINE and self.fn not in ("code", JUDGE)
+
+    def give_judge(self, judge: Judge) -> None:
+        self.judge_model = judge
+        names = judge.names | {"completion"}
+        self.takes = Takes(names, names)
 
     @property
     def name(self) -> str:
@@ -182,7 +199,7 @@ class RewardFunction:
             return await self._judge_batch(prompt, samples, is_alone=is_alone)
         if self.is_pooled:
             return await self._judge_pooled(prompt, samples, is_alone=is_alone)
-        return await asyncio.gather(*(self._compare(prompt, sample.text) for sample in samples))
+        return await asyncio.gather(*(self._compare(prompt, sample) for sample in samples))
 
     async def _judge_again(self, prompt: Prompt, sample: Sample, tries: int) -> Verdict:
         for _ in range(tries):
@@ -261,12 +278,24 @@ class RewardFunction:
             "completion": lambda sample: sample.text,
             "ids": lambda sample: sample.ids[sample.mask].tolist(),
             "sample": _as_dict,
+            "environment": self._environment,
         }
+        if samples[0].environment is None and "environment" not in self.takes.names:
+            del values["environment"]
         wanted = [(name, value) for name, value in values.items() if self._wants(name)]
         return [
             (self._seed(prompt, sample), {name: value(sample) for name, value in wanted})
             for sample in samples
         ]
+
+    def _environment(self, sample: Sample) -> SimpleNamespace | None:
+        if sample.environment is not None:
+            return SimpleNamespace(**sample.environment)
+        if not self.takes.needs_environment:
+            return None
+        rule = "it takes the environment, and the workflow of the run has none"
+        remedy = "set rollout.workflow: class:FILE:Class"
+        raise UserError(Problem(f"reward.fn = {self.fn}", rule, remedy))
 
     def _seed(self, prompt: Prompt, sample: Sample | None = None) -> int:
         """By what the sample is, not by its number: it may be tried again alone."""
@@ -275,8 +304,10 @@ class RewardFunction:
 
     # --- in the caller, or as the program of a sample ------------------------------------------
 
-    async def _compare(self, prompt: Prompt, completion: str) -> Verdict:
-        answer = prompt.fields[self.answer_field]
+    async def _compare(self, prompt: Prompt, sample: Sample) -> Verdict:
+        if self.judge_model is not None:
+            return await self.judge_model.score(prompt, sample, self._columns(prompt))
+        answer, completion = prompt.fields[self.answer_field], sample.text
         try:
             if self.fn in INLINE:
                 return INLINE[self.fn][0](completion, answer)
@@ -383,6 +414,9 @@ class RewardFunction:
             arguments["prompts"] = [prompt.text] * num
         if self._wants("completion_ids"):
             arguments["completion_ids"] = [s.ids[s.mask].tolist() for s in samples]
+        if "environments" in self.takes.names or samples[0].environment is not None:
+            given = list(map(self._environment, samples))
+            arguments |= {"environments": given} if self._wants("environments") else {}
         pickled(self.fn, arguments)  # or refused under its own name
         payload = {"spec": self.spec, "arguments": arguments, "seed": self._seed(prompt)}
         answer = await self._run(BATCH, payload, None, is_alone=is_alone)

@@ -29,7 +29,7 @@ from pentad.rewards.warden import FRAME
 
 log = logging.getLogger(__name__)
 FailureKind = Literal[
-    "timeout", "memory", "output", "processes", "crash", "error", "cancelled", "lost"
+    "timeout", "memory", "output", "processes", "crash", "error", "cancelled", "lost", "judge"
 ]
 Cause = Literal["ours", "sample", "unclear"]
 MAX_HEADER_BYTES = 1 << 16

@@ -32,8 +32,9 @@ from pentad.rewards.functions import (
     read_signature,
     together,
 )
+from pentad.rewards.judge import Judge
 from pentad.rewards.sandbox import Cause, JobFailed, Sandbox
-from pentad.rewards.section import RewardConfig
+from pentad.rewards.section import JUDGE, RewardConfig
 from pentad.rewards.sharing import SharedJobs
 
 log = logging.getLogger(__name__)
@@ -78,10 +79,15 @@ class RewardScorer:
     async def start(self) -> None:
         """Imports the functions where they will run and reads what they take. Raises UserError."""
         for fn in self.reward.functions:
-            if fn not in BUILT_IN and ":" not in fn:
+            if fn not in BUILT_IN and fn != JUDGE and ":" not in fn:
                 rule = f"there is no built-in reward of that name; there are {', '.join(BUILT_IN)}"
                 remedy = "for your own, give package.module:function or path/to/file.py:function"
                 raise UserError(Problem(f"reward.fn = {fn}", rule, remedy))
+        for function in self.functions:
+            if function.fn == JUDGE:
+                judge = Judge(self.reward.judge)
+                judge.start()
+                function.give_judge(judge)
         pooled = [function for function in self.functions if function.is_pooled]
         programs = [function for function in self.functions if function.fn == "code"]
         if programs:
@@ -115,6 +121,9 @@ class RewardScorer:
             check_columns(function.fn, function.takes, columns)
 
     async def close(self) -> None:
+        for function in self.functions:
+            if function.judge_model is not None:
+                function.judge_model.close()
         pools, self.pools = self.pools, []
         for pool in pools:
             await pool.close()

@@ -11,10 +11,40 @@ from pentad.core.section import Count, Seconds, Section
 REWARD_NAMES = ("exact_match", "numeric", "gsm8k", "sort_digits", "math", "code")
 
 
+JUDGE = "judge"
+
+
+class JudgeConfig(Section):
+    url: str = ""
+    """OpenAI-compatible address, up to and with its /v1."""
+    model: str = ""
+    """The name to ask for."""
+    template: str = ""
+    """The question, one message of a user. {completion}, {prompt}, {answer} and columns of the row
+    are put in where their names stand in braces."""
+    scale: Annotated[float, Field(gt=0)] = 1.0
+    """The last number that the judge says is divided by this."""
+    cache: str | None = None
+    """File of verdicts, read at the start and added to. null: they are kept for this run alone."""
+    api_key_env: str | None = None
+    """Environment variable with the key of the address."""
+    max_tokens: Count = 512
+    """Longest answer of the judge."""
+    timeout_s: Seconds = 120.0
+    """For one answer."""
+    max_retries: Annotated[int, Field(ge=0, le=100)] = 3
+    """Questions after the first, each after twice the time, before a sample has no reward."""
+    max_concurrent: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Questions under way at once."""
+
+
 class RewardConfig(Section):
     fn: str | tuple[str, ...] | None = None
-    """A built-in reward (exact_match, numeric, gsm8k, math, code, sort_digits), or your own:
-    `package.module:function` or `path/to/file.py:function`. Or a list of them, which add up."""
+    """A built-in reward (exact_match, numeric, gsm8k, math, code, sort_digits), judge, which asks
+    the model that `judge` names, or your own: `package.module:function` or
+    `path/to/file.py:function`. Or a list of them, which add up."""
+    judge: JudgeConfig = JudgeConfig()
+    """Of `fn: judge`: a model that gives rewards."""
     weights: tuple[float, ...] | None = None
     """What the value of each function of `fn` is multiplied by. null: 1 each."""
     timeout_s: Seconds = 10.0

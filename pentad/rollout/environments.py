@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from inspect import getdoc, signature
-from typing import Any, Protocol, get_origin, get_type_hints
+from typing import Any, Protocol
 
 from pentad.core.errors import DataFailure, InfraFailure, Problem, UserError
 from pentad.data.render import TOOL_CALL, is_tool
 from pentad.data.tokenizer import rendered
+from pentad.rollout.schemas import schema_of
 
 
 class RolloutTokenizer(Protocol):
@@ -35,8 +35,9 @@ class RolloutTokenizer(Protocol):
 class Step:
     """What an environment says to one answer of the policy."""
 
-    observation: str | None
-    """Text shown to the policy before its next answer; None says nothing."""
+    observation: str | tuple[str, ...] | None
+    """Text shown to the policy before its next answer, or several, a message each; None says
+    nothing."""
     is_done: bool
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     """Added up by name over the turns; their total is the reward of the sample."""
@@ -45,7 +46,7 @@ class Step:
 class Environment(Protocol):
     """The other side of a multi-turn sample. One object serves one sample, then is closed."""
 
-    async def reset(self, fields: Mapping[str, Any]) -> None:
+    async def reset(self, fields: Mapping[str, Any]) -> object:
         """Begins, with the dataset row the prompt was made of."""
         ...
 
@@ -61,15 +62,16 @@ ASKED, ANSWERED = "@@asked@@", "@@answered@@"
 
 
 def observation_ids(
-    observation: str | None, role: str, ending_id: int | None, tokenizer: RolloutTokenizer
+    observations: Sequence[str], role: str, ending_id: int | None, tokenizer: RolloutTokenizer
 ) -> list[int]:
-    """What stands between an answer and the next one, if the environment says `observation`.
+    """What stands between an answer and the next one, if the environment says `observations`, each
+    a message of `role`.
 
-    A tokenizer without a chat template takes the observation as it is.
+    A tokenizer without a chat template takes them as they are.
     """
     if tokenizer.chat_template is None:
-        return tokenizer.encode(observation or "", add_special_tokens=False)
-    messages = [] if observation is None else [{"role": role, "content": observation}]
+        return tokenizer.encode("\n".join(observations), add_special_tokens=False)
+    messages = [{"role": role, "content": observation} for observation in observations]
     return following_ids(messages, ending_id, tokenizer)
 
 
@@ -101,10 +103,6 @@ Tool = Callable[..., Awaitable[str]]
 """An async function of keyword arguments that returns what the policy shall read."""
 Tools = Mapping[str, Tool] | Sequence[Tool | Mapping[str, Any]]
 """By name, or as functions that have one, or as JSON schemas."""
-JSON_TYPES: dict[Any, str] = {
-    **{int: "integer", float: "number", str: "string", bool: "boolean"},
-    **{list: "array", dict: "object"},
-}
 
 
 def tools_of(workflow: object) -> tuple[Mapping[str, Any], ...]:
@@ -126,28 +124,16 @@ def tools_of(workflow: object) -> tuple[Mapping[str, Any], ...]:
     return tuple(found)
 
 
-def schema_of(tool: Tool, name: str | None = None) -> dict[str, Any]:
-    """What a chat template shows of a function: its name, docstring and parameters, with types
-    where its annotations have those of JSON."""
+def read_tool_call(call: str, names: Collection[str]) -> tuple[str, dict[str, Any]]:
+    """Name and arguments; ValueError with what the policy reads where it is no call of these."""
     try:
-        hints = get_type_hints(tool)
-    except (NameError, TypeError):  # names that a type checker alone knows
-        hints = {}
-    taken = signature(tool).parameters.values()
-    named = [p for p in taken if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    properties: dict[str, Any] = {}
-    for parameter in named:
-        hint = hints.get(parameter.name)
-        kind = JSON_TYPES.get(get_origin(hint) or hint)
-        properties[parameter.name] = {"type": kind} if kind else {}
-    required = [p.name for p in named if p.default is p.empty]
-    parameters = {"type": "object", "properties": properties, "required": required}
-    function = {
-        "name": name or getattr(tool, "__name__", ""),
-        "description": getdoc(tool) or "",
-        "parameters": parameters,
-    }
-    return {"type": "function", "function": function}
+        wanted = json.loads(call)
+        name, arguments = wanted["name"], wanted["arguments"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        name, arguments = None, None
+    if name not in names or not isinstance(arguments, dict):
+        raise ValueError(f"error: give a name of {sorted(names)} and arguments, as JSON")
+    return name, arguments
 
 
 class ToolEnvironment:
@@ -177,12 +163,11 @@ class ToolEnvironment:
 
     async def _run(self, call: str) -> str:
         try:
-            wanted = json.loads(call)
-            tool, arguments = self.tools[wanted["name"]], wanted["arguments"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return f"error: give a name of {sorted(self.tools)} and arguments, as JSON"
+            name, arguments = read_tool_call(call, self.tools)
+        except ValueError as error:
+            return str(error)
         try:
-            return await tool(**arguments)
+            return await self.tools[name](**arguments)
         except (InfraFailure, DataFailure):
             raise
         except Exception as failure:

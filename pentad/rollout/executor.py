@@ -21,14 +21,15 @@ from pentad.core.errors import DataFailure, InfraFailure, Problem, RunError, Use
 from pentad.core.roles import Sampler, Scorer
 from pentad.core.specs import load
 from pentad.core.types import Group, Prompt, Sample
+from pentad.rewards.scorer import FAILED
 from pentad.rollout.checks import check_samples
 from pentad.rollout.replicas import Candidate, CheckedSampler, Fleet
-from pentad.rollout.section import RolloutConfig
+from pentad.rollout.section import RolloutConfig, workflow_kind
 from pentad.rollout.workflows import (
     CLOSE_TIMEOUT_S,
     WORKFLOW_FAILED,
-    WORKFLOW_LATE,
     Context,
+    EpisodeOver,
     Episodes,
     OwnPrompts,
     SingleTurn,
@@ -74,7 +75,13 @@ class Executor:
         self.needs_reward = needs_reward
         self.max_infra_retries = max_infra_retries
         self.replica_patience_s = replica_patience_s
-        self.context = replace(context, deadline_s=rollout.deadline_s, show=self._show_once)
+        self.context = replace(
+            context,
+            deadline_s=rollout.deadline_s,
+            tool_timeout_s=rollout.tool_timeout_s,
+            has_scorer=reward is not None,
+            show=self._show_once,
+        )
         self.shown: set[str] = set()
         """Errors of workflows, by kind and place, whose traceback is in the log."""
 
@@ -99,8 +106,11 @@ class Executor:
         raise AssertionError("the loop returns or raises")
 
     def close(self) -> None:
-        """Ends what looks after suspect replicas. The samplers belong to the caller."""
+        """Ends what looks after suspect replicas, and the processes of environments. The samplers
+        belong to the caller."""
         self.fleet.close()
+        if callable(close := getattr(self.workflow, "close", None)):
+            close()
 
     async def _on_some_replica(self, prompt: Prompt, context: Context, hold: Hold) -> list[Sample]:
         """Tries again, with the same seeds, after a failure of the machinery."""
@@ -140,7 +150,8 @@ class Executor:
                 raise DataFailure("deadline", f"{late}, in the workflow") from failure
             self._show_once(prompt, cause)
             detail = f"{type(cause).__name__}: {cause}"
-            raise DataFailure("workflow_error", detail) from cause
+            reason = cause.reason if isinstance(cause, EpisodeOver) else "workflow_error"
+            raise DataFailure(reason, detail) from cause
         own_prompts = isinstance(self.workflow, OwnPrompts)
         check_samples(
             prompt,
@@ -171,9 +182,8 @@ class Executor:
     async def _scored(self, group: Group) -> Group:
         """A sample whose episode raised has the mean of the others: the mistake may be the
         workflow's, so it is neither rewarded nor punished. One whose episode did not end while
-        others did has no reward above 0 or above theirs."""
-        marks = {WORKFLOW_FAILED, WORKFLOW_LATE}
-        failed = {id(one) for one in group.samples if marks & one.reward_parts.keys()}
+        others did, or that ended it, has no reward above 0 or above theirs."""
+        failed = {id(one) for one in group.samples if FAILED in one.reward_parts}
         if not failed:
             return await self._rewarded(group)
         rest = [one for one in group.samples if id(one) not in failed]
@@ -183,8 +193,8 @@ class Executor:
             if id(sample) not in failed:
                 group.samples[number] = next(others)
             elif known:
-                is_late = WORKFLOW_LATE in sample.reward_parts
-                sample.reward = min(0.0, *known) if is_late else mean(known)
+                is_unclear = WORKFLOW_FAILED in sample.reward_parts
+                sample.reward = mean(known) if is_unclear else min(0.0, *known)
         return group
 
     async def _rewarded(self, group: Group) -> Group:
@@ -193,15 +203,24 @@ class Executor:
             if self.needs_reward and not is_scored:
                 rule = "none is set, and the workflow gave its samples no reward"
                 raise UserError(Problem("reward.fn", rule, "name a reward"))
-            return group
-        return await self.reward.score(group)
+        else:
+            group = await self.reward.score(group)
+        for sample in group.samples:
+            sample.environment = None
+        return group
 
 
 def load_workflow(spec: str, agent: str | None = None) -> Workflow:
-    """`single_turn`, `agent` with the function that `agent` names, or a class or function of no
-    arguments that makes a workflow of your own."""
+    """`single_turn`, `agent` with the function that `agent` names, an environment (`class:...` and
+    the other kinds of `section.py`), or a class or function of no arguments that makes a workflow
+    of your own."""
     if spec == "single_turn":
         return SingleTurn()
+    kind, rest = workflow_kind(spec)
+    if kind:
+        from pentad.rollout.hosted import load_environment
+
+        return load_environment(kind, rest)
     if spec == "agent":
         try:
             from pentad.rollout.agents import load_agent

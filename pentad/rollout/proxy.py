@@ -38,9 +38,11 @@ from pentad.serve.app import (
     disconnected,
     event_answer,
     json_answer,
+    last_events,
     read_body,
     read_object,
 )
+from pentad.serve.dialects import Dialect, Messages, Responses, as_event
 from pentad.serve.jobs import (
     Conversation,
     Job,
@@ -314,6 +316,9 @@ class Proxy:
             {
                 f"POST {root}/chat/completions": self.chat,
                 f"POST {root}/completions": self.completions,
+                f"POST {root}/responses": self.responses,
+                f"POST {root}/messages": self.messages,
+                f"POST {root}/v1/messages": self.messages,  # Anthropic's client adds /v1
                 f"GET {root}/models": self.models,
             }
         )
@@ -331,16 +336,27 @@ class Proxy:
         episode = self._episode(request)
         return await self._answer(request, episode, episode.read_completion)
 
+    async def responses(self, request: HttpRequest) -> HttpResponse:
+        episode = self._episode(request)
+        return await self._answer(request, episode, episode.read_chat, Responses())
+
+    async def messages(self, request: HttpRequest) -> HttpResponse:
+        episode = self._episode(request)
+        return await self._answer(request, episode, episode.read_chat, Messages())
+
     async def _answer(
         self,
         request: HttpRequest,
         episode: Episode,
         read: Callable[[Mapping[str, Any]], ParsedRequest],
+        dialect: Dialect | None = None,
     ) -> HttpResponse:
         """Recorded when it is whole and the program is still there to take it. Text is read and
         written in threads: the loop is the trainer's."""
         sent = await read_body(request, self.limits)
-        parsed = await self.text_work.run(len(sent), lambda: read(read_object(sent, self.limits)))
+        parsed = await self.text_work.run(
+            len(sent), lambda: read(read_object(sent, self.limits, dialect))
+        )
         job = episode.job(parsed)
         work: Coroutine[Any, Any, list[Generation]] = episode.generate(job)
         generations = await while_connected(disconnected(request.receive), work)
@@ -350,8 +366,8 @@ class Proxy:
             body = whole.whole(generations)
             texts = [stream.sent for stream in whole.texts]
             if job.is_streamed:
-                return texts, body, events(job, generations, episode.tokenizer)
-            return texts, body, as_json(body)
+                return texts, body, events(job, generations, episode.tokenizer, dialect)
+            return texts, body, as_json(dialect.whole(body) if dialect else body)
 
         num_tokens = sum(len(generation.ids) for generation in generations)
         texts, body, answer = await self.text_work.run(BYTES_A_TOKEN * num_tokens, write)
@@ -389,7 +405,12 @@ def check_alternatives(name: str, wanted: int) -> None:
         raise ApiError(Problem(f"{name} = {wanted}", rule, "give 0"), param=name)
 
 
-def events(job: Job, generations: Sequence[Generation], tokenizer: Tokenizer) -> bytes:
+def events(
+    job: Job,
+    generations: Sequence[Generation],
+    tokenizer: Tokenizer,
+    dialect: Dialect | None = None,
+) -> bytes:
     """The whole answer as the events of a stream: one a token."""
     answer = Answer(job, MODEL, tokenizer)
     chunks: list[dict[str, Any] | None] = []
@@ -400,5 +421,9 @@ def events(job: Job, generations: Sequence[Generation], tokenizer: Tokenizer) ->
         chunks.append(answer.closing(index, generation))
     if job.wants_usage:
         chunks.append(answer.final_usage(sum(len(g.ids) for g in generations)))
-    lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks if chunk is not None]
-    return ("".join(lines) + "data: [DONE]\n\n").encode()
+    made = [chunk for chunk in chunks if chunk is not None]
+    if dialect is None:
+        lines = [f"data: {json.dumps(chunk)}\n\n".encode() for chunk in made]
+    else:
+        lines = [as_event(event) for chunk in made for event in dialect.events(chunk)]
+    return b"".join([*lines, last_events(dialect)])

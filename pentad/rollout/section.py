@@ -11,6 +11,8 @@ from pentad.core.sizes import CacheDtype
 from pentad.samplers.section import ServerConfig
 
 WORKFLOW_NAMES = ("single_turn", "agent")
+ENVIRONMENT_KINDS = ("class", "gym", "mcp")
+"""What a name of a workflow may begin with, before a colon: environments in their own processes."""
 FEWEST_RUNNING = 256
 """Sequences that a sampler decodes together at least, where no key says fewer."""
 
@@ -37,8 +39,9 @@ class GenerationConfig(Section):
 
 class RolloutConfig(Section):
     workflow: str = "single_turn"
-    """single_turn; agent, which runs the program that `agent` names; or `package.module:Class` of
-    your own."""
+    """single_turn; agent, which runs the program that `agent` names; an environment
+    (`class:FILE:Class`, `gym:ID`, `mcp:COMMAND` or `mcp:URL`, `reasoning_gym:NAME`); or
+    `package.module:Class`, a workflow of your own."""
     agent: str | None = None
     """Of `workflow: agent`: `package.module:function` or `path/to/file.py:function`, a function
     that talks to the policy as to an OpenAI server."""
@@ -46,6 +49,9 @@ class RolloutConfig(Section):
     """Groups in flight. null: one batch, times one more for each step of staleness."""
     deadline_s: Seconds = 600.0
     """A group that takes longer is aborted and counts as failed."""
+    tool_timeout_s: Seconds = 30.0
+    """A call of an environment in a process of its own (reset, a tool, a step, the reward) that
+    takes longer ends that process and its episode."""
     max_retries: NonNegativeInt = 2
     """Attempts after the first before a failing group is dropped and counted."""
     max_batch_tokens: Count | None = None
@@ -84,3 +90,9 @@ class RolloutConfig(Section):
     @property
     def kv_cache_bytes(self) -> int | None:
         return None if self.kv_cache_gb is None else int(self.kv_cache_gb * 2**30)
+
+
+def workflow_kind(spec: str) -> tuple[str, str]:
+    """The kind of environment and what follows its colon; no kind where it is another workflow."""
+    kind, colon, rest = spec.partition(":")
+    return (kind, rest) if colon and kind in ENVIRONMENT_KINDS else ("", spec)

@@ -62,6 +62,10 @@ class Context:
     """Most tokens sampled in one sample, over all its turns; None: no limit."""
     deadline_s: float | None = None
     """How long the episodes of a group may take; None: no limit."""
+    tool_timeout_s: float = 30.0
+    """How long one call of an environment in a process of its own may take."""
+    has_scorer: bool = False
+    """Whether samples without a reward get one from `reward.fn`."""
     show: Callable[[Prompt, BaseException], None] = lambda prompt, error: None
     """Reports an error that does not end the workflow."""
 
@@ -97,6 +101,14 @@ class Context:
         """The stop id at the end of the answer, if that is what ended it."""
         ended = generation.finish == "stop" and generation.ids[-1] in self.params.stop_ids
         return generation.ids[-1] if ended else None
+
+
+class EpisodeOver(Exception):
+    """What the sample did ended its episode; `reason` names the part of its reward that says so."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        self.reason = reason
+        super().__init__(detail)
 
 
 class Workflow(Protocol):
@@ -212,6 +224,7 @@ class Talk:
     turns: list[tuple[str, str]] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=dict)
     """Reward parts by name."""
+    environment: dict[str, Any] | None = None
     finish: FinishReason = "stop"
 
     def add_answer(self, generation: Generation, text: str) -> None:
@@ -223,6 +236,7 @@ class Talk:
     def sample(self) -> Sample:
         sample = self.transcript.finished(self.finish, "\n".join(self.texts))
         sample.turns = tuple(self.turns)
+        sample.environment = self.environment
         return sample
 
 
@@ -285,7 +299,7 @@ class EpisodeFailed:
     """What the policy had said in an episode that failed afterwards."""
 
     part: str
-    """WORKFLOW_FAILED or WORKFLOW_LATE."""
+    """WORKFLOW_FAILED, WORKFLOW_LATE, or the part of an `EpisodeOver`."""
     cause: BaseException
     samples: list[Sample]
 
@@ -359,7 +373,10 @@ class Attempts:
                 cause = first_cause(error)
                 # Errors of the run and of its machinery are no doing of an answer.
                 is_ours = isinstance(cause, InfraFailure | DataFailure | UserError | RunError)
-                if is_ours or not self._keep(index, WORKFLOW_FAILED, cause):
+                part = WORKFLOW_FAILED
+                if isinstance(cause, EpisodeOver):
+                    part = f"{FAILED}/{cause.reason}"
+                if is_ours or not self._keep(index, part, cause):
                     raise
             else:
                 self.failed.pop(index, None)
@@ -434,46 +451,69 @@ class MultiTurn(Episodes):
         found: Tools = getattr(self.environment(), "tools", ())  # of one that is made to be asked
         return found
 
+    def make(self, context: Context, seed: int) -> Environment:
+        """The environment of one sample."""
+        return self.environment()
+
+    async def begin(
+        self, environment: Environment, prompt: Prompt, context: Context
+    ) -> Sequence[int]:
+        """The ids that a conversation begins with."""
+        await environment.reset(prompt.fields)
+        return prompt.ids
+
+    async def finish(self, environment: Environment, talk: Talk, context: Context) -> None:
+        """After the last answer."""
+
     async def episode(
         self, prompt: Prompt, index: int, sampler: Generator, context: Context
     ) -> Sample:
-        talk = Talk(Transcript(prompt.ids))
-        await self._converse(talk, prompt, index, sampler, context)
+        talk = await self._converse(prompt, context.seed(prompt.gid, index), sampler, context)
         sample = talk.sample()
+        if sample.ids[: len(prompt.ids)].tolist() != list(prompt.ids):
+            given = sample.ids[: int(sample.mask.argmax())].tolist()
+            sample.given_text = context.tokenizer.decode(given, skip_special_tokens=False)
         if talk.parts:
             sample.reward, sample.reward_parts = sum(talk.parts.values()), talk.parts
         return sample
 
     async def _converse(
-        self, talk: Talk, prompt: Prompt, index: int, sampler: Generator, context: Context
-    ) -> None:
+        self, prompt: Prompt, seed: int, sampler: Generator, context: Context
+    ) -> Talk:
         """One conversation. A turn cut off by a token limit is the last one."""
-        environment, transcript = self.environment(), talk.transcript
-        seed = context.seed(prompt.gid, index)
+        environment = self.make(context, seed)
         try:
-            await environment.reset(prompt.fields)
-            while True:
-                request = context.request(transcript.ids, [seed], transcript.num_sampled)
-                [generation] = await sampler.generate(request)
-                talk.add_answer(generation, context.text_of(generation))
-                step = await environment.step(talk.texts[-1])
-                for name, value in step.reward_parts.items():
-                    talk.parts[name] = talk.parts.get(name, 0.0) + value
-                if step.is_done or generation.finish == "length":
-                    break
-                ending = context.ending_id(generation)
-                given = observation_ids(step.observation, self.role, ending, context.tokenizer)
-                num_tokens = len(transcript.ids) + len(given)
-                is_full = context.room(num_tokens, transcript.num_sampled) == 0
-                if is_full or len(talk.texts) == self.max_turns:
-                    talk.finish = "length"
-                    break
-                transcript.add_given(given)
-                if step.observation is not None:
-                    talk.turns.append((self.role, step.observation))
+            talk = Talk(Transcript(await self.begin(environment, prompt, context)))
+            while await self._turn(talk, environment, seed, sampler, context):
+                pass
+            await self.finish(environment, talk, context)
+            return talk
         finally:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await environment.close()
+
+    async def _turn(
+        self, talk: Talk, environment: Environment, seed: int, sampler: Generator, context: Context
+    ) -> bool:
+        """An answer and what the environment says to it; whether there is another turn."""
+        transcript = talk.transcript
+        request = context.request(transcript.ids, [seed], transcript.num_sampled)
+        [generation] = await sampler.generate(request)
+        talk.add_answer(generation, context.text_of(generation))
+        step = await environment.step(talk.texts[-1])
+        for name, value in step.reward_parts.items():
+            talk.parts[name] = talk.parts.get(name, 0.0) + value
+        if step.is_done or generation.finish == "length":
+            return False
+        said = (step.observation,) if isinstance(step.observation, str) else step.observation or ()
+        given = observation_ids(said, self.role, context.ending_id(generation), context.tokenizer)
+        is_full = context.room(len(transcript.ids) + len(given), transcript.num_sampled) == 0
+        if is_full or len(talk.texts) == self.max_turns:
+            talk.finish = "length"
+            return False
+        transcript.add_given(given)
+        talk.turns += [(self.role, text) for text in said]
+        return True
 
 
 async def contained(work: Coroutine[Any, Any, T]) -> T:

@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.data.tokenizer import Tokenizer
 from pentad.infer.requests import RequestLimits
+from pentad.serve.dialects import Dialect, Messages, Responses, as_event
 from pentad.serve.jobs import Job, chat_job, completion_job
 from pentad.serve.service import (
     ClientGone,
@@ -73,6 +74,8 @@ class Endpoints:
                 "GET /v1/models/{name:path}": self.model,
                 "POST /v1/completions": self.completions,
                 "POST /v1/chat/completions": self.chat,
+                "POST /v1/responses": self.responses,
+                "POST /v1/messages": self.messages,
             }
         )
 
@@ -96,6 +99,12 @@ class Endpoints:
     async def chat(self, request: Request) -> Response:
         return await self._run(request, read_chat, chat_job)
 
+    async def responses(self, request: Request) -> Response:
+        return await self._run(request, read_chat, chat_job, Responses())
+
+    async def messages(self, request: Request) -> Response:
+        return await self._run(request, read_chat, chat_job, Messages())
+
     @property
     def _engine_limits(self) -> RequestLimits:
         return self.service.sampler.engine.limits
@@ -105,9 +114,10 @@ class Endpoints:
         request: Request,
         read: Callable[[dict[str, Any]], B],
         make_job: Callable[[B, Tokenizer, RequestLimits], Job],
+        dialect: Dialect | None = None,
     ) -> Response:
         def job_of(sent: bytes) -> Job:
-            body = read(read_object(sent, self.limits))
+            body = read(read_object(sent, self.limits, dialect))
             self._check_model(body.model)
             return make_job(body, self.service.tokenizer, self._engine_limits)
 
@@ -121,9 +131,10 @@ class Endpoints:
             job = await self.service.text_work.run(len(body), lambda: job_of(body))
             if job.is_streamed:
                 is_passed_on = True
-                return EventStream(self, job, client)
-            answer = self.service.answer(job)
-            return json_answer(await while_connected(disconnected(request.receive), answer))
+                return EventStream(self, job, client, dialect)
+            work = self.service.answer(job)
+            answer = await while_connected(disconnected(request.receive), work)
+            return json_answer(dialect.whole(parse_json(answer)) if dialect else answer)
         finally:
             if not is_passed_on:
                 self.ended(client)
@@ -163,23 +174,25 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, endpoints: Endpoints, job: Job, client: str) -> None:
+    def __init__(
+        self, endpoints: Endpoints, job: Job, client: str, dialect: Dialect | None = None
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
         self.endpoints = endpoints
+        self.dialect = dialect
         self.job = job
         self.client = client
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def emit(chunk: dict[str, Any]) -> None:
-            body = b"data: " + as_json(chunk) + b"\n\n"
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": self._sent(chunk), "more_body": True})
 
         try:
             head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(head)
             await while_connected(disconnected(receive), self._events(emit))
-            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+            await send({"type": "http.response.body", "body": last_events(self.dialect)})
         except ClientGone:
             log.info("%s: the client is gone", self.job.id)
         except asyncio.CancelledError:
@@ -188,11 +201,22 @@ class EventStream(Response):
         finally:
             self.endpoints.ended(self.client)
 
+    def _sent(self, chunk: dict[str, Any]) -> bytes:
+        if self.dialect is None:
+            return b"data: " + as_json(chunk) + b"\n\n"
+        if "error" in chunk:
+            return as_event({"type": "error", **chunk})
+        return b"".join(map(as_event, self.dialect.events(chunk)))
+
     async def _events(self, emit: EmitEvent) -> None:
         try:
             await self.endpoints.service.stream(self.job, emit)
         except RunError as error:  # the head is sent: the failure can only be an event
             await emit(server_failed(error).body())
+
+
+def last_events(dialect: Dialect | None) -> bytes:
+    return b"".join(map(as_event, dialect.closing())) if dialect else b"data: [DONE]\n\n"
 
 
 async def disconnected(receive: Receive) -> None:
@@ -229,8 +253,8 @@ async def read_body(request: Request, limits: ServeLimits) -> bytes:
     return bytes(body)
 
 
-def read_object(body: bytes, limits: ServeLimits) -> dict[str, Any]:
-    """Within the limits. Raises ApiError."""
+def read_object(body: bytes, limits: ServeLimits, dialect: Dialect | None = None) -> dict[str, Any]:
+    """Within the limits, as a request of OpenAI's. Raises ApiError."""
     check_body(body, limits)
     try:
         value = parse_json(body)
@@ -239,7 +263,11 @@ def read_object(body: bytes, limits: ServeLimits) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ApiError(Problem("body", f"is a {type(value).__name__}, not a JSON object"))
     check_sizes(value, limits)
-    return value
+    if dialect is None:
+        return value
+    translated = dialect.chat(value)
+    check_sizes(translated, limits)
+    return translated
 
 
 def app_of(endpoints: Mapping[str, Endpoint]) -> Starlette:
@@ -308,7 +336,8 @@ async def unrouted(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     where = f"{request.method} {request.url.path}"
     rule = "is not served here" if error.status_code == 404 else str(error.detail).lower()
-    remedy = "there are /v1/models, /v1/completions, /v1/chat/completions and /health"
+    remedy = "there are /v1/models, /v1/completions, /v1/chat/completions, /v1/responses, "
+    remedy += "/v1/messages and /health"
     found = ApiError(Problem(where, rule, remedy), status=error.status_code)
     return JSONResponse(found.body(), error.status_code, headers=dict(error.headers or {}))
 
@@ -378,7 +407,7 @@ class Guard:
 
 def check_key(headers: Mapping[str, str], key: str, whose: str) -> None:
     """Raises ApiError unless the request has the key; takes as long for any other."""
-    given = headers.get("authorization", "")
+    given = headers.get("authorization", "") or headers.get("x-api-key", "")
     if given[:7].lower() == "bearer ":
         given = given[7:]
     if not secrets.compare_digest(given.encode(), key.encode()):

@@ -105,6 +105,7 @@ def check_train(config: Config, device: torch.device) -> Checked:
         valid = checks.attempt(lambda: valid_stream(config, dims, tokenizer, workflow))
         checks.problems += answer_problems(config, stream, config.train_dataset)
         checks.problems += answer_problems(config, valid, config.valid_dataset)
+    checks.problems += reward_problems(config, workflow)
     scored = [(stream, config.train_dataset.answer_key)]
     if config.valid_dataset is not None:
         scored.append((valid, config.valid_dataset.answer_key))
@@ -209,7 +210,7 @@ def valid_stream(
 
 def with_tools(source: DataSource, workflow: Workflow | None) -> DataSource:
     """Prompts show the tools of the workflow too; one that makes its own prompts shows its own."""
-    if isinstance(workflow, OwnPrompts):
+    if isinstance(workflow, OwnPrompts) and not hasattr(workflow, "tools"):
         return replace(source, data=source.data.model_copy(update={"tools_key": None}))
     return source if workflow is None else replace(source, tools=tools_of(workflow))
 
@@ -248,6 +249,21 @@ def token_problems(config: Config, tokenizer: Tokenizer) -> list[Problem]:
             remedy = "give a model with the tokenizer of the actor"
             problems.append(Problem(f"{key} = {path}", rule, remedy))
     return problems
+
+
+def reward_problems(config: Config, workflow: Workflow | None) -> list[Problem]:
+    """An environment class gives the reward, or `reward.fn` does."""
+    facts = getattr(workflow, "facts", None)
+    if facts is None:
+        return []
+    functions = ", ".join(config.reward.functions)
+    if functions and facts["has_method"]:
+        rule = f"{config.rollout.workflow} gives rewards itself, so this one would never be asked"
+        return [Problem(f"reward.fn = {functions}", rule, "leave one of the two out")]
+    if functions or facts["has_reward"]:
+        return []
+    rule = f"is not set, and {config.rollout.workflow} has neither get_reward() nor a number reward"
+    return [Problem("reward.fn", rule, "name a reward, or write get_reward")]
 
 
 def answer_problems(

@@ -119,7 +119,8 @@ async def _check(
         if stream is not None and columns:
             scorer.check_columns(columns)
             _check_rows(config, scorer, stream)
-            await _try_rows(scorer, stream)
+            if not any(function.takes.needs_environment for function in scorer.functions):
+                await _try_rows(scorer, stream)
     finally:
         await scorer.close()
 

@@ -138,3 +138,34 @@ def test_an_evaluation_asks_with_the_tools_of_its_rows(model, tmp_path):
     (line, *_) = [json.loads(text) for text in (tmp_path / "out.jsonl").read_text().splitlines()]
     expected = load_tokenizer(model).render([USER], for_answer=True, tools=[SEARCH])
     assert line["prompt"] == expected
+
+
+ENVIRONMENT = '''
+class Length:
+    def reset(self, answer: str, **row):
+        self.reward = 0.0
+        return f" It has {len(answer)} digits."
+
+    def look(self, place: int) -> str:
+        """Shows a digit.
+
+        Args:
+            place: Which one.
+        """
+        self.reward = 1.0
+        return "4"
+'''
+
+
+def test_an_environment_class_is_trained(lab, model, tmp_path):
+    (tmp_path / "length.py").write_text(ENVIRONMENT)
+    rows = [{"m": [USER], "answer": "42"}]
+    flow = [f"rollout.workflow=class:{tmp_path}/length.py:Length", "gconfig.n_samples=2"]
+    summary = lab.train(*keys(tmp_path, model, *flow, "reward.fn=null", rows=rows))
+    for line in read_lines(summary.records / "samples.jsonl"):
+        assert "6*7= It has 2 digits." in line["prompt"] and '"name": "look"' in line["prompt"]
+        assert (line["reward"], line["reward_parts"]) == (0.0, {"environment": 0.0})
+    with pytest.raises(UserError, match="has neither get_reward\\(\\) nor a number reward"):
+        (tmp_path / "bare.py").write_text(ENVIRONMENT.replace("self.reward = ", "self.other = "))
+        flow[0] = f"rollout.workflow=class:{tmp_path}/bare.py:Length"
+        lab.train(*keys(tmp_path, model, *flow, "reward.fn=null", rows=rows))

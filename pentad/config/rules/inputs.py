@@ -16,9 +16,10 @@ from pentad.config.schema import Config, ModelConfig
 from pentad.core.errors import Problem, UserError
 from pentad.core.folders import recovery_problem
 from pentad.core.hub import name_in_cache
+from pentad.data.section import is_made
 from pentad.models.families import register
-from pentad.rewards.section import REWARD_NAMES
-from pentad.rollout.section import WORKFLOW_NAMES
+from pentad.rewards.section import JUDGE, REWARD_NAMES
+from pentad.rollout.section import WORKFLOW_NAMES, workflow_kind
 
 RULES = Rules()
 HUB_REMEDY = "give a model's folder, or its name on the hub, OWNER/NAME or OWNER/NAME@REVISION"
@@ -136,7 +137,8 @@ def there_is_data_to_evaluate_on(config: Config) -> Problem | None:
 
 def _data_path(key: str, path: str) -> Problem | None:
     is_pattern = set(path) & set("*?[")  # what fits it shows later
-    if is_pattern or Path(path).expanduser().exists() or name_in_cache(path) is not None:
+    is_there = Path(path).expanduser().exists() or name_in_cache(path) is not None
+    if is_pattern or is_made(path) or is_there:
         return None
     remedy = "check the path, or give a name of the hub, OWNER/NAME:CONFIG:SPLIT"
     return Problem(f"{key} = {path}", "there is no such file or folder", remedy)
@@ -185,8 +187,28 @@ def several_answers_differ(config: Config) -> Problem | None:
 def the_reward_can_be_found(config: Config) -> list[Problem]:
     remedy = "for your own, give package.module:function or path/to/file.py:function"
     functions = config.reward.functions
-    found = [_part_problem("reward.fn", fn, REWARD_NAMES, remedy) for fn in functions]
+    found = [_part_problem("reward.fn", fn, (*REWARD_NAMES, JUDGE), remedy) for fn in functions]
     return [problem for problem in found if problem is not None]
+
+
+@RULES.add(commands=("train", "plan", "eval", "reward"))
+def a_judge_can_be_asked(config: Config) -> Iterator[Problem]:
+    judge, reward = config.reward.judge, config.reward
+    if JUDGE not in reward.functions:
+        return
+    for key in ("url", "model", "template"):
+        if not getattr(judge, key):
+            rule = "is not set, and reward.fn = judge asks with it"
+            yield Problem(f"reward.judge.{key}", rule, "see docs/environments.md")
+    if judge.url and not judge.url.startswith(("http://", "https://")):
+        rule = "is no address"
+        yield Problem(f"reward.judge.url = {judge.url}", rule, "give http://HOST:PORT/v1")
+    if judge.template and "{completion}" not in judge.template:
+        rule = "has no {completion}, so the judge would not see the answer"
+        yield Problem("reward.judge.template", rule, "put it in")
+    if reward.on_failure == "zero":
+        rule = "a judge that does not answer would be a reward of 0"
+        yield Problem("reward.on_failure = zero", rule, "set it to drop")
 
 
 @RULES.add(commands=("train", "plan", "eval", "reward"))
@@ -201,7 +223,15 @@ def every_reward_has_a_weight(config: Config) -> Problem | None:
 @RULES.add(commands=("train", "plan", "eval"))
 def the_workflow_can_be_found(config: Config) -> Problem | None:
     remedy = "for your own, give package.module:Class or path/to/file.py:Class"
-    return _part_problem("rollout.workflow", config.rollout.workflow, WORKFLOW_NAMES, remedy)
+    kind, rest = workflow_kind(config.rollout.workflow)
+    if kind and not rest:
+        where = f"rollout.workflow = {config.rollout.workflow}"
+        return Problem(where, f"nothing follows {kind}:", "name the environment")
+    if kind not in ("", "class"):
+        return None  # the package that has it says what is wrong with it
+    problem = _part_problem("rollout.workflow", rest, WORKFLOW_NAMES, remedy)
+    where = f"rollout.workflow = {config.rollout.workflow}"
+    return problem and Problem(where, problem.rule, problem.remedy)
 
 
 @RULES.add(commands=("train", "plan", "eval"))

@@ -333,6 +333,27 @@ BROKEN = [
         "is neither single_turn",
     ),
     (
+        "the_workflow_can_be_found",
+        "train",
+        ["rollout.workflow=gym:"],
+        "rollout.workflow = gym:",
+        "nothing follows gym:",
+    ),
+    (
+        "the_workflow_can_be_found",
+        "train",
+        ["rollout.workflow=class:no/such.py:Counter"],
+        "rollout.workflow = class:no/such.py:Counter",
+        "there is no file no/such.py",
+    ),
+    (
+        "a_judge_can_be_asked",
+        "train",
+        ["reward.fn=judge", "reward.judge.model=m", "reward.judge.url=http://x/v1"],
+        "reward.judge.template",
+        "is not set, and reward.fn = judge asks with it",
+    ),
+    (
         "an_agent_workflow_has_an_agent",
         "train",
         ["rollout.workflow=agent"],

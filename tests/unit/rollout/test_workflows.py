@@ -176,18 +176,18 @@ def test_turn_by_turn_suffixes_read_like_the_whole_conversation(
 
 def test_an_answer_that_did_not_end_itself_gets_the_templates_turn_end(chat_tokenizer):
     end = chat_tokenizer.convert_tokens_to_ids("<|im_end|>")
-    with_end = observation_ids("x", "user", None, chat_tokenizer)
-    without = observation_ids("x", "user", end, chat_tokenizer)
+    with_end = observation_ids(["x"], "user", None, chat_tokenizer)
+    without = observation_ids(["x"], "user", end, chat_tokenizer)
     assert with_end == [end, *without]
 
 
 def test_no_observation_only_opens_the_next_turn(chat_tokenizer):
-    ids = observation_ids(None, "user", None, chat_tokenizer)
+    ids = observation_ids([], "user", None, chat_tokenizer)
     assert chat_tokenizer.decode(ids) == "<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_without_a_template_the_observation_is_taken_as_it_is(plain_tokenizer):
-    assert observation_ids("ab", "user", 1, plain_tokenizer) == plain_tokenizer.encode(
+    assert observation_ids(["ab"], "user", 1, plain_tokenizer) == plain_tokenizer.encode(
         "ab", add_special_tokens=False
     )
 
@@ -200,7 +200,7 @@ def test_a_template_that_hides_answers_is_refused(chat_tokenizer, plain_tokenize
             return "nothing"
 
     with pytest.raises(UserError, match="does not show the text of an assistant's turn"):
-        observation_ids("x", "user", None, Hiding())
+        observation_ids(["x"], "user", None, Hiding())
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,29 @@ def converse(client, messages=CHAT, **options):
     )
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_other_dialects_get_what_a_chat_gets(server, client, stream):
+    anthropic = pytest.importorskip("anthropic", reason="the anthropic package is not installed")
+    said = converse(client).choices[0].message.content
+    given = {"model": "tiny", "temperature": 0}
+    asked = given | {"instructions": "Be brief.", "input": CHAT[1:], "max_output_tokens": 24}
+    if stream:
+        with client.responses.stream(**asked) as events:
+            response = events.get_final_response()
+    else:
+        response = client.responses.create(**asked)
+    assert response.output_text == said
+    other = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    asked = {"model": "tiny", "system": "Be brief.", "messages": CHAT[1:], "max_tokens": 24}
+    extra = {"extra_body": {"temperature": 0}}
+    if stream:
+        with other.messages.stream(**asked, **extra) as events:
+            message = events.get_final_message()
+    else:
+        message = other.messages.create(**asked, **extra)
+    assert "".join(block.text for block in message.content) == said
+
+
 def test_the_model_is_listed(client):
     (model,) = client.models.list().data
     assert (model.id, client.models.retrieve("tiny").id) == ("tiny", "tiny")

@@ -1,0 +1,127 @@
+"""`reward.fn: judge`: a model at an OpenAI-compatible address gives the reward.
+
+The last number of what it says, divided by `scale`, is the reward. Equal questions are asked once.
+A judge that does not answer, or says no number, is asked again; then the sample has no reward and
+its group is dropped: a failure of the judge is never a score.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from pentad.core.errors import Problem, UserError, one_line
+from pentad.core.roles import Scored
+from pentad.core.types import Prompt, Sample
+from pentad.rewards.sandbox import JobFailed
+from pentad.rewards.section import JudgeConfig
+
+PLACE = re.compile(r"\{(\w+)\}")
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+FIRST_WAIT_S = 1.0
+"""Before a question is asked again; twice as long each time."""
+
+
+class JudgeFailed(Exception):
+    """The judge gave no number."""
+
+
+class Judge:
+    """Asks the model; belongs to one event loop."""
+
+    def __init__(self, keys: JudgeConfig) -> None:
+        self.keys = keys
+        self.names = frozenset(PLACE.findall(keys.template))
+        self.known: dict[str, float] = {}
+        """By digest of the question, in this run and of `cache`."""
+        self.asked: dict[str, asyncio.Task[float]] = {}
+        self.threads = ThreadPoolExecutor(keys.max_concurrent, thread_name_prefix="judge")
+        self.api_key = os.environ.get(keys.api_key_env, "") if keys.api_key_env else ""
+
+    def start(self) -> None:
+        """Reads what was judged before. Raises UserError."""
+        if self.keys.api_key_env and not self.api_key:
+            where = f"reward.judge.api_key_env = {self.keys.api_key_env}"
+            raise UserError(Problem(where, "there is no such environment variable"))
+        cache = self.keys.cache
+        if cache is None or not Path(cache).exists():
+            return
+        for number, line in enumerate(Path(cache).read_text().splitlines(), 1):
+            try:
+                one = json.loads(line)
+                self.known[one["question"]] = float(one["value"])
+            except (ValueError, KeyError, TypeError) as error:
+                rule = f"line {number} is no verdict of a judge ({error})"
+                where = f"reward.judge.cache = {cache}"
+                raise UserError(Problem(where, rule, "remove that line")) from error
+
+    async def score(
+        self, prompt: Prompt, sample: Sample, columns: Mapping[str, Any]
+    ) -> Scored | JobFailed:
+        values = {**columns, "prompt": prompt.text, "completion": sample.text}
+        question = PLACE.sub(lambda found: str(values[found.group(1)]), self.keys.template)
+        kind = (self.keys.url, self.keys.model, self.keys.scale, question)
+        key = hashlib.sha256(json.dumps(kind).encode()).hexdigest()
+        if key not in self.known:
+            if key not in self.asked:
+                self.asked[key] = asyncio.ensure_future(self._judged(key, question))
+                self.asked[key].add_done_callback(lambda _: self.asked.pop(key))
+            try:
+                await asyncio.shield(self.asked[key])
+            except JudgeFailed as failure:
+                return JobFailed("judge", str(failure))
+        return Scored(self.known[key])
+
+    async def _judged(self, key: str, question: str) -> float:
+        loop = asyncio.get_running_loop()
+        value = await loop.run_in_executor(self.threads, self._ask_again, question)
+        self.known[key] = value
+        if self.keys.cache is not None:
+            line = json.dumps({"question": key, "value": value}) + "\n"
+            with Path(self.keys.cache).open("a") as file:
+                file.write(line)
+        return value
+
+    def _ask_again(self, question: str) -> float:
+        """In a thread."""
+        for attempt in range(self.keys.max_retries + 1):
+            try:
+                return self._ask(question)
+            except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+                said = f"{type(error).__name__}: {error}"
+                if attempt < self.keys.max_retries:
+                    time.sleep(FIRST_WAIT_S * 2**attempt)
+        rule = f"{self.keys.model} at {self.keys.url} gave no verdict in {attempt + 1} tries"
+        raise JudgeFailed(one_line(f"{rule} ({said})", 500))
+
+    def _ask(self, question: str) -> float:
+        body = {
+            "model": self.keys.model,
+            "messages": [{"role": "user", "content": question}],
+            "temperature": 0,
+            "max_tokens": self.keys.max_tokens,
+        }
+        request = urllib.request.Request(
+            f"{self.keys.url.rstrip('/')}/chat/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json", "Authorization": f"Bearer {self.api_key}"},
+        )
+        with urllib.request.urlopen(request, timeout=self.keys.timeout_s) as answer:
+            said = json.loads(answer.read())["choices"][0]["message"]["content"]
+        numbers = NUMBER.findall(said)
+        if not numbers:
+            raise ValueError(f"it said {said[-80:]!r}, which has no number")
+        return float(numbers[-1]) / self.keys.scale
+
+    def close(self) -> None:
+        self.threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,271 @@
+"""The processes of environments: one that has imported the class, and a fork of it per episode.
+
+The first process (`main`) is given one end of a socket pair for each episode, over its control
+socket, and forks; the fork makes the object and answers calls, a JSON object a line. The first
+process watches the same socket: when the run closes its end it ends the fork with all that the
+environment started, whatever the fork does at that time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import math
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from numbers import Real
+from typing import Any, NoReturn
+
+from pentad.core.seeds import seed_globals
+from pentad.core.specs import load
+from pentad.rollout.schemas import schema_of
+from pentad.runtime.process import die_with_parent
+
+MAX_TEXT = 32_768
+"""Characters of an observation or a tool's answer; a line tells the policy what is left out."""
+MAX_STATE_BYTES = 65_536
+"""JSON of the attributes that a reward is given; larger ones are left out."""
+NOT_TOOLS = ("reset", "get_reward", "close")
+TOOLS, TEXT = "tools", "text"
+"""What an answer of the policy is to the environment: calls of its tools, or the text of a step."""
+
+
+class Hosted:
+    """One environment object, as the run calls it.
+
+    A class has `reset(**row)` and its public methods are tools (TRL's contract). Adapters of other
+    packages have `step_text(text)` instead, or `tool_schemas()` and `call_tool(name, arguments)`.
+    """
+
+    def __init__(self, make: Callable[..., Any], options: dict[str, Any]) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.environment = make(**options)
+        self.own_call = getattr(self.environment, "call_tool", None)
+
+    def settled(self, value: Any) -> Any:
+        return self.loop.run_until_complete(value) if inspect.isawaitable(value) else value
+
+    def describe(self) -> dict[str, Any]:
+        """What a run asks before it starts; `problems` are sentences about methods."""
+        if not callable(getattr(self.environment, "reset", None)):
+            raise TypeError("it has no method reset(**row)")
+        kind = TEXT if hasattr(self.environment, "step_text") else TOOLS
+        tools, problems = ([], []) if kind == TEXT else self._tools()
+        parameters = inspect.signature(self.environment.reset).parameters.values()
+        has_method = kind == TEXT or callable(getattr(self.environment, "get_reward", None))
+        return {
+            "kind": kind,
+            "tools": tools,
+            "problems": problems,
+            "needs": [
+                p.name
+                for p in parameters
+                if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+            ],
+            "has_method": has_method,
+            "has_reward": has_method or self._names_reward(),
+        }
+
+    def _tools(self) -> tuple[list[dict[str, Any]], list[str]]:
+        if self.own_call is not None:
+            return self.settled(self.environment.tool_schemas()), []
+        schemas, problems = [], []
+        for name in self._methods():
+            try:
+                schemas.append(schema_of(getattr(self.environment, name), strict=True))
+            except ValueError as error:
+                problems.append(f"method {name}: {error}")
+        return schemas, problems
+
+    def _names_reward(self) -> bool:
+        """Whether there is an attribute `reward`, or a method that may set one."""
+        if isinstance(getattr(self.environment, "reward", None), Real):
+            return True
+        found = inspect.getmembers(type(self.environment), predicate=inspect.isfunction)
+        return any("reward" in function.__code__.co_names for _, function in found)
+
+    def _methods(self) -> list[str]:
+        found = inspect.getmembers(type(self.environment), predicate=inspect.isfunction)
+        return [n for n, _ in found if n not in NOT_TOOLS and not n.startswith("_")]
+
+    def reset(self, fields: dict[str, Any]) -> str | None:
+        parameters = inspect.signature(self.environment.reset).parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        given = fields if takes_any else {k: v for k, v in fields.items() if k in parameters}
+        said = self.settled(self.environment.reset(**given))
+        if said is not None and not isinstance(said, str):
+            raise TypeError(f"reset returned {type(said).__name__}, not text or None")
+        return None if said is None else bounded(said)
+
+    def tool(self, name: str, arguments: dict[str, Any]) -> str:
+        if self.own_call is not None:
+            return bounded(str(self.settled(self.own_call(name, arguments))))
+        return bounded(str(self.settled(getattr(self.environment, name)(**arguments))))
+
+    def step(self, text: str) -> dict[str, Any]:
+        said, reward, is_done = self.settled(self.environment.step_text(text))
+        said = None if said is None else bounded(said)
+        return {"observation": said, "reward": number(reward), "is_done": bool(is_done)}
+
+    def end(self) -> dict[str, Any]:
+        """After the last answer: the reward, a number or named parts, and the attributes."""
+        environment = self.environment
+        if callable(get_reward := getattr(environment, "get_reward", None)):
+            reward = self.settled(get_reward())
+        else:
+            reward = getattr(environment, "reward", None)
+        if isinstance(reward, dict):
+            reward = {str(name): number(value) for name, value in reward.items()}
+        elif reward is not None:
+            reward = number(reward)
+        return {"reward": reward, "state": state_of(environment)}
+
+    def close(self) -> None:
+        if callable(close := getattr(self.environment, "close", None)):
+            self.settled(close())
+
+
+def number(value: Any) -> float:
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise TypeError(f"the reward is {value!r:.80}, not a finite number")
+    return float(value)
+
+
+def bounded(text: str) -> str:
+    text = text.encode(errors="replace").decode()
+    if len(text) <= MAX_TEXT:
+        return text
+    return f"{text[:MAX_TEXT]}\n[{len(text)} characters, the first {MAX_TEXT} are shown]"
+
+
+def state_of(environment: Any) -> dict[str, Any]:
+    """Public attributes that are plain data, for rewards that take the environment."""
+    found: dict[str, Any] = {}
+    num_left = MAX_STATE_BYTES
+    for name, value in getattr(environment, "__dict__", {}).items():
+        with contextlib.suppress(TypeError, ValueError, RecursionError):  # no plain data
+            size = len(json.dumps(value, allow_nan=False))
+            if not name.startswith("_") and size <= num_left:
+                found[name] = value
+                num_left -= size
+    return found
+
+
+def serve(connection: socket.socket, spec: str, options: dict[str, Any]) -> None:
+    """Answers the calls of one episode; the first makes the object."""
+    hosted: Hosted | None = None
+    with connection.makefile("rwb") as stream:
+        for line in stream:
+            asked = json.loads(line)
+            name, arguments = asked["call"], asked.get("with", {})
+            try:
+                if hosted is None:
+                    seed_globals(asked["seed"])
+                    hosted = Hosted(load(spec), options)
+                answer = {"value": getattr(hosted, name)(**arguments)}
+            except BaseException as error:  # exit() in a tool is its error
+                answer = {"error": f"{type(error).__name__}: {error}"[:MAX_TEXT]}
+                answer["place"] = place_of(error)
+            stream.write(json.dumps(answer).encode() + b"\n")
+            stream.flush()
+
+
+def place_of(error: BaseException) -> str:
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+    return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
+
+
+class Nursery:
+    """Forks an episode's process for each connection, and ends it with the connection."""
+
+    def __init__(self, control: socket.socket, spec: str, options: dict[str, Any]) -> None:
+        self.control, self.spec, self.options = control, spec, options
+        self.epoll = select.epoll()
+        self.epoll.register(control.fileno(), select.EPOLLIN)
+        self.episodes: dict[int, tuple[int, int, socket.socket]] = {}
+        """Descriptor of a process or of a connection -> pid, the process's descriptor, the other
+        side."""
+
+    def run(self) -> None:
+        """Until the run is gone."""
+        while True:
+            for descriptor, _ in self.epoll.poll():
+                if descriptor != self.control.fileno():
+                    self._end(descriptor)
+                elif not self._begin():
+                    for one in list(self.episodes):
+                        self._end(one)
+                    return
+
+    def _begin(self) -> bool:
+        _, descriptors, _, _ = socket.recv_fds(self.control, 1, 1)
+        if not descriptors:
+            return False
+        connection = socket.socket(fileno=descriptors[0])
+        pid = os.fork()
+        if pid == 0:
+            self._work(connection)
+        watched = os.pidfd_open(pid)
+        self.epoll.register(watched, select.EPOLLIN)
+        self.epoll.register(connection.fileno(), select.EPOLLRDHUP)
+        episode = (pid, watched, connection)
+        self.episodes |= {watched: episode, connection.fileno(): episode}
+        return True
+
+    def _work(self, connection: socket.socket) -> NoReturn:
+        """In the fork: a session of its own, so that all it starts is ended with it."""
+        os.setsid()
+        die_with_parent(os.getppid())
+        self.epoll.close()
+        self.control.close()
+        for _, descriptor, other in {id(one): one for one in self.episodes.values()}.values():
+            os.close(descriptor)
+            other.close()
+        code = 1
+        try:
+            serve(connection, self.spec, self.options)
+            code = 0
+        finally:
+            os._exit(code)
+
+    def _end(self, descriptor: int) -> None:
+        """It has ended, or nothing more will be asked of it."""
+        if descriptor not in self.episodes:
+            return
+        pid, watched, connection = self.episodes[descriptor]
+        for one in (watched, connection.fileno()):
+            self.epoll.unregister(one)
+            del self.episodes[one]
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)  # it may not have its session yet
+        os.waitpid(pid, 0)
+        os.close(watched)
+        connection.close()
+
+
+def main() -> None:
+    """`python -c BOOT JSON`: the class is imported once, here."""
+    given = json.loads(sys.argv[1])
+    die_with_parent(given["parent"])
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    control = socket.socket(fileno=given["control"])
+    os.dup2(2, 1)
+    try:
+        load(given["spec"])
+    except BaseException as error:  # exit() in a module is its error
+        said = {"error": f"{type(error).__name__}: {error}", "place": place_of(error)}
+        control.sendall(json.dumps(said).encode() + b"\n")
+        return
+    control.sendall(b"{}\n")
+    Nursery(control, given["spec"], given["options"]).run()

@@ -1,0 +1,308 @@
+"""The workflow of an environment class: each episode has an object of it, in a process of its own.
+
+An answer of the policy is calls of the object's tools, in the format of ToolEnvironment, or the
+text of a step. A call that hangs or kills its process ends that episode and no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+from pentad.core.errors import DataFailure, Problem, UserError, one_line
+from pentad.core.specs import absolute
+from pentad.core.types import Prompt
+from pentad.data.render import TOOL_CALL
+from pentad.data.tokenizer import rendered
+from pentad.rollout.environment_host import TEXT
+from pentad.rollout.environments import Environment, Step, read_tool_call
+from pentad.rollout.workflows import Context, EpisodeOver, MultiTurn, OwnPrompts, Talk
+from pentad.runtime.process import Child
+
+BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+BOOT += "from pentad.rollout.environment_host import main; main()"
+START_TIMEOUT_S = 60.0
+"""For the import of the class, and for making the first object of it."""
+MAX_LINE = 1 << 20
+PART = "environment"
+"""The name of a reward that is one number."""
+ADAPTERS = {
+    "gym": ("pentad.rollout.gym_environment:GymEnvironment", "gym"),
+    "mcp": ("pentad.rollout.mcp_environment:McpEnvironment", "mcp"),
+}
+"""Kind of workflow -> the class for it, and the extra that it needs."""
+
+
+class EnvironmentDied(Exception):
+    """The process of an environment ended by itself."""
+
+
+class EnvironmentProcesses:
+    """Starts and reaches the processes of one class. They end with this process."""
+
+    def __init__(self, key: str, spec: str, options: Mapping[str, Any]) -> None:
+        self.key = key
+        self.spec = absolute(spec)
+        self.options = dict(options)
+        self.child: Child | None = None
+        self.control: socket.socket | None = None
+        self.lock = threading.Lock()
+
+    def connect(self) -> socket.socket:
+        """Our end of a new episode's socket; from any thread. Raises UserError where the class
+        cannot be imported."""
+        with self.lock:
+            if self.child is None or not self.child.is_running:
+                self._start()
+            assert self.control is not None, "it has started"
+            ours, theirs = socket.socketpair()
+            with theirs:
+                socket.send_fds(self.control, [b"+"], [theirs.fileno()])
+            return ours
+
+    def _start(self) -> None:
+        self.close()
+        self.control, theirs = socket.socketpair()
+        given: dict[str, Any] = {"parent": os.getpid(), "control": theirs.fileno()}
+        given |= {"spec": self.spec, "options": self.options}
+        paths = json.dumps([path or str(Path.cwd()) for path in sys.path])
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        with theirs:
+            self.child = Child.start(
+                [sys.executable, "-c", BOOT, json.dumps(given), paths],
+                environment=environment,
+                pass_fds=(theirs.fileno(),),
+            )
+        weakref.finalize(self, self.child.end)
+        self.control.settimeout(START_TIMEOUT_S)
+        said = read_line(self.control, f"the process that imports {self.spec}")
+        if "error" in said:
+            self.close()
+            raise UserError(Problem(self.key, f"it cannot be imported ({shown(said)})"))
+
+    def describe(self) -> dict[str, Any]:
+        """Makes an object to be asked, and ends it. Raises UserError."""
+        with self.connect() as ours:
+            ours.settimeout(START_TIMEOUT_S)
+            ours.sendall(as_line("describe", 0, {}))
+            said = read_line(ours, f"an object of {self.spec}")
+        if "error" in said:
+            raise UserError(Problem(self.key, f"it cannot be made ({shown(said)})"))
+        return dict(said["value"])
+
+    def close(self) -> None:
+        child, self.child = self.child, None
+        if child is not None:
+            child.end()
+        if self.control is not None:
+            self.control.close()
+            self.control = None
+
+
+def as_line(call: str, seed: int, arguments: Mapping[str, Any]) -> bytes:
+    asked = {"call": call, "seed": seed, "with": arguments}
+    return json.dumps(asked, default=str).encode() + b"\n"
+
+
+def read_line(connection: socket.socket, what: str) -> dict[str, Any]:
+    try:
+        with connection.makefile("rb") as stream:
+            line = stream.readline()
+    except TimeoutError as error:
+        rule = f"gave no answer within {START_TIMEOUT_S:g} s"
+        raise UserError(Problem(what, rule)) from error
+    if not line:
+        raise UserError(Problem(what, "ended before it answered", "its output is above"))
+    return dict(json.loads(line))
+
+
+def shown(said: Mapping[str, Any]) -> str:
+    place = f"; {said['place']}" if said.get("place") else ""
+    return one_line(f"{said['error']}{place}", 500)
+
+
+class HostedEnvironment:
+    """One object, in its process, as `MultiTurn` speaks with it."""
+
+    def __init__(
+        self, processes: EnvironmentProcesses, facts: Mapping[str, Any], timeout_s: float, seed: int
+    ) -> None:
+        self.processes = processes
+        self.facts = facts
+        self.timeout_s = timeout_s
+        self.seed = seed
+        self.names = [tool["function"]["name"] for tool in facts["tools"]]
+        self.reader: asyncio.StreamReader | None = None
+        self.writer: asyncio.StreamWriter | None = None
+
+    async def reset(self, fields: Mapping[str, Any]) -> str | None:
+        """What the environment adds to the prompt."""
+        ours = await asyncio.to_thread(self.processes.connect)
+        self.reader, self.writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_LINE)
+        missing = sorted(set(self.facts["needs"]) - fields.keys())
+        if missing:
+            rule = f"reset takes {missing[0]!r}, and a row has no such column"
+            remedy = f"it has {', '.join(sorted(fields))}"
+            raise UserError(Problem(self.processes.key, rule, remedy))
+        said: str | None = await self._ask("reset", fields=dict(fields))
+        return said
+
+    async def step(self, text: str) -> Step:
+        if self.facts["kind"] == TEXT:
+            said = await self._ask("step", text=text)
+            return Step(said["observation"], said["is_done"], {PART: said["reward"]})
+        calls = TOOL_CALL.findall(text)
+        if not calls:
+            return Step(None, is_done=True)
+        return Step(tuple([await self._call(call) for call in calls]), is_done=False)
+
+    async def _call(self, call: str) -> str:
+        try:
+            name, arguments = read_tool_call(call, self.names)
+        except ValueError as error:
+            return str(error)
+        answer = await self._said("tool", name=name, arguments=arguments)
+        return answer["value"] if "error" not in answer else f"error: {answer['error']}"
+
+    async def end(self) -> dict[str, Any]:
+        found: dict[str, Any] = await self._ask("end")
+        return found
+
+    async def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+    async def _ask(self, call: str, **arguments: Any) -> Any:
+        answer = await self._said(call, **arguments)
+        if "error" in answer:
+            raise RuntimeError(f"{call} of {self.processes.spec}: {shown(answer)}")
+        return answer["value"]
+
+    async def _said(self, call: str, **arguments: Any) -> dict[str, Any]:
+        assert self.reader is not None and self.writer is not None, "reset comes first"
+        what = f"{arguments.get('name', call)} of {self.processes.spec}"
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                self.writer.write(as_line(call, self.seed, arguments))
+                await self.writer.drain()
+                line = await self.reader.readline()
+        except TimeoutError as error:
+            rule = f"{what} took longer than rollout.tool_timeout_s = {self.timeout_s:g}"
+            raise EpisodeOver("tool_timeout", rule) from error
+        except ConnectionError:
+            line = b""
+        if not line:
+            raise EnvironmentDied(f"{what} ended its process")
+        return dict(json.loads(line))
+
+
+class EnvironmentWorkflow(MultiTurn, OwnPrompts):
+    """n conversations with objects of one class."""
+
+    def __init__(self, key: str, spec: str, options: Mapping[str, Any] | None = None) -> None:
+        self.processes = EnvironmentProcesses(key, spec, options or {})
+        facts = self.facts = self.processes.describe()
+        super().__init__(self._unmade, role="user" if facts["kind"] == TEXT else "tool")
+        problems = [Problem(key, problem) for problem in facts["problems"]]
+        names = [tool["function"]["name"] for tool in facts["tools"]]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            problems.append(Problem(key, f"two of its tools have the name {name}"))
+        if not names and facts["kind"] != TEXT:
+            remedy = "public methods with types and docstrings are its tools"
+            problems.append(Problem(key, "it has no tools", remedy))
+        if problems:
+            self.close()
+            raise UserError(problems)
+
+    def _unmade(self) -> Environment:
+        raise AssertionError("objects are made in processes of their own")
+
+    @cached_property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        return list(self.facts["tools"])
+
+    def make(self, context: Context, seed: int) -> HostedEnvironment:
+        return HostedEnvironment(self.processes, self.facts, context.tool_timeout_s, seed)
+
+    async def begin(
+        self, environment: Environment, prompt: Prompt, context: Context
+    ) -> Sequence[int]:
+        assert isinstance(environment, HostedEnvironment), "make() made it"
+        said = await environment.reset(prompt.fields)
+        if not said:
+            return prompt.ids
+        ids = opening_ids(prompt, said, self.tools, context)
+        if context.room(len(ids)) == 0:
+            detail = f"prompt {prompt.gid} has {len(ids)} tokens with what reset said"
+            raise DataFailure("too_long", f"{detail}, a sample may have {context.max_total_tokens}")
+        return ids
+
+    async def finish(self, environment: Environment, talk: Talk, context: Context) -> None:
+        assert isinstance(environment, HostedEnvironment), "make() made it"
+        found = await environment.end()
+        talk.environment, reward = found["state"], found["reward"]
+        if context.has_scorer and not self.facts["has_method"]:
+            return  # an attribute `reward` is for the function to read
+        if isinstance(reward, dict):
+            talk.parts |= reward
+        elif reward is not None:
+            talk.parts[PART] = reward
+
+    def close(self) -> None:
+        self.processes.close()
+
+
+def opening_ids(
+    prompt: Prompt, said: str, tools: Sequence[Mapping[str, Any]], context: Context
+) -> list[int]:
+    """The prompt with what `reset` said at the end of its last message."""
+    tokenizer = context.tokenizer
+    messages = [dict(message) for message in prompt.messages]
+
+    def text() -> str:
+        given = list(tools) or None
+        return rendered(tokenizer, messages, tools=given, add_generation_prompt=True)
+
+    if not messages or messages[-1]["content"] == prompt.text:
+        return [*prompt.ids, *tokenizer.encode(said, add_special_tokens=False)]
+    if text() != prompt.text:
+        rule = "what reset returns cannot be put into the prompt, which another template rendered"
+        raise UserError(Problem("rollout.workflow", rule, "return None, and give it by the row"))
+    messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{said}"}
+    return tokenizer.encode(text(), add_special_tokens=False)
+
+
+def load_environment(kind: str, rest: str) -> EnvironmentWorkflow:
+    """`class:FILE:Class`, or a kind of ADAPTERS with what follows its colon, where options may
+    stand after a `?`, as in addresses."""
+    key = f"rollout.workflow = {kind}:{rest}"
+    if kind == "class":
+        return EnvironmentWorkflow(key, rest)
+    spec, extra = ADAPTERS[kind]
+    target, _, query = rest.partition("?") if kind == "gym" else (rest, "", "")
+    options = {name: plain(value) for name, value in parse_qsl(query)}
+    try:
+        return EnvironmentWorkflow(key, spec, {"target": target, **options})
+    except UserError as error:
+        if "No module named" in str(error):
+            remedy = f"Install it with pip install 'pentad[{extra}]'."
+            raise UserError([*error.problems, remedy]) from error
+        raise
+
+
+def plain(text: str) -> Any:
+    """A value of an option: JSON where it is some, else the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,115 @@
+"""Environments of other packages, held against the packages themselves."""
+
+import asyncio
+import json
+
+import pytest
+from sections import data_source
+
+from pentad.core.errors import UserError
+from pentad.rewards.scorer import RewardScorer
+from pentad.rewards.section import RewardConfig
+from pentad.rollout.executor import load_workflow
+from pentad.rollout.hosted import HostedEnvironment
+
+SERVER = """
+from mcp.server import MCPServer
+
+server = MCPServer("numbers")
+total = 0
+
+@server.tool()
+def add(number: int) -> str:
+    "Adds to the total of this session."
+    global total
+    total += number
+    return str(total)
+
+@server.tool()
+def fail() -> str:
+    "Fails."
+    raise ValueError("on purpose")
+
+server.run()
+"""
+
+
+def talk(spec, *, fields=None, steps=(), calls=()):
+    """What an environment says to a few answers, or calls of its tools, and its facts."""
+    workflow = load_workflow(spec)
+
+    async def episode():
+        environment = HostedEnvironment(workflow.processes, workflow.facts, 30.0, 1)
+        try:
+            said = [await environment.reset(fields or {})]
+            said += [await environment.step(text) for text in steps]
+            for name, arguments in calls:
+                call = {"name": name, "arguments": arguments}
+                step = await environment.step(f"<tool_call>{json.dumps(call)}</tool_call>")
+                said += step.observation
+            return said
+        finally:
+            await environment.close()
+
+    try:
+        return workflow.facts, asyncio.run(episode())
+    finally:
+        workflow.close()
+
+
+def test_gymnasium_is_played_by_text():
+    pytest.importorskip("gymnasium", reason="gymnasium is not installed (pip install gymnasium)")
+    facts, [begins, right, nonsense] = talk(
+        "gym:CartPole-v1", fields={"seed": 3}, steps=["I push right: 1", "I push up: 7"]
+    )
+    assert facts["kind"] == "text" and begins.startswith("\n[")
+    assert (right.reward_parts, right.is_done) == ({"environment": 1.0}, False)
+    assert nonsense.is_done and nonsense.observation is None, "no such action"
+    _, again = talk("gym:CartPole-v1", fields={"seed": 3}, steps=["1"])
+    assert again == [begins, right], "the row's seed is the episode's"
+    with pytest.raises(UserError, match=r"gym:Nothing-v0: it cannot be made \(NameNotFound"):
+        load_workflow("gym:Nothing-v0")
+
+
+def test_an_mcp_server_gives_its_tools(tmp_path):
+    pytest.importorskip("mcp", reason="mcp is not installed (pip install mcp)")
+    (tmp_path / "server.py").write_text(SERVER)
+    calls = [("add", {"number": 2}), ("add", {"number": 3}), ("fail", {})]
+    facts, said = talk(f"mcp:python {tmp_path}/server.py", calls=calls)
+    [add, _] = facts["tools"]
+    assert add["function"]["description"] == "Adds to the total of this session."
+    assert add["function"]["parameters"]["properties"]["number"]["type"] == "integer"
+    assert said[:3] == [None, "2", "5"]
+    assert said[3].startswith("error:\nError executing tool fail")
+    _, said = talk(f"mcp:python {tmp_path}/server.py", calls=calls[:1])
+    assert said == [None, "2"], "each episode has a server of its own"
+    with pytest.raises(UserError, match="it cannot be made"):
+        load_workflow("mcp:python -c 1")
+
+
+def test_reasoning_gym_makes_rows_and_scores_answers():
+    pytest.importorskip(
+        "reasoning_gym", reason="reasoning-gym is not installed (pip install reasoning-gym)"
+    )
+    path = "reasoning_gym:chain_sum?size=5&seed=2"
+    rows = data_source(path=path).open(streaming=False)
+    assert len(rows) == 5 and rows.digest == data_source(path=path).open(streaming=False).digest
+    row = rows.row(1)
+    from pentad.data.reasoning_gym_rows import score
+
+    assert score(f"so <answer>{row['answer']}</answer>", row["reasoning_gym"]) == 1.0
+    assert score(row["answer"], row["reasoning_gym"]) == 1.0
+    assert score("<answer>x</answer>", row["reasoning_gym"]) < 1.0
+    for wrong in ("reasoning_gym:nothing", "reasoning_gym:chain_sum?terms=1"):
+        with pytest.raises(UserError, match="reasoning-gym refuses it"):
+            data_source(path=wrong).open(streaming=False)
+
+    async def start():
+        scorer = RewardScorer(RewardConfig(fn="pentad.data.reasoning_gym_rows:score"))
+        await scorer.start()
+        try:
+            scorer.check_columns(row)
+        finally:
+            await scorer.close()
+
+    asyncio.run(start())
