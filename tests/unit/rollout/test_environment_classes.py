@@ -208,7 +208,7 @@ def test_bad_calls_and_tools_that_raise_are_text_to_the_policy(made, play):
     raises = CALL % ("misbehave", '{"how": "raise"}')
     calls = [CALL % ("nothing", "{}"), CALL % ("increment", "[1]"), "<tool_call>{</tool_call>"]
     floods = CALL % ("misbehave", '{"how": "flood"}')
-    [sample] = play(made("Counter"), ["".join([*calls, raises]), floods, "done"])
+    [sample] = play(made("Counter"), [calls[0] + calls[1], calls[2], raises, floods, "done"])
     texts = [text for role, text in sample.turns if role == "tool"]
     assert all(text.startswith("error: give a name of ['increment'") for text in texts[:3])
     assert texts[3] == "error: ValueError: as it was told to"
