@@ -206,7 +206,7 @@ def test_what_reset_says_ends_the_last_message_of_the_prompt(made, play, chat_to
 
 def test_bad_calls_and_tools_that_raise_are_text_to_the_policy(made, play):
     raises = CALL % ("misbehave", '{"how": "raise"}')
-    calls = [CALL % ("nothing", "{}"), CALL % ("increment", "[1]"), "<tool_call>{</tool_call>"]
+    calls = [CALL % ("nothing", "{}"), CALL % ("increment", "2"), "<tool_call>{</tool_call>"]
     floods = CALL % ("misbehave", '{"how": "flood"}')
     [sample] = play(made("Counter"), [calls[0] + calls[1], calls[2], raises, floods, "done"])
     texts = [text for role, text in sample.turns if role == "tool"]
@@ -241,6 +241,7 @@ def test_the_processes_of_episodes_end_with_them(made, play):
         time.sleep(0.05)
     assert children.read_text() == ""
     os.kill(nursery, 9)
+    assert workflow.processes.child.wait(5)
     assert play(workflow, [ADD, "done"])[0].reward == 1.0, "they are started again"
 
 
