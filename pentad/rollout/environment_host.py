@@ -38,7 +38,7 @@ TOOLS, TEXT = "tools", "text"
 """What an answer of the policy is to the environment: calls of its tools, or the text of a step."""
 
 
-class Hosted:
+class EnvironmentObject:
     """One environment object, as the run calls it.
 
     A class has `reset(**row)` and its public methods are tools (TRL's contract). Adapters of other
@@ -161,7 +161,7 @@ def state_of(environment: Any) -> dict[str, Any]:
 
 def serve(connection: socket.socket, spec: str, options: dict[str, Any]) -> None:
     """Answers the calls of one episode; the first makes the object."""
-    hosted: Hosted | None = None
+    hosted: EnvironmentObject | None = None
     with connection.makefile("rwb") as stream:
         for line in stream:
             asked = json.loads(line)
@@ -169,7 +169,7 @@ def serve(connection: socket.socket, spec: str, options: dict[str, Any]) -> None
             try:
                 if hosted is None:
                     seed_globals(asked["seed"])
-                    hosted = Hosted(load(spec), options)
+                    hosted = EnvironmentObject(load(spec), options)
                 answer = {"value": getattr(hosted, name)(**arguments)}
             except BaseException as error:  # exit() in a tool is its error
                 answer = {"error": f"{type(error).__name__}: {error}"[:MAX_TEXT]}

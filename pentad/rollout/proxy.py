@@ -42,7 +42,7 @@ from pentad.serve.app import (
     read_body,
     read_object,
 )
-from pentad.serve.dialects import Dialect, Messages, Responses, as_event
+from pentad.serve.dialects import ChatDialect, MessagesDialect, ResponsesDialect, as_event
 from pentad.serve.jobs import (
     Conversation,
     Job,
@@ -338,18 +338,18 @@ class Proxy:
 
     async def responses(self, request: HttpRequest) -> HttpResponse:
         episode = self._episode(request)
-        return await self._answer(request, episode, episode.read_chat, Responses())
+        return await self._answer(request, episode, episode.read_chat, ResponsesDialect())
 
     async def messages(self, request: HttpRequest) -> HttpResponse:
         episode = self._episode(request)
-        return await self._answer(request, episode, episode.read_chat, Messages())
+        return await self._answer(request, episode, episode.read_chat, MessagesDialect())
 
     async def _answer(
         self,
         request: HttpRequest,
         episode: Episode,
         read: Callable[[Mapping[str, Any]], ParsedRequest],
-        dialect: Dialect | None = None,
+        dialect: ChatDialect | None = None,
     ) -> HttpResponse:
         """Recorded when it is whole and the program is still there to take it. Text is read and
         written in threads: the loop is the trainer's."""
@@ -409,7 +409,7 @@ def events(
     job: Job,
     generations: Sequence[Generation],
     tokenizer: Tokenizer,
-    dialect: Dialect | None = None,
+    dialect: ChatDialect | None = None,
 ) -> bytes:
     """The whole answer as the events of a stream: one a token."""
     answer = Answer(job, MODEL, tokenizer)

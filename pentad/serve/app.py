@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.data.tokenizer import Tokenizer
 from pentad.infer.requests import RequestLimits
-from pentad.serve.dialects import Dialect, Messages, Responses, as_event
+from pentad.serve.dialects import ChatDialect, MessagesDialect, ResponsesDialect, as_event
 from pentad.serve.jobs import Job, chat_job, completion_job
 from pentad.serve.service import (
     ClientGone,
@@ -100,10 +100,10 @@ class Endpoints:
         return await self._run(request, read_chat, chat_job)
 
     async def responses(self, request: Request) -> Response:
-        return await self._run(request, read_chat, chat_job, Responses())
+        return await self._run(request, read_chat, chat_job, ResponsesDialect())
 
     async def messages(self, request: Request) -> Response:
-        return await self._run(request, read_chat, chat_job, Messages())
+        return await self._run(request, read_chat, chat_job, MessagesDialect())
 
     @property
     def _engine_limits(self) -> RequestLimits:
@@ -114,7 +114,7 @@ class Endpoints:
         request: Request,
         read: Callable[[dict[str, Any]], B],
         make_job: Callable[[B, Tokenizer, RequestLimits], Job],
-        dialect: Dialect | None = None,
+        dialect: ChatDialect | None = None,
     ) -> Response:
         def job_of(sent: bytes) -> Job:
             body = read(read_object(sent, self.limits, dialect))
@@ -175,7 +175,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, endpoints: Endpoints, job: Job, client: str, dialect: Dialect | None = None
+        self, endpoints: Endpoints, job: Job, client: str, dialect: ChatDialect | None = None
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
@@ -215,7 +215,7 @@ class EventStream(Response):
             await emit(server_failed(error).body())
 
 
-def last_events(dialect: Dialect | None) -> bytes:
+def last_events(dialect: ChatDialect | None) -> bytes:
     return b"".join(map(as_event, dialect.closing())) if dialect else b"data: [DONE]\n\n"
 
 
@@ -253,7 +253,9 @@ async def read_body(request: Request, limits: ServeLimits) -> bytes:
     return bytes(body)
 
 
-def read_object(body: bytes, limits: ServeLimits, dialect: Dialect | None = None) -> dict[str, Any]:
+def read_object(
+    body: bytes, limits: ServeLimits, dialect: ChatDialect | None = None
+) -> dict[str, Any]:
     """Within the limits, as a request of OpenAI's. Raises ApiError."""
     check_body(body, limits)
     try:

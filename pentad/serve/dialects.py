@@ -17,7 +17,7 @@ Event = dict[str, Any]
 """Of a stream; its `type` is also its name."""
 
 
-class Dialect(Protocol):
+class ChatDialect(Protocol):
     """One answer; the chunks of a streamed one come in their order."""
 
     def chat(self, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def call_of(name: object, call_id: object, arguments: object) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": function}
 
 
-class Messages:
+class MessagesDialect:
     """Anthropic's `/v1/messages`."""
 
     NAMES = {
@@ -211,7 +211,7 @@ class Messages:
         yield {"type": "message_stop"}
 
 
-class Responses:
+class ResponsesDialect:
     """OpenAI's `/v1/responses`, without state: each request brings its conversation."""
 
     NAMES = {
