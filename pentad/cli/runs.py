@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,8 +39,11 @@ def run_command(
         config = config.model_copy(update={"total_train_steps": most_steps})
         said = "" if given is None else f" in place of {given}"
         notes = [*notes, f"total_train_steps = {most_steps}{said}: --smoke"]
-    if view:
-        start_view(config)
+    with page_beside(config) if view else nullcontext():
+        _run(config, command, notes, fresh)
+
+
+def _run(config: Config, command: RunCommand, notes: list[str], fresh: bool) -> None:
     if config.scheduler.type == "slurm":
         submit_job(config, command, notes, fresh)
         return
@@ -64,8 +68,9 @@ def run_command(
     show_summary(runs[command](config, notes, fresh))
 
 
-def start_view(config: Config) -> None:
-    """The page of the run that is about to begin; of several ranks the first starts it."""
+@contextmanager
+def page_beside(config: Config) -> Iterator[None]:
+    """Serves the page of a run as long as it runs; of several ranks the first does."""
     if config.scheduler.type == "slurm":
         rule = "--view shows a run of this machine"
         remedy = "leave it out, and open the records with `pentad view` when the job runs"
@@ -74,8 +79,12 @@ def start_view(config: Config) -> None:
     from pentad.runtime.rank import rank_from_environment
 
     own = rank_from_environment()
-    if own is None or own.rank == 0:
-        view_beside(config)
+    child = view_beside(config) if own is None or own.rank == 0 else None
+    try:
+        yield
+    finally:
+        if child is not None:
+            child.end()
 
 
 def prepare_run(recipe: Recipe, command: RunCommand) -> tuple[Config, list[str]]:

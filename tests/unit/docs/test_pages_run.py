@@ -31,6 +31,8 @@ SKIPPED = {
     "from openai import OpenAI": "asks such a server; tests/unit/serve does, with this package",
     "rollout.server.": "needs vLLM; tests/vllm",
     "VLLM_SERVER_DEV_MODE": "needs vLLM; tests/vllm",
+    "pentad view": "serves until it is stopped; tests/unit/view starts it",
+    "pentad convert ADAPTER": "tests/unit/weights/test_peft.py",
     "pentad sft sft.yaml": "tests/unit/docs/test_sft_page.py",
     "pentad.train(recipe, reward=score": "tests/unit/docs/test_python_page.py",
     "pentad.load(": "tests/unit/docs/test_python_page.py",
@@ -44,7 +46,7 @@ SKIPPED = {
 TRAINED = "runs/checkpoints/me/sums/trial-0/default/epoch0epochstep5globalstep5"
 MODELS = (
     *("models/m", "models/qwen3", "models/qwen3-0.6b", "models/Qwen3-0.6B", "models/Phi-3-mini"),
-    "path/to/Qwen3-0.6B",
+    *("path/to/Qwen3-0.6B", "models/Qwen3-8B"),
 )
 ROW = {"prompt": "1 + 1 =", "question": "1 + 1 =", "answer": "2", "response": "2"}
 RECIPE = {

@@ -312,6 +312,7 @@ def end(call):
 def provoked(tmp_path, monkeypatch, caplog):
     """Every sentence, provoked."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/data/hub")
     write_byte_model(Path("model"))
     write_model(Path("plain"))
     Path("data.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
