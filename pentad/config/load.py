@@ -216,7 +216,11 @@ def _meant(key: str) -> list[str]:
     near, word, here = nearest_keys(key), key.rpartition(".")[2], by_last_word(key)
     names = [name.rpartition(".")[2] for name in near]
     is_slip = difflib.get_close_matches(word, names, cutoff=0.75)
-    return [here] if here in fields() and not is_slip else near
+    if here not in fields():
+        return near
+    if word in names:  # of another block
+        return [near[0], here]
+    return near if is_slip else [here]
 
 
 def _unknown_key(key: str, value: object, tree: Tree) -> Problem:

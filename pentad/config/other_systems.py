@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 
 from pentad.core.errors import Problem
@@ -389,9 +390,12 @@ def _lora_problem(key: str, where: str) -> Problem:
     for part, reason in NO_LORA.items():
         if part in word:
             return Problem(where, reason, "leave it out")
-    name = LORA_NAMES.get(word)
-    names = f"actor.lora.{name}" if name else "rank, alpha, targets, experts and init_path"
-    remedy = f"its name here is {names}" if name else f"the keys of actor.lora are {names}"
+    if name := LORA_NAMES.get(word):
+        return Problem(where, "there is no such key", f"its name here is actor.lora.{name}")
+    keys = ("rank", "alpha", "targets", "experts", "init_path")
+    near = difflib.get_close_matches(word, keys, n=1, cutoff=0.5)
+    remedy = f"did you mean actor.lora.{near[0]}?" if near else ""
+    remedy = remedy or f"the keys of actor.lora are {', '.join(keys[:-1])} and {keys[-1]}"
     return Problem(where, "there is no such key", remedy)
 
 

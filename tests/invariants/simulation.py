@@ -216,6 +216,7 @@ class SimulatedRun(Run):
         )
         self.bounds = SimpleNamespace(past=lambda steps, signs: "")
         self.recover = self.timer = self.unrecorded = None
+        self.savers = {}
         self.stop = simulation.state.stop
         self.trained = simulation.budget.trained
         self.num_steps = simulation.world.num_batches

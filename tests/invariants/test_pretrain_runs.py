@@ -199,7 +199,7 @@ def test_a_learner_that_is_lost_right_after_it_staged_a_checkpoint_is_started_ag
     pretrain, monkeypatch
 ):
     """Its writer ends with it, so the commit of that checkpoint must not be waited for."""
-    plain, lost = RecoverHandler._stage, []
+    plain, lost = RecoverHandler.stage, []
 
     def lose(self, step):
         plain(self, step)
@@ -207,7 +207,7 @@ def test_a_learner_that_is_lost_right_after_it_staged_a_checkpoint_is_started_ag
             lost.extend(role_processes(os.getpid(), "learner"))
             os.kill(lost[0], signal.SIGKILL)
 
-    monkeypatch.setattr(RecoverHandler, "_stage", lose)
+    monkeypatch.setattr(RecoverHandler, "stage", lose)
     apart = "scheduler.processes=separate", "recover.freq_steps=3"
     summary = pretrain("staged", *apart, model="model")
     assert len(lost) == 1 and [one["step"] for one in steps_of(summary)] == [1, 2, 3, 4, 5, 6]

@@ -243,7 +243,7 @@ def test_sigterm_ends_the_wait_for_a_checkpoint_that_storage_holds(
     note = tmp_path / "fault"
     monkeypatch.setenv("PENTAD_FAULT", f"at=write step=3 do=hold note={note}")
     for module in ("periodic", "recovery"):
-        monkeypatch.setattr(f"pentad.trainer.{module}.FAILED_S", 1.0)
+        monkeypatch.setattr(f"pentad.trainer.saving.{module}.FAILED_S", 1.0)
 
     def stop_when_exported():
         while not (note.with_name("fault.0").exists() and list(lab.fileroot.rglob("epoch*step2"))):

@@ -308,7 +308,7 @@ BROKEN = [
         "plan",
         ["reward.fn=exact"],
         "reward.fn = exact",
-        "is neither exact_match, numeric, gsm8k, sort_digits, math or code nor a place",
+        "is neither exact_match, numeric, gsm8k, sort_digits, math, code or judge nor a place",
     ),
     (
         "the_reward_can_be_found",
@@ -703,6 +703,27 @@ BROKEN = [
         ["algorithm.overlong_penalty=1", "rollout.workflow=my.module:Flow"],
         "gconfig.max_sampled_tokens = null with rollout.workflow = my.module:Flow",
         "the overlong penalty",
+    ),
+    (
+        "a_weighted_kl_term_is_unbiased",
+        "plan",
+        ["algorithm.kl_coef=0.1", "algorithm.kl_weighted=true", "algorithm.kl_estimator=k1"],
+        "algorithm.kl_weighted = true",
+        "only k3 in the loss is unbiased",
+    ),
+    (
+        "a_penalty_on_moving_needs_several_updates",
+        "plan",
+        ["algorithm.name=kl_cov"],
+        "algorithm.name = kl_cov",
+        "updates_per_batch = 1 makes one",
+    ),
+    (
+        "covariances_have_a_range",
+        "plan",
+        ["algorithm.name=clip_cov", "algorithm.cov_low=6"],
+        "algorithm.cov_low = 6",
+        "must be below algorithm.cov_high = 5",
     ),
     (
         "off_policy_data_are_corrected",

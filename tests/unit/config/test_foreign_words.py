@@ -60,7 +60,7 @@ def test_every_last_word_leads_to_a_key():
         ("actor.lora.use_dora=true", "it scales by norms of merged weights"),
         ("actor.lora.use_rslora=true", "set actor.lora.alpha to alpha * sqrt(rank) instead"),
         ("use_qlora=1", "not quantised"),
-        ("actor.lora.rnk=8", "the keys of actor.lora are rank, alpha, targets, experts and"),
+        ("actor.lora.rnk=8", "did you mean actor.lora.rank?"),
     ],
 )
 def test_names_of_lora_elsewhere_lead_to_its_block_or_say_why_not(given, answer):

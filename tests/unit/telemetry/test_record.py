@@ -156,7 +156,7 @@ def test_every_field_is_explained():
 
 def test_telemetry_loads_no_torch():
     room = Path(record_module.__file__).parent
-    optional = {"tensorboard_sink", "wandb_sink"}
+    optional = {"tensorboard_sink", "wandb_sink", "trackio_sink"}
     names = [f"pentad.telemetry.{p.stem}" for p in room.glob("*.py") if p.stem not in optional]
     code = f"import sys, importlib\nfor m in {sorted(names)!r}: importlib.import_module(m)\n"
     code += "print(sorted(set(sys.modules) & {'torch', 'transformers', 'numpy', 'tensorboard'}))"
