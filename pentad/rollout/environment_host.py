@@ -196,14 +196,16 @@ class Nursery:
 
     def run(self) -> None:
         """Until the run is gone."""
+        control = self.control.fileno()
         while True:
-            for descriptor, _ in self.epoll.poll():
-                if descriptor != self.control.fileno():
+            ready = [descriptor for descriptor, _ in self.epoll.poll()]
+            for descriptor in ready:  # first: one that begins may get the number of one closed here
+                if descriptor != control:
                     self._end(descriptor)
-                elif not self._begin():
-                    for one in list(self.episodes):
-                        self._end(one)
-                    return
+            if control in ready and not self._begin():
+                for one in list(self.episodes):
+                    self._end(one)
+                return
 
     def _begin(self) -> bool:
         _, descriptors, _, _ = socket.recv_fds(self.control, 1, 1)
