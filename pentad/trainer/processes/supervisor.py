@@ -276,7 +276,7 @@ class Supervisor:
             raise error
         try:
             lost = self._lost(error)
-        except Unreadable as unreadable:
+        except (Unreadable, OSError) as unreadable:
             log.warning("the run is not started again: %s", unreadable)
             raise error from None
         is_of_group = self.is_remote and isinstance(error, Transient)
