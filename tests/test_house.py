@@ -53,6 +53,10 @@ def imports_of(path: Path) -> list[tuple[int, str]]:
     return found
 
 
+OPEN = {"section", "facts"}
+"""Files of keys and tables, without torch."""
+
+
 def problems_of(root: Path) -> list[str]:
     out = []
     users: dict[tuple[str, str], set[str]] = {}
@@ -67,14 +71,17 @@ def problems_of(root: Path) -> list[str]:
             where = f"{path}:{line}"
             if names[0] == TOOLS.name:
                 out.append(f"{where}: {me or root.name} must not import {names[0]}")
-            if (me in LIGHT or path.name == "section.py") and names[0] in HEAVY:
+            is_light = path.stem in OPEN
+            if (me in LIGHT or is_light) and names[0] in HEAVY:
                 out.append(f"{where}: {me} must not import {names[0]}")
             if names[0] in OPTIONAL:
                 users.setdefault((me, names[0]), set()).add(str(path))
-            if names[0] != root.name or names[2:3] == ["section"]:
-                continue  # sections are keys without torch: any room may read another's
-            if path.name == "section.py" and names[1] != "core":
-                out.append(f"{where}: a section imports core and sections only, not {name}")
+            if names[0] != root.name or set(names[2:3]) & OPEN:
+                continue  # keys and tables without torch: any room may read another's
+            if is_light and names[1] != "core":
+                out.append(
+                    f"{where}: a {path.stem} file imports core, sections and facts only, not {name}"
+                )
             if len(names) < 2 or names[1] == me or names[1] not in LEVEL:
                 continue
             if path == root / "__init__.py" and names[1] == "api":
@@ -263,7 +270,7 @@ def test_the_check_catches(tmp_path, room, code, expected):
         ("x", "from pentad.rewards.section import RewardConfig", None),
         ("x", "from pentad.rewards.scorer import RewardScorer", "row 1) imports rewards"),
         ("section", "from pentad.rewards.section import RewardConfig", None),
-        ("section", "from pentad.rl.losses import clipped", "a section imports core and"),
+        ("section", "from pentad.rl.losses import clipped", "a section file imports core"),
         ("section", "import torch", "must not import torch"),
     ],
 )
@@ -340,7 +347,7 @@ def test_every_module_says_what_it_owns():
 def light_modules() -> list[str]:
     rooms = [ROOT / room for room in LIGHT if (ROOT / room).is_dir()]
     files = [path for room in rooms for path in room.rglob("*.py")]
-    files += ROOT.glob("*/section.py")
+    files += [path for stem in OPEN for path in ROOT.glob(f"*/{stem}.py")]
     names = [".".join(path.relative_to(ROOT.parent).with_suffix("").parts) for path in files]
     return sorted(name.removesuffix(".__init__") for name in names)
 

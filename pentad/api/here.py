@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pentad.core.errors import Problem, UserError
+from pentad.core.specs import accepted
 from pentad.core.types import Prompt, Sample
 from pentad.rollout.agents import give_reward
 from pentad.rollout.workflows import Context, Generator, SingleTurn
@@ -23,15 +24,12 @@ class ScoredHere(SingleTurn):
     def __init__(self, reward: Callable[..., Any]) -> None:
         self.reward = reward
         self.name = getattr(reward, "__name__", "reward")
-        self.wants = inspect.signature(reward).parameters
 
     async def run(self, prompt: Prompt, sampler: Generator, context: Context) -> list[Sample]:
         samples = await super().run(prompt, sampler, context)
         for sample in samples:
             given = {"completion": sample.text, "prompt": prompt.text, **prompt.fields}
-            takes_any = any(one.kind is one.VAR_KEYWORD for one in self.wants.values())
-            taken = {name: given[name] for name in given if takes_any or name in self.wants}
-            reward = await asyncio.to_thread(self.reward, **taken)
+            reward = await asyncio.to_thread(self.reward, **accepted(self.reward, given))
             reward = await reward if inspect.isawaitable(reward) else reward
             if reward is None:
                 rule = "returned None"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pentad.api.runs import Reward, RowsOrPath, _Given, apart_from_loop
-from pentad.core.device import DTYPES, pick_device
+from pentad.core.device import dtype_of, dtype_problems, pick_device
 from pentad.core.errors import Problem, UserError
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Generation, Request, SamplingParams
@@ -48,8 +48,7 @@ def load(
     folder = local_model(str(path), f"model = {path}")
     tokenizer = load_tokenizer(folder, key="model", template_args=template_args or {})
     problems = vocabulary_problems(folder, dims_of(folder), tokenizer, key="model")
-    if dtype not in ("auto", *DTYPES):
-        problems.append(Problem(f"dtype = {dtype}", f"is none of auto, {', '.join(DTYPES)}"))
+    problems += dtype_problems("dtype", dtype)
     if problems:
         raise UserError(problems)
     return LoadedModel(folder, tokenizer, device, dtype, dict(template_args or {}))
@@ -70,12 +69,11 @@ class LoadedModel:
     @cached_property
     def sampler(self) -> EmbeddedSampler:
         place = pick_device(self.device)
-        chosen = "bfloat16" if place.type == "cuda" else "float32"
         return EmbeddedSampler.from_folder(
             str(self.folder),
             SamplerSettings(keep_prefixes=True),
             device=place,
-            dtype=DTYPES[chosen if self.dtype == "auto" else self.dtype],
+            dtype=dtype_of(self.dtype, place),
             decode=lambda ids: self.tokenizer.decode(ids, keep_special=True),
             version=0,
         )
@@ -123,9 +121,8 @@ class LoadedModel:
         return self.tokenizer.encode(self.tokenizer.render(prompt, for_answer=True))
 
     def _answer(self, one: Generation) -> SampledText:
-        ids = one.ids[:-1] if one.finish == "stop" and one.ids[-1:] else one.ids
         is_end = one.finish == "stop" and one.ids[-1] in self.tokenizer.stop_ids
-        text = self.tokenizer.decode(ids if is_end else one.ids)
+        text = self.tokenizer.decode(one.ids[:-1] if is_end else one.ids)
         return SampledText(text, tuple(one.ids), tuple(one.logprobs), one.finish)
 
     def score(

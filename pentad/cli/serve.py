@@ -20,7 +20,7 @@ import torch
 import transformers
 import yaml
 
-from pentad.core.device import DTYPES, pick_device
+from pentad.core.device import dtype_of, dtype_problems, pick_device
 from pentad.core.errors import Problem, UserError
 from pentad.data.tokenizer import Tokenizer, load_tokenizer
 from pentad.infer.sampler import EmbeddedSampler
@@ -155,17 +155,14 @@ def load_sampler(
     adapter: Adapter | None = None,
 ) -> EmbeddedSampler:
     problems = vocabulary_problems(model, dims_of(model), tokenizer, key="model")
-    if dtype == "auto":
-        dtype = "bfloat16" if device.type == "cuda" else "float32"
-    if dtype not in DTYPES:
-        problems.append(Problem(f"--dtype = {dtype}", f"is none of auto, {', '.join(DTYPES)}"))
+    problems += dtype_problems("--dtype", dtype)
     if problems:
         raise UserError(problems)
     return EmbeddedSampler.from_folder(
         model,
         settings,
         device=device,
-        dtype=DTYPES[dtype],
+        dtype=dtype_of(dtype, device),
         decode=lambda ids: tokenizer.decode(ids, keep_special=True),
         version=0,
         adapter=adapter,

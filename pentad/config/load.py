@@ -43,7 +43,7 @@ from pentad.config.schema import Config, RecipeConfig
 from pentad.core.errors import Problem, UserError
 from pentad.core.hub import name_in_cache
 from pentad.core.section import MAX_INT
-from pentad.rl.section import ELSEWHERE
+from pentad.rl.facts import ELSEWHERE
 
 
 @dataclass(frozen=True, slots=True)

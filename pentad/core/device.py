@@ -9,7 +9,7 @@ import gc
 import torch
 
 from pentad.core.errors import Problem, UserError
-from pentad.core.machine import GpuQueryError, find_gpus
+from pentad.core.machine import GpuQueryError, auto_dtype, find_gpus
 
 
 def pick_device(wanted: str = "auto") -> torch.device:
@@ -45,6 +45,16 @@ DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
+
+
+def dtype_of(name: str, device: torch.device) -> torch.dtype:
+    return DTYPES[auto_dtype(device.type) if name == "auto" else name]
+
+
+def dtype_problems(where: str, name: str) -> list[Problem]:
+    if name in ("auto", *DTYPES):
+        return []
+    return [Problem(f"{where} = {name}", f"must be auto or one of {', '.join(DTYPES)}")]
 
 
 WARM_STEPS = 2

@@ -28,7 +28,7 @@ class HubName:
     revision: str | None = None
     """A branch, a tag or a commit. None: the main branch."""
     part: str = ""
-    """Of a dataset: CONFIG:SPLIT, SPLIT or a pattern of files; empty where none is said."""
+    """CONFIG:SPLIT, SPLIT or a pattern of files of a dataset; empty: not given."""
 
     def __str__(self) -> str:
         at = f"@{self.revision}" if self.revision else ""

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 GIB = 2**30
 MIB = 2**20
@@ -179,6 +180,11 @@ def _cgroup(name: str) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() else None
+
+
+def auto_dtype(device: str) -> Literal["float32", "bfloat16"]:
+    """The number format that `auto` stands for on a device of this type."""
+    return "bfloat16" if device == "cuda" else "float32"
 
 
 def num_cores() -> int:

@@ -6,11 +6,12 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 MAX_NAMED = 8
 """Functions of a file that an error lists."""
 
@@ -80,6 +81,13 @@ def import_named(where: str, *, fresh: bool = False) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def accepted(function: Callable[..., Any], given: Mapping[str, T]) -> dict[str, T]:
+    """The arguments among `given` that a function takes."""
+    parameters = inspect.signature(function).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return {name: given[name] for name in given if takes_any or name in parameters}
 
 
 def describe(spec: str) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class FrozenBase:
     path: str
     """The folder they were read from; empty: they are random."""
     digest: str
-    """Of their bytes, after the dtype in which they are held."""
+    """Digest of their bytes in the dtype in which they are held, after its name."""
     tags: list[str] = field(default_factory=list)
     """Names under which the frozen weights alone are used."""
     is_shared: bool = False
@@ -67,7 +67,7 @@ class FrozenBase:
         return is_base
 
     def load_tag(self, tag: str, weights: str | Path) -> None:
-        """Of the folder of the frozen weights, which need no copy."""
+        """Adds a tag for the frozen weights, which need no copy; other weights are refused."""
         if str(Path(weights).expanduser().absolute()) != self.path:
             raise RunError(
                 f"the tag {tag} is to be {weights}, and beside an adapter a learner holds no other "

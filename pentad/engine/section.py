@@ -20,6 +20,7 @@ from pentad.core.fit import (
     takes_stages_per_rank,
 )
 from pentad.core.layout import Layout
+from pentad.core.machine import auto_dtype
 from pentad.core.section import (
     Count,
     DType,
@@ -250,7 +251,8 @@ class ArchonConfig(Section):
 
 class LoraConfig(Section):
     rank: Annotated[int, Field(ge=1, le=512)] = 32
-    """Of the factors: A is [rank, in], B [out, rank], both float32, as is their optimizer state."""
+    """Size of the factors: A is [rank, in], B [out, rank]. Both are float32, and so is their
+    optimizer state."""
     alpha: Positive = 32.0
     """A layer computes x W^T + alpha / rank * (x A^T) B^T, never merged."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
@@ -305,9 +307,7 @@ class ModelConfig(Section):
 
     def compute_dtype(self, device: str) -> Literal["float32", "bfloat16"]:
         """In which forward and backward run on a device of this type."""
-        if self.dtype == "auto":
-            return "bfloat16" if device == "cuda" else "float32"
-        return self.dtype
+        return auto_dtype(device) if self.dtype == "auto" else self.dtype
 
     @property
     def compute_bytes(self) -> int:

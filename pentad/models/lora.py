@@ -60,8 +60,8 @@ class Factors(nn.Module):
 
 
 class ExpertFactors(Factors):
-    """Of stacked experts: rows come sorted by expert. A factor without the axis of the experts is
-    that of all of them."""
+    """Factors of stacked experts, for rows sorted by expert. All experts share a factor that has no
+    expert axis."""
 
     def rows(self, x_NI: Tensor, ends_E: Tensor) -> Tensor:
         a, b = self.a.to(x_NI.dtype), self.b.to(x_NI.dtype)
@@ -96,7 +96,7 @@ def _adapted(cls: Any) -> type[nn.Module]:
 
 @cache
 def _adapted_experts(cls: Any) -> type[nn.Module]:
-    """Of `Experts` or its strict kind, whose products it repeats with a sum after each."""
+    """A subclass of `Experts`, or of its strict kind, that adds the factors to each product."""
     is_strict = issubclass(cls, StrictExperts)
     grouped = invariant.grouped_linear if is_strict else grouped_linear
 

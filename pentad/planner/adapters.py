@@ -21,7 +21,8 @@ FACTOR_BYTES = 4
 def num_factors(
     dims: ModelDims, lora: LoraConfig, layout: Layout | None = None, layers: Iterable[int] = ()
 ) -> int:
-    """Of some layers on one rank; without a layout all of all layers."""
+    """Number of elements in the factors of some layers on one rank; without a layout, in all of
+    the model."""
     chosen = layers if layout is not None else range(dims.num_layers)
     return sum(layer_factors(dims, lora, layer, layout or Layout()) for layer in chosen)
 

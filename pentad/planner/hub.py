@@ -227,7 +227,7 @@ def _unreached(name: HubName, where: str, error: Exception) -> Problem:
 
 
 def _list_files(name: HubName, folder: Path, where: str) -> list[str]:
-    """Of the commit; without a connection, those that are here (`fetch` finds whether all are)."""
+    """All files of the commit; offline, the cached ones (`fetch` checks whether they are all)."""
     from huggingface_hub import HfApi, constants
 
     if not constants.HF_HUB_OFFLINE:

@@ -136,7 +136,7 @@ class RewardFunction:
         self.max_retries = max_retries
         self.takes = COMPARES
         self.judge_model: Judge | None = None
-        """Of the function `judge`."""
+        """The model that the function `judge` asks."""
         self.pool: Sandbox | None = None
         self.jobs: SharedJobs | None = None
         """The pool's queue of jobs."""

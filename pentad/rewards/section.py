@@ -44,7 +44,7 @@ class RewardConfig(Section):
     the model that `judge` names, or your own: `package.module:function` or
     `path/to/file.py:function`. Or a list of them, which add up."""
     judge: JudgeConfig = JudgeConfig()
-    """Of `fn: judge`: a model that gives rewards."""
+    """The model that `fn: judge` asks for rewards."""
     weights: tuple[float, ...] | None = None
     """What the value of each function of `fn` is multiplied by. null: 1 each."""
     timeout_s: Seconds = 10.0

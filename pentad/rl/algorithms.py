@@ -1,6 +1,6 @@
 """The table of algorithms, and the way from settings to losses and learner rows.
 
-An algorithm is facts (`section.py`), an advantage function and a surrogate; everything else (KL,
+An algorithm is facts (`facts.py`), an advantage function and a surrogate; everything else (KL,
 entropy, corrections, normalisation, shaping) is a setting that any of them can turn on.
 """
 
@@ -13,9 +13,10 @@ from pentad.core.types import Group, Loss, Row
 from pentad.rl import advantages as adv
 from pentad.rl import losses
 from pentad.rl.advantages import Advantages
+from pentad.rl.facts import FACTS, AlgorithmFacts
 from pentad.rl.ragged import Rollouts
 from pentad.rl.rows import build_rows
-from pentad.rl.section import FACTS, AlgorithmFacts, AlgorithmSettings
+from pentad.rl.section import AlgorithmSettings
 
 AdvantageFunction = Callable[[Rollouts, AlgorithmSettings], Advantages]
 

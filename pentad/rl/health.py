@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pentad.rl.section import CorrectionKind
+from pentad.rl.facts import CorrectionKind
 
 Record = Mapping[str, Any]
 

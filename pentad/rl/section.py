@@ -1,250 +1,26 @@
-"""Facts and settings of algorithms, without torch; the keys of the blocks `algorithm`, `guards`.
+"""Settings of algorithms, without torch: the keys of the blocks `algorithm` and `guards`.
 
-`plan` and the rules of `pentad.config` read the facts here, `pentad.rl.algorithms` adds the
-functions. Adding an algorithm is an entry in `FACTS` and its functions there; `docs/algorithms.md`
-walks through it.
+What an algorithm is by itself is in `pentad.rl.facts`; `docs/algorithms.md` walks through adding
+one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from pentad.core.section import Count, NonNegative, NonNegativeInt, Positive, Section, Share
+from pentad.rl.facts import FACTS, AlgorithmFacts, AlgorithmName, CorrectionKind, CorrectionLevel
 
-AdvantageScope = Literal["group", "batch"]
-RatioLevel = Literal["token", "sequence", "none"]
 KlEstimator = Literal["k1", "k2", "k3"]
 KlPlace = Literal["loss", "reward"]
 LossNorm = Literal["token", "sequence", "group", "constant"]
-CorrectionKind = Literal["none", "tis", "mis", "sampler_ratio"]
-CorrectionLevel = Literal["token", "sequence", "geometric"]
 RejectionLevel = Literal["none", "token", "sequence", "geometric"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AlgorithmFacts:
-    """What is known of an algorithm before any number is chosen."""
-
-    text: str
-    """One line for people."""
-    paper: str
-    """Link."""
-    scope: AdvantageScope
-    """What the advantage function must see at once: the sample's own group, or all of the step."""
-    needs_critic: bool = False
-    needs_teacher: bool = False
-    needs_old: bool = False
-    """Whether the trainer's log-probs at the start of a batch are read however many updates it
-    makes."""
-    min_group_size: int = 1
-    """Fewer samples per prompt than this can carry no signal."""
-    ratio_level: RatioLevel = "token"
-    """Whose ratio the surrogate clips; none: the loss has no ratio."""
-    uses_gamma: bool = False
-    """Whether the advantage function discounts."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Tunables that differ from those of `AlgorithmSettings`."""
-    off_policy: tuple[CorrectionKind, CorrectionLevel | None] = ("tis", None)
-    """Correction of off-policy data, and its level if not the default: the ratio that CISPO clips
-    is a truncated weight already, and GSPO's is the geometric mean of a sequence."""
-    own: tuple[str, ...] = ()
-    """Tunables that only algorithms read which name them here."""
-    unread: Mapping[str, str] = field(default_factory=dict)
-    """Tunables that it never reads for reasons of its own, beside those of `unused_settings`."""
-
-
-FACTS: dict[str, AlgorithmFacts] = {
-    "grpo": AlgorithmFacts(
-        text="Group-relative advantages, clipped ratio, mean over samples of token means.",
-        paper="https://arxiv.org/abs/2402.03300",
-        scope="group",
-        min_group_size=2,
-        defaults={"loss_norm": "sequence"},
-    ),
-    "dr_grpo": AlgorithmFacts(
-        text="GRPO without its length and difficulty biases: no std, a constant divisor.",
-        paper="https://arxiv.org/abs/2503.20783",
-        scope="group",
-        min_group_size=2,
-        defaults={"loss_norm": "constant"},
-    ),
-    "dapo": AlgorithmFacts(
-        text="GRPO with clip-higher, token mean, overlong penalty and dynamic filtering.",
-        paper="https://arxiv.org/abs/2503.14476",
-        scope="group",
-        min_group_size=2,
-        defaults={
-            "eps_clip_higher": 0.28,
-            "loss_norm": "token",
-            "dynamic_filter": True,
-            "overlong_penalty": 1.0,
-        },
-    ),
-    "rloo": AlgorithmFacts(
-        text="Leave-one-out baseline; the clip only acts when a batch makes several updates.",
-        paper="https://arxiv.org/abs/2402.14740",
-        scope="group",
-        min_group_size=2,
-        defaults={"loss_norm": "constant", "kl_in": "reward", "kl_estimator": "k1"},
-    ),
-    "reinforce": AlgorithmFacts(
-        text="The plain policy gradient with the batch's mean reward as baseline.",
-        paper="https://doi.org/10.1007/BF00992696",
-        scope="batch",
-        ratio_level="none",
-        defaults={"loss_norm": "constant"},
-    ),
-    "reinforce_plus_plus": AlgorithmFacts(
-        text="Per-token returns whitened over the whole batch; no critic, no groups needed.",
-        paper="https://arxiv.org/abs/2501.03262",
-        scope="batch",
-        uses_gamma=True,
-        defaults={"kl_in": "reward", "kl_estimator": "k1"},
-    ),
-    "ppo": AlgorithmFacts(
-        text="A critic and generalised advantage estimation, whitened over the batch.",
-        paper="https://arxiv.org/abs/1707.06347",
-        scope="batch",
-        needs_critic=True,
-        uses_gamma=True,
-        defaults={"lam": 0.95, "eps_clip_value": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
-    ),
-    "gspo": AlgorithmFacts(
-        text="GRPO with one ratio per sequence, the geometric mean of its tokens' ratios.",
-        paper="https://arxiv.org/abs/2507.18071",
-        scope="group",
-        min_group_size=2,
-        ratio_level="sequence",
-        defaults={"eps_clip": 3e-4, "eps_clip_higher": 4e-4, "loss_norm": "sequence"},
-        off_policy=("tis", "geometric"),
-    ),
-    "cispo": AlgorithmFacts(
-        text="Clips the weight of a token, never its gradient; one-sided by default.",
-        paper="https://arxiv.org/abs/2506.13585",
-        scope="group",
-        min_group_size=2,
-        defaults={"eps_clip": 1.0, "eps_clip_higher": 3.0, "loss_norm": "token"},
-        off_policy=("sampler_ratio", None),
-        unread={"c_clip": "its ratio is bounded on both sides of every advantage"},
-    ),
-    "sapo": AlgorithmFacts(
-        text="GRPO whose clip is a smooth gate on the ratio, steeper for negative advantages.",
-        paper="https://arxiv.org/abs/2511.20347",
-        scope="group",
-        min_group_size=2,
-        defaults={"loss_norm": "sequence"},
-        own=("tau_pos", "tau_neg"),
-        unread=dict.fromkeys(
-            ("eps_clip", "eps_clip_higher", "c_clip"), "its gate is smooth: tau_pos and tau_neg"
-        ),
-    ),
-    "gmpo": AlgorithmFacts(
-        text="GRPO with the geometric mean of a sequence's clipped ratios; bounds are of its log.",
-        paper="https://arxiv.org/abs/2507.20673",
-        scope="group",
-        min_group_size=2,
-        ratio_level="sequence",
-        defaults={"eps_clip": 0.4, "loss_norm": "sequence"},
-        off_policy=("tis", "geometric"),
-    ),
-    "icepop": AlgorithmFacts(
-        text="GRPO without the tokens on which trainer and sampler disagree, in every mode.",
-        paper="https://arxiv.org/abs/2510.18855",
-        scope="group",
-        min_group_size=2,
-        defaults={
-            "loss_norm": "sequence",
-            "correction": "mis",
-            "correction_floor": 0.5,
-            "correction_cap": 5.0,
-        },
-        off_policy=("mis", None),
-    ),
-    "m2po": AlgorithmFacts(
-        text="No clip; the tokens farthest from the sampler are left out until the second moment "
-        "of log-ratios is small.",
-        paper="https://arxiv.org/abs/2510.01161",
-        scope="batch",
-        min_group_size=2,
-        needs_old=True,
-        defaults={"loss_norm": "token", "correction": "sampler_ratio"},
-        off_policy=("sampler_ratio", None),
-        own=("m2_threshold",),
-        unread=dict.fromkeys(
-            ("eps_clip", "eps_clip_higher", "decoupled"),
-            "m2_threshold takes the place of its clip",
-        ),
-    ),
-    "opo": AlgorithmFacts(
-        text="The baseline of least variance: the group's rewards weighted by length; no std.",
-        paper="https://arxiv.org/abs/2505.23585",
-        scope="group",
-        min_group_size=2,
-        defaults={"loss_norm": "constant"},
-    ),
-    "gpg": AlgorithmFacts(
-        text="The plain policy gradient on centred rewards, scaled up for groups without signal.",
-        paper="https://arxiv.org/abs/2504.02546",
-        scope="batch",
-        min_group_size=2,
-        ratio_level="none",
-        defaults={"loss_norm": "token"},
-    ),
-    "lite_ppo": AlgorithmFacts(
-        text="PPO's clip without a critic: the group's mean, the batch's std, a token mean.",
-        paper="https://arxiv.org/abs/2508.08221",
-        scope="batch",
-        min_group_size=2,
-        defaults={"loss_norm": "token"},
-    ),
-    "reinforce_plus_plus_baseline": AlgorithmFacts(
-        text="REINFORCE++ with the mean of the group as baseline.",
-        paper="https://arxiv.org/abs/2501.03262",
-        scope="batch",
-        min_group_size=2,
-        defaults={"loss_norm": "token", "kl_estimator": "k2"},
-    ),
-    "clip_cov": AlgorithmFacts(
-        text="GRPO that detaches a few tokens whose log-prob and advantage rise together, which "
-        "keeps the entropy.",
-        paper="https://arxiv.org/abs/2505.22617",
-        scope="batch",
-        min_group_size=2,
-        defaults={"loss_norm": "token", "cov_share": 2e-4},
-        own=("cov_share", "cov_low", "cov_high"),
-    ),
-    "kl_cov": AlgorithmFacts(
-        text="GRPO with a penalty on moving the tokens of the highest covariance; for several "
-        "updates a batch.",
-        paper="https://arxiv.org/abs/2505.22617",
-        scope="batch",
-        min_group_size=2,
-        defaults={"loss_norm": "token", "cov_share": 2e-3},
-        own=("cov_share", "cov_kl_coef"),
-        unread=dict.fromkeys(
-            ("eps_clip", "eps_clip_higher"), "its penalty takes the place of a clip"
-        ),
-    ),
-    "distill": AlgorithmFacts(
-        text="On-policy distillation: a teacher's log-probs judge every sampled token.",
-        paper="https://arxiv.org/abs/2306.13649",
-        scope="group",
-        needs_teacher=True,
-        uses_gamma=True,
-        defaults={"gamma": 0.0, "reward_clip": 10.0},
-    ),
-}
-PREFERENCES = "learns from recorded preferences, and algorithms here from samples that they draw"
-ELSEWHERE = {
-    **dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo", "cpo"), PREFERENCES),
-    "sft": "supervised fine-tuning is a command of its own, pentad sft",
-}
-"""Names of methods that are no online algorithm -> why they are none of these."""
-AlgorithmName: TypeAlias = Literal[tuple(FACTS)]  # type: ignore[valid-type]
 SWITCHES = {
     "kl_coef": ("kl_estimator", "kl_in", "kl_weighted"),
     "correction": ("correction_level", "correction_cap", "correction_floor"),
@@ -488,31 +264,6 @@ class AlgorithmSettings:
             return None
         cap, floor = self.rejection_cap, self.rejection_floor
         return Correction(kind="mis", level=self.rejection, cap=cap, floor=floor)
-
-
-def unused_settings(facts: AlgorithmFacts) -> dict[str, str]:
-    """The tunables that an algorithm never reads, each with the reason."""
-    reasons = {
-        "its loss has no ratio": (
-            facts.ratio_level == "none",
-            ("eps_clip", "eps_clip_higher", "c_clip", "decoupled"),
-        ),
-        "it has no critic": (not facts.needs_critic, ("lam", "value_coef", "eps_clip_value")),
-        "it does not discount": (not facts.uses_gamma, ("gamma",)),
-        "a group of equal rewards still carries signal": (
-            facts.min_group_size < 2,
-            ("dynamic_filter",),
-        ),
-        "it learns from a teacher, not from rewards": (
-            facts.needs_teacher,
-            ("reward_scale", "max_reward", "overlong_penalty", "overlong_buffer"),
-        ),
-    }
-    unused = {name: why for why, (holds, names) in reasons.items() if holds for name in names}
-    for name in sorted({name for one in FACTS.values() for name in one.own} - set(facts.own)):
-        readers = [one for one, known in FACTS.items() if name in known.own]
-        unused[name] = f"only {' and '.join(readers)} reads it"
-    return unused | dict(facts.unread)
 
 
 class GuardsConfig(Section):

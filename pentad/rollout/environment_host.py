@@ -25,7 +25,7 @@ from numbers import Real
 from typing import Any, NoReturn
 
 from pentad.core.seeds import seed_globals
-from pentad.core.specs import load
+from pentad.core.specs import accepted, load
 from pentad.rollout.schemas import schema_of
 from pentad.runtime.process import die_with_parent
 
@@ -97,10 +97,8 @@ class EnvironmentObject:
         return [n for n, _ in found if n not in NOT_TOOLS and not n.startswith("_")]
 
     def reset(self, fields: dict[str, Any]) -> str | None:
-        parameters = inspect.signature(self.environment.reset).parameters
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        given = fields if takes_any else {k: v for k, v in fields.items() if k in parameters}
-        said = self.settled(self.environment.reset(**given))
+        reset = self.environment.reset
+        said = self.settled(reset(**accepted(reset, fields)))
         if said is not None and not isinstance(said, str):
             raise TypeError(f"reset returned {type(said).__name__}, not text or None")
         return None if said is None else bounded(said)

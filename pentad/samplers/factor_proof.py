@@ -22,7 +22,7 @@ from pentad.weights.peft import A, B, expanded, without_number, word_of
 ADAPTER = "adapter"
 """What a server calls the one it is given."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Of which vLLM can have room; other numbers end its engine."""
+"""Values that vLLM accepts for its largest rank; others end its engine."""
 
 
 def max_rank(rank: int) -> int:

@@ -14,7 +14,7 @@ from pentad.core.errors import Problem
 from pentad.serve.wire import ApiError, listed, shown
 
 Event = dict[str, Any]
-"""Of a stream; its `type` is also its name."""
+"""One event of a stream; its `type` is also its name."""
 
 
 class ChatDialect(Protocol):
@@ -198,7 +198,7 @@ class MessagesDialect:
         return {"type": "content_block_delta", "index": self.num_blocks, "delta": delta}
 
     def _end(self) -> Iterator[Event]:
-        """Of the block under way."""
+        """Closes the content block that is open."""
         if self.is_in_text:
             yield {"type": "content_block_stop", "index": self.num_blocks}
             self.num_blocks, self.is_in_text = self.num_blocks + 1, False

@@ -13,7 +13,7 @@ from pentad.core.hub import HubKind, HubName, hub_name
 from pentad.telemetry.steps import read_lines
 
 NUM_POINTS = 9
-"""Of the curve."""
+"""Points of the reward curve in a card."""
 ADAPTER = "adapter_config.json"
 
 

@@ -1,6 +1,7 @@
 """Reads all memory of its own process and looks for the marks of other samples in it."""
 
 import ctypes
+import errno
 import gc
 import json  # noqa: F401  # for the programs that this file is the beginning of
 import os
@@ -18,7 +19,8 @@ def quote(completion, answer):
 
 
 def marks_in_memory(held=""):
-    """By /proc, all mappings of the process."""
+    """By /proc, all mappings of the process, but for those that the allocator has returned since
+    the list was read: they hold nothing any more."""
     found = set()
     with Path("/proc/self/maps").open() as maps, Path("/proc/self/mem").open("rb", 0) as memory:
         for line in maps.read().splitlines():
@@ -27,13 +29,18 @@ def marks_in_memory(held=""):
                 continue
             for start in range(first, last, CHUNK):
                 memory.seek(start)
-                found |= marks(memory.read(min(CHUNK + 64, last - start)))
+                try:
+                    found |= marks(memory.read(min(CHUNK + 64, last - start)))
+                except OSError as error:
+                    if error.errno != errno.EIO:
+                        raise
     return sorted(found)
 
 
 def marks_in_reach():
-    """Without /proc: the pages around all objects, the heap and the stack, read by a pipe, which
-    refuses addresses that are not mapped."""
+    """Without /proc: the pages around all objects and what they refer to (strings are wherever the
+    allocator found room), the heap and the stack, read by a pipe, which refuses addresses that are
+    not mapped."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.sbrk.restype = libc.write.restype = ctypes.c_ssize_t
     pipe = os.pipe()
@@ -49,7 +56,9 @@ def marks_in_reach():
             address += step
 
     environ = ctypes.c_void_p.in_dll(libc, "environ").value
-    places = [id(thing) for thing in gc.get_objects()]
+    objects = gc.get_objects()
+    places = {id(thing) for thing in objects}
+    places.update(id(thing) for thing in gc.get_referents(*objects))
     for place in [*places, environ, libc.sbrk(0) - 1, id(None), id(os.environ)]:
         start = place - place % PAGE
         walk(start, PAGE)

@@ -102,7 +102,9 @@ def test_the_reader_finds_what_is_there():
     async def by_program(pool):
         source = READER.read_text() + "\nhere = input()\nprint(json.dumps(marks_in_reach()))"
         given = {"source": source, "stdin": mark("own", 3000)}
-        return json.loads(await pool.run(RUN, given, capture="stdout"))
+        seen = await pool.run(RUN, given, capture="stdout")
+        assert not isinstance(seen, JobFailed), seen
+        return json.loads(seen)
 
     async def by_function(pool):
         return await pool.run(f"{READER}:marks_in_memory", {"held": mark("own", 3000)})

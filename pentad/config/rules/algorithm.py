@@ -10,7 +10,8 @@ from pentad.config.rules.rule import Rules
 from pentad.config.schema import Config
 from pentad.core.errors import Problem
 from pentad.core.sizes import MIN_TEMPERATURE
-from pentad.rl.section import SWITCHES, unused_settings
+from pentad.rl.facts import unused_settings
+from pentad.rl.section import SWITCHES
 
 RULES = Rules()
 ON_POLICY = {"max_staleness": 0, "updates_per_batch": 1}

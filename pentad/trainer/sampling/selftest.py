@@ -28,7 +28,8 @@ from pentad.rl.bounds import Bounds, gap_of
 from pentad.trainer.learner_client import LearnerClient
 
 MAX_APART = 0.5
-"""Of trainer and sampler with an adapter, relative to what it moves: one that ignores it has 1."""
+"""Largest difference of trainer and sampler with an adapter, relative to what the adapter changes.
+A sampler that ignores the adapter has 1."""
 PROBE_NEW_TOKENS = 16
 PROBE_SAMPLES = 4
 NUM_PROBES = 3
@@ -74,7 +75,7 @@ class AdapterTest:
     trainer: float
     sampler: float
     apart: float
-    """Of the two sides from each other."""
+    """Mean distance of the sampler's log-probs from the trainer's."""
 
 
 @dataclass(frozen=True, slots=True)

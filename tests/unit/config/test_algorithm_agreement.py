@@ -12,7 +12,8 @@ from pentad.config.resolve import resolve
 from pentad.config.rules.check import check
 from pentad.rewards.functions import BUILT_IN
 from pentad.rewards.section import REWARD_NAMES
-from pentad.rl.section import FACTS, AlgorithmConfig, AlgorithmSettings
+from pentad.rl.facts import FACTS
+from pentad.rl.section import AlgorithmConfig, AlgorithmSettings
 
 
 def test_the_rewards_are_those_that_are_built_in():

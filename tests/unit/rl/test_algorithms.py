@@ -14,7 +14,8 @@ from pentad.rl.algorithms import (
     build_policy_loss,
     build_value_loss,
 )
-from pentad.rl.section import AlgorithmConfig, unused_settings
+from pentad.rl.facts import unused_settings
+from pentad.rl.section import AlgorithmConfig
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -99,7 +100,7 @@ def sentences(name, **overrides):
         ("ppo", {"dynamic_filter": True}, "still carries signal"),
         ("distill", {"reward_scale": 2.0}, "learns from a teacher"),
         ("grpo", {"tau_pos": 2.0}, "only sapo reads it"),
-        ("grpo", {"cov_share": 0.1}, "only clip_cov and kl_cov reads it"),
+        ("grpo", {"cov_share": 0.1}, "only clip_cov and kl_cov read it"),
         ("sapo", {"eps_clip": 0.1}, "its gate is smooth"),
         ("m2po", {"decoupled": False, "eps_clip": 0.4}, "takes the place of its clip"),
         ("clip_cov", {"cov_low": 6.0}, "must be below algorithm.cov_high = 5"),

@@ -12,7 +12,7 @@ from pentad.core.errors import UserError
 from pentad.core.types import TokenOutputs
 from pentad.planner.prepare import prepare
 from pentad.rl.algorithms import build_policy_loss
-from pentad.rl.section import FACTS
+from pentad.rl.facts import FACTS
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 """fp64, a few dozen terms in another order."""
