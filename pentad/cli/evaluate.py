@@ -14,9 +14,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from pentad.cli.output import make_table, print_parts, quiet_transformers
-from pentad.config.derived import chosen
 from pentad.config.schema import Config
 from pentad.core.errors import Problem, UserError
+from pentad.core.section import chosen
 from pentad.rollout.evaluation import Answered
 from pentad.trainer.sampling.evaluate import Evaluation, check_eval, eval_params, run_eval
 

@@ -13,11 +13,6 @@ from rich.console import Console
 from rich.text import Text
 
 from pentad.cli.output import make_console, make_table
-from pentad.config.derived import (
-    component_of,
-    count_devices,
-    task_of,
-)
 from pentad.config.rules.check import noted
 from pentad.config.rules.elastic import fit_world
 from pentad.config.rules.layout import layout_notes
@@ -54,7 +49,7 @@ def run_plan(
     if world is not None:
         config, note = left_with(config, world)
         notes = [*notes, note]
-    command = task_of(config)
+    command = config.task
     notes = [*notes, *unread(config, command), *refused]
     if command != "train":
         where = f"allocation_mode = {config.allocation_mode}"
@@ -80,17 +75,17 @@ def run_plan(
 
 def make_plan(config: Config, notes: Sequence[str], gpu_memory: float | None) -> RunPlan:
     """For a model whose size is known."""
-    is_stream = task_of(config) == "pretrain"
+    is_stream = config.task == "pretrain"
     num_rows, said = (None, []) if is_stream else count_rows(config.train_dataset)
     plan = build_plan(config, choose_device(config, gpu_memory), num_rows)
-    limit = count_devices(config)
+    limit = config.cluster.count_devices()
     plan.notes = [*notes, *layout_notes(config, plan.dims, limit), *plan.notes, *said]
     return plan
 
 
 def left_with(config: Config, world: int) -> tuple[Config, str]:
     """The config of an elastic run that has so many ranks left, and what changed."""
-    actor = component_of(config, "actor")
+    actor = config.component("actor")
     fitted = fit_world(config, world)
     where = f"--world {world}"
     if fitted is None:
@@ -400,7 +395,7 @@ def describe_steps(plan: RunPlan) -> str:
     if batch.steps_per_epoch is None:
         total = f"{batch.total_steps} steps" if batch.total_steps else "steps an epoch not known"
         path = plan.config.train_dataset.path
-        is_stream = task_of(plan.config) == "pretrain"
+        is_stream = plan.config.task == "pretrain"
         why = "sequences are not counted" if is_stream else "the data cannot be read here"
         why = why if path else "train_dataset.path is unset"
         return f"{total} ({why})"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from pentad.config.derived import chosen
 from pentad.config.schema import Config
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.roles import Scored
+from pentad.core.section import chosen
 from pentad.data.prompts import RejectedPrompt, open_prompts
 from pentad.data.render import DataSource
 from pentad.rollout.executor import load_workflow

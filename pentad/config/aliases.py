@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pentad.config.derived import parsed_allocation, part_of
 from pentad.config.describe import show
 from pentad.config.recipe_file import Tree, put
 from pentad.config.resolve import allocation_for_sizes, replaced
@@ -100,7 +99,7 @@ def _tis_switch(recipe: RecipeConfig, _: bool) -> Iterator[KeySet | Problem]:
 
 
 def _parallelism(recipe: RecipeConfig, _: bool) -> Iterator[KeySet | Problem]:
-    sizes, actor = recipe.parallelism, part_of(recipe, "actor")
+    sizes, actor = recipe.parallelism, recipe.part("actor")
     if sizes is None:
         return
     text = _axes(sizes)
@@ -129,7 +128,7 @@ def _resource(recipe: RecipeConfig, samples: bool) -> Iterator[KeySet | Problem]
         text = allocation_for_sizes(recipe, sizes, join, samples=samples)
         yield KeySet("allocation_mode", text, "from resource")
         return
-    allocation = parsed_allocation(recipe)
+    allocation = recipe.parsed_allocation
     for role, wanted in sizes.items():
         component = allocation and allocation.find(role)
         if component and component.world != wanted:

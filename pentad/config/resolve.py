@@ -13,16 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pentad.config.derived import (
-    SCORERS,
-    count_devices,
-    frozen_models,
-    parsed_allocation,
-    pipeline_size,
-)
 from pentad.config.describe import show, value_at
 from pentad.config.rules.algorithm import off_policy
-from pentad.config.schema import Config, ModelConfig
+from pentad.config.schema import SCORERS, Config, ModelConfig
 from pentad.core.fit import default_stages_per_rank, splits_backward
 from pentad.core.layout import Allocation, Component
 from pentad.core.specs import absolute
@@ -182,20 +175,20 @@ def allocation_for_sizes(
     chosen = Allocation((sides,) if join == "|" else tuple((side,) for side in sides))
     own = {role: sizes[role] for role in SCORERS if role in sizes}
     if config.mode == "async" and config.only is None:
-        own = {role: sizes.get(role, 1) for role in (*own, *frozen_models(config))}
+        own = {role: sizes.get(role, 1) for role in (*own, *config.frozen_models)}
     return str(chosen.with_own(own))
 
 
 def _shares(config: Config, join: str) -> tuple[dict[str, int], str]:
     """Devices of sampling and training where no key says so: all of them, by turns or by halves."""
-    num = count_devices(config) or 1
+    num = config.cluster.count_devices() or 1
     if num == 1:
         why = "there is one device" if join == "|" else f"mode = {config.mode}"
         return {"actor": 1, "rollout": 1}, why
     if join == "|":
         return {"actor": num, "rollout": num}, f"all {num} devices are used, training is sharded"
     is_async = config.mode == "async" and config.only is None
-    rest = num - len(frozen_models(config)) * is_async
+    rest = num - len(config.frozen_models) * is_async
     actor = max(1, rest // 2)
     why = f"mode = {config.mode}, and {num} devices are divided between the two"
     return {"actor": actor, "rollout": max(1, rest - actor)}, why
@@ -204,7 +197,7 @@ def _shares(config: Config, join: str) -> tuple[dict[str, int], str]:
 def _choose_mode(draft: _Draft) -> None:
     if draft.config.mode is not None:
         return
-    allocation = parsed_allocation(draft.config)
+    allocation = draft.config.parsed_allocation
     apart = allocation and allocation.are_apart
     alone = [role for role in SCORERS if allocation and allocation.stands_alone(role)]
     if apart and alone:
@@ -295,7 +288,7 @@ def _choose_engine(draft: _Draft, role: str, model: ModelConfig) -> None:
     """Checkpointing, compile and microbatches as the pipeline schedule wants them."""
     archon = model.archon
     key = f"{role}.archon"
-    pp = pipeline_size(draft.config, role)
+    pp = draft.config.pipeline_size(role)
     is_zero_bubble = pp > 1 and splits_backward(archon.pp_schedule)
     schedule = f"pp_schedule = {archon.pp_schedule}"
     ac_mode = archon.ac_mode

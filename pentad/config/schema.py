@@ -9,57 +9,41 @@ keys are in `pentad.config.rules`.
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from pentad.checkpoint.section import CheckpointConfig
-from pentad.core.section import Count, NonNegative, NonNegativeInt, Positive, Seconds, Section
+from pentad.core.errors import Problem, UserError
+from pentad.core.layout import Allocation, Component, Layout, parse_allocation
+from pentad.core.remote import Remote
+from pentad.core.section import Count, NonNegativeInt, Seconds, Section, chosen
+from pentad.core.sizes import DeviceKind
+from pentad.data.rows import STREAMS, SUFFIXES
 from pentad.data.section import DatasetConfig, TemplateArgs
 from pentad.engine.section import ModelConfig
+from pentad.models.families import register
 from pentad.rewards.section import RewardConfig
 from pentad.rl.section import AlgorithmConfig, GuardsConfig
-from pentad.rollout.section import GenerationConfig, RolloutConfig
+from pentad.rollout.section import FEWEST_RUNNING, GenerationConfig, RolloutConfig
+from pentad.runtime.section import ClusterConfig, SchedulerConfig
 from pentad.telemetry.section import TelemetryConfig
+from pentad.trainer.section import (
+    ElasticConfig,
+    EvaluatorConfig,
+    RecoverConfig,
+    ReferenceConfig,
+    SaverConfig,
+    TeacherConfig,
+)
 
 AxisSize = Annotated[int, Field(ge=1, le=65536)]
 """Ranks along one axis of a layout."""
 Mode = Literal["colocate", "hybrid", "async"]
-SWITCH = {"true": "on", "false": "off"}
-"""What YAML makes of the words on and off, as text."""
-
-
-def switch_name(value: object) -> object:
-    return SWITCH.get(str(value).lower(), value)
-
-
-SwitchName = Annotated[Literal["on", "auto", "off", "disabled"], BeforeValidator(switch_name)]
-
-
-class ClusterConfig(Section):
-    n_nodes: Count = 1
-    """Machines the run may use."""
-    n_gpus_per_node: Count | None = None
-    """Devices on each machine. null: as many as are found (one on a machine without a GPU)."""
-    n_cpus_per_node: Count | None = None
-    """CPU cores that a Slurm job asks for on each machine. null: all of them, and no other job
-    beside it (--exclusive)."""
-    memory_gb_per_node: Positive | None = None
-    """Host memory in GiB that a Slurm job asks for on each machine. null: all of it."""
-    share_gpus: bool = False
-    """Lets rollout and training that + gives devices of their own share them, each in its own
-    process, where there are not enough for both: hybrid and async on one GPU."""
-    allow_idle: bool = False
-    """Lets a layout leave half of the devices of a cluster of a given size idle, or more."""
-
-
-class SchedulerConfig(Section):
-    type: Literal["local", "ray", "slurm"] = "local"
-    """Who starts the processes: this machine, a Ray cluster, or Slurm."""
-    processes: Literal["auto", "one", "separate"] = "auto"
-    """Whether scheduler, trainer and sampler are one process or several. auto: one where one rank
-    trains, one embedded sampler samples, both on this machine, and they share a device or there
-    are not two; else several."""
+SCORERS = ("ref", "teacher")
+"""Roles of models that judge what was sampled and are not trained."""
 
 
 class ResourceConfig(Section):
@@ -120,86 +104,6 @@ class MegatronConfig(Section):
     from that. Not needed for training, which reads HF folders as they are."""
     ckpt_convertor: ConvertorConfig = ConvertorConfig()
     """The conversion."""
-
-
-class ReferenceConfig(Section):
-    path: str | None = None
-    """Folder or name of the reference model of the KL term. null: the actor as it was at the
-    start."""
-
-
-class TeacherConfig(Section):
-    path: str | None = None
-    """Folder or name of the teacher of the algorithm `distill`; its vocabulary must be the
-    actor's."""
-
-
-class FrequencyConfig(Section):
-    freq_epochs: Count | None = None
-    """Every n epochs."""
-    freq_steps: Count | None = None
-    """Every n steps."""
-    freq_secs: Seconds | None = None
-    """Every n seconds. Any of the three triggers."""
-
-
-class EvaluatorConfig(FrequencyConfig):
-    n_samples: Count = 1
-    """Answers per held-out prompt."""
-    temperature: NonNegative = 0.0
-    """0 is greedy."""
-    max_new_tokens: Count | None = None
-    """null: as in `gconfig`."""
-
-
-class SaverConfig(FrequencyConfig):
-    mode: Literal["auto", "sync", "async"] = "auto"
-    """Whether training waits while a save is written (sync) or goes on, with a copy of it in host
-    memory (async); of exports and recovery checkpoints. auto: async, unless the host cannot hold
-    the copies, which is said."""
-    keep_last: Count | None = None
-    """HF folders that stay, the newest; older ones are removed once a newer one is whole. null:
-    all, or where keep_best is set, the last one."""
-    keep_best: Count | None = None
-    """HF folders that stay for their held-out evaluation besides: accuracy (mean reward where
-    nothing is right or wrong), in SFT the loss. Steps without one are never the best."""
-
-
-class RecoverConfig(FrequencyConfig):
-    mode: SwitchName = "auto"
-    """Whether the state of the run is saved, and a run that stopped goes on where it was when it is
-    started again. auto and on do; off and disabled do not."""
-    retries: NonNegativeInt = 3
-    """How often a run that lost a process, or failed for a reason that may pass, is started again
-    from its last checkpoint without a step gained in between. A step that fails three times in a
-    row over ranks ends the run before."""
-    keep_last: Count = 2
-    """Recovery checkpoints that are kept, the newest ones."""
-    allow: tuple[str, ...] = ()
-    """Keys that may differ from those the run began with although they change what it trains."""
-
-    @property
-    def is_on(self) -> bool:
-        return self.mode in ("on", "auto")
-
-
-class ElasticConfig(Section):
-    enabled: bool = False
-    """Whether a run that lost ranks for good goes on with those that are left, in the largest
-    layout that they allow, and takes them in again when they return. `plan --world N` shows it."""
-    min_ranks: Count = 1
-    """With fewer ranks that train the run waits."""
-    wait_timeout_s: Seconds = 3600.0
-    """A run that waits for ranks for longer ends."""
-    drop_grace_s: NonNegative = 0.0
-    """How long a rank that is away may take to return before the others go on without it."""
-    slot_failures: Count = 2
-    """A rank whose process died, hung or raised so often, without a checkpoint gained in between,
-    counts as away. One that merely failed once is started again."""
-    heartbeat_interval_s: Annotated[float, Field(ge=0.05, le=60)] = 0.5
-    """How often each rank shows that it runs; `stall_abort_s` without a sign is a hang."""
-    standbys: bool = True
-    """Whether processes that have imported everything wait to take the place of lost ones."""
 
 
 class Config(Section):
@@ -318,6 +222,119 @@ class Config(Section):
     """When a run that trains something else than it should is stopped."""
     telemetry: TelemetryConfig = TelemetryConfig()
     """What is recorded, and where."""
+
+    def model_folder(self, role: str = "actor") -> str:
+        """Folder of config.json and the tokenizer of a role: the actor's where it names none."""
+        own: str | None = getattr(self, role).path
+        return chosen(own or self.actor.path, "actor.path")
+
+    def register_models(self) -> None:
+        """Makes the families of `model_files` known in this process; every rank calls it."""
+        for path in self.model_files:
+            register(path)
+
+    def read_allocation(self) -> tuple[Allocation | None, list[Problem]]:
+        """The allocation, or None while it is unset or wrong, and what is wrong with it."""
+        if self.allocation_mode is None:
+            return None, []
+        try:
+            return parse_allocation(self.allocation_mode), []
+        except UserError as error:
+            return None, error.as_problems()
+
+    @property
+    def parsed_allocation(self) -> Allocation | None:
+        """None where it cannot be parsed: the layout rules report what is wrong."""
+        return self.read_allocation()[0]
+
+    @property
+    def allocation(self) -> Allocation:
+        """The allocation of a config that passed its rules."""
+        return chosen(self.parsed_allocation, "allocation_mode")
+
+    def part(self, role: str) -> Component | None:
+        """The component of a role; None where it has none, or the allocation cannot be parsed."""
+        allocation = self.parsed_allocation
+        return allocation.find(role) if allocation else None
+
+    def component(self, role: str) -> Component:
+        """The component of a role, in a config that passed its rules; a critic without one of its
+        own shares the actor's."""
+        found = self.allocation.find(role)
+        if role == "critic":
+            found = found or self.allocation.find("actor")
+        return chosen(found, f"{role} of allocation_mode")
+
+    def layout(self, role: str) -> Layout:
+        model = self.critic if role == "critic" else self.actor
+        return self.component(role).layout(model.archon.dp_replicate)
+
+    def pipeline_size(self, role: str) -> int:
+        """Pipeline ranks of a role; a critic without devices of its own is on the actor's."""
+        component = self.part(role) or self.part("actor")
+        return component.size("p") if component else 1
+
+    @property
+    def has_sampler(self) -> bool:
+        """Whether the layout has a sampler; true where it cannot be parsed."""
+        allocation = self.parsed_allocation
+        return allocation is None or allocation.find("rollout") is not None
+
+    @property
+    def task(self) -> Literal["train", "sft", "pretrain"]:
+        """The task of the recipe: without a sampler SFT, unless its data suits pretraining only."""
+        if self.has_sampler or self.only == "train":
+            return "train"
+        data = self.train_dataset
+        path = None if data.path is None else Path(data.path)
+        files = [] if path is None else [path, *(path.iterdir() if path.is_dir() else ())]
+        endings = {file.suffix for file in files}
+        is_stream = not endings.isdisjoint(STREAMS) and endings.isdisjoint(SUFFIXES)
+        return "pretrain" if is_stream or data.text_key is not None else "sft"
+
+    @property
+    def rows_per_step(self) -> int:
+        """Sequences in a batch; without groups, the rows of the dataset themselves."""
+        has_groups = self.has_sampler or self.only == "train"
+        return self.train_dataset.batch_size * (self.gconfig.n_samples if has_groups else 1)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that one sampler decodes together: what it is given at once, within bounds.
+
+        Fewer would wait for a place and be prefilled beside others' decoding, which runs without
+        captured graphs; more make room for logits (rows x vocabulary) that no load here needs.
+        """
+        if self.rollout.max_running is not None:
+            return self.rollout.max_running
+        rollout = self.part("rollout")
+        groups = self.rollout.max_concurrent_groups
+        groups = groups or self.train_dataset.batch_size * (self.max_staleness + 1)
+        replicas = rollout.size("d") if rollout else 1
+        wanted = max(FEWEST_RUNNING, min(1024, -(-groups * self.gconfig.n_samples // replicas)))
+        return min(wanted, self.rollout.max_batch_tokens or wanted)
+
+    @property
+    def frozen_models(self) -> tuple[str, ...]:
+        """Those of `SCORERS` that the algorithm needs."""
+        needed = {"ref": self.algorithm.kl_coef, "teacher": self.algorithm.facts.needs_teacher}
+        return tuple(role for role in SCORERS if needed[role])
+
+    @property
+    def checkpoint_root(self) -> str:
+        """Folder of the checkpoints and exports of all runs."""
+        return self.checkpoint.local_dir or os.path.join(self.fileroot, "checkpoints")  # noqa: PTH118
+
+    @property
+    def remote(self) -> Remote | None:
+        """Location of this run's checkpoints in a store, where one is configured."""
+        user = chosen(self.user, "user")
+        return self.checkpoint.remote(f"{user}/{self.experiment_name}/{self.trial_name}")
+
+    def snapshot_on_host(self, kind: DeviceKind) -> bool:
+        """Whether weights that are published within the process are in host memory: those that
+        leave the GPU before samplers wake."""
+        return kind == "cuda" and bool(self.offload_train)
 
 
 class RecipeConfig(Config):

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from pentad.config.derived import chosen, count_devices, frozen_models, parsed_allocation
 from pentad.config.run_process import RunProcess, holding, sharing
 from pentad.config.schema import Config
 from pentad.core.bundles import Bundle
 from pentad.core.layout import Allocation, Component, divisors
+from pentad.core.section import chosen
 from pentad.core.sizes import DeviceKind, PublishKind
 
 Spot = tuple[int, int]
@@ -40,7 +40,7 @@ def facts_of(
     config: Config, kind: DeviceKind | None = None, *, is_spread: bool | None = None
 ) -> Facts:
     """As found here; `is_spread`: what a Ray cluster turned out to be."""
-    count = count_devices(config)
+    count = config.cluster.count_devices()
     if is_spread is None:
         is_spread = config.scheduler.type == "ray" or config.cluster.n_nodes > 1
     cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
@@ -55,7 +55,7 @@ def topology(config: Config, facts: Facts | None = None) -> Topology:
 
 def find_topology(config: Config, facts: Facts | None = None) -> Topology | None:
     """None while the allocation is unset or wrong: the layout rules say what is wrong with it."""
-    written = parsed_allocation(config)
+    written = config.parsed_allocation
     if written is None:
         return None
     facts = facts or facts_of(config)
@@ -90,7 +90,7 @@ class Topology:
         actor. Where one side runs alone, all are."""
         if self.config.mode != "async" or self.config.only is not None:
             return ()
-        return tuple(role for role in frozen_models(self.config) if self.written.stands_alone(role))
+        return tuple(role for role in self.config.frozen_models if self.written.stands_alone(role))
 
     @cached_property
     def is_one_process(self) -> bool:

@@ -39,6 +39,10 @@ class UserError(Exception):
         self.problems: list[Problem | str] = list(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
+    def as_problems(self) -> list[Problem]:
+        """Those that name a place, to be reported with others."""
+        return [problem for problem in self.problems if isinstance(problem, Problem)]
+
 
 def raise_problems(problems: Iterable[Problem | str]) -> None:
     """One UserError with all of them; returns where there are none."""

@@ -6,10 +6,14 @@ them. The class that a recipe fills is the class that the part reads.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
+
+from pentad.core.errors import RunError
+
+T = TypeVar("T")
 
 MAX_INT = 2**63
 """Integers are below it: what is larger fits no tensor, file or clock."""
@@ -63,6 +67,14 @@ def _as_word(field: FieldInfo | None, value: Any) -> Any:
         return value
     types = leaves(field.annotation)
     return value if bool in types or str in types else str(value).lower()
+
+
+def chosen(value: T | None, key: str) -> T:
+    """A value of a key that may be null in a recipe, and is not in a config that was prepared: it
+    was chosen there, or a rule of the command required it."""
+    if value is None:
+        raise RunError(f"{key} is not set, and the config was not checked for it")
+    return value
 
 
 def leaves(annotation: Any) -> list[Any]:

@@ -309,9 +309,13 @@ class ModelConfig(Section):
         """In which forward and backward run on a device of this type."""
         return auto_dtype(device) if self.dtype == "auto" else self.dtype
 
+    def bytes_on(self, device: str) -> int:
+        """Bytes of one number as it is computed with, sampled from and saved."""
+        return DTYPE_BYTES[self.compute_dtype(device)]
+
     @property
     def compute_bytes(self) -> int:
-        """Bytes of one number as it is computed with."""
+        """As `bytes_on`, where `dtype` is settled."""
         return DTYPE_BYTES[self.dtype]
 
     @property

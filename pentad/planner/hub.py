@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pentad.config.derived import frozen_models, known_model
 from pentad.config.describe import value_at
 from pentad.config.resolve import replaced
 from pentad.config.rules.rule import Command
@@ -24,6 +23,7 @@ from pentad.config.schema import Config
 from pentad.core.errors import FULL, Problem, UserError, one_line
 from pentad.core.folders import read_object
 from pentad.core.hub import HubKind, HubName, hub_name, name_in_cache
+from pentad.models.catalog import known_model
 from pentad.planner.hub_rows import CARD, declared_rows, found_rows, rows_of
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -151,7 +151,7 @@ def _keys(config: Config, command: Command) -> dict[str, HubKind]:
     if command in ("train", "plan"):
         if config.algorithm.facts.needs_critic:
             keys["critic.path"] = "model"
-        keys |= {f"{role}.path": "model" for role in frozen_models(config)}
+        keys |= {f"{role}.path": "model" for role in config.frozen_models}
     if config.megatron.use_hf_ckpt:
         keys["megatron.ckpt_convertor.hf_model_path"] = "model"
     if command in ("train", "sft", "pretrain", "reward") and config.only != "train":

@@ -8,18 +8,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from pentad.config.derived import (
-    checkpoint_root,
-    compute_bytes,
-    dims_of,
-    frozen_models,
-    is_saved_within,
-    model_folder,
-    num_running,
-    rows_per_step,
-    snapshot_on_host,
-    task_of,
-)
 from pentad.config.rules.algorithm import longest_sample
 from pentad.config.rules.layout import Placed, placed_components
 from pentad.config.schema import Config
@@ -40,6 +28,7 @@ from pentad.core.sizes import (
     state_bytes,
 )
 from pentad.engine.section import EngineSettings, ModelConfig
+from pentad.models.catalog import dims_of
 from pentad.planner.adapters import FACTOR_BYTES, num_factors
 from pentad.planner.figures import Batch, Device, Files, RunPlan, SamplePlan, TrainPlan
 from pentad.planner.memory import (
@@ -97,7 +86,7 @@ def _build(
     in_use_bytes: float,
     publish_kind: PublishKind,
 ) -> RunPlan:
-    dims = dims_of(model_folder(config))
+    dims = dims_of(config.model_folder())
     placed = topology(config, facts_of(config, device.kind))
     allocation = placed.allocation
     has_rollout = placed.written.find("rollout") is not None
@@ -161,10 +150,10 @@ def _build(
 def plan_batch(config: Config, dims: ModelDims, num_rows: int | None, has_rollout: bool) -> Batch:
     """Without a rollout the rows of the dataset are trained on as they are."""
     given = config.train_dataset.max_length
-    if task_of(config) == "pretrain":
+    if config.task == "pretrain":
         given = given or dims.max_position
     prompts = config.train_dataset.batch_size
-    samples = rows_per_step(config)
+    samples = config.rows_per_step
     turn = config.gconfig.max_new_tokens if has_rollout else 0
     prompt = given or max(1, min(ASSUMED_PROMPT_TOKENS, dims.max_position - turn))
     longest = longest_sample(config, prompt, dims.max_position) if has_rollout else prompt
@@ -239,7 +228,7 @@ def plan_trainer(
         publishes=component.role == "actor" and part.key == "actor" and rollout is not None,
         overlaps=config.mode in ("hybrid", "async"),
         max_staleness=config.max_staleness,
-        snapshot_on_host=snapshot_on_host(config, device.kind),
+        snapshot_on_host=config.snapshot_on_host(device.kind),
         publish_kind=publish_kind,
         keeps_newest=rollout is not None and not is_attached,
     )
@@ -266,7 +255,7 @@ def planned_keys(
 
 def num_tags(config: Config, allocation: Allocation) -> int:
     """Copies of further models that are swapped into the actor's place."""
-    return sum(allocation.find(role) is None for role in frozen_models(config))
+    return sum(allocation.find(role) is None for role in config.frozen_models)
 
 
 def plan_sampler(
@@ -274,13 +263,13 @@ def plan_sampler(
 ) -> SamplePlan:
     config, component = part.config, part.component
     assert part.dims is not None, "unknown models are refused before"
-    given, running = config.rollout.kv_cache_gb, num_running(config)
+    given, running = config.rollout.kv_cache_gb, config.num_running
     replicas = component.size("d")
     sampling = Sampling(
         dims=part.dims,
         tp=component.size("t"),
         pp=component.size("p"),
-        weight_bytes=compute_bytes(config.actor, device.kind),
+        weight_bytes=config.actor.bytes_on(device.kind),
         cache_dtype=config.rollout.kv_cache_dtype,
         sequence_tokens=batch.sequence_tokens,
         num_sequences=min(running, math.ceil(batch.samples / replicas)),
@@ -457,7 +446,7 @@ def staged_bytes(config: Config, trainers: list[TrainPlan]) -> float:
         layout = training.layout
         held = max(trained_bytes(training, r) for r in range(layout.pp))
         local = min(layout.world, config.cluster.n_gpus_per_node or layout.world)
-        if is_saved_within(config):
+        if config.saver.is_periodic:
             total += exported_bytes(training) * local / layout.world
         total += local * state_bytes(held, 1, saved_tags(training))
     return total
@@ -490,7 +479,7 @@ def plan_files(config: Config, trainers: list[TrainPlan], batch: Batch) -> Files
     if saver.keep_last is not None or saver.keep_best is not None:
         count = min(count, (saver.keep_last or 1) + (saver.keep_best or 0) + 1)
     found = [trainer.training for trainer in trainers if trainer.training.with_optimizer]
-    free, folder = free_disk(checkpoint_root(config))
+    free, folder = free_disk(config.checkpoint_root)
     return Files(
         export_bytes=sum(map(exported_bytes, found)),
         num_exports=count,

@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from pentad.config.derived import register_models
 from pentad.config.load import Reading, read_config
 from pentad.config.resolve import resolve
 from pentad.config.rules.check import check
@@ -39,7 +38,7 @@ def prepare(
     if not reading.is_read:
         raise UserError(reading.problems)
     with suppress(UserError):  # a rule reports it
-        register_models(reading.config)
+        reading.config.register_models()
     pinned = pin(reading.config, command)
     config, notes = resolve(pinned.config, samples=samples)
     notes = [*reading.notes, *pinned.notes, *notes]

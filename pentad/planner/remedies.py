@@ -13,18 +13,6 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from pentad.config.derived import (
-    allocation_of,
-    component_of,
-    count_devices,
-    dims_of,
-    known_dims,
-    model_folder,
-    parsed_allocation,
-    part_of,
-    pipeline_size,
-    rows_per_step,
-)
 from pentad.config.resolve import replaced
 from pentad.config.rules.elastic import fit_world
 from pentad.config.rules.layout import layout_problems, placed_components
@@ -37,6 +25,7 @@ from pentad.core.fit import splits_backward
 from pentad.core.layout import Allocation, Component, Dims
 from pentad.core.machine import GIB
 from pentad.engine.section import LoraConfig
+from pentad.models.catalog import dims_of, known_dims
 from pentad.planner.figures import Device, RunPlan
 from pentad.planner.plan import build_plan, saves_async
 
@@ -82,7 +71,7 @@ def propose_adapter(plan: RunPlan) -> list[Remedy]:
 
 def _takes_adapter(config: Config) -> bool:
     """Whether the rules of `actor.lora` would take it."""
-    actor, rollout = component_of(config, "actor"), part_of(config, "rollout")
+    actor, rollout = config.component("actor"), config.part("rollout")
     is_served = rollout is None or rollout.backend in ("embedded", "vllm")
     keys = config.actor
     is_plain = not (keys.init_from_scratch or keys.checkpoint_load_path or config.only)
@@ -143,7 +132,7 @@ def _needed(plan: RunPlan, steps: list[Changes]) -> list[Changes]:
 
 def _is_allowed(plan: RunPlan, steps: Sequence[Changes]) -> bool:
     changed = _changed(plan, steps)
-    return not layout_problems(changed, plan.dims, count_devices(changed))
+    return not layout_problems(changed, plan.dims, changed.cluster.count_devices())
 
 
 def _best_of(candidates: Iterator[Changes], plan: RunPlan) -> Changes | None:
@@ -222,10 +211,10 @@ def choose_logits(config: Config, device: Device, command: Command) -> tuple[Con
     is_open = config.actor.archon.keep_logits is None
     if not is_open or not _is_chosen_for(config, device, command):
         return config, []
-    if pipeline_size(config, "actor") > 1:
+    if config.pipeline_size("actor") > 1:
         return config, []
     changed = with_values(config, {"actor.archon.keep_logits": True})
-    length = config.train_dataset.max_length or dims_of(model_folder(config)).max_position
+    length = config.train_dataset.max_length or dims_of(config.model_folder()).max_position
     largest = {"actor.pad_to_maximum": True, "train_dataset.max_length": length}
     plan = build_plan(with_values(changed, largest), device)
     if not all(sampler.is_alone for sampler in plan.samplers):
@@ -267,7 +256,7 @@ def shares_by_gpu(config: Config, device: Device) -> tuple[bool, str]:
 
 def _is_counted(config: Config) -> bool:
     """Whether all models of a run are known, so that its memory is."""
-    allocation, dims = parsed_allocation(config), known_dims(config.actor.path)
+    allocation, dims = config.parsed_allocation, known_dims(config.actor.path)
     if allocation is None or uncounted(config):
         return False
     return all(part.dims is not None for part in placed_components(config, allocation, dims))
@@ -287,7 +276,7 @@ def logit_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
 def microbatch_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
     """n_mbs doubled until a microbatch is a single sequence."""
     calls = config.updates_per_batch * config.num_iters_per_train_update
-    rows = rows_per_step(config) // calls // component_of(config, "actor").size("d")
+    rows = config.rows_per_step // calls // config.component("actor").size("d")
     count = config.actor.mb_spec.fewest
     while count < rows:
         count *= 2
@@ -300,7 +289,7 @@ CHEAP = (cache_steps, logit_steps, microbatch_steps)
 
 def reshard_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
     archon = config.actor.archon
-    pp = component_of(config, "actor").size("p")
+    pp = config.component("actor").size("p")
     is_split = pp > 1 and splits_backward(archon.pp_schedule)
     if archon.reshard_after_forward_policy != "always" and not is_split:
         changes: Changes = {"actor.archon.reshard_after_forward_policy": "always"}
@@ -319,7 +308,7 @@ def recompute_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
 
 def offload_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
     """Training leaves the GPU while the embedded sampler works there."""
-    rollout = part_of(config, "rollout")
+    rollout = config.part("rollout")
     is_near = config.mode == "colocate" and rollout and rollout.backend == "embedded"
     if is_near and not config.offload_train:
         yield {"offload_train": True, "offload_rollout": True}
@@ -327,7 +316,7 @@ def offload_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
 
 def cut_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
     """More ep (mixtures) or tp at the same number of devices, then with more of them."""
-    actor = component_of(config, "actor")
+    actor = config.component("actor")
     nodes, per_node = config.cluster.n_nodes, config.cluster.n_gpus_per_node
     for component in [*wider(actor, dims, grow=False), *wider(actor, dims, grow=True)]:
         allocation = _with_actor(config, component)
@@ -381,7 +370,7 @@ def _made(actor: Component, sizes: dict[str, int], ffn: dict[str, int] | None) -
 
 
 def _with_actor(config: Config, actor: Component) -> Allocation:
-    groups = allocation_of(config).groups
+    groups = config.allocation.groups
     return Allocation(
         tuple(tuple(actor if c.role == "actor" else c for c in group) for group in groups)
     )

@@ -18,10 +18,9 @@ from pentad.checkpoint.folders import (
     find_checkpoints,
 )
 from pentad.checkpoint.tiers import Tiers
-from pentad.config.derived import compute_bytes, is_saved_within, layout_of, remote_of
 from pentad.config.load import record_values
 from pentad.config.rules.unused_keys import Command, unread
-from pentad.config.schema import Config, FrequencyConfig
+from pentad.config.schema import Config
 from pentad.core.device import gpu_name
 from pentad.core.dims import ModelDims
 from pentad.core.errors import (
@@ -59,6 +58,7 @@ from pentad.trainer.run_folders import (
 )
 from pentad.trainer.saving.batches import BatchKeeper
 from pentad.trainer.saving.periodic import Frequency
+from pentad.trainer.section import FrequencyConfig
 from pentad.trainer.stopping import stop_early
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class RunContext:
 
     def tiers(self) -> Tiers:
         recover = self.config.recover
-        remote = remote_of(self.config) if recover.is_on else None
+        remote = self.config.remote if recover.is_on else None
         return Tiers(self.checkpoints, remote, keep_last=recover.keep_last, is_again=is_restart())
 
     def batch_keeper(self, size: RunSize) -> BatchKeeper:
@@ -155,7 +155,7 @@ def open_run(
     device: torch.device,
 ) -> Iterator[RunContext]:
     """Takes the run folder, opens log, sinks and screen, and closes them in any case."""
-    size, layout = config.train_dataset.batch_size, layout_of(config, "actor")
+    size, layout = config.train_dataset.batch_size, config.layout("actor")
     steps_per_epoch = data.steps_per_epoch(size)
     num_steps = config.total_train_steps or steps_per_epoch * config.total_train_epochs
     checkpoints, telemetry = checkpoint_path(config), config.telemetry
@@ -236,7 +236,7 @@ def log_start(
             *(asked, config.total_train_epochs, by_epochs),
             extra=NOTICE,
         )
-    if not (is_saved_within(config) or config.recover.is_on):
+    if not (config.saver.is_periodic or config.recover.is_on):
         log.info(
             "the model is saved at the end and not before, and recover.mode = %s: a run that "
             "is killed leaves nothing; saver.freq_steps=N saves it every N steps",
@@ -301,9 +301,7 @@ def writes_beside(config: Config, device: torch.device, layout: Layout) -> bool:
 
 def export_size(config: Config, dims: ModelDims, device: torch.device) -> float:
     """Bytes of one HF folder; 0 where the dimensions are not known."""
-    return (
-        export_bytes(dims, compute_bytes(config.actor, kind_of(device))) if dims.is_whole else 0.0
-    )
+    return export_bytes(dims, config.actor.bytes_on(kind_of(device))) if dims.is_whole else 0.0
 
 
 def start_screen(title: str, num_steps: int) -> Screen | None:

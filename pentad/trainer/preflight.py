@@ -12,7 +12,6 @@ from typing import TypeVar
 import torch
 
 from pentad.checkpoint.folders import find_checkpoints
-from pentad.config.derived import allocation_of, model_folder, register_models, remote_of
 from pentad.config.rules import checkpoint as checkpoint_rules
 from pentad.config.rules.algorithm import longest_sample
 from pentad.config.rules.model import frozen_paths, stop_id_problems
@@ -87,9 +86,9 @@ def check_train(config: Config, device: torch.device) -> Checked:
     """Everything the run reads, or one UserError with every problem."""
     checks = Collector()
     checks.problems += start_problems(config, device, "train")
-    path = model_folder(config)
+    path = config.model_folder()
     algorithm = config.algorithm.settings
-    checks.attempt(lambda: register_models(config))
+    checks.attempt(lambda: config.register_models())
     dims = checks.attempt(lambda: sampled_dims(config, path))
     tokenizer = checks.attempt(lambda: tokenizer_of(config))
     workflow = checks.attempt(lambda: load_workflow(config.rollout.workflow, config.rollout.agent))
@@ -150,7 +149,7 @@ def remote_problems(config: Config) -> list[Problem | str]:
     if installed("boto3") is None:
         where, rule = f"checkpoint.remote_uri = {uri}", "needs boto3, which is not installed"
         return [Problem(where, rule, "pip install 'pentad[s3]'")]
-    remote = remote_of(config)
+    remote = config.remote
     assert remote is not None, "it has an address"
     if is_restart():
         return []
@@ -177,7 +176,7 @@ def kind_of(device: torch.device) -> DeviceKind:
 def sampled_dims(config: Config, path: str) -> ModelDims:
     """Dims of a model that is trained and sampled; the embedded sampler runs model files only."""
     dims = trained_dims(config, path)
-    rollout = allocation_of(config).find("rollout")
+    rollout = config.allocation.find("rollout")
     if not dims.is_whole and rollout is not None and rollout.backend == "embedded":
         raise UserError(no_sampler_for(dims.family, config.allocation_mode))
     return dims

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from pentad.checkpoint.folders import find_checkpoints, list_folders
 from pentad.checkpoint.quarantine import sweep_uncommitted
-from pentad.config.derived import checkpoint_root, chosen, remote_of
 from pentad.config.describe import show
 from pentad.config.load import dump_config, record_values, with_hub_names
 from pentad.config.rules.checkpoint import changed_keys, judge_changes
@@ -26,6 +25,7 @@ from pentad.core.errors import FULL, Problem, RunError, UserError, may_pass
 from pentad.core.files import sweep
 from pentad.core.folders import INFO
 from pentad.core.lock import FolderLock
+from pentad.core.section import chosen
 from pentad.telemetry.log import log_to
 from pentad.telemetry.runfolder import RunFolder, open_run_folder, run_path
 
@@ -45,7 +45,7 @@ def oldest_saved(config: Config) -> int:
 
 def checkpoint_path(config: Config) -> Path:
     """Where the exports of a run lie, in a folder for each role."""
-    root = Path(checkpoint_root(config)).expanduser()
+    root = Path(config.checkpoint_root).expanduser()
     return root / chosen(config.user, "user") / config.experiment_name / config.trial_name
 
 
@@ -146,7 +146,7 @@ def take_folder(config: Config, *, fresh: bool) -> Iterator[RunFolder]:
 def _superseded_store(config: Config) -> Store | None:
     """Whose checkpoints a fresh start gives up; StoreError, before anything is moved, where it does
     not answer."""
-    remote = remote_of(config)
+    remote = config.remote
     if remote is None:
         return None
     from pentad.checkpoint.s3 import Store

@@ -17,11 +17,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pentad.config.derived import known_config
 from pentad.core.types import Row
 from pentad.engine.engine import build_engine
 from pentad.engine.flops import detect_peak_tflops, measure_throughput
 from pentad.engine.section import EngineSettings, ModelConfig
+from pentad.models.catalog import known_config
 from pentad.models.families import dims_of
 from pentad.rl.losses import SftLoss
 

@@ -15,7 +15,6 @@ import typer
 
 from pentad.cli.output import make_table, print_parts
 from pentad.cli.recipe import Recipe
-from pentad.config.derived import component_of
 from pentad.config.rules.rule import RunCommand
 from pentad.core.errors import Problem, UserError
 from pentad_tools.chaos.scenarios import Scenario
@@ -89,7 +88,7 @@ def workloads_of(
         return built_in(folder)
     config, _ = recipe.prepare(command)
     words = () if recipe.path is None else (str(recipe.path),)
-    return of_recipe((*words, *recipe.overrides), command, component_of(config, "actor").world)
+    return of_recipe((*words, *recipe.overrides), command, config.component("actor").world)
 
 
 def show(result: Result) -> None:

@@ -9,7 +9,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from pentad.config.derived import allocation_of, known_config
 from pentad.config.load import load_config
 from pentad.config.resolve import resolve
 from pentad.config.rules.layout import layout_problems
@@ -17,6 +16,7 @@ from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.layout import Component, Layout, divisors, parse_allocation
+from pentad.models.catalog import known_config
 from pentad.models.families import dims_of, known_families, read_config
 
 SMALL: dict[str, Any] = {
@@ -196,7 +196,7 @@ def case_problems(subject: ParallelSubject, text: str) -> list[Problem]:
     problems = layout_problems(config, subject.dims)
     if problems:
         return problems
-    backends = {component.backend for component in allocation_of(config)}
+    backends = {component.backend for component in config.allocation}
     if backends != {"archon"}:
         rule = f"only archon is run here, not {', '.join(sorted(backends - {'archon'}))}"
         return [Problem(f"layout = {text}", rule, "give the training layout alone")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pentad.config.derived import num_running
 from pentad.config.describe import show
 from pentad.config.rules.rule import Rules
 from pentad.config.schema import Config
@@ -271,7 +270,7 @@ def someone_computes_advantages(config: Config) -> Problem | None:
 
 @RULES.add()
 def every_running_sequence_gets_its_token(config: Config) -> Problem | None:
-    tokens, running = config.rollout.max_batch_tokens, num_running(config)
+    tokens, running = config.rollout.max_batch_tokens, config.num_running
     if tokens is None or tokens >= running:
         return None
     rule = f"each of rollout.max_running = {running} sequences needs one token a step"

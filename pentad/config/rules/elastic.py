@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pentad.config.derived import allocation_of, component_of, known_dims, parsed_allocation
 from pentad.config.rules.layout import layout_problems
 from pentad.config.rules.rule import RUNS, Rules
 from pentad.config.schema import Config
 from pentad.core.errors import Problem
 from pentad.core.layout import Allocation, Component
 from pentad.core.shrink import describe, shrink
+from pentad.models.catalog import known_dims
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +27,17 @@ class Fitted:
 
 def fit_world(config: Config, world: int) -> Fitted | None:
     """For at most `world` ranks that train; None where no layout of so few is valid."""
-    actor = component_of(config, "actor")
+    actor = config.component("actor")
     if actor.world <= world:
         return Fitted(config, actor.world, "")
     for ranks in range(world, 0, -1):  # what else stands on the actor's ranks needs as many
         fitted: Config | None = config
-        for part in sharing(allocation_of(config), actor):
+        for part in sharing(config.allocation, actor):
             fitted = fitted and _shrunk(fitted, part, ranks)
         if fitted is None:
             continue
-        now = component_of(fitted, "actor")
-        if {part.world for part in sharing(allocation_of(fitted), now)} == {now.world}:
+        now = fitted.component("actor")
+        if {part.world for part in sharing(fitted.allocation, now)} == {now.world}:
             return Fitted(fitted, now.world, describe(actor, now, world))
     return None
 
@@ -53,7 +53,7 @@ def sharing(allocation: Allocation, actor: Component) -> list[Component]:
 
 def _shrunk(config: Config, before: Component, world: int) -> Config | None:
     """With this component alone made smaller."""
-    allocation, dims = allocation_of(config), known_dims(config.actor.path)
+    allocation, dims = config.allocation, known_dims(config.actor.path)
     key = "critic" if before.role == "critic" else "actor"
     is_shared = key == "actor" and allocation.find("critic") is None
 
@@ -92,7 +92,7 @@ def what_shrinks_has_checkpoints(config: Config) -> Problem | None:
 
 @RULES.add(commands=RUNS)
 def the_layout_can_shrink(config: Config) -> Iterator[Problem]:
-    allocation, elastic = parsed_allocation(config), config.elastic
+    allocation, elastic = config.parsed_allocation, config.elastic
     actor = allocation and allocation.find("actor")
     if not elastic.enabled or not actor:
         return

@@ -8,7 +8,6 @@ import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 
-from pentad.config.derived import full_name, problems_of
 from pentad.config.describe import join_or, show, value_at
 from pentad.config.resolve import PATHS
 from pentad.config.rules.rule import RUNS, Rules
@@ -17,6 +16,7 @@ from pentad.core.errors import Problem, UserError
 from pentad.core.folders import recovery_problem
 from pentad.core.hub import name_in_cache
 from pentad.data.section import is_made
+from pentad.models.catalog import full_name
 from pentad.models.families import register
 from pentad.rewards.section import JUDGE, REWARD_NAMES
 from pentad.rollout.section import WORKFLOW_NAMES, workflow_kind
@@ -256,7 +256,7 @@ def model_files_can_be_found(config: Config) -> Iterator[Problem]:
         try:
             register(path)
         except UserError as error:
-            yield from problems_of(error)
+            yield from error.as_problems()
 
 
 def _part_problem(

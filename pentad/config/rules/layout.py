@@ -10,14 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from pentad.config.derived import (
-    count_devices,
-    known_dims,
-    pipeline_size,
-    read_allocation,
-    rows_per_step,
-    samples,
-)
 from pentad.config.rules.model import unknown_families
 from pentad.config.rules.rule import RUNS, Rules, RunFacts
 from pentad.config.schema import Config, ModelConfig
@@ -38,6 +30,7 @@ from pentad.core.fit import (
     width_problems,
 )
 from pentad.core.layout import Allocation, Component, divisors
+from pentad.models.catalog import known_dims
 
 RULES = Rules()
 TRAINING_ROLES = ("actor", "critic", "ref", "teacher")
@@ -71,7 +64,7 @@ PlacedRule = Callable[[Placed], Iterator[Problem]]
 
 @RULES.add(commands=("train",))
 def there_is_a_sampler(config: Config) -> Problem | None:
-    if config.only == "train" or samples(config):
+    if config.only == "train" or config.has_sampler:
         return None
     remedy = f"use for instance embedded:d1|{config.allocation_mode}"
     where = f"allocation_mode = {config.allocation_mode}"
@@ -82,14 +75,14 @@ def there_is_a_sampler(config: Config) -> Problem | None:
 def the_layout_is_valid(config: Config, facts: RunFacts) -> list[Problem]:
     is_unknown = bool(unknown_families(config, facts))
     dims = None if is_unknown else known_dims(config.actor.path)
-    return layout_problems(config, dims, count_devices(config))
+    return layout_problems(config, dims, config.cluster.count_devices())
 
 
 def layout_problems(
     config: Config, dims: ModelDims | None, num_devices: int | None = None
 ) -> list[Problem]:
     """Every broken rule. `num_devices` is what the machines have; None: not limited."""
-    allocation, problems = read_allocation(config)
+    allocation, problems = config.read_allocation()
     if allocation is None:
         return problems
     problems += cluster_size(config, num_devices)
@@ -373,7 +366,7 @@ def component_notes(part: Placed) -> Iterator[str]:
     if part.dims is not None and tp * cp > part.dims.num_kv_heads:
         repeats = tp * cp // part.dims.num_kv_heads
         yield f"{component}: each kv head is held {repeats} times (t*c = {tp * cp})"
-    rows = rows_per_step(config) // config.updates_per_batch
+    rows = config.rows_per_step // config.updates_per_batch
     needed = component.size("d") * part.model.mb_spec.fewest
     if rows < needed:
         yield (
@@ -397,7 +390,7 @@ def the_critic_engine_agrees(config: Config) -> list[Problem]:
 def _engine_problems(config: Config, role: str, model: ModelConfig) -> Iterator[Problem]:
     archon = model.archon
     where = f"{role}.archon.ac_mode = {archon.ac_mode}"
-    is_zero_bubble = pipeline_size(config, role) > 1 and splits_backward(archon.pp_schedule)
+    is_zero_bubble = config.pipeline_size(role) > 1 and splits_backward(archon.pp_schedule)
     if archon.ac_mode not in ("auto", "none") and not model.gradient_checkpointing:
         rule = f"{role}.gradient_checkpointing = false switches checkpointing off"
         yield Problem(where, rule, "leave one of the two out")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pentad.config.derived import known_dims, part_of
 from pentad.config.rules.rule import RUNS, Rules, RunFacts
 from pentad.config.schema import Config
 from pentad.config.topology import scorers
 from pentad.core.errors import Problem
 from pentad.core.fit import splits_backward
+from pentad.models.catalog import known_dims
 from pentad.models.families import is_known, spec_of
 from pentad.weights.lora_map import target_problems, target_words
 
@@ -67,7 +67,7 @@ def adapters_of_the_actor_alone(config: Config) -> Iterator[Problem]:
 
 @RULES.add(commands=RUNS)
 def layouts_of_adapters(config: Config) -> Iterator[Problem]:
-    actor = part_of(config, "actor")
+    actor = config.part("actor")
     if config.actor.lora is None or actor is None:
         return
     where = f"allocation_mode = {config.allocation_mode}"
@@ -82,7 +82,7 @@ def layouts_of_adapters(config: Config) -> Iterator[Problem]:
 
 @RULES.add()
 def samplers_of_adapters(config: Config, facts: RunFacts) -> Iterator[Problem]:
-    rollout = part_of(config, "rollout")
+    rollout = config.part("rollout")
     if config.actor.lora is None or rollout is None or not facts.samples(config):
         return
     if rollout.backend == "sglang":

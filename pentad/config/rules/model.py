@@ -6,21 +6,12 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from pentad.config.derived import (
-    dims_of,
-    frozen_models,
-    known_dims,
-    model_type,
-    parsed_allocation,
-    part_of,
-    problems_of,
-    samples,
-)
 from pentad.config.rules.rule import RUNS, Rules, RunFacts
 from pentad.config.schema import Config
 from pentad.config.topology import scorers
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
+from pentad.models.catalog import dims_of, known_dims, model_type
 from pentad.models.families import (
     is_known,
     is_registered,
@@ -38,7 +29,7 @@ def unknown_families(config: Config, facts: RunFacts) -> list[Problem]:
 
     A model file of the user's own that could not be loaded may be the one that is missing.
     """
-    allocation = parsed_allocation(config)
+    allocation = config.parsed_allocation
     is_loaded = all(map(is_registered, config.model_files))
     if allocation is None or not is_loaded:
         return []
@@ -62,7 +53,7 @@ def unknown_families(config: Config, facts: RunFacts) -> list[Problem]:
 
 def uncounted(config: Config) -> str | None:
     """Why the memory of a plan cannot be known; None if it can, or if the model is refused."""
-    actor = part_of(config, "actor")
+    actor = config.part("actor")
     if actor is None or actor.backend != "fsdp" or config.actor.path is None:
         return None
     family = model_type(config.actor.path)
@@ -92,13 +83,13 @@ def _unknown(key: str, path: str) -> list[Problem]:
     try:
         dims_of(path, key)
     except UserError as error:
-        return problems_of(error)
+        return error.as_problems()
     return []
 
 
 def _sampled_dims(config: Config, facts: RunFacts) -> ModelDims | None:
     """Of the model that samples; None where there is none, or it is not known."""
-    is_sampled = facts.command not in ("sft", "pretrain") and samples(config)
+    is_sampled = facts.command not in ("sft", "pretrain") and config.has_sampler
     is_known = is_sampled and not unknown_families(config, facts)
     return known_dims(config.actor.path) if is_known else None
 
@@ -181,7 +172,7 @@ def tags_are_alike(config: Config, facts: RunFacts) -> Iterator[Problem]:
 def frozen_paths(config: Config) -> dict[str, str | None]:
     """Key -> folder of the models that judge what was sampled."""
     paths = {"ref.path": config.ref.path, "teacher.path": config.teacher.path}
-    return {f"{role}.path": paths[f"{role}.path"] for role in frozen_models(config)}
+    return {f"{role}.path": paths[f"{role}.path"] for role in config.frozen_models}
 
 
 OF_THE_ACTOR = ("max_position", "initializer_range")

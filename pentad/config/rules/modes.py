@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from pentad.config.derived import (
-    parsed_allocation,
-    part_of,
-)
 from pentad.config.rules.rule import RUNS, Rules
 from pentad.config.schema import Config
 from pentad.config.topology import find_topology
@@ -23,13 +19,13 @@ RULES = Rules()
 
 def server_of(config: Config) -> Component | None:
     """Who samples, where it is not the embedded engine."""
-    rollout = part_of(config, "rollout")
+    rollout = config.part("rollout")
     return None if not rollout or rollout.backend == "embedded" else rollout
 
 
 @RULES.add()
 def the_mode_fits_the_devices(config: Config) -> Problem | None:
-    allocation = parsed_allocation(config)
+    allocation = config.parsed_allocation
     apart = allocation and allocation.are_apart
     if apart is None or config.mode is None or apart == (config.mode != "colocate"):
         return None
@@ -71,7 +67,7 @@ def offloaded_training_takes_turns(config: Config) -> Problem | None:
 
 @RULES.add()
 def one_process_holds_one_of_each(config: Config) -> Problem | None:
-    allocation = parsed_allocation(config)
+    allocation = config.parsed_allocation
     if config.scheduler.processes != "one" or allocation is None:
         return None
     wide = [str(part) for part in allocation if part.world > 1]
@@ -91,7 +87,7 @@ def one_process_holds_one_of_each(config: Config) -> Problem | None:
 
 @RULES.add()
 def every_process_reaches_the_store(config: Config) -> Problem | None:
-    actor, placed = part_of(config, "actor"), find_topology(config)
+    actor, placed = config.part("actor"), find_topology(config)
     where = f"store = {config.store}"
     if placed is None:
         return None
@@ -133,7 +129,7 @@ def replay_needs_a_server_in_one_stage(config: Config) -> Problem | None:
 
 @RULES.add()
 def fsdp_trains_models_without_a_file(config: Config) -> list[Problem]:
-    actor = part_of(config, "actor")
+    actor = config.part("actor")
     if not actor or actor.backend != "fsdp":
         return []
     rules = {
@@ -158,7 +154,7 @@ def strict_is_not_compiled(config: Config) -> Problem | None:
 
 @RULES.add()
 def strict_cuts_no_layer(config: Config) -> list[Problem]:
-    actor = part_of(config, "actor")
+    actor = config.part("actor")
     return list(strict_problems(actor.layout(), str(actor))) if config.strict and actor else []
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-from pentad.config.derived import samples
 from pentad.config.rules.recorded import reads_any, recorded
 from pentad.config.schema import Config
 from pentad.core.errors import Problem
@@ -71,7 +70,7 @@ class RunFacts:
         """Whether the run trains what was sampled, as far as the layout can be read."""
         if self.command in ("sft", "pretrain"):
             return False
-        return config.only == "train" or samples(config)
+        return config.only == "train" or config.has_sampler
 
     def samples(self, config: Config) -> bool:
         return self.is_rl(config) and config.only != "train"
@@ -90,7 +89,7 @@ class ConfigRule:
     def is_asked(self, config: Config, facts: RunFacts) -> bool:
         """A plan without a sampler is one of `sft`: rules that only `train` has do not matter."""
         command: Command = "sft" if facts.command == "pretrain" else facts.command
-        wanted = {command, "sft"} if command == "plan" and not samples(config) else {command}
+        wanted = {command, "sft"} if command == "plan" and not config.has_sampler else {command}
         return wanted <= set(self.commands)
 
     def problems(

@@ -10,19 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import reduce
 
-from pentad.config.derived import (
-    SCORERS,
-    checkpoint_root,
-    component_of,
-    compute_bytes,
-    frozen_models,
-    known_dims,
-    parsed_allocation,
-    part_of,
-)
 from pentad.config.rules.algorithm import longest_sample
 from pentad.config.rules.rule import RUNS, Rules, RunFacts
-from pentad.config.schema import Config
+from pentad.config.schema import SCORERS, Config
 from pentad.config.topology import facts_of, find_topology, topology
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem
@@ -36,6 +26,7 @@ from pentad.core.sizes import (
     export_bytes,
     kv_token_bytes,
 )
+from pentad.models.catalog import known_dims
 
 RULES = Rules()
 RANKS_PER_CORE = 16
@@ -44,11 +35,11 @@ RANKS_PER_CORE = 16
 
 @RULES.add(commands=("train", "sft"), is_noted=True)
 def what_trains_shares_ranks(config: Config) -> Iterator[Problem]:
-    where, allocation = f"allocation_mode = {config.allocation_mode}", parsed_allocation(config)
+    where, allocation = f"allocation_mode = {config.allocation_mode}", config.parsed_allocation
     actor = allocation.find("actor") if allocation else None
     if allocation is None or actor is None:
         return
-    needed = frozen_models(config)
+    needed = config.frozen_models
     for part in [part for part in allocation if not part.is_inference]:
         if part.world == actor.world and allocation.shares_devices(actor, part):
             continue
@@ -76,10 +67,10 @@ def packages_are_installed(config: Config, facts: RunFacts) -> Iterator[Problem]
 @RULES.add(commands=("train", "sft"), is_noted=True)
 def scorers_have_devices(config: Config, facts: RunFacts) -> Iterator[Problem]:
     """In mode async whatever judges the samples stands on devices of its own."""
-    where, allocation = f"allocation_mode = {config.allocation_mode}", parsed_allocation(config)
+    where, allocation = f"allocation_mode = {config.allocation_mode}", config.parsed_allocation
     if allocation is None or not facts.samples(config):
         return
-    needed = frozen_models(config) if config.only is None else ()
+    needed = config.frozen_models if config.only is None else ()
     alone = [role for role in SCORERS if allocation.stands_alone(role)]
     missing = [role for role in needed if role not in alone]
     if config.mode == "async" and missing:
@@ -93,7 +84,7 @@ def scorers_have_devices(config: Config, facts: RunFacts) -> Iterator[Problem]:
             why = f"only = {config.only}" if config.only else why
             yield Problem(where, f"nobody asks for the {role}: {why}", "leave its component out")
     placed = topology(config)
-    apart = [component_of(config, role) for role in placed.scorers]
+    apart = [config.component(role) for role in placed.scorers]
     wide = [str(part) for part in apart if part.world > 1]
     if wide and not placed.is_learner_apart:
         rule = f"{' and '.join(wide)} has a process for each rank, and here it is a thread"
@@ -117,7 +108,7 @@ def the_device_compiles(config: Config, facts: RunFacts) -> Iterator[Problem]:
 
 @RULES.add(commands=RUNS)
 def the_device_suits_the_servers(config: Config, facts: RunFacts) -> Iterator[Problem]:
-    rollout = part_of(config, "rollout")
+    rollout = config.part("rollout")
     is_server = rollout is not None and rollout.backend != "embedded"
     if facts.kind == "cuda" or not rollout or not is_server or not facts.samples(config):
         return
@@ -145,7 +136,7 @@ def ranks_have_a_machine(config: Config, facts: RunFacts) -> list[Problem]:
 def rank_problems(config: Config, facts: RunFacts) -> list[Problem]:
     """Each rank needs a GPU of its own where there are any, and a process; on Ray the cluster says
     what it has."""
-    actor = part_of(config, "actor")
+    actor = config.part("actor")
     if not actor or config.scheduler.type == "ray":
         return []
     placed = topology(config, facts_of(config, facts.kind))
@@ -164,7 +155,7 @@ def rank_problems(config: Config, facts: RunFacts) -> list[Problem]:
 
 def process_problems(config: Config, kind: DeviceKind) -> list[Problem]:
     """Whether this machine can hold a process for each rank where they share its cores."""
-    actor = part_of(config, "actor")
+    actor = config.part("actor")
     if not actor or kind == "cuda":
         return []
     rule = too_many_ranks(actor.world)
@@ -196,8 +187,8 @@ def disk_problems(config: Config, dims: ModelDims, kind: DeviceKind) -> list[Pro
     """Room for the model that is saved at the end: without it all training would be lost."""
     if not dims.is_whole:
         return []
-    needed = export_bytes(dims, compute_bytes(config.actor, kind))
-    free, folder = free_disk(checkpoint_root(config))
+    needed = export_bytes(dims, config.actor.bytes_on(kind))
+    free, folder = free_disk(config.checkpoint_root)
     if needed <= free:
         return []
     rule = f"the saved model takes {needed / GIB:.2g} GiB, and {folder} has {free / GIB:.2g} left"
@@ -218,7 +209,7 @@ def the_cache_holds_a_sample(config: Config, facts: RunFacts) -> list[Problem]:
 def cache_problems(config: Config, dims: ModelDims, kind: DeviceKind) -> list[Problem]:
     """The sampler has the format of its cache; where the size of an embedded one's is given, it
     holds the longest sequence."""
-    rollout, size_gb = part_of(config, "rollout"), config.rollout.kv_cache_gb
+    rollout, size_gb = config.part("rollout"), config.rollout.kv_cache_gb
     if not rollout:
         return []
     if problems := cache_format_problems(config, rollout.backend, kind):
@@ -227,7 +218,7 @@ def cache_problems(config: Config, dims: ModelDims, kind: DeviceKind) -> list[Pr
         return []
     prompt = config.train_dataset.max_length or 1  # a prompt has at least one token
     longest = longest_sample(config, prompt, dims.max_position)
-    number_bytes = compute_bytes(config.actor, kind)
+    number_bytes = config.actor.bytes_on(kind)
     block_bytes = BLOCK_TOKENS * kv_token_bytes(dims, number_bytes, config.rollout.kv_cache_dtype)
     num_blocks = size_gb * GIB // block_bytes - 1  # one is for scratch
     needed = -(-longest // BLOCK_TOKENS)
@@ -242,7 +233,7 @@ def cache_problems(config: Config, dims: ModelDims, kind: DeviceKind) -> list[Pr
 def cache_format_problems(config: Config, backend: str, kind: DeviceKind) -> list[Problem]:
     form, is_server = config.rollout.kv_cache_dtype, backend != "embedded"
     where = f"rollout.kv_cache_dtype = {form}"
-    if form == "bf16" and compute_bytes(config.actor, kind) != 2:
+    if form == "bf16" and config.actor.bytes_on(kind) != 2:
         rule = "the model computes in float32 here, and its cache holds what it computes"
         return [Problem(where, rule, "leave it at auto, or set actor.dtype = bfloat16")]
     if form not in EIGHT_BIT_CACHES:
@@ -280,7 +271,7 @@ def one_machine_is_enough(config: Config, facts: RunFacts) -> list[Problem]:
     nodes, kind = config.cluster.n_nodes, config.scheduler.type
     if nodes == 1 or kind != "local" or config.rollout.server.addresses:
         return []
-    if facts.at_start.is_torchrun or not part_of(config, "actor"):
+    if facts.at_start.is_torchrun or not config.part("actor"):
         return []
     where = f"cluster.n_nodes = {nodes}"
     remedy = "start it with torchrun on each, use scheduler.type=ray or slurm, or set n_nodes=1"

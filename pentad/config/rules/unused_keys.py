@@ -12,11 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pentad.config.derived import (
-    is_saved_within,
-    part_of,
-    pipeline_size,
-)
 from pentad.config.describe import fields, show, value_at
 from pentad.config.resolve import DEFAULT_RECOVERY
 from pentad.config.rules.rule import Command
@@ -84,7 +79,7 @@ def rest_of(block: str, *names: str) -> tuple[str, ...]:
 
 def samples_with(config: Config, *backends: str) -> bool:
     """Whether the sampler is one of these, or not known."""
-    rollout = part_of(config, "rollout")
+    rollout = config.part("rollout")
     return not rollout or rollout.backend in backends
 
 
@@ -110,7 +105,7 @@ def model_readers(role: str, model: ModelConfig) -> list[KeyUse]:
     return [
         KeyUse(
             (f"{key}.pp_schedule", f"{key}.stages_per_rank", f"{key}.layers_per_stage"),
-            lambda config: pipeline_size(config, role) > 1,
+            lambda config: config.pipeline_size(role) > 1,
             "the layout has no pipeline (p1)",
         ),
         KeyUse(
@@ -203,7 +198,7 @@ READERS = (
     ),
     KeyUse(
         ("saver.keep_last", "saver.keep_best"),
-        is_saved_within,
+        lambda config: config.saver.is_periodic,
         "the model is saved at the end alone; saver.freq_steps=N saves it every N steps",
     ),
     KeyUse(

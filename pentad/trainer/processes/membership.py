@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from pentad.config.derived import component_of
 from pentad.config.rules.elastic import Fitted, fit_world
 from pentad.config.schema import Config
 from pentad.core.errors import RunError
@@ -57,7 +56,7 @@ class Membership:
 
     @property
     def count(self) -> int:
-        return component_of(self.config, "actor").world
+        return self.config.component("actor").world
 
     def away(self, slots: Iterable[int] | None = None) -> dict[int, str]:
         """Those of these slots, or of all, that cannot be used, with the reason."""
@@ -114,7 +113,7 @@ class Membership:
         processes = fitted.config.scheduler.model_copy(update={"processes": "separate"})
         config = fitted.config.model_copy(update={"scheduler": processes})
         self.formed = RankGeneration(config, tuple(present[: fitted.world]))
-        layout = str(component_of(fitted.config, "actor"))
+        layout = str(fitted.config.component("actor"))
         if fitted.why or fitted.world != before:
             what = fitted.why or f"{layout} on all {self.count} slots"
             text = "elastic: generation %d has %d ranks: %s"

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import torch
 
-from pentad.config.derived import component_of, register_models
 from pentad.config.rules.elastic import fit_world
 from pentad.config.schema import Config
 from pentad.core.errors import Problem, RunError, UserError
@@ -44,7 +43,7 @@ def run_over_ranks(
     if own is not None and config.elastic.enabled:
         config, own, why = fit_torchrun(config, own)
         notes = [*notes, f"elastic: {why}"] if why else notes
-    world = component_of(config, "actor").world
+    world = config.component("actor").world
     if own is not None and own.world != world:
         remedy = f"start with torchrun --nproc-per-node {world}, or unset RANK and WORLD_SIZE"
         where, rule = f"WORLD_SIZE = {own.world}", f"the layout needs {world} ranks"
@@ -118,7 +117,7 @@ def run_rank(job: RunJob, rank: Rank, device: torch.device, *, fresh: bool) -> R
     """Within a process group: rank 0 runs the trainer besides, the others make its calls."""
     service = job.make_service(job.config, rank, device)
     if rank.rank > 0:
-        register_models(job.config)
+        job.config.register_models()
         serve(service)
         return None
     with RankCalls(service) as calls, RunResources() as resources:

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from pentad.checkpoint.folders import Unreadable, find_checkpoints
-from pentad.config.derived import register_models
 from pentad.config.resolve import with_absolute_paths
 from pentad.config.schema import Config
 from pentad.config.topology import facts_of, topology
@@ -377,7 +376,7 @@ class Supervisor:
 def serve_rank(given: dict[str, Any], rank: Rank, device: torch.device) -> RankService:
     """The service of one rank, in its process."""
     config = Config.model_validate(given["config"])
-    register_models(config)
+    config.register_models()
     service: RankService = load(given["service"])(config, rank, device)
     return service
 

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 import torch
 
-from pentad.config.derived import component_of, register_models
 from pentad.config.resolve import with_absolute_paths
 from pentad.config.schema import Config
 from pentad.config.topology import facts_of, scorers, topology
@@ -103,7 +102,7 @@ async def prepare(scorer: ScorerCalls, steps: dict[str, dict[str, Any]]) -> None
 def scorer_thread(
     config: Config, role: str, device: torch.device, store: GroupStore, stack: AsyncExitStack
 ) -> LearnerClient:
-    part = component_of(config, role)
+    part = config.component(role)
     if part.world > 1:
         where, rule = f"allocation_mode = {config.allocation_mode}", "is a thread here, of one rank"
         raise UserError(Problem(where, f"{part} {rule}", "use d1, or scheduler.processes=separate"))
@@ -118,7 +117,7 @@ def scorer_thread(
 def serve_scorer(given: dict[str, Any], rank: Rank, device: torch.device) -> ScorerService:
     """One rank of a scorer, in its process."""
     config = Config.model_validate(given["config"])
-    register_models(config)
+    config.register_models()
     return ScorerService(config, rank, device, given["role"])
 
 
@@ -155,7 +154,7 @@ class ScorerProcesses:
     def _specs(self) -> list[RoleSpec]:
         """The processes of a generation, one for each rank."""
         config, role = self.config, self.role
-        ranks = range(component_of(config, role).world)
+        ranks = range(config.component(role).world)
         return specs_of_ranks(
             role,
             serve_scorer,

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from pentad.config.derived import model_folder
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
@@ -50,7 +49,7 @@ class ExampleService(EngineService, ABC):
     def build(self, num_steps: int, data: Mapping[str, Mapping[str, Any]]) -> None:
         """`data`: the state of each part as the caller read it; UserError where it is another
         here, such as of a file that was edited before this rank was started again."""
-        path = model_folder(self.config)
+        path = self.config.model_folder()
         if not self.data:
             dims, tokenizer = trained_dims(self.config, path), tokenizer_of(self.config)
             for part in parts_of(self.config):

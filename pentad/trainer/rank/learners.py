@@ -13,12 +13,12 @@ from typing import Literal
 
 import torch
 
-from pentad.config.derived import chosen, component_of, layout_of, model_folder
 from pentad.config.rules.algorithm import sample_limit
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError, raise_problems
 from pentad.core.roles import Learner
+from pentad.core.section import chosen
 from pentad.core.seeds import derive_seed
 from pentad.core.sizes import RunSize
 from pentad.data.tokenizer import Tokenizer, load_tokenizer
@@ -42,12 +42,12 @@ FAMILY_NAMES = {"qwen2.5": "qwen2"}
 
 def backend_of(config: Config, role: str) -> Literal["archon", "fsdp"]:
     """Whose models a role has."""
-    return "fsdp" if component_of(config, role).backend == "fsdp" else "archon"
+    return "fsdp" if config.component(role).backend == "fsdp" else "archon"
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
     """The actor's, which renders conversations as the run says."""
-    return load_tokenizer(model_folder(config), template_args=config.template_args.given)
+    return load_tokenizer(config.model_folder(), template_args=config.template_args.given)
 
 
 def trained_dims(config: Config, path: str) -> ModelDims:
@@ -95,7 +95,7 @@ def start_run(config: Config, roles: tuple[Role, ...]) -> None:
     from pentad.models.conversion import Conversion, convert
 
     conversion = Conversion(
-        source=str(Path(convertor.hf_model_path or model_folder(config)).expanduser()),
+        source=str(Path(convertor.hf_model_path or config.model_folder()).expanduser()),
         target=str(Path(target).expanduser()),
         to="legacy",
         tp=convertor.tensor_model_parallel_size,
@@ -143,7 +143,7 @@ def _meta_model(config: Config, path: str, role: Role) -> LanguageModel:
     from pentad.models.hf.module import build_hf_model
 
     model = build_hf_model(read_hf_config(path), dtype=torch.float32, value_head=is_critic)
-    component = component_of(config, role)
+    component = config.component(role)
     archon = config.critic.archon if is_critic else config.actor.archon
     match_layout(model, component.layout(archon.dp_replicate))
     return model
@@ -178,8 +178,8 @@ def build_role(
     """The engine of a role, for rollouts or for examples."""
     is_critic = role == "critic"
     model = config.critic if is_critic else config.actor
-    path = model_folder(config, role)
-    weights, layout = weights_folder(config, role), layout_of(config, role)
+    path = config.model_folder(role)
+    weights, layout = weights_folder(config, role), config.layout(role)
     settings = EngineSettings(
         model=model,
         temperature=temperature,
@@ -216,7 +216,7 @@ def build_scorer(
     first step.
     """
     given = config.ref.path if role == "ref" else config.teacher.path
-    path, layout = model_folder(config, role), layout_of(config, role)
+    path, layout = config.model_folder(role), config.layout(role)
     settings = EngineSettings(
         model=config.actor.model_copy(update={"lora": None}),
         temperature=config.gconfig.temperature,

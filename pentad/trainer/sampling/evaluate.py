@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 import torch
 
-from pentad.config.derived import chosen, model_folder, register_models
 from pentad.config.rules.model import stop_id_problems
 from pentad.config.schema import Config
 from pentad.core.device import DTYPES, pick_device
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem
 from pentad.core.roles import Sampler
+from pentad.core.section import chosen
 from pentad.core.seeds import derive_seed, seed_globals
 from pentad.core.types import Prompt, SamplingParams
 from pentad.data.prompts import PromptStream
@@ -74,8 +74,8 @@ class Evaluation:
 def check_eval(config: Config) -> Subject:
     """Raises one UserError with every problem."""
     checks = Collector()
-    path = model_folder(config)
-    checks.attempt(lambda: register_models(config))
+    path = config.model_folder()
+    checks.attempt(lambda: config.register_models())
     dims = checks.attempt(lambda: dims_of(path))
     adapter, addresses = adapter_of(config), config.rollout.server.addresses
     if adapter is not None and addresses:
@@ -215,7 +215,7 @@ async def _samplers(config: Config, subject: Subject, device: torch.device) -> d
         return {address: await completions.attach(address, subject.dims) for address in addresses}
     tokenizer, adapter = subject.tokenizer, adapter_of(config)
     embedded = EmbeddedSampler.from_folder(
-        model_folder(config),
+        config.model_folder(),
         sampler_settings(config, subject.dims),
         device=device,
         dtype=DTYPES[config.actor.compute_dtype(device.type)],

@@ -24,7 +24,7 @@ class Placement:
     """Both use the device by turns; otherwise each is a thread that owns its time."""
     max_staleness: int
     snapshots_on_host: bool = False
-    """Weights that are published lie in host memory (`config.derived.snapshot_on_host`)."""
+    """Weights that are published lie in host memory (`Config.snapshot_on_host`)."""
     offload_rollout: bool = False
     """Put the samplers to sleep while the trainer has the shared devices."""
     offload_train: bool = False

@@ -13,7 +13,6 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from pentad.config.derived import component_of
 from pentad.config.topology import facts_of, topology
 from pentad.core.machine import gpu_memory_used
 from pentad.core.roles import Sampler
@@ -138,7 +137,7 @@ async def _open_samplers(
     actor = learner.service.engines["actor"] if learner.service is not None else None
     base = None if actor is None else actor.lend_base()
     opener = SamplerOpener(config, checked.dims, checked.tokenizer, device, folder, stack, base)
-    if learner.is_remote or component_of(config, "actor").world > 1:
+    if learner.is_remote or config.component("actor").world > 1:
         is_spread = resources.is_spread if learner.is_remote else facts_of(config).is_spread
         resources.weights_dir = opener.open_weights_dir(is_spread=is_spread or not is_one_machine())
         _serve(resources.weights_dir, learner)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pentad.config.derived import component_of, model_folder, num_running, part_of
 from pentad.config.rules.rule import RunFacts
 from pentad.config.run_process import RunProcess
 from pentad.config.schema import Config
@@ -103,7 +102,7 @@ class SamplerOpener:
 
     @property
     def _backend(self) -> str:
-        return component_of(self.config, "rollout").backend
+        return self.config.component("rollout").backend
 
     def open_weights_dir(self, *, is_spread: bool) -> WeightsDir:
         """Where weights lie between processes: in memory, or in a folder that all machines see."""
@@ -229,7 +228,7 @@ class SamplerOpener:
             model_files=tuple(map(absolute, config.model_files)),
             deterministic=is_deterministic(config),
             num_threads=min(threads, num_cores or threads),
-            base=str(Path(model_folder(config)).resolve()) if config.actor.lora else "",
+            base=str(Path(config.model_folder()).resolve()) if config.actor.lora else "",
         )
 
 
@@ -294,14 +293,14 @@ def server_settings(
     config: Config, dims: ModelDims, device: torch.device, index: int
 ) -> ServerSettings:
     """For the `index`-th replica."""
-    component, server = component_of(config, "rollout"), config.rollout.server
+    component, server = config.component("rollout"), config.rollout.server
     placed = topology_on(config, device)
     share = server.gpu_memory_share or (COLOCATED_SHARE if placed.shares_gpus else None)
     folder = server.transfer_folder or str(shared_memory())
     chosen = {"gpu_memory_share": share, "transfer_folder": folder}
     return ServerSettings(
         rollout=rollout_keys(config, server=server.model_copy(update=chosen)),
-        model_folder=str(Path(model_folder(config)).resolve()),
+        model_folder=str(Path(config.model_folder()).resolve()),
         dims=dims,
         dtype=config.actor.compute_dtype(device.type),
         device=device.type,
@@ -326,7 +325,7 @@ def sampler_settings(config: Config, dims: ModelDims) -> SamplerSettings:
 
 def rollout_keys(config: Config, **chosen: object) -> RolloutConfig:
     """The block `rollout` with the number of sequences that a sampler decodes together."""
-    return config.rollout.model_copy(update={"max_running": num_running(config), **chosen})
+    return config.rollout.model_copy(update={"max_running": config.num_running, **chosen})
 
 
 # What is checked before anything starts.
@@ -334,7 +333,7 @@ def rollout_keys(config: Config, **chosen: object) -> RolloutConfig:
 
 def server_problems(config: Config, facts: RunFacts) -> list[Problem | str]:
     """What keeps the servers of a run from starting, as far as can be known without them."""
-    rollout, server = part_of(config, "rollout"), config.rollout.server
+    rollout, server = config.part("rollout"), config.rollout.server
     if rollout is None or rollout.backend == "embedded" or server.addresses:
         return []
     backend = rollout.backend

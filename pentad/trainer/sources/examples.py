@@ -12,7 +12,6 @@ from functools import partial
 import torch
 
 from pentad.checkpoint.folders import Checkpoint, reading
-from pentad.config.derived import model_folder, register_models
 from pentad.config.schema import Config
 from pentad.data.examples import Examples
 from pentad.telemetry.log import announced
@@ -148,8 +147,8 @@ def check_examples(
     """Everything the run reads, or one UserError with every problem."""
     checks = Collector()
     checks.problems += start_problems(config, device, service.command)
-    path = model_folder(config)
-    checks.attempt(lambda: register_models(config))
+    path = config.model_folder()
+    checks.attempt(lambda: config.register_models())
     dims = checks.attempt(lambda: trained_dims(config, path))
     tokenizer = checks.attempt(lambda: tokenizer_of(config))
     found: dict[str, Examples] = {}

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from pentad.checkpoint.folders import Checkpoint, reading
-from pentad.config.derived import chosen, model_folder, register_models
 from pentad.config.rules.modes import no_groups
 from pentad.config.schema import Config
 from pentad.core.errors import Problem, UserError
+from pentad.core.section import chosen
 from pentad.core.sizes import RunSize
 from pentad.core.types import Group, Prompt
 from pentad.data.ledger import PromptFunnel
@@ -142,9 +142,9 @@ def begin_train_only(config: Config, device: torch.device) -> KeptInputs:
     """Everything the run reads, or one UserError with every problem."""
     checks = Collector()
     checks.problems += start_problems(config, device, "train")
-    path = model_folder(config)
+    path = config.model_folder()
     algorithm = config.algorithm.settings
-    checks.attempt(lambda: register_models(config))
+    checks.attempt(lambda: config.register_models())
     dims = checks.attempt(lambda: trained_dims(config, path))
     kept = checks.attempt(lambda: open_groups(config))
     checks.attempt(lambda: check_start(config, "actor"))

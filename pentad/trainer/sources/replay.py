@@ -23,18 +23,11 @@ from pydantic import ValidationError
 from pentad.checkpoint.fence import holding
 from pentad.checkpoint.folders import COMMIT, Checkpoint, find_checkpoints, state_folder
 from pentad.config.aliases import config_from_record
-from pentad.config.derived import (
-    SCORERS,
-    component_of,
-    layout_of,
-    parsed_allocation,
-    register_models,
-)
 from pentad.config.load import record_values, with_hub_names
 from pentad.config.resolve import with_absolute_paths
 from pentad.config.rules.checkpoint import judge_changes
 from pentad.config.rules.start import rank_problems
-from pentad.config.schema import Config
+from pentad.config.schema import SCORERS, Config
 from pentad.config.topology import scorers
 from pentad.core.device import pick_device
 from pentad.core.errors import Problem, RunError, UserError
@@ -152,7 +145,7 @@ def run_replay(folder: Path, step: int, *, layout: str | None, device: str, dump
 def open_learner(plan: ReplayPlan, device: torch.device) -> Iterator[LearnerClient]:
     """One rank in this process, or a process for each rank."""
     config = plan.config
-    world = component_of(config, "actor").world
+    world = config.component("actor").world
     if world == 1:
         with RankCalls(serve_replay(plan.given, Rank(), device)) as calls:
             yield LearnerClient(calls)
@@ -179,7 +172,7 @@ def open_learner(plan: ReplayPlan, device: torch.device) -> Iterator[LearnerClie
 def serve_replay(given: Mapping[str, Any], rank: Rank, device: torch.device) -> ReplayService:
     """The service of one rank, in its process."""
     config = Config.model_validate(given["config"])
-    register_models(config)
+    config.register_models()
     service = ReplayService(config, rank, device)
     service.scored_apart = given["scored_apart"]
     if given["threads"] and device.type == "cpu":
@@ -195,7 +188,7 @@ class ReplayService(LearnerService):
         self.usual_threads = torch.get_num_threads()
 
     def place(self) -> dict[str, Any]:
-        return place_of(self.device, layout_of(self.config, "actor"))
+        return place_of(self.device, self.config.layout("actor"))
 
     def dump(self, file: str) -> None:
         assert self.result is not None, "a batch is trained first"
@@ -282,7 +275,7 @@ def config_of(batch: Mapping[str, Any], folder: Path, layout: str | None) -> Con
     except ValidationError as error:
         rule = f"its config is of another version: {error.errors()[0]['msg']}"
         raise UserError(Problem(f"step {batch['step']}", rule)) from error
-    allocation = parsed_allocation(config)
+    allocation = config.parsed_allocation
     if allocation is None or allocation.find("actor") is None:
         remedy = "for example --layout archon:d2t2, or archon:d1 for one process"
         raise UserError(Problem(f"--layout = {layout}", "is no layout of the trainer", remedy))

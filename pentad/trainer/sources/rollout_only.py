@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from pentad.checkpoint.folders import Checkpoint
-from pentad.config.derived import model_folder
 from pentad.config.schema import Config
 from pentad.core.device import pick_device
 from pentad.core.errors import Problem, RunError, UserError
@@ -229,7 +228,7 @@ class SampleSource(BatchSource):
 
 def first_weights(config: Config, device: torch.device) -> Snapshot:
     """What the actor begins with, as samplers on this device get it; read on the CPU."""
-    path, weights = model_folder(config), weights_folder(config, "actor")
+    path, weights = config.model_folder(), weights_folder(config, "actor")
     dtype = config.actor.compute_dtype(device.type)
     engine = build_engine(
         path,

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from pentad.checkpoint.folders import Checkpoint, reading
-from pentad.config.derived import SCORERS, snapshot_on_host
 from pentad.config.load import record_values, with_hub_names
-from pentad.config.schema import Config
+from pentad.config.schema import SCORERS, Config
 from pentad.config.topology import scorers
 from pentad.core.errors import Problem, UserError
 from pentad.core.roles import Sampler
@@ -218,7 +217,7 @@ def placement_of(config: Config, device: torch.device) -> Placement:
     return Placement(
         is_shared=config.mode == "colocate",
         max_staleness=config.max_staleness,
-        snapshots_on_host=snapshot_on_host(config, kind_of(device)),
+        snapshots_on_host=config.snapshot_on_host(kind_of(device)),
         offload_rollout=bool(config.offload_rollout),
         offload_train=bool(config.offload_train),
     )

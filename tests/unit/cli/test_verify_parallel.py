@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pentad.config.derived import known_config, public_dims
 from pentad.core.errors import RunError, UserError
 from pentad.core.fit import check_fit
 from pentad.core.layout import Layout
 from pentad.engine.section import ModelConfig
+from pentad.models.catalog import known_config, public_dims
 from pentad.models.families import dims_of
 from pentad.parallel.pipeline import plan_pipeline
 from pentad_tools.parallel import parallel_ranks

@@ -13,7 +13,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pentad.config.derived import component_of, layout_of, samples
 from pentad.config.load import read_config
 from pentad.config.resolve import resolve
 from pentad.config.rules.check import noted as refused_later
@@ -141,12 +140,12 @@ def engines(config, command: str, device: torch.device) -> None:
     has_critic = command == "train" and config.algorithm.name == "ppo"
     for role in ("actor", "critic") if has_critic else ("actor",):
         model = config.critic if role == "critic" else config.actor
-        layout, dims = layout_of(config, role), dims_of(model.path)
+        layout, dims = config.layout(role), dims_of(model.path)
         strict = config.strict and command == "train" and role == "actor"
         made = EngineSettings(model=model, strict=strict).settled(device.type, layout)
         check_fit(layout, dims)
         plan_pipeline(dims, layout, made.model)
-        if component_of(config, role).backend != "fsdp":
+        if config.component(role).backend != "fsdp":
             check_balance(made.model.archon, dims)
         if made.strict:
             check_strict(layout)
@@ -171,7 +170,7 @@ def test_plan_and_start_say_the_same(models, monkeypatch, overrides, model, kind
     if not any(text.startswith("gconfig.max_new_tokens") for text in overrides):
         files.append("gconfig.max_new_tokens=8")
     config, _ = resolve(read_config(None, [*files, *overrides]).config)
-    command = "train" if samples(config) else "sft"
+    command = "train" if config.has_sampler else "sft"
     planned = said(lambda: prepare(None, [*files, *overrides], "plan"))
     noted = [str(p) for p in refused_later(config)]
     started = start([*files, *overrides], command, torch.device(kind))

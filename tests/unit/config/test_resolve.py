@@ -1,7 +1,6 @@
 import pytest
 
 from pentad.config.aliases import DEFAULT_KL_COEF
-from pentad.config.derived import num_running, task_of
 from pentad.config.load import dump_config, load_config
 from pentad.config.resolve import PATHS, resolve
 from pentad.config.topology import Facts, topology
@@ -223,7 +222,7 @@ def test_a_column_of_text_takes_the_place_of_messages_and_stays_in_the_template(
     ],
 )
 def test_a_sampler_decodes_what_it_is_given_at_once(overrides, expected):
-    assert num_running(resolved(*overrides)[0]) == expected
+    assert (resolved(*overrides)[0]).num_running == expected
 
 
 def test_one_process_where_one_is_enough():
@@ -259,4 +258,4 @@ def test_a_page_beside_rows_does_not_make_them_a_stream(tmp_path, names, task):
     for name in names:
         (tmp_path / name).touch()
     words = [f"train_dataset.path={tmp_path}", "allocation_mode=archon:d1"]
-    assert task_of(load_config(None, words)) == task
+    assert load_config(None, words).task == task

@@ -2,13 +2,13 @@
 
 import pytest
 
-from pentad.config.derived import known_config
 from pentad.config.load import load_config
 from pentad.config.resolve import resolve
 from pentad.core.layout import Layout
 from pentad.core.machine import GIB
 from pentad.core.sizes import SamplerPass, default_microbatch_tokens
 from pentad.engine.section import EngineSettings
+from pentad.models.catalog import known_config
 from pentad.models.families import dims_of
 
 

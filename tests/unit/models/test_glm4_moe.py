@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from pentad.config.derived import public_dims
 from pentad.core.errors import UserError
+from pentad.models.catalog import public_dims
 from pentad.models.conversion import Conversion, convert
 from pentad.models.decoder import causal_attend
 from pentad.models.families import dims_of

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pentad.config.derived import dims_of, known_model, public_dims
 from pentad.core.errors import UserError
+from pentad.models.catalog import dims_of, known_model, public_dims
 
 MODELS = public_dims()
 

@@ -9,10 +9,10 @@ from sections import engine_settings, planned_keys
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pentad.config.derived import public_dims
 from pentad.core.dims import ModelDims
 from pentad.core.layout import Layout
 from pentad.engine.predictor import wrap_model
+from pentad.models.catalog import public_dims
 from pentad.models.decoder import Decoder
 from pentad.ops import logprob
 from pentad.ops.attention import build_attend

@@ -5,11 +5,11 @@ import json
 import pytest
 from rule_checks import check_layout
 
-from pentad.config.derived import public_dims
 from pentad.config.load import read_config
 from pentad.config.resolve import resolve
 from pentad.config.rules.layout import layout_notes, layout_problems
 from pentad.core.dims import ModelDims
+from pentad.models.catalog import public_dims
 
 MODELS = public_dims()
 

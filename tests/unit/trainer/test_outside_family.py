@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import transformers
 
-from pentad.config.derived import known_model
 from pentad.data.toy import write_model, write_task
 from pentad.models import families
+from pentad.models.catalog import known_model
 from pentad.planner.prepare import prepare
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.sources.examples import run_sft

@@ -1,0 +1,69 @@
+"""Dimensions of models by folder or public name, without torch."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Any
+
+from pentad.core.dims import ModelDims
+from pentad.core.errors import Problem, UserError
+from pentad.core.folders import read_object
+from pentad.models.families import planned_dims, public_configs, public_models
+
+VARIANT = re.compile(r"(-(Base|Instruct|Thinking|Chat))?(-2507)?$")
+
+
+def public_dims() -> dict[str, ModelDims]:
+    """Public models by their names without the owner."""
+    return {name.rpartition("/")[2]: dims for name, dims in public_models().items()}
+
+
+def known_config(name: str) -> dict[str, Any] | None:
+    """The config of a public name, without the keys that change nothing."""
+    full = full_name(name)
+    return public_configs()[full] if full else None
+
+
+def known_model(name: str) -> ModelDims | None:
+    """The dimensions of a public name."""
+    full = full_name(name)
+    return public_models()[full] if full else None
+
+
+def full_name(name: str) -> str | None:
+    """The name with its owner, and without -Instruct or -Base."""
+    bare = VARIANT.sub("", name)
+    return next((n for n in public_configs() if bare in (n, n.rpartition("/")[2])), None)
+
+
+def dims_of(path: str, where: str = "actor.path") -> ModelDims:
+    """Dimensions of a local folder with config.json, or of a public name of the catalog."""
+    config = Path(path) / "config.json"
+    if config.is_file():
+        return planned_dims(read_object(config))
+    known = known_model(path)
+    if known is not None:
+        return known
+    near = difflib.get_close_matches(path.rsplit("/", 1)[-1], public_dims(), 2, 0.7)
+    guess = f"did you mean {' or '.join(near)}? " if near else ""
+    rule = "there is no config.json in it" if Path(path).is_dir() else "no such folder"
+    remedy = f"{guess}give a model folder, or a public name such as Qwen/Qwen3-8B to plan with"
+    raise UserError(Problem(f"{where} = {path}", rule, remedy))
+
+
+def known_dims(path: str | None) -> ModelDims | None:
+    """As `dims_of`; None for a model that the rules on models refuse."""
+    try:
+        return dims_of(path) if path else None
+    except UserError:
+        return None
+
+
+def model_type(path: str) -> str | None:
+    """The `model_type` of a folder's config.json; None where it cannot be read."""
+    try:
+        return str(read_object(Path(path) / "config.json").get("model_type"))
+    except (OSError, UserError):
+        return None
