@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TESTS := $(VENV)/.installed-tests
 
-.PHONY: setup setup-tests setup-megatron demo test test-full test-runs test-ray test-megatron test-vllm test-servers-gpu test-transfer-queue test-kills chaos soak check bench recipes docs clean
+.PHONY: setup setup-tests setup-megatron demo test test-full test-runs test-ray test-megatron test-vllm test-servers-gpu test-transfer-queue test-kills chaos soak check bench recipes docs setup-site site wheel test-wheel clean
 
 setup: $(STAMP)
 setup-tests: $(TESTS)
@@ -130,5 +130,31 @@ recipes: setup
 docs: setup
 	$(BIN)/python -m pentad_tools.docs docs
 
+# The pages as a site in build/site; a page without a place in mkdocs.yml and a dead link are failures.
+SITE := $(VENV)/.installed-site
+$(SITE): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[site]'
+	touch $@
+
+setup-site: $(SITE)
+site: setup-site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+wheel: setup
+	rm -f dist/*.whl
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+
+# The wheel as a user has it: in an environment that holds it and what it asks for, nothing else.
+# Another version of Python: make test-wheel PYTHON=python3.13
+INSTALLED := .venv-wheel
+$(INSTALLED)/.made: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(INSTALLED)
+	touch $@
+
+test-wheel: setup-tests wheel $(INSTALLED)/.made
+	$(INSTALLED)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	$(INSTALLED)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall dist/*.whl
+	PENTAD_TEST_WHEEL=$(INSTALLED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/wheel $(ARGS)
+
 clean:
-	rm -rf $(VENV) $(MEGATRON) $(VLLM) $(QUEUE) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(MEGATRON) $(VLLM) $(QUEUE) $(INSTALLED) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

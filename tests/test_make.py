@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 HERE = "not full and (not ray or smoke)"
-LAST = ["test", "test-ray", "test-runs", "chaos"]
+LAST = ["setup-site", "site", "test", "test-wheel", "test-ray", "test-runs", "chaos"]
 
 
 def program(path: Path, fails: str) -> Path:

@@ -21,7 +21,9 @@ from pentad.trainer.sources.rollouts import run_train
 NUM_TRAIN, NUM_SFT, NUM_VALID = 8000, 2000, 500
 
 
-def run_demo(*, seed: int, fileroot: str, device: str, fresh: bool = False) -> None:
+def run_demo(
+    *, seed: int, fileroot: str, device: str, steps: int | None = None, fresh: bool = False
+) -> None:
     """A demo that was interrupted is resumed; one that is complete starts anew."""
     console = Console(highlight=False, soft_wrap=True)
     chosen = pick_device(device)
@@ -49,6 +51,7 @@ def run_demo(*, seed: int, fileroot: str, device: str, fresh: bool = False) -> N
         recipe("demo_grpo.yaml"),
         [
             *common,
+            *([] if steps is None else [f"total_train_steps={steps}"]),
             f"actor.path={warm.model}",
             f"train_dataset.path={root / 'train.jsonl'}",
             f"valid_dataset.path={root / 'valid.jsonl'}",
@@ -85,8 +88,7 @@ def closing(summary: RunSummary) -> str:
             f'    AutoModelForCausalLM.from_pretrained("{summary.model}")',
             "[bold]Try next[/]",
             f"  pentad train {summary.records}/config.yaml trial_name=mine algorithm.name=rloo",
-            "  pentad plan examples/archon_qwen3_moe.yaml",
-            "  docs/quickstart.md",
+            "  pentad plan --help    what a recipe needs, before it runs",
             "",
             f"held-out accuracy: {before['accuracy']:.3f} before RL, {after['accuracy']:.3f} after "
             f"{summary.num_steps} steps ({after['num_prompts']} prompts never trained on)",

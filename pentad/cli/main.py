@@ -149,6 +149,9 @@ def demo(
     seed: Annotated[int, Option(min=0, help="Of every random choice.")] = 1,
     fileroot: Annotated[str, Option(help="Folder for records and the model.")] = "runs",
     device: DeviceOption = "auto",
+    steps: Annotated[
+        int | None, Option(min=1, help="Steps of reinforcement learning (250).")
+    ] = None,
     fresh: Fresh = False,
 ) -> None:
     """Teach a tiny model to sort, here and now, in minutes.
@@ -157,7 +160,7 @@ def demo(
     """
     from pentad.cli.demo import run_demo
 
-    run_demo(seed=seed, fileroot=fileroot, device=device, fresh=fresh)
+    run_demo(seed=seed, fileroot=fileroot, device=device, steps=steps, fresh=fresh)
 
 
 @app.command()
