@@ -114,7 +114,7 @@ that a run writes has the keys alone. An alias beside its key must agree with it
 
 **Keys that are not read.** A key that differs from its default and that the run does not read given
 its other keys, is named in a warning (`plan`: a note): `layers_per_stage` without a pipeline, for
-instance. A detail of the algorithm that nobody reads is refused.
+instance. A setting that the algorithm does not read is refused.
 
 **Plan and start.** Whatever a start refuses for its config and its model's, `plan` says in the same
 words. What is planned and not built yet is a note of the plan and a refusal of the start.

@@ -13,7 +13,7 @@ MAX_TURNS = 3
 
 class SortAgain:
     """Says how many digits are in place (`3>`) until all are. The model that learns here knows
-    digits and `>` alone, so that is all it is told."""
+    digits and `>` alone, so that is all it learns."""
 
     async def reset(self, fields: Mapping[str, Any]) -> None:
         self.answer = str(fields["answer"])

@@ -24,7 +24,7 @@ from pentad.trainer.sources.rollouts import run_train
 HERE = Path(__file__).parent
 NAMES = sorted(path.stem for path in HERE.glob("*.yaml"))
 IMITATED = {"warm": 20, "teacher": 400}
-"""Models by the steps of imitation they begin with: answers that are right by chance, and nearly
+"""Models by the steps of SFT they begin with: answers that are right by chance, and nearly
 all of them."""
 
 

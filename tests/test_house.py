@@ -395,6 +395,47 @@ text.replace("a", "b"), replace(settings, a=1)
     assert above_limits(found, {**found, "renames": 1}) == ["renames: 2 > 1"]
 
 
+STYLE = ROOT.parent / "docs" / "style.md"
+PROSE = [ROOT.parent / "README.md", ROOT.parent / "CONTRIBUTING.md"]
+PROSE += [page for page in (ROOT.parent / "docs").glob("*.md") if page != STYLE]
+
+
+def unwanted_words() -> re.Pattern[str]:
+    """The words in the table of docs/style.md, also where a line ends between them. In backticks
+    they are names."""
+    table = STYLE.read_text().partition("## Checked words")[2]
+    words = [word for row in re.findall(r"^\| (`.*?) \|", table, re.M) for word in row.split(", ")]
+    assert len(words) > 10
+    spaced = "|".join(word.strip("`").replace(" ", r"[\s#]+") for word in words)
+    return re.compile(rf"(?<!`)\b(?:{spaced})\b(?!`)", re.IGNORECASE)
+
+
+def unwanted_in(paths: list[Path]) -> list[str]:
+    pattern = unwanted_words()
+    out = []
+    for path in sorted(paths):
+        text = path.read_text()
+        for match in pattern.finditer(text):
+            if not match[0].isupper():  # a constant
+                line = text[: match.start()].count("\n") + 1
+                out.append(f"{path}:{line}: {match[0]!r}, see docs/style.md")
+    return out
+
+
+def test_texts_avoid_the_words_of_the_style_page():
+    assert unwanted_in([*PROSE, *(path for root in BOTH for path in root.rglob("*.py"))]) == []
+
+
+def test_an_unwanted_word_is_seen(tmp_path):
+    (tmp_path / "a.py").write_text('"""It goes\n    on."""\nNOBODY = 1  # as `nobody`\n')
+    (tmp_path / "b.md").write_text("Whoever reads this.")
+    found = [
+        line.partition(str(tmp_path))[2].partition(",")[0]
+        for line in unwanted_in([tmp_path / "a.py", tmp_path / "b.md"])
+    ]
+    assert found == ["/a.py:1: 'goes\\n    on'", "/b.md:1: 'Whoever'"]
+
+
 def test_config_loads_no_heavy_library():
     code = f"import sys, importlib\nfor m in {light_modules()!r}: importlib.import_module(m)\n"
     code += f"print(sorted(set(sys.modules) & {HEAVY!r}))"

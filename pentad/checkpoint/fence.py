@@ -20,7 +20,7 @@ FENCE = ".generation"
 """In the folder of a trial: a number that each life of the learners raises before it restores.
 Every save and commit carries the number of its own, and looks again before it counts."""
 FIRST = 1
-"""Of the life that finds no folder, and writes no file before it has something to save."""
+"""Number of the first life, which finds no folder and writes no file before its first save."""
 
 
 def read_fence(root: Path) -> int:

@@ -37,7 +37,7 @@ from pentad.telemetry.log import NOTICE
 SPAN_BYTES = 16 << 20
 """Pieces are requested together up to this size: a request for each small tensor would be slow."""
 TRIES = 3
-"""Of a range whose digest does not fit: the bytes may have changed on the way."""
+"""Attempts for a range whose digest does not match: the bytes may have changed in transit."""
 
 ASIDE = f"{COMMIT}.{DAMAGED}"
 """What COMMIT becomes in the store where a checkpoint is set aside."""

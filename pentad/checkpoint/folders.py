@@ -189,7 +189,7 @@ class Checkpoint:
     step: int
     manifest: Manifest
     suffix: str = ""
-    """Of its folders, where it was set aside."""
+    """Suffix of its folders if it was set aside."""
 
     @property
     def info(self) -> str:

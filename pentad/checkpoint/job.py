@@ -70,7 +70,7 @@ class Memory:
         self.view = memoryview(b"" if self._map is None else self._map)
 
     def close(self) -> None:
-        """The pages stay while somebody, such as a tensor, still looks at them."""
+        """The pages stay mapped while anything, such as a tensor, still refers to them."""
         if self.fd < 0:
             return
         os.close(self.fd)
@@ -136,7 +136,7 @@ class WriteJob:
     """`recover_info/globalstepG`."""
     files: tuple[FileSpec, ...]
     generation: int | None = None
-    """Of the learners (`checkpoint.fence`)."""
+    """Generation of the learners (`checkpoint.fence`)."""
 
     @property
     def where(self) -> Path:
@@ -238,7 +238,7 @@ def _commit(job: CommitJob, disk: Disk) -> dict[str, Any]:
 
 def _settle_names(root: Path, info: Path, disk: Disk) -> None:
     """Makes the names of the folders durable that others made: up to the root by other ranks,
-    above it by whoever started the run (who may not be allowed to read all of them)."""
+    above it by the user who started the run (who may not be allowed to read all of them)."""
     for folder in _chain(root, info):
         disk.fsync_dir(folder)
     for folder in root.parents[:NUM_PARENTS]:

@@ -60,7 +60,7 @@ class Gone(StoreError):
 class Head:
     size: int
     digest: str
-    """Of the manifest; empty where it was not given."""
+    """Digest of the manifest; empty where it was not given."""
     checksum: str
     """SHA256 as the store computed it, base64; `...-N` over the digests of N parts."""
 

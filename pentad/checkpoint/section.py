@@ -11,7 +11,7 @@ class CheckpointConfig(Section):
     """Folder of checkpoints and exports, such as one on a fast disk. null: checkpoints/ in
     `fileroot`."""
     remote_uri: str | None = None
-    """`s3://BUCKET/PREFIX` that recovery checkpoints are copied to while training goes on, and
+    """`s3://BUCKET/PREFIX` that recovery checkpoints are copied to while training continues, and
     restored from where the local ones are older or gone. null: local ones alone."""
     endpoint_url: str | None = None
     """Server of a store that is not Amazon's (MinIO, SeaweedFS, Ceph); its buckets are addressed by
@@ -28,7 +28,7 @@ class CheckpointConfig(Section):
     timeout_s: Seconds = 30.0
     """A request without a byte for this long has stalled and is tried again."""
     finish_timeout_s: Seconds = 600.0
-    """The end of a run waits this long for an upload; the next start goes on with it."""
+    """The end of a run waits this long for an upload; the next start continues with it."""
 
     def remote(self, place: str) -> Remote | None:
         """The store, at a place under its prefix; None where there is none."""

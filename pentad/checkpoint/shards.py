@@ -67,7 +67,7 @@ def copy_to(memory: Tensor, tensors: Iterable[tuple[int, Tensor]]) -> None:
 
 COUNTERS = "counters.json"
 PIECE_BYTES = 32 << 20
-"""How much of a tensor has a digest of its own: whoever needs a part reads whole pieces."""
+"""How much of a tensor has a digest of its own: a reader of a part reads whole pieces."""
 
 
 class Stateful(Protocol):

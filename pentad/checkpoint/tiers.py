@@ -95,7 +95,7 @@ class Tiers:
         """The newest committed checkpoint of both tiers as a local one; None where there is none.
 
         One that only the store has is fetched, every byte verified; a damaged one there is named,
-        set aside, and the one before it used. A local one is verified by whoever restores it: when
+        set aside, and the one before it used. A local one is verified when it is restored: when
         it is quarantined, `find` again gives the next, which may be the store's copy of it. Local
         ones that the store lacks are uploaded. A store that does not answer is passed over with a
         note where there is a local one, and raises StoreError where it is needed.

@@ -42,7 +42,7 @@ class Pending:
 
     def __init__(self) -> None:
         self.error: OSError | RunError | None = None
-        """What it failed with; None while it goes on."""
+        """The error; None while the job runs."""
         self._done = threading.Event()
         self._result: dict[str, Any] = {}
         self._begun = self._ended = time.monotonic()
@@ -88,7 +88,7 @@ class Pending:
             self.settle({}, RunError(f"{type(error).__name__}: {error}"))
 
     def outcome(self) -> dict[str, Any]:
-        """Of a write job, once it is done, as JSON: its files, or what it failed with."""
+        """Result of a finished write job as JSON: its files, or the error."""
         self._done.wait()
         error, system = self.error, None
         if isinstance(error, OSError):

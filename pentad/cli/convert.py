@@ -185,7 +185,7 @@ def merge_adapter(
 
 
 def _target_format(to: str | None, source: FolderKind) -> FolderKind:
-    """Without a word HF becomes torch_dist, and Megatron becomes HF."""
+    """The format to write; by default HF becomes torch_dist and Megatron becomes HF."""
     if to is None:
         return "torch_dist" if source == "hf" else "hf"
     if to not in FORMATS:

@@ -37,7 +37,7 @@ def run_demo(
     write_model(root / "model")
     write_task(root, seed=seed, num_train=NUM_TRAIN, num_sft=NUM_SFT, num_valid=NUM_VALID)
     common = [f"fileroot={fileroot}", f"trial_name=seed{seed}", f"seed={seed}"]
-    console.print("2/3 a short warm-up by imitation, so that some answers are right by chance")
+    console.print("2/3 a short warm-up by supervised fine-tuning, so that some answers are right")
     config, notes = prepare(
         recipe("demo_sft.yaml"),
         [*common, f"actor.path={root / 'model'}", f"train_dataset.path={root / 'sft.jsonl'}"],

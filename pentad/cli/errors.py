@@ -1,6 +1,6 @@
 """Turns what went wrong into sentences on stderr and an exit code.
 
-2: bad input, nothing was started. 1: the run could not go on; its first cause is the last thing
+2: bad input, nothing was started. 1: the run could not continue; its first cause is the last thing
 printed. 130: interrupted. With PENTAD_TRACEBACK=1 the traceback comes first.
 """
 
@@ -54,7 +54,7 @@ def reporting(command: Callable[..., None]) -> Callable[..., None]:
             _show([str(_not_installed(package))], "1 problem, nothing was started:")
             raise typer.Exit(BAD_INPUT) from None
         except OSError as error:
-            if isinstance(error, BrokenPipeError):  # whoever read the output has had enough
+            if isinstance(error, BrokenPipeError):  # the reader closed the pipe, as `head` does
                 raise
             _show_traceback()
             _show([f"the operating system refused: {error}."])
@@ -108,7 +108,7 @@ def _show(sentences: list[str], heading: str = "") -> None:
     from rich.console import Console
     from rich.text import Text
 
-    if sys.stderr is None:  # closed by whoever started us: the log has the cause
+    if sys.stderr is None:  # closed by the parent process: the log has the cause
         return
     if sys.stdout is not None:
         sys.stdout.flush()  # what a pipe still holds must not come after the cause

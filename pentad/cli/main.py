@@ -131,7 +131,7 @@ def doctor(json: Findings = False) -> None:
 def slots(
     folder: Annotated[str, Argument(help="Folder of the records of an elastic run.")],
     drop: Annotated[
-        list[int] | None, Option(help="Take this slot away; the run goes on without it.")
+        list[int] | None, Option(help="Take this slot away; the run continues without it.")
     ] = None,
     join: Annotated[
         list[int] | None, Option(help="Give it back; it joins at the next checkpoint.")

@@ -185,7 +185,7 @@ async def until_signal(
         for number in SIGNALS:
             loop.remove_signal_handler(number)
         stop.set()
-        with suppress(BrokenPipeError):  # whoever read the output may be gone
+        with suppress(BrokenPipeError):  # the reader of the output may be gone
             print(f"stopping; requests under way have {drain_s:g} s", flush=True)
 
     for number in SIGNALS:

@@ -33,5 +33,5 @@ def run_slots(folder: str, drop: list[int], join: list[int]) -> None:
         used = f"rank {now.used.index(slot)}" if slot in now.used else "idle"
         state = f"away: {away[slot]}" if slot in away else used
         if slot in away and slot in now.used:
-            state += " (the run goes on without it)"
+            state += " (the run continues without it)"
         print(f"  slot {slot}: {state}")

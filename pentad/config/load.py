@@ -1,6 +1,6 @@
 """Loads a run's config from YAML and overrides, and writes it back; every mistake is reported.
 
-`planner.prepare` goes on from here: it resolves what was left open and checks the rules between
+`planner.prepare` resumes from here: it resolves what was left open and checks the rules between
 keys.
 """
 

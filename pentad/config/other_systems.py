@@ -92,7 +92,7 @@ TRL = {
     "gradient_checkpointing": ("actor.gradient_checkpointing", ""),
     "save_steps": ("saver.freq_steps", ""),
     "save_strategy": ("saver.freq_epochs", "or freq_steps"),
-    "resume_from_checkpoint": ("recover.mode", "auto: a run goes on when it is started again"),
+    "resume_from_checkpoint": ("recover.mode", "auto: a run continues when it is started again"),
     "eval_steps": ("evaluator.freq_steps", ""),
     "eval_strategy": ("evaluator.freq_steps", "or freq_epochs; needs valid_dataset.path"),
     "report_to": ("telemetry", "tensorboard: true, wandb.project or trackio.project"),

@@ -127,7 +127,7 @@ def _choose_made_rows(draft: _Draft) -> None:
 
 
 def _expand_homes(draft: _Draft) -> None:
-    """A shell does not expand the ~ of `actor.path=~/m`, and nobody that of a recipe."""
+    """A shell does not expand the ~ of `actor.path=~/m`, and nothing expands that of a recipe."""
     for key in PATHS:
         path = value_at(draft.config, key)
         if isinstance(path, str) and path.startswith("~"):

@@ -214,7 +214,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Where checkpoints are kept: a local folder, and a store that they are copied to."""
     recover: RecoverConfig = RecoverConfig()
-    """When the state of the run is saved, so that it can go on after a crash. Without a frequency:
+    """When the state of the run is saved, so that it can resume after a crash. Without a frequency:
     every 600 seconds and at the end of every epoch."""
     elastic: ElasticConfig = ElasticConfig()
     """What a run does that has fewer ranks to train with than its layout."""

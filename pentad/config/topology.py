@@ -49,7 +49,7 @@ def facts_of(
 
 
 def topology(config: Config, facts: Facts | None = None) -> Topology:
-    """Of a config that passed its rules."""
+    """The processes of a config that passed its rules."""
     return chosen(find_topology(config, facts), "allocation_mode")
 
 
@@ -461,7 +461,7 @@ class _Drawing:
         )
 
     def bundle(self, positions: range | tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-        """Of its GPUs; on a CPU each process has one of its own."""
+        """The bundle of its GPUs; on a CPU each process has a bundle of its own."""
         if self.placed.facts.kind == "cuda":
             found = [self.placed._bundle_of[position] for position in positions]
             return found[0][0], tuple(within for _, within in found)

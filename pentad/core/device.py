@@ -89,7 +89,7 @@ def freeze_gc(num_steps: int) -> None:
 
 
 def unfreeze_gc() -> None:
-    """At the end of a run, for a process that goes on: what it held can be collected again."""
+    """At the end of a run, for a process that continues: what it held can be collected again."""
     global is_frozen
     if is_frozen:
         gc.unfreeze()

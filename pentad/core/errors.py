@@ -51,12 +51,12 @@ def raise_problems(problems: Iterable[Problem | str]) -> None:
 
 
 class RunError(Exception):
-    """A run that cannot go on: the message is the first cause, in one sentence."""
+    """A run that cannot continue: the message is the first cause, in one sentence."""
 
 
 class Transient(RunError):
     """A failure of the machinery (a process was lost, hung or crashed): started again from its last
-    checkpoint, the run may go on."""
+    checkpoint, the run may continue."""
 
 
 class Crashed(Transient):
@@ -148,7 +148,7 @@ class DataFailure(Exception):
 
 
 def is_cancelled() -> bool:
-    """Whether somebody cancelled this task, and not only something that it awaits."""
+    """Whether this task itself was cancelled, not only something that it awaits."""
     import asyncio  # here, as it would make `pentad --help` a quarter slower
 
     task = asyncio.current_task()

@@ -2,7 +2,7 @@
 
     PENTAD_FAULT="at=backward rank=2 step=3 do=kill note=/tmp/fault"
 
-For `pentad chaos` and for whoever wants to see what a run does. Without the variable a point costs
+For `pentad chaos` and for experiments. Without the variable a point costs
 a look into a dictionary.
 """
 

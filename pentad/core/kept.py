@@ -19,7 +19,7 @@ def kept_folder() -> Path | None:
 
 
 def seconds_of(what: str) -> float | None:
-    """How long it took to compile this the last time here; None: nobody knows."""
+    """How long it took to compile this the last time here; None: unknown."""
     seconds = _read().get(what)
     return seconds if isinstance(seconds, float) else None
 

@@ -128,5 +128,5 @@ class FolderLock:
         while not self._closing.wait(BEAT_S):
             try:
                 os.utime(self._fd)
-            except OSError as error:  # a full or lost disk is reported by whoever writes there
+            except OSError as error:  # a full or lost disk is reported by the next write
                 log.debug("%s: %s", self.path, error)

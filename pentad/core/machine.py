@@ -97,7 +97,7 @@ def nvml() -> ctypes.CDLL | None:
 
 
 def gpu_memory_used(index: int) -> int | None:
-    """Bytes in use by all processes on one of this process's GPUs; None where nobody can say.
+    """Bytes in use by all processes on one of this process's GPUs; None where it is unknown.
     Asked of the driver: torch would take memory of its own for the question."""
     library, handle, memory = nvml(), ctypes.c_void_p(), NvmlMemory()
     if library is None:

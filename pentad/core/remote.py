@@ -18,7 +18,7 @@ class Remote:
     uri: str
     """`s3://BUCKET/PREFIX`; a run's objects lie under it by their paths in the local folder."""
     endpoint_url: str | None = None
-    """Of a store that is not Amazon's. Buckets are then addressed by path."""
+    """Address of a store that is not Amazon's. Buckets are then addressed by path."""
     region: str | None = None
     num_workers: int = 4
     """Requests at a time."""
@@ -29,11 +29,11 @@ class Remote:
     timeout_s: float = 30.0
     """Without a byte for this long a request has stalled."""
     max_attempts: int = 8
-    """Of one request; an upload that fails is begun again later, where it ended."""
+    """Attempts of one request; a failed upload is resumed later."""
     backoff_s: float = 0.25
     """Pause after the first failed attempt; doubles each time."""
     part_bytes: int = 16 << 20
-    """Of a multipart upload; S3 takes none below 5 MiB but the last."""
+    """Part size of a multipart upload; S3 takes none below 5 MiB but the last."""
 
     def under(self, path: str) -> Remote:
         return replace(self, uri=f"{self.uri.rstrip('/')}/{path}")

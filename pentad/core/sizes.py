@@ -57,7 +57,7 @@ class RunSize:
     """What engines depend on besides the config."""
 
     num_steps: int
-    """Of the whole run; the learning rate may follow it."""
+    """Steps of the whole run; the learning rate may depend on it."""
     max_row_tokens: int
     """The longest sequence the run can meet: no microbatch is smaller."""
 

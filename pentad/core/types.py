@@ -225,7 +225,7 @@ class Loss(Protocol):
     """A sum of per-token terms. Knows no ranks, no microbatches, no normaliser."""
 
     needs_entropy: bool
-    """Whether the gradient flows through the entropy (it is reported in any case)."""
+    """Whether the gradient flows through the entropy (it is always reported)."""
     columns: tuple[str, ...]
     """The columns it reads."""
 

@@ -231,7 +231,7 @@ class SftDataset(Examples):
         said = next((i + 1 for i, token in enumerate(ids) if token in stops), len(ids))
         if self.tokenizer.decode(ids[said:]).strip():
             end = self.tokenizer.decode([ids[said - 1]], keep_special=True)
-            raise BadRow(f"the response goes on after {end}, which ends it")
+            raise BadRow(f"the response continues after {end}, which ends it")
         return said
 
 

@@ -124,7 +124,7 @@ def is_plain_decoder(inner: Any) -> bool:
 def decode_all(inner: Any, many: Sequence[Sequence[int]]) -> list[str]:
     """Texts without special tokens, as the transformers tokenizer `inner` gives them one by one."""
     if is_plain_decoder(inner) and not inner.clean_up_tokenization_spaces:
-        return list(inner.backend_tokenizer.decode_batch(many, True))  # other threads go on
+        return list(inner.backend_tokenizer.decode_batch(many, True))  # other threads continue
     return [inner.decode(ids, skip_special_tokens=True) for ids in many]
 
 

@@ -68,7 +68,7 @@ class TokenSequences(Examples):
         pieces = [ids]
         if self.source.data.mask_documents:
             pieces = np.split(ids, np.flatnonzero(ids[:-1] == self.eos_id) + 1)
-        # Nothing is predicted in a piece of one token; an example has a row in any case.
+        # Nothing is predicted in a piece of one token; an example always has a row.
         return [_row(piece) for piece in pieces if len(piece) > 1] or [_row(ids[:1])]
 
     def span(self, start: int, stop: int) -> np.ndarray:

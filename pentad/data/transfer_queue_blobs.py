@@ -1,7 +1,7 @@
 """Blobs in TransferQueue, over its KV interface: one partition for the run's store.
 
 TransferQueue has one controller on a Ray cluster and storage units (`num_data_storage_units`) that
-the run starts. It does not start a unit that died again: the run then ends, and goes on from its
+the run starts. It does not start a unit that died again: the run then ends, and resumes from its
 checkpoint when it is started again.
 """
 

@@ -102,7 +102,7 @@ class PackedRows:
     num_rows: int
     """0: nothing but filling, computed so that all ranks make the same calls."""
     lengths: list[int]
-    """Of all rows of the microbatch, the filling ones included."""
+    """Lengths of all rows of the microbatch, padding rows included."""
     ids_U: Tensor
     positions_U: Tensor
     labels_U: Tensor

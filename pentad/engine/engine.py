@@ -542,7 +542,7 @@ class Engine:
 
     def begin_restore(self, counters: Mapping[str, Any]) -> None:
         """Makes room for what is restored. From here to `end_restore` the weights are of no step:
-        whoever writes to `state_tensors` in between writes all of them."""
+        the caller must write all of `state_tensors` in between."""
         self._require_actor("restoring")
         if counters["model"] != model_digest(self.held.whole):
             raise RunError(

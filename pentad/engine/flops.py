@@ -64,7 +64,7 @@ def measure_throughput(
     num_devices: int = 1,
     left_out: Sequence[int] = (),
 ) -> Throughput:
-    """Of training these sequences once, forward and backward; recomputation is not counted, and
+    """Throughput of training these sequences once; recomputation is not counted, and
     neither are first tokens that were computed for another sequence (`left_out` has the lengths).
     """
     counts = Counter(lengths)

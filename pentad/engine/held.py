@@ -60,7 +60,7 @@ def check_balance(archon: ArchonConfig, dims: ModelDims) -> None:
 def decoder_maker(
     dims: ModelDims, settings: EngineSettings, meshes: Meshes, *, value_head: bool
 ) -> Maker:
-    """Of models that have a model file."""
+    """Builds models that have a model file."""
 
     def build(**stage: object) -> Decoder:
         dtype = DTYPES[settings.model.param_dtype]

@@ -163,7 +163,7 @@ def optimizer_state(
 
 
 def compute_lr(keys: OptimizerConfig, step: int, total: int) -> float:
-    """Of the step with this index, counted from 0: a pure function, so there is nothing to save.
+    """Learning rate of a step, counted from 0: a pure function, so there is nothing to save.
 
     Warm-up rises linearly over w = proportion * total steps and reaches `lr` at step w - 1; then
     linear or cosine falls from `lr` to `min_lr_ratio * lr`, which it reaches at step `total`.
@@ -190,7 +190,7 @@ class WholeGradient:
     shards: dict[str, Tensor]
     """This rank's, by name."""
     square: Tensor
-    """Of the norm over all ranks, on the device."""
+    """Square of the norm over all ranks, on the device."""
 
 
 @dataclass(slots=True)

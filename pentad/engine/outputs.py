@@ -72,7 +72,7 @@ def routes_per_row(
     meshes: Meshes,
     at_least: int = 1,
 ) -> list[Tensor]:
-    """Of each row the experts its tokens were sent to, [L, mixture layers, k], on the CPU."""
+    """The experts of each row's tokens, [L, mixture layers, k], on the CPU."""
     outputs: dict[int, Tensor] = {}
     for indices, lengths, routes_TLk in _of_all(recorded, plan, rows, meshes, at_least):
         pieces = routes_TLk.split(list(lengths))

@@ -79,7 +79,7 @@ def find_bundles(rows: Sequence[Row]) -> list[RowBundle]:
 
 
 def left_out(bundles: Sequence[RowBundle] | None, plan: MicrobatchPlan) -> list[int]:
-    """Of each row whose first tokens another of its microbatch has computed, how many."""
+    """How many first tokens of each row another row of its microbatch has computed."""
     shared = {row: bundle for bundle in bundles or () if bundle.shared for row in bundle.rows}
     lengths = []
     for mb in itertools.chain.from_iterable(plan):

@@ -1,7 +1,7 @@
 """Microbatches through a pipeline: each call is one run of its schedule.
 
 What is computed at the last stage (log-probs, entropies, values, loss, statistics) is sent to all
-pipeline ranks, so that they go on alike.
+pipeline ranks, so that they continue alike.
 """
 
 from __future__ import annotations

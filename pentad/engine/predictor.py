@@ -55,7 +55,7 @@ class Predictor(nn.Module):
         self.keep_logits = keep_logits
         bend = decoder.logit_cap
         self.cap = None if bend is None else bend / decoder.logit_scale
-        """Of the head's product: scale and temperature are applied to it together, after it."""
+        """Cap of the head's product: scale and temperature are applied together, after it."""
         self.tp: Axis = ALONE
         self.vocab: VocabShard = WHOLE_VOCAB
         self.cuts: dict[str, Cut] = {}
@@ -69,7 +69,7 @@ class Predictor(nn.Module):
         attend: Attend,
         routes: Routes | None = None,
     ) -> Predicted | Tensor:
-        """Of a pipeline stage before the last, the hidden states for the next."""
+        """Predictions; hidden states from every pipeline stage but the last."""
         hidden_TD: Tensor = self.decoder(ids_T, positions_T, attend, routes)
         if not self.decoder.is_last:
             return hidden_TD

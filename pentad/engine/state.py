@@ -25,7 +25,7 @@ from pentad.weights.regions import Region
 
 Cuts = Mapping[str, Cut]
 MT_WORDS = 624
-"""Of the generator that Python and numpy share; a word is exact as float64."""
+"""Words of state of the generator that Python and numpy share; each is exact as float64."""
 
 
 def present_all(tensors: Mapping[str, Tensor], cuts: Cuts) -> dict[str, Tensor]:
@@ -68,7 +68,7 @@ def write_random(states: Mapping[str, Tensor], device: torch.device) -> None:
 def sources_between(
     names: Sequence[str], own: WeightMap, saved: WeightMap
 ) -> dict[str, tuple[Region, ...]]:
-    """Of each of these tensors of a state the parts, as regions of a state under other names."""
+    """The parts of each of these tensors, as regions of a state under other names."""
     regions = between(own, saved)
     return {name: tuple(_sources(name, regions)) for name in names if not name.startswith("rng.")}
 

@@ -29,7 +29,7 @@ from pentad.parallel.styles import apply_styles, match_styles, plan_style_cuts
 def transformers_maker(
     source: ConfigLike, settings: EngineSettings, meshes: Meshes, *, value_head: bool
 ) -> Maker:
-    """Of models of transformers; what cannot be trained like that is refused here."""
+    """Builds models of transformers; refuses those that cannot be trained this way."""
     config = read_hf_config(source)
     problems = []
     archon = settings.model.archon

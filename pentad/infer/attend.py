@@ -46,7 +46,7 @@ class KVCache:
             self.v_scale = torch.ones(shape[:-1], device=device)
         self.routes: Tensor | None = None
         """[blocks, places, mixture layers, k]: the experts that the token of each place was sent
-        to; beside its keys and values, so that whoever shares them shares it."""
+        to; beside its keys and values, so that sequences that share them share it."""
 
     def keep_routes(self, dims: ModelDims) -> None:
         num_layers = sum(map(dims.is_moe, range(dims.num_layers)))

@@ -43,7 +43,7 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def take(self) -> int:
-        """A block nobody holds; the caller has checked `num_free`."""
+        """A free block; the caller has checked `num_free`."""
         if self.unused:
             block = self.unused.pop()
         else:

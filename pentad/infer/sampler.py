@@ -142,7 +142,7 @@ class EmbeddedSampler:
         self._kick()
         try:
             return await future
-        except asyncio.CancelledError:  # nobody waits for the tokens any more
+        except asyncio.CancelledError:  # the caller no longer waits for the tokens
             if self.failure is None and not self.is_closed:
                 self._send(partial(self.engine.abort, request.id))
             raise
@@ -211,7 +211,7 @@ class EmbeddedSampler:
 
     def _send(self, action: Callable[[], object]) -> asyncio.Future[object]:
         future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        # Nobody waits for an abort of abandoned tokens: that it failed is no news either.
+        # The abort of abandoned tokens is not awaited, so its failure is not reported either.
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         self.commands.append(EngineCommand(action, future))
         self._kick()
@@ -231,7 +231,7 @@ class EmbeddedSampler:
     async def _drive(self) -> None:
         """Runs commands and steps until there is neither, or the sampler is paused or asleep."""
         try:
-            await asyncio.sleep(0)  # whoever is ready to submit does so before the first step
+            await asyncio.sleep(0)  # callers that are ready submit before the first step
             while not self.is_closed and (self.inbox or self.commands or self._can_step):
                 self.interrupt.clear()
                 await self._run_commands()

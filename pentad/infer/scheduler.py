@@ -63,7 +63,7 @@ class RequestScheduler:
         self.pool = pool
         self.max_batch_tokens = max_batch_tokens
         self.max_later_tokens = max_later_tokens or max_batch_tokens
-        """Of a step, in prefills that begin behind tokens of an earlier one: their attention
+        """Tokens of a step in prefills that continue an earlier one: their attention
         gathers keys and values and masks every pair."""
         self.admit_batch = admit_batch
         """While others run, rows are given out at least so many at a time."""
@@ -185,7 +185,7 @@ class RequestScheduler:
     # A step that was launched before the one ahead of it was recorded.
 
     def rows_ahead(self, rows: np.ndarray, seats: np.ndarray) -> np.ndarray | None:
-        """Of the rows of the step under way those that get a further token, unless a stop id ends
+        """The rows of the current step that get a further token, unless a stop id ends
         them, with a block for it. None where that step should be waited for."""
         table, pool = self.table, self.pool
         if self.may_admit:

@@ -32,7 +32,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     node: int = 0
     """Prefix node of its last full block. After new weights it leads nowhere, so a cache that
-    mixes versions is found by nobody."""
+    mixes versions is never found."""
     followers: list[Sequence] = field(default_factory=list)
     """Other continuations of the request, which start where this one's prefill ends."""
     finish: FinishReason | None = None

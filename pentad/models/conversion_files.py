@@ -187,7 +187,7 @@ def _in_processes(
                     job.result()
                 show()
         except BrokenProcessPool as error:
-            rule = "a worker process ended without a word, perhaps for want of memory"
+            rule = "a worker process died without an error message, perhaps for lack of memory"
             raise RunError(f"{folder}: {rule}; run it again with fewer processes") from error
         finally:
             pool.shutdown(cancel_futures=True)

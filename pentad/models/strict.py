@@ -59,7 +59,7 @@ class StrictRouter(Router):
         if logits_TR.is_cuda:  # one row of scores is one row of a program's tile
             weights_Tk, chosen_Tk = route(logits_TR, self.rule, self.bias, chosen_Tk)
         else:
-            # Experts that nobody chooses, and that weigh nothing.
+            # Padding experts: never chosen, with weight 0.
             wide_TR = invariant.widened(logits_TR, float("-inf"))
             if chosen_Tk is None:
                 chosen_Tk = invariant.by_tiles(self._choose, wide_TR.detach())

@@ -36,8 +36,8 @@ def _same(x: Tensor) -> Tensor:
 class VocabShard:
     """Which rows of the head this rank holds, and how to reduce over the ranks that hold the rest.
 
-    The gradient that flows to the hidden states is the part of this shard: whoever gave the same
-    hidden states to several shards sums it.
+    The gradient that flows to the hidden states is the part of this shard: a caller that
+    gave the same hidden states to several shards sums it.
     """
 
     start: int = 0

@@ -197,7 +197,7 @@ def compile_run(
     # tensors of the CPU, for which a C++ kernel is built, after half a minute of trying compilers.
     torch._dynamo.config.specialize_float = True
     # The compiler counts graphs by function, and this one stands for every kind of block and part,
-    # with gradients and without. Over its limit it runs what is new uncompiled and goes on.
+    # with gradients and without. Over its limit it runs what is new uncompiled and continues.
     torch._dynamo.config.recompile_limit = MAX_GRAPHS
     compiling.watch()
     compiled: Callable[..., Any] = torch.compile(

@@ -66,7 +66,7 @@ class ExpertDispatch:
         rest = side.after(x_ND, weights_N)
         finish = None if beside is None else beside()
         # The one wait for the device: splits of an exchange are numbers of the host. The device
-        # has been given all that needs none, and goes on with it while the host waits.
+        # has been given all that needs none, and continues with it while the host waits.
         sent, got = numbers.read()
         assert sum(sent) == chosen_Tk.numel() * self.etp, "pairs were lost on the way to experts"
         pair_bytes = x_TD.shape[1] * x_TD.element_size()
@@ -75,7 +75,7 @@ class ExpertDispatch:
         with rest, timed("dispatch", x_TD.device, with_weights):
             x_MD = exchange(self._for_group(x_ND, sent), self.group, got, sent)
             # A weight goes with its pair and stands before the down product: what comes back is
-            # only added up, and nobody has to keep it for the weights' gradients.
+            # only added up, and need not be kept for the weights' gradients.
             weights_M = exchange(self._for_group(weights_N, sent), self.group, got, sent)
         side.join(got_PE, x_MD, weights_M)
         y_MD = _run_here(x_MD, weights_M, got_PE[:, : self.num_held], experts)

@@ -23,7 +23,7 @@ from pentad.parallel.mesh import Axis, Meshes
 from pentad.weights.boxes import as_spread, box_of
 
 MAX_APART = 0.05
-"""Of the size of gradients that should be equal: rounding in 16 bit stays far below it, and what
+"""Share by which equal gradients may differ: rounding in 16 bit stays far below it, and what
 another share of the heads gives far above."""
 
 

@@ -130,7 +130,7 @@ def build_meshes(layout: Layout, device: torch.device) -> Meshes:
     if known is not None and known[0] is world:
         return known[1]
     if any(group is not world for group, _ in _BUILT.values()):
-        # A new world of the same shape: DTensor would go on with the meshes of the old one.
+        # A new world of the same shape: DTensor would continue with the meshes of the old one.
         _BUILT.clear()
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # slow to import
 

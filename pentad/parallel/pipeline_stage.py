@@ -190,7 +190,7 @@ class PackedStage(_PipelineStageBase):
         if full_backward or not self.splits:
             torch.autograd.backward(output, grad)
             grad_out = None if given is None else given.grad
-        elif given is None:  # nobody waits for the first stage's: all of it is the weight part
+        elif given is None:  # the first stage sends none back: all of it is the weight part
             self.alive.weight_parts[bwd_chunk_id] = output, grad
             return
         else:

@@ -1,4 +1,4 @@
-"""Turns a checked config into a plan: who stands where, how much memory, how many tokens and files.
+"""Turns a checked config into a plan: placement, memory, tokens and files.
 
 No torch and no GPU. `build_plan` computes figures; `pentad.cli.plan` prints them.
 """
@@ -389,8 +389,8 @@ def host_phases(
 
 
 def saves_async(config: Config, staged: float, free_bytes: float) -> bool:
-    """Whether saves are staged in host memory and written while training goes on. The export at the
-    end is made without."""
+    """Whether saves are staged in host memory and written while training continues; the export at
+    the end is not."""
     mode = config.saver.mode
     return mode == "async" or (mode == "auto" and STAGING_HEADROOM * staged <= free_bytes)
 

@@ -237,7 +237,7 @@ def _is_chosen_for(config: Config, device: Device, command: Command) -> bool:
 
 
 def saves_beside(config: Config, device: Device, in_use_bytes: float) -> bool:
-    """Whether a run writes its saves while training goes on, as its plan says it."""
+    """Whether a run writes its saves while training continues, as its plan says it."""
     if _is_counted(config):
         return build_plan(config, device, in_use_bytes=in_use_bytes).is_async
     return saves_async(config, 0.0, device.host_bytes)

@@ -34,13 +34,13 @@ MEANING = {
 }
 """What a job can do where this protection is missing."""
 AMOUNTS = {"threads", "total size of files"}
-"""Without these a job reaches nothing that it should not: a pool warns, and goes on."""
+"""Without these a job reaches nothing that it should not: a pool warns, and continues."""
 
 
 @contextlib.contextmanager
 def bait(folder: str) -> Iterator[dict[str, Any]]:
     """Things outside of a job that it must not reach, as arguments of `missing`: a file that
-    anybody may read and write, and a port that listens."""
+    every user may read and write, and a port that listens."""
     descriptor, file = tempfile.mkstemp(dir=folder)
     os.fchmod(descriptor, 0o666)
     try:

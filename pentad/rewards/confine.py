@@ -160,7 +160,7 @@ class Limits:
     """The largest file; with isolate, all files of a job together."""
     max_result_bytes: int = 1 << 20
     allow_weaker: bool = False
-    """Goes on without the protections that this machine does not offer."""
+    """Continues without the protections that this machine does not offer."""
 
 
 PAGE_TABLE_SHARE = 16

@@ -114,7 +114,7 @@ def _write_maps(child: int) -> None:
 
 
 def leave_root() -> None:
-    """A job of root goes on as nobody, unless Python was installed for root alone."""
+    """A job of root continues as the user `nobody`, unless Python was installed for root alone."""
     paths = map(Path, (os.__file__, *readable_paths()))
     if os.getuid() == 0 and all(path.stat().st_mode & stat.S_IROTH for path in paths):
         os.setgroups([])

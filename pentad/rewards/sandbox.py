@@ -1,7 +1,7 @@
 """A pool of killable worker processes: whatever a job does, it ends in time and the pool is whole.
 
 A worker (`warden.py`) runs each job in a child process under the limits of `confine.py`. A job
-that loops, crashes, forks, floods or exits comes back as JobFailed; the worker goes on. A worker
+that loops, crashes, forks, floods or exits comes back as JobFailed; the worker continues. A worker
 that is lost itself is ended with everything below it and started anew.
 """
 

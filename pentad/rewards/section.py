@@ -59,7 +59,7 @@ class RewardConfig(Section):
     allow_processes: bool = False
     """Whether a reward of your own may start processes."""
     allow_weaker: bool = False
-    """Goes on where this machine lacks a protection that rewards are run under."""
+    """Continues where this machine lacks a protection that rewards are run under."""
 
     @property
     def functions(self) -> tuple[str, ...]:

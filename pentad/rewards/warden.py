@@ -152,7 +152,7 @@ class Warden:
             if watch in ready:
                 return Ended(None, body=bytes(written))
             if self.control in ready or os.getppid() != self.parent:
-                return Ended("cancelled", "nobody waits for it")
+                return Ended("cancelled", "its caller is gone")
             if confine.page_table_bytes(watch) > max_tables:
                 return Ended("memory", f"more than {max_tables} bytes of page tables")
             if self.limits.allow_processes:

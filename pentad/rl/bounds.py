@@ -116,7 +116,7 @@ class Bounds:
         self.nonfinite.clear()
 
     def past(self, steps: Sequence[StepResult], signs: Signs | None = None) -> str:
-        """The sentence that ends the run; empty as long as it may go on."""
+        """The sentence that ends the run; empty as long as it may continue."""
         is_bad = any(not math.isfinite(step.grad_norm + step.loss) for step in steps)
         if signs is None:
             return self._gradients(is_bad)

@@ -14,7 +14,7 @@ from p, the gradient of KL(p || q) is E[d * grad log p]:
     k2  d * grad log p: right as it stands.
     k3  (1 - exp(-d)) * grad log p: the gradient of KL(q || p), the other direction; close to the
         right one while d is small. It is what GRPO's paper does, so it is left as it stands, up to
-        the slope MAX_K3_SLOPE (d = -2.4): below, it goes on as a straight line.
+        the slope MAX_K3_SLOPE (d = -2.4): below, it continues as a straight line.
 """
 
 from __future__ import annotations

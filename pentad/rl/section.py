@@ -214,7 +214,7 @@ class AlgorithmSettings:
     cov_kl_coef: float = 1.0
     reward_scale: float = 1.0
     reward_clip: float | None = None
-    """Of distillation: largest difference of a token's log-probs."""
+    """For distillation: largest difference of a token's log-probs."""
     max_reward: float = 1e6
     """A reward beyond it, scaled and clipped, stops the run: no sum of squares would hold it."""
 
@@ -281,8 +281,8 @@ class GuardsConfig(Section):
     max_rollbacks: NonNegativeInt = 2
     """How often a run that would stop, since `patience_steps` gradients in a row were not finite,
     goes back to the weights and optimizer state of its newest recovery checkpoint instead (of an
-    older one if that has not helped). Steps, data and learning rate go on: what was trained since
-    is not trained again."""
+    older one if that has not helped). Steps, data and learning rate continue: what was trained
+    since is not trained again."""
     replica_check_steps: Count | None = 100
     """Steps after which ranks compare what several of them hold copies of, weights and optimizer
     state, bit by bit; a difference ends the run before it is saved. null: never."""

@@ -129,7 +129,7 @@ async def answer_prompts(
     count_votes: Callable[[Group], Awaitable[Votes]] | None = None,
     on_answered: Callable[[Answered], None] | None = None,
 ) -> list[Answered]:
-    """All prompts through the executor, in their order. Raises RunError if it cannot go on."""
+    """All prompts through the executor, in their order. Raises RunError if it cannot continue."""
     gate = asyncio.Semaphore(MAX_GROUPS_IN_FLIGHT)
 
     async def one(prompt: Prompt) -> Answered:

@@ -2,7 +2,7 @@
 
 An episode is one run of an agent program. It has an address and a key of its own; every answer
 that it is given is recorded as the ids the sampler drew, with their log-probs and versions. A
-conversation that goes on is never encoded again: its ids are those recorded, and only what the
+conversation that continues is never encoded again: its ids are those recorded, and only what the
 program added is rendered behind them.
 
 The run decides how tokens are drawn: temperature, top_p, top_k and seed of a request are not used.
@@ -256,7 +256,7 @@ class Episode:
             yield message["role"], content if isinstance(content, str) else json.dumps(content)
 
     def _continued(self, ids: list[int]) -> int | None:
-        """The longest sequence that `ids` goes on from."""
+        """The longest sequence that `ids` continues."""
         fitting = [i for i, t in enumerate(self.transcripts) if t.ids == ids[: len(t.ids)]]
         return max(fitting, key=lambda i: len(self.transcripts[i].ids), default=None)
 

@@ -43,7 +43,7 @@ class RolloutConfig(Section):
     (`class:FILE:Class`, `gym:ID`, `mcp:COMMAND` or `mcp:URL`, `reasoning_gym:NAME`); or
     `package.module:Class`, a workflow of your own."""
     agent: str | None = None
-    """Of `workflow: agent`: `package.module:function` or `path/to/file.py:function`, a function
+    """For `workflow: agent`: `package.module:function` or `path/to/file.py:function`, a function
     that talks to the policy as to an OpenAI server."""
     max_concurrent_groups: Count | None = None
     """Groups in flight. null: one batch, times one more for each step of staleness."""
@@ -57,7 +57,7 @@ class RolloutConfig(Section):
     max_batch_tokens: Count | None = None
     """Most tokens the sampler runs in one forward pass. null: 8192; of the embedded sampler on a
     GPU 32768, fewer of a wide model or where little memory is free, and of them 8192 in prompts
-    that go on from cached tokens; `max_running` where that is more."""
+    that resume from cached tokens; `max_running` where that is more."""
     max_running: Annotated[int, Field(ge=1, le=1000000)] | None = None
     """Most sequences that a sampler decodes together. null: as many as it gets at once, at least
     256 and at most 1024; what does not fit the key-value cache waits."""
@@ -68,10 +68,10 @@ class RolloutConfig(Section):
     half of the memory of bf16, and decoding reads half as much; log-probs of sampler and trainer
     then differ by more than the rounding of 16 bits (docs/serving.md has the figures)."""
     on_update: Literal["continue", "reprefill"] = "continue"
-    """What new weights do to answers under way: they go on with the cache of the old weights, or
+    """What new weights do to answers under way: they continue with the cache of the old weights, or
     their cache is computed anew."""
     replay_routes: bool = False
-    """Of a mixture of experts: the sampler reports where it sent each token, and training sends it
+    """For a mixture of experts: the sampler reports where it sent each token, and training sends it
     to the same experts, so that rounding cannot choose others."""
     weight_deltas: bool = True
     """Weights that travel by disk: only tensors that changed since the version that the sampler

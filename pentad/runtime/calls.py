@@ -66,7 +66,7 @@ class RankCalls:
         self.group = group_of_calls() if self.rank.world > 1 else None
         self.lock = threading.Lock()
         self.is_broken = False
-        """Whether a call failed here: nobody knows then where the other ranks stand."""
+        """Whether a call failed here: the state of the other ranks is then unknown."""
 
     def call(self, method: str, **arguments: Any) -> Any:
         """Makes the call on all ranks, one at a time, from any thread; rank 0's answer."""
@@ -94,7 +94,7 @@ class RankCalls:
         return self.service.device
 
     def check(self) -> None:
-        """What ends the other ranks is seen by whoever started them."""
+        """Failures of the other ranks are seen by the launcher that started them."""
 
     def __enter__(self) -> RankCalls:
         return self

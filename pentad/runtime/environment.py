@@ -16,7 +16,7 @@ DETERMINISTIC = {
 
 
 def make_deterministic() -> None:
-    """In a process that nobody started as a rank; before its first product on a GPU and its first
+    """For a process that was not started as a rank; before its first product on a GPU and its first
     compilation, when they are read. What the user set stays: torch refuses what does not do."""
     import torch  # not in a process that only starts ranks
 

@@ -390,7 +390,7 @@ class RankGroup:
         failures = [one.failure for one in self.members if one.failure is not None]
         if all(failure.is_consequence for failure in failures):
             silent = [one for one in self.members if one.failure is None]
-            if silent:  # they waited for somebody
+            if silent:  # they were waiting for another rank
                 return await self._stuck("did not answer the others", silent, failures)
         return self._explained(failures)
 

@@ -59,7 +59,7 @@ class Rank:
 
 
 class Pulse:
-    """Called where long work passes a mark (a microbatch, a tensor): it goes on."""
+    """Called where long work passes a mark (a microbatch, a tensor): it continues."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -89,7 +89,7 @@ def is_one_machine() -> bool:
 
 
 def rank_from_environment(environment: Mapping[str, str] = os.environ) -> Rank | None:
-    """The rank that torchrun, or whoever else set RANK and WORLD_SIZE, made of this process."""
+    """The rank of this process, where torchrun or another launcher set RANK and WORLD_SIZE."""
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
     keys = ("RANK", "WORLD_SIZE", "LOCAL_RANK")

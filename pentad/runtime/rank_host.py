@@ -243,7 +243,7 @@ class RankHost:
             elif store is None:
                 host, port = place["host"], place["port"]
                 store = dist.TCPStore(host, port, self.rank.world, is_master=False, timeout=timeout)
-            # Whoever belongs to an earlier group finds nothing under its own name.
+            # A rank of an earlier group finds nothing under its own prefix.
             store = dist.PrefixStore(f"generation-{payload.get('generation', 0)}", store)
             join_group(self.rank, device, timeout_s=timeout_s, store=store)
         elif device.type == "cuda":

@@ -103,7 +103,7 @@ def beside(call: Callable[[], T]) -> Future[T]:
     def run() -> None:
         try:
             future.set_result(call())
-        except BaseException as error:  # whoever asked gets it
+        except BaseException as error:  # raised in the caller
             future.set_exception(error)
 
     threading.Thread(target=run, name="ray call", daemon=True).start()

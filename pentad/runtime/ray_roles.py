@@ -1,6 +1,6 @@
 """Role processes on a Ray cluster: one placement group for the run, a plain actor for each role.
 
-An actor runs the code of `role_host` and says its address; whoever asked for it connects as to a
+An actor runs the code of `role_host` and reports its address; the caller connects as to a
 process of this machine. The cluster that RAY_ADDRESS names is joined, else one is started on this
 machine. `close` ends what was started here, and nothing else.
 """

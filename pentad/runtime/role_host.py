@@ -1,8 +1,8 @@
 """The process of one role: `python -m pentad.runtime.role_host`, its job as JSON on standard input.
 
 It listens before anything heavy is imported, makes the object of its target in a thread, and serves
-the object's async methods to whoever knows the token. It beats with the object's stats, and ends
-with its parent, or when nobody is connected any more.
+the object's async methods to callers that know the token. It sends the object's stats as a
+heartbeat, and ends with its parent or when the last connection closes.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class RoleHost:
             async with asyncio.timeout(connect_s):
                 await self.listener.had_any.wait()
         except TimeoutError:
-            log.error("nobody connected within %g s", connect_s)
+            log.error("no connection within %g s", connect_s)
             return
         await self.listener.wait_alone()
 
@@ -158,4 +158,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # threads may still be making what nobody waits for
+    os._exit(code)  # threads may still be working on results that are no longer needed

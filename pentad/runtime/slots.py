@@ -2,7 +2,7 @@
 away and return.
 
 A slot that is away has a file in the run's folder, `slots/N.away`, with the reason: written by the
-run when the slot failed too often, or by whoever takes the device away (`pentad slots --drop N`).
+run when the slot failed too often, or by the user (`pentad slots --drop N`).
 Without the file it is there again. `slots/now.json` says which ones a run has, and uses.
 """
 

@@ -3,7 +3,7 @@
 On one node the script runs the command as it is; on several, `torchrun` on each of those that train
 with the rendezvous on the first, and an agent (`runtime.nodes`) on each that has samplers and is
 not the first. Shortly before the time limit the run is asked to stop and the job queued
-again, and it goes on from its last checkpoint; so it does after the loss of a node.
+again, and it resumes from its last checkpoint; so it does after the loss of a node.
 """
 
 from __future__ import annotations
@@ -120,12 +120,12 @@ cd {work_folder}
 FIRST_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 PORT=$((20000 + SLURM_JOB_ID % 20000))
 export FIRST_NODE PORT
-# srun gives a step one core, unless it is told: sbatch's number is not passed on.
+# srun gives a step one core unless this is set: it does not inherit the number of sbatch.
 export SRUN_CPUS_PER_TASK="${{SLURM_CPUS_PER_TASK:-${{SLURM_CPUS_ON_NODE:-1}}}}"
 # The interface between the nodes, where the one that is found is wrong:
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
 
-# A job that is queued again goes on from its last checkpoint.
+# A job that is queued again resumes from its last checkpoint.
 set -- {first_only}
 [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ] && set --
 

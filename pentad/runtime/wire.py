@@ -2,7 +2,7 @@
 
 Both ends prove that they know one token before the first frame, and a frame of another generation
 is refused. Calls made in one turn of the event loop travel in one frame, and the other end starts
-all of them before any of them goes on. Sizes, calls under way, unread answers and silence are
+all of them before any of them continues. Sizes, calls under way, unread answers and silence are
 bounded.
 """
 
@@ -47,8 +47,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 LOGGED_REFUSALS = 100
 """Further ones are logged when their number has doubled: strangers must not fill the disk."""
 STALL_S = 60.0
-"""A process that takes nothing of a frame for so long is given up by those who call it. They are
-waited for as long as they live: whoever started it may be stopped."""
+"""A callee that reads nothing of a frame for this long is given up. A caller is waited for as long
+as it lives: it may be suspended."""
 CLOSE_S = 1.0
 
 Serve = Callable[[str, dict[str, Any]], Coroutine[Any, Any, Any]]
@@ -162,7 +162,7 @@ class Connection:
             while True:
                 await self.has_mail.wait()
                 self.has_mail.clear()
-                await asyncio.sleep(0)  # whoever is ready to call does so before the frame is made
+                await asyncio.sleep(0)  # callers that are ready add their calls to the frame
                 while self.outbox:
                     self.writer.writelines(self._next_frame())
                     async with asyncio.timeout(STALL_S if self.serve is None else None):
@@ -379,7 +379,7 @@ class Listener:
         self.server = await asyncio.start_server(self._accept, sock=self.sock)
 
     async def wait_alone(self) -> None:
-        """Until somebody was connected and nobody is any more."""
+        """Waits until there has been a connection and there is none any more."""
         await self.had_any.wait()
         while self.connections:
             await asyncio.wait([one.lost for one in self.connections])

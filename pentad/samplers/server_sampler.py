@@ -303,7 +303,7 @@ class ServerSampler:
         params, num = request.params, len(answer.ids)
         passed = next((t for t in range(num - 1) if answer.ids[t] in params.stop_ids), None)
         if passed is not None:
-            return f"it went on after token {passed}, id {answer.ids[passed]}, which ends an answer"
+            return f"it continued after token {passed}, id {answer.ids[passed]}, a stop token"
         is_end = bool(params.stop_strings) or answer.ids[-1] in params.stop_ids
         if answer.finish == "stop" and not is_end:
             return f"it stopped at id {answer.ids[-1]}, which ends no answer"

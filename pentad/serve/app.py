@@ -306,7 +306,7 @@ def answering_errors(endpoint: Endpoint) -> Endpoint:
         except RunError as error:
             return refused(server_failed(error))
         except (ClientGone, ClientDisconnect):
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # not read: the client is gone
         except asyncio.CancelledError:  # the time to drain is over
             return refused(stopping())
 

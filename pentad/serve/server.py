@@ -115,7 +115,7 @@ SEND_BUFFER = 256 << 10
 
 
 class Server(uvicorn.Server):
-    """Leaves signals to whoever runs the loop: uvicorn would raise them again at the end."""
+    """Leaves signals to the owner of the loop: uvicorn would raise them again at the end."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Runs jobs on the sampler, text work in threads, and ends what nobody waits for any more."""
+"""Runs jobs on the sampler, text work in threads, and cancels work whose client is gone."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TextWork:
             free.release()
             self.num_running -= 1
             if not done.cancelled():
-                done.exception()  # nobody may be left to read it
+                done.exception()  # marks it as retrieved: the client may be gone
 
         work.add_done_callback(ended)
         result: T = await asyncio.shield(work)

@@ -61,7 +61,7 @@ MAX_HANDLE_BYTES = 1 << 12
 
 
 def gpu_handle(tensor: Tensor) -> dict[str, Any]:
-    """It must stay until whoever opens it has read it."""
+    """The handle of a tensor, which must live until the receiver has read it."""
     assert tensor.is_cuda and tensor.is_contiguous(), "what is shared lies in one piece on a GPU"
     _, arguments = reduce_tensor(tensor)
     return {
@@ -110,5 +110,5 @@ def checked_handle(value: Mapping[str, Any]) -> list[Any]:
 
 
 def strides(shape: list[int]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
+    """Strides of a contiguous tensor."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

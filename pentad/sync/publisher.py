@@ -1,7 +1,7 @@
 """Publishing: every sampler gets the learner's weights, whole, proven by digest or comparison.
 
 A snapshot is taken in the learner's own program order. In place (samplers idle) it holds
-references; overlapped it holds copies, so that training may go on while it travels. What several
+references; overlapped it holds copies, so that training may continue while it travels. What several
 ranks hold they write themselves (`shards`). Versions only grow; a snapshot that was overtaken
 before it was sent is never sent.
 """
@@ -59,7 +59,7 @@ def take_snapshot(
     """Call it where the learner runs; `copy` when the learner will move on before the install.
 
     `on_host` for weights that are gathered from several ranks: no one device need hold them all.
-    Not `hashed` where they are compared in place: the digest is made if somebody asks for it.
+    Not `hashed` where they are compared in place: the digest is then computed on demand.
     """
     if not hashed and not copy and not on_host:
         pairs = tuple((name, tensor.detach()) for name, tensor in weights)

@@ -1,7 +1,7 @@
 """The record of a step: every field that steps.jsonl has, what it means and in which unit.
 
 The classes below are the schema: docs/telemetry.md is written from them. A field that does not
-apply, or that nobody measured, is null. Numbers that are not finite cannot be written as JSON:
+apply, or was not measured, is null. Numbers that are not finite cannot be written as JSON:
 they become null too, and `nonfinite` says which they were and what.
 """
 

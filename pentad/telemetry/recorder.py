@@ -1,10 +1,10 @@
 """The recorder: takes what happened in a run to its files, sinks and screen.
 
 It stops a run for one reason: the run folder is no longer there. What else fails here (a full disk,
-a closed terminal, a logger's bug) is reported once and counted; training goes on. The files are
+a closed terminal, a logger's bug) is reported once and counted; training continues. The files are
 tried again at the next step. Steps and evaluations may be reported from different threads.
 
-`resume` goes on where an earlier start of the run left off: what it recorded beyond the step that
+`resume` resumes where an earlier start of the run left off: what it recorded beyond the step that
 was restored is marked, everything else counts as if this start had recorded it.
 """
 
@@ -112,7 +112,7 @@ class Recorder:
         self._steps, self._samples, self._evals = self._writers
 
     def resume(self, step: int) -> int:
-        """Goes on after `step`; how many recorded steps will be done again. Once, at the start."""
+        """Continues after `step`; returns how many recorded steps will be done again. Once."""
         with self._lock:
             for writer in self._writers:
                 writer.close()
@@ -251,9 +251,9 @@ class Recorder:
     def _try(self, what: str, act: Callable[[], object]) -> bool:
         try:
             act()
-        except Exception as error:  # whatever a record's way meets, the run goes on without it
+        except Exception as error:  # whatever a record's way meets, the run continues without it
             self.failures[what] = self.failures.get(what, 0) + 1
             if self.failures[what] == 1:
-                log.warning("%s: %s: %s; training goes on", what, type(error).__name__, error)
+                log.warning("%s: %s: %s; training continues", what, type(error).__name__, error)
             return False
         return True

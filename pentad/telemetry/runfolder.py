@@ -52,7 +52,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 FILES = {
     "config.yaml": "The config with every value filled in; `pentad train` on it repeats the run.",
     "manifest.json": "What the run is made of: config digest, seed, and for every start the time, "
-    "the step it went on from, the command, package versions, git commit and hardware.",
+    "the step it resumed from, the command, package versions, git commit and hardware.",
     "steps.jsonl": "One JSON record a step: loss, rewards, lengths, ratios, timings, memory, where "
     "the prompts went. Every field is explained in docs/telemetry.md.",
     "evals.jsonl": "One JSON record an evaluation: which version of the weights, accuracy with its "
@@ -79,9 +79,9 @@ FILES = {
     "telemetry.tensorboard is true: "
     "`tensorboard --logdir` on this folder.",
     "wandb/": "What Weights & Biases keeps of the run, if telemetry.wandb is set.",
-    "exit.json": "How the last start ended, for whoever supervises the run: complete, stopped (by "
-    "a signal) or failed, the reason, and the step it goes on after; not there while it runs, and "
-    "after a kill.",
+    "exit.json": "How the last start ended, for programs that supervise runs: complete, stopped "
+    "(by a signal) or failed, the reason, and the step it resumes after; absent while it runs "
+    "and after a kill.",
     "run.lock": "Held by the running program, which it names with machine and time, so that no "
     "second one writes here; empty otherwise.",
     "earlier/": "Records of former runs of this name that were started anew with --fresh; their "
@@ -98,7 +98,7 @@ README = """\
 
 {table}
 
-Lines of the .jsonl files are written as things happen, so they can be read while the run goes on
+Lines of the .jsonl files are written as things happen, so they can be read while the run is active
 and after a crash. Lines marked `superseded` are of steps that a resumed run did again.
 Weights are not here but in {checkpoints}.
 """
@@ -130,8 +130,8 @@ class RunFolder:
         and another program may have taken its place."""
         if not self._lock.is_there():
             raise RunError(
-                f"run folder = {self.path}: was deleted or replaced while the run went on, so its "
-                "records are lost"
+                f"run folder = {self.path}: was deleted or replaced while the run was active, so "
+                "its records are lost"
             )
 
     def add_start(self, start: Mapping[str, Any]) -> None:

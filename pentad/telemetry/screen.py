@@ -35,7 +35,7 @@ MAX_TURNS = 5
 HEADER_EVERY = 25
 """Plain lines between two headers."""
 ETA_STEPS = 20
-"""Steps whose mean duration is expected to go on."""
+"""Steps whose mean duration is expected to continue."""
 BLOCKS = "".join(chr(0x2581 + i) for i in range(8))
 ASCII_BLOCKS = "_.-=+*#@"
 

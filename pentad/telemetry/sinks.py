@@ -125,7 +125,7 @@ class BackgroundSink:
     def _switch_off(self, why: str) -> None:
         if not self.is_off:
             self.is_off = True
-            log.warning("%s is switched off: %s; training goes on", self.name, why)
+            log.warning("%s is switched off: %s; training continues", self.name, why)
 
 
 def build_sinks(

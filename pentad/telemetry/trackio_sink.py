@@ -12,8 +12,8 @@ from pentad.telemetry.samples import cells_of
 
 
 class TrackioSink:
-    """One run there for one run folder, by its name: a resumed run goes on in the same curves. What
-    was sent cannot be taken back, so it is not sent twice."""
+    """One run there for one run folder, by its name: a resumed run continues in the same curves.
+    What was sent cannot be taken back, so it is not sent twice."""
 
     def __init__(self, folder: Path, name: str, *, project: str, space: str | None) -> None:
         self.run = trackio.init(

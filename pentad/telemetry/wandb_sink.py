@@ -14,8 +14,8 @@ from pentad.telemetry.samples import cells_of
 
 class WandbSink:
     """One run there for one run folder: its id follows from the folder's path, so a resumed run
-    goes on in the same curves. Steps are a field, since evaluations come at steps that wandb's own
-    counter has passed. What was sent cannot be taken back, so it is not sent twice.
+    continues in the same curves. Steps are a field, since evaluations come at steps that wandb's
+    own counter has passed. What was sent cannot be taken back, so it is not sent twice.
     """
 
     def __init__(

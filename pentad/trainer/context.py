@@ -154,7 +154,7 @@ def open_run(
     dims: ModelDims,
     device: torch.device,
 ) -> Iterator[RunContext]:
-    """Takes the run folder, opens log, sinks and screen, and closes them in any case."""
+    """Takes the run folder, opens log, sinks and screen, and always closes them."""
     size, layout = config.train_dataset.batch_size, config.layout("actor")
     steps_per_epoch = data.steps_per_epoch(size)
     num_steps = config.total_train_steps or steps_per_epoch * config.total_train_epochs
@@ -285,7 +285,7 @@ def noted_end(folder: RunFolder, checkpoints: Path, *, is_last: bool = True) -> 
 
 
 def writes_beside(config: Config, device: torch.device, layout: Layout) -> bool:
-    """Whether saves are written while training goes on; warns where `auto` finds no room."""
+    """Whether saves are written while training continues; warns where `auto` finds no room."""
     local = min(layout.world, config.cluster.n_gpus_per_node or layout.world)
     own = local * min((host.rss_gb() or 0.0) * 1e9, PROCESS_BYTES[kind_of(device)])
     here = Device(kind_of(device), host_memory()[1], "this machine")
@@ -311,7 +311,7 @@ def start_screen(title: str, num_steps: int) -> Screen | None:
     try:
         return open_screen(title, num_steps)
     except OSError as error:
-        log.warning("the screen: %s; training goes on", error)
+        log.warning("the screen: %s; training continues", error)
         return None
 
 

@@ -131,7 +131,7 @@ def roll_back(
     context.steps.rolled_back_to = to + 1
     log.warning(
         "step %d: %s. The weights and the optimizer state of step %d are put back (rollback %d "
-        "of guards.max_rollbacks = %d); steps and data go on",
+        "of guards.max_rollbacks = %d); steps and data continue",
         step + 1,
         sentence.partition(":")[0],
         to + 1,

@@ -54,7 +54,7 @@ def describe_progress(config: Config) -> str:
     found = find_checkpoints(checkpoint_path(config), log.debug) if config.recover.is_on else []
     if found:
         step = found[0].step + 1
-        return f"the run stands after step {step}, and goes on there when it is started again"
+        return f"the run has done step {step}; started again, it resumes there"
     is_far = config.recover.is_on and config.checkpoint.remote_uri is not None
     return "nothing was trained" + (" since it was started" if is_far else "")
 

@@ -51,7 +51,7 @@ class EvaluatorConfig(FrequencyConfig):
 
 class SaverConfig(FrequencyConfig):
     mode: Literal["auto", "sync", "async"] = "auto"
-    """Whether training waits while a save is written (sync) or goes on, with a copy of it in host
+    """Whether training waits while a save is written (sync) or continues, with a copy of it in host
     memory (async); of exports and recovery checkpoints. auto: async, unless the host cannot hold
     the copies, which is said."""
     keep_last: Count | None = None
@@ -69,7 +69,7 @@ class SaverConfig(FrequencyConfig):
 
 class RecoverConfig(FrequencyConfig):
     mode: SwitchName = "auto"
-    """Whether the state of the run is saved, and a run that stopped goes on where it was when it is
+    """Whether the state of the run is saved, and a run that stopped resumes where it was when it is
     started again. auto and on do; off and disabled do not."""
     retries: NonNegativeInt = 3
     """How often a run that lost a process, or failed for a reason that may pass, is started again
@@ -87,14 +87,14 @@ class RecoverConfig(FrequencyConfig):
 
 class ElasticConfig(Section):
     enabled: bool = False
-    """Whether a run that lost ranks for good goes on with those that are left, in the largest
+    """Whether a run that lost ranks for good continues with those that are left, in the largest
     layout that they allow, and takes them in again when they return. `plan --world N` shows it."""
     min_ranks: Count = 1
     """With fewer ranks that train the run waits."""
     wait_timeout_s: Seconds = 3600.0
     """A run that waits for ranks for longer ends."""
     drop_grace_s: NonNegative = 0.0
-    """How long a rank that is away may take to return before the others go on without it."""
+    """How long a rank that is away may take to return before the others continue without it."""
     slot_failures: Count = 2
     """A rank whose process died, hung or raised so often, without a checkpoint gained in between,
     counts as away. One that merely failed once is started again."""

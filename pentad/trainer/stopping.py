@@ -27,7 +27,7 @@ class StopFlag:
         self, trained: int, planned: int, model: Path | None, *, next_start: str = ""
     ) -> None:
         """A run that ended early says so: it must not pass for one that did all its steps.
-        `next_start` says where it goes on; empty: it does not."""
+        `next_start` says where it continues; empty: it does not."""
         if trained < planned:
             saved = f"what was trained is saved in {model}; "
             saved += next_start or (

@@ -59,7 +59,7 @@ class SampleFilter:
     min_length: int | None = None
     max_length: int | None = None
     text: str = ""
-    """Words that question, answer or a turn has, in any case."""
+    """Words that question, answer or a turn contains, ignoring case."""
     order: str = "newest"
     """newest, oldest, best, worst, longest or shortest."""
 
@@ -107,7 +107,7 @@ class SampleIndex:
         return steps_known[-1] if steps_known else None
 
     def find(self, wanted: SampleFilter, skip: int, most: int, budget_s: float) -> dict[str, Any]:
-        """Samples that fit, in their order, as a list shows them; `next` is where to go on."""
+        """Samples that fit, in their order, as a list shows them; `next` is where to continue."""
         if self.file.share < 1.0 and wanted.step is not None and wanted.step == self.last_step():
             tail = [r for r in self.file.tail(TAIL_BYTES) if r.get("step") == wanted.step]
             return {"samples": [listed(r) for r in tail[:most]], "total": len(tail), "next": None}

@@ -267,7 +267,7 @@ class DcpFolder:
     @torch.no_grad()
     def read_all(self, demands: Iterable[Demand]) -> None:
         """Fills all memory that is asked for, in the order of the files; each stretch of a file is
-        read once, checked where there is a verifier, and copied to whoever wants a part of it."""
+        read once, checked where there is a verifier, and copied to the tensors that need it."""
         wanted: dict[StoredBlock, tuple[str, list[tuple[Box, Tensor]]]] = {}
         for demand in demands:
             if not demand.out.numel():

@@ -139,7 +139,7 @@ def _open(path: Path) -> Header:
 
 
 def read_header(handle: BinaryIO, size: int, where: str) -> Header:
-    """Of a file of `size` bytes: the header's entries, checked against each other."""
+    """The header's entries of a file of `size` bytes, checked against each other."""
     try:
         (length,) = struct.unpack("<Q", handle.read(8))
         if length >= size:

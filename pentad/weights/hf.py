@@ -209,8 +209,8 @@ def plan_folder(
     companions: Sequence[str | Path] = (),
     shard_bytes: int = SHARD_BYTES,
 ) -> FolderPlan:
-    """Of the folders in `companions` tokenizer and generation config are taken over, the first that
-    has a file gives it."""
+    """Tokenizer and generation config are copied from the folders in `companions`: each file from
+    the first folder that has it."""
     around = FolderPlan.around(infos, shard_bytes)
     others = {name: path.read_bytes() for name, path in find_companions(companions).items()}
     others["config.json"] = json_bytes(config)

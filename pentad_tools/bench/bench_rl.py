@@ -213,7 +213,7 @@ def watched(path: Path, device: torch.device) -> Iterator[None]:
 
 def idle_share(path: Path, begin_s: float, end_s: float) -> float | None:
     """The share of a span of time in which nothing ran on the GPU, by its driver's own count; None
-    where nobody watched it."""
+    where it was not measured."""
     if not path.is_file():
         return None
     busy = []

@@ -26,7 +26,7 @@ from pentad_tools.chaos.spares import make_spares
 from pentad_tools.chaos.workloads import Workload
 
 MARK = "PENTAD_CHAOS"
-"""Variable by which the processes of a trial know each other, whoever their parent is."""
+"""Variable by which the processes of a trial know each other, whatever their parent."""
 LIMIT_S = 900.0
 """A wait that takes longer is a failure; nothing else is judged by the clock."""
 POLL_S = 0.02
@@ -160,7 +160,7 @@ class ChaosRun:
         return self.process.pid
 
     def wait(self, condition: Callable[[], object], what: str) -> None:
-        """RunError-like sentences where it does not come true while the run goes on."""
+        """RunError-like sentences where it does not come true while the run is active."""
         deadline = time.monotonic() + LIMIT_S
         while not condition():
             self.look()
@@ -195,7 +195,7 @@ class ChaosRun:
             self.process = process
             self.look()
             self.process = None
-            require(time.monotonic() < deadline, f"the run goes on after {LIMIT_S:g} s")
+            require(time.monotonic() < deadline, f"the run resumes after {LIMIT_S:g} s")
             time.sleep(POLL_S)
         self.count_lines()
         found = process.exitcode

@@ -33,7 +33,7 @@ def check_once(trial: ChaosRun, whole: ChaosRun | None) -> None:
 
 
 def check_monotone(trial: ChaosRun, whole: ChaosRun | None) -> None:
-    """Every start goes on from what was committed, and none trains a step that it restored."""
+    """Every start resumes from what was committed, and none trains a step that it restored."""
     starts = json.loads((trial.records / "manifest.json").read_text())["starts"]
     generations = [start["generation"] for start in starts]
     require(generations == list(range(len(starts))), f"generations {generations}")

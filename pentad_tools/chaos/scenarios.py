@@ -20,7 +20,7 @@ from pentad_tools.chaos.workloads import WorkloadKind
 Act = Callable[[ChaosRun], None]
 RECOVERED = "recovered"
 STOPPED = "stopped, cause named"
-WENT_ON = "went on"
+CONTINUED = "continued"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ def no_number(trial: ChaosRun) -> None:
     require(after and all(finite), "the step after it has no finite loss")
 
 
-# Whoever leads the run is lost, asked to stop, or doubled
+# The scheduler is lost, asked to stop, or started twice
 
 
 def preempt(trial: ChaosRun) -> None:
@@ -181,7 +181,7 @@ def preempt(trial: ChaosRun) -> None:
     trial.release(fault)
     trial.wait_end(1)
     says(trial, f"stopped by SIGTERM after {step} of {trial.workload.steps} steps")
-    says(trial, f"started again, the run goes on after step {step}")
+    says(trial, f"started again, the run resumes after step {step}")
     marker = json.loads((trial.records / "exit.json").read_text())
     found = marker["end"], marker["saved_step"]
     require(found == ("stopped", step), f"exit.json says {found}, not stopped after {step}")
@@ -206,7 +206,7 @@ def kill_scheduler(trial: ChaosRun, at: str = "optimizer") -> None:
 
 
 def again(trial: ChaosRun) -> None:
-    """The run is killed; what it started ends by itself, and the same command goes on."""
+    """The run is killed; what it started ends by itself, and the same command continues."""
     trial.kill_run()
     trial.start()
     trial.wait_end()
@@ -405,7 +405,7 @@ OF_RANKS = (
     Scenario("kill-two", kill_two, RECOVERED, restarts=RANKS, is_soaked=True),
     Scenario("kill-in-recovery", kill_in_recovery, RECOVERED, restarts=RANKS, is_soaked=True),
     Scenario("stop-rank", stop_rank, RECOVERED, restarts=RANKS),
-    Scenario("slow-rank", slow_rank, WENT_ON),
+    Scenario("slow-rank", slow_rank, CONTINUED),
     *(
         Scenario(
             name,
@@ -417,12 +417,12 @@ OF_RANKS = (
         )
         for name, grows in (("shrink", False), ("shrink-and-grow", True))
     ),
-    Scenario("nan-gradient", no_number, WENT_ON, is_equal=False),
+    Scenario("nan-gradient", no_number, CONTINUED, is_equal=False),
     Scenario("poison-batch", poison, STOPPED, is_equal=False, restarts=RANKS),
     Scenario("crash-loop", crash_loop, STOPPED, is_equal=False, restarts=RANKS),
     Scenario("sigterm", preempt, RECOVERED, is_soaked=True),
     Scenario("kill-scheduler", kill_scheduler, RECOVERED, is_soaked=True),
-    Scenario("two-schedulers", two_schedulers, WENT_ON),
+    Scenario("two-schedulers", two_schedulers, CONTINUED),
     Scenario("stale-writer", stale_writer, RECOVERED, is_soaked=True),
 )
 OF_ROLLOUT = (
@@ -466,19 +466,19 @@ OF_ROLLOUT = (
     Scenario(
         "shrink-and-grow-rl", shrink_and_grow, RECOVERED, "rl", is_equal=False, restarts=RANKS
     ),
-    Scenario("reward-hang", partial(fail_reward, how="hang"), WENT_ON, "rl", is_equal=False),
-    Scenario("reward-crash", partial(fail_reward, how="crash"), WENT_ON, "rl", is_equal=False),
+    Scenario("reward-hang", partial(fail_reward, how="hang"), CONTINUED, "rl", is_equal=False),
+    Scenario("reward-crash", partial(fail_reward, how="crash"), CONTINUED, "rl", is_equal=False),
 )
 OF_STORAGE = (
     *(
-        Scenario(name, partial(fail_save, at=at, do=do, cause=cause), WENT_ON, "any")
+        Scenario(name, partial(fail_save, at=at, do=do, cause=cause), CONTINUED, "any")
         for name, at, do, cause in (
             ("kill-writer", "write", "kill", "ended by signal 9"),
             ("disk-full", "write", "full", "No space left on device"),
             ("disk-full-in-commit", "commit", "full", "No space left on device"),
         )
     ),
-    Scenario("storage-stall", stall, WENT_ON, "any"),
+    Scenario("storage-stall", stall, CONTINUED, "any"),
     *(
         Scenario(name, partial(kill_in_save, at=at), RECOVERED, "any", is_soaked=True)
         for name, at in (("kill-in-write", "write"), ("kill-before-commit", "commit"))

@@ -177,7 +177,7 @@ ASK = {"sampling_params": {"max_tokens": 4}}
         (spoilt(token_ids=[10**30, 1, 2, 3]), "outside the vocabulary"),
         (lambda b: raw(json.dumps(good(b, logprobs=logprobs([-1e999] * 4)))), "no log-prob"),
         (spoilt(finish_reason="stop"), "it stopped at id 21, which ends no answer"),
-        (spoilt(token_ids=[1, 40, 2, 3]), "it went on after token 1, id 40, which ends an answer"),
+        (spoilt(token_ids=[1, 40, 2, 3]), "it continued after token 1, id 40, a stop token"),
         (spoilt(token_ids=[1, 2]), "it was cut after 2 of 4 tokens"),
         (spoilt(finish_reason=None), "ended by None"),
         (

@@ -105,7 +105,7 @@ def test_sigterm_saves_the_state_and_the_next_start_goes_on(rl):
     assert process.exitcode == 1
     done = len(rl.steps("term"))
     assert f"stopped by SIGTERM after {done} of {STEPS} steps; " in rl.log("term").read_text()
-    assert f"started again, the run goes on after step {done}" in rl.log("term").read_text()
+    assert f"started again, the run resumes after step {done}" in rl.log("term").read_text()
     (saved,) = (rl.checkpoints("term") / "default").glob("epoch*")
     assert saved.name.endswith(f"globalstep{done - 1}")
     rl.run("term", "recover.freq_steps=1000")

@@ -212,7 +212,7 @@ def test_a_disk_that_refuses_is_said_at_once_and_saving_is_tried_again(
     summary = lab.train(*steps, f"saver.mode={mode}", trial=mode)
     said = capsys.readouterr().err
     assert "globalstep1 could not be saved: " in said and REASONS[reason] in said
-    assert "training goes on, saving is tried again after step" in said
+    assert "training continues, saving is tried again after step" in said
     infra = [line["infra"] for line in read_lines(summary.records / "steps.jsonl")]
     assert infra[3]["num_failed_saves"] and infra[3]["last_saved_step"] is None
     assert infra[7]["num_failed_saves"] == 0
@@ -382,7 +382,7 @@ def test_nothing_is_tried_where_a_rank_is_gone_and_one_sentence_says_so(
     with pytest.raises(RuntimeError, match="closed by peer"):
         getattr(lab, command)(*often)
     said = capsys.readouterr().err
-    words = "the ranks do not answer any more, so nothing is saved; started again, the run goes on"
+    words = "the ranks do not answer any more, so nothing is saved; started again, the run resumes"
     assert said.count(f"after the failure: {words} after step 2") == 1
     assert said.count("after the failure") == 1 and "could not be saved" not in said
     assert not list(lab.fileroot.rglob("epoch*"))
@@ -415,7 +415,7 @@ def test_a_run_whose_folder_is_deleted_saves_its_model_and_ends(lab, monkeypatch
 
     monkeypatch.setattr(Recorder, "step", step)
     for name, run in (("train", lab.train), ("sft", lab.sft)):
-        with pytest.raises(RunError, match="was deleted or replaced while the run went on"):
+        with pytest.raises(RunError, match="was deleted or replaced while the run was active"):
             run(f"trial_name=gone-{name}", "total_train_steps=4")
         assert exports_of(lab, f"gone-{name}").keys() == {1}
 

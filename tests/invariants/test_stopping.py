@@ -78,7 +78,7 @@ def test_ctrl_c_says_where_the_model_is_and_what_to_type_next(task, tmp_path, co
     num_steps = len(read_lines(run.records / "steps.jsonl"))
     assert code == 130, text
     assert f"stopped by SIGINT after {num_steps} of 12 steps; " in last
-    assert f"is saved in {model}; started again, the run goes on" in last
+    assert f"is saved in {model}; started again, the run continues" in last
     assert model.name.endswith(f"globalstep{num_steps - 1}")
     check_screen(run, text)
 
@@ -114,7 +114,7 @@ def test_a_second_ctrl_c_ends_at_once_in_a_sentence(task, tmp_path, command, rec
     last = text.strip().splitlines()[-1]
     assert "stopped by a second SIGINT in step 2; what was trained since the last save" in last
     if recovers:
-        assert "is lost, started again, the run goes on after step 1" in last
+        assert "is lost, started again, the run resumes after step 1" in last
     else:
         assert f"the last whole one is {run.exports[0]}" in last
     assert "Traceback" not in text and "the model is saved at the end" not in text
@@ -151,7 +151,7 @@ def test_a_resumed_run_that_is_stopped_before_its_first_step_says_where_it_stand
             patch.setattr("pentad.trainer.sources.examples.check_packing", stop_now)
             run(name)
         run(name, "total_train_steps=2")
-        stands = "the run stands after step 2, and goes on there when it is started again"
+        stands = "the run has done step 2; started again, it resumes there"
         with monkeypatch.context() as patch, pytest.raises(RunError, match=words + stands):
             patch.setattr("pentad.trainer.sources.rollouts.run_selftest", stop_soon)
             patch.setattr("pentad.trainer.sources.examples.check_packing", stop_now)

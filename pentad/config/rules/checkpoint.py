@@ -1,4 +1,4 @@
-"""Rules on checkpoints: the addresses of a store, and which keys may differ when a run goes on.
+"""Rules on checkpoints: the addresses of a store, and which keys may differ when a run continues.
 
 One table has those that do not change what a run trains. What it does not name is taken to change
 the run: it is refused, with the key that forces it.
@@ -86,7 +86,7 @@ class ChangedKeys:
 def judge_changes(
     old: Mapping[str, Any], new: Mapping[str, Any], allow: tuple[str, ...] = ()
 ) -> ChangedKeys:
-    """What differs between the config a run began with and the one it is to go on with, as JSON."""
+    """Differences between the config of a run and the one it is to continue with, as JSON."""
     changes, default = ChangedKeys(), Config().model_dump(mode="json")
     harmless = HARMLESS + (() if _follows_length(old) or _follows_length(new) else LENGTHS)
     for key, before, after in changed_keys(old, new):
@@ -117,7 +117,7 @@ def _other_commit(before: object, after: object) -> str:
 
 
 def fixed_problems(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Problem]:
-    """Changes that a run cannot go on with, whatever is allowed."""
+    """Changes that a run cannot continue with, whatever is allowed."""
     for key, why in FIXED.items():
         before, after = _value(old, key), _value(new, key)
         if before != after:

@@ -1,4 +1,4 @@
-"""Runs that go on with fewer ranks: the config that fits them, and rules on whether it can be."""
+"""Runs that continue with fewer ranks: the config for them, and rules on whether one exists."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ RULES = Rules()
 def what_shrinks_has_checkpoints(config: Config) -> Problem | None:
     if not config.elastic.enabled or config.recover.is_on:
         return None
-    rule = f"a smaller group goes on from a checkpoint, and recover.mode = {config.recover.mode}"
+    rule = f"a smaller group resumes from a checkpoint, and recover.mode = {config.recover.mode}"
     return Problem("elastic.enabled = true", rule, "set recover.mode=auto")
 
 

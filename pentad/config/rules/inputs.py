@@ -24,7 +24,7 @@ from pentad.rollout.section import WORKFLOW_NAMES, workflow_kind
 RULES = Rules()
 HUB_REMEDY = "give a model's folder, or its name on the hub, OWNER/NAME or OWNER/NAME@REVISION"
 MAX_NAME_BYTES = 255
-"""Of one folder, on every usual file system."""
+"""Longest name of one folder, on every usual file system."""
 
 
 @RULES.add(commands=("train", "sft", "plan", "eval", "reward"))
@@ -280,7 +280,7 @@ def names_can_be_folders(config: Config) -> list[Problem]:
     names = {
         "experiment_name": config.experiment_name,
         "trial_name": config.trial_name,
-        "user": config.user or "somebody",
+        "user": config.user or "user",
     }
     found = [(f"{key} = {show(name)}", _no_folder_name(name)) for key, name in names.items()]
     remedy = "it names a folder of the run: use letters, digits, - and _"
@@ -288,7 +288,7 @@ def names_can_be_folders(config: Config) -> list[Problem]:
 
 
 def _no_folder_name(name: str) -> str:
-    """Why a folder cannot be called so, or must not since nobody could type or read it."""
+    """Why a folder cannot have this name, or must not since it could not be typed or read."""
     if not name.strip():
         return "is empty"
     if name in (".", "..") or set(name) & set("/\\"):

@@ -171,7 +171,7 @@ def roles(config: Config, allocation: Allocation) -> Iterator[Problem]:
             fits = "rollout" if component.is_inference else ", ".join(TRAINING_ROLES)
             yield Problem(where, f"{component.backend} {kind} and cannot be {role}", f"use {fits}")
     if allocation.find("actor") is None and all(c.role in ROLES for c in allocation):
-        yield Problem(where, "there is no actor: nobody trains", "add for instance archon:d1")
+        yield Problem(where, "has no component that trains", "add for instance archon:d1")
 
 
 # What samples.

@@ -88,14 +88,14 @@ def _unknown(key: str, path: str) -> list[Problem]:
 
 
 def _sampled_dims(config: Config, facts: RunFacts) -> ModelDims | None:
-    """Of the model that samples; None where there is none, or it is not known."""
+    """Dimensions of the model that samples; None without one, or if it is unknown."""
     is_sampled = facts.command not in ("sft", "pretrain") and config.has_sampler
     is_known = is_sampled and not unknown_families(config, facts)
     return known_dims(config.actor.path) if is_known else None
 
 
 def _folder_dims(config: Config, facts: RunFacts) -> ModelDims | None:
-    """Of a folder; a public name stands for models of different lengths."""
+    """Dimensions read from a folder; a public name stands for models of different lengths."""
     path = config.actor.path
     is_folder = path is not None and (Path(path) / "config.json").is_file()
     return _sampled_dims(config, facts) if is_folder else None

@@ -53,7 +53,7 @@ def offloaded_training_takes_turns(config: Config) -> Problem | None:
         return None
     where, transport = "offload_train = true", config.rollout.server.weight_transport
     if config.mode != "colocate":
-        rule = f"nobody else has the trainer's devices in mode = {config.mode}"
+        rule = f"no other component uses the trainer's devices in mode = {config.mode}"
         return Problem(where, rule, "leave it out, or set mode: colocate")
     if config.offload_rollout is False:
         rule = "offload_rollout = false: the sampler would not make room when training comes back"
@@ -213,7 +213,7 @@ def groups_are_there(config: Config) -> Problem | None:
 
 
 def no_groups(folder: str) -> Problem:
-    """Of a run that only trains, before it starts and where its groups have gone since."""
+    """The problem of a run that only trains and finds no groups, at the start or later."""
     rule = "has no groups: no step*.groups in its batches/"
     remedy = "give the folder of a run's records; telemetry.keep_batches says what it keeps"
     return Problem(f"groups_from = {folder}", rule, remedy)

@@ -82,7 +82,7 @@ def scorers_have_devices(config: Config, facts: RunFacts) -> Iterator[Problem]:
         if role not in needed:
             why = "algorithm.kl_coef = 0" if role == "ref" else "no algorithm.name = distill"
             why = f"only = {config.only}" if config.only else why
-            yield Problem(where, f"nobody asks for the {role}: {why}", "leave its component out")
+            yield Problem(where, f"the run needs no {role}: {why}", "leave its component out")
     placed = topology(config)
     apart = [config.component(role) for role in placed.scorers]
     wide = [str(part) for part in apart if part.world > 1]

@@ -95,7 +95,7 @@ def has_sampler_processes(config: Config) -> bool:
 
 
 def saves_by(key: str, config: Config) -> bool:
-    """Whether a run looks at this frequency of its recovery checkpoints, or nobody chose it."""
+    """Whether a run looks at this frequency of its recovery checkpoints, or it has its default."""
     return config.only != "rollout" or value_at(config, key) == DEFAULT_RECOVERY.get(key)
 
 
@@ -219,7 +219,7 @@ READERS = (
         KeyUse(
             (f"recover.freq_{unit}",),
             partial(saves_by, f"recover.freq_{unit}"),
-            "only = rollout goes on after the last step of batches/",
+            "only = rollout resumes after the last step of batches/",
         )
         for unit in ("epochs", "steps", "secs")
     ),
@@ -260,7 +260,7 @@ READERS = (
         "only rollout.server.weight_transport = disk writes there",
     ),
 )
-"""Of every run. Keys of the algorithm that nobody reads are refused by its own rules."""
+"""For every run. Unused keys of the algorithm are refused by its own rules."""
 OF_PROMPTS = (
     *("prompt_key", "messages_key", "tools_key", "answer_key", "response_key", "chat_template"),
 )

@@ -26,7 +26,7 @@ RELEASED: dict[str, Any] = {"head_dim": 128, "attention_bias": True, "max_positi
 
 
 def mixture(read: ConfigValues, num_layers: int) -> dict[str, Any]:
-    """Of DeepSeek-V3's kind: scores by sigmoid, a selection bias in the files, weights scaled,
+    """Like DeepSeek-V3's: scores by sigmoid, a selection bias in the files, weights scaled,
     shared experts without a gate, and the first layers dense."""
     groups, groups_per_token = read.whole("n_group", 1), read.whole("topk_group", 1)
     rule = f"must equal n_group = {groups}: a choice among some groups of experts is not built"

@@ -62,7 +62,7 @@ def check_gpus_free() -> None:
     resetting.join(RESET_S)
     if resetting.is_alive():
         rule = "the GPU does not give back the memory of a kernel that does not end"
-        raise RunError(f"{rule}; start the command again, and the run goes on from its checkpoint")
+        raise RunError(f"{rule}; start the command again, and the run resumes from its checkpoint")
 
 
 def ask_fresh_process(job: RunJob, policy: RestartPolicy) -> Any:

@@ -43,7 +43,7 @@ GROUP_S = 30.0
 class Watchdog:
     """When nothing moves, names what is stuck, since when, behind which gate. Work that takes
     long (a training step, an evaluation, long answers) is no stall: it is named in the log, and a
-    warning comes only where nothing works. The abort comes in any case.
+    warning comes only where nothing works. The abort always comes.
 
     Warns after `warn_s` without progress, and again each time that long; ends the run after
     `abort_s`. Progress is a change of what was committed, dropped, trained or published, or a

@@ -265,7 +265,7 @@ class RefreshedReference:
     every: int
     max_row_tokens: int
     oldest: Callable[[], int]
-    """Steps in the oldest checkpoint that the run may go on from."""
+    """Steps in the oldest checkpoint that the run may resume from."""
     version: int = 0
     """The version of the weights that the scorer holds; 0: those it began with."""
 
@@ -278,7 +278,7 @@ class RefreshedReference:
         version = trained - trained % self.every
         if version and not (self.folder / str(version)).is_dir():
             rule = f"the reference after step {version} is not in {self.folder}"
-            remedy = "go on as the run began, or start anew with --fresh"
+            remedy = "continue as the run began, or start anew with --fresh"
             raise UserError(Problem(f"ref_update_interval = {self.every}", rule, remedy))
         if version:
             await self._install(version)

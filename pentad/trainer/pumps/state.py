@@ -193,7 +193,7 @@ class RunState:
             self.store.put(self.held[gid])
 
     def resume(self, snapshot: Mapping[str, Any], groups: Iterable[Group], trained: int) -> None:
-        """Goes on from a snapshot, in the place of whatever was here. Ready groups that are older
+        """Continues from a snapshot, in the place of whatever was here. Ready groups that are older
         than the budget promises are, like all that were under way, sampled anew. LookupError,
         TypeError or ValueError, and no change, for what `progress` would not give."""
         if snapshot["groups_per_batch"] != self.ledger.groups_per_batch:

@@ -1,7 +1,7 @@
 """The learners of an RL run, made from its config: engines by role, weight tags, the update.
 
-Everything here follows from the config and two numbers that follow from the data, so that whoever
-trains a batch again makes the same learners.
+Everything here follows from the config and two numbers that follow from the data, so that
+a replay of a batch builds the same learners.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def load_tags(
         folder = weights_folder(config, "actor")
         if folder is None:
             rule = "the reference was the actor with its first weights so far, and those are random"
-            remedy = "go on in mode: async, with a component for the reference"
+            remedy = "continue in mode: async, with a component for the reference"
             raise UserError(Problem(f"mode = {config.mode}", rule, remedy))
         learner.load_tag("ref", folder)
     elif "ref" in needed:

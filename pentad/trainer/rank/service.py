@@ -121,7 +121,7 @@ class EngineService:
         return {"weights": asdict(made.weights), "digest": made.digest.entries}
 
     def release(self, version: int) -> None:
-        """Nobody reads the weights of this version any more."""
+        """Frees the weights of this version, which are no longer read."""
         self.shared.pop(version, None)
 
     def fetch(self, version: int) -> Snapshot:
@@ -204,7 +204,7 @@ class EngineService:
         return counters
 
     def roll_back(self, role: str, root: str, step: int, folder: str) -> None:
-        """Weights and optimizer state of a checkpoint; steps, and so the learning rate, go on."""
+        """Restores weights and optimizer state; steps, and so the learning rate, continue."""
         engine = self.engines[role]
         counted = engine.num_steps, engine.num_skipped
         EngineService.restore_state(self, role, root, step, folder)

@@ -3,7 +3,7 @@
 `batches/step12.groups` is a line of JSON, then the groups of step 12 (`data.packing`). The
 line says what the step was trained with and holds a digest of the rest. A file has its name once it
 is whole and on disk, which is before its step is recorded. One that cannot be written is reported
-and left out; training goes on.
+and left out; training continues.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class BatchKeeper:
         except (OSError, RunError) as error:
             self.num_failed += 1
             if self.num_failed == 1:
-                text = "step %d: its batch is not kept for replay: %s; training goes on"
+                text = "step %d: its batch is not kept for replay: %s; training continues"
                 log.warning(text, step, error)
 
     def forget(self, after: int) -> None:

@@ -231,7 +231,7 @@ class Periodic(ABC):
     def _failed(self, step: int, now: int, error: Exception) -> None:
         self.num_failed, self.error = self.num_failed + 1, error
         self.retry_at = now + min(2 ** (self.num_failed - 1), MAX_WAIT_STEPS)
-        then = f"training goes on, saving is tried again after step {self.retry_at + 1}"
+        then = f"training continues, saving is tried again after step {self.retry_at + 1}"
         if self.is_ending:
             then = "the run is at its end"
         text = "step %d: %s could not be saved: %s; %s; %s"

@@ -1,10 +1,10 @@
-"""Recovery checkpoints of a run: when one is saved, what is in it, and how a run goes on from it.
+"""Recovery checkpoints of a run: when one is saved, what is in it, and how a run resumes from it.
 
 A checkpoint is the state of the learners after a step (`checkpoint.shards`, every rank its part),
 the state of all else that the run continues from (JSON, and the samples of groups that wait for
 training), and a commit. Ranks answer a save with the sizes and digests of what they wrote, or with
 what they failed with; then a thread here commits. The record of the step is written before the
-commit, so that a run that goes on from it has records without gaps.
+commit, so that a run that resumes from it has records without gaps.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class RunPart(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What must still be the same when a run goes on, computed once; the caller compares."""
+    """What must still be the same when a run continues, computed once; the caller compares."""
 
     compute: Callable[[], dict[str, Any]]
     known: dict[str, Any] = field(default_factory=dict)
@@ -126,7 +126,7 @@ class RecoverHandler(Periodic):
 
     @property
     def next_start(self) -> str:
-        """Where the run goes on when it is started again, in words; empty: nowhere. For the end of
+        """Where the run resumes when started again, in words; empty: nowhere. For the end of
         a run: a commit that is under way is waited for, so that the next start says the same."""
         last = self.last_saved
         if self.under_way is not None:
@@ -134,14 +134,14 @@ class RecoverHandler(Periodic):
             last = self.under_way[0] if self.under_way[1].is_whole else last
         if not self.is_on or last < 0:
             return ""
-        return f"started again, the run goes on after step {last + 1}"
+        return f"started again, the run resumes after step {last + 1}"
 
     def add(self, file: str, name: str, part: RunPart) -> None:
         """Saves the part with the checkpoints, and restores it if one is."""
         assert file in INFOS and not self.infos, "parts are added before a checkpoint is restored"
         self.parts[file, name] = part
 
-    # Going on
+    # Resuming
 
     def restore(self, check: Check) -> Checkpoint | None:
         """The learners, and the parts that are known, from the newest checkpoint that is whole;

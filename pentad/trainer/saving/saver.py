@@ -169,7 +169,7 @@ class Saver(Periodic):
             self.warned_room_at = step
             log.warning(
                 "step %d: %s has %.3g GiB left, and the model takes %.3g GiB: as it is, the model "
-                "cannot be saved; make room, training goes on meanwhile",
+                "cannot be saved; make room, training continues meanwhile",
                 step + 1,
                 place,
                 free / GIB,

@@ -49,7 +49,7 @@ class KeptGroups:
         return max(head["size"]["max_row_tokens"] for head in self.heads)
 
     def state(self) -> dict[str, Any]:
-        """What must be the same when the run goes on."""
+        """What must be the same when the run continues."""
         return {"steps": self.steps, "digests": [head["sha256"] for head in self.heads]}
 
     def summary(self) -> str:

@@ -201,13 +201,13 @@ class ReplayService(LearnerService):
 
 @contextmanager
 def reading_run(folder: Path) -> Iterator[None]:
-    """Within, the run cannot be started; UserError where it is no run, or going on."""
+    """Within, the run cannot be started; UserError where it is no run, or continuing."""
     if not (folder / "manifest.json").is_file():
         remedy = "give the folder of a run's records: {fileroot}/logs/USER/EXPERIMENT/TRIAL"
         raise UserError(Problem(f"run = {folder}", "is not the folder of a run", remedy))
     try:
         lock = FolderLock(folder, f"run = {folder}")
-    except OSError:  # a folder that is read-only: nobody trains in it
+    except OSError:  # a read-only folder: no run trains in it
         yield
         return
     with closing(lock):

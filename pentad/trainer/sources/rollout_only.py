@@ -1,7 +1,7 @@
 """A run that only samples: groups of every step by the weights it begins with, and no learner.
 
 Gids, seeds, rewards and drops are those of a run that trains. Each step's groups are a file of
-`batches/`, which holds the place in the data too: started again, it goes on after the last one.
+`batches/`, which holds the place in the data too: started again, it resumes after the last one.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class SampleInputs(RunInputs):
         folder = run.context.folder.file("batches/")
         if run.trained < run.num_steps:
             rest = f"after {run.trained} of {run.num_steps} steps, whose groups are in "
-            rest += f"{folder}; started again, it goes on there"
+            rest += f"{folder}; started again, it resumes there"
             raise stopped(run.stop.reason, rest)
         return RunSummary(run.context.folder.path, folder, run.trained)
 

@@ -342,7 +342,7 @@ class RolloutSource(BatchSource):
             rule = (
                 f"the reference was refreshed on devices of its own (ref_update_interval = {every})"
             )
-            raise UserError(Problem(f"mode = {now.mode}", rule, "go on in mode: async"))
+            raise UserError(Problem(f"mode = {now.mode}", rule, "continue in mode: async"))
         for line in run.context.recorder.evaluations():  # one may have ended after the commit
             note_score(run, line)
         run.learner.call_all(

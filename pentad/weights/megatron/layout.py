@@ -78,7 +78,7 @@ class MegatronLayout:
         return {self.folder(rank) for rank in self.ranks()}
 
     def grid(self) -> set[str]:
-        """Every folder of tp x pp x ep; where etp is not tp some are replicas nobody reads."""
+        """Every folder of tp x pp x ep; where etp is not tp some are replicas that are not read."""
         spots = itertools.product(range(self.tp), range(self.pp), range(self.ep))
         return {self.folder(MegatronRank(*spot)) for spot in spots}
 

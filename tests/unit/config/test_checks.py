@@ -55,7 +55,7 @@ BROKEN = [
         "plan",
         ["elastic.enabled=true", "recover.mode=off", "allocation_mode=embedded:d1|archon:d2"],
         "elastic.enabled = true",
-        "a smaller group goes on from a checkpoint, and recover.mode = off",
+        "a smaller group resumes from a checkpoint, and recover.mode = off",
     ),
     (
         "the_layout_can_shrink",
@@ -449,7 +449,7 @@ BROKEN = [
         "train",
         [*APART, "offload_train=true"],
         "offload_train = true",
-        "nobody else has the trainer's devices in mode = hybrid",
+        "no other component uses the trainer's devices in mode = hybrid",
     ),
     (
         "offloaded_training_takes_turns",

@@ -78,7 +78,7 @@ def test_defaults_ask_for_nothing_that_is_not_built():
             ["mode=hybrid", "algorithm.kl_coef=0.1", f"allocation_mode={APART}"],
             "archon[ref]:d1 and archon[actor]:d1 must stand on the same ranks",
         ),
-        ([f"allocation_mode={APART}"], "nobody asks for the ref: algorithm.kl_coef = 0"),
+        ([f"allocation_mode={APART}"], "the run needs no ref: algorithm.kl_coef = 0"),
         (
             [
                 "algorithm.kl_coef=0.1",

@@ -250,7 +250,7 @@ def test_long_examples_are_dropped_and_counted(open_data):
         ({"prompt": "a", "response": 3}, '"response" holds a int, not text'),
         (
             {"prompt": "a", "response": "b<|im_end|>c"},
-            r"the response goes on after <\|im_end\|>, which ends it",
+            r"the response continues after <\|im_end\|>, which ends it",
         ),
     ],
 )

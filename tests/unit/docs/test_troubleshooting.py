@@ -51,7 +51,7 @@ QUOTED = re.findall(r"^- `(.+)`$", PAGE, re.MULTILINE)
 """A bullet of the page that is one code span quotes the program."""
 CLUSTER = ["actor.path=Qwen/Qwen3-30B-A3B", "cluster.n_nodes=4", "cluster.n_gpus_per_node=8"]
 NOON = "2026-03-01T12:00:00+00:00"
-START = "started again, the run goes on after step 3"
+START = "started again, the run resumes after step 3"
 EXPORT = "runs/checkpoints/me/exp/trial-0/default/epoch0epochstep2globalstep2"
 ZERO_BUBBLE = [
     *CLUSTER,

@@ -32,7 +32,7 @@ RED = [
     ("roles", DENSE, ["vllm[rollout]:d1+archon[actr]:d1"], None, "actr is no role", "actor"),
     ("roles", DENSE, ["vllm[actor]:d1"], None, "vllm samples and cannot be actor", "rollout"),
     ("roles", DENSE, ["vllm:d1+archon[rollout]:d1"], None, "two components would be", "name this"),
-    ("roles", DENSE, ["vllm:d1"], None, "nobody trains", "archon:d1"),
+    ("roles", DENSE, ["vllm:d1"], None, "has no component that trains", "archon:d1"),
     ("embedded", DENSE, ["embedded:d2t2+archon:d1"], None, "t2: the embedded", "embedded:d4, or"),
     ("embedded", DENSE, ["embedded:p2+archon:d1"], None, "p2: the embedded", "embedded:d2"),
     ("sampler", ODD, ["vllm:t8+archon:d1"], None, "t8 of vllm must divide num_heads = 28", "7, 14"),

@@ -118,7 +118,7 @@ def test_a_full_disk_costs_records_not_the_run(folder, monkeypatch, caplog):
     assert [r["step"] for r in read_lines(folder.file("steps.jsonl"))] == [1, 4]
     said = [text for text in warnings(caplog) if text.startswith("steps.jsonl")]
     assert said == [
-        "steps.jsonl: OSError: [Errno 28] No space left on device; training goes on",
+        "steps.jsonl: OSError: [Errno 28] No space left on device; training continues",
         "steps.jsonl failed 2 times in this run",
     ]
 
@@ -131,7 +131,7 @@ def test_a_screen_that_fails_is_left_alone_afterwards(folder, caplog):
     recorder.close()
     assert [name for name, _ in screen.seen] == ["samples", "step"]
     assert [text for text in warnings(caplog) if "screen" in text] == [
-        "the screen: RuntimeError: terminal gone; training goes on",
+        "the screen: RuntimeError: terminal gone; training continues",
         "the screen failed 1 times in this run",
     ]
     assert len(read_lines(folder.file("steps.jsonl"))) == 2
@@ -170,7 +170,7 @@ def test_an_alarm_finder_that_fails_is_no_alarm(folder, caplog):
 
     recorder = Recorder(folder, find_alarms=broken)
     assert recorder.step(StepRecord(step=1))["step"] == 1
-    assert warnings(caplog) == ["alarms: ZeroDivisionError: 0/0; training goes on"]
+    assert warnings(caplog) == ["alarms: ZeroDivisionError: 0/0; training continues"]
 
 
 def test_a_warning_that_repeats_itself_is_shown_once_with_a_count(tmp_path, capsys):

@@ -156,7 +156,7 @@ def test_a_folder_that_was_deleted_or_replaced_is_noticed(tmp_path):
     folder = open_folder(tmp_path / "run")
     folder.check_there()
     shutil.rmtree(tmp_path / "run")
-    with pytest.raises(RunError, match="was deleted or replaced while the run went on"):
+    with pytest.raises(RunError, match="was deleted or replaced while the run was active"):
         folder.check_there()
     other = open_folder(tmp_path / "run")  # as a second program might
     with pytest.raises(RunError, match="was deleted or replaced"):

@@ -71,7 +71,7 @@ def test_a_sink_that_raises_is_reported_once_and_switched_off(caplog, where):
     background.write(4, {})
     background.close()
     wait_until(lambda: warnings(caplog))
-    said = ["broken is switched off: RuntimeError: no connection; training goes on"]
+    said = ["broken is switched off: RuntimeError: no connection; training continues"]
     assert warnings(caplog) == said
 
 
@@ -94,7 +94,7 @@ def test_a_sink_that_blocks_delays_nobody(caplog):
     assert background.is_off
     background.close()  # nobody waits for it: it hangs until the gate opens
     assert warnings(caplog) == [
-        "stuck is switched off: it has not answered for 60 s; training goes on"
+        "stuck is switched off: it has not answered for 60 s; training continues"
     ]
     gate.set()
 
@@ -110,7 +110,7 @@ def test_a_sink_that_falls_behind_is_switched_off(caplog):
     for step in range(12):
         background.write(step, {})
     assert background.is_off
-    assert warnings(caplog) == ["slow is switched off: it is 8 records behind; training goes on"]
+    assert warnings(caplog) == ["slow is switched off: it is 8 records behind; training continues"]
     gate.set()
 
 

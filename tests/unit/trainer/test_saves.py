@@ -229,7 +229,7 @@ def test_the_model_is_exported_while_the_last_checkpoint_is_not_written(learner,
     assert folder.is_dir()
     assert str(caught.value) == (
         "stopped by SIGTERM before the recovery checkpoint of the last step was saved; the model "
-        f"is in {folder}; started again, the run goes on after step 1"
+        f"is in {folder}; started again, the run resumes after step 1"
     )
 
 
@@ -256,7 +256,7 @@ def test_what_is_said_at_the_end_is_where_the_next_start_resumes(learner, recove
     learner.hold()
     save(recover, 1)
     write_soon(learner, 1)
-    assert recover.next_start == "started again, the run goes on after step 2"
+    assert recover.next_start == "started again, the run resumes after step 2"
     assert steps(learner.root) == [1, 0]
 
 

@@ -222,6 +222,6 @@ def test_a_kernel_that_does_not_end_ends_the_run_in_words(config, monkeypatch):
     end = threading.Event()
     monkeypatch.setattr(fresh, "reset_gpus", end.wait)
     monkeypatch.setattr(fresh, "RESET_S", 0.05)
-    with pytest.raises(RunError, match="start the command again, and the run goes on from its"):
+    with pytest.raises(RunError, match="start the command again, and the run resumes from its"):
         run_in_fresh_processes(RunJob(fail, Service, check, config), RestartPolicy(retries=3))
     end.set()
