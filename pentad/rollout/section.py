@@ -57,7 +57,7 @@ class RolloutConfig(Section):
     max_batch_tokens: Count | None = None
     """Most tokens the sampler runs in one forward pass. null: 8192; of the embedded sampler on a
     GPU 32768, fewer of a wide model or where little memory is free, and of them 8192 in prompts
-    that resume from cached tokens; `max_running` where that is more."""
+    that continue from cached tokens; `max_running` where that is more."""
     max_running: Annotated[int, Field(ge=1, le=1000000)] | None = None
     """Most sequences that a sampler decodes together. null: as many as it gets at once, at least
     256 and at most 1024; what does not fit the key-value cache waits."""
