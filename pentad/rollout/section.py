@@ -66,7 +66,7 @@ class RolloutConfig(Section):
     kv_cache_dtype: CacheDtype = "auto"
     """Format of the key-value cache. auto: as the model computes. int8 (embedded sampler) and fp8:
     half of the memory of bf16, and decoding reads half as much; log-probs of sampler and trainer
-    then differ by more than the rounding of 16 bits (docs/serving.md has the figures)."""
+    then differ by more than the rounding of 16 bits (docs/embedded-engine.md has the figures)."""
     on_update: Literal["continue", "reprefill"] = "continue"
     """What new weights do to answers under way: they continue with the cache of the old weights, or
     their cache is computed anew."""

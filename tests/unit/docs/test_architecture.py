@@ -1,10 +1,11 @@
-"""The walks of docs/architecture.md name functions that are there."""
+"""The walks of docs/code-walks.md, and docs/architecture.md, name functions that are there."""
 
 import ast
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
+PAGES = ("architecture.md", "code-walks.md")
 
 
 def names_of(path: Path) -> set[str]:
@@ -19,7 +20,7 @@ def names_of(path: Path) -> set[str]:
 
 
 def test_every_step_of_the_walks_exists():
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = "".join((ROOT / "docs" / name).read_text() for name in PAGES)
     steps = re.findall(r"`([\w/]+\.py):([\w.]+)`", page)
     assert len(steps) > 30
     missing = [step for step in steps if step[1] not in names_of(ROOT / "pentad" / step[0])]

@@ -1,4 +1,4 @@
-"""docs/migrating.md agrees with the schema: what it calls the same, renamed, or not built, is."""
+"""docs/migrating*.md agree with the schema: what it calls the same, renamed, or not built, is."""
 
 import re
 from pathlib import Path
@@ -23,7 +23,7 @@ from pentad.core.layout import parse_allocation
 from pentad.models.families import known_families
 
 DOCS = Path(__file__).parents[3] / "docs"
-PAGE = (DOCS / "migrating.md").read_text()
+PAGE = "".join(page.read_text() for page in sorted(DOCS.glob("migrating*.md")))
 ROWS = re.findall(r"^\| `([^`]+)` \| (same|not built|-|`[^`]+`) \| (.*?)\|$", PAGE, re.MULTILINE)
 KEYS = {there: here.strip("`") for there, here, _ in ROWS if not there.startswith("--")}
 

@@ -1,4 +1,4 @@
-"""docs/quickstart.md is followed literally: every block runs, and prints what the page shows.
+"""The quickstart and the two pages after it are followed literally: blocks run and print as shown.
 
 Sizes are the only change: the demo and the runs are a few steps. Numbers differ then, so shown and
 real output are compared with every number replaced.
@@ -16,7 +16,8 @@ import pytest
 from pentad.cli import demo
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "quickstart.md").read_text()
+PAGES = ("quickstart.md", "own-task.md", "before-a-run.md")
+PAGE = "".join((ROOT / "docs" / page).read_text() for page in PAGES)
 DEMO = "make demo\nsource .venv/bin/activate\n"
 SMALL_DEMO = ["total_train_steps=2", "train_dataset.batch_size=4", "gconfig.n_samples=4"]
 SMALL = {

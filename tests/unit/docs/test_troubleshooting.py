@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md quotes what is really printed: every sentence on it is provoked here."""
+"""docs/troubleshooting*.md quote what is really printed: every sentence on it is provoked here."""
 
 import asyncio
 import json
@@ -46,7 +46,8 @@ from pentad.trainer.run_folders import describe_progress
 from pentad.trainer.sampling.selftest import FLOAT32, run_selftest
 from pentad.trainer.stopping import StopFlag, stop_early
 
-PAGE = (Path(__file__).parents[3] / "docs" / "troubleshooting.md").read_text()
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = "".join(page.read_text() for page in sorted(DOCS.glob("troubleshooting*.md")))
 QUOTED = re.findall(r"^- `(.+)`$", PAGE, re.MULTILINE)
 """A bullet of the page that is one code span quotes the program."""
 CLUSTER = ["actor.path=Qwen/Qwen3-30B-A3B", "cluster.n_nodes=4", "cluster.n_gpus_per_node=8"]

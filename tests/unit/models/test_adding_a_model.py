@@ -17,7 +17,8 @@ from pentad_tools.models.model_commands import run_new_model
 from pentad_tools.models.skeleton import draft
 from pentad_tools.models.verify import verify
 
-PAGE = (Path(__file__).parents[3] / "docs" / "adding-a-model.md").read_text()
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = (DOCS / "adding-a-model.md").read_text() + (DOCS / "model-families.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 transformers.utils.logging.disable_progress_bar()

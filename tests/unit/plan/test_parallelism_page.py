@@ -1,4 +1,4 @@
-"""What docs/parallelism.md shows is what the command prints."""
+"""What docs/memory.md and docs/parallelism.md show is what the command prints."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from pentad.config.rules.layout import layout_problems
 from pentad.planner.prepare import prepare
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "parallelism.md").read_text()
+PAGE = "".join((ROOT / "docs" / name).read_text() for name in ("memory.md", "parallelism.md"))
 
 
 def test_the_output_on_the_page_is_current(monkeypatch, capsys):

@@ -13,7 +13,8 @@ from ragged_batches import make_groups
 from pentad.rl.algorithms import ALGORITHMS, build_policy_loss, make_rows
 from pentad.rl.section import AlgorithmSettings
 
-PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = (DOCS / "algorithms.md").read_text() + (DOCS / "adding-an-algorithm.md").read_text()
 
 
 def line_of(name):
