@@ -37,7 +37,7 @@ def on_page_markdown(markdown: str, **_: object) -> str:
 def page_text(source: str) -> str:
     """The file with its links as they are from inside docs/."""
     text = (ROOT / source).read_text(encoding="utf-8")
-    text = re.sub(r'(\]\(|src="|srcset=")docs/', r"\1", text)
+    text = re.sub(r'(\]\(|src="|srcset="|href=")docs/', r"\1", text)
     for other, page in PAGES.items():
         text = text.replace(f"]({other}", f"]({page}")
     return text
