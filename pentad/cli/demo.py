@@ -88,6 +88,7 @@ def closing(summary: RunSummary) -> str:
             f'    AutoModelForCausalLM.from_pretrained("{summary.model}")',
             "[bold]Try next[/]",
             f"  pentad train {summary.records}/config.yaml trial_name=mine algorithm.name=rloo",
+            "  pentad init mytask    a recipe, a reward and sample data for a task of your own",
             "  pentad plan --help    what a recipe needs, before it runs",
             "",
             f"held-out accuracy: {before['accuracy']:.3f} before RL, {after['accuracy']:.3f} after "

@@ -145,6 +145,25 @@ def slots(
 
 @app.command()
 @reporting
+def init(
+    folder: Annotated[str | None, Argument(help="A new folder, or an empty one.")] = None,
+    task: Annotated[str | None, Option(help="math, code, agent or sft (math).")] = None,
+    model: Annotated[
+        str | None, Option(help="A hub name, a folder, or tiny, which is made here (tiny).")
+    ] = None,
+    device: Annotated[str | None, Option(help="cpu, cuda or auto (auto).")] = None,
+) -> None:
+    """Write a recipe, a reward and sample data for a new task, which run at once.
+
+    For example: pentad init mytask --task math --model Qwen/Qwen3-0.6B
+    """
+    from pentad.cli.init import run_init
+
+    run_init(folder, task, model, device)
+
+
+@app.command()
+@reporting
 def demo(
     seed: Annotated[int, Option(min=0, help="Of every random choice.")] = 1,
     fileroot: Annotated[str, Option(help="Folder for records and the model.")] = "runs",

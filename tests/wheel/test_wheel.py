@@ -43,3 +43,10 @@ def test_the_demo_runs_from_any_folder(tmp_path):
     assert "after 3 steps (500 prompts never trained on)" in said
     named = [word for word in said.split() if word.startswith(("docs/", "examples/", "recipes/"))]
     assert named == []  # a wheel has none of these
+
+
+def test_a_new_task_is_written_and_runs_without_a_checkout(tmp_path):
+    pentad(tmp_path, "init", "mytask", "--device", "cpu")
+    assert "Placement" in pentad(tmp_path / "mytask", "plan", "recipe.yaml")
+    said = pentad(tmp_path / "mytask", "train", "recipe.yaml", "total_train_steps=2")
+    assert "2 steps done" in said

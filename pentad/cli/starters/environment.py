@@ -1,0 +1,32 @@
+"""The environment of this task: the policy guesses a digit and reads "higher" or "lower"."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pentad.rollout.environments import Step
+from pentad.rollout.workflows import MultiTurn
+
+
+class GuessTheDigit:
+    """One object plays one episode."""
+
+    async def reset(self, fields: Mapping[str, Any]) -> None:
+        """`fields` is the row of the dataset."""
+        self.secret = int(fields["answer"])
+
+    async def step(self, text: str) -> Step:
+        """The answer to one turn of the policy, whether the episode is over, and the reward."""
+        digits = [int(letter) for letter in text if letter in "0123456789"]
+        if not digits:
+            return Step("Say a digit.", is_done=False, reward_parts={"correct": 0.0})
+        is_right = digits[-1] == self.secret
+        hint = "higher" if digits[-1] < self.secret else "lower"
+        parts = {"correct": float(is_right), "digit": 0.1}
+        return Step(hint, is_done=is_right, reward_parts=parts)
+
+    async def close(self) -> None:
+        """Called when the episode is over, whatever happened in it."""
+
+
+def workflow() -> MultiTurn:
+    return MultiTurn(GuessTheDigit, max_turns=4)
