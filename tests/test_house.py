@@ -400,13 +400,17 @@ PROSE = [ROOT.parent / "README.md", ROOT.parent / "CONTRIBUTING.md"]
 PROSE += [page for page in (ROOT.parent / "docs").glob("*.md") if page != STYLE]
 
 
+BETWEEN = r"""[\s#]*(?:[ \n#]|["']\s+f?["'])[\s#]*"""
+"""What may stand between two words: a space, the end of a line, of a string or of a comment."""
+
+
 def unwanted_words() -> re.Pattern[str]:
     """The words in the table of docs/style.md, also where a line ends between them. In backticks
     they are names."""
     table = STYLE.read_text().partition("## Checked words")[2]
     words = [word for row in re.findall(r"^\| (`.*?) \|", table, re.M) for word in row.split(", ")]
     assert len(words) > 10
-    spaced = "|".join(word.strip("`").replace(" ", r"[\s#]+") for word in words)
+    spaced = "|".join(word.strip("`").replace(" ", BETWEEN) for word in words)
     return re.compile(rf"(?<!`)\b(?:{spaced})\b(?!`)", re.IGNORECASE)
 
 

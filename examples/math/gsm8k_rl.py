@@ -33,7 +33,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 def main(
     recipe: Recipe,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start anew in a folder that has a run.")
+        bool, typer.Option("--fresh", help="Start over in a folder that already holds a run.")
     ] = False,
 ) -> None:
     """Train a model on GSM8K with reinforcement learning."""

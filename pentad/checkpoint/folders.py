@@ -254,10 +254,10 @@ def find_checkpoints(
         try:
             checkpoint = read_checkpoint(root, step)
         except Damaged as error:
-            report(f"{error}; this checkpoint is passed over")
+            report(f"{error}; this checkpoint is skipped")
             continue
         if checkpoint is None:
-            report(f"{root / info_folder(step)}: was never committed; it is passed over")
+            report(f"{root / info_folder(step)}: was never committed; it is skipped")
         else:
             found.append(checkpoint)
     return found

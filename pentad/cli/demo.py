@@ -83,7 +83,7 @@ def closing(summary: RunSummary) -> str:
             f"  pentad view {summary.records}    curves, samples, times: a local page",
             f"  {summary.records}/README.md    every file of the run, explained",
             f"  {summary.records}/steps.jsonl  one record a step",
-            f"  {summary.records}/samples.jsonl  what the model said",
+            f"  {summary.records}/samples.jsonl  the model's answers",
             f"  {summary.model}  the model; transformers loads it:",
             f'    AutoModelForCausalLM.from_pretrained("{summary.model}")',
             "[bold]Try next[/]",

@@ -32,7 +32,7 @@ app = typer.Typer(
 View = Annotated[
     bool, Option("--view", help="Show the run on a local page, and print its address.")
 ]
-Fresh = Annotated[bool, Option("--fresh", help="Start anew in a folder that has a run.")]
+Fresh = Annotated[bool, Option("--fresh", help="Start over in a folder that already holds a run.")]
 
 
 def show_version(wanted: bool) -> None:
@@ -131,7 +131,7 @@ def doctor(json: Findings = False) -> None:
 def slots(
     folder: Annotated[str, Argument(help="Folder of the records of an elastic run.")],
     drop: Annotated[
-        list[int] | None, Option(help="Take this slot away; the run continues without it.")
+        list[int] | None, Option(help="Remove this slot; the run continues without it.")
     ] = None,
     join: Annotated[
         list[int] | None, Option(help="Give it back; it joins at the next checkpoint.")

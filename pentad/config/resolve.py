@@ -201,7 +201,7 @@ def _choose_mode(draft: _Draft) -> None:
     apart = allocation and allocation.are_apart
     alone = [role for role in SCORERS if allocation and allocation.stands_alone(role)]
     if apart and alone:
-        draft.set("mode", "async", f"{' and '.join(alone)} scores on devices of its own")
+        draft.set("mode", "async", f"{' and '.join(alone)} scores on its own devices")
     elif apart:
         draft.set("mode", "hybrid", "rollout and training have devices of their own")
     elif apart is not None:

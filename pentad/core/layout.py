@@ -362,7 +362,7 @@ class _Parser:
         if word in ("attn", "ffn"):
             return self.stop(start, f"{word}: stands outside parentheses", _HYBRID_REMEDY)
         if not word:
-            return self.stop(start, "a backend must stand here", remedy)
+            return self.stop(start, "a backend is expected here", remedy)
         near = difflib.get_close_matches(word, known, 1)
         guess = f"did you mean {near[0]}? " if near else ""
         return self.stop(start, f"{word!r} is not a backend", guess + remedy)
@@ -372,7 +372,7 @@ class _Parser:
         start = self.at
         name = self.word()
         if not name or name[0].isdigit():
-            raise self.stop(start, "a name must stand between [ and ]", "write archon[actor]:d1")
+            raise self.stop(start, "a name is expected between [ and ]", "write archon[actor]:d1")
         self.expect("]", "the name must end with ']'", "names are letters, digits and _")
         return name
 
@@ -394,12 +394,12 @@ class _Parser:
             else:
                 self.blame(column, *_refusal(kind, letter))
         if not columns:
-            raise self.stop(self.at, "an axis such as d1 must stand here", _axes_of(kind))
+            raise self.stop(self.at, "an axis such as d1 is expected here", _axes_of(kind))
         return tuple(found.items())
 
     def not_an_axis(self, kind: str) -> UserError:
         if self.text[self.at :].startswith(("attn", "ffn")):
-            return self.stop(self.at, "a hybrid layout stands in parentheses", _HYBRID_REMEDY)
+            return self.stop(self.at, "a hybrid layout must be in parentheses", _HYBRID_REMEDY)
         return self.stop(self.at, f"{self.peek()!r} is not an axis", _axes_of(kind))
 
     def number(self, letter: str) -> int:
@@ -433,7 +433,7 @@ class _Parser:
         self.peek()
         start = self.at
         if self.word() != word:
-            raise self.stop(start, f"'{word}:' must stand here", _HYBRID_REMEDY)
+            raise self.stop(start, f"'{word}:' is expected here", _HYBRID_REMEDY)
         self.expect(":", f"a ':' and the axes must follow {word}", _HYBRID_REMEDY)
         return self.dims(f"{word}:", columns)
 

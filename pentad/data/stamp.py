@@ -61,7 +61,7 @@ def check_same_data(where: str, saved: Mapping[str, Any], now: Mapping[str, Any]
     if changes:
         remedy = (
             "restore the old data and settings, force them with recover.allow=[train_dataset], or "
-            "start anew with --fresh"
+            "start over with --fresh"
         )
         rule = f"not the data that the run began with: {'; '.join(changes)}"
         raise UserError(Problem(where, rule, remedy))

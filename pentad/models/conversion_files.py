@@ -212,7 +212,7 @@ def write_one(output: Output, folder: Path, name: str) -> WrittenFile:
     except (OSError, RuntimeError) as error:  # torch's writer says a full disk with the latter
         is_full = shutil.disk_usage(folder).free < FULL_BYTES
         reason = "the disk is full" if is_full else str(error).split("\n")[0]
-        rule = f"cannot be written ({reason}); run it again, and it starts anew"
+        rule = f"cannot be written ({reason}); run it again; it starts from the beginning"
         raise RunError(f"{path}: {rule}") from error
     return WrittenFile(path.stat().st_size, file_digest(path).hex(), notes)
 

@@ -200,7 +200,7 @@ def graded(name: str, text: str, low: bool, remedy: str) -> Finding:
 def check_memory() -> Iterator[Finding]:
     total, available = host_memory()
     text = f"{total / GIB:.1f} GiB, {available / GIB:.1f} available; {num_cores()} cores"
-    remedy = "small models only; `pentad plan` says what a recipe needs"
+    remedy = "small models only; `pentad plan` shows what a recipe needs"
     yield graded("memory", text, available < MIN_MEMORY_GIB * GIB, remedy)
 
 
@@ -259,7 +259,7 @@ def check_disk(fileroot: str) -> Iterator[Finding]:
         remedy = "set fileroot to a folder that can be written"
         yield Finding("disk", "fail", f"{folder} cannot be written", remedy)
     elif free < MIN_DISK_GIB * GIB:
-        remedy = "set fileroot to a larger disk; `pentad plan` says how much a recipe writes"
+        remedy = "set fileroot to a larger disk; `pentad plan` shows how much a recipe writes"
         yield Finding("disk", "warn", text, remedy)
     else:
         yield Finding("disk", "ok", text)
@@ -277,7 +277,7 @@ def check_optional() -> Iterator[Finding]:
         if found:
             yield Finding(name, "ok", f"{found}: rollout by a {name} server")
         else:
-            how = f"install {name} in an environment of its own and set rollout.server.python"
+            how = f"install {name} in its own environment and set rollout.server.python"
             yield Finding(name, "info", f"not on the path: rollout by a {name} server", how)
 
 

@@ -232,7 +232,7 @@ FACTS: dict[str, AlgorithmFacts] = {
 PREFERENCES = "learns from recorded preferences, and algorithms here from samples that they draw"
 ELSEWHERE = {
     **dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo", "cpo"), PREFERENCES),
-    "sft": "supervised fine-tuning is a command of its own, pentad sft",
+    "sft": "supervised fine-tuning has its own command, pentad sft",
 }
 """Names of methods that are no online algorithm -> why they are none of these."""
 AlgorithmName: TypeAlias = Literal[tuple(FACTS)]  # type: ignore[valid-type]

@@ -84,7 +84,7 @@ class AgentWorkflow(Episodes, OwnPrompts):
                     log.warning("prompt %d: the agent does not end; it is left behind", prompt.gid)
         samples = episode.samples()
         if not samples:
-            raise DataFailure("no_turns", f"prompt {prompt.gid}: the agent asked for nothing")
+            raise DataFailure("no_turns", f"prompt {prompt.gid}: the agent sent no request")
         for sample in samples:
             give_reward(sample, reward)
         return samples

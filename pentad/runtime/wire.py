@@ -285,7 +285,7 @@ class Connection:
         while True:
             left_s = self.heard_at + patience_s - awake_s()
             if left_s <= 0:
-                self._lose(f"nothing was heard of it for {patience_s:g} s")
+                self._lose(f"it sent nothing for {patience_s:g} s")
                 return
             await asyncio.sleep(left_s)
 

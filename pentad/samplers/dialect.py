@@ -32,8 +32,8 @@ LOGPROB_ROUNDING = 1e-3
 """A log-prob above 0 by at most this is a sure token in low precision, more is an error."""
 MEMORIES = ("weights", "kv_cache")
 CUTS = (
-    "does not say which weights drew a token: with new weights answers under way are cut, and go "
-    "on with their cache computed anew"
+    "does not report which weights drew a token: with new weights, answers in progress are cut and "
+    "continue with a recomputed cache"
 )
 LOAD_TIMEOUT_S = 600.0
 """For a server to take new weights."""

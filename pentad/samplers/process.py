@@ -190,7 +190,7 @@ def check_installed(python: str, module: str, wanted: str | None) -> str:
         raise UserError(Problem(f"{KEY} = {wanted or 'null'}", rule, remedy)) from None
     if found.returncode == 0:
         return found.stdout.strip()
-    remedy = f"install {module} in an environment of its own and give its folder"
+    remedy = f"install {module} in its own environment and give its folder"
     if wanted is None:
         rule = f"there is no {module} command on the path, and no {module} beside Pentad"
         raise UserError(Problem(f"{KEY} = null", rule, remedy))

@@ -64,7 +64,7 @@ FILES = {
     "steps again, `--only train` all of them.",
     "groups/": "Samples on their way to ranks of other machines, in a run over several of them.",
     "reference/": "The actor as it became the reference, with ref_update_interval and a reference "
-    "on devices of its own: HF folders named by their step, the last two.",
+    "on its own devices: HF folders named by their step, the last two.",
     "log.txt": "Messages and warnings of all starts, with times.",
     "ranks/": "What each rank of a run over several processes wrote, one file a rank; what rank 0 "
     "says is on the screen and in log.txt. `stacks.txt` has the stacks of all ranks of groups that "
@@ -84,14 +84,14 @@ FILES = {
     "and after a kill.",
     "run.lock": "Held by the running program, which it names with machine and time, so that no "
     "second one writes here; empty otherwise.",
-    "earlier/": "Records of former runs of this name that were started anew with --fresh; their "
+    "earlier/": "Records of former runs of this name that were started over with --fresh; their "
     "exports are in earlier/ of the checkpoint folder, under the same number.",
     "README.md": "This explanation.",
 }
 """Every file a run can leave in its folder."""
 
 EARLIER = "earlier"
-ANEW = "choose another trial_name, or start anew with --fresh"
+ANEW = "choose another trial_name, or start over with --fresh"
 
 README = """\
 # Records of one run

@@ -74,7 +74,7 @@ def accept_config(config: Config, before: Mapping[str, Any]) -> list[str]:
     if changed:
         said = "; ".join(changed[:5])
         said += f"; and {len(changed) - 5} more" if changed[5:] else ""
-        remedy = "choose another trial_name, restore the config, or start anew with --fresh"
+        remedy = "choose another trial_name, restore the config, or start over with --fresh"
         where = f"trial_name = {config.trial_name}"
         raise UserError(Problem(where, f"belongs to a run with another config ({said})", remedy))
     return []

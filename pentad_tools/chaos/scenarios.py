@@ -126,7 +126,7 @@ def shrink(trial: ChaosRun, *, grows: bool) -> None:
     trial.wait_end()
     says(trial, f"elastic: slot {slot} is lost", f"has {trial.workload.world - 1} ranks")
     if grows:
-        says(trial, "ranks have returned, the group is formed anew after step")
+        says(trial, "ranks have returned, the group is re-formed after step")
 
 
 # The code fails

@@ -117,7 +117,7 @@ def test_pretraining_goes_on_with_fewer_ranks_and_grows_again(texts, tmp_path, c
         in log
     )
     assert "elastic: generation 1 has 1 ranks: archon:(attn:d1|ffn:e1) for " in log
-    assert "elastic: ranks have returned, the group is formed anew after step 4" in log
+    assert "elastic: ranks have returned, the group is re-formed after step 4" in log
     assert "elastic: generation 2 has 2 ranks: archon:(attn:d2|ffn:e2) on all 2 slots" in log
     (recovery,) = read_lines(records / "recoveries.jsonl")
     assert recovery["generation"] == 1 and recovery["slots"] == [0] and recovery["world"] == 1
@@ -262,7 +262,7 @@ def test_rl_goes_on_with_fewer_ranks_and_grows_again_and_its_sampler_stays(task,
     log = (met.records / "log.txt").read_text()
     assert "elastic: slot 0 is lost: its place is gone (its device is gone)" in log
     assert "elastic: generation 1 has 1 ranks" in log
-    assert "elastic: ranks have returned, the group is formed anew after step " in log
+    assert "elastic: ranks have returned, the group is re-formed after step " in log
     assert slots.now().used == (0, 1)
 
 

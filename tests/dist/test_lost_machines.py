@@ -228,4 +228,4 @@ def test_a_run_on_ray_goes_on_without_a_lost_node_and_takes_a_new_one(texts, tmp
     check_steps(records, truth)
     assert [len(used) for used in seen] == [2, 2, 1, 1, 2, 2]
     log = (records / "log.txt").read_text()
-    assert "elastic: ranks have returned, the group is formed anew after step 4" in log
+    assert "elastic: ranks have returned, the group is re-formed after step 4" in log

@@ -50,8 +50,8 @@ def test_a_file_in_the_way_of_the_run_folder_is_one_sentence(lab):
     ("allocation", "said"),
     [
         ("embedded:t2|archon:d2", "is not cut over devices"),
-        ("embedded[rollout]:d1|archon[actor]:d2|archon[critic]:d1", "must stand on the same ranks"),
-        ("archon[actor]:d1+archon[critic]:d1+embedded[rollout]:d1", "must stand on the same ranks"),
+        ("embedded[rollout]:d1|archon[actor]:d2|archon[critic]:d1", "must use the same ranks"),
+        ("archon[actor]:d1+archon[critic]:d1+embedded[rollout]:d1", "must use the same ranks"),
         ("embedded:d1|archon:t8", "must divide num_heads = 4"),
     ],
 )

@@ -145,7 +145,7 @@ def test_a_refreshed_reference_comes_back_with_the_run(lab):
     resumed = lab.train(*words, "total_train_steps=5", trial="halted")
     assert_same_weights(whole, resumed)
     assert sorted(one.name for one in (resumed.records / "reference").iterdir()) == ["2", "4"]
-    with pytest.raises(UserError, match="the reference was refreshed on devices of its own"):
+    with pytest.raises(UserError, match="the reference was refreshed on its own devices"):
         lab.train(*words, "mode=hybrid", "total_train_steps=6", trial="halted")
 
 

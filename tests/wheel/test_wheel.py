@@ -1,4 +1,4 @@
-"""The wheel in an environment of its own, used from a folder without a checkout: `make test-wheel`
+"""The wheel in its own environment, used from a folder without a checkout: `make test-wheel`
 makes the environment and names it in PENTAD_TEST_WHEEL."""
 
 import os

@@ -103,7 +103,7 @@ def judge_changes(
         if commit := _other_commit(before, after):
             rule = f"the run began with commit {commit} of it, and the hub now has another"
             back = f"give {key}={before}"
-        remedy = f"{back}, force it with recover.allow=[{key}], or start anew with --fresh"
+        remedy = f"{back}, force it with recover.allow=[{key}], or start over with --fresh"
         changes.refused.append(Problem(f"{key} = {show(after)}", rule, remedy))
     changes.refused.extend(fixed_problems(old, new))
     return changes
@@ -122,7 +122,7 @@ def fixed_problems(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[P
         before, after = _value(old, key), _value(new, key)
         if before != after:
             rule = f"was {show(before)} so far, and {why}"
-            remedy = "set it back, or start anew with --fresh"
+            remedy = "set it back, or start over with --fresh"
             yield Problem(f"{key} = {show(after)}", rule, remedy)
 
 

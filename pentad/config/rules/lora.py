@@ -99,11 +99,11 @@ def frozen_models_beside_adapters(config: Config) -> Iterator[Problem]:
     """A learner holds one set of frozen weights."""
     if config.actor.lora is None:
         return
-    apart, remedy = scorers(config), "give it devices of its own (mode: async)"
+    apart, remedy = scorers(config), "give it its own devices (mode: async)"
     for role, path in (("ref", config.ref.path), ("teacher", config.teacher.path)):
         if path is not None and path != config.actor.path and role not in apart:
             rule = f"a learner with actor.lora holds the frozen weights of {config.actor.path} only"
             yield Problem(f"{role}.path = {path}", rule, remedy)
     if config.actor.lora.init_path is not None and "ref" in apart and config.ref.path is None:
-        rule = "the reference on devices of its own would be without the adapter it starts from"
+        rule = "the reference on its own devices would be without the adapter it starts from"
         yield Problem(f"mode = {config.mode}", rule, "use hybrid or colocate")

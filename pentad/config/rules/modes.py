@@ -173,7 +173,7 @@ def servers_fit_the_allocation(config: Config) -> list[Problem]:
         return [Problem("rollout.server", rule, "leave it out, or use vllm or sglang")]
     found = []
     if server.addresses and len(server.addresses) != rollout.size("d"):
-        rule = f"{layout} has {rollout.size('d')} replicas, each at an address of its own"
+        rule = f"{layout} has {rollout.size('d')} replicas, each at its own address"
         found.append(Problem(where, rule, f"give {rollout.size('d')}"))
     bare = [a for a in server.addresses if not a.startswith(("http://", "https://"))]
     if bare:

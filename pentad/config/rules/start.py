@@ -48,7 +48,7 @@ def what_trains_shares_ranks(config: Config) -> Iterator[Problem]:
             if config.mode == "async" or part.role not in needed:
                 continue
             remedy += ", or set mode: async, which scores on devices apart"
-        rule = f"{part} and {actor} must stand on the same ranks, all that trains does"
+        rule = f"{part} and {actor} must use the same ranks, all that trains does"
         yield Problem(where, rule, remedy)
 
 
@@ -66,7 +66,7 @@ def packages_are_installed(config: Config, facts: RunFacts) -> Iterator[Problem]
 
 @RULES.add(commands=("train", "sft"), is_noted=True)
 def scorers_have_devices(config: Config, facts: RunFacts) -> Iterator[Problem]:
-    """In mode async whatever judges the samples stands on devices of its own."""
+    """In mode async whatever judges the samples stands on its own devices."""
     where, allocation = f"allocation_mode = {config.allocation_mode}", config.parsed_allocation
     if allocation is None or not facts.samples(config):
         return
@@ -74,7 +74,7 @@ def scorers_have_devices(config: Config, facts: RunFacts) -> Iterator[Problem]:
     alone = [role for role in SCORERS if allocation.stands_alone(role)]
     missing = [role for role in needed if role not in alone]
     if config.mode == "async" and missing:
-        rule = f"{' and '.join(missing)} scores on devices of its own there, and {where} has none"
+        rule = f"{' and '.join(missing)} scores on its own devices there, and {where} has none"
         fix = reduce(Allocation.without, missing, allocation).with_own(dict.fromkeys(missing, 1))
         remedy = f"use {fix}, or mode: hybrid, which scores in the trainer"
         yield Problem("mode = async", rule, remedy)

@@ -368,7 +368,7 @@ class Supervisor:
         if self.members.has_returned() and recover.is_saved(step):
             for saver in savers:
                 saver.collect(step, wait=True)
-            text = "elastic: ranks have returned, the group is formed anew after step %d"
+            text = "elastic: ranks have returned, the group is re-formed after step %d"
             log.info(text, step + 1, extra=NOTICE)
             raise Regroup
 

@@ -251,7 +251,7 @@ class ScorerService:
 
 @dataclass(eq=False)
 class RefreshedReference:
-    """The reference on devices of its own, made the actor every `ref_update_interval` steps.
+    """The reference on its own devices, made the actor every `ref_update_interval` steps.
 
     Batch b is scored by the actor as it was after the last of these steps before it, the reference
     that a weight tag in the trainer would be. Groups that are sampled ahead of such a step wait for
@@ -278,7 +278,7 @@ class RefreshedReference:
         version = trained - trained % self.every
         if version and not (self.folder / str(version)).is_dir():
             rule = f"the reference after step {version} is not in {self.folder}"
-            remedy = "continue as the run began, or start anew with --fresh"
+            remedy = "continue as the run began, or start over with --fresh"
             raise UserError(Problem(f"ref_update_interval = {self.every}", rule, remedy))
         if version:
             await self._install(version)

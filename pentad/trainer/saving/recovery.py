@@ -178,7 +178,7 @@ class RecoverHandler(Periodic):
             folder = state_folder(role, checkpoint.step)
             if not any(path.startswith(f"{folder}/") for path in checkpoint.manifest.files):
                 where = f"recovery checkpoint {checkpoint.root / checkpoint.info}"
-                remedy = "set the algorithm back, or start anew with --fresh"
+                remedy = "set the algorithm back, or start over with --fresh"
                 raise UserError(Problem(where, f"holds no {role}, which is trained", remedy))
         info = checkpoint.info
         self.infos = {name: read_json(checkpoint, f"{info}/{name}.json") for name in INFOS}

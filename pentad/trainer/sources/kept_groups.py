@@ -96,7 +96,7 @@ class KeptSource(BatchSource):
         if known != self.kept.state():
             where = f"groups_from = {self.run.config.groups_from}"
             rule = "has other groups than when the run began"
-            raise UserError(Problem(where, rule, "bring them back, or start anew with --fresh"))
+            raise UserError(Problem(where, rule, "bring them back, or start over with --fresh"))
 
     def restored(self, checkpoint: Checkpoint | None) -> None:
         run, heads = self.run, self.kept.heads

@@ -157,7 +157,7 @@ class SampleSource(BatchSource):
             done += 1
         if beyond := kept[done:]:
             rule = f"has steps {beyond[0]} to {beyond[-1]}, and step {done + 1} is missing"
-            remedy = "bring it back, start anew with --fresh, or give another trial_name"
+            remedy = "bring it back, start over with --fresh, or give another trial_name"
             raise UserError(Problem(str(self.batches.folder), rule, remedy))
         self.run.context.recorder.resume(done)
         if not done:

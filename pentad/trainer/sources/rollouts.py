@@ -339,9 +339,7 @@ class RolloutSource(BatchSource):
         keeps_ref = before["mode"] == "async" and bool(before["algorithm"]["kl_coef"])
         every = before["ref_update_interval"]
         if keeps_ref and every and now.mode != "async" and run.trained >= every:
-            rule = (
-                f"the reference was refreshed on devices of its own (ref_update_interval = {every})"
-            )
+            rule = f"the reference was refreshed on its own devices (ref_update_interval = {every})"
             raise UserError(Problem(f"mode = {now.mode}", rule, "continue in mode: async"))
         for line in run.context.recorder.evaluations():  # one may have ended after the commit
             note_score(run, line)

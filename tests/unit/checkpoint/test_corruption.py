@@ -120,7 +120,7 @@ def test_a_damaged_mark_is_reported_and_the_one_before_is_used(
     said: list[str] = []
     assert [found.step for found in find_checkpoints(root, said.append)] == [1]
     (sentence,) = said
-    assert "globalstep2" in sentence and "passed over" in sentence
+    assert "globalstep2" in sentence and "skipped" in sentence
     sweep_uncommitted(root, QuickDisk())
     is_removed = kind == "COMMIT" and way is remove  # then it was never committed
     kept = {p.name for p in root.rglob("globalstep2*")}

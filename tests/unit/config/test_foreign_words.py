@@ -78,7 +78,7 @@ def test_a_name_that_only_contains_the_letters_is_another_key():
         ("dpo", "learns from recorded preferences"),
         ("KTO", "learns from recorded preferences"),
         ("simpo", "learns from recorded preferences"),
-        ("sft", "is a command of its own, pentad sft"),
+        ("sft", "has its own command, pentad sft"),
     ],
 )
 def test_a_method_that_is_no_online_algorithm_is_not_taken_for_a_slip(name, why):

@@ -72,11 +72,11 @@ def test_defaults_ask_for_nothing_that_is_not_built():
     [
         (
             ["mode=async", "algorithm.kl_coef=0.1", "allocation_mode=embedded:d1+archon:d1"],
-            "ref scores on devices of its own there, and allocation_mode = embedded:d1+archon:d1",
+            "ref scores on its own devices there, and allocation_mode = embedded:d1+archon:d1",
         ),
         (
             ["mode=hybrid", "algorithm.kl_coef=0.1", f"allocation_mode={APART}"],
-            "archon[ref]:d1 and archon[actor]:d1 must stand on the same ranks",
+            "archon[ref]:d1 and archon[actor]:d1 must use the same ranks",
         ),
         ([f"allocation_mode={APART}"], "the run needs no ref: algorithm.kl_coef = 0"),
         (
@@ -88,7 +88,7 @@ def test_defaults_ask_for_nothing_that_is_not_built():
         ),
         (
             ["allocation_mode=embedded[rollout]:d1|archon[actor]:d2+archon[critic]:d2"],
-            "must stand on the same ranks",
+            "must use the same ranks",
         ),
     ],
 )

@@ -303,7 +303,7 @@ def test_a_resumed_run_sees_that_its_data_changed(open_stream, chat):
     open_stream(seed=1).check_state(state)
     with pytest.raises(UserError, match="not the data that the run began with: seed was 1, is 2"):
         open_stream(seed=2).check_state(state)
-    with pytest.raises(UserError, match="digest was .* is .*start anew with --fresh"):
+    with pytest.raises(UserError, match="digest was .* is .*start over with --fresh"):
         open_stream([*ROWS[:-1], {"prompt": "x" * 20, "answer": "20"}], seed=1).check_state(state)
     with pytest.raises(UserError, match="prompts was 20, is 5; tokens was .* is "):
         open_stream(seed=1, max_length=5).check_state(state)

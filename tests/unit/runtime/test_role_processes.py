@@ -157,7 +157,7 @@ def test_a_process_that_hangs_is_noticed_by_its_silence(tmp_path, how):
         call = asyncio.ensure_future(connection.call("block", until=str(tmp_path / "never")))
         if how == "stopped":
             os.kill(process.process.pid, signal.SIGSTOP)
-        with pytest.raises(InfraFailure, match="nothing was heard of it for 4 s"):
+        with pytest.raises(InfraFailure, match="it sent nothing for 4 s"):
             await call
         process.stacks()
 

@@ -568,7 +568,7 @@ def test_a_process_that_takes_nothing_is_given_up(monkeypatch):
 def test_silence_beyond_patience_is_a_lost_connection():
     async def scenario(listener, address):
         async with joined(address, patience_s=0.3) as connection:
-            with pytest.raises(InfraFailure, match="nothing was heard of it for 0.3 s"):
+            with pytest.raises(InfraFailure, match="it sent nothing for 0.3 s"):
                 await connection.call("late", value=1, seconds=60)
 
     play(scenario)

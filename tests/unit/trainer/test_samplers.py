@@ -79,7 +79,7 @@ def refusal(make, *overrides):
         ),
         (
             ["allocation_mode=vllm:d2+archon:d1", "rollout.server.addresses=[http://a:1]"],
-            "has 2 replicas, each at an address of its own; give 2.",
+            "has 2 replicas, each at its own address; give 2.",
         ),
         (
             ["allocation_mode=vllm:d1+archon:d1", "rollout.server.addresses=[node7]"],
@@ -107,7 +107,7 @@ def test_a_server_that_is_not_installed_is_refused_before_the_run(config, monkey
     (said,) = server_problems(config("allocation_mode=sglang:d1|archon:d1"), start_facts("cpu"))
     assert str(said) == (
         "rollout.server.python = null: there is no sglang command on the path, and no sglang "
-        "beside Pentad; install sglang in an environment of its own and give its folder."
+        "beside Pentad; install sglang in its own environment and give its folder."
     )
     named = config("allocation_mode=vllm:d1|archon:d1", f"rollout.server.python={sys.executable}")
     (said,) = server_problems(named, start_facts("cpu"))
