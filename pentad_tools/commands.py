@@ -97,7 +97,7 @@ def chaos(
     ] = 0,
     keep: Annotated[bool, Option("--keep", help="Keep the folders of the runs.")] = False,
 ) -> None:
-    """Break real runs on purpose and check that they end as they should.
+    """Inject faults into real runs and check the results.
 
     For example: pentad chaos --scenario kill-backward --seed 7
     """
@@ -115,7 +115,7 @@ def verify_model(
     model: Annotated[str, Argument(help="A family, a model file, or a HF folder.")],
     json: Findings = False,
 ) -> None:
-    """Prove a model file against transformers, on the CPU."""
+    """Compare a model file with transformers, on the CPU."""
     from pentad_tools.models.model_commands import run_verify_model
 
     raise Exit(run_verify_model(model, json))

@@ -68,7 +68,7 @@ def train(recipe: Recipe, fresh: Fresh = False, view: View = False) -> None:
 @reporting
 @functools.partial(takes_recipe, switches=False)
 def sft(recipe: Recipe, fresh: Fresh = False, view: View = False) -> None:
-    """Train a model on given answers, without rollout."""
+    """Supervised fine-tuning: train a model on given answers."""
     run_command(recipe, "sft", fresh, view=view)
 
 
@@ -107,7 +107,7 @@ def plan(
         int | None, Option(min=1, help="Plan for so many ranks that train, when others are lost.")
     ] = None,
 ) -> None:
-    """Check a recipe, draw its layout, estimate its memory.
+    """Check a recipe, show its placement, estimate its memory.
 
     Needs no GPU and no download: public models are known by name.
     """
@@ -120,7 +120,7 @@ def plan(
 @app.command()
 @reporting
 def doctor(json: Findings = False) -> None:
-    """Say what this machine can run and what is missing."""
+    """Report what this machine can run and what is missing."""
     from pentad.cli.doctor import run_doctor
 
     raise Exit(run_doctor(json))
@@ -137,7 +137,7 @@ def slots(
         list[int] | None, Option(help="Give it back; it joins at the next checkpoint.")
     ] = None,
 ) -> None:
-    """Show the slots of an elastic run; take one away, or give it back."""
+    """Show the slots of an elastic run; remove one or add it again."""
     from pentad.cli.slots import run_slots
 
     run_slots(folder, drop or [], join or [])
@@ -173,7 +173,7 @@ def demo(
     ] = None,
     fresh: Fresh = False,
 ) -> None:
-    """Teach a tiny model to sort, here and now, in minutes.
+    """Train a tiny model to sort digits, in minutes, without a GPU.
 
     One that was interrupted is resumed; one that is complete starts again.
     """
@@ -192,7 +192,7 @@ def reward(
         str | None, Option(help="What to score (the row's own answer, and nothing).")
     ] = None,
 ) -> None:
-    """Try the reward of a recipe on a row of its data.
+    """Run the reward of a recipe on a row of its data.
 
     For example: pentad reward recipe.yaml --row 3 --completion "The answer is 42"
     """
@@ -233,7 +233,7 @@ def evaluate(
     out: Annotated[Path | None, Option(help="JSONL file for every answer.")] = None,
     device: DeviceOption = "auto",
 ) -> None:
-    """Judge a model's answers: accuracy, pass@k, maj@k.
+    """Evaluate a model: accuracy, pass@k, maj@k.
 
     For example: pentad eval models/m --data test.jsonl --reward gsm8k --prompt-key question
     """
@@ -314,7 +314,7 @@ def export(
         bool, Option("--public", help="A new repository is seen by all (private).")
     ] = False,
 ) -> None:
-    """Write the card of a run's model beside it, and upload both.
+    """Write the model card of a run, and upload model and card.
 
     For example: pentad export runs/logs/me/gsm8k/trial-0 --push me/gsm8k-grpo
     """
@@ -428,7 +428,7 @@ def verify_checkpoint(
     ] = False,
     json: Findings = False,
 ) -> None:
-    """Verify every byte of recovery checkpoints, and say what they hold.
+    """Verify every byte of recovery checkpoints and list their contents.
 
     For example: pentad verify-checkpoint runs/checkpoints/me/gsm8k/trial0
     """
