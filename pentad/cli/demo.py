@@ -11,6 +11,7 @@ from rich.console import Console
 from pentad.config.schema import Config
 from pentad.core.device import pick_device
 from pentad.core.folders import read_object
+from pentad.core.machine import user_name
 from pentad.data.toy import write_model, write_task
 from pentad.planner.prepare import prepare
 from pentad.telemetry.runfolder import run_path
@@ -29,10 +30,11 @@ def run_demo(
     chosen = pick_device(device)
     # The model is too small to share between cores, and one thread gives one result everywhere.
     torch.set_num_threads(1)
-    root = Path(fileroot) / "demo"
+    # Two users, or two seeds, must not write over each other's data.
+    root = Path(fileroot) / "demo" / user_name() / f"seed{seed}"
     console.print(
         f"[bold]Pentad demo[/] on {chosen}, seed {seed}: a tiny Qwen3 learns to sort five digits.\n"
-        f"1/3 making a tokenizer, a model config and data in {root}"
+        f"1/3 making a tokenizer, a model config and data in {Path(fileroot) / 'demo'}"
     )
     write_model(root / "model")
     write_task(root, seed=seed, num_train=NUM_TRAIN, num_sft=NUM_SFT, num_valid=NUM_VALID)

@@ -7,7 +7,6 @@ A resolved config resolves to itself.
 
 from __future__ import annotations
 
-import getpass
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from pentad.config.rules.algorithm import off_policy
 from pentad.config.schema import SCORERS, Config, ModelConfig
 from pentad.core.fit import default_stages_per_rank, splits_backward
 from pentad.core.layout import Allocation, Component
+from pentad.core.machine import user_name
 from pentad.core.specs import absolute
 from pentad.data.section import is_made
 from pentad.rl.section import SWITCHES
@@ -143,13 +143,8 @@ def _choose_recovery(draft: _Draft) -> None:
 
 
 def _choose_user(draft: _Draft) -> None:
-    if draft.config.user is not None:
-        return
-    try:
-        name = getpass.getuser()
-    except (KeyError, OSError):  # a container may run under a number without a name
-        name = f"uid{os.getuid()}"
-    draft.set("user", name)
+    if draft.config.user is None:
+        draft.set("user", user_name())
 
 
 def _choose_allocation(draft: _Draft, samples: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import getpass
 import importlib.metadata
 import os
 import shutil
@@ -26,6 +27,14 @@ QUERY_TIMEOUT_S = 20.0
 
 RAY_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_agent_register_timeout_ms": "120000"}
 """For a cluster that a run starts: it sends no usage report, and may start on a busy machine."""
+
+
+def user_name() -> str:
+    """The login name; in a container that runs under a number without a name, that number."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"uid{os.getuid()}"
 
 
 @dataclass(frozen=True, slots=True)

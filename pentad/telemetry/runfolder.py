@@ -8,7 +8,6 @@ the caller does not take for the run's and, unless the run resumes, a folder tha
 from __future__ import annotations
 
 import datetime
-import getpass
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ import pentad
 from pentad.core.errors import FULL, Problem, RunError, UserError, may_pass
 from pentad.core.files import write_atomic
 from pentad.core.lock import NAME, FolderLock
+from pentad.core.machine import user_name
 from pentad.telemetry import host
 from pentad.telemetry.steps import read_lines
 
@@ -147,7 +147,7 @@ class RunFolder:
 
 def run_path(fileroot: str, experiment_name: str, trial_name: str, user: str | None = None) -> Path:
     """Where the records of a run lie; by default under the login name."""
-    user = user or getpass.getuser()
+    user = user or user_name()
     return Path(fileroot).expanduser() / "logs" / user / experiment_name / trial_name
 
 

@@ -141,10 +141,10 @@ def placed_on(config: Config, num_devices: int | None) -> Topology | None:
     return find_topology(config, replace(facts_of(config), num_devices=num_devices))
 
 
-@RULES.add(commands=("train", "sft"), is_noted=True)
+@RULES.add(commands=RUNS)
 def idle_devices(config: Config) -> Iterator[Problem]:
-    """A layout that uses at most half of the devices it was given was meant for another cluster: a
-    run refuses it, and a plan says so. One side alone leaves idle what the other has."""
+    """A layout that uses at most half of the devices it was given was meant for another cluster.
+    One side alone leaves idle what the other has."""
     cluster, placed = config.cluster, find_topology(config.model_copy(update={"only": None}))
     if cluster.n_gpus_per_node is None or cluster.allow_idle or placed is None:
         return

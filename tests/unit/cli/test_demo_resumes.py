@@ -39,3 +39,20 @@ def test_what_was_interrupted_is_resumed(tmp_path, monkeypatch, end, given, fres
     monkeypatch.setattr(demo, "run_train", run)
     demo.run_demo(seed=1, fileroot=str(tmp_path), device="cpu", fresh=given)
     assert seen == [("demo-sft", fresh), ("demo-grpo", fresh)]
+
+
+def test_users_and_seeds_have_data_of_their_own(tmp_path, monkeypatch):
+    """Written over, the data of a demo that was interrupted would not be those it resumes with."""
+    seen = []
+
+    def run(config, notes, *, fresh, device):
+        seen.append((config.train_dataset.path, config.actor.path))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "run_sft", run)
+    for user, seed in (("me", 1), ("me", 2), ("you", 1)):
+        monkeypatch.setenv("LOGNAME", user)
+        with pytest.raises(KeyboardInterrupt):
+            demo.run_demo(seed=seed, fileroot=str(tmp_path), device="cpu")
+    for paths in zip(*seen, strict=True):
+        assert len(set(paths)) == 3

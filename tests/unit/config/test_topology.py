@@ -304,10 +304,11 @@ def test_how_groups_and_weights_travel(more, store, publish_kind):
         (["cluster.n_gpus_per_node=8", "allocation_mode=vllm:d2+archon:d2", "only=rollout"], True),
     ],
 )
-def test_a_run_refuses_a_layout_that_leaves_half_of_the_devices_idle(words, is_refused):
+def test_a_run_and_a_plan_refuse_a_layout_that_leaves_half_of_the_devices_idle(words, is_refused):
     def said(command, *more):
         config = resolve(load_config(None, [*words, *more]))[0]
         return [one for one in check_layout(config, command) if "allow_idle=true" in one.remedy]
 
-    assert bool(said("sft")) == is_refused
-    assert not said("plan") and not said("sft", "cluster.allow_idle=true")
+    for command in ("train", "sft", "pretrain", "plan"):
+        assert bool(said(command)) == is_refused, command
+        assert not said(command, "cluster.allow_idle=true")

@@ -1,13 +1,19 @@
 """`pentad plan --world N`: what an elastic run does that lost ranks."""
 
 import pytest
+from typer.testing import CliRunner
 
-from pentad.cli.plan import left_with, run_plan
+from pentad.cli.main import app
+from pentad.cli.plan import left_with
 from pentad.config.rules.elastic import fit_world
 from pentad.core.errors import UserError
 from pentad.planner.prepare import prepare
 
-MOE = ["actor.path=Qwen/Qwen3-30B-A3B", "cluster.n_gpus_per_node=16"]
+MOE = [
+    "actor.path=Qwen/Qwen3-30B-A3B",
+    "cluster.n_gpus_per_node=16",
+    "cluster.allow_idle=true",
+]
 
 
 def config_of(allocation, *words):
@@ -48,13 +54,15 @@ def test_the_note_names_layout_reason_and_what_stays():
     assert "a run would not do so" in left_with(config_of("archon:d4"), 2)[1]
 
 
-def test_ranks_that_are_lost_are_not_taken_for_a_layout_that_leaves_devices_idle(capsys):
-    cluster = ["cluster.n_gpus_per_node=8", "elastic.enabled=true"]
-    config = config_of("archon:d8", *cluster)
-    run_plan(config, [], gpu_memory=80, world=4)
-    assert "a run refuses it" not in capsys.readouterr().out
-    run_plan(config_of("archon:d4", *cluster), [], gpu_memory=80)
-    assert "allow_idle=true" in capsys.readouterr().out
+def test_ranks_that_are_lost_are_not_taken_for_a_layout_that_leaves_devices_idle():
+    words = ["actor.path=Qwen/Qwen3-8B", "cluster.n_gpus_per_node=8", "elastic.enabled=true"]
+
+    def plan(*more):
+        return CliRunner().invoke(app, ["plan", *words, "--gpu-memory", "80", *more])
+
+    assert plan("allocation_mode=archon:d8", "--world", "4").exit_code == 0
+    refused = plan("allocation_mode=archon:d4")
+    assert refused.exit_code == 2 and "allow_idle=true" in refused.output
 
 
 def test_a_world_larger_than_the_layout_is_refused():
