@@ -188,6 +188,9 @@ def check_installed(python: str, module: str, wanted: str | None) -> str:
         rule = f"its interpreter {python} did not answer within {INSTALLED_S:g} s"
         remedy = f"start it once by hand (`{python} -c pass`) and see what keeps it"
         raise UserError(Problem(f"{KEY} = {wanted or 'null'}", rule, remedy)) from None
+    except OSError as error:
+        rule, remedy = f"{python} cannot be run ({error.strerror})", "give a Python interpreter"
+        raise UserError(Problem(f"{KEY} = {wanted or 'null'}", rule, remedy)) from None
     if found.returncode == 0:
         return found.stdout.strip()
     remedy = f"install {module} in its own environment and give its folder"

@@ -31,10 +31,11 @@ def test_what_was_interrupted_is_resumed(tmp_path, monkeypatch, end, given, fres
     def run(config, notes, *, fresh, device):
         seen.append((config.experiment_name, fresh))
         evals = [{"accuracy": 0.1, "num_prompts": 1}]
-        return RunSummary(records, tmp_path / "demo" / "model", 1, evals)
+        return RunSummary(records, model, 1, evals)
 
-    (tmp_path / "demo" / "model").mkdir(parents=True)
-    (tmp_path / "demo" / "model" / "model.safetensors").touch()  # what the first part would save
+    model = tmp_path / "demo" / "me" / "seed1" / "model"
+    model.mkdir(parents=True)
+    (model / "model.safetensors").touch()  # what the first part would save
     monkeypatch.setattr(demo, "run_sft", run)
     monkeypatch.setattr(demo, "run_train", run)
     demo.run_demo(seed=1, fileroot=str(tmp_path), device="cpu", fresh=given)

@@ -48,7 +48,10 @@ HELD_OUT = ["valid_dataset.path={root}/data.jsonl"]
 APART = ["allocation_mode=embedded:d1+archon:d1"]
 
 CONVERT = ["megatron.use_hf_ckpt=true", "megatron.ckpt_convertor.save_path={root}/mg"]
-SLURM = ["scheduler.type=slurm", "cluster.n_nodes=2", "cluster.n_gpus_per_node=4"]
+SLURM = [
+    *("scheduler.type=slurm", "cluster.n_nodes=2", "cluster.n_gpus_per_node=4"),
+    "cluster.allow_idle=true",
+]
 BROKEN = [
     (
         "what_shrinks_has_checkpoints",
@@ -110,7 +113,7 @@ BROKEN = [
         "slurm_nodes_hold_the_layout",
         "plan",
         [
-            *(*SLURM, "cluster.n_nodes=3", "cluster.allow_idle=true", "algorithm.kl_coef=0.1"),
+            *(*SLURM, "cluster.n_nodes=3", "algorithm.kl_coef=0.1"),
             *("mode=async", "allocation_mode=archon[ref]:d1+embedded[rollout]:d1+archon[actor]:d8"),
         ],
         "cluster.n_nodes = 3",

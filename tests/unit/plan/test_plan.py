@@ -246,7 +246,8 @@ def test_logits_are_kept_unasked_where_the_fewest_ranks_of_an_elastic_run_have_r
 
     elastic = "elastic.enabled=true"
     # One rank holds all of the 9 GB of weights, gradients and moments that four share.
-    assert chosen("archon:d4", memory=24) is True and chosen("archon:d1", memory=24) is None
+    alone = chosen("archon:d1", "cluster.n_gpus_per_node=1", memory=24)
+    assert chosen("archon:d4", memory=24) is True and alone is None
     assert chosen("archon:d4", elastic, memory=24) is None
     assert chosen("archon:d4", elastic, "elastic.min_ranks=4", memory=24) is True
     assert chosen("archon:d4", elastic, memory=48) is True

@@ -104,10 +104,18 @@ def is_gone(pid: int) -> bool:
     return False
 
 
-def test_an_interpreter_that_does_not_answer_is_one_sentence(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("#!/bin/sh\nexec sleep 60\n", "its interpreter .*/python did not answer within 0.2 s"),
+        ("no program", "/python cannot be run .Exec format error."),
+        ("#!/nowhere/python\n", "/python cannot be run .No such file or directory."),
+    ],
+)
+def test_an_interpreter_that_cannot_be_asked_is_one_sentence(tmp_path, monkeypatch, text, said):
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nexec sleep 60\n")
+    python.write_text(text)
     python.chmod(0o700)
     monkeypatch.setattr("pentad.samplers.process.INSTALLED_S", 0.2)
-    with pytest.raises(UserError, match="its interpreter .*/python did not answer within 0.2 s"):
+    with pytest.raises(UserError, match=f"rollout.server.python = .*{said}"):
         check_installed(str(python), "vllm", str(python))
