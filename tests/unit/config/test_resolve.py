@@ -143,7 +143,7 @@ def test_a_critic_starts_from_the_actor():
     ],
 )
 def test_a_resolved_config_fed_back_is_the_same_and_raises_no_notes(tmp_path, overrides):
-    cluster = ["cluster.n_nodes=3", "cluster.n_gpus_per_node=8"]
+    cluster = ["cluster.n_nodes=3", "cluster.n_gpus_per_node=8", "cluster.allow_idle=true"]
     config, notes = prepare(None, [*overrides, *cluster])
     path = tmp_path / "config.yaml"
     path.write_text(dump_config(config))

@@ -26,7 +26,7 @@ EIGHT = "cluster.n_gpus_per_node=8"
         (["cluster.n_nodes=2"], "plan", "embedded:d16|archon:d16"),
         (["cluster.n_gpus_per_node=1"], "plan", "embedded:d1|archon:d1"),
         (["resource={actor: [1, 2], rollout: [1, 4]}"], "plan", "embedded:d4+archon:d2"),
-        (["allocation_mode=embedded:d1|archon:d2"], "plan", "embedded:d1|archon:d2"),
+        (["allocation_mode=embedded:d1|archon:d6"], "plan", "embedded:d1|archon:d6"),
     ],
 )
 def test_all_devices_are_used_unless_a_key_says_otherwise(words, command, allocation):
@@ -63,7 +63,7 @@ def test_a_command_that_only_trains_gets_all_devices_for_that(command, tmp_path)
     [
         [],
         ["mode=hybrid"],
-        ["allocation_mode=archon:d2", "train_dataset.batch_size=64"],
+        ["allocation_mode=archon:d2", "train_dataset.batch_size=64", "cluster.n_gpus_per_node=2"],
         ["gconfig.max_new_tokens=8192"],
         ["algorithm.name=ppo", "critic.path=Qwen/Qwen3-0.6B"],
     ],
@@ -101,6 +101,7 @@ def test_one_microbatch_is_enough_where_it_fits_and_where_no_memory_is_known():
             [
                 "actor.path=Qwen/Qwen3-4B",
                 EIGHT,
+                "cluster.allow_idle=true",
                 "allocation_mode=archon:d4",
                 "actor.mb_spec.n_mbs=1",
             ],
