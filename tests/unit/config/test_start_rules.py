@@ -171,7 +171,8 @@ def test_ranks_that_share_cores_have_a_limit(no_gpu, d, fits):
     assert said == planned(given)
     assert (said == []) == fits
     assert process_problems(config_of(given), "cuda") == []
-    assert planned(given, "cluster.n_nodes=8", "cluster.n_gpus_per_node=8") == []
+    gpus = ("cluster.n_nodes=8", "cluster.n_gpus_per_node=8", "cluster.allow_idle=true")
+    assert planned(given, *gpus) == []
     if not fits:
         assert (
             f"archon:d{d}: starts {d} processes here, and 2 cores with 16 GiB hold at most 32"
