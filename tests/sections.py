@@ -18,6 +18,7 @@ from pentad.infer.section import SamplerSettings
 from pentad.rl.section import AlgorithmConfig, AlgorithmSettings
 from pentad.rollout.environments import RolloutTokenizer
 from pentad.rollout.executor import Executor
+from pentad.rollout.replicas import Fleet
 from pentad.rollout.section import RolloutConfig
 from pentad.rollout.workflows import Context, Workflow
 
@@ -55,7 +56,13 @@ def make_executor(
     context = Context(tokenizer=tokenizer, **_taken(given, [f.name for f in fields(Context)]))
     # Without the bounds of recipes: tests have short deadlines.
     rollout = RolloutConfig().model_copy(update=keys)
-    return Executor(samplers, workflow, reward, context, rollout, **given)
+    patience = {
+        name.removeprefix("replica_"): given.pop(name)
+        for name in ("replica_patience_s", "replica_backoff_s")
+        if name in given
+    }
+    fleet = Fleet(samplers, **patience)
+    return Executor(fleet, workflow, reward, context, rollout, **given)
 
 
 def data_source(**given: Any) -> DataSource:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pentad.cli.output import make_console, make_table
+from pentad.config.environments import environments
 from pentad.config.rules.check import noted
 from pentad.config.rules.elastic import fit_world
 from pentad.config.rules.layout import layout_notes
@@ -26,6 +27,7 @@ from pentad.core.layout import Component
 from pentad.core.machine import GIB, host_memory
 from pentad.data.rows import open_rows
 from pentad.data.section import DatasetConfig
+from pentad.data.shares import Turns, whole_shares
 from pentad.planner.figures import RunPlan, SamplePlan, TrainPlan, inner_rows, span, stage_rows
 from pentad.planner.memory import RULE_OMITS
 from pentad.planner.plan import build_plan, choose_device, thumb_of
@@ -76,7 +78,7 @@ def run_plan(
 def make_plan(config: Config, notes: Sequence[str], gpu_memory: float | None) -> RunPlan:
     """For a model whose size is known."""
     is_stream = config.task == "pretrain"
-    num_rows, said = (None, []) if is_stream else count_rows(config.train_dataset)
+    num_rows, said = (None, []) if is_stream else count_all(config)
     plan = build_plan(config, choose_device(config, gpu_memory), num_rows)
     limit = config.cluster.count_devices()
     plan.notes = [*notes, *layout_notes(config, plan.dims, limit), *plan.notes, *said]
@@ -131,7 +133,24 @@ def show_places(config: Config, notes: list[str], as_json: bool) -> None:
         print(f"note: {note}")
 
 
-def count_rows(data: DatasetConfig) -> tuple[int | None, list[str]]:
+def count_all(config: Config) -> tuple[int | None, list[str]]:
+    """Prompts of an epoch where the data can be read here, and notes on each of several
+    environments and on data that cannot."""
+    found = [(one, *count_rows(one.data, one.data_key)) for one in environments(config)]
+    notes = [note for _, _, said in found for note in said]
+    if not config.rollout.workflows:
+        return found[0][1], notes
+    turns = Turns(whole_shares([one.weight for one, _, _ in found]))
+    for (one, num, _), share in zip(found, turns.shares, strict=True):
+        rows = "rows not known" if num is None else f"{num:,} rows"
+        text = f"{share} of {turns.length} prompts, {one.workflow}, {rows} of {one.data.path}"
+        held = f", held-out {one.valid.path}" if one.valid is not None else ""
+        notes.append(f"environment {one.name}: {text}{held}")
+    counts = [num for _, num, _ in found if num]
+    return turns.until(counts) if len(counts) == len(found) else None, notes
+
+
+def count_rows(data: DatasetConfig, block: str) -> tuple[int | None, list[str]]:
     """Rows of the training data where it can be read here, and a note where it cannot."""
     if data.path is None:
         return None, []
@@ -139,10 +158,8 @@ def count_rows(data: DatasetConfig) -> tuple[int | None, list[str]]:
     files = [path] if path.is_file() else list(path.rglob("*")) if path.is_dir() else []
     size = sum(file.stat().st_size for file in files if file.is_file())
     if size > MAX_DATA_BYTES:
-        return None, [
-            f"train_dataset.path = {data.path}: {gib(size)} GiB, its rows are not counted"
-        ]
-    kind, key = data.format, "train_dataset.path"
+        return None, [f"{block}.path = {data.path}: {gib(size)} GiB, its rows are not counted"]
+    kind, key = data.format, f"{block}.path"
     try:
         rows = open_rows(data.path, format=kind, streaming=True, limit=data.limit, key=key)
     except UserError as error:
@@ -394,12 +411,13 @@ def describe_steps(plan: RunPlan) -> str:
     batch = plan.batch
     if batch.steps_per_epoch is None:
         total = f"{batch.total_steps} steps" if batch.total_steps else "steps an epoch not known"
-        path = plan.config.train_dataset.path
+        path = plan.config.train_dataset.path or plan.config.rollout.workflows
         is_stream = plan.config.task == "pretrain"
         why = "sequences are not counted" if is_stream else "the data cannot be read here"
         why = why if path else "train_dataset.path is unset"
         return f"{total} ({why})"
-    text = f"{batch.num_rows:,} rows: {batch.steps_per_epoch:,} steps an epoch"
+    what = "prompts of all environments" if plan.config.rollout.workflows else "rows"
+    text = f"{batch.num_rows:,} {what}: {batch.steps_per_epoch:,} steps an epoch"
     return f"{text}, {batch.total_steps:,} in all"
 
 

@@ -62,7 +62,7 @@ def nearest_keys(key: str, limit: int = 2) -> list[str]:
     A key of the same block with a similar name comes first, then the same name in another
     block (the blocks of the same path first), then whatever looks alike as a whole.
     """
-    block, _, name = key.rpartition(".")
+    block, _, name = without_numbers(key).rpartition(".")
     known = list(fields())
     siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == block}
     close = difflib.get_close_matches(name, siblings, n=limit, cutoff=_cutoff(name))
@@ -99,8 +99,14 @@ def value_at(config: Config, key: str) -> Any:
     """The value of a dotted key; None where a block above it is unset."""
     value: Any = config
     for name in key.split("."):
-        value = None if value is None else getattr(value, name)
+        if value is not None:
+            value = value[int(name)] if name.isdecimal() else getattr(value, name)
     return value
+
+
+def without_numbers(key: str) -> str:
+    """The key of the schema: `rollout.workflows.0.weight` is `rollout.workflows.weight` there."""
+    return ".".join(name for name in key.split(".") if not name.isdecimal())
 
 
 def join_or(words: list[str]) -> str:
@@ -128,7 +134,7 @@ def _alternatives(annotation: Any, metadata: list[Any]) -> list[str]:
 def _list_words(args: tuple[Any, ...]) -> str:
     (one,) = _alternatives(args[0], [])
     many = one.replace("an integer", "integers").replace("text", "texts")
-    many = many.replace("a number", "numbers")
+    many = many.replace("a number", "numbers").replace("a block", "blocks")
     return f"a list of {many}" if args[-1] is Ellipsis else f"a list of {len(args)} {many}"
 
 

@@ -28,6 +28,7 @@ from pentad.config.describe import (
     show,
     takes,
     text_keys,
+    without_numbers,
 )
 from pentad.config.other_systems import (
     HALF,
@@ -37,8 +38,8 @@ from pentad.config.other_systems import (
     is_block,
     not_built,
 )
-from pentad.config.recipe_file import COMMAND_LINE, Tree, drop, dump_yaml, read_tree
-from pentad.config.resolve import PATHS
+from pentad.config.recipe_file import COMMAND_LINE, Keys, Tree, drop, dump_yaml, names_of, read_tree
+from pentad.config.resolve import path_keys
 from pentad.config.schema import Config, RecipeConfig
 from pentad.core.errors import Problem, UserError
 from pentad.core.hub import name_in_cache
@@ -105,11 +106,14 @@ def record_values(config: Config) -> dict[str, Any]:
 def with_hub_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a config with the names of what lies in the hub's cache for the paths."""
     named = copy.deepcopy(dict(values))
-    for key in PATHS:
+    for key in path_keys(len(named.get("rollout", {}).get("workflows", ()))):
         block, _, name = key.rpartition(".")
         inner: Any = named
         for part in filter(None, block.split(".")):
-            inner = inner.get(part) if isinstance(inner, dict) else None
+            if isinstance(inner, list):
+                inner = inner[int(part)]
+            else:
+                inner = inner.get(part) if isinstance(inner, dict) else None
         path = inner.get(name) if isinstance(inner, dict) else None
         found = name_in_cache(path) if isinstance(path, str) else None
         if found is not None:
@@ -159,30 +163,34 @@ def _take_out(error: ValidationError, tree: Tree) -> None:
     # Unknown keys first: a misspelt key explains why another one is missing.
     for item in sorted(items, key=lambda item: item["type"] != "extra_forbidden"):
         keys = _keys(item["loc"])
-        key = ".".join(keys)
+        key = ".".join(map(str, keys))
         if key in done:  # a value of a union type fails once per alternative
             continue
         done.add(key)
+        held = names_of(keys)  # of a list, all of it is left out
         if item["type"] == "extra_forbidden":
-            drop(tree.values, keys)
+            drop(tree.values, held)
             tree.problems += _unknown_keys(key, item["input"], tree)
         elif item["type"] == "missing" and len(item["loc"]) == len(keys):
-            drop(tree.values, keys[:-1])
+            drop(tree.values, held if held != keys else keys[:-1])
             if key not in tree.bad:
-                rule = f"is needed wherever {'.'.join(keys[:-1])} is given"
-                tree.problems.append(Problem(key, rule, f"give {takes(fields()[key])}"))
+                rule = f"is needed wherever {key.rpartition('.')[0]} is given"
+                known = fields()[without_numbers(key)]
+                tree.problems.append(Problem(key, rule, f"give {takes(known)}"))
         else:
-            drop(tree.values, keys)
-            tree.problems.append(_wrong_value(key, reduce(getitem, keys, written), tree))
-        tree.bad.add(key)
+            drop(tree.values, held)
+            value: Any = written
+            tree.problems.append(_wrong_value(key, reduce(getitem, keys, value), tree))
+        tree.bad.add(".".join(map(str, held)))
 
 
-def _keys(loc: tuple[int | str, ...]) -> tuple[str, ...]:
-    """The dotted key an error belongs to: its location without list indices and union members."""
-    keys: list[str] = []
+def _keys(loc: Keys) -> Keys:
+    """The dotted key an error belongs to: its location without indices of plain lists and without
+    union members."""
+    keys: list[str | int] = []
     for part in loc:
-        keys.append(str(part))
-        field = fields().get(".".join(keys))
+        keys.append(part)
+        field = fields().get(".".join(key for key in keys if isinstance(key, str)))
         if field is None or section_of(field.annotation) is None:
             break
     return tuple(keys)
@@ -233,7 +241,7 @@ def _unknown_key(key: str, value: object, tree: Tree) -> Problem:
     tree.bad.update(name for name in near if name not in tree.sources)
     if near:
         return Problem(where, "there is no such key", f"did you mean {join_or(near)}?")
-    block, _, _ = key.rpartition(".")
+    block, _, _ = without_numbers(key).rpartition(".")
     inside = [k for k in fields() if k.rpartition(".")[0] == block]
     names = ", ".join(k.rpartition(".")[2] for k in inside)
     remedy = (
@@ -245,7 +253,7 @@ def _unknown_key(key: str, value: object, tree: Tree) -> Problem:
 
 
 def _wrong_value(key: str, value: object, tree: Tree) -> Problem:
-    field = fields().get(key)
+    field = fields().get(without_numbers(key))
     if field is None:  # of a block that takes any names
         return Problem(_where(key, value, tree), "must be true, false, a number or text")
     near = difflib.get_close_matches(str(value), choices(field), n=1, cutoff=0.5)

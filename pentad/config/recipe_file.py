@@ -202,7 +202,7 @@ def _load(
         for keys, inner, line in _bounded_nodes(node, at):
             if sources is not None and isinstance(keys[-1], str):
                 sources[dotted(keys)] = f"{source}:{line}"
-            if inner.tag in NUMBERS and dotted(_names(keys)) in texts:
+            if inner.tag in NUMBERS and dotted(names_of(keys)) in texts:
                 inner.tag = TEXT  # 1.10 is the text "1.10" there; as a number it would be 1.1
         return loader.construct_document(node)
     finally:
@@ -341,7 +341,7 @@ def _resolve_interpolations(tree: Tree, defaults: Mapping[str, Any]) -> None:
             _leave_out(tree, keys, value, rule, "write ${other.key}, or \\${ for the text")
     whole = OmegaConf.create(_merged(defaults, tree.values))
     for keys, value in references:
-        if dotted(_names(keys)) in tree.bad:
+        if dotted(names_of(keys)) in tree.bad:
             continue
         try:
             place: Any = reduce(getitem, keys, whole)
@@ -378,19 +378,19 @@ def _without_bombs(tree: Tree, references: list[tuple[Keys, str]]) -> list[tuple
         rule = f"stands for over {MAX_REFERENCES} references to other keys"
         _leave_out(tree, *large[0], rule, "write the text itself")
     for keys, _ in large[1:]:
-        tree.bad.add(dotted(_names(keys)))
-        drop(tree.values, _names(keys))
+        tree.bad.add(dotted(names_of(keys)))
+        drop(tree.values, names_of(keys))
     return [found for found in references if found not in large]
 
 
-def _names(keys: Keys) -> Keys:
+def names_of(keys: Keys) -> Keys:
     """The keys up to the first list."""
     return next((keys[:i] for i, key in enumerate(keys) if isinstance(key, int)), keys)
 
 
 def _leave_out(tree: Tree, keys: Keys, value: object, rule: str, remedy: str) -> None:
     """Reports a value and drops the key that holds it (of a list, the whole list)."""
-    names = _names(keys)
+    names = names_of(keys)
     source = tree.sources.get(dotted(names))
     where = _escaped(f"{dotted(keys)} = {value}") + (f" ({source})" if source else "")
     tree.problems.append(Problem(where, rule, remedy))

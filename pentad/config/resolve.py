@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pentad.config.describe import show, value_at
+from pentad.config.environments import environments
 from pentad.config.rules.algorithm import off_policy
 from pentad.config.schema import SCORERS, Config, ModelConfig
 from pentad.core.fit import default_stages_per_rank, splits_backward
@@ -47,6 +48,17 @@ OF_THE_TASK = (
     "chat_template",
 )
 """Keys of a dataset that say how its rows are read. Held-out rows are read like trained ones."""
+OF_THE_RUN = ("shuffle", "max_length")
+"""Keys of `train_dataset` that the data of all environments follow, besides."""
+
+
+def path_keys(num_workflows: int) -> tuple[str, ...]:
+    """PATHS, with those of so many environments."""
+    blocks = [f"rollout.workflows.{i}.{part}" for i in range(num_workflows) for part in ROWS]
+    return (*PATHS, *(f"{block}.path" for block in blocks))
+
+
+ROWS = ("data", "valid")
 
 
 def resolve(config: Config, *, samples: bool = True) -> tuple[Config, list[str]]:
@@ -56,6 +68,7 @@ def resolve(config: Config, *, samples: bool = True) -> tuple[Config, list[str]]
     _expand_homes(draft)
     config = draft.config
     _choose_made_rows(draft)
+    _choose_workflows(draft)
     _choose_user(draft)
     _choose_allocation(draft, samples)
     _choose_mode(draft)
@@ -90,13 +103,16 @@ class _Draft:
 def replaced(section: Any, keys: list[str], value: object) -> Any:
     """A section with the value at these keys replaced."""
     head, *rest = keys
+    if isinstance(section, tuple):
+        at = int(head)
+        return (*section[:at], replaced(section[at], rest, value), *section[at + 1 :])
     inner = replaced(dict(section)[head], rest, value) if rest else value
     return section.model_copy(update={head: inner})
 
 
 def with_absolute_paths(config: Config) -> Config:
     """For a process that may work in another folder."""
-    for key in PATHS:
+    for key in path_keys(len(config.rollout.workflows)):
         path = value_at(config, key)
         if path is not None and not is_made(path):
             config = replaced(config, key.split("."), os.path.abspath(path))  # noqa: PTH100
@@ -105,12 +121,16 @@ def with_absolute_paths(config: Config) -> Config:
     if fn is not None:
         fn = absolute(fn) if isinstance(fn, str) else tuple(map(absolute, fn))
         config = replaced(config, ["reward", "fn"], fn)
-    if config.rollout.agent:
-        config = replaced(config, ["rollout", "agent"], absolute(config.rollout.agent))
-    kind, rest = workflow_kind(config.rollout.workflow)
-    if kind in ("", "class"):
-        workflow = absolute(rest) if not kind else f"{kind}:{absolute(rest)}"
-        config = replaced(config, ["rollout", "workflow"], workflow)
+    for one in environments(config):
+        if one.agent:
+            config = replaced(config, [*one.key.split("."), "agent"], absolute(one.agent))
+        kind, rest = workflow_kind(one.workflow)
+        if kind in ("", "class"):
+            workflow = absolute(rest) if not kind else f"{kind}:{absolute(rest)}"
+            config = replaced(config, [*one.key.split("."), "workflow"], workflow)
+        if one.key != "rollout" and one.reward_key != "reward" and one.reward.functions:
+            fns = tuple(map(absolute, one.reward.functions))
+            config = replaced(config, [*one.reward_key.split("."), "fn"], fns)
     return config
 
 
@@ -126,9 +146,27 @@ def _choose_made_rows(draft: _Draft) -> None:
         draft.set("reward.fn", MADE_REWARD, f"the score of {task}")
 
 
+def _choose_workflows(draft: _Draft) -> None:
+    """The name of each of several environments, rows and reward where a package makes them, and
+    what its datasets leave open."""
+    for index, one in enumerate(draft.config.rollout.workflows):
+        key = f"rollout.workflows.{index}"
+        draft.set(f"{key}.name", one.name or one.workflow)
+        if is_made(one.workflow):
+            draft.set(f"{key}.workflow", "single_turn", f"an answer to a row of {one.workflow}")
+            if one.data.path is None:
+                draft.set(f"{key}.data.path", one.workflow, "rows that the package makes")
+            if one.reward is None:
+                scored = {"fn": MADE_REWARD, "weights": None}
+                draft.set(f"{key}.reward", draft.config.reward.model_copy(update=scored))
+        _follow(draft, "train_dataset", f"{key}.data", OF_THE_TASK + OF_THE_RUN)
+        if one.valid is not None:
+            _follow(draft, f"{key}.data", f"{key}.valid", OF_THE_TASK)
+
+
 def _expand_homes(draft: _Draft) -> None:
-    """A shell does not expand the ~ of `actor.path=~/m`, and nothing expands that of a recipe."""
-    for key in PATHS:
+    """A shell does not expand the ~ of `actor.path=~/m`, nor is that of a recipe expanded."""
+    for key in path_keys(len(draft.config.rollout.workflows)):
         path = value_at(draft.config, key)
         if isinstance(path, str) and path.startswith("~"):
             path = os.path.expanduser(path)  # noqa: PTH111 (Path's raises where there is no user)
@@ -243,9 +281,13 @@ def _choose_start(draft: _Draft) -> None:
 
 def _choose_valid_dataset(draft: _Draft) -> None:
     """What `valid_dataset` leaves open is as in `train_dataset`: the same task, on other rows."""
-    train, valid = draft.config.train_dataset, draft.config.valid_dataset
-    if valid is None:
-        return
+    if draft.config.valid_dataset is not None:
+        _follow(draft, "train_dataset", "valid_dataset", OF_THE_TASK)
+
+
+def _follow(draft: _Draft, first: str, second: str, names: tuple[str, ...]) -> None:
+    """Keys that the second block of a dataset leaves open are as in the first."""
+    train, valid = value_at(draft.config, first), value_at(draft.config, second)
     given = set(valid.model_fields_set)
     if "prompt_key" in given:  # a column of text takes the place of one of messages,
         given.add("messages_key")
@@ -253,18 +295,18 @@ def _choose_valid_dataset(draft: _Draft) -> None:
         given.add("prompt_key")
     if Path(valid.path or "").suffix != Path(train.path or "").suffix:
         given.add("format")
-    for name in OF_THE_TASK:
+    for name in names:
         value = getattr(train, name)
         if name not in given and value != getattr(valid, name):
-            draft.set(f"valid_dataset.{name}", value, f"as train_dataset.{name}")
-    valid = dict(draft.config)["valid_dataset"]
+            draft.set(f"{second}.{name}", value, f"as {first}.{name}")
+    valid = value_at(draft.config, second)
     if "chat_template" not in given and train.uses_chat and not valid.uses_chat:
-        why = "train_dataset.messages_key puts trained prompts in it"
-        draft.set("valid_dataset.chat_template", True, why)
-    elif valid.uses_chat != train.uses_chat:
+        why = f"{first}.messages_key puts trained prompts in it"
+        draft.set(f"{second}.chat_template", True, why)
+    elif valid.uses_chat != train.uses_chat and not second.endswith(".data"):
         words = {True: "in the chat template", False: "without the chat template"}
         draft.notes.append(
-            f"valid_dataset.chat_template = {show(valid.chat_template)}: held-out prompts are put "
+            f"{second}.chat_template = {show(valid.chat_template)}: held-out prompts are put "
             f"{words[valid.uses_chat]} and trained ones {words[train.uses_chat]}, so it is not "
             "the trained task that is evaluated"
         )

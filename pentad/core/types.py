@@ -39,6 +39,8 @@ class Prompt:
     epoch: int = 0
     messages: tuple[Mapping[str, Any], ...] = ()
     """The same as a conversation, before any template; a plain text is one message of a user."""
+    environment: str = ""
+    """The name of the environment it is for; empty where a run has one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

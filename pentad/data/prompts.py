@@ -11,6 +11,7 @@ whose reason the ledger counts, and `len` is the number of rows.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,36 +65,23 @@ class _Rejected:
     problem: Problem | str
 
 
-class PromptStream(OrderedData):
-    def __init__(self, rows: DatasetRows, tokenizer: Tokenizer, source: DataSource) -> None:
-        super().__init__(source)
-        check_source(source, tokenizer)
-        self.notes += filter(None, [plain_note(source, tokenizer)])
-        self.rows = rows
-        self.tokenizer = tokenizer
-        self.dropped: Counter[str] = Counter()
-        """Rows left out at the start, by reason."""
-        self.prompts: list[_Tokenised] | None = None
-        if not source.streaming:
-            self.prompts = self._tokenise_all()
+class Prompts(OrderedData):
+    """An endless sequence of prompts, of one dataset or of several."""
 
-    def __len__(self) -> int:
-        return len(self.rows) if self.prompts is None else len(self.prompts)
+    dropped: Counter[str]
+    """Rows left out at the start, by reason."""
 
+    @abstractmethod
     def prompt(self, gid: int) -> Prompt:
         """The prompt of this ordinal; when streaming it may raise RejectedPrompt."""
-        epoch, index = self.place(gid)
-        found = self._read(gid, index) if self.prompts is None else self.prompts[index]
-        return self._prompt(gid, found, epoch)
 
-    def of_row(self, row: int) -> Prompt:
-        """The prompt of a row of the files, which is its gid here; may raise RejectedPrompt."""
-        return self._prompt(row, self._read(row, row), 0)
-
+    @abstractmethod
     def row_of(self, gid: int) -> str:
         """`file:line` of the row that this ordinal draws."""
-        _, index = self.place(gid)
-        return self.rows.where(index if self.prompts is None else self.prompts[index].row)
+
+    @abstractmethod
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt; empty when streaming, where they are not known."""
 
     def first(self, num: int) -> list[Prompt]:
         """The first `num` prompts, fewer where there are fewer, passing over rejected rows.
@@ -112,8 +100,36 @@ class PromptStream(OrderedData):
             raise UserError(Problem(where, f"no row of it can be a prompt: {rejected}"))
         return found
 
+
+class PromptStream(Prompts):
+    def __init__(self, rows: DatasetRows, tokenizer: Tokenizer, source: DataSource) -> None:
+        super().__init__(source)
+        check_source(source, tokenizer)
+        self.notes += filter(None, [plain_note(source, tokenizer)])
+        self.rows = rows
+        self.tokenizer = tokenizer
+        self.dropped = Counter()
+        self.prompts: list[_Tokenised] | None = None
+        if not source.streaming:
+            self.prompts = self._tokenise_all()
+
+    def __len__(self) -> int:
+        return len(self.rows) if self.prompts is None else len(self.prompts)
+
+    def prompt(self, gid: int) -> Prompt:
+        epoch, index = self.place(gid)
+        found = self._read(gid, index) if self.prompts is None else self.prompts[index]
+        return self._prompt(gid, found, epoch)
+
+    def of_row(self, row: int) -> Prompt:
+        """The prompt of a row of the files, which is its gid here; may raise RejectedPrompt."""
+        return self._prompt(row, self._read(row, row), 0)
+
+    def row_of(self, gid: int) -> str:
+        _, index = self.place(gid)
+        return self.rows.where(index if self.prompts is None else self.prompts[index].row)
+
     def lengths(self) -> list[int]:
-        """Tokens of each prompt; empty when streaming, where they are not known."""
         return [len(prompt.ids) for prompt in self.prompts or ()]
 
     def summary(self) -> str:
@@ -142,7 +158,8 @@ class PromptStream(OrderedData):
     def _prompt(self, gid: int, found: _Tokenised, epoch: int) -> Prompt:
         fields = dict(self.rows.row(found.row))
         messages = tuple(prompt_messages(fields, self.source))
-        return Prompt(gid, tuple(found.ids.tolist()), fields, found.text, epoch, messages)
+        ids, name = tuple(found.ids.tolist()), self.source.environment
+        return Prompt(gid, ids, fields, found.text, epoch, messages, name)
 
     def _read(self, gid: int, index: int) -> _Tokenised:
         (found,) = self._tokenise([index])

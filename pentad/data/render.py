@@ -43,6 +43,8 @@ class DataSource:
     data: DatasetConfig
     key: str = "train_dataset"
     """The name of the block, for errors."""
+    environment: str = ""
+    """What its prompts are for, where a run has several environments."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """Those of the workflow: shown with every row, before those of the row."""
     seed: int = 0

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pentad.config.describe import value_at
+from pentad.config.environments import environments
 from pentad.config.resolve import replaced
 from pentad.config.rules.rule import Command
 from pentad.config.schema import Config
@@ -158,6 +159,11 @@ def _keys(config: Config, command: Command) -> dict[str, HubKind]:
         keys["train_dataset.path"] = "dataset"
     if command in ("train", "sft", "pretrain", "eval") and config.valid_dataset is not None:
         keys["valid_dataset.path"] = "dataset"
+    if command == "train" and config.only != "train":
+        for one in environments(config):
+            keys[f"{one.data_key}.path"] = "dataset"
+            if one.valid is not None:
+                keys[f"{one.valid_key}.path"] = "dataset"
     return keys
 
 

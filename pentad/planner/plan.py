@@ -134,7 +134,7 @@ def _build(
         plan.notes.append(
             f"train_dataset.max_length is unset: {what} of {batch.prompt_tokens} tokens assumed"
         )
-    if batch.answer_tokens and config.rollout.workflow != "single_turn":
+    if batch.answer_tokens and not config.rollout.is_single_turn:
         plan.notes.append(several_turns(config, batch))
     if files.needed_bytes > files.free_bytes:
         need, have = files.needed_bytes / GIB, files.free_bytes / GIB
@@ -177,7 +177,7 @@ def plan_batch(config: Config, dims: ModelDims, num_rows: int | None, has_rollou
 
 def several_turns(config: Config, batch: Batch) -> str:
     """What is counted of conversations, whose length is not known before."""
-    workflow, given = config.rollout.workflow, config.gconfig.max_sampled_tokens
+    workflow, given = ", ".join(config.rollout.specs), config.gconfig.max_sampled_tokens
     if given is None:
         return (
             f"rollout.workflow = {workflow}: samples as long as the model's context assumed, "

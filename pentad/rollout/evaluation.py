@@ -6,12 +6,12 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Hashable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pentad.core.errors import DataFailure, InfraFailure, RunError
 from pentad.core.types import Group, Prompt, Sample
-from pentad.rollout.executor import Executor
+from pentad.rollout.executor import Executor, Executors
 
 Z95 = 1.959963984540054
 """Two-sided 95% of the normal distribution."""
@@ -117,6 +117,8 @@ class EvalResult:
     length_max: int
     truncated_share: float
     seconds: float
+    environments: dict[str, dict[str, Any]] | None = None
+    """By name the same figures of each environment; None where a run has one."""
 
     def as_record(self) -> dict[str, Any]:
         return asdict(self)
@@ -124,7 +126,7 @@ class EvalResult:
 
 async def answer_prompts(
     prompts: Sequence[Prompt],
-    executor: Executor,
+    executor: Executor | Executors,
     *,
     count_votes: Callable[[Group], Awaitable[Votes]] | None = None,
     on_answered: Callable[[Answered], None] | None = None,
@@ -164,7 +166,9 @@ def summarise(version: int, answered: Sequence[Answered], seconds: float) -> Eva
     judged = [own for own in map(_verdicts, groups) if own]
     shares = [mean(own) for own in judged]
     low, high = interval95(shares, sum(map(len, judged))) if judged else (None, None)
+    names = sorted({found.prompt.environment for found in answered} - {""})
     return EvalResult(
+        environments={name: _of_environment(name, answered) for name in names} or None,
         version=version,
         num_prompts=len(groups),
         num_failed=num_failed,
@@ -181,6 +185,24 @@ def summarise(version: int, answered: Sequence[Answered], seconds: float) -> Eva
         truncated_share=mean([float(sample.finish == "length") for sample in samples]),
         seconds=seconds,
     )
+
+
+OF_ENVIRONMENTS = (
+    *("num_prompts", "num_failed", "num_samples", "accuracy", "accuracy_ci95", "pass_at"),
+    *("reward_mean", "length_mean", "truncated_share"),
+)
+
+
+def _of_environment(name: str, answered: Sequence[Answered]) -> dict[str, Any]:
+    own = [
+        replace(found, prompt=replace(found.prompt, environment=""))
+        for found in answered
+        if found.prompt.environment == name
+    ]
+    if not any(found.group for found in own):
+        return {"num_prompts": 0, "num_failed": len(own)}
+    found = summarise(0, own, 0.0).as_record()
+    return {key: found[key] for key in OF_ENVIRONMENTS}
 
 
 def _verdicts(group: Group) -> list[float]:

@@ -18,7 +18,7 @@ from statistics import mean
 from typing import cast
 
 from pentad.core.errors import DataFailure, InfraFailure, Problem, RunError, UserError, first_cause
-from pentad.core.roles import Sampler, Scorer
+from pentad.core.roles import Scorer
 from pentad.core.specs import load
 from pentad.core.types import Group, Prompt, Sample
 from pentad.rewards.scorer import FAILED
@@ -51,7 +51,7 @@ class Executor:
 
     def __init__(
         self,
-        samplers: Mapping[str, Sampler],
+        fleet: Fleet,
         workflow: Workflow,
         reward: Scorer | None,
         context: Context,
@@ -60,25 +60,21 @@ class Executor:
         vocab_size: int,
         needs_reward: bool = True,
         max_infra_retries: int = 3,
-        replica_patience_s: float = 60.0,
-        replica_backoff_s: float = 0.5,
     ) -> None:
         """`needs_reward`: a sample without a reward is of no use. After a failure of the machinery
-        there are `max_infra_retries` further tries, elsewhere if possible; for a healthy replica
-        they wait `replica_patience_s`. The health of one that failed is checked again after
-        `replica_backoff_s`, doubled each time."""
-        self.fleet = Fleet(samplers, replica_patience_s, replica_backoff_s)
+        there are `max_infra_retries` further tries, elsewhere if possible."""
+        self.fleet = fleet
         self.workflow = workflow
         self.reward = reward
         self.keys = rollout
         self.vocab_size = vocab_size
         self.needs_reward = needs_reward
         self.max_infra_retries = max_infra_retries
-        self.replica_patience_s = replica_patience_s
         self.context = replace(
             context,
             deadline_s=rollout.deadline_s,
             tool_timeout_s=rollout.tool_timeout_s,
+            rewrites_history=rollout.history == "template",
             has_scorer=reward is not None,
             show=self._show_once,
         )
@@ -116,8 +112,7 @@ class Executor:
         """Tries again, with the same seeds, after a failure of the machinery."""
         causes: list[str] = []
         while len(causes) <= self.max_infra_retries:
-            patience_s = self.replica_patience_s
-            hold(patience_s + self.keys.deadline_s + LEASE_GRACE_S)
+            hold(self.fleet.patience_s + self.keys.deadline_s + LEASE_GRACE_S)
             replica = await self.fleet.pick(prompt, context.num_samples)
             try:
                 samples = await self._on(replica, prompt, context)
@@ -152,7 +147,7 @@ class Executor:
             detail = f"{type(cause).__name__}: {cause}"
             reason = cause.reason if isinstance(cause, EpisodeOver) else "workflow_error"
             raise DataFailure(reason, detail) from cause
-        own_prompts = isinstance(self.workflow, OwnPrompts)
+        own_prompts = isinstance(self.workflow, OwnPrompts) or context.rewrites_history
         check_samples(
             prompt,
             samples,
@@ -208,6 +203,22 @@ class Executor:
         for sample in group.samples:
             sample.environment = None
         return group
+
+
+class Executors:
+    """One executor for each environment of a run, over the same samplers."""
+
+    def __init__(self, executors: Mapping[str, Executor]) -> None:
+        self.executors = executors
+
+    async def rollout(
+        self, prompt: Prompt, attempt: int, hold: Hold = lambda seconds: None
+    ) -> Group:
+        return await self.executors[prompt.environment].rollout(prompt, attempt, hold)
+
+    def close(self) -> None:
+        for executor in self.executors.values():
+            executor.close()
 
 
 def load_workflow(spec: str, agent: str | None = None) -> Workflow:

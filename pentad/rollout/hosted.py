@@ -14,6 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -234,18 +235,16 @@ class EnvironmentWorkflow(MultiTurn, OwnPrompts):
     def make(self, context: Context, seed: int) -> HostedEnvironment:
         return HostedEnvironment(self.processes, self.facts, context.tool_timeout_s, seed)
 
-    async def begin(
-        self, environment: Environment, prompt: Prompt, context: Context
-    ) -> Sequence[int]:
+    async def begin(self, environment: Environment, prompt: Prompt, context: Context) -> Prompt:
         assert isinstance(environment, HostedEnvironment), "make() made it"
         said = await environment.reset(prompt.fields)
         if not said:
-            return prompt.ids
-        ids = opening_ids(prompt, said, self.tools, context)
-        if context.room(len(ids)) == 0:
-            detail = f"prompt {prompt.gid} has {len(ids)} tokens with what reset said"
+            return prompt
+        opening = with_more(prompt, said, self.tools, context)
+        if context.room(len(opening.ids)) == 0:
+            detail = f"prompt {prompt.gid} has {len(opening.ids)} tokens with what reset said"
             raise DataFailure("too_long", f"{detail}, a sample may have {context.max_total_tokens}")
-        return ids
+        return opening
 
     async def finish(self, environment: Environment, talk: Talk, context: Context) -> None:
         assert isinstance(environment, HostedEnvironment), "make() made it"
@@ -262,9 +261,9 @@ class EnvironmentWorkflow(MultiTurn, OwnPrompts):
         self.processes.close()
 
 
-def opening_ids(
+def with_more(
     prompt: Prompt, said: str, tools: Sequence[Mapping[str, Any]], context: Context
-) -> list[int]:
+) -> Prompt:
     """The prompt with what `reset` said at the end of its last message."""
     tokenizer = context.tokenizer
     messages = [dict(message) for message in prompt.messages]
@@ -274,12 +273,14 @@ def opening_ids(
         return rendered(tokenizer, messages, tools=given, add_generation_prompt=True)
 
     if not messages or messages[-1]["content"] == prompt.text:
-        return [*prompt.ids, *tokenizer.encode(said, add_special_tokens=False)]
+        ids = (*prompt.ids, *tokenizer.encode(said, add_special_tokens=False))
+        return replace(prompt, ids=ids, text=f"{prompt.text}{said}")
     if text() != prompt.text:
         rule = "what reset returns cannot be put into the prompt, which another template rendered"
         raise UserError(Problem("rollout.workflow", rule, "return None, and give it by the row"))
     messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{said}"}
-    return tokenizer.encode(text(), add_special_tokens=False)
+    ids = tuple(tokenizer.encode(text(), add_special_tokens=False))
+    return replace(prompt, ids=ids, text=text(), messages=tuple(messages))
 
 
 def load_environment(kind: str, rest: str) -> EnvironmentWorkflow:

@@ -72,8 +72,10 @@ class Fleet:
     """Picks a replica for each group."""
 
     def __init__(
-        self, samplers: Mapping[str, Sampler], patience_s: float, backoff_s: float
+        self, samplers: Mapping[str, Sampler], patience_s: float = 60.0, backoff_s: float = 0.5
     ) -> None:
+        """A group waits `patience_s` for a healthy replica. The health of one that failed is
+        checked again after `backoff_s`, doubled each time."""
         is_alone = len(samplers) == 1
         self.replicas = {
             name: Candidate(name, sampler, backoff_s, is_alone)

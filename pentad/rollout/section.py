@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from pentad.core.section import Count, NonNegative, NonNegativeInt, Seconds, Section
+from pentad.core.section import Count, NonNegative, NonNegativeInt, Positive, Seconds, Section
 from pentad.core.sizes import CacheDtype
+from pentad.data.section import DatasetConfig
+from pentad.rewards.section import RewardConfig
 from pentad.samplers.section import ServerConfig
 
 WORKFLOW_NAMES = ("single_turn", "agent")
@@ -37,6 +39,32 @@ class GenerationConfig(Section):
     """Tokens that end an answer, besides those of the model."""
 
 
+def as_block(value: Any) -> Any:
+    """Lets a block of a dataset be its path alone."""
+    return {"path": value} if isinstance(value, str) else value
+
+
+Rows = Annotated[DatasetConfig, BeforeValidator(as_block)]
+
+
+class WorkflowConfig(Section):
+    workflow: str
+    """As `rollout.workflow`."""
+    agent: str | None = None
+    """As `rollout.agent`."""
+    name: str | None = None
+    """How records name it. null: as `workflow`."""
+    weight: Positive = 1.0
+    """Its share of the prompts, beside the weights of the others."""
+    data: Rows = DatasetConfig()
+    """Its training prompts, or their path alone. How rows are read, their order and `max_length`
+    are as in `train_dataset` where it is not said."""
+    valid: Rows | None = None
+    """Its held-out prompts. null: none."""
+    reward: RewardConfig | None = None
+    """How its answers are scored. null: as it scores them itself, else by the block `reward`."""
+
+
 class RolloutConfig(Section):
     workflow: str = "single_turn"
     """single_turn; agent, which runs the program that `agent` names; an environment
@@ -45,6 +73,15 @@ class RolloutConfig(Section):
     agent: str | None = None
     """For `workflow: agent`: `package.module:function` or `path/to/file.py:function`, a function
     that talks to the policy as to an OpenAI server."""
+    workflows: tuple[WorkflowConfig, ...] = ()
+    """Several environments in one run, in place of `workflow`, `agent`, `train_dataset.path` and
+    `valid_dataset`: each group is of one of them, in turns by weight."""
+    history: Literal["sampled", "template"] = "sampled"
+    """What a policy that speaks several turns with an environment reads of its earlier ones.
+    sampled: the tokens that it drew, thinking included. template: what the chat template writes,
+    Qwen3's without the thinking before the last question; where that is not how the tokens so far
+    begin, the turn begins a sequence of its own, and all sequences of an episode are trained with
+    its reward."""
     max_concurrent_groups: Count | None = None
     """Groups in flight. null: one batch, times one more for each step of staleness."""
     deadline_s: Seconds = 600.0
@@ -81,6 +118,16 @@ class RolloutConfig(Section):
     started, is started again in a row, without an answer gained in between, before the run ends."""
     server: ServerConfig = ServerConfig()
     """The servers of a rollout component `vllm` or `sglang`."""
+
+    @property
+    def is_single_turn(self) -> bool:
+        """Whether every sample is one answer."""
+        return all(spec == "single_turn" for spec in self.specs)
+
+    @property
+    def specs(self) -> tuple[str, ...]:
+        """The workflows of the run."""
+        return tuple(one.workflow for one in self.workflows) or (self.workflow,)
 
     @property
     def max_sequences(self) -> int:

@@ -27,7 +27,14 @@ from pentad.core.seeds import derive_seed
 from pentad.core.types import FinishReason, Generation, Prompt, Request, Sample, SamplingParams
 from pentad.data.tokenizer import decode_all
 from pentad.rewards.scorer import FAILED
-from pentad.rollout.environments import Environment, RolloutTokenizer, Tools, observation_ids
+from pentad.rollout.environments import (
+    Environment,
+    RolloutTokenizer,
+    Tools,
+    observation_ids,
+    tools_of,
+)
+from pentad.rollout.history import History
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -64,6 +71,8 @@ class Context:
     """How long the episodes of a group may take; None: no limit."""
     tool_timeout_s: float = 30.0
     """How long one call of an environment in a process of its own may take."""
+    rewrites_history: bool = False
+    """Whether the chat template writes the earlier turns of a conversation."""
     has_scorer: bool = False
     """Whether samples without a reward get one from `reward.fn`."""
     show: Callable[[Prompt, BaseException], None] = lambda prompt, error: None
@@ -219,6 +228,11 @@ class Talk:
     """A conversation as it grows."""
 
     transcript: Transcript
+    """Its last sequence."""
+    history: History | None = None
+    """Where the chat template writes earlier turns."""
+    earlier: list[tuple[Transcript, list[tuple[str, str]]]] = field(default_factory=list)
+    """Sequences that a later turn does not continue, and what was said in each."""
     texts: list[str] = field(default_factory=list)
     """What the policy said."""
     turns: list[tuple[str, str]] = field(default_factory=list)
@@ -233,11 +247,31 @@ class Talk:
         self.turns.append(("assistant", text))
         self.finish = generation.finish
 
+    @property
+    def num_sampled(self) -> int:
+        return sum(one.num_sampled for one in (self.transcript, *(t for t, _ in self.earlier)))
+
+    def go_on(self, ids: Sequence[int]) -> None:
+        """The next turn is sampled after these tokens, in a sequence of its own."""
+        self.earlier.append((self.transcript, self.turns))
+        self.transcript, self.turns = Transcript(ids), []
+
     def sample(self) -> Sample:
-        sample = self.transcript.finished(self.finish, "\n".join(self.texts))
-        sample.turns = tuple(self.turns)
-        sample.environment = self.environment
+        """Of a conversation that is one sequence."""
+        [sample] = self.samples()
         return sample
+
+    def samples(self) -> list[Sample]:
+        """One a sequence. All have the text of the whole conversation, which is what is judged."""
+        text, samples = "\n".join(self.texts), []
+        for transcript, turns in (*self.earlier, (self.transcript, self.turns)):
+            finish = self.finish if transcript is self.transcript else "stop"
+            sample = transcript.finished(finish, text)
+            sample.turns, sample.environment = tuple(turns), self.environment
+            if self.parts:
+                sample.reward, sample.reward_parts = sum(self.parts.values()), dict(self.parts)
+            samples.append(sample)
+        return samples
 
 
 class Said:
@@ -319,7 +353,7 @@ class Episodes:
 
     async def run(self, prompt: Prompt, sampler: Generator, context: Context) -> list[Sample]:
         check_fits(prompt, context)
-        own_prompts = isinstance(self, OwnPrompts)
+        own_prompts = isinstance(self, OwnPrompts) or context.rewrites_history
         attempts = Attempts(prompt, sampler, context, own_prompts=own_prompts)
         return await attempts.run(lambda i, said: self.episode(prompt, i, said, context))
 
@@ -455,27 +489,24 @@ class MultiTurn(Episodes):
         """The environment of one sample."""
         return self.environment()
 
-    async def begin(
-        self, environment: Environment, prompt: Prompt, context: Context
-    ) -> Sequence[int]:
-        """The ids that a conversation begins with."""
+    async def begin(self, environment: Environment, prompt: Prompt, context: Context) -> Prompt:
+        """What a conversation begins with."""
         await environment.reset(prompt.fields)
-        return prompt.ids
+        return prompt
 
     async def finish(self, environment: Environment, talk: Talk, context: Context) -> None:
         """After the last answer."""
 
     async def episode(
         self, prompt: Prompt, index: int, sampler: Generator, context: Context
-    ) -> Sample:
+    ) -> list[Sample]:
         talk = await self._converse(prompt, context.seed(prompt.gid, index), sampler, context)
-        sample = talk.sample()
-        if sample.ids[: len(prompt.ids)].tolist() != list(prompt.ids):
+        samples = talk.samples()
+        for sample in samples:
             given = sample.ids[: int(sample.mask.argmax())].tolist()
-            sample.given_text = context.tokenizer.decode(given, skip_special_tokens=False)
-        if talk.parts:
-            sample.reward, sample.reward_parts = sum(talk.parts.values()), talk.parts
-        return sample
+            if given != list(prompt.ids):
+                sample.given_text = context.tokenizer.decode(given, skip_special_tokens=False)
+        return samples
 
     async def _converse(
         self, prompt: Prompt, seed: int, sampler: Generator, context: Context
@@ -483,7 +514,10 @@ class MultiTurn(Episodes):
         """One conversation. A turn cut off by a token limit is the last one."""
         environment = self.make(context, seed)
         try:
-            talk = Talk(Transcript(await self.begin(environment, prompt, context)))
+            opening = await self.begin(environment, prompt, context)
+            talk = Talk(Transcript(opening.ids))
+            if context.rewrites_history:
+                talk.history = History(opening, tools_of(self), context.tokenizer)
             while await self._turn(talk, environment, seed, sampler, context):
                 pass
             await self.finish(environment, talk, context)
@@ -496,8 +530,9 @@ class MultiTurn(Episodes):
         self, talk: Talk, environment: Environment, seed: int, sampler: Generator, context: Context
     ) -> bool:
         """An answer and what the environment says to it; whether there is another turn."""
-        transcript = talk.transcript
-        request = context.request(transcript.ids, [seed], transcript.num_sampled)
+        if talk.earlier:  # a seed of its own, or places that come again would draw alike
+            seed = derive_seed(seed, "sequence", len(talk.earlier))
+        request = context.request(talk.transcript.ids, [seed], talk.num_sampled)
         [generation] = await sampler.generate(request)
         talk.add_answer(generation, context.text_of(generation))
         step = await environment.step(talk.texts[-1])
@@ -506,12 +541,19 @@ class MultiTurn(Episodes):
         if step.is_done or generation.finish == "length":
             return False
         said = (step.observation,) if isinstance(step.observation, str) else step.observation or ()
-        given = observation_ids(said, self.role, context.ending_id(generation), context.tokenizer)
-        is_full = context.room(len(transcript.ids) + len(given), transcript.num_sampled) == 0
-        if is_full or len(talk.texts) == self.max_turns:
+        ending, known = context.ending_id(generation), talk.transcript.ids
+        if talk.history is None:
+            following = known + observation_ids(said, self.role, ending, context.tokenizer)
+        else:
+            answer = generation.ids if ending is None else generation.ids[:-1]
+            following = talk.history.following(answer, said, self.role, known)
+        if context.room(len(following), talk.num_sampled) == 0 or len(talk.texts) == self.max_turns:
             talk.finish = "length"
             return False
-        transcript.add_given(given)
+        if following[: len(known)] == known:
+            talk.transcript.add_given(following[len(known) :])
+        else:
+            talk.go_on(following)
         talk.turns += [(self.role, text) for text in said]
         return True
 

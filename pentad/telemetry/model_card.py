@@ -48,15 +48,21 @@ def model_card(
 def _front(
     config: Mapping[str, Any], algorithm: str, is_rl: bool, is_adapter: bool
 ) -> dict[str, Any]:
-    base, data = _named(config["actor"]["path"], "model"), config["train_dataset"]["path"]
-    rows = _named(data, "dataset")
+    base = _named(config["actor"]["path"], "model")
+    rows = [found.repo for path in _data(config) if (found := _named(path, "dataset"))]
     return {
         "library_name": "peft" if is_adapter else "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["pentad", *(["reinforcement-learning", algorithm] if is_rl else ["sft"])],
         **({"base_model": base.repo} if base else {}),
-        **({"datasets": [rows.repo]} if rows else {}),
+        **({"datasets": rows} if rows else {}),
     }
+
+
+def _data(config: Mapping[str, Any]) -> list[str]:
+    """The paths of the training data."""
+    several = config["rollout"].get("workflows") or ()
+    return [one["data"]["path"] for one in several] or [config["train_dataset"]["path"]]
 
 
 def _named(path: object, kind: HubKind) -> HubName | None:
@@ -70,11 +76,13 @@ def _facts(
 ) -> list[Sequence[object]]:
     reward = config["reward"]["fn"]
     reward = ", ".join(reward) if isinstance(reward, list) else reward
-    rewards = [("Reward", reward or f"of the workflow {config['rollout']['workflow']}")]
+    several = [one["workflow"] for one in config["rollout"].get("workflows") or ()]
+    workflow = ", ".join(several) or config["rollout"]["workflow"]
+    rewards = [("Reward", reward or f"of the workflow {workflow}")]
     return [
         ("", ""),
         ("Base", config["actor"]["path"]),
-        ("Data", config["train_dataset"]["path"]),
+        ("Data", ", ".join(map(str, _data(config)))),
         *(rewards if is_rl else ()),
         ("Steps", len(steps)),
         ("Batch", config["train_dataset"]["batch_size"]),

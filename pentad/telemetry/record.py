@@ -178,6 +178,10 @@ class Rl:
     reward_min: float | None = about("lowest")
     reward_max: float | None = about("highest")
     reward_parts: dict[str, float] | None = about("mean of each named part of the reward")
+    environments: dict[str, dict[str, float]] | None = about(
+        "by name: num_groups, num_samples, reward_mean and length_mean of the groups trained; null "
+        "where the run has one environment"
+    )
     groups_without_variance: float | None = about("groups whose rewards are all equal", "share")
     advantage_mean: float | None = about("mean advantage of trained tokens")
     advantage_std: float | None = about("standard deviation over tokens")

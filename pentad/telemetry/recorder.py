@@ -78,7 +78,7 @@ class Recorder:
         *,
         samples_per_step: int = 4,
         seed: int = 0,
-        answer_key: str = "answer",
+        answer_keys: Mapping[str, str] | None = None,
         find_alarms: FindAlarms | None = None,
     ) -> None:
         self.folder = folder
@@ -86,7 +86,7 @@ class Recorder:
         self.sinks = sinks
         self.samples_per_step = samples_per_step
         self.seed = seed
-        self.answer_key = answer_key
+        self.answer_keys = answer_keys or {}
         self.find_alarms = find_alarms
         self.failures: dict[str, int] = {}
         """What could not be done, and how often."""
@@ -222,7 +222,7 @@ class Recorder:
 
     def _write_samples(self, step: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
         picks = pick_samples(
-            groups, self.samples_per_step, step=step, seed=self.seed, answer_key=self.answer_key
+            groups, self.samples_per_step, step=step, seed=self.seed, answer_keys=self.answer_keys
         )
         lines = [plain_json(pick) for pick in picks]
         for line in lines:

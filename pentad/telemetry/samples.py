@@ -1,10 +1,12 @@
 """Which samples of a step people get to see, and how one is written down in samples.jsonl.
 
-    {"step": 3, "pick": "best", "gid": 17, "index": 2, "epoch": 0, "attempt": 0,
-     "question": "52341>", "prompt": "52341>", "expected": "12345", "text": "12345", "turns": [],
-     "reward": 1.0, "reward_parts": {"correct": 1.0}, "finish": "stop", "num_sampled": 6,
+    {"step": 3, "pick": "best", "gid": 17, "index": 2, "environment": null, "epoch": 0,
+     "attempt": 0, "question": "52341>", "prompt": "52341>", "expected": "12345",
+     "text": "12345", "turns": [], "reward": 1.0, "reward_parts": {"correct": 1.0},
+     "finish": "stop", "num_sampled": 6,
      "min_version": 2, "max_version": 2, "ids": [...], "trained_spans": [[6, 12]]}
 
+`environment` is the name of one of `rollout.workflows`, null where a run has one environment.
 `question` is the last message of the user, without a chat template. `turns` are the roles and words
 of a conversation after it, those of the environment included; empty where there is one answer.
 `expected` is the answer of the row (`train_dataset.answer_key`), null where it has none.
@@ -32,9 +34,15 @@ MAX_EXPECTED = 2000
 
 
 def pick_samples(
-    groups: Sequence[Group], num: int, *, step: int, seed: int = 0, answer_key: str = "answer"
+    groups: Sequence[Group],
+    num: int,
+    *,
+    step: int,
+    seed: int = 0,
+    answer_keys: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """The best, the worst, then random others, `num` in all; the same for the same seed and step.
+    `answer_keys`: by environment the column with the expected answer.
     Samples without a reward can be drawn but are neither best nor worst."""
     places = [(g, i) for g, group in enumerate(groups) for i in range(len(group.samples))]
     rewards = {place: groups[place[0]].samples[place[1]].reward for place in places}
@@ -50,10 +58,12 @@ def pick_samples(
     chosen = random.Random(derive_seed(seed, "samples", step))
     for place in chosen.sample(others, min(max(0, num - len(picks)), len(others))):
         picks[place] = "random"
-    return [_line(groups[g], i, step, pick, answer_key) for (g, i), pick in picks.items()]
+    return [_line(groups[g], i, step, pick, answer_keys or {}) for (g, i), pick in picks.items()]
 
 
-def _line(group: Group, index: int, step: int, pick: str, answer_key: str) -> dict[str, Any]:
+def _line(
+    group: Group, index: int, step: int, pick: str, answer_keys: Mapping[str, str]
+) -> dict[str, Any]:
     sample, prompt = group.samples[index], group.prompt
     versions = sample.versions[sample.mask].tolist()
     return {
@@ -61,11 +71,12 @@ def _line(group: Group, index: int, step: int, pick: str, answer_key: str) -> di
         "pick": pick,
         "gid": group.gid,
         "index": index,
+        "environment": prompt.environment or None,
         "epoch": prompt.epoch,
         "attempt": group.attempt,
         "question": question_of(prompt),
         "prompt": prompt.text if sample.given_text is None else sample.given_text,
-        "expected": _expected(prompt, answer_key),
+        "expected": _expected(prompt, answer_keys.get(prompt.environment, "answer")),
         "text": sample.text,
         "turns": [list(turn) for turn in sample.turns],
         "reward": sample.reward,

@@ -18,6 +18,7 @@ from pentad.checkpoint.folders import (
     find_checkpoints,
 )
 from pentad.checkpoint.tiers import Tiers
+from pentad.config.environments import environments
 from pentad.config.load import record_values
 from pentad.config.rules.unused_keys import Command, unread
 from pentad.config.schema import Config
@@ -211,7 +212,7 @@ def open_recorder(config: Config, folder: RunFolder, title: str, num_steps: int)
         sinks,
         samples_per_step=telemetry.samples_per_step,
         seed=config.seed,
-        answer_key=config.train_dataset.answer_key,
+        answer_keys={one.name: one.data.answer_key for one in environments(config)},
         find_alarms=partial(
             find_alarms,
             correction=config.algorithm.settings.correction,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 
 from pentad.checkpoint.folders import find_checkpoints
+from pentad.config.environments import EnvironmentKeys, as_only, environments
 from pentad.config.rules import checkpoint as checkpoint_rules
 from pentad.config.rules.algorithm import longest_sample
 from pentad.config.rules.model import frozen_paths, stop_id_problems
@@ -23,16 +24,17 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.machine import installed
 from pentad.core.sizes import DeviceKind, RunSize
-from pentad.data.prompts import PromptStream, open_prompts
+from pentad.data.mixture import MixedPrompts
+from pentad.data.prompts import Prompts, PromptStream, open_prompts
 from pentad.data.render import DataSource
 from pentad.data.section import DatasetConfig
 from pentad.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from pentad.models.families import no_sampler_for
-from pentad.rewards.section import REWARD_NAMES
+from pentad.rewards.section import REWARD_NAMES, RewardConfig
 from pentad.rl.section import AlgorithmSettings
 from pentad.rollout.environments import tools_of
 from pentad.rollout.executor import load_workflow
-from pentad.rollout.workflows import OwnPrompts, Workflow
+from pentad.rollout.workflows import MultiTurn, OwnPrompts, Workflow
 from pentad.runtime.nodes import NODES
 from pentad.runtime.rank import rank_from_environment
 from pentad.runtime.restarts import is_restart
@@ -53,9 +55,20 @@ class Checked:
     dims: ModelDims
     tokenizer: Tokenizer
     algorithm: AlgorithmSettings
-    stream: PromptStream
-    valid: PromptStream | None
+    stream: Prompts
+    valid: Prompts | None
+    environments: tuple[CheckedEnvironment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedEnvironment:
+    name: str
+    config: Config
+    """As if it were the only one of the run."""
     workflow: Workflow
+    stream: PromptStream | None
+    """None where it is only evaluated."""
+    valid: PromptStream | None
 
 
 def size_of(config: Config, checked: Checked, num_steps: int) -> RunSize:
@@ -91,8 +104,7 @@ def check_train(config: Config, device: torch.device) -> Checked:
     checks.attempt(lambda: config.register_models())
     dims = checks.attempt(lambda: sampled_dims(config, path))
     tokenizer = checks.attempt(lambda: tokenizer_of(config))
-    workflow = checks.attempt(lambda: load_workflow(config.rollout.workflow, config.rollout.agent))
-    stream = valid = None
+    found = []
     if dims is not None and tokenizer is not None:
         checks.problems += vocabulary_problems(path, dims, tokenizer)
         checks.problems += token_problems(config, tokenizer)
@@ -100,18 +112,55 @@ def check_train(config: Config, device: torch.device) -> Checked:
         checks.attempt(lambda: check_start(config, "actor"))
         if algorithm.facts.needs_critic:
             checks.attempt(lambda: check_start(config, "critic"))
-        stream = checks.attempt(lambda: train_stream(config, dims, tokenizer, workflow))
-        valid = checks.attempt(lambda: valid_stream(config, dims, tokenizer, workflow))
+    for keys in environments(config):
+        found.append(check_environment(config, keys, dims, tokenizer, checks))
+    checks.raise_all()
+    good = tuple(one for one in found if one is not None)
+    streams = [one.stream for one in good if one.stream is not None]
+    assert dims and tokenizer and len(streams) == len(found), "what failed has raised"
+    weights = [keys.weight for keys in environments(config)]
+    stream = MixedPrompts(streams, weights) if config.rollout.workflows else streams[0]
+    return Checked(dims, tokenizer, algorithm, stream, held_out(good), good)
+
+
+def check_environment(
+    whole: Config,
+    keys: EnvironmentKeys,
+    dims: ModelDims | None,
+    tokenizer: Tokenizer | None,
+    checks: Collector,
+) -> CheckedEnvironment | None:
+    """Its workflow, prompts and reward, tried; None where something is wrong with them."""
+    config, stream, valid = as_only(whole, keys), None, None
+    workflow = checks.attempt(lambda: load_workflow(config.rollout.workflow, config.rollout.agent))
+    if keys.reward_key == "reward" and keys.name and rewards_itself(workflow):
+        config = config.model_copy(update={"reward": RewardConfig()})
+    if dims is not None and tokenizer is not None:
+        stream = checks.attempt(lambda: train_stream(config, keys, dims, tokenizer, workflow))
+        valid = checks.attempt(lambda: valid_stream(config, keys, dims, tokenizer, workflow))
         checks.problems += answer_problems(config, stream, config.train_dataset)
         checks.problems += answer_problems(config, valid, config.valid_dataset)
     checks.problems += reward_problems(config, workflow)
+    checks.problems += history_problems(config, keys, workflow)
     scored = [(stream, config.train_dataset.answer_key)]
     if config.valid_dataset is not None:
         scored.append((valid, config.valid_dataset.answer_key))
     checks.attempt(lambda: check_reward(config, scored))
-    checks.raise_all()
-    assert dims and tokenizer and stream and workflow, "what failed has raised"
-    return Checked(dims, tokenizer, algorithm, stream, valid, workflow)
+    if workflow is None:
+        return None
+    return CheckedEnvironment(keys.name, config, workflow, stream, valid)
+
+
+def held_out(found: Sequence[CheckedEnvironment]) -> Prompts | None:
+    """The held-out prompts of all environments, each once in an epoch."""
+    streams = [one.valid for one in found if one.valid is not None]
+    if len(streams) > 1:
+        return MixedPrompts(streams, [len(stream) for stream in streams])
+    return streams[0] if streams else None
+
+
+def rewards_itself(workflow: Workflow | None) -> bool:
+    return bool(getattr(workflow, "facts", {}).get("has_method"))
 
 
 def start_problems(
@@ -183,10 +232,16 @@ def sampled_dims(config: Config, path: str) -> ModelDims:
 
 
 def train_stream(
-    config: Config, dims: ModelDims, tokenizer: Tokenizer, workflow: Workflow | None
+    config: Config,
+    keys: EnvironmentKeys,
+    dims: ModelDims,
+    tokenizer: Tokenizer,
+    workflow: Workflow | None,
 ) -> PromptStream:
     source = DataSource(
         data=config.train_dataset,
+        key=keys.data_key,
+        environment=keys.name,
         seed=config.seed,
         streaming=config.use_streaming_dataset,
         room=room_for_prompt(dims, config.gconfig.max_new_tokens),
@@ -195,7 +250,11 @@ def train_stream(
 
 
 def valid_stream(
-    config: Config, dims: ModelDims, tokenizer: Tokenizer, workflow: Workflow | None
+    config: Config,
+    keys: EnvironmentKeys,
+    dims: ModelDims,
+    tokenizer: Tokenizer,
+    workflow: Workflow | None,
 ) -> PromptStream | None:
     if config.valid_dataset is None:
         return None
@@ -203,7 +262,9 @@ def valid_stream(
     new_tokens = config.evaluator.max_new_tokens or config.gconfig.max_new_tokens
     data = config.valid_dataset.model_copy(update={"shuffle": False})
     room = room_for_prompt(dims, new_tokens, key)
-    source = DataSource(data=data, key="valid_dataset", seed=config.seed, room=room)
+    source = DataSource(
+        data=data, key=keys.valid_key, environment=keys.name, seed=config.seed, room=room
+    )
     return open_prompts(with_tools(source, workflow), tokenizer)
 
 
@@ -263,6 +324,30 @@ def reward_problems(config: Config, workflow: Workflow | None) -> list[Problem]:
         return []
     rule = f"is not set, and {config.rollout.workflow} has neither get_reward() nor a number reward"
     return [Problem("reward.fn", rule, "name a reward, or write get_reward")]
+
+
+def history_problems(
+    config: Config, keys: EnvironmentKeys, workflow: Workflow | None
+) -> list[Problem]:
+    """Earlier turns can be written by the template where it writes the prompt too."""
+    where, spec = "rollout.history = template", config.rollout.workflow
+    if config.rollout.history != "template" or spec == "single_turn" or workflow is None:
+        return []
+    if not isinstance(workflow, MultiTurn):
+        rule = f"{spec} keeps the history of its conversations itself"
+        return [Problem(where, rule, "set it to sampled")]
+    return [
+        Problem(
+            where,
+            f"prompts of {key} are not put in the chat template",
+            f"set {key}.chat_template: true",
+        )
+        for key, data in (
+            (keys.data_key, config.train_dataset),
+            (keys.valid_key, config.valid_dataset),
+        )
+        if data is not None and not data.uses_chat
+    ]
 
 
 def answer_problems(

@@ -190,6 +190,7 @@ def rl_of(trained: TrainedBatch) -> Rl:
     return Rl(
         **facts.metrics,
         reward_parts=mean_parts(groups),
+        environments=by_environment(groups),
         prompt_length_mean=sum(len(g.prompt.ids) for g in groups) / len(groups),
         staleness=(None if trained.is_off_policy else staleness_histogram(groups, trained.batch)),
         rerouted_share=facts.rerouted_share,
@@ -298,6 +299,27 @@ def _kernel(layers: Sequence[LayerBalance], work: Mapping[str, Work]) -> Kernel 
         tokens_per_expert_std=sum(one.std for one in layers) / len(layers),
         balance=balance,
     )
+
+
+def by_environment(groups: Sequence[Group]) -> dict[str, dict[str, float]] | None:
+    """What came of each environment's groups; None where a run has one environment."""
+    found: dict[str, list[Group]] = {}
+    for group in groups:
+        found.setdefault(group.prompt.environment, []).append(group)
+    found.pop("", None)
+    return {name: _means(own) for name, own in sorted(found.items())} or None
+
+
+def _means(groups: Sequence[Group]) -> dict[str, float]:
+    samples = [sample for group in groups for sample in group.samples]
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    mean = {"reward_mean": sum(rewards) / len(rewards)} if rewards else {}
+    return {
+        "num_groups": len(groups),
+        "num_samples": len(samples),
+        **mean,
+        "length_mean": sum(sample.num_sampled for sample in samples) / len(samples),
+    }
 
 
 def mean_parts(groups: Sequence[Group]) -> dict[str, float] | None:

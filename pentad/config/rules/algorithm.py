@@ -163,8 +163,8 @@ def the_overlong_buffer_fits(config: Config) -> Problem | None:
 @RULES.add()
 def the_length_that_counts_is_bounded(config: Config) -> Problem | None:
     """A turn's limit is none of the sample: lengths would be measured against the wrong one."""
-    algorithm, workflow = config.algorithm, config.rollout.workflow
-    if workflow == "single_turn" or config.gconfig.max_sampled_tokens is not None:
+    algorithm, rollout = config.algorithm, config.rollout
+    if rollout.is_single_turn or config.gconfig.max_sampled_tokens is not None:
         return None
     penalty = algorithm.settings.overlong_penalty
     if algorithm.settings.loss_norm != "constant" and not penalty:
@@ -172,6 +172,7 @@ def the_length_that_counts_is_bounded(config: Config) -> Problem | None:
     reader = "the overlong penalty" if penalty else "algorithm.loss_norm = constant"
     rule = f"{reader} of algorithm.name = {algorithm.name} measures samples against it"
     remedy = "give the most tokens of a sample, all turns together"
+    workflow = next(spec for spec in rollout.specs if spec != "single_turn")
     where = f"gconfig.max_sampled_tokens = null with rollout.workflow = {workflow}"
     return Problem(where, rule, remedy)
 
@@ -179,7 +180,7 @@ def the_length_that_counts_is_bounded(config: Config) -> Problem | None:
 def sample_limit(config: Config) -> int:
     """Most tokens sampled in one sample; where nothing limits several turns, those of one."""
     given, turn = config.gconfig.max_sampled_tokens, config.gconfig.max_new_tokens
-    if given is None or config.rollout.workflow == "single_turn":
+    if given is None or config.rollout.is_single_turn:
         return min(turn, given or turn)
     return given
 
@@ -188,7 +189,7 @@ def longest_sample(config: Config, prompt_tokens: int, max_position: int) -> int
     """Most tokens of a sample. With several turns what environments say comes on top: it is
     bounded by the model's context alone, and not counted where `max_sampled_tokens` is given."""
     is_open = config.gconfig.max_sampled_tokens is None
-    if is_open and config.rollout.workflow != "single_turn":
+    if is_open and not config.rollout.is_single_turn:
         return max_position
     return min(prompt_tokens + sample_limit(config), max_position)
 
@@ -261,7 +262,7 @@ def updates_are_of_equal_size(config: Config) -> Problem | None:
 
 @RULES.add()
 def someone_computes_advantages(config: Config) -> Problem | None:
-    if config.compute_advantages_and_returns or config.rollout.workflow != "single_turn":
+    if config.compute_advantages_and_returns or "single_turn" not in config.rollout.specs:
         return None
     where = "compute_advantages_and_returns = false"
     rule = "rollout.workflow = single_turn delivers no advantages"

@@ -6,6 +6,7 @@ from pentad.config.rules import (
     algorithm,
     checkpoint,
     elastic,
+    environments,
     inputs,
     layout,
     lora,
@@ -17,7 +18,10 @@ from pentad.config.rules.rule import ConfigRule, RunFacts
 from pentad.config.schema import Config
 from pentad.core.errors import Problem
 
-SUBJECTS = (inputs, modes, algorithm, checkpoint, elastic, model, lora, layout, start)
+SUBJECTS = (
+    *(inputs, environments, modes, algorithm, checkpoint),
+    *(elastic, model, lora, layout, start),
+)
 
 
 def all_rules() -> list[ConfigRule]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from pentad.config.describe import fields, nearest_keys, show
+from pentad.config.describe import fields, nearest_keys, show, without_numbers
 from pentad.config.rules.rule import RUNS, Rules
 from pentad.config.schema import ALIASES, Config
 from pentad.core.errors import Problem
@@ -66,7 +66,15 @@ HARMLESS = (
     *("reward.num_workers", "reward.memory_mb", "reward.allow_processes", "reward.allow_weaker"),
     *("rollout.max_concurrent_groups", "rollout.deadline_s", "rollout.max_retries"),
     *("rollout.max_batch_tokens", "rollout.max_running", "rollout.kv_cache_gb", "rollout.server"),
-    *("valid_dataset", "evaluator", "saver", "recover", "checkpoint", "elastic"),
+    *(
+        "rollout.workflows.valid",
+        "valid_dataset",
+        "evaluator",
+        "saver",
+        "recover",
+        "checkpoint",
+        "elastic",
+    ),
     *("guards", "telemetry"),
 )
 """Where and how fast it runs, and what is looked at; a block stands for everything in it."""
@@ -134,17 +142,25 @@ def changed_keys(
     names = [*old, *(key for key in new if key not in old)]
     for key in [name for name in names if path or name not in ALIASES]:
         here = f"{path}.{key}" if path else str(key)
-        before, after = old.get(key), new.get(key)
+        before: Any = old.get(key)
+        after: Any = new.get(key)
+        if _is_blocks(before) and _is_blocks(after) and len(before) == len(after):
+            before, after = (dict(enumerate(blocks)) for blocks in (before, after))
         if isinstance(before, Mapping) and isinstance(after, Mapping):
             yield from changed_keys(before, after, here)
         elif before != after:
             yield here, before, after
 
 
+def _is_blocks(value: Any) -> bool:
+    """Whether it is a list of blocks of keys."""
+    return isinstance(value, list) and all(isinstance(one, Mapping) for one in value)
+
+
 @RULES.add(commands=RUNS)
 def allowed_keys_are_keys(config: Config) -> Iterator[Problem]:
     for key in config.recover.allow:
-        if key not in fields():
+        if without_numbers(key) not in fields():
             near = nearest_keys(key, 1)
             remedy = f"did you mean {near[0]}?" if near else "docs/configuration.md has all keys"
             yield Problem(
@@ -162,7 +178,8 @@ def _follows_length(config: Mapping[str, Any]) -> bool:
 
 
 def _is_within(key: str, blocks: tuple[str, ...]) -> bool:
-    return any(key == block or key.startswith(f"{block}.") for block in blocks)
+    names = {f"{key}.", f"{without_numbers(key)}."}
+    return any(name.startswith(f"{block}.") for block in blocks for name in names)
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:

@@ -1,4 +1,4 @@
-"""Rules on what a command cannot do without: models, data, rewards, names for folders, and the
+"""Rules on what a command cannot do without: models, data, names for folders, and the
 Megatron checkpoint that it starts from or converts to.
 """
 
@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pentad.config.describe import join_or, show, value_at
-from pentad.config.resolve import PATHS
+from pentad.config.environments import environments, is_evaluated
+from pentad.config.resolve import path_keys
 from pentad.config.rules.rule import RUNS, Rules
 from pentad.config.schema import Config, ModelConfig
 from pentad.core.errors import Problem, UserError
@@ -18,8 +19,6 @@ from pentad.core.hub import name_in_cache
 from pentad.data.section import is_made
 from pentad.models.catalog import full_name
 from pentad.models.families import register
-from pentad.rewards.section import JUDGE, REWARD_NAMES
-from pentad.rollout.section import WORKFLOW_NAMES, workflow_kind
 
 RULES = Rules()
 HUB_REMEDY = "give a model's folder, or its name on the hub, OWNER/NAME or OWNER/NAME@REVISION"
@@ -107,25 +106,37 @@ def _model_folder(
 
 
 @RULES.add(commands=("train",))
-def there_are_prompts(config: Config) -> Problem | None:
-    return None if config.only == "train" else there_is_training_data(config)
+def there_are_prompts(config: Config) -> list[Problem]:
+    if config.only == "train":
+        return []
+    found = [_rows(one.data_key, one.data.path) for one in environments(config)]
+    return [problem for problem in found if problem is not None]
 
 
 @RULES.add(commands=("sft", "reward"))
 def there_is_training_data(config: Config) -> Problem | None:
-    if config.train_dataset.path is None:
-        return Problem("train_dataset.path", "is not set", "give a JSONL or Parquet file")
-    return _data_path("train_dataset.path", config.train_dataset.path)
+    return _rows("train_dataset", config.train_dataset.path)
 
 
-@RULES.add(commands=("train", "sft"))
+@RULES.add(commands=("train",))
+def held_out_prompts_exist(config: Config) -> list[Problem]:
+    blocks = [(one.valid_key, one.valid) for one in environments(config)]
+    found = [_rows(key, valid.path, is_open=True) for key, valid in blocks if valid is not None]
+    return [problem for problem in found if problem is not None]
+
+
+@RULES.add(commands=("sft",))
 def held_out_data_exists(config: Config) -> Problem | None:
-    if config.valid_dataset is None:
-        return None
-    if config.valid_dataset.path is None:
-        remedy = "give a JSONL or Parquet file, or leave valid_dataset out"
-        return Problem("valid_dataset.path", "is not set", remedy)
-    return _data_path("valid_dataset.path", config.valid_dataset.path)
+    valid = config.valid_dataset
+    return None if valid is None else _rows("valid_dataset", valid.path, is_open=True)
+
+
+def _rows(key: str, path: str | None, *, is_open: bool = False) -> Problem | None:
+    """`is_open`: whether the block may be left out."""
+    if path is not None:
+        return _data_path(f"{key}.path", path)
+    remedy = "give a JSONL or Parquet file" + (f", or leave {key} out" if is_open else "")
+    return Problem(f"{key}.path", "is not set", remedy)
 
 
 @RULES.add(commands=("eval",))
@@ -144,35 +155,6 @@ def _data_path(key: str, path: str) -> Problem | None:
     return Problem(f"{key} = {path}", "there is no such file or folder", remedy)
 
 
-@RULES.add(commands=("train",))
-def answers_are_scored(config: Config) -> Problem | None:
-    """A workflow may bring rewards of its own; the executor sees to it that it does."""
-    is_own = config.rollout.workflow != "single_turn"
-    if config.reward.functions or is_own or config.only == "train":
-        return None
-    if config.algorithm.facts.needs_teacher:
-        rule = "is not set, and without it the answers to valid_dataset have no score"
-        problem = Problem("reward.fn", rule, "name it, or leave valid_dataset out")
-        return None if config.valid_dataset is None else problem
-    remedy = "name a built-in reward or give package.module:function"
-    return Problem("reward.fn", f"is not set, and {config.algorithm.name} needs rewards", remedy)
-
-
-@RULES.add(commands=("eval",))
-def evaluated_answers_are_scored(config: Config) -> Problem | None:
-    if config.reward.functions or config.rollout.workflow != "single_turn":
-        return None
-    remedy = f"give --reward with one of {', '.join(REWARD_NAMES)}, or package.module:function"
-    return Problem("reward.fn", "is not set, so nothing says which answers are right", remedy)
-
-
-@RULES.add(commands=("reward",))
-def there_is_a_reward_to_try(config: Config) -> Problem | None:
-    if config.reward.functions:
-        return None
-    return Problem("reward.fn", "is not set, so there is nothing to try", "name it in the recipe")
-
-
 @RULES.add(commands=("eval",))
 def several_answers_differ(config: Config) -> Problem | None:
     evaluator = config.evaluator
@@ -183,73 +165,11 @@ def several_answers_differ(config: Config) -> Problem | None:
     return Problem(f"evaluator.n_samples = {evaluator.n_samples}", rule, remedy)
 
 
-@RULES.add(commands=("train", "plan", "eval", "reward"))
-def the_reward_can_be_found(config: Config) -> list[Problem]:
-    remedy = "for your own, give package.module:function or path/to/file.py:function"
-    functions = config.reward.functions
-    found = [_part_problem("reward.fn", fn, (*REWARD_NAMES, JUDGE), remedy) for fn in functions]
-    return [problem for problem in found if problem is not None]
-
-
-@RULES.add(commands=("train", "plan", "eval", "reward"))
-def a_judge_can_be_asked(config: Config) -> Iterator[Problem]:
-    judge, reward = config.reward.judge, config.reward
-    if JUDGE not in reward.functions:
-        return
-    for key in ("url", "model", "template"):
-        if not getattr(judge, key):
-            rule = "is not set, and reward.fn = judge asks with it"
-            yield Problem(f"reward.judge.{key}", rule, "see docs/environments.md")
-    if judge.url and not judge.url.startswith(("http://", "https://")):
-        rule = "is no address"
-        yield Problem(f"reward.judge.url = {judge.url}", rule, "give http://HOST:PORT/v1")
-    if judge.template and "{completion}" not in judge.template:
-        rule = "has no {completion}, so the judge would not see the answer"
-        yield Problem("reward.judge.template", rule, "put it in")
-    if reward.on_failure == "zero":
-        rule = "a judge that does not answer would be a reward of 0"
-        yield Problem("reward.on_failure = zero", rule, "set it to drop")
-
-
-@RULES.add(commands=("train", "plan", "eval", "reward"))
-def every_reward_has_a_weight(config: Config) -> Problem | None:
-    weights, functions = config.reward.weights, config.reward.functions
-    if weights is None or not functions or len(weights) == len(functions):
-        return None
-    rule = f"reward.fn names {len(functions)} functions"
-    return Problem(f"reward.weights = {show(weights)}", rule, "give one number for each")
-
-
-@RULES.add(commands=("train", "plan", "eval"))
-def the_workflow_can_be_found(config: Config) -> Problem | None:
-    remedy = "for your own, give package.module:Class or path/to/file.py:Class"
-    kind, rest = workflow_kind(config.rollout.workflow)
-    if kind and not rest:
-        where = f"rollout.workflow = {config.rollout.workflow}"
-        return Problem(where, f"nothing follows {kind}:", "name the environment")
-    if kind not in ("", "class"):
-        return None  # the package that has it says what is wrong with it
-    problem = _part_problem("rollout.workflow", rest, WORKFLOW_NAMES, remedy)
-    where = f"rollout.workflow = {config.rollout.workflow}"
-    return problem and Problem(where, problem.rule, problem.remedy)
-
-
-@RULES.add(commands=("train", "plan", "eval"))
-def an_agent_workflow_has_an_agent(config: Config) -> Problem | None:
-    rollout, remedy = config.rollout, "give package.module:function or path/to/file.py:function"
-    if rollout.workflow == "agent" and rollout.agent is None:
-        return Problem("rollout.agent", "is not set, and rollout.workflow = agent runs it", remedy)
-    if rollout.workflow != "agent" and rollout.agent is not None:
-        rule = f"rollout.workflow = {rollout.workflow} runs no agent"
-        return Problem(f"rollout.agent = {rollout.agent}", rule, "set rollout.workflow: agent")
-    return _part_problem("rollout.agent", rollout.agent, (), remedy)
-
-
 @RULES.add(commands=("train", "sft", "plan", "eval"))
 def model_files_can_be_found(config: Config) -> Iterator[Problem]:
     remedy = "give package.module:SPEC or path/to/file.py:SPEC"
     for path in config.model_files:
-        problem = _part_problem("model_files", path, (), remedy)
+        problem = part_problem("model_files", path, (), remedy)
         if problem is not None:
             yield problem
             continue
@@ -259,9 +179,7 @@ def model_files_can_be_found(config: Config) -> Iterator[Problem]:
             yield from error.as_problems()
 
 
-def _part_problem(
-    key: str, name: str | None, known: tuple[str, ...], remedy: str
-) -> Problem | None:
+def part_problem(key: str, name: str | None, known: tuple[str, ...], remedy: str) -> Problem | None:
     """A part is one of ours, or a place and a name in it; what is in a module shows later."""
     if name is None or name in known:
         return None
@@ -305,7 +223,7 @@ def _no_folder_name(name: str) -> str:
 @RULES.add(commands=("train", "sft", "plan", "eval"))
 def paths_can_be_read(config: Config) -> list[Problem]:
     found = []
-    for key in (*PATHS, "reward.fn", "rollout.agent"):
+    for key in (*path_keys(len(config.rollout.workflows)), "reward.fn", "rollout.agent"):
         path = value_at(config, key)
         rule = _hidden_character(path) if isinstance(path, str) else ""
         if rule:
@@ -329,14 +247,14 @@ def evaluation_has_prompts(config: Config) -> Problem | None:
         for name, value in config.evaluator
         if name.startswith("freq_") and value is not None
     ]
-    if not given or config.valid_dataset is not None:
+    if not given or is_evaluated(config):
         return None
     return Problem(given[0], "there is no valid_dataset", "give valid_dataset.path")
 
 
 @RULES.add(commands=RUNS)
 def the_best_is_known(config: Config) -> Problem | None:
-    if config.saver.keep_best is None or config.valid_dataset is not None:
+    if config.saver.keep_best is None or is_evaluated(config):
         return None
     where = f"saver.keep_best = {config.saver.keep_best}"
     rule = "the best export is found by held-out evaluation, and there is no valid_dataset"

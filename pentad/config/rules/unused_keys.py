@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from pentad.config.describe import fields, show, value_at
+from pentad.config.environments import is_evaluated
 from pentad.config.resolve import DEFAULT_RECOVERY
 from pentad.config.rules.rule import Command
 from pentad.config.schema import Config, ModelConfig
@@ -193,7 +194,7 @@ READERS = (
     ),
     KeyUse(
         ("evaluator.n_samples", "evaluator.temperature", "evaluator.max_new_tokens"),
-        lambda config: config.valid_dataset is not None,
+        is_evaluated,
         "there is no valid_dataset",
     ),
     KeyUse(
@@ -234,7 +235,16 @@ READERS = (
         "a run of one side alone has the devices to itself",
     ),
     KeyUse(("valid_dataset.batch_size",), lambda _: False, "held-out rows go all together"),
-    KeyUse(("reward",), lambda config: config.reward.functions, "reward.fn is not set"),
+    KeyUse(
+        ("reward",),
+        lambda config: config.reward.functions or config.rollout.workflows,
+        "reward.fn is not set",
+    ),
+    KeyUse(
+        ("rollout.history",),
+        lambda config: not config.rollout.is_single_turn,
+        "single answers have no history",
+    ),
     KeyUse(
         ("rollout.restarts",),
         lambda config: samples_with(config, "embedded") and has_sampler_processes(config),

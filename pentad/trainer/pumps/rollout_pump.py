@@ -12,10 +12,10 @@ from typing import Any
 
 from pentad.core.errors import DataFailure, InfraFailure, RunError, Transient
 from pentad.core.types import Group
-from pentad.data.prompts import PromptStream, RejectedPrompt
+from pentad.data.prompts import Prompts, RejectedPrompt
 from pentad.rl.section import AlgorithmSettings
 from pentad.rl.shaping import has_signal
-from pentad.rollout.executor import Executor
+from pentad.rollout.executor import Executor, Executors
 from pentad.trainer.pumps.state import RunState
 from pentad.trainer.sampling.placement import Placement, Turnstile
 
@@ -43,8 +43,8 @@ class RolloutPump:
     """
 
     state: RunState
-    stream: PromptStream
-    executor: Executor
+    stream: Prompts
+    executor: Executor | Executors
     placement: Placement
     turnstile: Turnstile
     reject: Callable[[Group], str | None]

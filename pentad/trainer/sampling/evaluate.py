@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from pentad.config.environments import environments
 from pentad.config.rules.model import stop_id_problems
 from pentad.config.schema import Config
 from pentad.core.device import DTYPES, pick_device
@@ -20,17 +21,21 @@ from pentad.core.roles import Sampler
 from pentad.core.section import chosen
 from pentad.core.seeds import derive_seed, seed_globals
 from pentad.core.types import Prompt, SamplingParams
-from pentad.data.prompts import PromptStream
+from pentad.data.prompts import Prompts
+from pentad.data.section import DatasetConfig
 from pentad.data.tokenizer import Tokenizer
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.models.families import dims_of
 from pentad.rewards.scorer import RewardScorer
+from pentad.rewards.section import RewardConfig
 from pentad.rollout.evaluation import Answered, EvalResult, answer_prompts, summarise
-from pentad.rollout.executor import Executor, load_workflow
-from pentad.rollout.workflows import Context, Workflow
+from pentad.rollout.executor import Executor, Executors, load_workflow
+from pentad.rollout.replicas import Fleet
+from pentad.rollout.workflows import Context
 from pentad.samplers import completions
 from pentad.trainer.preflight import (
     Checked,
+    CheckedEnvironment,
     Collector,
     answer_problems,
     valid_stream,
@@ -49,8 +54,8 @@ class Subject:
 
     dims: ModelDims
     tokenizer: Tokenizer
-    stream: PromptStream
-    workflow: Workflow
+    stream: Prompts
+    environments: tuple[CheckedEnvironment, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +87,20 @@ def check_eval(config: Config) -> Subject:
         rule, remedy = f"the server at {addresses[0]} draws from what it holds", "let it load that"
         checks.problems.append(Problem(f"actor.lora.init_path = {adapter}", rule, remedy))
     tokenizer = checks.attempt(lambda: tokenizer_of(config))
-    workflow = checks.attempt(lambda: load_workflow(config.rollout.workflow, config.rollout.agent))
-    stream = None
+    [keys], stream = environments(config), None
+    workflow = checks.attempt(lambda: load_workflow(keys.workflow, keys.agent))
     if dims is not None and tokenizer is not None:
         checks.problems += vocabulary_problems(path, dims, tokenizer)
         checks.problems += stop_id_problems(config, dims)
-        stream = checks.attempt(lambda: valid_stream(config, dims, tokenizer, workflow))
+        stream = checks.attempt(lambda: valid_stream(config, keys, dims, tokenizer, workflow))
         checks.problems += answer_problems(config, stream, config.valid_dataset)
     if config.valid_dataset is not None and not checks.problems:
         answer_key = config.valid_dataset.answer_key
         checks.attempt(lambda: check_reward(config, [(stream, answer_key)]))
     checks.raise_all()
     assert dims and tokenizer and workflow and stream, "what failed has raised"
-    return Subject(dims, tokenizer, stream, workflow)
+    only = CheckedEnvironment(keys.name, config, workflow, None, stream)
+    return Subject(dims, tokenizer, stream, (only,))
 
 
 def run_eval(
@@ -116,11 +122,12 @@ async def _evaluate(
     seed_globals(config.seed, "eval")
     async with AsyncExitStack() as stack:
         data = chosen(config.valid_dataset, "valid_dataset")
-        reward = await open_reward(config, data.answer_key, stack)
+        scorers = Scorers(stack)
+        reward = await scorers.open(config, data)
         samplers = await _samplers(config, subject, device)
         for sampler in samplers.values():
             stack.push_async_callback(sampler.close)
-        executor = open_executor(config, subject, samplers, reward, stack, purpose="eval")
+        executor = await open_executors(subject, samplers, scorers, stack, purpose="eval")
         why = no_majority(config, reward)
         started = time.monotonic()
         answered = await answer_prompts(
@@ -137,49 +144,73 @@ async def _evaluate(
     return Evaluation(result, dict(subject.stream.dropped), why, failures)
 
 
-async def open_reward(
-    config: Config, answer_key: str, stack: AsyncExitStack
-) -> RewardScorer | None:
-    """The scorer of a dataset with that answer key, closed with `stack`; None if none is named."""
-    if not config.reward.functions:
-        return None
-    scorer = RewardScorer(config.reward, answer_field=answer_key, seed=config.seed)
-    await scorer.start()
-    stack.push_async_callback(scorer.close)
-    return scorer
+class Scorers:
+    """The reward processes of a run, opened once for each block of keys; closed with `stack`."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self.stack = stack
+        self.opened: dict[tuple[RewardConfig, str], RewardScorer] = {}
+
+    async def open(self, config: Config, data: DatasetConfig) -> RewardScorer | None:
+        """For samples of this dataset; None where no reward is named."""
+        key = config.reward, data.answer_key
+        if not config.reward.functions:
+            return None
+        if key not in self.opened:
+            scorer = RewardScorer(config.reward, answer_field=data.answer_key, seed=config.seed)
+            await scorer.start()
+            self.stack.push_async_callback(scorer.close)
+            self.opened[key] = scorer
+        return self.opened[key]
 
 
-def open_executor(
-    config: Config,
+async def open_executors(
     checked: Checked | Subject,
     samplers: Mapping[str, Sampler],
-    reward: RewardScorer | None,
+    scorers: Scorers,
     stack: AsyncExitStack,
     *,
     purpose: Literal["train", "eval"],
-) -> Executor:
+) -> Executors:
     """Draws groups as training or evaluation does, with random numbers of its own; closed with
     `stack`."""
-    trains, tokenizer = purpose == "train", checked.tokenizer
+    trains, found = purpose == "train", {}
+    fleet = Fleet(samplers)
+    for one in checked.environments:
+        data = one.config.train_dataset if trains else one.config.valid_dataset
+        if data is not None:
+            reward = await scorers.open(one.config, data)
+            found[one.name] = _executor(one, checked, fleet, reward, trains)
+    executors = Executors(found)
+    stack.callback(executors.close)
+    return executors
+
+
+def _executor(
+    environment: CheckedEnvironment,
+    checked: Checked | Subject,
+    fleet: Fleet,
+    reward: RewardScorer | None,
+    trains: bool,
+) -> Executor:
+    config, tokenizer = environment.config, checked.tokenizer
     context = Context(
         tokenizer=tokenizer.inner,
         params=(sampling_params if trains else eval_params)(config, tokenizer),
         num_samples=config.gconfig.n_samples if trains else config.evaluator.n_samples,
-        run_seed=derive_seed(config.seed, purpose),
+        run_seed=derive_seed(config.seed, "train" if trains else "eval"),
         max_total_tokens=checked.dims.max_position,
         max_sampled_tokens=config.gconfig.max_sampled_tokens if trains else None,
     )
-    executor = Executor(
-        samplers,
-        checked.workflow,
+    return Executor(
+        fleet,
+        environment.workflow,
         reward,
         context,
         config.rollout,
         vocab_size=checked.dims.vocab_size,
         needs_reward=not (trains and config.algorithm.facts.needs_teacher),
     )
-    stack.callback(executor.close)
-    return executor
 
 
 def sampling_params(config: Config, tokenizer: Tokenizer) -> SamplingParams:
@@ -244,7 +275,7 @@ class Evaluator:
     of its own, pinned to one weight version."""
 
     prompts: Sequence[Prompt]
-    executor: Executor
+    executor: Executors
     frequency: Frequency
     on_result: Callable[[EvalResult], None]
     last_version: int

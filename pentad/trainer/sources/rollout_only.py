@@ -39,9 +39,9 @@ from pentad.trainer.pumps.scheduler import Scheduler
 from pentad.trainer.pumps.state import Budget, RunState
 from pentad.trainer.rank.learners import backend_of, start_run, weights_folder
 from pentad.trainer.rank.update import BatchFacts
-from pentad.trainer.records import TrainedBatch, mean_parts
+from pentad.trainer.records import TrainedBatch, by_environment, mean_parts
 from pentad.trainer.run import BatchSource, Run, RunInputs, lead
-from pentad.trainer.sampling.evaluate import open_executor, open_reward
+from pentad.trainer.sampling.evaluate import Scorers, open_executors
 from pentad.trainer.sampling.placement import Placement, Turnstile
 from pentad.trainer.sampling.samplers import SamplerOpener
 from pentad.trainer.saving.batches import BatchKeeper, kept_steps, read_batch
@@ -114,8 +114,8 @@ class SampleInputs(RunInputs):
         with announced(log, "weights for the samplers"):
             first = first_weights(config, context.device)
             await Publisher(list(samplers.values())).publish(first)
-        reward = await open_reward(config, config.train_dataset.answer_key, stack)
-        executor = open_executor(config, checked, samplers, reward, stack, purpose="train")
+        rewards = Scorers(stack)
+        executor = await open_executors(checked, samplers, rewards, stack, purpose="train")
         placement = Placement(is_shared=False, max_staleness=config.max_staleness)
         turnstile = Turnstile(placement, [])
         rollout = rollout_pump(config, checked, state, executor, placement, turnstile)
@@ -219,6 +219,7 @@ class SampleSource(BatchSource):
             rl=Rl(
                 **sample_metrics(groups),
                 reward_parts=mean_parts(groups),
+                environments=by_environment(groups),
                 prompt_length_mean=sum(len(g.prompt.ids) for g in groups) / len(groups),
                 staleness=None,
             ),

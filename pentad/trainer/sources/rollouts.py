@@ -26,9 +26,8 @@ from pentad.core.sizes import RunSize
 from pentad.data.ledger import Ledger
 from pentad.data.packing import unpack_groups
 from pentad.data.store import BlobStore
-from pentad.rewards.scorer import RewardScorer
 from pentad.rollout.evaluation import EvalResult
-from pentad.rollout.executor import Executor
+from pentad.rollout.executor import Executors
 from pentad.sync.publisher import Snapshot
 from pentad.telemetry.log import announced
 from pentad.telemetry.record import MemoryUse, PhaseTimer, StepRecord
@@ -45,7 +44,7 @@ from pentad.trainer.rank.service import LearnerService
 from pentad.trainer.records import TrainedBatch
 from pentad.trainer.run import BatchSource, Run, RunInputs, WeightSink
 from pentad.trainer.run_folders import oldest_saved
-from pentad.trainer.sampling.evaluate import Evaluator, open_executor, open_reward
+from pentad.trainer.sampling.evaluate import Evaluator, Scorers, open_executors
 from pentad.trainer.sampling.placement import Placement, Turnstile
 from pentad.trainer.sampling.sampler_side import SamplerSide, open_group_store, open_sampler_side
 from pentad.trainer.sampling.selftest import (
@@ -109,8 +108,8 @@ class RolloutInputs(RunInputs):
         side = await open_sampler_side(
             context, checked, run.learner, run.supervisor.resources, placement, stack, build=build
         )
-        reward = await open_reward(config, config.train_dataset.answer_key, stack)
-        evaluator = await open_evaluator(run, checked, side, reward, stack)
+        rewards = Scorers(stack)
+        evaluator = await open_evaluator(run, checked, side, rewards, stack)
         models = await open_scorers(
             config,
             store,
@@ -126,7 +125,7 @@ class RolloutInputs(RunInputs):
         reference = reference_of(run, models, size)
         publish = publish_pump(run, checked, side, state, placement, evaluator)
         num_chunks = config.num_iters_per_train_update
-        executor = open_executor(config, checked, side.samplers, reward, stack, purpose="train")
+        executor = await open_executors(checked, side.samplers, rewards, stack, purpose="train")
         scheduler = Scheduler(
             state.request_stop,
             watchdog_of(run, state, side.samplers),
@@ -156,7 +155,7 @@ def rollout_pump(
     config: Config,
     checked: Checked,
     state: RunState,
-    executor: Executor,
+    executor: Executors,
     placement: Placement,
     turnstile: Turnstile,
 ) -> RolloutPump:
@@ -261,15 +260,12 @@ async def open_evaluator(
     run: Run,
     checked: Checked,
     side: SamplerSide,
-    reward: RewardScorer | None,
+    rewards: Scorers,
     stack: AsyncExitStack,
 ) -> Evaluator | None:
     valid, config = checked.valid, run.config
-    if valid is None or config.valid_dataset is None:
+    if valid is None:
         return None
-    answer_key = config.valid_dataset.answer_key
-    if answer_key != config.train_dataset.answer_key:
-        reward = await open_reward(config, answer_key, stack)
 
     def record(result: EvalResult) -> None:
         note_score(run, result.as_record())
@@ -277,7 +273,7 @@ async def open_evaluator(
 
     evaluator = Evaluator(
         [valid.prompt(gid) for gid in range(len(valid))],
-        open_executor(config, checked, side.samplers, reward, stack, purpose="eval"),
+        await open_executors(checked, side.samplers, rewards, stack, purpose="eval"),
         run.context.frequency(config.evaluator),
         record,
         last_version=run.num_steps,
@@ -314,15 +310,16 @@ class RolloutSource(BatchSource):
 
     def check(self, checkpoint: Checkpoint) -> None:
         recover, stream = self.run.recover, self.checked.stream
-        is_forced = "train_dataset" in self.run.config.recover.allow
+        data = {"train_dataset", "rollout.workflows"}
+        is_forced = bool(data.intersection(self.run.config.recover.allow))
         place, info = checkpoint.root / checkpoint.info, recover.infos["dataloader_info"]
         with reading(place / "dataloader_info.json"):
             known = dict(info["data"])
         if not is_forced:
             stream.check_state(known)
-        data = None if is_forced else recover.ready
+        ready = None if is_forced else recover.ready
         with reading(place / GROUPS):
-            groups = [] if data is None else list(unpack_groups(bytearray(data), stream.prompt))
+            groups = [] if ready is None else list(unpack_groups(bytearray(ready), stream.prompt))
         with reading(place / "dataloader_info.json"):
             self.state.resume(info["ledger"], groups, checkpoint.step + 1)
 

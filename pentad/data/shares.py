@@ -1,0 +1,63 @@
+"""Shares of a whole as whole numbers, and where each of them has its turns.
+
+No numpy: rules of a config and plans read this as runs do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import reduce
+from math import gcd, lcm
+
+MAX_CYCLE = 100_000
+"""Turns after which the order of environments repeats."""
+
+
+def whole_shares(weights: Sequence[float]) -> tuple[int, ...]:
+    """The smallest whole numbers in the proportion of the weights, as these are written."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    scale = reduce(lcm, (one.denominator for one in exact))
+    whole = [int(one * scale) for one in exact]
+    common = reduce(gcd, whole)
+    return tuple(one // common for one in whole)
+
+
+class Turns:
+    """An endless sequence in which part i has `shares[i]` of every `sum(shares)` turns, as evenly
+    spread as whole turns allow: after n turns it has had its share of n, give or take one."""
+
+    def __init__(self, shares: Sequence[int]) -> None:
+        self.shares = tuple(shares)
+        self.length = sum(shares)
+        # Turn k of a part with s turns stands at (2k + 1) / 2s of the cycle, as whole numbers, so
+        # that no rounding decides; of equals the first part comes first.
+        whole = lcm(*shares)
+        marks = sorted(
+            ((2 * k + 1) * (whole // share), part)
+            for part, share in enumerate(shares)
+            for k in range(share)
+        )
+        self.parts = [part for _, part in marks]
+        seen = [0] * len(shares)
+        self.earlier = [0] * self.length
+        """How many turns of the same part came before in the cycle."""
+        self.places: list[list[int]] = [[] for _ in shares]
+        for place, part in enumerate(self.parts):
+            self.earlier[place] = seen[part]
+            self.places[part].append(place)
+            seen[part] += 1
+
+    def at(self, turn: int) -> tuple[int, int]:
+        """The part whose turn it is, and how many turns it had before."""
+        cycle, place = divmod(turn, self.length)
+        part = self.parts[place]
+        return part, cycle * self.shares[part] + self.earlier[place]
+
+    def until(self, counts: Sequence[int]) -> int:
+        """The fewest turns after which every part has had as many as this."""
+        ends = []
+        for part, count in enumerate(counts):
+            cycles, rest = divmod(count - 1, self.shares[part])
+            ends.append(cycles * self.length + self.places[part][rest] + 1)
+        return max(ends)
