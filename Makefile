@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TESTS := $(VENV)/.installed-tests
 
-.PHONY: setup setup-tests setup-megatron demo test test-full test-runs test-ray test-megatron test-vllm test-servers-gpu test-transfer-queue test-kills chaos soak check bench recipes docs setup-site site wheel test-wheel clean
+.PHONY: setup setup-tests setup-megatron demo test test-full test-runs test-ray test-megatron test-environments test-vllm test-servers-gpu test-transfer-queue test-kills chaos soak check bench recipes docs setup-site site wheel test-wheel clean
 
 setup: $(STAMP)
 setup-tests: $(TESTS)
@@ -29,6 +29,7 @@ demo: setup
 # megatron-core and Ray have targets of their own; of Ray's tests one runs here.
 HERE := not full and (not ray or smoke)
 WITH_MEGATRON := tests/unit/weights/test_megatron_core.py
+WITH_SERVERS := tests/environments
 test: setup-tests
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
@@ -36,7 +37,7 @@ else
 	@status=0; shown=$$(mktemp); export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=; \
 	trap 'rm -f "$$shown"' EXIT; trap 'kill $$dist; exit 130' INT TERM; \
 	$(BIN)/python -m pytest -m "dist and $(HERE)" >"$$shown" 2>&1 & dist=$$!; \
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not dist and $(HERE)" --ignore $(WITH_MEGATRON) || status=$$?; \
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not dist and $(HERE)" --ignore $(WITH_MEGATRON) --ignore $(WITH_SERVERS) || status=$$?; \
 	wait $$dist || status=$$?; cat "$$shown"; \
 	exit $$status
 endif
@@ -65,6 +66,17 @@ $(MEGATRON)/.installed: constraints.txt
 setup-megatron: $(MEGATRON)/.installed
 test-megatron: setup-tests setup-megatron
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WITH_MEGATRON) $(ARGS)
+
+# Packages of environments that want other versions of what a run has (openenv-core gradio, verifiers
+# mcp) run in an environment of their own, as the servers and processes that they are.
+ENVIRONMENTS := .venv-environments
+$(ENVIRONMENTS)/.installed: constraints.txt
+	test -x $(ENVIRONMENTS)/bin/python || $(PYTHON) -m venv $(ENVIRONMENTS)
+	$(ENVIRONMENTS)/bin/python -m pip install --quiet --disable-pip-version-check openenv-core==0.3.0
+	touch $@
+
+test-environments: setup-tests $(ENVIRONMENTS)/.installed
+	PENTAD_TEST_ENVIRONMENTS=$(ENVIRONMENTS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WITH_SERVERS) $(ARGS)
 
 # vLLM has an environment of its own, as in a run that starts one. The CPU build also asks for media
 # libraries that do not fit this torch; nothing here needs them.

@@ -31,6 +31,8 @@ class HubServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.address = f"http://127.0.0.1:{self.server_port}"
         self.repos, self.seen, self.cut_at = {}, [], None
+        self.keys = set()
+        """What requests had as Authorization."""
 
     def add(self, kind, repo, files, *, is_gated=False, ref="main"):
         """A commit with these files, text or bytes; returns its hash."""
@@ -61,6 +63,7 @@ class Handler(BaseHTTPRequestHandler):
         parts = urlsplit(self.path)
         path = unquote(parts.path)
         self.server.seen.append((method, path))
+        self.server.keys.add(self.headers.get("Authorization"))
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if path == "/api/repos/create":
             asked = json.loads(body)

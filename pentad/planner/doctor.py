@@ -50,6 +50,7 @@ OPTIONAL = {
     "wandb": ("records in Weights & Biases", "pip install 'pentad[wandb]'"),
     "TransferQueue": ("store=transfer_queue", "pip install 'pentad[transfer-queue]'"),
     "gymnasium": ("rollout.workflow=gym:ID", "pip install 'pentad[gym]'"),
+    "websockets": ("rollout.workflow=openenv:URL", "pip install 'pentad[openenv]'"),
     "mcp": ("rollout.workflow=mcp:COMMAND", "pip install 'pentad[mcp]'"),
     "reasoning-gym": ("its tasks by reasoning_gym:NAME", "pip install 'pentad[reasoning-gym]'"),
     "trackio": ("records in Trackio", "pip install 'pentad[trackio]'"),

@@ -40,6 +40,7 @@ PART = "environment"
 ADAPTERS = {
     "gym": ("pentad.rollout.gym_environment:GymEnvironment", "gym"),
     "mcp": ("pentad.rollout.mcp_environment:McpEnvironment", "mcp"),
+    "openenv": ("pentad.rollout.openenv_environment:OpenEnvEnvironment", "openenv"),
 }
 """Kind of workflow -> the class for it, and the extra that it needs."""
 

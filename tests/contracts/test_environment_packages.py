@@ -1,18 +1,22 @@
 """Environments of other packages, held against the packages themselves."""
 
 import asyncio
-import json
+import socket
+import subprocess
+import sys
 
 import pytest
+from environment_talks import talk, until_it_listens
 from sections import data_source
 
 from pentad.core.errors import UserError
 from pentad.rewards.scorer import RewardScorer
 from pentad.rewards.section import RewardConfig
 from pentad.rollout.executor import load_workflow
-from pentad.rollout.hosted import HostedEnvironment
 
 SERVER = """
+import sys
+
 from mcp.server import MCPServer
 
 server = MCPServer("numbers")
@@ -30,31 +34,8 @@ def fail() -> str:
     "Fails."
     raise ValueError("on purpose")
 
-server.run()
+server.run(*sys.argv[1:2], **({"port": int(sys.argv[2])} if sys.argv[2:] else {}))
 """
-
-
-def talk(spec, *, fields=None, steps=(), calls=()):
-    """What an environment says to a few answers, or calls of its tools, and its facts."""
-    workflow = load_workflow(spec)
-
-    async def episode():
-        environment = HostedEnvironment(workflow.processes, workflow.facts, 30.0, 1)
-        try:
-            said = [await environment.reset(fields or {})]
-            said += [await environment.step(text) for text in steps]
-            for name, arguments in calls:
-                call = {"name": name, "arguments": arguments}
-                step = await environment.step(f"<tool_call>{json.dumps(call)}</tool_call>")
-                said += step.observation
-            return said
-        finally:
-            await environment.close()
-
-    try:
-        return workflow.facts, asyncio.run(episode())
-    finally:
-        workflow.close()
 
 
 def test_gymnasium_is_played_by_text():
@@ -85,6 +66,28 @@ def test_an_mcp_server_gives_its_tools(tmp_path):
     assert said == [None, "2"], "each episode has a server of its own"
     with pytest.raises(UserError, match="it cannot be made"):
         load_workflow("mcp:python -c 1")
+
+
+def test_an_mcp_server_is_reached_by_its_address(tmp_path):
+    """Its process serves all sessions, so that what it keeps is common to them."""
+    pytest.importorskip("mcp", reason="mcp is not installed (pip install mcp)")
+    (tmp_path / "server.py").write_text(SERVER)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, str(tmp_path / "server.py"), "streamable-http", str(port)]
+    server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        until_it_listens(port, server)
+        facts, said = talk(f"mcp:http://127.0.0.1:{port}/mcp", calls=[("add", {"number": 2})])
+        assert [tool["function"]["name"] for tool in facts["tools"]] == ["add", "fail"]
+        _, again = talk(f"mcp:http://127.0.0.1:{port}/mcp", calls=[("add", {"number": 3})])
+        assert (said, again) == ([None, "2"], [None, "5"])
+    finally:
+        server.kill()
+        server.wait()
+    with pytest.raises(UserError, match="it cannot be made"):
+        load_workflow(f"mcp:http://127.0.0.1:{port}/mcp")
 
 
 def test_reasoning_gym_makes_rows_and_scores_answers():

@@ -164,6 +164,13 @@ def test_what_is_wrong_with_a_name_is_one_sentence(filled, model, words, sentenc
     assert sentence in str(problem)
 
 
+def test_the_token_of_the_machine_opens_a_gated_model(filled, model, monkeypatch):
+    filled.add("model", "me/gated", model, is_gated=True)
+    monkeypatch.setenv("HF_TOKEN", "hf_mine")
+    config, _ = prepare(None, [*SMALL, "actor.path=me/gated"], "train")
+    assert "me--gated" in config.actor.path and filled.keys == {"Bearer hf_mine"}
+
+
 def test_wrong_names_are_reported_with_everything_else(filled):
     with pytest.raises(UserError) as error:
         prepare(

@@ -251,6 +251,11 @@ REFUSED = {
     "no docstring": ("def f(self, a: int): pass", "method f: it has no docstring"),
     "any arguments": ("def f(self, *a: int):\n        'Doc.'", r"\*a has no schema"),
     "no tools": ("", "it has no tools; public methods"),
+    "two tools of one name": (
+        "def tool_schemas(self): return 2 * [{'type': 'function', 'function': {'name': 'f'}}]\n"
+        "    def call_tool(self, name, arguments): pass",
+        "two of its tools have the name f",
+    ),
     "an object that cannot be made": ("def __init__(self): 1 / 0", "cannot be made.*ZeroDivision"),
 }
 

@@ -1,0 +1,97 @@
+"""`openenv:URL`: an environment of an OpenEnv server, whose actions are the answers of the policy.
+
+Each episode has a session of its own at the server's WebSocket, which carries JSON: `reset` with
+the row, `step` with an action, each answered by an observation. The package openenv-core is needed
+where the server runs alone.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import httpx
+from websockets.sync.client import ClientConnection, connect
+
+TIMEOUT_S = 60.0
+MAX_BYTES = 16 << 20
+FULL, NO_ACTION = "CAPACITY_REACHED", "VALIDATION_ERROR"
+"""Errors of the server: as many sessions as it takes, and data that are no action."""
+
+
+class ServerError(Exception):
+    def __init__(self, code: str, text: str) -> None:
+        self.code = code
+        super().__init__(f"{code}: {text}")
+
+
+class OpenEnvEnvironment:
+    def __init__(self, target: str) -> None:
+        self._address = target.rstrip("/")
+        answer = httpx.get(f"{self._address}/schema", timeout=TIMEOUT_S)
+        answer.raise_for_status()
+        properties = {**answer.json()["action"].get("properties", {})}
+        properties.pop("metadata", None)
+        self._properties = properties
+        self._socket: ClientConnection | None = None
+
+    def reset(self, **row: Any) -> str:
+        """The server passes on the columns that its environment takes. A server that has as many
+        sessions as it takes is asked again, for as long as a call may take."""
+        while True:
+            try:
+                self._socket = connect(
+                    f"ws{self._address.removeprefix('http')}/ws", max_size=MAX_BYTES
+                )
+                return "\n" + self.show(self._ask("reset", row)["observation"])
+            except ServerError as error:
+                self.close()
+                if error.code != FULL:
+                    raise
+                time.sleep(0.2)
+
+    def step_text(self, text: str) -> tuple[str | None, float, bool]:
+        """An answer that is no action ends the episode."""
+        try:
+            said = self._ask("step", self.parse(text))
+        except ValueError:
+            return None, 0.0, True
+        except ServerError as error:
+            if error.code != NO_ACTION:
+                raise
+            return None, 0.0, True
+        reward = said.get("reward")
+        is_done = bool(said.get("done"))
+        return self.show(said["observation"]), 0.0 if reward is None else float(reward), is_done
+
+    def show(self, observation: dict[str, Any]) -> str:
+        """What the policy reads: the one text of an observation, or its JSON."""
+        values = list(observation.values())
+        if len(values) == 1 and isinstance(values[0], str):
+            return values[0]
+        return json.dumps(observation)
+
+    def parse(self, text: str) -> dict[str, Any]:
+        """The action: the text where its schema has one text, else the JSON object in it.
+        ValueError where there is none."""
+        if [one.get("type") for one in self._properties.values()] == ["string"]:
+            return dict.fromkeys(self._properties, text)
+        found = json.loads(text[text.index("{") : text.rindex("}") + 1])
+        if not isinstance(found, dict):
+            raise ValueError("an action is a JSON object")
+        return found
+
+    def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
+        assert self._socket is not None, "reset comes first"
+        self._socket.send(json.dumps({"type": kind, "data": data}, default=str))
+        answer = json.loads(self._socket.recv(timeout=None))
+        found = dict(answer["data"])
+        if answer["type"] == "error":
+            raise ServerError(str(found.get("code")), str(found.get("message")))
+        return found
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
