@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import time
 from typing import Any
+from urllib.request import urlopen
 
-import httpx
 from websockets.sync.client import ClientConnection, connect
 
 TIMEOUT_S = 60.0
@@ -29,11 +29,10 @@ class ServerError(Exception):
 class OpenEnvEnvironment:
     def __init__(self, target: str) -> None:
         self._address = target.rstrip("/")
-        answer = httpx.get(f"{self._address}/schema", timeout=TIMEOUT_S)
-        answer.raise_for_status()
-        properties = {**answer.json()["action"].get("properties", {})}
-        properties.pop("metadata", None)
-        self._properties = properties
+        with urlopen(f"{self._address}/schema", timeout=TIMEOUT_S) as answer:
+            action = json.load(answer)["action"]
+        self._properties = {**action.get("properties", {})}
+        self._properties.pop("metadata", None)
         self._socket: ClientConnection | None = None
 
     def reset(self, **row: Any) -> str:

@@ -44,7 +44,7 @@ def as_block(value: Any) -> Any:
     return {"path": value} if isinstance(value, str) else value
 
 
-Rows = Annotated[DatasetConfig, BeforeValidator(as_block)]
+DataBlock = Annotated[DatasetConfig, BeforeValidator(as_block)]
 
 
 class WorkflowConfig(Section):
@@ -56,10 +56,10 @@ class WorkflowConfig(Section):
     """How records name it. null: as `workflow`."""
     weight: Positive = 1.0
     """Its share of the prompts, beside the weights of the others."""
-    data: Rows = DatasetConfig()
+    data: DataBlock = DatasetConfig()
     """Its training prompts, or their path alone. How rows are read, their order and `max_length`
     are as in `train_dataset` where it is not said."""
-    valid: Rows | None = None
+    valid: DataBlock | None = None
     """Its held-out prompts. null: none."""
     reward: RewardConfig | None = None
     """How its answers are scored. null: as it scores them itself, else by the block `reward`."""

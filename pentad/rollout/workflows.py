@@ -257,7 +257,7 @@ class Talk:
         self.transcript, self.turns = Transcript(ids), []
 
     def sample(self) -> Sample:
-        """Of a conversation that is one sequence."""
+        """The one sequence of a conversation that has no more."""
         [sample] = self.samples()
         return sample
 
