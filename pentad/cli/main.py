@@ -93,6 +93,17 @@ def pretrain(
 
 @app.command()
 @reporting
+@functools.partial(takes_recipe, switches=False)
+def dpo(recipe: Recipe, fresh: Fresh = False, view: View = False) -> None:
+    """Train a model on preferences: DPO, IPO or KTO.
+
+    For example: pentad dpo actor.path=MODEL train_dataset.path=pairs.jsonl preference.beta=0.1
+    """
+    run_command(recipe, "dpo", fresh, view=view)
+
+
+@app.command()
+@reporting
 @takes_recipe
 def plan(
     recipe: Recipe,

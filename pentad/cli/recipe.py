@@ -12,14 +12,14 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pentad.core.errors import Problem, UserError
 
 if TYPE_CHECKING:
-    from pentad.config.rules.rule import RunFacts
+    from pentad.config.rules.rule import Command, RunFacts
     from pentad.config.schema import Config
 
 OVERRIDE = re.compile(r"\+*[A-Za-z_][\w.]*=", re.ASCII)
@@ -80,7 +80,7 @@ class Recipe:
 
     def prepare(
         self,
-        command: Literal["train", "sft", "pretrain", "plan", "eval", "reward"],
+        command: Command,
         gpu_memory: float | None = None,
         facts_here: Callable[[Config], RunFacts] | None = None,
     ) -> tuple[Config, list[str]]:

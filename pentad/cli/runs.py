@@ -55,7 +55,7 @@ def _run(config: Config, command: RunCommand, notes: list[str], fresh: bool) -> 
         words = f"--only train --groups-from {sampled.records}"
         typer.echo(f"Groups: {sampled.model} ({words} trial_name={config.trial_name}-trained)")
         return
-    from pentad.trainer.sources.examples import run_pretrain, run_sft
+    from pentad.trainer.sources.examples import run_dpo, run_pretrain, run_sft
     from pentad.trainer.sources.kept_groups import run_train_only
     from pentad.trainer.sources.rollouts import run_train
 
@@ -64,6 +64,7 @@ def _run(config: Config, command: RunCommand, notes: list[str], fresh: bool) -> 
         "train": train,
         "sft": run_sft,
         "pretrain": run_pretrain,
+        "dpo": run_dpo,
     }
     show_summary(runs[command](config, notes, fresh))
 

@@ -26,7 +26,7 @@ from pentad.data.section import DatasetConfig, TemplateArgs
 from pentad.engine.section import ModelConfig
 from pentad.models.families import register
 from pentad.rewards.section import RewardConfig
-from pentad.rl.section import AlgorithmConfig, GuardsConfig
+from pentad.rl.section import AlgorithmConfig, GuardsConfig, PreferenceConfig
 from pentad.rollout.section import FEWEST_RUNNING, GenerationConfig, RolloutConfig
 from pentad.runtime.section import ClusterConfig, SchedulerConfig
 from pentad.telemetry.section import TelemetryConfig
@@ -196,6 +196,9 @@ class Config(Section):
     """The teacher of on-policy distillation."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """What is optimised."""
+    preference: PreferenceConfig | None = None
+    """How `pentad dpo` learns from preferences; no other command reads it. null: by its
+    defaults."""
     gconfig: GenerationConfig = GenerationConfig()
     """How answers are sampled for training."""
     train_dataset: DatasetConfig = DatasetConfig()
@@ -281,10 +284,13 @@ class Config(Section):
         return allocation is None or allocation.find("rollout") is not None
 
     @property
-    def task(self) -> Literal["train", "sft", "pretrain"]:
-        """The task of the recipe: without a sampler SFT, unless its data suits pretraining only."""
+    def task(self) -> Literal["train", "sft", "pretrain", "dpo"]:
+        """The task of the recipe: without a sampler SFT, unless it has a block `preference`, or its
+        data suits pretraining only."""
         if self.has_sampler or self.only == "train":
             return "train"
+        if self.preference is not None:
+            return "dpo"
         data = self.train_dataset
         path = None if data.path is None else Path(data.path)
         files = [] if path is None else [path, *(path.iterdir() if path.is_dir() else ())]
@@ -294,9 +300,14 @@ class Config(Section):
 
     @property
     def rows_per_step(self) -> int:
-        """Sequences in a batch; without groups, the rows of the dataset themselves."""
-        has_groups = self.has_sampler or self.only == "train"
-        return self.train_dataset.batch_size * (self.gconfig.n_samples if has_groups else 1)
+        """Sequences in a batch; without groups, the rows of the dataset themselves, or two for each
+        pair of preferences."""
+        each = 1
+        if self.has_sampler or self.only == "train":
+            each = self.gconfig.n_samples
+        elif self.preference is not None and self.preference.loss != "kto":
+            each = 2
+        return self.train_dataset.batch_size * each
 
     @property
     def num_running(self) -> int:
@@ -317,7 +328,10 @@ class Config(Section):
     @property
     def frozen_models(self) -> tuple[str, ...]:
         """Those of `SCORERS` that the algorithm needs."""
-        needed = {"ref": self.algorithm.kl_coef, "teacher": self.algorithm.facts.needs_teacher}
+        needed = {
+            "ref": self.algorithm.kl_coef or (self.preference is not None and not self.has_sampler),
+            "teacher": self.algorithm.facts.needs_teacher,
+        }
         return tuple(role for role in SCORERS if needed[role])
 
     @property

@@ -46,6 +46,14 @@ class DatasetConfig(Section):
     """Column the built-in rewards compare with."""
     response_key: str = "response"
     """Column with the text to learn, for sft."""
+    chosen_key: str = "chosen"
+    """Column with the preferred answer, for dpo: text, or the messages that follow the prompt. Rows
+    without a column for the prompt hold whole conversations with the same beginning."""
+    rejected_key: str = "rejected"
+    """Column with the other answer, likewise."""
+    label_key: str = "label"
+    """Column that says whether the answer in `response_key` is good, for dpo with preference.loss:
+    kto: true or false."""
     text_key: str | None = None
     """Column with the text of a document, for pretrain. null: text."""
     chat_template: Literal["auto"] | bool = "auto"

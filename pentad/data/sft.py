@@ -17,7 +17,7 @@ All rows are tokenised at the start; what is kept is four bytes a token and one 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -48,7 +48,9 @@ from pentad.data.tokenizer import Messages, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class _Sequence:
+class TokenisedText:
+    """A sequence of ids, and which of them are trained."""
+
     ids: np.ndarray
     """int32."""
     mask: np.ndarray
@@ -60,6 +62,9 @@ Pieces = list[tuple[str, bool]]
 
 
 class SftDataset(Examples):
+    rows_per_example = 1
+    """At least."""
+
     def __init__(self, rows: DatasetRows, tokenizer: Tokenizer, source: DataSource) -> None:
         super().__init__(source)
         check_source(source, tokenizer)
@@ -87,7 +92,7 @@ class SftDataset(Examples):
             for one in self.examples[index]
         ]
 
-    def _sequences(self) -> Iterator[_Sequence]:
+    def _sequences(self) -> Iterator[TokenisedText]:
         return (sequence for example in self.examples for sequence in example)
 
     def summary(self) -> str:
@@ -95,7 +100,7 @@ class SftDataset(Examples):
         trained = sum(int(sequence.mask.sum()) for sequence in self._sequences())
         text = f"{self.source.path}: {len(self)} examples of {min(lengths)} to {max(lengths)}"
         text += f" tokens, {trained} of {sum(lengths)} tokens trained"
-        if len(lengths) > len(self):
+        if len(lengths) > len(self) * self.rows_per_example:
             text += f", in {len(lengths)} sequences, since the template rewrites earlier turns"
         for what, count in self.counts.items():
             text += f", {count} {what}"
@@ -110,10 +115,10 @@ class SftDataset(Examples):
             "seed": source.seed if source.data.shuffle else None,
         }
 
-    def _tokenise_all(self, rows: DatasetRows) -> list[list[_Sequence]]:
+    def _tokenise_all(self, rows: DatasetRows) -> list[list[TokenisedText]]:
         key, limit = self.source.key, self.source.max_tokens
         problems: list[Problem | str] = []
-        kept: list[list[_Sequence]] = []
+        kept: list[list[TokenisedText]] = []
         for index in range(len(rows)):
             try:
                 example = self._example(rows, index)
@@ -133,28 +138,37 @@ class SftDataset(Examples):
             raise UserError(Problem(f"{key}.path = {self.source.path}", rule, remedy))
         return kept
 
-    def _example(self, rows: DatasetRows, index: int) -> list[_Sequence]:
+    def _example(self, rows: DatasetRows, index: int) -> list[TokenisedText]:
         row, source = rows.row(index), self.source
         if not source.data.uses_chat:
-            prompt = text_of(row, source.data.prompt_key, source)
-            response = text_of(row, source.data.response_key, source)
-            warnings = prefix_warning(prompt, source, self.tokenizer), tools_warning(row, source)
-            self.warnings.update(warning for warning in warnings if warning)
-            prefix = prefix_of(prompt, source, self.tokenizer)
-            pieces = [(prompt, False), (response, True)]
-            return [self._join(pieces, prefix, lambda: self.tokenizer.eos_id)]
+            return [self._plain(row, source.data.response_key)]
         if source.data.messages_key is not None:
-            messages = messages_of(row, source.data.messages_key, source)
-        else:
-            answer = text_of(row, source.data.response_key, source)
-            messages = [
-                *prompt_messages(row, source),
-                {"role": "assistant", "content": answer},
-            ]
+            return self._chat(row, messages_of(row, source.data.messages_key, source))
+        answer = text_of(row, source.data.response_key, source)
+        said = {"role": "assistant", "content": answer}
+        return self._chat(row, [*prompt_messages(row, source), said])
+
+    def _plain(self, row: Mapping[str, Any], response_key: str) -> TokenisedText:
+        """A prompt and its response, without a template."""
+        source = self.source
+        prompt = text_of(row, source.data.prompt_key, source)
+        response = text_of(row, response_key, source)
+        warnings = prefix_warning(prompt, source, self.tokenizer), tools_warning(row, source)
+        self.warnings.update(warning for warning in warnings if warning)
+        prefix = prefix_of(prompt, source, self.tokenizer)
+        pieces = [(prompt, False), (response, True)]
+        return self._join(pieces, prefix, lambda: self.tokenizer.eos_id)
+
+    def _chat(
+        self, row: Mapping[str, Any], messages: Messages, num_given: int = 0
+    ) -> list[TokenisedText]:
+        """A conversation, of which the assistant's turns after the first `num_given` messages are
+        trained."""
         ends = [i for i, message in enumerate(messages, 1) if message["role"] == "assistant"]
+        ends = [end for end in ends if end > num_given]
         if not ends:
             raise BadRow("the conversation has no assistant turn")
-        tools = shown_tools(row, messages[: ends[0] - 1], source, self.tokenizer)
+        tools = shown_tools(row, messages[: ends[0] - 1], self.source, self.tokenizer)
         return [
             self._join(pieces, (), partial(self._last_stop, messages[:end], tools))
             for end, pieces in self._turns(messages, ends, tools)
@@ -201,7 +215,7 @@ class SftDataset(Examples):
 
     def _join(
         self, pieces: Pieces, prefix: tuple[int, ...], last_stop: Callable[[], int]
-    ) -> _Sequence:
+    ) -> TokenisedText:
         ids, mask = list(prefix), [False] * len(prefix)
         stops, needs_stop = self.tokenizer.stop_ids, False
         for number, (text, is_trained) in enumerate(pieces, 1):
@@ -223,7 +237,7 @@ class SftDataset(Examples):
                     self.counts["turns without a stop id, since the template writes none"] += 1
             ids += new
             mask += [i < said for i in range(len(new))]
-        return _Sequence(np.array(ids, np.int32), np.array(mask))
+        return TokenisedText(np.array(ids, np.int32), np.array(mask))
 
     def _said(self, ids: list[int]) -> int:
         """How many of a turn's ids the model says: those up to the first that ends it."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from pentad.config.describe import value_at
 from pentad.config.environments import environments
 from pentad.config.resolve import replaced
-from pentad.config.rules.rule import Command
+from pentad.config.rules.rule import ON_EXAMPLES, Command
 from pentad.config.schema import Config
 from pentad.core.errors import FULL, Problem, UserError, one_line
 from pentad.core.folders import read_object
@@ -155,9 +155,9 @@ def _keys(config: Config, command: Command) -> dict[str, HubKind]:
         keys |= {f"{role}.path": "model" for role in config.frozen_models}
     if config.megatron.use_hf_ckpt:
         keys["megatron.ckpt_convertor.hf_model_path"] = "model"
-    if command in ("train", "sft", "pretrain", "reward") and config.only != "train":
+    if command in ("train", "reward", *ON_EXAMPLES) and config.only != "train":
         keys["train_dataset.path"] = "dataset"
-    if command in ("train", "sft", "pretrain", "eval") and config.valid_dataset is not None:
+    if command in ("train", "eval", *ON_EXAMPLES) and config.valid_dataset is not None:
         keys["valid_dataset.path"] = "dataset"
     if command == "train" and config.only != "train":
         for one in environments(config):

@@ -11,12 +11,13 @@ from pathlib import Path
 from pentad.config.load import Reading, read_config
 from pentad.config.resolve import resolve
 from pentad.config.rules.check import check
-from pentad.config.rules.rule import Command, RunFacts
+from pentad.config.rules.rule import ON_EXAMPLES, Command, RunFacts
 from pentad.config.schema import Config
 from pentad.core.errors import Problem, UserError
 from pentad.planner.hub import fetch, pin
 from pentad.planner.plan import choose_device
 from pentad.planner.remedies import choose_logits, choose_microbatches, choose_offloading
+from pentad.rl.section import PreferenceConfig
 
 
 def prepare(
@@ -33,12 +34,15 @@ def prepare(
     itself.
     What depends on the device is left to a Slurm job: this machine is not where it runs.
     """
-    samples = command not in ("sft", "pretrain")
+    samples = command not in ON_EXAMPLES
     reading = read_config(path, overrides, samples=samples)
     if not reading.is_read:
         raise UserError(reading.problems)
     with suppress(UserError):  # a rule reports it
         reading.config.register_models()
+    if command == "dpo" and reading.config.preference is None:
+        given = {"preference": PreferenceConfig()}
+        reading = replace(reading, config=reading.config.model_copy(update=given))
     pinned = pin(reading.config, command)
     config, notes = resolve(pinned.config, samples=samples)
     notes = [*reading.notes, *pinned.notes, *notes]
@@ -51,7 +55,7 @@ def prepare(
     problems = [*known, *(_as_written(one, reading) for one in found)]
     if problems:
         raise UserError(dict.fromkeys(problems))
-    is_run = command in ("train", "sft", "pretrain") and config.scheduler.type != "slurm"
+    is_run = command in ("train", *ON_EXAMPLES) and config.scheduler.type != "slurm"
     if is_run or command in ("eval", "reward"):  # a Slurm job fetches where it runs
         fetch(config, command)
     if command == "plan" or is_run:

@@ -231,7 +231,8 @@ FACTS: dict[str, AlgorithmFacts] = {
 }
 PREFERENCES = "learns from recorded preferences, and algorithms here from samples that they draw"
 ELSEWHERE = {
-    **dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo", "cpo"), PREFERENCES),
+    **{name: f"{PREFERENCES}: pentad dpo preference.loss={name}" for name in ("dpo", "ipo", "kto")},
+    **dict.fromkeys(("orpo", "simpo", "cpo"), f"{PREFERENCES}; pentad dpo has dpo, ipo and kto"),
     "sft": "supervised fine-tuning has its own command, pentad sft",
 }
 """Names of methods that are no online algorithm -> why they are none of these."""

@@ -1,4 +1,5 @@
-"""Settings of algorithms, without torch: the keys of the blocks `algorithm` and `guards`.
+"""Settings of algorithms, without torch: the keys of the blocks `algorithm`, `preference` and
+`guards`.
 
 What an algorithm is by itself is in `pentad.rl.facts`; `docs/algorithms.md` walks through adding
 one.
@@ -264,6 +265,22 @@ class AlgorithmSettings:
             return None
         cap, floor = self.rejection_cap, self.rejection_floor
         return Correction(kind="mis", level=self.rejection, cap=cap, floor=floor)
+
+
+class PreferenceConfig(Section):
+    """How `pentad dpo` learns from preferences."""
+
+    loss: Literal["dpo", "ipo", "kto"] = "dpo"
+    """dpo and ipo learn from pairs of a preferred and a rejected answer, kto from answers that are
+    labelled good or bad one by one."""
+    beta: Positive = 0.1
+    """How strongly the policy is held to the reference; the smaller, the further it may move."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """dpo: the share of pairs whose labels are taken to be the wrong way round."""
+    desirable_weight: Positive = 1.0
+    """kto: weight of good answers. Choose it so that good and bad ones weigh about the same."""
+    undesirable_weight: Positive = 1.0
+    """kto: weight of bad answers."""
 
 
 class GuardsConfig(Section):

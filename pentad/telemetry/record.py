@@ -229,6 +229,20 @@ class Rl:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Preference:
+    """Preference training (`pentad dpo`); null elsewhere. A reward is beta times how far the
+    policy's log-prob of an answer is above the reference's."""
+
+    chosen_reward: float | None = about("mean reward of preferred answers", "nats")
+    rejected_reward: float | None = about("mean reward of the others", "nats")
+    margin: float | None = about("mean difference of the two, over pairs", "nats")
+    accuracy: float | None = about("pairs whose preferred answer has the higher reward", "share")
+    divergence: float | None = about(
+        "kto: the estimated divergence from the reference that rewards are compared with", "nats"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Funnel:
     """Where all prompts drawn so far went: drawn = trained + dropped by reason + in flight."""
 
@@ -296,6 +310,7 @@ class StepRecord:
     memory: MemoryUse | None = about("")
     infra: Infra | None = about("")
     rl: Rl | None = about("")
+    preference: Preference | None = about("")
     funnel: Funnel | None = about("")
     evals: list[dict[str, Any]] | None = about(
         "evaluations finished since the record before, each as its line in evals.jsonl"

@@ -24,6 +24,7 @@ from pentad.telemetry.record import (
     Kernel,
     MemoryUse,
     PhaseTimer,
+    Preference,
     Rl,
     StepRecord,
 )
@@ -56,6 +57,8 @@ class TrainedBatch:
     num_samples: int | None = None
     """Where rows are parts of samples."""
     rows_digest: str | None = None
+    preference: Mapping[str, float | None] | None = None
+    """Fields of `telemetry.record.Preference`."""
 
     @property
     def steps(self) -> list[StepResult]:
@@ -100,6 +103,8 @@ class StepRecorder:
         step, timer = trained.batch + 1, trained.timer
         steps, lengths = trained.facts.steps, trained.facts.lengths
         more: dict[str, Any] = {"rows_digest": trained.rows_digest}
+        if trained.preference is not None:
+            more["preference"] = Preference(**trained.preference)
         if trained.groups:
             with timer.phase("record"):
                 more = {"rl": rl_of(trained), "num_groups": len(trained.groups)}

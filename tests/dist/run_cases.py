@@ -23,6 +23,7 @@ from pentad.runtime.rank import Rank
 from pentad.trainer.rank import learners
 from pentad.trainer.processes.ranks import run_over_ranks, run_rank
 from pentad.trainer.sources.rollouts import begin_train
+from pentad.trainer.rank.preference_service import PreferenceService
 from pentad.trainer.rank.service import LearnerService
 from pentad.trainer.rank.example_service import PretrainService, SftService
 from pentad.trainer.sources.examples import begin_examples
@@ -54,6 +55,7 @@ def config_of(task, root, command, trial, *overrides):
 
 
 RUNS = {
+    "dpo": (partial(begin_examples, PreferenceService), PreferenceService),
     "pretrain": (partial(begin_examples, PretrainService), PretrainService),
     "sft": (partial(begin_examples, SftService), SftService),
     "train": (begin_train, LearnerService),

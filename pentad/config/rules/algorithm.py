@@ -277,3 +277,12 @@ def every_running_sequence_gets_its_token(config: Config) -> Problem | None:
     rule = f"each of rollout.max_running = {running} sequences needs one token a step"
     remedy = f"give at least {running}, or lower max_running"
     return Problem(f"rollout.max_batch_tokens = {tokens}", rule, remedy)
+
+
+@RULES.add(commands=("sft",))
+def kto_compares_answers(config: Config) -> Problem | None:
+    is_kto = config.preference is not None and config.preference.loss == "kto"
+    if not is_kto or config.train_dataset.batch_size > 1:
+        return None
+    rule = "preference.loss = kto compares each answer with others of its batch"
+    return Problem("train_dataset.batch_size = 1", rule, "give 2 or more")

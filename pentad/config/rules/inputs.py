@@ -60,9 +60,9 @@ def the_critic_is_a_model_folder(config: Config) -> Problem | None:
     return _model_folder("critic.path", critic.path, has_other_weights)
 
 
-@RULES.add(commands=("train",))
+@RULES.add(commands=("train", "sft"))
 def the_reference_is_a_model_folder(config: Config) -> Problem | None:
-    return _model_folder("ref.path", config.ref.path) if config.algorithm.kl_coef else None
+    return _model_folder("ref.path", config.ref.path) if "ref" in config.frozen_models else None
 
 
 @RULES.add()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from pentad.config.rules.rule import RUNS, Rules, RunFacts
+from pentad.config.rules.rule import ON_EXAMPLES, RUNS, Rules, RunFacts
 from pentad.config.schema import Config
 from pentad.config.topology import scorers
 from pentad.core.dims import ModelDims
@@ -35,7 +35,7 @@ def unknown_families(config: Config, facts: RunFacts) -> list[Problem]:
         return []
     actor, rollout = allocation.find("actor"), allocation.find("rollout")
     is_fsdp = actor is not None and actor.backend == "fsdp"
-    is_rl = facts.command not in ("sft", "pretrain")
+    is_rl = facts.command not in ON_EXAMPLES
     samples_here = is_rl and rollout is not None and rollout.backend == "embedded"
     has_critic = is_rl and config.algorithm.facts.needs_critic
     paths = [config.actor.path, config.critic.path if has_critic else None]
@@ -89,7 +89,7 @@ def _unknown(key: str, path: str) -> list[Problem]:
 
 def _sampled_dims(config: Config, facts: RunFacts) -> ModelDims | None:
     """Dimensions of the model that samples; None without one, or if it is unknown."""
-    is_sampled = facts.command not in ("sft", "pretrain") and config.has_sampler
+    is_sampled = facts.command not in ON_EXAMPLES and config.has_sampler
     is_known = is_sampled and not unknown_families(config, facts)
     return known_dims(config.actor.path) if is_known else None
 

@@ -16,10 +16,13 @@ from pentad.config.schema import Config
 from pentad.core.errors import Problem
 from pentad.core.sizes import DeviceKind
 
-RunCommand = Literal["train", "sft", "pretrain"]
+RunCommand = Literal["train", "sft", "pretrain", "dpo"]
 Command = Literal[RunCommand, "plan", "eval", "reward"]
 RUNS: tuple[Command, ...] = ("train", "sft", "plan")
-"""What starts a run that trains, or plans one; what matters to `sft` does to `pretrain`."""
+"""What starts a run that trains, or plans one; what `sft` is checked for, all of `ON_EXAMPLES`
+are."""
+ON_EXAMPLES: tuple[Command, ...] = ("sft", "pretrain", "dpo")
+"""Commands of runs that train on examples and sample nothing."""
 FoundProblems = Problem | str | Iterable[Problem | str] | None
 C = TypeVar("C", bound=Callable[..., object])
 
@@ -68,7 +71,7 @@ class RunFacts:
 
     def is_rl(self, config: Config) -> bool:
         """Whether the run trains what was sampled, as far as the layout can be read."""
-        if self.command in ("sft", "pretrain"):
+        if self.command in ON_EXAMPLES:
             return False
         return config.only == "train" or config.has_sampler
 
@@ -88,7 +91,7 @@ class ConfigRule:
 
     def is_asked(self, config: Config, facts: RunFacts) -> bool:
         """A plan without a sampler is one of `sft`: rules that only `train` has do not matter."""
-        command: Command = "sft" if facts.command == "pretrain" else facts.command
+        command: Command = "sft" if facts.command in ON_EXAMPLES else facts.command
         wanted = {command, "sft"} if command == "plan" and not config.has_sampler else {command}
         return wanted <= set(self.commands)
 

@@ -15,7 +15,7 @@ from typing import Any
 from pentad.config.describe import fields, show, value_at
 from pentad.config.environments import is_evaluated
 from pentad.config.resolve import DEFAULT_RECOVERY
-from pentad.config.rules.rule import Command
+from pentad.config.rules.rule import ON_EXAMPLES, Command
 from pentad.config.schema import Config, ModelConfig
 from pentad.config.topology import find_topology
 from pentad.core.section import Section
@@ -45,7 +45,9 @@ def unread(config: Config, command: Command = "plan") -> list[str]:
         ("valid_dataset", config.valid_dataset),
     ):
         readers += dataset_readers(key, data, command)
-    if command in ("sft", "pretrain"):
+    if command not in ("plan", "dpo"):
+        readers.append(KeyUse(("preference",), lambda _: False, "only dpo reads it"))
+    if command in ON_EXAMPLES:
         readers.append(KeyUse(OF_ROLLOUT, lambda _: False, f"{command} does not sample"))
         why = f"{command} has the devices to itself"
         readers.append(KeyUse(("offload_train",), lambda config: not config.offload_train, why))
@@ -156,7 +158,9 @@ READERS = (
         lambda config: config.algorithm.facts.needs_critic,
         "the algorithm has no critic",
     ),
-    KeyUse(("ref.path",), lambda config: config.algorithm.kl_coef, "there is no KL term"),
+    KeyUse(
+        ("ref.path",), lambda config: "ref" in config.frozen_models, "there is no reference model"
+    ),
     KeyUse(
         ("teacher.path",),
         lambda config: config.algorithm.facts.needs_teacher,

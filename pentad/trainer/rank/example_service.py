@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -31,7 +31,9 @@ EVALUATED_AT_ONCE = 1024
 class ExampleService(EngineService, ABC):
     """Learns from examples, and measures the loss on held-out ones."""
 
-    command: ClassVar[Literal["sft", "pretrain"]]
+    command: ClassVar[Literal["sft", "pretrain", "dpo"]]
+    tags: ClassVar[tuple[str, ...]] = ()
+    """Frozen weights that it scores with."""
 
     def __init__(self, config: Config, rank: Rank, device: torch.device) -> None:
         super().__init__(config, rank, device)
@@ -68,23 +70,30 @@ class ExampleService(EngineService, ABC):
         """Trains the examples of a step, counted from 0; its result, and which rows those were."""
         self.rank.report(step + 1)
         size = self.config.train_dataset.batch_size
-        rows = self.data["train"].batch(step, size)
-        engine = self.engines["actor"]
-        engine.begin_step()
-        engine.accumulate(rows, self.loss)
-        result = engine.end_step()
+        data = self.data["train"]
+        found = self.train([data.index(step * size + place) for place in range(size)])
         self.num_done = step + 1
         self.after_step(step + 1)
         digest = hashlib.blake2b(digest_size=8)
+        rows = found.pop("rows")
         for row in rows:
             digest.update(row.ids.numpy().tobytes())
             digest.update(b".")
         return {
-            "result": asdict(result),
+            **found,
             "num_samples": size,
             "lengths": [len(row.ids) for row in rows],
             "rows_digest": digest.hexdigest(),
         }
+
+    def train(self, places: Sequence[int]) -> dict[str, Any]:
+        """One optimizer step on examples by their places in the data: its `result`, the `rows` that
+        were trained, and what else is recorded."""
+        rows = [row for place in places for row in self.data["train"].example(place)]
+        engine = self.engines["actor"]
+        engine.begin_step()
+        engine.accumulate(rows, self.loss)
+        return {"result": asdict(engine.end_step()), "rows": rows}
 
     def progress(self) -> dict[str, int]:
         return {"num_done": self.num_done, "num_moved": 0}

@@ -1,4 +1,5 @@
-"""Examples as the source of a run's batches: supervised fine-tuning and pretraining."""
+"""Examples as the source of a run's batches: supervised fine-tuning, pretraining and
+preferences."""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ from pentad.trainer.rank.example_service import (
     parts_of,
 )
 from pentad.trainer.rank.learners import check_start, start_run, tokenizer_of, trained_dims
+from pentad.trainer.rank.preference_service import PreferenceService
 from pentad.trainer.rank.update import BatchFacts, step_from
 from pentad.trainer.records import TrainedBatch
 from pentad.trainer.run import BatchSource, Run, RunInputs
@@ -42,6 +44,7 @@ class ExampleInputs(RunInputs):
 
     data: Examples
     valid: Examples | None
+    tags: tuple[str, ...]
 
     @property
     def parts(self) -> dict[str, Examples]:
@@ -62,7 +65,7 @@ class ExampleInputs(RunInputs):
         run.recover.add("dataloader_info", "data", Identity(self.data.state))
         if evals is not None:
             run.recover.add("evaluator_info", "frequency", evals)
-        return ExampleSource(run, self.data, evals, packed)
+        return ExampleSource(run, self.data, evals, packed, self.tags)
 
 
 @dataclass(eq=False)
@@ -75,6 +78,8 @@ class ExampleSource(BatchSource):
     """When held-out examples are evaluated; None: there are none."""
     packed: float
     """The largest difference that the self-test found."""
+    tags: tuple[str, ...] = ()
+    """Frozen weights that the ranks score examples with."""
 
     def check(self, checkpoint: Checkpoint) -> None:
         """UserError if the next rows are not those that would have come."""
@@ -82,6 +87,12 @@ class ExampleSource(BatchSource):
             known = dict(self.run.recover.infos["dataloader_info"]["data"])
         if "train_dataset" not in self.run.config.recover.allow:
             self.data.check_state(known)
+
+    def restored(self, checkpoint: Checkpoint | None) -> None:
+        """The frozen weights that examples are scored with, besides those of the checkpoint."""
+        if self.tags:
+            saved = self.run.recover.counters.get("actor", {"tags": ()})["tags"]
+            self.run.learner.call_all("load_tags", has=sorted(saved), step=self.run.trained)
 
     async def begin(self) -> None:
         run = self.run
@@ -99,6 +110,7 @@ class ExampleSource(BatchSource):
             timer,
             num_samples=found["num_samples"],
             rows_digest=found["rows_digest"],
+            preference=found.get("preference"),
         )
 
     async def after_update(self, trained: TrainedBatch) -> None:
@@ -130,6 +142,8 @@ run_sft = partial(run_examples, SftService)
 """On prompts with given responses."""
 run_pretrain = partial(run_examples, PretrainService)
 """On a stream of tokens."""
+run_dpo = partial(run_examples, PreferenceService)
+"""On preferences."""
 
 
 def begin_examples(
@@ -154,7 +168,7 @@ def check_examples(
     found: dict[str, Examples] = {}
     if dims is not None and tokenizer is not None:
         checks.attempt(lambda: check_start(config, "actor"))
-        if service.command == "sft":  # a token shard's ids are looked at themselves
+        if service.command != "pretrain":  # a token shard's ids are looked at themselves
             checks.problems += vocabulary_problems(path, dims, tokenizer)
         for part in parts_of(config):
             read = partial(service.open_part, config, part, dims, tokenizer)
@@ -169,5 +183,6 @@ def check_examples(
         roles=("actor",),
         data=found["train"],
         valid=found.get("valid"),
+        tags=service.tags,
         evaluates="valid" in found,
     )

@@ -1,0 +1,119 @@
+"""Preferences as examples: pairs of a preferred and a rejected answer, or labelled answers.
+
+Prompts and answers are rendered and tokenised as for supervised fine-tuning (`data.sft`); trained
+are the tokens of the answer alone, also where the prompt is a conversation with earlier answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+
+from pentad.data.render import (
+    BadRow,
+    DataSource,
+    column_of,
+    messages_of,
+    prompt_messages,
+    text_of,
+)
+from pentad.data.rows import DatasetRows
+from pentad.data.sft import SftDataset, TokenisedText
+from pentad.data.tokenizer import Messages, Tokenizer
+
+
+class PairDataset(SftDataset):
+    """Rows [chosen, rejected] of each example."""
+
+    rows_per_example = 2
+
+    def _example(self, rows: DatasetRows, index: int) -> list[TokenisedText]:
+        row, data = rows.row(index), self.source.data
+        keys = data.chosen_key, data.rejected_key
+        if not data.uses_chat:
+            found = [self._plain(row, key) for key in keys]
+        else:
+            found = [self._answer(row, key) for key in keys]
+        if np.array_equal(found[0].ids, found[1].ids):
+            raise BadRow(f'"{keys[0]}" and "{keys[1]}" are the same answer', "leave the row out")
+        return found
+
+    def _answer(self, row: Mapping[str, Any], key: str) -> TokenisedText:
+        prompt, answer = self._split(row, key)
+        found = self._chat(row, [*prompt, *answer], num_given=len(prompt))
+        if len(found) > 1:
+            rule = f'"{key}" has several turns, and the chat template rewrites earlier ones'
+            raise BadRow(rule, "give one answer, or a template that keeps what was said")
+        return found[0]
+
+    def _split(self, row: Mapping[str, Any], key: str) -> tuple[Messages, Messages]:
+        """The messages of the prompt, and those of an answer."""
+        source, data = self.source, self.source.data
+        if data.messages_key is not None or data.prompt_key in row:
+            prompt = prompt_of(row, source)
+            value = column_of(row, key, source)
+            if isinstance(value, list):
+                return prompt, messages_of(row, key, source)
+            return prompt, [{"role": "assistant", "content": text_of(row, key, source)}]
+        sides = [messages_of(row, name, source) for name in (data.chosen_key, data.rejected_key)]
+        shared = takewhile(lambda pair: pair[0] == pair[1], zip(*sides, strict=False))
+        num = len(list(shared))
+        if not num:
+            raise BadRow(
+                f'"{data.chosen_key}" and "{data.rejected_key}" have no first message in common',
+                f"give the prompt in a column of its own, {source.key}.prompt_key",
+            )
+        whole = messages_of(row, key, source)
+        return whole[:num], whole[num:]
+
+
+class LabelDataset(PairDataset):
+    """One row for each example, and whether it is desired."""
+
+    rows_per_example = 1
+
+    def __init__(self, rows: DatasetRows, tokenizer: Tokenizer, source: DataSource) -> None:
+        self.labels: dict[int, bool] = {}
+        """By the id of an example's sequence."""
+        super().__init__(rows, tokenizer, source)
+        self.is_desired = np.array([self.labels[id(one[0])] for one in self.examples])
+        self.labels.clear()
+
+    def _example(self, rows: DatasetRows, index: int) -> list[TokenisedText]:
+        row, data = rows.row(index), self.source.data
+        label = column_of(row, data.label_key, self.source)
+        if not isinstance(label, bool | np.bool_):
+            rule = f'"{data.label_key}" holds {label!r}'
+            raise BadRow(rule, "give true for a good answer, false for a bad one")
+        key = data.response_key
+        found = self._answer(row, key) if data.uses_chat else self._plain(row, key)
+        self.labels[id(found)] = bool(label)
+        return [found]
+
+    def summary(self) -> str:
+        good = int(self.is_desired.sum())
+        return f"{super().summary()}, {good} good and {len(self) - good} bad answers"
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "good": int(self.is_desired.sum())}
+
+
+def prompt_of(row: Mapping[str, Any], source: DataSource) -> Messages:
+    """The prompt as messages, also where the column of a text holds them."""
+    data = source.data
+    if data.messages_key is None and isinstance(row.get(data.prompt_key), list):
+        return messages_of(row, data.prompt_key, source)
+    return prompt_messages(row, source)
+
+
+def open_preferences(source: DataSource, tokenizer: Tokenizer, *, paired: bool) -> SftDataset:
+    """Answers that are messages go through the chat template, unless the recipe says otherwise."""
+    rows, data = source.open(streaming=True), source.data
+    key = data.chosen_key if paired else data.response_key
+    if data.chat_template == "auto" and len(rows) and isinstance(rows.row(0).get(key), list):
+        source = replace(source, data=data.model_copy(update={"chat_template": True}))
+    return (PairDataset if paired else LabelDataset)(rows, tokenizer, source)

@@ -1,0 +1,131 @@
+"""What every rank of a preference run has: pairs or labelled answers, and the reference.
+
+A step computes log-probs under the policy and the reference, from them one slope per sequence
+(`rl.preferences`), and trains with these as weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pentad.config.schema import Config
+from pentad.core.dims import ModelDims
+from pentad.core.section import chosen
+from pentad.core.types import Row
+from pentad.data.preferences import LabelDataset, open_preferences
+from pentad.data.sft import SftDataset
+from pentad.data.tokenizer import Tokenizer
+from pentad.rl.preferences import Preferred, Scored, label_loss, pair_loss, preference_metrics
+from pentad.rl.section import PreferenceConfig
+from pentad.trainer.rank.example_service import EVALUATED_AT_ONCE, ExampleService, source_of
+from pentad.trainer.rank.learners import load_tags
+
+
+class PreferenceService(ExampleService):
+    """Learns from preferences."""
+
+    command = "dpo"
+    tags = ("ref",)
+
+    @property
+    def settings(self) -> PreferenceConfig:
+        return chosen(self.config.preference, "preference")
+
+    @staticmethod
+    def open_part(config: Config, part: str, dims: ModelDims, tokenizer: Tokenizer) -> SftDataset:
+        paired = chosen(config.preference, "preference").loss != "kto"
+        return open_preferences(
+            source_of(config, part, dims.max_position), tokenizer, paired=paired
+        )
+
+    def load_tags(self, has: list[str], step: int) -> None:
+        """The reference, unless the checkpoint brought it."""
+        needed = set(self.tags) - set(has)
+        load_tags(self.engines["actor"], self.config, needed, step, keeps_ref=False)
+
+    def train(self, places: Sequence[int]) -> dict[str, Any]:
+        rows, found = self._compare("train", places)
+        engine = self.engines["actor"]
+        engine.begin_step()
+        engine.accumulate(weighted(rows, found), self.loss)
+        result = replace(engine.end_step(), loss=float(found.losses.mean()))
+        return {
+            "result": asdict(result),
+            "rows": rows,
+            "preference": preference_metrics(found),
+        }
+
+    def evaluate(self) -> dict[str, float | int]:
+        """The loss on held-out preferences, and how often the preferred answer is."""
+        total, parts = len(self.data["valid"]), []
+        for start in range(0, total, EVALUATED_AT_ONCE):
+            places = range(start, min(start + EVALUATED_AT_ONCE, total))
+            index = [self.data["valid"].index(place) for place in places]
+            parts.append(self._compare("valid", index)[1])
+        found = Preferred.join(parts)
+        given = {
+            key: value for key, value in preference_metrics(found).items() if value is not None
+        }
+        return {"num_prompts": total, "loss": float(found.losses.mean()), **given}
+
+    def _compare(self, part: str, places: Sequence[int]) -> tuple[list[Row], Preferred]:
+        """Examples of a part by their place in the data."""
+        data, settings = self.data[part], self.settings
+        rows = [
+            replace(row, group=number)
+            for number, place in enumerate(places)
+            for row in data.example(place)
+        ]
+        if not isinstance(data, LabelDataset):
+            return rows, pair_loss(self._score(rows), settings)
+        others = mismatched(rows, data.source.max_tokens)
+        is_desired = data.is_desired[np.array(places)]
+        scored = self._score([*rows, *others])
+        own, other = scored[: len(rows)], scored[len(rows) :]
+        return rows, label_loss(own, is_desired, other, settings)
+
+    def _score(self, rows: list[Row]) -> Scored:
+        engine, masks = self.engines["actor"], [row.columns["weights"] for row in rows]
+        looked_at = [replace(row, columns={}, count=0.0) for row in rows]
+        return Scored(
+            sums(engine.forward(looked_at), masks),
+            sums(engine.forward(looked_at, "ref"), masks),
+            np.array([float(mask.sum()) for mask in masks]),
+        )
+
+
+def sums(outputs: Sequence[Mapping[str, Tensor]], masks: Sequence[Tensor]) -> np.ndarray:
+    """Log-probs of each sequence, over its trained tokens."""
+    pairs = zip(outputs, masks, strict=True)
+    return np.array([float((out["logprobs"].double().cpu() * mask).sum()) for out, mask in pairs])
+
+
+def weighted(rows: Sequence[Row], found: Preferred) -> list[Row]:
+    """The rows with their slopes as weights. They count so that the gradient is that of the mean
+    loss."""
+    count = len(found.losses) / len(rows)
+    return [
+        replace(row, columns={"weights": row.columns["weights"] * -float(slope)}, count=count)
+        for row, slope in zip(rows, found.slopes, strict=True)
+    ]
+
+
+def mismatched(rows: Sequence[Row], limit: int | None) -> list[Row]:
+    """Each prompt with the answer of the next row, cut where it is too long."""
+    found = []
+    for row, other in zip(rows, [*rows[1:], rows[0]], strict=True):
+        begin, answer = first_trained(row), first_trained(other)
+        ids = torch.cat([row.ids[:begin], other.ids[answer:]])[:limit]
+        mask = torch.cat([row.columns["weights"][:begin], other.columns["weights"][answer:]])
+        found.append(Row(ids, {"weights": mask[:limit]}))
+    return found
+
+
+def first_trained(row: Row) -> int:
+    return int(row.columns["weights"].nonzero()[0])

@@ -1,0 +1,164 @@
+"""Whole preference runs on CPU, against transformers trained on the coupled loss."""
+
+import json
+import signal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from run_lab import steps_of, values_of
+from transformers import AutoModelForCausalLM
+
+from pentad.core.errors import RunError, UserError
+from pentad.planner.prepare import prepare
+from pentad.telemetry.recorder import Recorder
+from pentad.trainer.sources.examples import run_dpo
+
+EOS = 1
+VOCABULARY = {symbol: number for number, symbol in enumerate("0123456789>", 2)}
+LR = 3e-3
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("preferences")
+    digits = [f"{n * 7919 % 100000:05d}" for n in range(1, 33)]
+    rows = [(d, "".join(sorted(d)), "".join(sorted(d, reverse=True))) for d in digits]
+    pairs = [{"prompt": f"{d}>", "chosen": good, "rejected": bad} for d, good, bad in rows]
+    labels = [
+        {"prompt": f"{d}>", "response": good if n % 2 else bad, "label": n % 2 == 1}
+        for n, (d, good, bad) in enumerate(rows)
+    ]
+    for name, lines in (("pairs", pairs), ("labels", labels)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    return folder
+
+
+@pytest.fixture
+def run(lab, data):
+    def start(*overrides, trial=None):
+        lab.count += 1
+        kept = [word for word in lab.words_for(trial or f"dpo{lab.count}") if "." in word]
+        words = {
+            **dict(word.split("=", 1) for word in [f"fileroot={lab.fileroot}", *kept]),
+            "trial_name": trial or f"dpo{lab.count}",
+            "train_dataset.path": str(data / "pairs.jsonl"),
+            "train_dataset.shuffle": "false",
+            "train_dataset.batch_size": "8",
+            "total_train_steps": "3",
+            "actor.optimizer.lr": str(LR),
+            "actor.optimizer.gradient_clipping": "1000",
+            "actor.optimizer.weight_decay": "0",
+            **dict(word.split("=", 1) for word in overrides),
+        }
+        left_out = ("gconfig.", "reward.")
+        given = [f"{key}={value}" for key, value in words.items() if not key.startswith(left_out)]
+        config, notes = prepare(None, given, "dpo")
+        return run_dpo(config, notes, device="cpu")
+
+    return start
+
+
+def log_probs(model, prompts, answers):
+    """Sums over the answer and its end, one sequence at a time."""
+    found = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = [VOCABULARY[c] for c in prompt + answer] + [EOS]
+        logits = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        each = logits.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        found.append(each[len(prompt) - 1 :].sum())
+    return torch.stack(found)
+
+
+def trained_by_transformers(folder, rows, loss, steps=3, size=8):
+    """Three steps of Adam on the mean of a coupled loss."""
+    model, reference = (AutoModelForCausalLM.from_pretrained(folder).float() for _ in range(2))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
+    )
+    losses = []
+    for step in range(steps):
+        value = loss(model, reference, rows[step * size : (step + 1) * size])
+        losses.append(float(value.detach()))
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+    return losses, model.state_dict()
+
+
+def ratio(model, reference, prompts, answers):
+    with torch.no_grad():
+        against = log_probs(reference, prompts, answers)
+    return log_probs(model, prompts, answers) - against
+
+
+def dpo_loss(model, reference, rows):
+    prompts = [row["prompt"] for row in rows]
+    good, bad = (
+        ratio(model, reference, prompts, [row[key] for row in rows])
+        for key in ("chosen", "rejected")
+    )
+    return -F.logsigmoid(0.1 * (good - bad)).mean()
+
+
+def kto_loss(model, reference, rows):
+    prompts, answers = [row["prompt"] for row in rows], [row["response"] for row in rows]
+    own = ratio(model, reference, prompts, answers)
+    with torch.no_grad():
+        others = ratio(model, reference, prompts, [*answers[1:], answers[0]])
+    sign = torch.tensor([1.0 if row["label"] else -1.0 for row in rows])
+    return (1 - torch.sigmoid(0.1 * sign * (own - others.mean().clamp(min=0)))).mean()
+
+
+@pytest.mark.parametrize("loss, file", [("dpo", "pairs"), ("kto", "labels")])
+def test_a_run_is_transformers_on_the_coupled_loss(lab, run, data, loss, file):
+    start = lab.sft("total_train_steps=2").model
+    begun = [f"actor.path={start}", "actor.init_from_scratch=false"]
+    summary = run(*begun, f"preference.loss={loss}", f"train_dataset.path={data / file}.jsonl")
+    rows = [json.loads(line) for line in (data / f"{file}.jsonl").read_text().splitlines()]
+    coupled = {"dpo": dpo_loss, "kto": kto_loss}[loss]
+    losses, weights = trained_by_transformers(start, rows, coupled)
+    assert [one["loss"] for one in steps_of(summary)] == pytest.approx(losses, abs=1e-5)
+    found = AutoModelForCausalLM.from_pretrained(summary.model).float().state_dict()
+    moved = max(float((found[name] - weights[name]).abs().max()) for name in weights)
+    assert moved < 0.02 * LR  # Adam blows rounding up where a gradient is nearly 0
+
+
+def test_pairs_are_learned_and_held_out_ones_are_told_apart(run, data):
+    summary = run(f"valid_dataset.path={data / 'pairs.jsonl'}", "total_train_steps=12")
+    first, *_, last = summary.evals
+    assert first["accuracy"] < 0.5 and first["loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert last["accuracy"] > 0.9 and last["margin"] > 0.5
+    assert steps_of(summary)[-1]["preference"]["accuracy"] > 0.9
+
+
+def test_a_stopped_run_goes_on_with_its_reference(run, monkeypatch):
+    """Against the model that it began with, not against the one it stopped with."""
+    whole = run("recover.freq_steps=1")
+    record = Recorder.step
+
+    def stop_at_2(self, *args, **kwargs):
+        line = record(self, *args, **kwargs)
+        if line["step"] == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return line
+
+    monkeypatch.setattr(Recorder, "step", stop_at_2)
+    with pytest.raises(RunError, match="after 2 of 3 steps"):
+        run("recover.freq_steps=1", trial="stopped")
+    monkeypatch.undo()
+    assert values_of(run("recover.freq_steps=1", trial="stopped")) == values_of(whole)
+
+
+def test_an_adapter_is_compared_with_the_weights_below_it(lab, run):
+    start = lab.sft("total_train_steps=2").model
+    begun = [f"actor.path={start}", "actor.init_from_scratch=false", "actor.lora.rank=4"]
+    first, *_, last = steps_of(run(*begun, "actor.optimizer.lr=5e-3", "total_train_steps=10"))
+    assert first["preference"]["margin"] == 0.0  # B is 0: the policy is the reference
+    assert last["preference"]["margin"] > 0.01
+
+
+def test_kto_needs_other_answers(run, data):
+    words = ["preference.loss=kto", f"train_dataset.path={data / 'labels.jsonl'}"]
+    with pytest.raises(UserError, match="train_dataset.batch_size = 1"):
+        run(*words, "train_dataset.batch_size=1")
