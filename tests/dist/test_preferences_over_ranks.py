@@ -1,6 +1,7 @@
 """Preference runs over ranks: losses, margins and weights of one process."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,7 +56,8 @@ def test_the_pairs_of_a_step_are_compared_across_ranks(pool, task, tmp_path, alo
         trial=layout,
         overrides=[*SETTINGS, f"allocation_mode=archon:{layout}"],
     )
-    steps, weights = found(f"{summary['records']}/steps.jsonl", f"{summary['model']}/model.safetensors")
+    records, model = Path(summary["records"]), Path(summary["model"])
+    steps, weights = found(records / "steps.jsonl", model / "model.safetensors")
     torch.testing.assert_close(steps, alone[0], rtol=1e-4, atol=1e-5)
     for name, expected in alone[1].items():
         torch.testing.assert_close(weights[name], expected, rtol=0, atol=5e-5)
