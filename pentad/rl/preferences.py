@@ -18,7 +18,7 @@ from pentad.rl.section import PreferenceConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class AnswerLogProbs:
     """Log-probs of sequences, summed over their trained tokens; float64 arrays of one length."""
 
     policy: np.ndarray
@@ -26,8 +26,8 @@ class Scored:
     lengths: np.ndarray
     """Trained tokens of each."""
 
-    def __getitem__(self, places: slice | np.ndarray) -> Scored:
-        return Scored(self.policy[places], self.reference[places], self.lengths[places])
+    def __getitem__(self, places: slice | np.ndarray) -> AnswerLogProbs:
+        return AnswerLogProbs(self.policy[places], self.reference[places], self.lengths[places])
 
     @property
     def log_ratio(self) -> np.ndarray:
@@ -61,7 +61,7 @@ class Preferred:
         )
 
 
-def pair_loss(scored: Scored, settings: PreferenceConfig) -> Preferred:
+def pair_loss(scored: AnswerLogProbs, settings: PreferenceConfig) -> Preferred:
     """DPO or IPO. `scored`: chosen, rejected, chosen, rejected, ..."""
     ratio = scored.log_ratio
     beta, smoothing = settings.beta, settings.label_smoothing
@@ -81,7 +81,10 @@ def pair_loss(scored: Scored, settings: PreferenceConfig) -> Preferred:
 
 
 def label_loss(
-    scored: Scored, is_desired: np.ndarray, mismatched: Scored, settings: PreferenceConfig
+    scored: AnswerLogProbs,
+    is_desired: np.ndarray,
+    mismatched: AnswerLogProbs,
+    settings: PreferenceConfig,
 ) -> Preferred:
     """KTO, https://arxiv.org/abs/2402.01306. `mismatched`: answers behind other prompts, whose
     mean log-ratio (at least 0) estimates the divergence; it has no gradient."""

@@ -21,7 +21,13 @@ from pentad.core.types import Row
 from pentad.data.preferences import LabelDataset, open_preferences
 from pentad.data.sft import SftDataset
 from pentad.data.tokenizer import Tokenizer
-from pentad.rl.preferences import Preferred, Scored, label_loss, pair_loss, preference_metrics
+from pentad.rl.preferences import (
+    AnswerLogProbs,
+    Preferred,
+    label_loss,
+    pair_loss,
+    preference_metrics,
+)
 from pentad.rl.section import PreferenceConfig
 from pentad.trainer.rank.example_service import EVALUATED_AT_ONCE, ExampleService, source_of
 from pentad.trainer.rank.learners import load_tags
@@ -90,10 +96,10 @@ class PreferenceService(ExampleService):
         own, other = scored[: len(rows)], scored[len(rows) :]
         return rows, label_loss(own, is_desired, other, settings)
 
-    def _score(self, rows: list[Row]) -> Scored:
+    def _score(self, rows: list[Row]) -> AnswerLogProbs:
         engine, masks = self.engines["actor"], [row.columns["weights"] for row in rows]
         looked_at = [replace(row, columns={}, count=0.0) for row in rows]
-        return Scored(
+        return AnswerLogProbs(
             sums(engine.forward(looked_at), masks),
             sums(engine.forward(looked_at, "ref"), masks),
             np.array([float(mask.sum()) for mask in masks]),

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from pentad.rl.preferences import (
-    Scored,
+    AnswerLogProbs,
     label_loss,
     pair_loss,
     preference_metrics,
@@ -19,7 +19,7 @@ CLOSE = dict(rtol=1e-12, atol=1e-14)
 def scored(num, seed=0, scale=1.0):
     rng = np.random.default_rng(seed)
     policy, reference = rng.normal(-20, 5 * scale, (2, num))
-    return Scored(policy, reference, rng.integers(1, 40, num).astype(float))
+    return AnswerLogProbs(policy, reference, rng.integers(1, 40, num).astype(float))
 
 
 def differentiate(given, loss):
@@ -95,7 +95,7 @@ def test_log_probs_far_apart_have_finite_losses(loss):
 
 
 def test_metrics_of_pairs():
-    given = Scored(np.array([-1.0, -4.0, -6.0, -2.0]), np.full(4, -3.0), np.ones(4))
+    given = AnswerLogProbs(np.array([-1.0, -4.0, -6.0, -2.0]), np.full(4, -3.0), np.ones(4))
     found = preference_metrics(pair_loss(given, PreferenceConfig(beta=0.5)))
     assert found == {
         "chosen_reward": pytest.approx(-0.25),
