@@ -141,7 +141,7 @@ def strict_problems(layout: Layout, who: str) -> Iterator[Problem]:
 
 def no_tree(layout: Layout, backend: str, *, strict: bool, balanced: bool) -> str | None:
     """Why rows that begin alike are each computed whole; None: they are computed as a tree."""
-    if backend != "archon":
+    if backend == "fsdp":
         return f"{backend} runs transformers' own layers, which know whole rows only"
     if layout.cp > 1:
         return f"c{layout.cp} deals the tokens of whole rows over ranks"

@@ -18,11 +18,13 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
 from pentad.core.errors import Problem, UserError
 
 INFERENCE = ("embedded", "vllm", "sglang")
-TRAINING = ("archon", "fsdp", "megatron")
+Backend = Literal["archon", "fsdp", "megatron"]
+TRAINING: tuple[Backend, ...] = ("archon", "fsdp", "megatron")
 AXES = {
     **dict.fromkeys(INFERENCE, "dtp"),
     "archon": "dptce",

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from pentad.core.device import DTYPES
 from pentad.core.errors import RunError
 from pentad.core.faults import hit
 from pentad.core.fit import check_fit, no_tree
-from pentad.core.layout import Layout
+from pentad.core.layout import Backend, Layout
 from pentad.core.types import Accumulated, Loss, Row, StepResult
 from pentad.engine.batch import PackedRows, check_routes, check_rows, pack_rows
 from pentad.engine.explain import explain
@@ -57,8 +57,7 @@ from pentad.models.registry import build_whole, plan_export
 from pentad.ops.meter import Meter
 from pentad.parallel.blocks import compiling
 from pentad.parallel.collectives import gather_shared, reduce_ranks
-from pentad.parallel.cuts import local
-from pentad.parallel.gradients import global_square, sum_copies
+from pentad.parallel.gradients import global_square
 from pentad.parallel.mesh import Meshes, build_meshes
 from pentad.runtime.environment import make_deterministic
 from pentad.runtime.rank import pulse
@@ -84,7 +83,7 @@ def build_engine(
     family: str | None = None,
     tokenizer_folder: str | None = None,
     weights: str | Path | None = None,
-    backend: Literal["archon", "fsdp"] = "archon",
+    backend: Backend = "archon",
 ) -> Engine:
     """An engine for the model of a HF folder, or of a config when it starts from scratch.
 
@@ -93,25 +92,19 @@ def build_engine(
     The model is built without memory, laid out, and only then given its weights, so that each rank
     holds and reads no more than its part. `value_head` makes it a critic: values, no log-probs.
     A layout of several ranks takes the process group this process is in; all ranks call alike.
-    The backend says which model is built: one that has a model file, or transformers' own.
+    The backend says which model is built: one that has a model file, transformers' own, or
+    Megatron's.
     """
     device = torch.device(device)
     layout = layout or Layout()
     settings = settings.settled(device.type, layout)
-    if backend == "fsdp":
-        # Here, since transformers takes seconds to import.
-        from pentad.engine.transformers_model import transformers_maker
-
-        meshes = build_meshes(layout, device)
-        maker = transformers_maker(source, settings, meshes, value_head=value_head)
-    else:
+    if backend == "archon":
         dims = dims_of(source, family)
         check_fit(layout, dims)
         check_balance(settings.model.archon, dims)
-        meshes = build_meshes(layout, device)
-        maker = decoder_maker(dims, settings, meshes, value_head=value_head)
+    meshes = build_meshes(layout, device)
     with explain("loading", settings.model):
-        held = HeldModel(maker, meshes)
+        held = _build_held(source, settings, meshes, backend, value_head, family)
         if init_from_scratch:
             held.initialise(seed)
         else:
@@ -132,6 +125,31 @@ def build_engine(
         )
 
 
+def _build_held(
+    source: ConfigLike,
+    settings: EngineSettings,
+    meshes: Meshes,
+    backend: Backend,
+    value_head: bool,
+    family: str | None,
+) -> HeldModel:
+    """This rank's part of the model, laid out, with memory that is not yet filled."""
+    if backend == "megatron":
+        # Here, since megatron-core is optional.
+        from pentad.engine.megatron.held import MegatronModel
+
+        return MegatronModel(dims_of(source, family), settings, meshes, value_head=value_head)
+    if backend == "fsdp":
+        # Here, since transformers takes seconds to import.
+        from pentad.engine.transformers_model import transformers_maker
+
+        return HeldModel(
+            transformers_maker(source, settings, meshes, value_head=value_head), meshes
+        )
+    dims = dims_of(source, family)
+    return HeldModel(decoder_maker(dims, settings, meshes, value_head=value_head), meshes)
+
+
 class Engine:
     """Implements `core.roles.Learner`. Built by `build_engine`."""
 
@@ -144,7 +162,7 @@ class Engine:
         hf_config: Mapping[str, Any],
         source_folder: str | Path | None = None,
         tokenizer_folder: str | Path | None = None,
-        backend: Literal["archon", "fsdp"] = "archon",
+        backend: Backend = "archon",
         seed: int = 0,
         weights: str | Path | None = None,
     ) -> None:
@@ -353,16 +371,9 @@ class Engine:
         )
 
     def _whole_gradient(self) -> WholeGradient:
-        shards = self._gradients()
+        shards = self.held.gradients()
         hit("all-reduce", tensors=shards.values())
         return WholeGradient(shards, global_square(shards, self.cuts, self.meshes))
-
-    def _gradients(self) -> dict[str, Tensor]:
-        """This rank's shards of the gradient, by name; what several ranks hold is added up."""
-        self.held.tied.give_gradient()
-        gradients = {n: local(p.grad) for n, p in self.parameters.items() if p.grad is not None}
-        sum_copies(gradients, self.cuts, self.device)
-        return gradients
 
     def _move(self, step: OpenStep, gradients: dict[str, Tensor], norm: float, lr: float) -> None:
         for name, gradient in gradients.items():

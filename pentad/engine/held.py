@@ -26,6 +26,7 @@ from pentad.models.lora import apply_lora, factors_of, fill_factors
 from pentad.models.registry import build_model, initialise, load_weights
 from pentad.models.strict import apply_strict
 from pentad.parallel.cuts import Cut, local
+from pentad.parallel.gradients import sum_copies
 from pentad.parallel.mesh import Meshes
 from pentad.parallel.pipeline import Pipeline, TiedHead, plan_pipeline
 from pentad.parallel.storage import give_memory, reshard
@@ -145,6 +146,13 @@ class HeldModel:
         from pentad.engine.pipelined import PipelinedPasses  # brings torch's compiler: seconds
 
         return PipelinedPasses(self.pipeline, self.parts, self.tied, settings, self.meshes)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's shards of the gradient, by name; what several ranks hold is added up."""
+        self.tied.give_gradient()
+        gradients = {n: local(p.grad) for n, p in self.parameters.items() if p.grad is not None}
+        sum_copies(gradients, self.cuts, self.meshes.device)
+        return gradients
 
     def drop_gradients(self) -> None:
         """Twice a step: to walk the modules for it would take longer than all else there."""

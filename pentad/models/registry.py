@@ -25,6 +25,7 @@ from pentad.models.families import (
 )
 from pentad.models.hf_weights import hf_metadata, iter_hf, native_shards, native_tensors
 from pentad.models.language_model import LanguageModel
+from pentad.models.megatron_names import build_named
 from pentad.models.spec import MEGATRON_PLAN, megatron_sizes
 from pentad.weights import transfer
 from pentad.weights.hf import SHARD_BYTES, FolderPlan, HfFolder, plan_folder, save_folder
@@ -123,6 +124,8 @@ def build_whole(
         found = read_hf_config(config)
         return build_hf_model(found, dtype=torch.float32, value_head=value_head)
     dims = dims_of(config, model)
+    if backend == "megatron":
+        return build_named(dims, torch.float32, value_head=value_head)
     return build_model(dims, device="meta", dtype=torch.float32, value_head=value_head)
 
 

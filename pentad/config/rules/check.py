@@ -10,6 +10,7 @@ from pentad.config.rules import (
     inputs,
     layout,
     lora,
+    megatron,
     model,
     modes,
     start,
@@ -20,7 +21,7 @@ from pentad.core.errors import Problem
 
 SUBJECTS = (
     *(inputs, environments, modes, algorithm, checkpoint),
-    *(elastic, model, lora, layout, start),
+    *(elastic, model, lora, layout, megatron, start),
 )
 
 

@@ -207,10 +207,13 @@ def sampler_layers(part: Placed) -> Iterator[Problem]:
 # What trains.
 
 
-def megatron_is_not_built(part: Placed) -> Iterator[Problem]:
-    if part.component.backend == "megatron":
-        text = str(part.component).replace("megatron", "archon", 1)
-        yield Problem(part.where, "training on Megatron-Core is not built", f"use {text}")
+def megatron_takes_the_layout(part: Placed) -> Iterator[Problem]:
+    if part.component.backend != "megatron":
+        return
+    for letter, name in (("c", "context parallelism"), ("p", "a pipeline")):
+        if part.component.size(letter) > 1:
+            rule = f"{name} is not built for megatron"
+            yield Problem(part.where, rule, f"leave {letter} out, or use archon")
 
 
 def heads_and_widths_divide(part: Placed) -> Iterator[Problem]:
@@ -324,7 +327,7 @@ def microbatches_fit_rounds(part: Placed) -> Iterator[Problem]:
 
 SAMPLING: tuple[PlacedRule, ...] = (embedded_is_whole, sampler_heads, sampler_layers)
 TRAINING: tuple[PlacedRule, ...] = (
-    megatron_is_not_built,
+    megatron_takes_the_layout,
     heads_and_widths_divide,
     experts_divide,
     replicas_divide,

@@ -17,6 +17,7 @@ from pentad.config.rules.algorithm import sample_limit
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError, raise_problems
+from pentad.core.layout import TRAINING, Backend
 from pentad.core.roles import Learner
 from pentad.core.section import chosen
 from pentad.core.seeds import derive_seed
@@ -28,11 +29,12 @@ from pentad.engine.section import EngineSettings, ModelConfig
 from pentad.models.families import dims_of, known_families, read_config
 from pentad.models.hf_weights import native_shards
 from pentad.models.language_model import LanguageModel
-from pentad.models.registry import build_model, open_weights
+from pentad.models.registry import build_whole, open_weights
 from pentad.rl.section import AlgorithmSettings
 from pentad.telemetry.log import NOTICE
 from pentad.trainer.rank.update import BatchUpdate
 from pentad.weights import transfer
+from pentad.weights.megatron.arguments import unsayable
 from pentad.weights.peft import fit_problems, read_adapter, spec_problems
 
 Role = Literal["actor", "critic"]
@@ -40,9 +42,10 @@ FAMILY_NAMES = {"qwen2.5": "qwen2"}
 """What others call a family -> its `model_type`."""
 
 
-def backend_of(config: Config, role: str) -> Literal["archon", "fsdp"]:
+def backend_of(config: Config, role: str) -> Backend:
     """Whose models a role has."""
-    return "fsdp" if config.component(role).backend == "fsdp" else "archon"
+    backend = config.component(role).backend
+    return next(one for one in TRAINING if one == backend)
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
@@ -52,7 +55,7 @@ def tokenizer_of(config: Config) -> Tokenizer:
 
 def trained_dims(config: Config, path: str) -> ModelDims:
     """The dimensions of the actor's model: of its family where there is a model file."""
-    if backend_of(config, "actor") == "archon":
+    if backend_of(config, "actor") != "fsdp":
         return dims_of(path)
     family = str(read_config(path).get("model_type"))
     if family in known_families():
@@ -135,9 +138,11 @@ def check_weights(config: Config, role: Role) -> None:
 def _meta_model(config: Config, path: str, role: Role) -> LanguageModel:
     """The role's model without memory."""
     is_critic = role == "critic"
-    if backend_of(config, role) == "archon":
-        dims = dims_of(path)
-        return build_model(dims, device="meta", dtype=torch.float32, value_head=is_critic)
+    backend = backend_of(config, role)
+    if backend == "megatron":
+        raise_problems(unsayable(dims_of(path)))
+    if backend != "fsdp":
+        return build_whole(path, backend, value_head=is_critic)
     from pentad.engine.transformers_model import match_layout
     from pentad.models.hf.config import read_hf_config
     from pentad.models.hf.module import build_hf_model

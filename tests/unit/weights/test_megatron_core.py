@@ -1,12 +1,13 @@
 """What we write, loaded by megatron-core's own GPTModel; what it writes, read by us.
 
-Needs the environment that `make test-megatron` builds; skipped without it. Megatron runs on CPU
+Needs the package that `make test-megatron` builds; skipped without it. Megatron runs on CPU
 ranks with its local layer spec: Transformer Engine needs a GPU.
 """
 
 import json
 import os
 import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -21,14 +22,13 @@ from pentad.weights.megatron.arguments import build_args
 from pentad.weights.megatron.layout import build_layout
 
 ROOT = Path(__file__).parents[3]
-ENVIRONMENT = ROOT / ".venv-megatron"
-PYTHON = ENVIRONMENT / "bin" / "python"
+PACKAGE = ROOT / ".megatron-core"
 WORKER = Path(__file__).with_name("megatron_core_worker.py")
 pytestmark = [
     pytest.mark.optional,
     pytest.mark.slow,
     pytest.mark.skipif(
-        not (ENVIRONMENT / ".installed").exists(), reason="no megatron-core; run make test-megatron"
+        not (PACKAGE / "megatron").exists(), reason="no megatron-core; run make test-megatron"
     ),
 ]
 TOLERANCE = 1e-5
@@ -119,13 +119,18 @@ def megatron(out: Path, num_ranks: int, jobs: list[dict]) -> dict[str, torch.Ten
     out.mkdir()
     (out / "ids.json").write_text(json.dumps(IDS.tolist()))
     (out / "jobs.json").write_text(json.dumps(jobs))
-    command = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     done = subprocess.run(
         [*command, str(num_ranks), WORKER, out],
         capture_output=True,
         text=True,
         timeout=280,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "PYTHONPATH": str(PACKAGE),
+        },
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(out / "logits.pt")

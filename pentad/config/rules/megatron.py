@@ -1,0 +1,107 @@
+"""The rules of training on Megatron-Core: which of our keys it takes, and its package."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from pentad.config.derived import known_dims, parsed_allocation
+from pentad.config.rules.layout import Placed, placed_components
+from pentad.config.rules.model import unknown_families
+from pentad.config.rules.rule import RUNS, Rules, RunFacts
+from pentad.config.schema import Config
+from pentad.core.errors import Problem
+from pentad.core.machine import installed
+
+RULES = Rules()
+OLDEST, NEWEST = (0, 16), (0, 16)
+"""The versions of megatron-core whose interfaces the learner is written for."""
+ON_CPU = "PENTAD_MEGATRON_ON_CPU"
+"""Set where megatron-core's calls of CUDA are replaced, as its tests do."""
+REMEDY = "leave it out, or use archon"
+
+
+def megatron_parts(config: Config, facts: RunFacts) -> list[Placed]:
+    """The components that train on Megatron-Core."""
+    allocation = parsed_allocation(config)
+    if allocation is None:
+        return []
+    dims = None if unknown_families(config, facts) else known_dims(config.actor.path)
+    parts = placed_components(config, allocation, dims)
+    return [part for part in parts if part.component.backend == "megatron"]
+
+
+@RULES.add(commands=("train", "sft"), is_noted=True)
+def megatron_is_installed(config: Config, facts: RunFacts) -> Iterator[Problem]:
+    if not megatron_parts(config, facts):
+        return
+    where, version = f"allocation_mode = {config.allocation_mode}", installed("megatron-core")
+    if version is None:
+        rule = "needs the package megatron-core, which is not installed"
+        yield Problem(where, rule, "pip install 'pentad[megatron]', or use archon")
+    elif not OLDEST <= tuple(map(int, version.split(".")[:2])) <= NEWEST:
+        rule = f"is written for megatron-core 0.16, and {version} is installed"
+        yield Problem(where, rule, "pip install 'megatron-core>=0.16,<0.17', or use archon")
+
+
+@RULES.add(commands=RUNS)
+def megatron_needs_a_gpu(config: Config, facts: RunFacts) -> Iterator[Problem]:
+    if megatron_parts(config, facts) and facts.kind == "cpu" and not os.environ.get(ON_CPU):
+        where = f"allocation_mode = {config.allocation_mode}"
+        rule = "megatron-core computes on GPUs, and this run computes on cpu"
+        yield Problem(where, rule, "use archon; docs/megatron.md says how its tests run on a CPU")
+
+
+@RULES.add(commands=RUNS)
+def megatron_takes_the_keys(config: Config, facts: RunFacts) -> Iterator[Problem]:
+    for part in megatron_parts(config, facts):
+        trains = part.component.role in ("actor", "critic")
+        for key, value, rule in _keys(part) if trains else ():
+            shown = str(value).lower() if isinstance(value, bool) else value
+            yield Problem(f"{part.key}.{key} = {shown}", rule, REMEDY)
+
+
+def _keys(part: Placed) -> Iterator[tuple[str, Any, str]]:
+    """(key, value, why not) of what a layer of Megatron's cannot do."""
+    archon, model = part.model.archon, part.model
+    cannot: dict[str, tuple[bool, str]] = {
+        "enable_compile": (archon.enable_compile is True, "Megatron's layers are not compiled"),
+        "offload_params": (archon.offload_params, "Megatron keeps parameters on the device"),
+        "ac_debug": (archon.ac_debug, "Megatron recomputes by layers, not by operations"),
+        "ac_selective": (
+            archon.ac_selective is not None,
+            "selective recomputes the attention core in Megatron, and has no other choice",
+        ),
+        "ac_mode": (
+            archon.ac_mode == "memory_budget",
+            "Megatron has none, selective and full recomputation",
+        ),
+        "dp_replicate": (archon.dp_replicate > 1, "Megatron has one group of data-parallel ranks"),
+        "reshard_after_forward_policy": (
+            archon.reshard_after_forward_policy == "always",
+            "Megatron does not shard parameters between forward and backward",
+        ),
+        **{
+            name: (bool(getattr(archon, name)), "experts are not balanced by this key in Megatron")
+            for name in ("moe_aux_loss_coef", "moe_z_loss_coef", "moe_bias_rate")
+        },
+    }
+    for name, (is_set, rule) in cannot.items():
+        if is_set:
+            yield f"archon.{name}", getattr(archon, name), rule
+    if model.lora is not None:
+        yield "lora.rank", model.lora.rank, "adapters are built for archon"
+
+
+@RULES.add()
+def megatron_is_not_strict(config: Config, facts: RunFacts) -> Iterator[Problem]:
+    if not megatron_parts(config, facts):
+        return
+    keys = {
+        "strict": (config.strict, "log-probs that equal the sampler's bit for bit need archon"),
+        "rollout.replay_routes": (config.rollout.replay_routes, "routes are not followed there"),
+    }
+    for key, (is_set, rule) in keys.items():
+        if is_set:
+            yield Problem(f"{key} = true", f"{rule}, and the layout has megatron", REMEDY)

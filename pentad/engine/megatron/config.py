@@ -1,0 +1,99 @@
+"""What dimensions, settings and layout become in Megatron's TransformerConfig."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from pentad.core.device import DTYPES
+from pentad.core.dims import ModelDims
+from pentad.core.layout import Layout
+from pentad.engine.megatron.core import TransformerConfig
+from pentad.engine.section import EngineSettings
+from pentad.weights.megatron.arguments import model_args
+
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective"},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+"""`archon.ac_mode` -> its fields. selective computes the attention core again."""
+
+
+def transformer_config(
+    dims: ModelDims, settings: EngineSettings, layout: Layout, stages_per_rank: int, device: str
+) -> TransformerConfig:
+    """The model of these dimensions, laid out; attention and norms are ours, nothing is dropped,
+    and what its fused kernels need is not asked for."""
+    args, model = model_args(dims), settings.model
+    dtype = DTYPES[model.dtype]
+    mode = model.archon.ac_mode if model.gradient_checkpointing else "none"
+    config = TransformerConfig(
+        num_layers=dims.num_layers,
+        hidden_size=dims.hidden_size,
+        ffn_hidden_size=dims.intermediate_size,
+        num_attention_heads=dims.num_heads,
+        num_query_groups=dims.num_kv_heads,
+        kv_channels=dims.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=dims.norm_eps,
+        add_bias_linear=args["add_bias_linear"],
+        add_qkv_bias=args["add_qkv_bias"],
+        qk_layernorm=args["qk_layernorm"],
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        tensor_model_parallel_size=layout.tp,
+        sequence_parallel=layout.tp > 1,
+        context_parallel_size=layout.cp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=stages_per_rank if stages_per_rank > 1 else None,
+        pipeline_dtype=dtype,
+        variable_seq_lengths=layout.pp > 1,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=device == "cpu",
+        perform_initialization=False,
+        deterministic_mode=False,
+        calculate_per_token_loss=True,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        **RECOMPUTED[mode],
+        **(_mixture(dims, args, layout) if dims.num_experts else {}),
+    )
+    for name, value in args.items():
+        if name.startswith("yarn_"):  # its attention reads them; the class does not declare them
+            setattr(config, name, value)
+    return config
+
+
+def _mixture(dims: ModelDims, args: dict[str, Any], layout: Layout) -> dict[str, Any]:
+    names = (
+        *("moe_ffn_hidden_size", "moe_layer_freq", "moe_shared_expert_intermediate_size"),
+        *("moe_shared_expert_gate", "moe_router_topk", "moe_router_score_function"),
+        *("moe_router_pre_softmax", "moe_router_enable_expert_bias"),
+        "moe_router_topk_scaling_factor",
+    )
+    return {
+        **{name: args[name] for name in names},
+        "num_moe_experts": dims.num_experts,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32" if dims.router_bias else None,
+        "moe_router_bias_update_rate": 0.0,  # it would move in steps that are skipped, too
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": False,
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+    }

@@ -1,0 +1,65 @@
+"""Everything that is taken from megatron-core, and the process groups it keeps for a layout."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import torch
+import torch.distributed as dist
+
+from pentad.core.layout import Layout
+from pentad.parallel.mesh import solo_mesh
+
+# Its linear layers want the order of launches on a GPU to be that of the program.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of Apex and Transformer Engine, which are optional
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+__all__ = [
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "GPTModel",
+    "PackedSeqParams",
+    "TransformerConfig",
+    "finalize_model_grads",
+    "get_gpt_decoder_block_spec",
+    "join_groups",
+]
+
+_JOINED: list[tuple[object, Layout, int]] = []
+"""The world, layout and stages a rank that the groups were made for."""
+
+
+def join_groups(layout: Layout, stages_per_rank: int, device: torch.device) -> None:
+    """Megatron's process groups, which it keeps for the process: engines of one layout share them.
+    Ranks stand in Megatron's default order, which is ours."""
+    if not dist.is_initialized():
+        solo_mesh(device)
+    wanted = (dist.group.WORLD, layout, stages_per_rank)
+    if [wanted] == _JOINED and parallel_state.model_parallel_is_initialized():
+        return
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=stages_per_rank if stages_per_rank > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        create_gloo_process_groups=False,
+    )
+    # Nothing is drawn, as there is no dropout and weights are given; layers ask for the state.
+    tensor_parallel.model_parallel_cuda_manual_seed(0)
+    _JOINED[:] = [wanted]

@@ -1,0 +1,190 @@
+"""Megatron's GPTModel, or a pipeline stage of it, as a `LanguageModel` over packed rows.
+
+Its layers run as it builds them from its local spec. Attention happens in our core, which knows the
+boundaries of packed rows; its own core does not. Rotary angles are those of each token's position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pentad.core.dims import ModelDims
+from pentad.core.errors import RunError
+from pentad.core.types import Attend
+from pentad.engine.megatron.core import (
+    GPTModel,
+    PackedSeqParams,
+    TransformerConfig,
+    get_gpt_decoder_block_spec,
+)
+from pentad.models.layers import Linear, Norm, frequencies
+from pentad.models.megatron_names import NamedModel
+from pentad.models.moe import Routes
+from pentad.parallel.mesh import Axis
+
+
+@dataclass
+class PackedRowsParams(PackedSeqParams):
+    """What a layer is given of a microbatch: who attends to whom."""
+
+    attend: Attend | None = None
+
+
+class PackedCore(nn.Module):
+    """Stands where Megatron has its core attention."""
+
+    def __init__(self, dims: ModelDims, layer_number: int, **_: Any) -> None:
+        super().__init__()
+        self.layer = layer_number - 1
+        window = dims.window(self.layer)
+        self.options = {} if window is None else {"window": window}
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: None, /, **given: Any
+    ) -> Tensor:
+        """[T, 1, heads, d] each, to [T, 1, heads * d]."""
+        attend = given["packed_seq_params"].attend
+        out_THd: Tensor = attend(
+            self.layer, query.squeeze(1), key.squeeze(1), value.squeeze(1), **self.options
+        )
+        return out_THd.flatten(1)[:, None]
+
+
+class RmsNorm(Norm):
+    """Our norm in Megatron's spec: torch's refuses sequence parallelism there."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> None:
+        super().__init__(hidden_size, eps)
+        self.weight.data = self.weight.data.to(config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def build_gpt(
+    dims: ModelDims,
+    config: TransformerConfig,
+    *,
+    vocab_rows: int,
+    is_first: bool,
+    is_last: bool,
+    chunk: int | None,
+    lm_head: bool,
+) -> GPTModel:
+    """A stage with uninitialised weights. `chunk`: which one of several on this rank."""
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=chunk
+    )
+    for layer in spec.layer_specs:
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
+        attention = parts.self_attention.submodules
+        attention.core_attention = partial(PackedCore, dims)
+        if dims.qk_norm:
+            attention.q_layernorm = attention.k_layernorm = RmsNorm
+    spec.layer_norm = RmsNorm
+    gpt = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=vocab_rows,
+        max_sequence_length=dims.max_position,
+        pre_process=is_first,
+        post_process=is_last,
+        share_embeddings_and_output_weights=dims.tie_embeddings and lm_head,
+        position_embedding_type="none",
+        vp_stage=chunk,
+    )
+    if is_last and not lm_head:
+        gpt.output_layer = None
+        gpt.value_head = Linear(dims.hidden_size, 1, bias=False, dtype=config.params_dtype)
+        gpt.value_head.weight.sequence_parallel = config.sequence_parallel
+    return gpt
+
+
+class MegatronStage(NamedModel):
+    """Called as any `LanguageModel`; tokens lie dealt over tp between layers, as in a `Decoder`."""
+
+    def __init__(
+        self,
+        dims: ModelDims,
+        gpt: GPTModel,
+        tensors: Mapping[str, Tensor],
+        tp: Axis,
+        *,
+        num_rows: int,
+    ) -> None:
+        super().__init__(dims, tensors, lm_head=gpt.post_process and gpt.output_layer is not None)
+        self.gpt = gpt
+        self.is_last = gpt.post_process
+        self.value_head = getattr(gpt, "value_head", None)
+        self.tp = tp
+        self.num_rows = num_rows
+        """Rows of the vocabulary held here, without those that fill it up."""
+        self.inverse: Tensor | None = None
+        self.noted: Routes | None = None
+        """Gets the experts of each token, during a forward pass."""
+        for layer in gpt.decoder.layers:
+            router = getattr(layer.mlp, "router", None)
+            if router is not None:
+                router.register_forward_hook(partial(self._note, layer.layer_number - 1))
+
+    def _note(self, layer: int, router: nn.Module, given: Any, out: tuple[Tensor, Tensor]) -> None:
+        if self.noted is not None:
+            chosen_N = out[1].nonzero()[:, 1]
+            self.noted[layer] = chosen_N.view(-1, self.dims.num_experts_per_token)
+
+    def forward(
+        self, ids_T: Tensor, positions_T: Tensor, attend: Attend, routes: Routes | None = None
+    ) -> Tensor:
+        if routes:
+            raise RunError("rows name the experts of their tokens, which megatron does not follow")
+        x_T1D = self._look_up(ids_T) if self.gpt.pre_process else ids_T[:, None]
+        self.noted = routes
+        try:
+            return self.run_layers(x_T1D, positions_T, attend).squeeze(1)
+        finally:
+            self.noted = None  # a layer that is computed again in backward notes nothing
+
+    def run_layers(self, x_T1D: Tensor | None, positions_T: Tensor, attend: Attend) -> Tensor:
+        """From embeddings, or what the schedule has put in place of the stage before's result."""
+        if not self.gpt.pre_process and x_T1D is not None:
+            self.gpt.set_input_tensor(x_T1D)
+        out_T1D: Tensor = self.gpt.decoder(
+            hidden_states=x_T1D if self.gpt.pre_process else None,
+            attention_mask=None,
+            rotary_pos_emb=self._angles(positions_T),
+            packed_seq_params=PackedRowsParams(qkv_format="sbhd", attend=attend),
+        )
+        return out_T1D
+
+    def _look_up(self, ids_T: Tensor) -> Tensor:
+        table = self.gpt.embedding.word_embeddings
+        x: Tensor = table(ids_T[None])
+        x_T1D = x if table.reduce_scatter_embeddings else x.transpose(0, 1)
+        if self.dims.padding_id is None:
+            return x_T1D
+        is_padding_T = ids_T.chunk(self.tp.size)[self.tp.rank] == self.dims.padding_id
+        return torch.where(is_padding_T[:, None, None], x_T1D.detach(), x_T1D)
+
+    def _angles(self, positions_T: Tensor) -> Tensor:
+        """[T, 1, 1, d]; cos and sin are taken, and scaled for yarn, by its attention."""
+        if self.inverse is None:
+            with torch.device("cpu"):
+                inverse, _ = frequencies(self.dims)
+            self.inverse = inverse.to(positions_T.device)
+        angles_Td = positions_T.float()[:, None] * self.inverse
+        return torch.cat((angles_Td, angles_Td), dim=-1)[:, None, None]
+
+    @property
+    def head_weight(self) -> Tensor:
+        assert self.has_lm_head, "this stage has no language-model head"
+        is_tied = self.gpt.share_embeddings_and_output_weights
+        layer = self.gpt.output_layer
+        weight: Tensor = self.gpt.shared_embedding_or_output_weight() if is_tied else layer.weight
+        return weight[: self.num_rows]

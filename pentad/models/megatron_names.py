@@ -1,0 +1,139 @@
+"""Weights as the modules of Megatron-Core hold them: their map, and a model of names alone.
+
+The map is the Megatron column of a family in a form that any layout cuts in blocks: gate and up lie
+on an own axis, and the vocabulary has no padding. Nothing here imports Megatron, so recovery
+checkpoints of its learners are read where it is not installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pentad.core.device import DTYPES
+from pentad.core.dims import ModelDims
+from pentad.models.families import map_of, spec_of
+from pentad.models.language_model import LanguageModel
+from pentad.models.spec import megatron_sizes
+from pentad.weights.map import (
+    Entry,
+    Expert,
+    Planes,
+    Rule,
+    Spec,
+    WeightMap,
+    build_map,
+    sources_of,
+    through,
+)
+
+TABLE = "embedding.word_embeddings.weight"
+HEAD = "output_layer.weight"
+VALUE_HEAD = "value_head.weight"
+SELECTION_BIAS = ".expert_bias"
+"""How names of the router's bias end: it is no parameter, and moves without a gradient."""
+PLAN = {"V": "tp", "Vp": "tp", "P": "tp", "Q": "tp", "F": "tp", "S": "tp", "M": "etp"}
+"""Symbol -> axis that cuts it. Experts are tensors of their own, dealt over ep by their number."""
+
+_MAPS: dict[str, WeightMap] = {}
+
+
+def learner_map(dims: ModelDims) -> WeightMap:
+    """Megatron's tensors as regions of HF-on-disk ones; built once for a model."""
+    key = repr(dims)
+    if key not in _MAPS:
+        _MAPS[key] = _build(dims)
+    return _MAPS[key]
+
+
+def _build(dims: ModelDims) -> WeightMap:
+    value_head = Rule(VALUE_HEAD, "1 D", VALUE_HEAD, optional=True)
+    rules = [*map(_in_blocks, spec_of(dims.family).megatron), value_head]
+    native = map_of(dims)
+    column = build_map(rules, dims, extra_sizes=megatron_sizes(dims, dims.vocab_size))
+    entries = {name: _as_native(entry, native) for name, entry in column.entries.items()}
+    joined = through(replace(column, entries=entries), native)
+    return replace(joined, sources=sources_of(joined.entries, dims))
+
+
+def _in_blocks(rule: Rule) -> Rule:
+    """A rank's gate and up rows are one block where the two have an axis of their own."""
+    first, *rest = rule.shape.split()
+    if "+" not in first:
+        return rule
+    shape = " ".join(("2", first.partition("+")[0], *rest))
+    return replace(rule, shape=shape, source=_without_planes(rule.source))
+
+
+def _without_planes(source: str | Spec) -> str | Spec:
+    if isinstance(source, Expert):
+        return Expert(_without_planes(source.inner))
+    assert isinstance(source, Planes), f"{source} is no pair of gate and up"
+    return source.source
+
+
+def _as_native(entry: Entry, native: WeightMap) -> Entry:
+    """How a tensor is initialised and kept, the native tensor says."""
+    rule = native.entries[entry.regions[0].source].rule
+    kept = replace(
+        entry.rule,
+        init=rule.init,
+        optional=rule.optional,
+        dtype=entry.rule.dtype or rule.dtype,
+    )
+    return replace(entry, rule=kept)
+
+
+class NamedModel(LanguageModel):
+    """Weights by name, without the modules that compute with them; on the meta device the whole
+    model of a learner."""
+
+    def __init__(self, dims: ModelDims, tensors: Mapping[str, Tensor], *, lm_head: bool) -> None:
+        super().__init__(dims)
+        self.tensors = dict(tensors)
+        self.has_lm_head = lm_head
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        return ((n, x) for n, x in self.tensors.items() if not n.endswith(SELECTION_BIAS))
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        return ((n, x) for n, x in self.tensors.items() if n.endswith(SELECTION_BIAS))
+
+    @property
+    def blocks(self) -> Mapping[int, nn.Module]:
+        return {}
+
+    @property
+    def weight_map(self) -> WeightMap:
+        return learner_map(self.dims)
+
+    @property
+    def hf_classes(self) -> tuple[str, str]:
+        return spec_of(self.dims.family).classes
+
+    @property
+    def saved_config(self) -> Mapping[str, Any]:
+        return spec_of(self.dims.family).saved_config
+
+    @property
+    def tables(self) -> set[str]:
+        return {TABLE}
+
+
+def build_named(dims: ModelDims, dtype: torch.dtype, *, value_head: bool = False) -> NamedModel:
+    """The whole model without memory. A value head replaces the language-model head."""
+    left_out = HEAD if value_head else VALUE_HEAD
+    kept = {"": dtype, **DTYPES}
+    tensors = {
+        name: torch.empty(entry.shape, dtype=kept[entry.rule.dtype], device="meta")
+        for name, entry in learner_map(dims).entries.items()
+        if name != left_out and not entry.is_copy
+    }
+    model = NamedModel(dims, tensors, lm_head=not value_head)
+    if value_head:
+        model.value_head = nn.Linear(dims.hidden_size, 1, bias=False, device="meta", dtype=dtype)
+    return model

@@ -1,0 +1,111 @@
+"""Engines of megatron and of other backends on the same rows, on CPU ranks.
+
+    torchrun megatron_worker.py CASES OUT
+
+CASES is a JSON list; OUT gets a pickle of what each case returned on rank 0.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+HERE = Path(__file__).parents[1]
+sys.path += [str(HERE), str(HERE / "unit" / "engine")]
+
+from engine_toys import CONFIG, PolicyLoss, ValueLoss, make_rows  # noqa: E402
+from sections import engine_settings  # noqa: E402
+
+from pentad.core.layout import Layout  # noqa: E402
+from pentad.engine.engine import build_engine  # noqa: E402
+from pentad.engine.section import OptimizerConfig  # noqa: E402
+
+OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, gradient_clipping=1.0)
+
+
+def engine_of(case, backend, **more):
+    layout = Layout(**case.get("layout", {})) if backend != "alone" else Layout()
+    settings = engine_settings(
+        **{"optimizer": OPTIMIZER, "total_steps": 10, "pp_schedule": "1F1B"} | case.get("keys", {})
+    )
+    settings = replace(settings, temperature=case.get("temperature", 1.0))
+    return build_engine(
+        {**CONFIG, "num_hidden_layers": 4, **case["model"]},
+        settings,
+        layout=layout,
+        init_from_scratch=True,
+        seed=3,
+        backend=backend,
+        value_head=case.get("value_head", False),
+        **more,
+    )
+
+
+def rows_of(case, num, seed):
+    rows = make_rows(num, seed=seed)
+    if case.get("shared"):  # rows of a group begin alike, far enough to be computed once
+        start = torch.randint(0, 37, (70,), generator=torch.Generator().manual_seed(seed))
+        rows = [
+            replace(
+                row,
+                ids=torch.cat((start, row.ids)),
+                columns={n: torch.cat((torch.zeros(70), x)) for n, x in row.columns.items()},
+                group=0,
+            )
+            for row in rows
+        ]
+    return rows
+
+
+def step(engine, case, number, loss):
+    engine.begin_step()
+    rows = rows_of(case, 12, number)
+    first = engine.accumulate(rows[:5], loss, last=False)
+    second = engine.accumulate(rows[5:], loss, last=True)
+    result = engine.end_step()
+    return {
+        "sums": [first.loss_sum, second.loss_sum],
+        "loss": result.loss,
+        "norm": result.grad_norm,
+        "balance": [(one.layer, list(one.loads)) for one in result.balance],
+    }
+
+
+def parity(case):
+    loss = ValueLoss() if case.get("value_head") else PolicyLoss(0.1)
+    found = {}
+    for backend in ("archon", "megatron"):
+        engine = engine_of(case, backend)
+        column = "values" if case.get("value_head") else "logprobs"
+        before = [out[column] for out in engine.forward(rows_of(case, 4, 9))]
+        engine.save_tag("ref")
+        steps = [step(engine, case, number, loss) for number in range(3)]
+        after = [out[column] for out in engine.forward(rows_of(case, 4, 9))]
+        ref = [out[column] for out in engine.forward(rows_of(case, 4, 9), "ref")]
+        assert all(torch.equal(one, other) for one, other in zip(before, ref, strict=True))
+        weights = {name: x.clone() for name, x in engine.iter_weights()}
+        found[backend] = {
+            "steps": steps,
+            "before": torch.cat(before),
+            "after": torch.cat(after),
+            "weights": weights,
+        }
+    return found
+
+
+def main():
+    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    found = {case["name"]: globals()[case["do"]](case) for case in cases}
+    if dist.get_rank() == 0:
+        torch.save(found, out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
