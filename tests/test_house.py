@@ -206,7 +206,11 @@ OF_ANOTHER = {
     "triton": "torch brings it where there is a GPU",
     "vllm": "the file runs in the environment of a vLLM server",
 }
-DISTRIBUTIONS = {"yaml": "pyyaml", "transfer_queue": "transferqueue"}  # else the module's name
+DISTRIBUTIONS = {  # else the module's name
+    "yaml": "pyyaml",
+    "transfer_queue": "transferqueue",
+    "megatron": "megatron-core",
+}
 
 
 def undeclared(root: Path, pyproject: str) -> list[str]:

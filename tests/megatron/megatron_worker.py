@@ -19,9 +19,15 @@ sys.path += [str(HERE), str(HERE / "unit" / "engine")]
 from engine_toys import CONFIG, PolicyLoss, ValueLoss, make_rows  # noqa: E402
 from sections import engine_settings  # noqa: E402
 
+from pentad.checkpoint.folders import find_checkpoints, info_folder, state_folder  # noqa: E402
+from pentad.checkpoint.job import CommitJob, run_job  # noqa: E402
+from pentad.checkpoint.restore import restore_learner  # noqa: E402
+from pentad.checkpoint.shards import StateSaver, save_learner  # noqa: E402
+from pentad.checkpoint.writer import Writer  # noqa: E402
 from pentad.core.layout import Layout  # noqa: E402
 from pentad.engine.engine import build_engine  # noqa: E402
 from pentad.engine.section import OptimizerConfig  # noqa: E402
+from pentad.parallel.cuts import local  # noqa: E402
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, gradient_clipping=1.0)
 
@@ -94,6 +100,56 @@ def parity(case):
             "weights": weights,
         }
     return found
+
+
+def keep(engine, root):
+    """A recovery checkpoint of the engine."""
+    writer = Writer()
+    saver = StateSaver(writer)
+    staged = save_learner(saver, engine, root, state_folder("default", 1), is_async=False)
+    staged.pending.wait(240)
+    if engine.meshes.rank == 0:
+        written = {path: file for one in saver.outcomes() for path, file in one["files"].items()}
+        run_job(CommitJob(root, info_folder(1), written, ()))
+    dist.barrier()
+    saver.close()
+    writer.close()
+
+
+def restored(case, backend, root):
+    engine = engine_of(case, backend)
+    restore_learner(engine, find_checkpoints(root)[0], state_folder("default", 1))
+    return engine
+
+
+def parts_of(engine):
+    """This rank's memory of the state, by name."""
+    state = engine.state_tensors()
+    return {n: local(x).clone() for n, x in state.items() if not n.startswith("rng.")}
+
+
+def moved(case):
+    """archon -> megatron -> archon, and megatron -> megatron: what differs, and whether a step
+    after a restore is the step that follows the save."""
+    loss, root = PolicyLoss(0.1), Path(case["root"])
+    origin = engine_of(case, "archon")
+    origin.save_tag("ref")
+    step(origin, case, 0, loss)
+    step(origin, case, 1, loss)
+    keep(origin, root / "first")
+    there = restored(case, "megatron", root / "first")
+    keep(there, root / "second")
+    back = restored(case, "archon", root / "second")
+    mine, theirs = parts_of(origin), parts_of(back)
+    again = restored(case, "megatron", root / "second")
+    steps = [step(engine, case, 2, loss) for engine in (there, again)]
+    same = [parts_of(there), parts_of(again)]
+    return {
+        "names": mine.keys() == theirs.keys(),
+        "num": len(mine),
+        "differ": [name for name in mine if not torch.equal(mine[name], theirs[name])],
+        "resumed": steps[0] == steps[1] and all(map(torch.equal, *(x.values() for x in same))),
+    }
 
 
 def main():

@@ -119,3 +119,23 @@ def test_losses_gradients_and_weights_are_those_of_archon(environment, tmp_path,
                 continue  # its gradient is 0 but for rounding, which Adam makes whole steps of
             # Adam's first steps have the size of lr = 1e-3 whatever the gradient's.
             assert float((weight - mine["weights"][key]).abs().max()) < 2e-5, f"{name}: {key}"
+
+
+MOVES = {
+    "qwen2 t2": {"model": QWEN2, "layout": {"tp": 2}},
+    "qwen3 d2": {"model": QWEN3, "layout": {"dp_shard": 2}},
+    "glm4_moe e2": {"model": GLM, "layout": {"dp_shard": 2, "ep": 2}},
+}
+
+
+def test_state_moves_to_megatron_and_back_bit_for_bit(environment, tmp_path):
+    """Weights, moments, step counts and tags; a restored learner repeats the step bit for bit."""
+    cases = [
+        {"name": name, "do": "moved", "root": str(tmp_path / name), **case}
+        for name, case in MOVES.items()
+    ]
+    found = run(environment, tmp_path, 2, cases)
+    for name, result in found.items():
+        assert result["names"] and result["num"] > 100, name
+        assert result["differ"] == [], name
+        assert result["resumed"], name

@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from pentad.config.derived import known_dims, parsed_allocation
 from pentad.config.rules.layout import Placed, placed_components
 from pentad.config.rules.model import unknown_families
 from pentad.config.rules.rule import RUNS, Rules, RunFacts
 from pentad.config.schema import Config
 from pentad.core.errors import Problem
 from pentad.core.machine import installed
+from pentad.models.catalog import known_dims
 
 RULES = Rules()
 OLDEST, NEWEST = (0, 16), (0, 16)
@@ -24,7 +24,7 @@ REMEDY = "leave it out, or use archon"
 
 def megatron_parts(config: Config, facts: RunFacts) -> list[Placed]:
     """The components that train on Megatron-Core."""
-    allocation = parsed_allocation(config)
+    allocation = config.parsed_allocation
     if allocation is None:
         return []
     dims = None if unknown_families(config, facts) else known_dims(config.actor.path)
@@ -45,7 +45,7 @@ def megatron_is_installed(config: Config, facts: RunFacts) -> Iterator[Problem]:
         yield Problem(where, rule, "pip install 'megatron-core>=0.16,<0.17', or use archon")
 
 
-@RULES.add(commands=RUNS)
+@RULES.add(commands=("train", "sft"))
 def megatron_needs_a_gpu(config: Config, facts: RunFacts) -> Iterator[Problem]:
     if megatron_parts(config, facts) and facts.kind == "cpu" and not os.environ.get(ON_CPU):
         where = f"allocation_mode = {config.allocation_mode}"

@@ -37,7 +37,7 @@ class PackedRowsParams(PackedSeqParams):
 
 
 class PackedCore(nn.Module):
-    """Stands where Megatron has its core attention."""
+    """Our packed attention in the place of Megatron's core attention."""
 
     def __init__(self, dims: ModelDims, layer_number: int, **_: Any) -> None:
         super().__init__()
@@ -100,6 +100,11 @@ def build_gpt(
         position_embedding_type="none",
         vp_stage=chunk,
     )
+    for name, parameter in gpt.named_parameters():
+        if ".experts." in name:
+            # Without expert parallelism Megatron would sum their gradients over the ranks of dense
+            # weights, and leave out tp ranks that hold the same experts.
+            parameter.allreduce = False
     if is_last and not lm_head:
         gpt.output_layer = None
         gpt.value_head = Linear(dims.hidden_size, 1, bias=False, dtype=config.params_dtype)

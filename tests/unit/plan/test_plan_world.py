@@ -76,6 +76,7 @@ def test_stages_that_are_given_by_hand_are_balanced_anew():
 
 
 def test_a_world_that_no_layout_fits_is_refused():
-    config = config_of("archon:d2").model_copy(update={"allocation_mode": "megatron:c2"})
+    config = config_of("archon:d2", "actor.archon.moe_z_loss_coef=0.1")
+    config = config.model_copy(update={"allocation_mode": "fsdp:d2"})
     with pytest.raises(UserError, match="--world 1: no layout of so few ranks"):
         left_with(config, 1)

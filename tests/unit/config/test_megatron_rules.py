@@ -1,0 +1,57 @@
+"""What a recipe with `megatron:` is told before anything starts."""
+
+import pytest
+
+from pentad.config.rules import megatron
+from pentad.config.rules.check import check, noted
+from pentad.config.rules.rule import RunFacts
+from pentad.config.schema import Config
+from pentad.planner.prepare import prepare
+
+
+def config_of(*overrides: str) -> Config:
+    allocation = "allocation_mode=embedded:d1+megatron:d2t2"
+    given = ["actor.path=Qwen/Qwen3-0.6B", allocation, *overrides]
+    return prepare(None, given, "plan")[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("actor.archon.enable_compile=true", "Megatron's layers are not compiled"),
+        ("actor.archon.offload_params=true", "keeps parameters on the device"),
+        ("actor.archon.ac_mode=memory_budget", "none, selective and full recomputation"),
+        ("actor.archon.ac_selective=3", "has no other choice"),
+        ("actor.archon.dp_replicate=2", "one group of data-parallel ranks"),
+        ("actor.lora.rank=8", "adapters are built for archon"),
+        ("strict=true", "bit for bit need archon"),
+        ("rollout.replay_routes=true", "routes are not followed there"),
+    ],
+)
+def test_keys_that_megatron_cannot_take_are_named(given, said):
+    with pytest.raises(Exception, match=said):
+        config_of(given)
+
+
+def test_a_cpu_is_refused_unless_its_calls_of_cuda_are_replaced(monkeypatch):
+    config, facts = config_of(), RunFacts(command="train", device="cpu")
+    said = "computes on GPUs, and this run computes on cpu"
+    monkeypatch.delenv(megatron.ON_CPU, raising=False)
+    assert any(said in str(problem) for problem in check(config, facts))
+    monkeypatch.setenv(megatron.ON_CPU, "1")
+    assert not any(said in str(problem) for problem in check(config, facts))
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        (None, "needs the package megatron-core, which is not installed"),
+        ("0.15.3", "written for megatron-core 0.16, and 0.15.3 is installed"),
+        ("0.20.0", "and 0.20.0 is installed"),
+        ("0.16.1", None),
+    ],
+)
+def test_a_plan_notes_a_package_that_is_absent_or_of_another_version(monkeypatch, version, said):
+    monkeypatch.setattr(megatron, "installed", lambda name: version)
+    found = [str(problem) for problem in noted(config_of()) if "megatron-core" in str(problem)]
+    assert found == [] if said is None else said in found[0]
