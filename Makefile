@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TESTS := $(VENV)/.installed-tests
+# Or every process of a test compiles what it imports.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup setup-tests setup-megatron demo test test-full test-runs test-ray test-megatron test-environments test-vllm test-servers-gpu test-transfer-queue test-kills chaos soak check bench recipes docs setup-site site wheel test-wheel clean
 
@@ -25,7 +27,8 @@ demo: setup
 
 # Distributed tests run beside the others, and show theirs after them: their ranks wait for each other,
 # other tests for processes and deadlines, and cores that stand still cost more than tests that share
-# them. Either runs also where the other fails, and the exit status is that of whatever failed.
+# them; so the others have three workers also on two cores. Either runs also where the other fails,
+# and the exit status is that of whatever failed.
 # megatron-core and Ray have targets of their own; of Ray's tests one runs here.
 HERE := not full and (not ray or smoke)
 WITH_MEGATRON := tests/unit/weights/test_megatron_core.py tests/megatron
@@ -34,10 +37,10 @@ test: setup-tests
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
-	@status=0; shown=$$(mktemp); export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=; \
+	@status=0; shown=$$(mktemp); export OMP_NUM_THREADS=1; \
 	trap 'rm -f "$$shown"' EXIT; trap 'kill $$dist; exit 130' INT TERM; \
 	$(BIN)/python -m pytest -m "dist and $(HERE)" >"$$shown" 2>&1 & dist=$$!; \
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not dist and $(HERE)" $(addprefix --ignore=,$(WITH_MEGATRON) $(WITH_SERVERS)) || status=$$?; \
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not dist and $(HERE)" $(addprefix --ignore=,$(WITH_MEGATRON) $(WITH_SERVERS)) || status=$$?; \
 	wait $$dist || status=$$?; cat "$$shown"; \
 	exit $$status
 endif
@@ -48,7 +51,7 @@ test-full: setup-tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m full $(ARGS)
 
 # Of these, whole runs and disks that fail: what CI adds to `make test`.
-RUNS := tests/invariants tests/contracts tests/unit/checkpoint $(addprefix tests/dist/test_,slurm.py elastic.py hangs.py)
+RUNS := tests/invariants tests/contracts tests/unit/checkpoint tests/unit/cli $(addprefix tests/dist/test_,slurm.py elastic.py hangs.py)
 test-runs: setup-tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "full and not ray" $(RUNS) $(ARGS)
 

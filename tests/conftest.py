@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from process_state import left_behind, process_restored, running
-from warm_start import cold_starts, install, warm_starts
+from warm_start import cold_starts, install, keep_environment, warm_starts
 
 from pentad.core import device
 
@@ -40,6 +40,7 @@ def pytest_ignore_collect(collection_path, config):
 
 def pytest_collection_finish():
     """Every run collects garbage: without the modules of all tests, which are most of the heap."""
+    keep_environment()
     gc.collect()
     gc.freeze()
 

@@ -6,8 +6,9 @@ import base64
 import hashlib
 import json
 import re
+import socket
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
@@ -33,6 +34,18 @@ class HubServer(ThreadingHTTPServer):
         self.repos, self.seen, self.cut_at = {}, [], None
         self.keys = set()
         """What requests had as Authorization."""
+        self.connections = []
+
+    def process_request(self, request, client_address):
+        self.connections.append(request)
+        super().process_request(request, client_address)
+
+    def server_close(self):
+        """Clients keep connections open, and each has a thread that reads from it."""
+        super().server_close()
+        for connection in self.connections:
+            with suppress(OSError):  # it has ended
+                connection.shutdown(socket.SHUT_RDWR)
 
     def add(self, kind, repo, files, *, is_gated=False, ref="main"):
         """A commit with these files, text or bytes; returns its hash."""

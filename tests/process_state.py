@@ -101,8 +101,9 @@ def torch_settings():
 
 SHARED = ("warm_start.py", "multiprocessing.", "ray/", "pytest")
 """In the command lines of processes that all tests of a process share."""
-OF_PROCESS = ("awake", "starter")
-"""Threads that the package starts once for a process."""
+OF_PROCESS = ("awake", "starter", "tqdm_monitor", "(_serve)")
+"""Ends of the names of threads that are started once for a process: the package's, tqdm's, and the
+one by which multiprocessing passes file descriptors."""
 ENDS_WITHIN_S = 2.0
 
 
@@ -111,7 +112,7 @@ def running():
     found = {
         thread: f"thread {thread.name}"
         for thread in threading.enumerate()
-        if thread.name not in OF_PROCESS
+        if not thread.name.endswith(OF_PROCESS)
     }
     for process in psutil.Process().children():
         try:

@@ -40,6 +40,7 @@ READ_AT_IMPORT = ("CUDA", "LD_", "OMP", "MKL", "PYTHON", "TORCH", "TRITON")
 those of the process that forks is started in earnest."""
 GIVEN_LATER = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONPATH", "PYTHONUNBUFFERED")
 GIVEN_LATER += ("TORCHINDUCTOR_CACHE_DIR",)  # by torch itself, when its compiler is imported
+GIVEN_LATER += ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE",)
 OF_TORCHRUN = ("TORCHELASTIC_", "TORCH_NCCL_")
 PLAIN = {"preexec_fn": None, "executable": None, "shell": False, "gid": None, "gids": None}
 PLAIN |= {"uid": None, "umask": -1, "process_group": -1, "close_fds": True}
@@ -50,6 +51,8 @@ ROOM = "." * 8000
 """In the command line of the process that forks: what it forks puts its own words there."""
 
 cold = subprocess.Popen
+environment_of_all: dict[str, str] | None = None
+"""Set before the first test: what that test sets is not of the processes that others start."""
 is_on = True
 is_for_all = False
 
@@ -160,6 +163,12 @@ def install() -> None:
         sys.modules[of_torchrun].Popen = WarmPopen  # the name it has imported
 
 
+def keep_environment() -> None:
+    """Processes are forked with the environment that is set now."""
+    global environment_of_all
+    environment_of_all = dict(os.environ)
+
+
 @contextlib.contextmanager
 def cold_starts():
     """All processes are started in earnest meanwhile."""
@@ -187,7 +196,7 @@ def get_forker() -> Forker:
     global forker
     if forker is None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = dict(os.environ)
+        environment = dict(environment_of_all or os.environ)
         with theirs:
             cold(
                 [sys.executable, __file__, str(theirs.fileno()), ROOM],
@@ -242,8 +251,6 @@ def preload() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder) / "model")
         load_tokenizer(Path(folder) / "model")
-    gc.collect()
-    gc.freeze()
 
 
 def serve(sock: socket.socket) -> tuple[dict, list[int]]:
@@ -381,5 +388,7 @@ def prctl(what: int, value: int) -> None:
 if __name__ == "__main__":
     asking = socket.socket(fileno=int(sys.argv[1]))
     preload()
+    gc.collect()
+    gc.freeze()
     asking.send(b"ready")
     run(*serve(asking))

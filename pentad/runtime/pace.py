@@ -43,9 +43,8 @@ class WaitMeter:
         self.sampler.start()
 
     def _sample(self) -> None:
-        while True:
-            time.sleep(SAMPLE_S)
-            frame = frame_of(self.thread_id or 0)
+        """Until that thread ends."""
+        while (frame := frame_of(self.thread_id or 0)) is not None:
             for _ in range(DEPTH):
                 if frame is None:
                     break
@@ -53,6 +52,7 @@ class WaitMeter:
                     self.waited_s += SAMPLE_S
                     break
                 frame = frame.f_back
+            time.sleep(SAMPLE_S)
 
 
 class Pace:

@@ -1,4 +1,4 @@
-"""What the workers of the checkpoint tests run: train and save under a layout, restore in another."""
+"""What workers run in tests of checkpoints: train and save under a layout, restore in another."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from engine_toys import make_rows
 from parity_cases import CONFIGS, LOSSES, MOE, whole
 from parity_cases import make as make_archon
 from pipeline_cases import over_stages
+from sections import engine_settings
 from torch import Tensor
 
-from pentad.engine.section import OptimizerConfig
-from sections import engine_settings
 from pentad.checkpoint.folders import find_checkpoints, info_folder, state_folder
 from pentad.checkpoint.job import CommitJob, run_job
 from pentad.checkpoint.restore import restore_learner
@@ -22,6 +21,7 @@ from pentad.checkpoint.shards import StateSaver, save_learner
 from pentad.checkpoint.writer import Writer
 from pentad.core.layout import Layout
 from pentad.engine.engine import Engine, build_engine
+from pentad.engine.section import OptimizerConfig
 from pentad.weights.transfer import iter_sources
 
 CONFIGS["moe6"] = MOE | {"num_hidden_layers": 3, "num_experts": 6}

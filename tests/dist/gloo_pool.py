@@ -6,10 +6,13 @@ it wants. A process group is made anew whenever that number changes, so cases co
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import importlib
 import multiprocessing as mp
 import multiprocessing.connection
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -17,20 +20,40 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-SIZE = 8
 START_S, CASE_S = 240.0, 240.0
-PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "unit/engine")]
-IMPORTED = ("checkpoint_cases", "compiled_cases", "hf_cases", "run_cases", "strict_cases")
+SIZE = 8
+MOST_GROUPS = 30
+"""A world in which a rank holds more is made anew: each has a thread that looks for messages, and
+those of hundreds take half a core from the cases."""
+TRACE_S = 2.0
+"""How long ranks have to write where they are, and one that crashed to be seen as such: its peers
+may report the lost connection first."""
+HERE = Path(__file__).parent
+PATHS = [str(HERE), str(HERE.parent / "unit/engine"), str(HERE.parent)]
+IMPORTED = ("checkpoint_cases", "compiled_cases", "hf_cases", "publish_cases", "run_cases")
+IMPORTED += ("strict_cases", "exchange_cases", "group_targets", "preloaded")
 """What cases import, once for all workers: most of a short case would be the import."""
 
 
-def serve(rank: int, pipe: multiprocessing.connection.Connection) -> None:
+def serve(rank: int, pipe: multiprocessing.connection.Connection, traces: str) -> None:
     """The life of a worker: cases until the pipe closes, a new world when a case names one."""
     sys.path[:0] = PATHS
     import torch
-    import torch.distributed as dist
+    import warm_start
 
+    gc.freeze()  # what was imported: no collection has to look at it
+    warm_start.nest()  # or the processes of a run would each import torch
     torch.set_num_threads(1)
+    with Path(traces).open("w") as file:
+        faulthandler.enable(file)
+        faulthandler.register(signal.SIGUSR1, file)
+        serve_cases(rank, pipe)
+
+
+def serve_cases(rank: int, pipe: multiprocessing.connection.Connection) -> None:
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _world
+
     current = ""
     while True:
         try:
@@ -45,7 +68,7 @@ def serve(rank: int, pipe: multiprocessing.connection.Connection) -> None:
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
                 current = world
             out = vars(importlib.import_module(module))[function](**kwargs)
-            pipe.send((True, out if rank == 0 else None))
+            pipe.send((True, (out, len(_world.pg_map)) if rank == 0 else None))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
 
@@ -71,7 +94,8 @@ class Pool:
         context.set_forkserver_preload(["transformers", "pentad.engine.pipelined", *IMPORTED])
         for rank in range(SIZE):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, theirs), daemon=True)
+            given = (rank, theirs, str(self._traces(rank)))
+            process = context.Process(target=serve, args=given, daemon=True)
             process.start()
             theirs.close()
             self.workers.append((process, ours))
@@ -94,13 +118,16 @@ class Pool:
             self.num_ranks, self.num_worlds = num_ranks, self.num_worlds + 1
         world = f"{self.folder.name}/world-{self.num_worlds}"
         asked = self.workers[:num_ranks]
-        for _, pipe in asked:
-            pipe.send((world, num_ranks, module, function, kwargs))
         try:
-            return self._answers(asked, timeout_s)
-        except CaseFailed:
+            for _, pipe in asked:
+                pipe.send((world, num_ranks, module, function, kwargs))
+            answer, num_groups = self._answers(asked, timeout_s)
+        except BaseException:
             self.stop()
             raise
+        if num_groups > MOST_GROUPS:
+            self.num_ranks = 0
+        return answer
 
     def _answers(self, asked: list[Any], timeout_s: float) -> Any:
         deadline = time.monotonic() + timeout_s
@@ -111,16 +138,33 @@ class Pool:
                 list(waiting), timeout=max(0.0, deadline - time.monotonic())
             )
             if not ready:
-                raise CaseFailed(f"ranks {sorted(waiting.values())} gave no answer in time")
+                raise CaseFailed(self._hanging(asked, sorted(waiting.values())))
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
-                    is_good, answer = pipe.recv()
+                    is_good, answers[rank] = pipe.recv()
                 except EOFError:
-                    asked[rank][0].join(60)
-                    code = asked[rank][0].exitcode
-                    raise CaseFailed(f"rank {rank} died with exit code {code}") from None
+                    is_good, answers[rank] = False, "its connection ended"
                 if not is_good:
-                    raise CaseFailed(f"rank {rank}:\n{answer}")
-                answers[rank] = answer
+                    raise CaseFailed(self._died(asked) or f"rank {rank}:\n{answers[rank]}")
         return answers[0]
+
+    def _died(self, asked: list[Any]) -> str:
+        """Which ranks have ended by themselves, and where each was; empty where all live."""
+        multiprocessing.connection.wait([process.sentinel for process, _ in asked], TRACE_S)
+        return "\n".join(
+            f"rank {rank} died with exit code {process.exitcode}\n{self._traces(rank).read_text()}"
+            for rank, (process, _) in enumerate(asked)
+            if process.exitcode is not None
+        )
+
+    def _hanging(self, asked: list[Any], ranks: list[int]) -> str:
+        for rank in ranks:
+            os.kill(asked[rank][0].pid, signal.SIGUSR1)
+        time.sleep(TRACE_S)
+        places = [f"rank {rank}:\n{self._traces(rank).read_text()}" for rank in ranks]
+        return "\n".join([f"ranks {ranks} gave no answer in time", *places])
+
+    def _traces(self, rank: int) -> Path:
+        """What a rank's interpreter writes at a crash, or asked where it is."""
+        return Path(self.folder.name) / f"traces-{rank}"

@@ -6,14 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from engine_toys import CONFIG, PolicyLoss, ValueLoss, bring_back, keep_state, make_rows
-from parity_cases import bend, gradients_of, whole
+from parity_cases import bend, gradients_of
+from sections import engine_settings
 
 from pentad.checkpoint.exports import export_model
-from pentad.engine.section import OptimizerConfig
-from sections import engine_settings
 from pentad.core.errors import RunError
 from pentad.core.layout import Layout
 from pentad.engine.engine import Engine, build_engine
+from pentad.engine.section import OptimizerConfig
 
 SMALL = CONFIG | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6}
 CONFIGS: dict[str, dict[str, Any]] = {

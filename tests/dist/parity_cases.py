@@ -17,14 +17,14 @@ from engine_toys import (
     make_rows,
     state_of,
 )
+from sections import engine_settings
 from torch import Tensor
 
 from pentad.checkpoint.exports import export_model
-from pentad.engine.section import OptimizerConfig
-from sections import engine_settings
 from pentad.core.errors import RunError
 from pentad.core.layout import Layout
 from pentad.engine.engine import Engine, build_engine
+from pentad.engine.section import OptimizerConfig
 from pentad.models.hf_weights import gather_whole
 from pentad.ops.digest import digest_of, tensor_checksum
 from pentad.parallel.cuts import local
@@ -121,8 +121,8 @@ def train_step(
     """Everything a step gives: outputs, loss, every gradient, the norm, the weights after it.
 
     Mixtures follow the given routes: a choice that flips by rounding is no wrong gradient. A crowd
-    sends every token to the same few experts, so that most ranks have nothing to do. Beside: another
-    engine, built later, of that layout. Without scores it only trains. Grouped rows begin alike.
+    sends every token to the same few experts, so that most ranks have nothing to do. Beside: an
+    engine of that layout, built later. Without scores it only trains. Grouped rows begin alike.
     """
     engine = make(model, layout, loss, **settings)
     _other = make(model, beside, loss, **settings) if beside else None

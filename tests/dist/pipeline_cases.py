@@ -6,17 +6,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from engine_toys import make_rows, state_of
 from parity_cases import CONFIGS, DENSE, GLM, LOSSES, MOE, make, whole
+from sections import engine_settings
 from torch import Tensor
 
-from sections import engine_settings
 from pentad.checkpoint.exports import export_model
-from pentad.ops.digest import digest_of
 from pentad.core.errors import UserError
 from pentad.core.layout import Layout
 from pentad.engine.engine import Engine, build_engine
+from pentad.ops.digest import digest_of
 
 CONFIGS |= {
     "tied5": DENSE | {"num_hidden_layers": 5},

@@ -1,4 +1,4 @@
-"""What the workers of a publish from ranks run: each writes its shards, and all that is read back."""
+"""What workers run in tests of a publish: each writes its shards, and all that is read back."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from pentad.checkpoint.writer import Writer
 from pentad.core.layout import Layout
 from pentad.engine.engine import Engine
 from pentad.ops.digest import digest_of
-from pentad.sync.shards import ShardWriter
 from pentad.sync.published import Kind, open_weights, wait_written
+from pentad.sync.shards import ShardWriter
 from pentad.weights import blocks as sharding
 from pentad.weights.hf import save_folder
 
@@ -31,7 +31,13 @@ def group() -> Any:
 
 
 def published(
-    source: str, model: str, layout: Layout, kind: Kind, folder: str, bucket: int = 0, **settings: Any
+    source: str,
+    model: str,
+    layout: Layout,
+    kind: Kind,
+    folder: str,
+    bucket: int = 0,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Two versions, the weights moved in between and right after each; what the tickets give."""
     engine: Engine = MAKERS[source](model, layout, **settings)
@@ -62,7 +68,12 @@ def published(
         loads = [None] * layout.world
         dist.all_gather_object(loads, writer.staged_bytes)
     sharding.PUBLISH_BUCKET_BYTES = 64 << 20
-    return {"seen": seen, "loads": loads, "num_bytes": writer.layout.num_bytes, "loose": writer.loose}
+    return {
+        "seen": seen,
+        "loads": loads,
+        "num_bytes": writer.layout.num_bytes,
+        "loose": writer.loose,
+    }
 
 
 def exported(

@@ -20,15 +20,15 @@ from pentad.planner.prepare import prepare
 from pentad.runtime import calls as runtime_calls
 from pentad.runtime.calls import RankCalls, serve
 from pentad.runtime.rank import Rank
-from pentad.trainer.rank import learners
 from pentad.trainer.processes.ranks import run_over_ranks, run_rank
-from pentad.trainer.sources.rollouts import begin_train
+from pentad.trainer.processes.supervisor import RunJob
+from pentad.trainer.rank import learners
+from pentad.trainer.rank.example_service import PretrainService, SftService
 from pentad.trainer.rank.preference_service import PreferenceService
 from pentad.trainer.rank.service import LearnerService
-from pentad.trainer.rank.example_service import PretrainService, SftService
-from pentad.trainer.sources.examples import begin_examples
 from pentad.trainer.run import lead
-from pentad.trainer.processes.supervisor import RunJob
+from pentad.trainer.sources.examples import begin_examples
+from pentad.trainer.sources.rollouts import begin_train
 
 
 def settings_of(task, root, command, trial, *overrides):
@@ -257,7 +257,9 @@ def bad_build(*args, harm, **kwargs):
 
     def end():
         if engine.num_steps == 1 and dist.get_rank() == rank:
-            raise {"give_up": RunError("out of memory in backward"), "stumble": KeyError("x")}[failure]
+            raise {"give_up": RunError("out of memory in backward"), "stumble": KeyError("x")}[
+                failure
+            ]
         return end_step()
 
     engine.end_step = end

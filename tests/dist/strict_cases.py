@@ -1,8 +1,8 @@
 """Strict scores of a tiny model on any layout."""
 
 import torch
-
 from sections import engine_settings
+
 from pentad.core.layout import Layout
 from pentad.core.types import Row
 from pentad.engine.engine import build_engine

@@ -29,8 +29,9 @@ TRAINED_ONLY = ("experts, by operation", "experts, full", "experts, cut")
 """Graphs without gradients take half of the time, and the other cases have them."""
 
 
-HERE = ("experts, by operation", "pipeline")
-"""A case is traced for up to a minute: the others run by `make test-full`."""
+HERE = ("experts, by operation",)
+"""A case is traced for up to a minute: the others run by `make test-full`. Compiled blocks in one
+process are those of tests/unit/engine, pipelines without compiled blocks those of test_pipeline."""
 
 
 @pytest.mark.parametrize("name", table(list(CASES), [name for name in CASES if name not in HERE]))

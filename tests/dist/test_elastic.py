@@ -1,4 +1,4 @@
-"""Groups of ranks that shrink and grow: real processes that are killed, places that are taken away."""
+"""Groups of ranks that shrink and grow: processes that are killed, places that are taken away."""
 
 import json
 import os
@@ -8,10 +8,10 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from tables import table
 import torch
 from role_processes import role_processes
 from run_cases import config_of
+from tables import table
 
 from pentad.cli.slots import run_slots
 from pentad.cli.verify_checkpoint import run_verify_checkpoint
@@ -20,8 +20,8 @@ from pentad.data.toy import write_byte_model, write_model, write_task
 from pentad.runtime.slots import Slots
 from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.steps import read_lines
-from pentad.trainer.sources.rollouts import run_train
 from pentad.trainer.sources.examples import run_pretrain, run_sft
+from pentad.trainer.sources.rollouts import run_train
 
 pytestmark = pytest.mark.dist
 

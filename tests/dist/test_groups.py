@@ -145,14 +145,14 @@ def test_a_group_that_is_left_in_mid_call_does_not_wait(tmp_path):
     with pytest.raises(KeyError), make_group(tmp_path, world=1) as group:
         group.call("note")
         thread = threading.Thread(
-            target=lambda: pytest.raises(Exception, group.call, "nap", seconds=600)
+            target=lambda: pytest.raises(Exception, group.call, "nap", seconds=600)  # noqa: B017
         )
         thread.start()
         while not group.lock.locked():
             time.sleep(0.01)
         began = time.monotonic()
         raise KeyError("something else")
-    assert time.monotonic() - began < 12
+    assert time.monotonic() - began < 60
     thread.join(60)
 
 

@@ -6,8 +6,8 @@ import signal
 import time
 
 import pytest
-from tables import table
 from run_cases import settings_of
+from tables import table
 from test_runs_over_ranks import Program, records_of, wait_for_steps
 
 from pentad.data.toy import write_model, write_task

@@ -177,9 +177,7 @@ BALANCED = [
 BALANCED_REST = [BALANCED[1], BALANCED[3], BALANCED[4], BALANCED[6], BALANCED[7]]
 
 
-@pytest.mark.parametrize(
-    ("model", "layout", "settings"), table(BALANCED, BALANCED_REST), ids=str
-)
+@pytest.mark.parametrize(("model", "layout", "settings"), table(BALANCED, BALANCED_REST), ids=str)
 def test_experts_over_any_number_of_ranks(pool, model, layout, settings):
     """Where torch.chunk would leave a rank without one."""
     check(pool, model, layout, **settings)
@@ -216,7 +214,8 @@ CORNERS = {
     "value head": ("dense", Layout(dp_shard=2, tp=2), {"loss": "value"}),
     "value head over cp": ("dense", Layout(cp=2, tp=2), {"loss": "value"}),
     "biases after the sum": ("biased", Layout(tp=2), {}),
-    "biases, kv heads held twice": ("biased", Layout(dp_shard=2, tp=4), {}),
+    "biases, kv heads held twice": ("biased", Layout(tp=4), {}),
+    "biases, kv heads held twice, in shards": ("biased", Layout(dp_shard=2, tp=4), {}),
     "fewer rows than ranks": ("dense", Layout(dp_shard=4), {"num_rows": 2}),
     "fewer rows than ranks, experts": ("moe", Layout(dp_shard=4, ep=4), {"num_rows": 2}),
     "many microbatches and calls": (
@@ -253,6 +252,11 @@ CORNERS = {
     "masters in another dtype": ("moe", Layout(dp_shard=2, tp=2, ep=2), {"param_dtype": "float64"}),
     "filled up to one size": (
         "moe",
+        Layout(dp_shard=2, cp=2, ep=2),
+        {"max_tokens_per_mb": 90, "pad_to_maximum": True},
+    ),
+    "filled up to one size, all axes": (
+        "moe",
         Layout(dp_shard=2, cp=2, tp=2, ep=2),
         {"max_tokens_per_mb": 90, "pad_to_maximum": True},
     ),
@@ -272,6 +276,8 @@ CORNERS = {
 
 
 CORNERS_REST = [
+    "biases, kv heads held twice, in shards",
+    "filled up to one size, all axes",
     "sequence loss, three axes",
     "value head over cp",
     "biases after the sum",
@@ -304,14 +310,17 @@ def test_an_engine_keeps_to_its_axes_beside_one_of_another_layout(pool, model, l
     check(pool, model, layout, reference(model), beside=beside)
 
 
-@pytest.mark.parametrize("model", table(["dense", "moe"], ["dense"]))
-def test_any_split_gives_one_gradient_in_double_precision(pool, model):
+DRAWN = [("moe", 2), ("moe", 4), ("dense", 4)]
+
+
+@pytest.mark.parametrize(("model", "num_layouts"), table(DRAWN, DRAWN[1:]))
+def test_any_split_gives_one_gradient_in_double_precision(pool, model, num_layouts):
     """Layouts, microbatches and calls drawn at random against one rank with one of each."""
     double = {"param_dtype": "float64", "dtype": "float64", "reduce_dtype": "float64"}
     true = train_step(model, Layout(), num_rows=9, **double)
     draw = random.Random(5)
-    # Sorted by size, so that the pool makes each world once.
-    for layout in sorted(draw.sample(MOE if model == "moe" else DENSE, 4), key=lambda x: x.world):
+    drawn = draw.sample(MOE if model == "moe" else DENSE, num_layouts)
+    for layout in sorted(drawn, key=lambda x: x.world):
         how = {
             "calls": draw.randint(1, 4),
             "n_mbs": draw.randint(1, 3),
@@ -335,9 +344,12 @@ ROUNDED = [
     ("moe", Layout(dp_shard=2, cp=2, tp=2, ep=2, etp=2)),
     ("glm", Layout(dp_shard=2, tp=2, ep=4)),
 ]
+ROUNDED_REST = [ROUNDED[1], ROUNDED[3], ROUNDED[5], ROUNDED[7]]
+"""Rounding knows a tensor's name and the place of a shard in it: every axis that cuts is among the
+others, with an odd size, copies, and experts that ranks hold unevenly."""
 
 
-@pytest.mark.parametrize(("model", "layout"), ROUNDED, ids=str)
+@pytest.mark.parametrize(("model", "layout"), table(ROUNDED, ROUNDED_REST), ids=str)
 def test_bfloat16_is_rounded_alike_on_any_layout(pool, model, layout):
     """Bit for bit, given the gradient."""
     wanted = rounded_steps(model, Layout())

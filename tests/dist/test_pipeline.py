@@ -109,6 +109,7 @@ def test_four_ranks(pool, schedule):
 MORE_AXES = [
     ("tied5", Layout(pp=2, tp=2), "1F1B"),
     ("tied5", Layout(pp=2, cp=2), "1F1B"),
+    ("tied5", Layout(pp=2, dp_replicate=2), "1F1B"),
     ("tied5", Layout(pp=2, dp_replicate=2), "Interleaved1F1B"),
     ("tied5", Layout(pp=2, dp_replicate=2), "InterleavedZeroBubble"),
     ("tied5", Layout(pp=2, dp_replicate=2), "ZBVZeroBubble"),
@@ -130,6 +131,7 @@ MORE_AXES = [
     ("moe5", Layout(pp=2, dp_replicate=2, tp=2, ep=2), "1F1B"),
 ]
 MORE_AXES_REST = [
+    ("moe5", Layout(pp=2, dp_replicate=2, tp=2, ep=2), "1F1B"),
     ("moe5", Layout(pp=2, cp=2, ep=2), "ZBVZeroBubble"),
     ("tied5", Layout(pp=2, tp=2), "1F1B"),
     ("tied5", Layout(pp=2, cp=2), "1F1B"),
@@ -144,11 +146,12 @@ MORE_AXES_REST = [
 
 @pytest.mark.parametrize(("model", "layout", "schedule"), table(MORE_AXES, MORE_AXES_REST), ids=str)
 def test_with_more_axes(pool, model, layout, schedule):
-    """Every schedule with every axis, here or below: dp_shard with several calls."""
+    """Every schedule with every axis, here or below: dp_shard with several calls, and with
+    recomputed blocks."""
     check(pool, model, layout, schedule=schedule)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", table(SCHEDULES, ("1F1B", "InterleavedZeroBubble")))
 def test_several_calls_reduce_once_and_scoring_may_come_between(pool, schedule):
     check(pool, "tied5", Layout(pp=2, dp_shard=2), schedule=schedule, calls=3)
 
@@ -214,7 +217,11 @@ def test_microbatches_are_of_unequal_length_and_their_number_suits_the_schedule(
     check(pool, "tied5", Layout(pp=2), schedule="Interleaved1F1B", max_tokens_per_mb=31)
 
 
-def test_gradients_computed_in_bfloat16_add_up_in_float32_where_backward_is_split(pool):
+SPLIT = ["ZBVZeroBubble", "InterleavedZeroBubble"]
+
+
+@pytest.mark.parametrize("split", table(SPLIT, SPLIT[1:]))
+def test_gradients_computed_in_bfloat16_add_up_in_float32_where_backward_is_split(pool, split):
     """Both round each microbatch's gradient alike; bfloat16 sums would differ by 1e-3."""
     seen = [
         pool.run(
@@ -229,12 +236,11 @@ def test_gradients_computed_in_bfloat16_add_up_in_float32_where_backward_is_spli
             dtype="bfloat16",
             n_mbs=12,
         )["gradients"]
-        for schedule in ("Interleaved1F1B", "ZBVZeroBubble", "InterleavedZeroBubble")
+        for schedule in ("Interleaved1F1B", split)
     ]
-    for whole, *split in ([one[name] for one in seen] for name in seen[0]):
+    for whole, other in ([one[name] for one in seen] for name in seen[0]):
         assert whole.dtype == torch.float32 and whole.norm() > 0
-        for other in split:
-            assert (other - whole).norm() / whole.norm() < 1e-5
+        assert (other - whole).norm() / whole.norm() < 1e-5
 
 
 @pytest.mark.parametrize("schedule", table(["1F1B", "ZBVZeroBubble"], ["1F1B"]))

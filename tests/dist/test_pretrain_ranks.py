@@ -82,6 +82,7 @@ def check_exchange(found, *, is_there):
         assert found[f"{way}_bw_gbps"] == pytest.approx(num_bytes / seconds / 1e9)
 
 
+@pytest.mark.usefixtures("started_warm")
 def test_the_launcher_starts_ranks_that_train_as_one_process(task, tmp_path, alone):
     words = settings_of(
         task, tmp_path, "pretrain", "torchrun", *SETTINGS, "allocation_mode=archon:d2"
@@ -91,9 +92,21 @@ def test_the_launcher_starts_ranks_that_train_as_one_process(task, tmp_path, alo
         port = free.getsockname()[1]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     environment |= {"GPUS_PER_NODE": "2", "RDZV_ENDPOINT": f"localhost:{port}"}
+    environment |= {"CUDA_VISIBLE_DEVICES": ""}
+    # An interpreter that notes what it is to do: ours is then forked for it.
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nenv -0 >{python}.env\nprintf '%s\\0' \"$@\" >{python}.words\n")
+    python.chmod(0o755)
+    launch = [ROOT / "scripts" / "launch.sh", *words]
+    subprocess.run(launch, env=environment | {"PYTHON": str(python)}, check=True, timeout=600)
+    asked, lines = (
+        Path(f"{python}.{what}").read_text().removesuffix("\0").split("\0")
+        for what in ("words", "env")
+    )
+    given = [line.split("=", 1) for line in lines]
     done = subprocess.run(
-        [ROOT / "scripts" / "launch.sh", *words],
-        env=environment | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
+        [sys.executable, *asked],
+        env={name: value for name, value in given if name != "PYTHON"},
         capture_output=True,
         text=True,
         timeout=600,

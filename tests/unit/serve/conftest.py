@@ -80,7 +80,7 @@ class Running:
         return asyncio.run_coroutine_threadsafe(action(), self.loop).result(120)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def start_server(byte_model, byte_tokenizer):
     servers = []
 
@@ -119,12 +119,12 @@ def start_server(byte_model, byte_tokenizer):
         assert not server.thread.is_alive()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(start_server):
     return start_server()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def client(server):
     return server.client
 

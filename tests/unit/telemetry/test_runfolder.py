@@ -13,11 +13,27 @@ from pathlib import Path
 import pytest
 
 from pentad.core.errors import RunError, UserError
+from pentad.core.lock import FolderLock
 from pentad.telemetry.host import git_state, hardware, rss_gb, versions
 from pentad.telemetry.runfolder import FILES, describe_start, file_table, open_run_folder, run_path
 from pentad.telemetry.steps import LineWriter, read_lines
 
 CONFIG = {"seed": 1, "actor": {"path": "m", "lr": 1e-4}}
+
+
+@pytest.fixture(autouse=True)
+def unlocked(monkeypatch):
+    """Folders that a test leaves open; each lock has a thread."""
+    made, plain = [], FolderLock.__init__
+
+    def init(self, *args, **kwargs):
+        plain(self, *args, **kwargs)
+        made.append(self)
+
+    monkeypatch.setattr(FolderLock, "__init__", init)
+    yield
+    for lock in made:
+        lock.close()
 
 
 def open_folder(path, config=CONFIG, digest="d1", **more):

@@ -23,7 +23,7 @@ from pentad.trainer.saving.recovery import RecoverHandler, finish_saves, save_af
 from pentad.trainer.saving.saver import Saver
 from pentad.trainer.stopping import StopFlag, stop_flag
 
-SOON_S = 20.0
+SOON_S = 60.0
 """A loaded machine; without its cause a wait takes half an hour, or has no end."""
 LOST = "rank 1 of 2 ended by signal 9"
 
@@ -91,7 +91,9 @@ def learner(tmp_path, monkeypatch):
     monkeypatch.setattr(periodic, "LAST_WAITS_S", (0.0, 0.0))
     monkeypatch.setattr(periodic, "FAILED_S", 0.3)
     monkeypatch.setattr("pentad.trainer.saving.recovery.FAILED_S", 0.3)
-    return Learner(tmp_path)
+    learner = Learner(tmp_path)
+    yield learner
+    learner.is_broken = True  # or threads wait for what it was to write
 
 
 @pytest.fixture
