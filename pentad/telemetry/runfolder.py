@@ -72,8 +72,8 @@ FILES = {
     "ray.log": "What Ray printed while the run joined or started a cluster.",
     "recoveries.jsonl": "One JSON record each time that lost learners trained again: cause, "
     "generation, ranks and layout, and the seconds by phase.",
-    "slots/": "Of an elastic run: which ranks it has (`now.json`), and a file for each that is "
-    "away (`pentad slots`).",
+    "slots/": "In an elastic run: which ranks it has (`now.json`), and a file for each that is "
+    "missing (`pentad slots`).",
     "servers/": "Output of the samplers that the run started as processes or servers, a file each.",
     "tensorboard/": "The numbers of steps.jsonl as curves and samples as text, if "
     "telemetry.tensorboard is true: "
