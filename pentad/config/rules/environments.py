@@ -102,7 +102,7 @@ def every_reward_has_a_weight(config: Config) -> Iterator[Problem]:
 
 
 @RULES.add(commands=("train", "plan", "eval"))
-def workflows_can_be_found(config: Config) -> list[Problem]:
+def the_workflow_can_be_found(config: Config) -> list[Problem]:
     found = [_workflow_problem(f"{one.key}.workflow", one.workflow) for one in environments(config)]
     return [problem for problem in found if problem is not None]
 

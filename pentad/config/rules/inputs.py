@@ -11,7 +11,7 @@ from pathlib import Path
 from pentad.config.describe import join_or, show, value_at
 from pentad.config.environments import environments, is_evaluated
 from pentad.config.resolve import path_keys
-from pentad.config.rules.rule import RUNS, Rules
+from pentad.config.rules.rule import RUNS, Rules, RunFacts
 from pentad.config.schema import Config, ModelConfig
 from pentad.core.errors import Problem, UserError
 from pentad.core.folders import recovery_problem
@@ -118,17 +118,13 @@ def there_is_training_data(config: Config) -> Problem | None:
     return _rows("train_dataset", config.train_dataset.path)
 
 
-@RULES.add(commands=("train",))
-def held_out_prompts_exist(config: Config) -> list[Problem]:
-    blocks = [(one.valid_key, one.valid) for one in environments(config)]
+@RULES.add(commands=("train", "sft"))
+def held_out_data_exists(config: Config, facts: RunFacts) -> list[Problem]:
+    blocks = [("valid_dataset", config.valid_dataset)]
+    if facts.command == "train":
+        blocks = [(one.valid_key, one.valid) for one in environments(config)]
     found = [_rows(key, valid.path, is_open=True) for key, valid in blocks if valid is not None]
     return [problem for problem in found if problem is not None]
-
-
-@RULES.add(commands=("sft",))
-def held_out_data_exists(config: Config) -> Problem | None:
-    valid = config.valid_dataset
-    return None if valid is None else _rows("valid_dataset", valid.path, is_open=True)
 
 
 def _rows(key: str, path: str | None, *, is_open: bool = False) -> Problem | None:

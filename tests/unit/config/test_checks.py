@@ -6,7 +6,7 @@ import pytest
 
 from pentad.config.load import load_config
 from pentad.config.resolve import resolve
-from pentad.config.rules import algorithm, checkpoint, elastic, inputs, layout, modes
+from pentad.config.rules import algorithm, checkpoint, elastic, environments, inputs, layout, modes
 from pentad.config.rules.check import all_rules
 from pentad.config.rules.rule import RunFacts
 from pentad.core.errors import UserError
@@ -810,6 +810,20 @@ BROKEN = [
         "starts from random weights",
     ),
     (
+        "several_environments_are_apart",
+        "train",
+        ["rollout.workflows=[{{workflow: single_turn, data: '{root}'}}]"],
+        "train_dataset.path",
+        "rollout.workflows names the environments and their data",
+    ),
+    (
+        "one_environment_is_looked_at",
+        "eval",
+        [*HELD_OUT, "rollout.workflows=[{{workflow: single_turn}}]"],
+        "rollout.workflows",
+        "eval looks at one environment",
+    ),
+    (
         "there_is_data_to_evaluate_on",
         "eval",
         ["valid_dataset.path="],
@@ -879,7 +893,7 @@ def test_tree_training_is_refused_where_it_cannot_be(folders, command, changes, 
 
 
 def test_every_rule_is_broken_above():
-    subjects = (inputs, modes, algorithm, checkpoint, elastic, layout)
+    subjects = (inputs, environments, modes, algorithm, checkpoint, elastic, layout)
     names = {rule.check.__name__ for subject in subjects for rule in subject.RULES.all}
     of_layouts = {"there_is_a_sampler", "the_layout_is_valid", "idle_devices"}
     assert names - of_layouts == {name for name, *_ in BROKEN}

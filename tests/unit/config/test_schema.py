@@ -15,7 +15,7 @@ def test_every_key_is_documented_in_a_sentence():
 
 def test_every_key_can_be_left_out_except_inside_resource():
     required = [key for key, field in fields().items() if field.is_required()]
-    assert required == ["resource.actor", "resource.rollout"]
+    assert required == ["rollout.workflows.workflow", "resource.actor", "resource.rollout"]
     assert Config() == Config.model_validate({})
 
 

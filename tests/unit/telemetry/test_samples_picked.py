@@ -38,6 +38,7 @@ def test_best_and_worst_come_first_then_others():
         "pick": "best",
         "gid": 4,
         "index": 1,
+        "environment": None,
         "epoch": 1,
         "attempt": 2,
         "question": "prompt 4",
