@@ -63,6 +63,9 @@ class Training:
     """Tokens of the largest microbatch of one data-parallel rank, before cp and tp cut it."""
     has_whole_tables: bool = False
     """Whether tp leaves embedding and head whole, as it does in the backend fsdp."""
+    is_replicated: bool = False
+    """Whether every data-parallel rank holds whole weights and moments, as in the backend
+    megatron."""
     num_tags: int = 0
     """Further copies of the weights: reference, teacher."""
     device: str = "cuda"
@@ -196,8 +199,10 @@ def layer_experts(dims: ModelDims, layer: int, layout: Layout) -> int:
 
 
 def sharded_params(training: Training, held: HeldParams) -> float:
-    """S: dense weights are sharded over dp_shard and cp, experts over efsdp."""
+    """S: dense weights are sharded over dp_shard and cp, experts over efsdp; not in Megatron."""
     layout = training.layout
+    if training.is_replicated:
+        return held.dense + held.experts
     return held.dense / (layout.dp_shard * layout.cp) + held.experts / layout.efsdp
 
 
@@ -214,7 +219,9 @@ def is_wrapped(training: Training) -> bool:
     """Whether weights are gathered or cast for compute, so that copies of them appear."""
     layout = training.layout
     is_sharded = layout.dp_shard * layout.cp > 1 or layout.efsdp > 1
-    return is_sharded or training.compute_bytes != training.param_bytes
+    return (
+        is_sharded and not training.is_replicated
+    ) or training.compute_bytes != training.param_bytes
 
 
 def gathered_weights(training: Training, held: HeldParams) -> float:

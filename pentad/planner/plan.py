@@ -222,6 +222,7 @@ def plan_trainer(
         num_microbatches=number,
         microbatch_tokens=tokens,
         has_whole_tables=component.backend == "fsdp",
+        is_replicated=component.backend == "megatron",
         num_tags=num_tags(config, allocation) if part.key == "actor" else 0,
         device=device.kind,
         with_optimizer=trains,

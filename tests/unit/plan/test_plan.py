@@ -253,6 +253,22 @@ def test_logits_are_kept_unasked_where_the_fewest_ranks_of_an_elastic_run_have_r
     assert chosen("archon:d4", elastic, memory=48) is True
 
 
+def test_every_data_parallel_rank_of_megatron_holds_whole_weights_and_moments():
+    keys = ["actor.path=Qwen/Qwen3-30B-A3B", "train_dataset.max_length=512"]
+
+    def held(layout):
+        given = [*keys, f"allocation_mode={layout}", "cluster.n_gpus_per_node=4"]
+        config = prepare(None, [*given, "cluster.allow_idle=true"], "plan", 1000)[0]
+        plan = build_plan(config, Device("cuda", 1000 * GIB, "", False))
+        return dict(plan.trainers[0].peak[1].device)
+
+    names = ("weights", "optimizer")
+    one, two, four = (held(f"megatron:{layout}") for layout in ("d1t1", "d2", "d4e2"))
+    assert [one[name] for name in names] == [two[name] for name in names]
+    assert all(four[name] > one[name] / 2 for name in names)  # experts alone are cut
+    assert held("archon:d2")["optimizer"] < 0.6 * two["optimizer"]
+
+
 def test_the_backend_fsdp_holds_tables_and_logits_of_the_whole_vocabulary():
     """Its tp cuts layers alone."""
     keys = ["actor.path=Qwen/Qwen3-0.6B", "train_dataset.max_length=2048"]
