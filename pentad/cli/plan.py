@@ -23,13 +23,12 @@ from pentad.config.run_process import RunProcess
 from pentad.config.schema import Config
 from pentad.config.topology import Topology, facts_of, topology
 from pentad.core.errors import Problem, UserError
-from pentad.core.layout import Component
+from pentad.core.layout import Component, Layout
 from pentad.core.machine import GIB, host_memory
 from pentad.data.rows import open_rows
 from pentad.data.section import DatasetConfig
 from pentad.data.shares import Turns, whole_shares
 from pentad.planner.figures import RunPlan, SamplePlan, TrainPlan, inner_rows, span, stage_rows
-from pentad.planner.memory import RULE_OMITS
 from pentad.planner.plan import build_plan, choose_device, thumb_of
 from pentad.planner.remedies import Remedy, propose, propose_adapter
 
@@ -249,19 +248,19 @@ class Page:
         if role == "actor" and any(t.role == "critic" for t in plan.trainers):
             role += "" if plan.allocation.find("critic") else " and critic"
         if component.is_inference:
-            number = component.size("d")
-            cut = f"{counted(number, 'replica', 'replicas')} of {component.world // number}"
+            number, word = component.size("d"), plan.device.word
+            each = counted(component.world // number, word, f"{word}s")
+            cut = f"{counted(number, 'replica', 'replicas')} of {each}"
         else:
             model = plan.config.critic if role == "critic" else plan.config.actor
-            layout = component.layout(model.archon.dp_replicate)
-            cut = f"{layout}, efsdp={layout.efsdp}"
+            cut = describe_layout(component.layout(model.archon.dp_replicate))
         return f"{role} ({component}): {cut}"
 
     def ranks(self, trainer: TrainPlan) -> None:
         layout, dims = trainer.training.layout, trainer.training.dims
-        if layout.world == 1:
-            return
-        self.section(f"{trainer.role}: pipeline ranks")
+        if layout.world in (1, layout.dp_replicate * layout.dp_shard):
+            return  # all ranks are alike, and the memory table says what each holds
+        self.section(f"{trainer.role}: layers of each pipeline rank")
         columns = ("pp", "devices", "stages", "layers", "parameters", "stored", "peak GiB")
         rows = [
             (*words, billions(held), billions(stored), gib(peak))
@@ -270,7 +269,8 @@ class Page:
         self.table(columns, rows, "parameters", "stored", "peak GiB")
         if layout.world == layout.pp:
             return
-        self.say(f"inside each pipeline rank ({layout.world // layout.pp} devices):", "bold")
+        count = layout.world // layout.pp
+        self.say(f"positions of the {count} devices inside each pipeline rank:", "bold")
         found, left_out = inner_rows(layout, dims.num_heads, dims.num_experts)
         titles = ("device", "dp", "cp", "tp", "heads", "efsdp", "ep", "etp", "experts")
         num_columns = len(titles) if dims.num_experts else 5
@@ -283,7 +283,7 @@ class Page:
         rank, peak = trainer.peak
         word, has_host = self.plan.device.word, self.plan.device.kind == "cuda"
         at = f", pipeline rank {rank}" if trainer.training.layout.pp > 1 else ""
-        self.section(f"{trainer.role}: memory by phase, GiB a {word}{at} (an estimate)")
+        self.section(f"{trainer.role}: estimated memory by phase, GiB per {word}{at}")
         rows = []
         for name, phase in trainer.phases[rank].items():
             parts = sorted(phase.device.items(), key=lambda item: -item[1])
@@ -291,16 +291,12 @@ class Page:
             text = ", ".join(f"{part} {gib(size)}" for part, size in shown)
             text += " <- peak" if phase is peak else ""
             rows.append((name, gib(phase.device_bytes), text, gib(self.plan.host_bytes[name])))
-        columns = ("phase", word, "of which", "host, a node")[: 3 + has_host]
-        self.table(columns, [row[: 3 + has_host] for row in rows], word, "host, a node")
-        thumb = thumb_of(trainer)
-        terms = " + ".join(f"{name} {gib(size)}" for name, size in thumb.items())
-        total = gib(sum(thumb.values()))
-        self.say(f"the Archon tutorial's rule of thumb: {terms} = {total} GiB; {RULE_OMITS}.")
+        columns = ("phase", word, "of which", "host per node")[: 3 + has_host]
+        self.table(columns, [row[: 3 + has_host] for row in rows], word, "host per node")
 
     def batch(self) -> None:
         batch, each = self.plan.batch, self.plan.config.gconfig.n_samples
-        text = f"{batch.samples} sequences a step, each at most {batch.prompt_tokens}"
+        text = f"{batch.samples} sequences per step, each at most {batch.prompt_tokens}"
         if batch.answer_tokens:
             text = f"{batch.prompts} prompts x {each} samples = {text} + {batch.answer_tokens}"
         self.section("Batch", f"{text} tokens: {batch.tokens:,} tokens")
@@ -308,7 +304,7 @@ class Page:
             training = trainer.training
             if training.with_optimizer:
                 self.say(
-                    f"{trainer.role}: {trainer.batch_tokens:,.0f} tokens a data-parallel rank, "
+                    f"{trainer.role}: {trainer.batch_tokens:,.0f} tokens per data-parallel rank, "
                     f"{training.num_microbatches} microbatches of at most "
                     f"{training.microbatch_tokens:,} tokens"
                 )
@@ -328,10 +324,12 @@ class Page:
             self.say(f"Does not fit: {lack}.", "bold red")
         if not self.remedies:
             return
-        self.say("What would help, each on top of those before it:")
+        self.say("What would help, cheapest first; each row includes the rows above it:")
         self.remedy_table(self.remedies)
         if not self.remedies[-1].fits:
-            self.say("That is not enough: use more devices, a smaller model or shorter answers.")
+            self.say(
+                "All of it is not enough: use more devices, a smaller model or shorter answers."
+            )
 
     def show_adapter(self, remedies: list[Remedy]) -> None:
         if remedies:
@@ -390,7 +388,18 @@ def gpus_of(alike: Sequence[RunProcess]) -> str:
 
 
 def counted(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
+    return f"{number:,} {one if number == 1 else many}"
+
+
+def describe_layout(layout: Layout) -> str:
+    """Ranks, and the axes over which they are cut."""
+    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    cut = [f"{name}={size}" for name in names if (size := getattr(layout, name)) > 1]
+    experts = [f"{name}={size}" for name in ("ep", "etp") if (size := getattr(layout, name)) > 1]
+    if experts:
+        cut.append(f"experts {' '.join([*experts, f'efsdp={layout.efsdp}'])}")
+    ranks = counted(layout.world, "rank", "ranks")
+    return f"{ranks}: {', '.join(cut)}" if cut else ranks
 
 
 def topology_of(plan: RunPlan) -> Topology:
@@ -399,25 +408,29 @@ def topology_of(plan: RunPlan) -> Topology:
 
 def describe_sampler(sampler: SamplePlan) -> str:
     room, wanted = sampler.num_running, sampler.sampling.num_sequences
-    text = f"{sampler.component.role} ({sampler.component}): weights {gib(sampler.weights_bytes)}"
-    text += f" + cache {gib(sampler.kv_bytes)}"
+    text = f"{sampler.component.role} ({sampler.component}), GiB per device: weights "
+    text += f"{gib(sampler.weights_bytes)}, key-value cache {gib(sampler.kv_bytes)}"
     if sampler.pass_tokens:
-        text += f" + a pass of {sampler.pass_tokens:,} tokens {gib(sampler.pass_bytes)}"
-    text += f" GiB a device, room for {room:,} sequences of "
-    return text + f"{sampler.sampling.sequence_tokens:,} tokens; {wanted} wanted at once"
+        text += f", a forward pass of {sampler.pass_tokens:,} tokens {gib(sampler.pass_bytes)}"
+    held = counted(room, "sequence", "sequences")
+    text += f"; the cache holds {held} of {sampler.sampling.sequence_tokens:,} tokens"
+    return f"{text}, and the run asks for {wanted} at once per replica"
 
 
 def describe_steps(plan: RunPlan) -> str:
     batch = plan.batch
     if batch.steps_per_epoch is None:
-        total = f"{batch.total_steps} steps" if batch.total_steps else "steps an epoch not known"
+        total = f"{batch.total_steps} steps" if batch.total_steps else "steps per epoch not known"
         path = plan.config.train_dataset.path or plan.config.rollout.workflows
         is_stream = plan.config.task == "pretrain"
         why = "sequences are not counted" if is_stream else "the data cannot be read here"
         why = why if path else "train_dataset.path is unset"
         return f"{total} ({why})"
-    what = "prompts of all environments" if plan.config.rollout.workflows else "rows"
-    text = f"{batch.num_rows:,} {what}: {batch.steps_per_epoch:,} steps an epoch"
+    assert batch.num_rows is not None, "steps of an epoch are counted from rows"
+    text = counted(batch.num_rows, "row", "rows")
+    if plan.config.rollout.workflows:
+        text = f"{batch.num_rows:,} prompts of all environments"
+    text += f": {counted(batch.steps_per_epoch, 'step', 'steps')} per epoch"
     return f"{text}, {batch.total_steps:,} in all"
 
 

@@ -204,7 +204,8 @@ class RunPlan:
         for sampler in self.samplers:
             if sampler.num_running < 1:
                 length = sampler.sampling.sequence_tokens
-                found.append(f"{sampler.component}: no room for one sequence of {length} tokens")
+                role = f"rollout ({sampler.component})"
+                found.append(f"{role}: the cache has no room for one sequence of {length:,} tokens")
         return found
 
     @property

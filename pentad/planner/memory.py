@@ -491,9 +491,3 @@ def rule_of_thumb(training: Training, batch_tokens: float) -> dict[str, float]:
         "optimizer": 2 * 4 * size / (layout.dp_shard * cells),
         "activations": training.num_stages * per_microbatch * training.dims.hidden_size * 2,
     }
-
-
-RULE_OMITS = (
-    "it divides parameters and optimizer by neither pp nor cp and dense weights by ep, and leaves "
-    "out fp32 masters, gathered weights, what layers keep besides their input, logits, overhead"
-)

@@ -30,6 +30,7 @@ from pentad.planner.figures import Device, RunPlan
 from pentad.planner.plan import build_plan, saves_async
 
 MAX_TP = 64
+RECOMPUTED, SELECTION = "actor.archon.ac_mode", "actor.archon.ac_selective"
 MICROBATCHES, CRITICS = "actor.mb_spec.n_mbs", "critic.mb_spec.n_mbs"
 KEEPING_SHARE = 0.8
 """Logits are kept unasked where the plan takes at most this share of a GPU with them."""
@@ -91,9 +92,30 @@ def _taken(
             break
         tried = _best_of(step(best.config, plan.dims), best)
         if tried is not None:
-            found = [*(step for step in found if not step.keys() <= tried.keys()), tried]
+            found = _joined(plan, found, tried)
             best = _planned(plan, found)
     return found, best.fits
+
+
+def _joined(plan: RunPlan, steps: list[Changes], last: Changes) -> list[Changes]:
+    """The steps with one more, without what it makes void: keys that it sets again, and which
+    layers are recomputed where all of them are."""
+    void = {*last, *([SELECTION] if last.get(RECOMPUTED) == "full" else [])}
+    kept: list[Changes] = []
+    for step in steps:
+        rest = {key: value for key, value in step.items() if key not in void}
+        if rest != step and not _helps(plan, kept, rest):
+            continue
+        if _is_allowed(plan, [*kept, rest]):
+            kept.append(rest)
+        else:
+            last = {**rest, **last}
+    return [*kept, last]
+
+
+def _helps(plan: RunPlan, steps: list[Changes], more: Changes) -> bool:
+    before, after = _planned(plan, steps), _planned(plan, [*steps, more])
+    return after.peak_bytes < 0.99 * before.peak_bytes or len(after.lacks) < len(before.lacks)
 
 
 def _planned(plan: RunPlan, steps: Sequence[Changes]) -> RunPlan:
@@ -311,7 +333,14 @@ def offload_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
     rollout = config.part("rollout")
     is_near = config.mode == "colocate" and rollout and rollout.backend == "embedded"
     if is_near and not config.offload_train:
-        yield {"offload_train": True, "offload_rollout": True}
+        yield (
+            {"offload_train": True}
+            if config.offload_rollout
+            else {
+                "offload_train": True,
+                "offload_rollout": True,
+            }
+        )
 
 
 def cut_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:

@@ -69,6 +69,6 @@ def test_the_cluster_recipe_is_planned_over_256_devices(capsys):
     assert config.allocation_mode == "archon:(attn:d8p4t8|ffn:d4p4t8e2)"
     assert run_plan(config, notes, 80.0) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "1024 sequences a step, each at most 4096 tokens: 4,194,304 tokens" in said
+    assert "1024 sequences per step, each at most 4096 tokens: 4,194,304 tokens" in said
     assert "100000 steps (sequences are not counted)" in said
     assert "planned for pretrain" in said and "Fits: " in said

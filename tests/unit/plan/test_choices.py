@@ -129,3 +129,25 @@ def test_remedies_together_fit_and_each_is_needed(memory, words):
         pinned = [f"actor.mb_spec.n_mbs={config.actor.mb_spec.n_mbs}"]
         pinned = [] if any("n_mbs" in text for text in others) else pinned
         assert not fits([*others, *pinned]), f"{remedy.overrides} is not needed"
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "offered"),
+    [
+        ("cpu", ["actor.path=Qwen/Qwen3-8B"], "actor.archon.ac_mode=full"),
+        (
+            "cuda",
+            ["actor.path=Qwen/Qwen3-32B", EIGHT, "offload_rollout=true"],
+            "offload_train=true",
+        ),
+    ],
+)
+def test_remedies_that_are_not_enough_do_not_cancel_each_other(kind, words, offered):
+    """Which layers are recomputed has no effect where all are, and what is set is not offered."""
+    given = [*words, "gconfig.max_new_tokens=1024"]
+    device = Device(kind, 24 * GIB, "", False)
+    remedies = propose(build_plan(prepare(None, given, "plan")[0], device))
+    typed = [text for remedy in remedies for text in remedy.overrides]
+    assert not remedies[-1].fits and offered in typed
+    assert not set(typed) & set(words)
+    assert not any(text.startswith("actor.archon.ac_selective") for text in typed)

@@ -362,7 +362,7 @@ def test_the_cache_leaves_room_for_a_pass():
     assert sampler(4).kv_bytes == 746_127_360  # a half of what is left
     assert sampler(3).kv_bytes == 418_512_896 - 234_881_024
     assert sampler(4).device_bytes <= 4 * GIB and sampler(3).device_bytes == 3 * GIB
-    assert "a pass of 8,192 tokens 0.22 GiB a device" in cli.describe_sampler(sampler(3))
+    assert "a forward pass of 8,192 tokens 0.22;" in cli.describe_sampler(sampler(3))
 
 
 def test_a_critic_and_a_reference_are_counted():
