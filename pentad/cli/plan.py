@@ -149,7 +149,7 @@ def count_all(config: Config) -> tuple[int | None, list[str]]:
     return turns.until(counts) if len(counts) == len(found) else None, notes
 
 
-def count_rows(data: DatasetConfig, block: str) -> tuple[int | None, list[str]]:
+def count_rows(data: DatasetConfig, block: str = "train_dataset") -> tuple[int | None, list[str]]:
     """Rows of the training data where it can be read here, and a note where it cannot."""
     if data.path is None:
         return None, []
