@@ -15,6 +15,7 @@ from pentad.config.describe import fields, section_of, show, takes
 from pentad.config.schema import RecipeConfig
 from pentad.core.section import Section
 from pentad.telemetry.record import BLOCKS, StepRecord
+from pentad.telemetry.timeline import LANES, LINE
 
 PACKAGE = Path(pentad.__file__).parent
 TOOLS = Path(__file__).parent
@@ -178,6 +179,8 @@ def telemetry_page() -> str:
         if cls.__doc__ and not cls.__doc__.startswith(cls.__name__ + "("):
             lines += [cls.__doc__ + "\n"]
         lines += _fields_table(f"{block}.", cls)
+    for head, meanings in ((TIMELINE, LINE), (LANES_HEAD, LANES)):
+        lines += [head, *(f"| `{name}` | {meaning} |" for name, meaning in meanings.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -197,6 +200,20 @@ the machine.
 |---|---|---|---|
 | `schema` | version of this format, 1 | | |
 | `nonfinite` | fields that are null because they were NaN or infinite, with what they were | | |"""
+
+
+TIMELINE = """
+# What timeline.jsonl says
+
+One JSON object a line, one line a step: what the processes of the run did and waited for, in spans
+of time, as `pentad view` draws them. All of it measures the machine. Lines of steps that a resumed
+run did again are marked `superseded`.
+
+| field | meaning |
+|---|---|"""
+LANES_HEAD = """
+| lane | its spans |
+|---|---|"""
 
 
 def _fields_table(prefix: str, cls: type) -> list[str]:

@@ -1,8 +1,13 @@
 """The pictures of the docs: each view of `pentad view`, light and dark, from runs on this machine.
 
+    pentad demo
+    pentad train runs/logs/*/demo-grpo/seed1/config.yaml trial_name=rloo algorithm.name=rloo
+    pentad train runs/logs/*/demo-grpo/seed1/config.yaml trial_name=async mode=async \\
+        'allocation_mode=embedded[rollout]:d2+archon[actor]:d2+archon[ref]:d1' max_staleness=2 \\
+        algorithm.kl_coef=0.01 train_dataset.batch_size=8 gconfig.n_samples=8 \\
+        evaluator.freq_steps=8 recover.mode=auto recover.freq_steps=5 total_train_steps=24
     python -m pentad_tools.pictures runs docs/pictures
-
-`runs` holds the run of `pentad demo` and, for the comparison, others of the same experiment."""
+"""
 
 from __future__ import annotations
 
@@ -36,12 +41,15 @@ def views_of(address: str) -> dict[str, str]:
     """Name of a picture -> the page's address for it."""
     with urllib.request.urlopen(f"{address}api/runs") as answer:
         runs = json.load(answer)["runs"]
-    demo = next(run["id"] for run in runs if run["id"].startswith("demo-grpo~seed"))
-    alike = [run["id"] for run in runs if run["id"].startswith("demo-grpo") and run["id"] != demo]
-    found = {name: f"#/{name}?run={demo}" for name in ("overview", "samples", "time", "plan")}
+    known = {run["id"] for run in runs}
+    if missing := {f"demo-grpo~{name}" for name in ("seed1", "rloo", "async")} - known:
+        raise SystemExit(f"no run {', '.join(sorted(missing))}; see the head of this file")
+    demo = "demo-grpo~seed1"
+    found = {name: f"#/{name}?run={demo}" for name in ("overview", "samples", "plan")}
     found["samples"] += "&color=logprob"
-    if alike:
-        found["compare"] = f"#/overview?run={demo}&run={alike[0]}"
+    found["time"] = "#/time?run=demo-grpo~async&step=12"
+    found["compare"] = f"#/overview?run={demo}&run=demo-grpo~rloo"
+    found["processes"] = "#/time?run=demo-grpo~async&step=12"
     return found
 
 
@@ -62,6 +70,9 @@ def main(runs: str, target: str) -> None:
                     browser.open(address + place)
                     browser.wait_for("document.querySelector('.chart, .card, .meter')", 60)
                     time.sleep(SETTLE_S)
+                    if name == "processes":
+                        browser.run("document.querySelector('.lanes').scrollIntoView()")
+                        browser.run("scrollBy(0, -64)")
                     browser.picture(folder / f"{name}-{theme}.png")
     finally:
         child.end()

@@ -2,7 +2,7 @@
 
 export type Json = any; // records of a run: read with care, whatever version wrote them
 
-export interface Mark { kind: string; step: number | null; time: number | null; text: string }
+export interface Mark { kind: string; step: number | null; time: number | null; text: string; cost?: Record<string, number> }
 export interface Brief {
   id: string; name: string; path: string; state: string; step: number | null; time: number;
   reward: number | null; loss: number | null;
@@ -48,7 +48,6 @@ function fromInside(path: string, params: Record<string, Json>): Json {
     case "runs": return { runs: [inside.run], places: [inside.run.path] };
     case "run": return inside.run;
     case "fields": return inside.fields;
-    case "config": return inside.config;
     case "plan": if (inside.plan?.error) throw new Failed(inside.plan.error); return inside.plan;
     case "series": return sliced(inside.series, params);
     case "samples": return listed(params);
@@ -87,6 +86,7 @@ function listed(p: Record<string, Json>): Json {
     (low === undefined || low === "" || v >= Number(low)) && (high === undefined || high === "" || v <= Number(high));
   const found = all.filter((s) =>
     (step === null || s.step === step) && (!p.pick || s.pick === p.pick) && (!p.finish || s.finish === p.finish) &&
+    (!p.environment || s.environment === p.environment) && (!p.version || (s.min_version <= Number(p.version) && s.max_version >= Number(p.version))) &&
     (!p.prompt || s.prompt_key === Number(p.prompt)) && within(s.reward, p.min_reward, p.max_reward) &&
     within(s.num_sampled, p.min_length, p.max_length) &&
     (!words || JSON.stringify([s.question, s.prompt, s.text, s.turns]).toLowerCase().includes(words)));
@@ -98,5 +98,6 @@ function listed(p: Record<string, Json>): Json {
   found.sort((a, b) => by(a) - by(b));
   const skip = Number(p.skip ?? 0), most = Number(p.most ?? 50);
   const next = found.length > skip + most ? skip + most : null;
-  return { samples: found.slice(skip, skip + most), total: found.length, next, last_step: last, step, progress: 1 };
+  return { samples: found.slice(skip, skip + most), total: found.length, next, last_step: last, step, progress: 1,
+    environments: [...new Set(all.map((s) => s.environment).filter(Boolean))] };
 }

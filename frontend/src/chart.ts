@@ -67,7 +67,7 @@ export class Chart {
 
   constructor(
     readonly title: string, readonly about: string, readonly unit: string,
-    private events: ChartEvents, private options: { stacked?: boolean; log?: boolean; height?: number } = {},
+    private events: ChartEvents, private options: { stacked?: boolean; log?: boolean; named?: boolean; height?: number } = {},
   ) {
     this.box.append(this.tip);
     this.el = h("figure", { class: "chart" },
@@ -154,6 +154,7 @@ export class Chart {
   private uplotOptions(): uPlot.Options {
     const width = Math.max(200, this.box.clientWidth);
     const bands: uPlot.Band[] = [];
+    const count = new Set(this.lines.flatMap((l) => l.x)).size;
     const series: uPlot.Series[] = [{}];
     const stepped = uPlot.paths.stepped!({ align: -1 });
     this.columns.forEach(({ line, part }, n) => {
@@ -166,7 +167,7 @@ export class Chart {
           fill: line === 0 ? () => faded(css(l.color), 0.85) : undefined });
       } else if (part === "main") {
         series.push({ stroke: color, width: l.isDots ? 1.5 : 1.75, dash: l.dash, spanGaps: true,
-          points: { show: l.isDots || l.y.filter((v) => v !== null).length < 30, size: 5, fill: color } });
+          points: { show: l.isDots || count < 30, size: 5, fill: color } });
       } else if (part === "raw") {
         series.push({ stroke: () => faded(css(l.color), 0.28), width: 1, spanGaps: true, points: { show: false } });
       } else {
@@ -259,7 +260,7 @@ export class Chart {
       let text = num(l.y[n], 4);
       if (l.isDots && l.low?.[n] != null) text += ` [${num(l.low[n], 3)}, ${num(l.high![n], 3)}]`;
       return h("span", { class: "entry" }, h("i", { class: "swatch", style: { background: css(l.color) } }),
-        this.lines.length > 1 && h("span", { class: "label" }, l.label), h("b", null, text));
+        (this.lines.length > 1 || this.options.named) && h("span", { class: "label" }, l.label), h("b", null, text));
     });
     const where = isAt && this.frame ? h("span", { class: "where" }, this.frame.xText(u.data[0][at!])) : null;
     fill(this.legend, entries, where);

@@ -21,8 +21,8 @@ export function duration(seconds: number | null | undefined): string {
   if (seconds === null || seconds === undefined || Number.isNaN(seconds)) return "–";
   if (seconds < 0.1) return `${num(seconds * 1e3, 2)} ms`;
   if (seconds < 60) return `${num(seconds, 3)} s`;
-  const minutes = Math.floor(seconds / 60);
-  if (minutes < 60) return `${minutes} min ${Math.round(seconds % 60)} s`;
+  const minutes = Math.floor(Math.round(seconds) / 60);
+  if (minutes < 60) return `${minutes} min ${Math.round(seconds) % 60} s`;
   const hours = Math.floor(minutes / 60);
   return hours < 48 ? `${hours} h ${minutes % 60} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
 }
@@ -31,6 +31,10 @@ export function clock(seconds: number): string {
   return new Date(seconds * 1e3).toLocaleString(undefined, {
     month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", hour12: false,
   });
+}
+
+export function clockSeconds(seconds: number): string {
+  return new Date(seconds * 1e3).toLocaleTimeString(undefined, { hour12: false });
 }
 
 export function gib(bytes: number): string {

@@ -40,7 +40,7 @@ const themeButton = h("button", { type: "button", class: "ghost", onclick: () =>
 
 function head(): void {
   const run = main(), { view, ids } = shared.state;
-  fill(tabs, VIEWS.filter(([name]) => name !== "plan" || run?.has_plan).map(([name, label]) =>
+  fill(tabs, VIEWS.filter(([name]) => (name === "plan" ? run?.has_plan : run?.state !== "recipe")).map(([name, label]) =>
     h("a", { href: address(name, ids), "aria-current": name === view ? "page" : null }, label)));
   const open = chooser.querySelector("details")?.open ?? false;
   const states = run ? h("span", { class: `state ${run.state}` }, run.state) : null;
@@ -52,7 +52,7 @@ function head(): void {
         location.hash = address(view, next.length ? next : [one.id]);
       } }),
       h("a", { href: address(view, [one.id]), title: one.path }, one.name), h("span", { class: `state ${one.state}` }, one.state),
-      h("span", { class: "muted" }, one.step !== null ? `step ${one.step}` : "no step", one.reward !== null && one.reward !== undefined ? ` · reward ${num(one.reward)}` : "", one.time ? ` · ${clock(one.time)}` : ""));
+      h("span", { class: "muted" }, one.step !== null ? `step ${one.step}` : one.state === "recipe" ? "" : "no step", one.reward !== null && one.reward !== undefined ? ` · reward ${num(one.reward)}` : "", one.time ? ` · ${clock(one.time)}` : ""));
   });
   fill(chooser, shared.runs.length > 1 || !run
     ? h("details", { class: "runs", open }, h("summary", null, run ? run.name : "no run", ids.length > 1 ? ` + ${ids.length - 1}` : ""), h("div", { class: "menu" }, h("p", { class: "muted small" }, "Tick runs to compare them."), h("ul", null, list)))
@@ -107,6 +107,7 @@ async function route(): Promise<void> {
       return;
     }
     await readSummaries();
+    if (main()?.state === "recipe") shared.state.view = "plan";
     show();
   });
 }

@@ -4,6 +4,7 @@ import { Chart, COLORS, nearest, type Frame, type Line } from "./chart";
 import { choice, fill, h, table, type Child } from "./dom";
 import { clock, duration, num, share } from "./format";
 import { address, main, remember, shared, type Page } from "./state";
+import { costOf } from "./time";
 
 interface Wanted { title: string; keys: string[]; log?: boolean; scale?: number; unit?: string; isEval?: boolean }
 
@@ -111,7 +112,7 @@ export function overview(): Page {
         const field = shared.fields[key] ?? shared.fields[key.split("/").slice(0, 2).join("/")];
         const about = one.isEval ? "evals.jsonl: with its 95% interval where it has one" : field?.meaning ?? key;
         const chart = new Chart(one.title, about, one.unit ?? (one.isEval ? "" : field?.unit ?? ""),
-          { zoom: (low, high) => zoom([low, high]), reset: () => zoom(null), pick }, { log: one.log });
+          { zoom: (low, high) => zoom([low, high]), reset: () => zoom(null), pick }, { log: one.log, named: one.keys[0].endsWith("*") });
         charts.push({ chart, wanted: one });
         return chart.el;
       })));
@@ -225,7 +226,7 @@ export function overview(): Page {
     const keys = Object.entries(found.keys as Record<string, unknown[]>);
     fill(compared, h("section", { class: "panel" }, h("h2", null, "What differs"),
       found.partings.map((p: any, n: number) => h("p", null, h("b", null, names[0]), " and ", h("b", null, names[n + 1]), p
-        ? ` part at step ${p.step}: ${p.key} is ${num(p.values[0], 6)} and ${num(p.values[1], 6)}.`
+        ? [" part at ", h("a", { href: address("samples", [ids[0]], { step: String(p.step) }) }, `step ${p.step}`), `: ${p.key} is ${num(p.values[0], 6)} and ${num(p.values[1], 6)}.`]
         : " agree in every step that both have.")),
       keys.length ? table(["key", ...names], keys.map(([key, values]) => [h("code", null, key),
         ...values.map((v) => h("code", null, typeof v === "string" ? v : JSON.stringify(v)))])) : h("p", { class: "muted" }, "Their configs are equal.")));
@@ -281,5 +282,6 @@ export function overview(): Page {
 
 /** Without the step, which stands beside it. */
 function wordsOf(mark: Mark): string {
-  return mark.text.replace(/^step \d+: /, "");
+  const words = mark.text.replace(/^step \d+: /, "");
+  return mark.cost && Object.keys(mark.cost).length ? `${words}; it cost ${costOf(mark.cost)}` : words;
 }

@@ -26,10 +26,10 @@ export function plan(): Page {
         stat("Verdict", p.fits ? "fits" : "does not fit", `${gib(p.peak_bytes)} of ${gib(device)} at the peak`),
         stat("Model", `${num(p.model.num_params, 3)}`, `parameters${p.model.num_active_params !== p.model.num_params ? `, ${num(p.model.num_active_params)} active` : ""}`),
         stat("Layout", p.allocation.text, p.device.kind === "cuda" ? `${p.allocation.num_devices} GPUs` : "on the CPU"),
-        stat("Batch", `${num(p.batch.samples, 6)}`, `sequences a step, at most ${num(p.batch.max_tokens, 6)} tokens`)),
+        stat("Batch", `${num(p.batch.samples, 6)}`, `sequences a step, at most ${num(p.batch.max_tokens, 3)} tokens`)),
       p.lacks.map((text: string) => h("p", { class: "notice" }, `Does not fit: ${text}.`)),
       panel("Processes", "what a run starts, and on which devices", table(["process", "runs", "machine", "devices", "shares with", "started by"],
-        p.processes.slice(0, 64).map((one: Json) => [one.name, (one.runs ?? []).join(", "), one.node ?? "any", (one.devices ?? []).join(", ") || "–", (one.shares_with ?? []).join(", ") || "–", one.started_by])),
+        alike(p.processes).map(([one, last]) => [upTo(one.name, last.name), upTo((one.runs ?? []).join(", "), (last.runs ?? []).join(", ")), one.node ?? "any", (one.devices ?? []).join(", ") || "–", (one.shares_with ?? []).join(", ") || "–", one.started_by])),
         p.device.kind === "cuda" && devices(p)),
       p.trainers.map((trainer: Json) => memory(trainer, device)),
       p.samplers.length > 0 && panel("Samplers", "memory of a device, and room for sequences at once", p.samplers.map((s: Json) => sampler(s, device)), legendOf(["weights", "key-value cache", "a pass"])),
@@ -61,6 +61,21 @@ export function plan(): Page {
   return { el, update };
 }
 
+/** The first and the last of processes in a row that differ in their numbers alone. */
+function alike(processes: Json[]): [Json, Json][] {
+  const kind = (one: Json) => JSON.stringify([one.name.replace(/\d+$/, ""), one.runs?.map((r: string) => r.replace(/\d+$/, "")), one.node, one.devices, one.shares_with, one.started_by]);
+  const found: [Json, Json][] = [];
+  for (const one of processes) {
+    const before = found.at(-1);
+    if (before && kind(before[1]) === kind(one)) before[1] = one; else found.push([one, one]);
+  }
+  return found;
+}
+
+function upTo(first: string, last: string): string {
+  return first === last ? first : `${first} to ${last.match(/\d+$/)?.[0] ?? last}`;
+}
+
 function stat(label: string, value: string, note: string): HTMLElement {
   return h("div", { class: "stat" }, h("span", { class: "label" }, label), h("span", { class: value.length > 12 ? "value long" : "value" }, value), h("span", { class: "note" }, note));
 }
@@ -85,7 +100,7 @@ function scaleOf(most: number, device: number): number {
 }
 
 function stack(label: string, parts: Record<string, number>, device: number, text: string, scale: number, order: string[] = Object.keys(parts)): HTMLElement {
-  return h("div", { class: "meter" }, h("span", { class: "label" }, label),
+  return h("div", { class: text.length > 12 ? "meter long" : "meter" }, h("span", { class: "label" }, label),
     h("span", { class: "track" }, order.map((name, n) => h("i", { style: { width: `${(100 * (parts[name] ?? 0)) / scale}%`, background: `var(${COLORS[n % COLORS.length]})` }, title: `${name} ${gib(parts[name] ?? 0)}` })),
       scale >= device && h("em", { style: { left: `${(100 * device) / scale}%` }, title: `the device: ${gib(device)}` })),
     h("span", { class: "value" }, text));

@@ -18,7 +18,8 @@ export function samples(): Page {
   const more = h("button", { type: "button", class: "ghost", hidden: true, onclick: () => void load(true) }, "More");
   let next: number | null = null, asked = 0, shownKey = "", opened = params.get("open") ?? "";
   const isLatest = () => !params.get("step") && !isSearch();
-  const isSearch = () => ["text", "finish", "version", "prompt", ...FILTERS.map(([n]) => n)].some((n) => params.get(n)) || params.get("all") === "1";
+  const names = ["text", "finish", "version", "prompt", "environment", ...FILTERS.map(([n]) => n)];
+  const isSearch = () => params.get("all") === "1" || (!params.get("step") && names.some((n) => params.get(n)));
 
   const step = h("input", { type: "number", min: "1", class: "step", "aria-label": "Step", placeholder: "latest",
     onchange: () => goto(step.value ? Number(step.value) : null) });
@@ -39,12 +40,14 @@ export function samples(): Page {
       options.map(([value, text]) => h("option", { value, selected: params.get(name) === value }, text)));
     return box;
   };
+  const environments = select("environment", "Environment", [["", "any environment"]]);
+  environments.hidden = true;
   const filters = h("details", { class: "filters", open: isSearch() }, h("summary", null, "Filters"),
-    h("div", { class: "bar" }, boxes,
+    h("div", { class: "bar" }, boxes, environments,
       select("finish", "Why an answer ended", [["", "any end"], ["stop", "stop"], ["length", "length"], ["abort", "abort"]]),
       h("label", { class: "inline" }, h("input", { type: "checkbox", checked: params.get("all") === "1", onchange: (e: Event) => { remember("all", (e.target as HTMLInputElement).checked ? "1" : null); void load(); } }), "all steps"),
       h("button", { type: "button", class: "ghost", onclick: () => {
-        for (const name of ["text", "finish", "version", "prompt", "all", ...FILTERS.map(([n]) => n)]) remember(name, null);
+        for (const name of ["all", ...names]) remember(name, null);
         filters.querySelectorAll("input").forEach((box) => { box.value = ""; box.checked = false; });
         filters.querySelectorAll("select").forEach((box) => { box.value = ""; });
         search.value = "";
@@ -64,7 +67,7 @@ export function samples(): Page {
   async function load(isMore = false): Promise<void> {
     const mine = ++asked;
     const wanted: Record<string, string> = { most: "40", skip: isMore && next !== null ? String(next) : "0" };
-    for (const name of ["pick", "order", "text", "finish", "version", "prompt", ...FILTERS.map(([n]) => n)]) {
+    for (const name of ["pick", "order", ...names]) {
       const value = params.get(name);
       if (value) wanted[name] = value;
     }
@@ -81,6 +84,7 @@ export function samples(): Page {
     }
     if (mine !== asked) return;
     lastStep = found.last_step;
+    showEnvironments(found.environments ?? []);
     next = found.next;
     more.hidden = next === null;
     const key = JSON.stringify([wanted, found.samples.map((s: Json) => [s.step, s.gid, s.index]), found.step]);
@@ -103,11 +107,17 @@ export function samples(): Page {
     }
   }
 
+  function showEnvironments(known: string[]): void {
+    environments.hidden = !known.length;
+    if (environments.options.length === known.length + 1) return;
+    fill(environments, ["", ...known].map((name) => h("option", { value: name, selected: params.get("environment") === name }, name || "any environment")));
+  }
+
   function card(s: Json): HTMLElement {
     const isOn = opened === keyOf(s);
     return h("button", { type: "button", class: "card", "aria-pressed": isOn ? "true" : "false", "data-key": keyOf(s), onclick: () => void open(s, true) },
       h("span", { class: "top" }, h("span", { class: `pick ${s.pick}` }, s.pick ?? ""), (isSearch() || params.get("pick")) && h("span", { class: "muted" }, `step ${s.step}`),
-        h("span", { class: "grow" }), rewardOf(s.reward), h("span", { class: "muted" }, `${s.num_sampled} tok · ${s.finish}`)),
+        s.environment && h("span", { class: "pick" }, s.environment), h("span", { class: "grow" }), rewardOf(s.reward), h("span", { class: "muted" }, `${s.num_sampled} tok · ${s.finish}`)),
       h("span", { class: "question" }, clip(s.question ?? s.prompt ?? "", 160)),
       h("span", { class: "answer" }, clip(s.turns?.length ? s.turns.map((t: string[]) => t[1]).join(" / ") : s.text ?? "", 260)));
   }

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from importlib.resources import as_file, files
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
+from pentad.cli.runs import page_beside
 from pentad.config.schema import Config
 from pentad.core.device import pick_device
+from pentad.core.errors import UserError
 from pentad.core.folders import read_object
 from pentad.core.machine import user_name
 from pentad.data.toy import write_model, write_task
@@ -48,7 +51,6 @@ def run_demo(
     fresh = fresh or is_complete(config)
     warm = run_sft(config, notes, fresh=fresh, device=str(chosen))
     console.print("3/3 reinforcement learning: the reward is all it sees")
-    console.print(f"    pentad view {fileroot}   shows it on a page, while it runs and afterwards")
     config, notes = prepare(
         recipe("demo_grpo.yaml"),
         [
@@ -60,8 +62,19 @@ def run_demo(
         ],
         "train",
     )
-    summary = run_train(config, notes, fresh=fresh, device=str(chosen))
+    with live_page(config, console):
+        summary = run_train(config, notes, fresh=fresh, device=str(chosen))
     console.print(closing(summary))
+
+
+def live_page(config: Config, console: Console) -> AbstractContextManager[None]:
+    """The page of the run as long as it runs, where what serves it is installed."""
+    try:
+        import pentad.cli.view  # noqa: F401
+    except UserError as error:
+        console.print(f"    without a live page: {error}")
+        return nullcontext()
+    return page_beside(config)
 
 
 def is_complete(config: Config) -> bool:

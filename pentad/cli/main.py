@@ -380,9 +380,12 @@ def serve(
 @app.command()
 @reporting
 def view(
-    runs: Annotated[
-        list[Path] | None,
-        Argument(metavar="RUN", help="Folders of runs, or folders with runs in them (runs)."),
+    words: Annotated[
+        list[str] | None,
+        Argument(
+            metavar="RUN|RECIPE KEY=VALUE",
+            help="Folders of runs, or with runs in them (runs); or recipes with overrides.",
+        ),
     ] = None,
     host: Annotated[
         str, Option(help="Address to listen at; other than loopback, the page has a token.")
@@ -398,8 +401,7 @@ def view(
     """
     from pentad.cli.view import run_view
 
-    places = [run.expanduser().absolute() for run in runs or [Path("runs")]]
-    run_view(places, host, port, listener_fd)
+    run_view(words or [], host, port, listener_fd)
 
 
 @app.command()

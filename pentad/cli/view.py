@@ -10,18 +10,19 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pentad.cli.recipe import OVERRIDE
 from pentad.config.rules.model import uncounted
 from pentad.config.schema import Config
 from pentad.core.errors import Problem, UserError
 from pentad.planner.prepare import prepare
 from pentad.planner.remedies import propose
-from pentad.runtime.process import Child, bound
+from pentad.runtime.process import NICENESS, Child, bound
 from pentad.telemetry.runfolder import run_path
-from pentad.view.run import find_runs
+from pentad.view.run import find_runs, is_recipe
 
 try:
     from pentad.serve.server import bind, serve
@@ -39,30 +40,43 @@ LOOPBACK = "127.0.0.1"
 DRAIN_S = 1.0
 
 
-def run_view(places: list[Path], host: str, port: int | None, listener_fd: int | None) -> None:
+def run_view(words: list[str], host: str, port: int | None, listener_fd: int | None) -> None:
     """Serves until a signal comes. `listener_fd`: a socket that the starter listens at."""
+    overrides = [word for word in words if OVERRIDE.match(word)]
+    given = [Path(word).expanduser().absolute() for word in words if word not in overrides]
+    places = given or [Path("runs").absolute()]
     if listener_fd is None:
-        check_places(places)
+        check_places(places, overrides)
         listener = listen(host, port)
     else:
+        os.nice(NICENESS)
         listener = socket.socket(fileno=listener_fd)
     is_loopback = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
     token = None if is_loopback else secrets.token_urlsafe(16)
-    pages = RunPages(places, plan_of)
+    pages = RunPages(places, plan_of, overrides)
     pages.look()
     if listener_fd is None:
-        print(f"{len(pages.runs)} runs at {', '.join(map(str, places))}")
+        print(f"{len(pages.runs)} found at {', '.join(map(str, places))}")
         print(describe_address(listener, token), flush=True)
     asyncio.run(until_signal(ViewGuard(pages.app(), token=token, hosts=[host]), listener))
 
 
-def check_places(places: list[Path]) -> None:
+def check_places(places: list[Path], overrides: Sequence[str] = ()) -> None:
+    """Every place has a run, or is a recipe that can be planned; all problems together."""
     problems = []
     for place in places:
-        if not find_runs([place]):
+        if is_recipe(place):
+            try:
+                plan_of(place, overrides)
+            except UserError as error:
+                problems += error.problems
+        elif not find_runs([place]):
             what = "has no run in it" if place.is_dir() else "there is no such folder"
             remedy = "give a run's folder, one with runs in it, or start one: pentad demo"
             problems.append(Problem(f"run = {place}", what, remedy))
+    if overrides and not any(map(is_recipe, places)):
+        where, remedy = " ".join(overrides), "name it: pentad view recipe.yaml key=value"
+        problems.append(Problem(where, "overrides are of a recipe, and none is given", remedy))
     if problems:
         raise UserError(problems)
 
@@ -95,12 +109,12 @@ async def until_signal(app: ViewGuard, listener: socket.socket) -> None:
     await serve(app, listener, ServeLimits(), stop=stop, drain_s=DRAIN_S, on_ready=lambda: None)
 
 
-def plan_of(recipe: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The plan of a run that was started: for this machine's device where it ran without GPUs, else
-    for GPUs of the memory that is found here or known of the recipe."""
+def plan_of(recipe: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The plan of a recipe, or of the config of a run: for this machine's device where it needs no
+    GPUs, else for GPUs of the memory that is found here or known of the recipe."""
     from pentad.cli.plan import as_dict, make_plan
 
-    config, notes = prepare(recipe, [], "plan")
+    config, notes = prepare(recipe, list(overrides), "plan")
     if reason := uncounted(config):
         raise UserError(reason)
     plan = make_plan(config, notes, None)

@@ -36,6 +36,7 @@ from pentad.rollout.workflows import (
     Workflow,
     contained,
 )
+from pentad.telemetry.timeline import timeline
 
 log = logging.getLogger(__name__)
 
@@ -199,7 +200,8 @@ class Executor:
                 rule = "none is set, and the workflow gave its samples no reward"
                 raise UserError(Problem("reward.fn", rule, "name a reward"))
         else:
-            group = await self.reward.score(group)
+            with timeline.span("rewards", "scores"):
+                group = await self.reward.score(group)
         for sample in group.samples:
             sample.environment = None
         return group

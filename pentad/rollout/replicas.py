@@ -18,6 +18,7 @@ from pentad.core.seeds import derive_seed
 from pentad.core.types import Generation, Prompt, Request
 from pentad.rollout.checks import Drawn, check_generations
 from pentad.runtime.awake import awake_s
+from pentad.telemetry.timeline import timeline
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +131,8 @@ class CheckedSampler:
         replica = self.replica
         task = asyncio.ensure_future(replica.sampler.generate(request))
         try:
-            answers = await asyncio.shield(task)
+            with timeline.span(replica.name, "generates"):
+                answers = await asyncio.shield(task)
             check_generations(request, answers, self.vocab_size)
         except asyncio.CancelledError:
             await self._abort(request.id, task)

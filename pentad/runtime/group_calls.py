@@ -38,6 +38,7 @@ from pentad.runtime.report import (
 )
 from pentad.runtime.roles import RoleProcess, RoleSpec, Runtime
 from pentad.runtime.wire import Connection
+from pentad.telemetry.timeline import timeline
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -226,7 +227,16 @@ class RankGroup:
                 raise
             waited = [answer.get("waited_s", 0.0) for answer in answers]
             self.pace.take(method, awake_s() - began, waited, self.members[0].step)
+            self._note_spans(method, awake_s() - began, waited)
         return self._value(answers[0])
+
+    def _note_spans(self, method: str, seconds: float, waited: Sequence[float]) -> None:
+        """What each rank did in a call that just ended."""
+        end = timeline.clock()
+        for member, wait in zip(self.members, waited, strict=True):
+            lane, stop = member.process.name, end - min(wait, seconds)
+            timeline.add(lane, method, end - seconds, stop)
+            timeline.add(lane, "waits for other ranks", stop, end)
 
     def ask(self, method: str, **arguments: Any) -> Any:
         """A question to rank 0 alone, beside a call under way."""

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from pentad.telemetry.timeline import timeline
+
 SCHEMA = 1
 
 
@@ -294,6 +296,11 @@ class StepRecord:
     phases: dict[str, float] | None = measured(
         "duration of each phase; they exclude each other and sum to wall_clock_ms", "ms"
     )
+    gates: dict[str, float] | None = measured(
+        "how long each closed gate kept prompts from being admitted since the record before; "
+        "timeline.jsonl says when. Null where none did, and without rollouts",
+        "ms",
+    )
     mfu: float | None = measured(
         "share of the devices' peak reached by the training phase: 6 x active parameters x tokens, "
         "and attention counted as causal; recomputation is not counted. Null on a CPU, for a GPU "
@@ -420,7 +427,8 @@ class PhaseTimer:
         self._open.append(name)
         depth = len(self._open)
         try:
-            yield
+            with timeline.span("learner", name):
+                yield
         finally:
             self._book()
             assert len(self._open) == depth, f"phase {name} ended while {self._open[-1]} was open"

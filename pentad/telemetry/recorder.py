@@ -25,6 +25,7 @@ from pentad.telemetry.samples import pick_samples
 from pentad.telemetry.screen import Screen
 from pentad.telemetry.sinks import BackgroundSink
 from pentad.telemetry.steps import LineWriter, read_lines, supersede
+from pentad.telemetry.timeline import gates_of, timeline
 
 if TYPE_CHECKING:
     from pentad.core.types import Group
@@ -107,9 +108,9 @@ class Recorder:
         self._lock = threading.Lock()
 
     def _open_files(self) -> None:
-        names = ("steps.jsonl", "samples.jsonl", "evals.jsonl")
+        names = ("steps.jsonl", "samples.jsonl", "evals.jsonl", "timeline.jsonl")
         self._writers = [LineWriter(self.folder.file(name)) for name in names]
-        self._steps, self._samples, self._evals = self._writers
+        self._steps, self._samples, self._evals, self._timeline = self._writers
 
     def resume(self, step: int) -> int:
         """Continues after `step`; returns how many recorded steps will be done again. Once."""
@@ -117,6 +118,7 @@ class Recorder:
             for writer in self._writers:
                 writer.close()
             supersede(self.folder.file("samples.jsonl"), after=step)
+            supersede(self.folder.file("timeline.jsonl"), after=step)
             self._drawn["evals"] = supersede(
                 self.folder.file("evals.jsonl"), after=step, key="version"
             )
@@ -171,7 +173,9 @@ class Recorder:
                 line["infra"]["ettr"] = (
                     sum(self._effective.values()) / passed if passed > 0 else None
                 )
-            line["evals"] = self._new_evals or None
+            spans = {"step": record.step, "generation": self.generation, **timeline.take()}
+            self._try("timeline.jsonl", lambda: self._timeline.append(spans))
+            line["evals"], line["gates"] = self._new_evals or None, gates_of(spans)
             self._new_evals = []
             self._try("steps.jsonl", lambda: self._steps.append(line))
             picks: list[dict[str, Any]] = []

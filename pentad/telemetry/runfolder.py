@@ -37,11 +37,20 @@ def describe_start(**more: Any) -> dict[str, Any]:
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join(sys.argv),
+        "cwd": working_folder(),
         "versions": host.versions(),
         "git": host.git_state(package.parent),
         "hardware": host.hardware(),
         **more,
     }
+
+
+def working_folder() -> str | None:
+    """From which relative paths of the config count; None where it was deleted."""
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:
+        return None
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -55,6 +64,8 @@ FILES = {
     "the step it resumed from, the command, package versions, git commit and hardware.",
     "steps.jsonl": "One JSON record a step: loss, rewards, lengths, ratios, timings, memory, where "
     "the prompts went. Every field is explained in docs/telemetry.md.",
+    "timeline.jsonl": "One JSON record a step: what each process did and which gate was closed, in "
+    "spans of time. docs/telemetry.md has its form.",
     "evals.jsonl": "One JSON record an evaluation: which version of the weights, accuracy with its "
     "95% interval, mean reward and length. Version 0 is the baseline before the first step.",
     "samples.jsonl": "A few samples of each step, the best, the worst and random ones: prompt, "

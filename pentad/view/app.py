@@ -12,7 +12,7 @@ import io
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from http.cookies import SimpleCookie
 from importlib.resources import files
@@ -25,19 +25,22 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response, S
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from pentad.config.resolve import PATHS
 from pentad.core.errors import UserError
 from pentad.serve.wire import is_local, name_of
 from pentad.telemetry.record import finite
 from pentad.view.compare import differing_keys, first_parting
 from pentad.view.export import export_page
 from pentad.view.fields import field_meanings
-from pentad.view.run import BUDGET_S, RunView, find_runs
+from pentad.view.lines import newest_mtime
+from pentad.view.run import BUDGET_S, RunView, find_runs, is_recipe
 from pentad.view.samples import SampleFilter
 
 log = logging.getLogger(__name__)
 
 MAX_POINTS = 4000
 MAX_LISTED = 200
+MAX_TIMELINE_BYTES = 2 << 20
 LOOK_S = 3.0
 """How often folders are searched for new runs."""
 COOKIE = "pentad_view"
@@ -57,16 +60,20 @@ STATIC = {
     "app.css": "text/css; charset=utf-8",
 }
 
-PlanOf = Callable[[Path, Mapping[str, Any]], dict[str, Any]]
-"""The config.yaml of a run and its manifest -> what `pentad plan --json` prints of it."""
+PlanOf = Callable[[Path, Sequence[str]], dict[str, Any]]
+"""A recipe and its overrides -> what `pentad plan --json` prints of it."""
 
 
 class RunPages:
     """The runs at some places, and the endpoints that show them."""
 
-    def __init__(self, places: list[Path], plan_of: PlanOf | None = None) -> None:
+    def __init__(
+        self, places: list[Path], plan_of: PlanOf | None = None, overrides: Sequence[str] = ()
+    ) -> None:
         self.places = places
         self.plan_of = plan_of
+        self.overrides = overrides
+        """Of the recipes among the places."""
         self.runs: dict[str, RunView] = {}
         self._looked_at = float("-inf")
         self._plans: dict[str, dict[str, Any]] = {}
@@ -78,8 +85,8 @@ class RunPages:
         self._looked_at = time.monotonic()
         known = {run.folder for run in self.runs.values()}
         found = find_runs(self.places)
-        missing = [place for place in self.places if not place.exists()]
-        for folder in [*found, *missing]:
+        others = [place for place in self.places if is_recipe(place) or not place.exists()]
+        for folder in [*found, *others]:
             if folder not in known:
                 name = "~".join(folder.parts[-2:])
                 id = name if name not in self.runs else f"{name}~{len(self.runs)}"
@@ -92,21 +99,20 @@ class RunPages:
             "/api/series": self.series,
             "/api/compare": self.compare,
             "/api/step": self.step,
+            "/api/timeline": self.timeline,
             "/api/samples": self.samples,
             "/api/group": self.group,
-            "/api/groups": self.groups,
-            "/api/config": self.config,
-            "/api/plan": self.plan,
+            "/api/plan": lambda request: self.plan_for(self._run(request)),
             "/api/fields": lambda request: field_meanings(),
         }
         routes = [Route(path, _json(answer)) for path, answer in answers.items()]
-        routes += [Route("/export.csv", self.csv), Route("/export.html", self.html)]
+        routes += [Route("/export.csv", _json(self.csv)), Route("/export.html", _json(self.html))]
         routes += [Route("/" if n == "index.html" else f"/{n}", _static(n)) for n in STATIC]
         return Starlette(routes=routes)
 
-    def _run(self, request: Request, name: str = "run") -> RunView:
+    def _run(self, request: Request) -> RunView:
         self.look()
-        id = request.query_params.get(name, "")
+        id = request.query_params.get("run", "")
         if id not in self.runs:
             raise UserError(f"run = {id}: no run of this name is open here.")
         return self.runs[id]
@@ -121,7 +127,8 @@ class RunPages:
         run = self._run(request)
         with run.lock:
             run.advance()
-            return run.summary() | {"has_plan": self.plan_of is not None and bool(run.config)}
+            has_plan = run.state() == "recipe" or bool(run.config)
+            return run.summary() | {"has_plan": self.plan_of is not None and has_plan}
 
     def series(self, request: Request) -> Any:
         run, given = self._run(request), request.query_params
@@ -149,6 +156,17 @@ class RunPages:
             raise UserError(f"step = {number}: steps.jsonl of this run has no such step.")
         return record
 
+    def timeline(self, request: Request) -> Any:
+        """Lines of timeline.jsonl with spans in a time."""
+        run, given = self._run(request), request.query_params
+        begin, end = (_number(given, name, float) or 0.0 for name in ("from", "to"))
+        with run.lock:
+            run.timeline.look()
+            if not run.timeline.size:
+                return []
+            found = run.timeline.between("from_s", begin, end, MAX_TIMELINE_BYTES)
+        return [line for line in found if isinstance(line.get("spans"), list)]
+
     def samples(self, request: Request) -> Any:
         run, given = self._run(request), request.query_params
         kinds = {entry.name: str(entry.type) for entry in fields(SampleFilter)}
@@ -161,6 +179,7 @@ class RunPages:
                 wanted = SampleFilter(step=run.samples.last_step(), order=wanted.order)
             found = run.samples.find(wanted, skip, most, 1.0)
             found["last_step"] = run.samples.last_step()
+            found["environments"] = [name for name in run.samples.environments if name]
             return found | {"step": wanted.step, "progress": run.samples.file.share}
 
     def group(self, request: Request) -> Any:
@@ -172,46 +191,46 @@ class RunPages:
             run.samples.advance(BUDGET_S)
             return run.groups.group(step, gid, run.samples.group(step, gid))
 
-    def groups(self, request: Request) -> Any:
-        run, step = self._run(request), _number(request.query_params, "step", int)
-        with run.lock:
-            return {"groups": run.groups.gids(-1 if step is None else step)}
-
-    def config(self, request: Request) -> Any:
-        return self._run(request).config
-
-    def plan(self, request: Request) -> Any:
-        return self.plan_for(self._run(request))
-
     def plan_for(self, run: RunView) -> dict[str, Any]:
         """Made once for a config."""
-        if self.plan_of is None or not run.config:
+        is_bare = run.state() == "recipe"
+        recipe = run.folder if is_bare else run.folder / "config.yaml"
+        if self.plan_of is None or not (is_bare or run.config):
             raise UserError(f"{run.folder}: its manifest has no config to plan.")
-        key = str(run.manifest.get("config_digest"))
+        key = f"{recipe} {newest_mtime(recipe)}"
         if key not in self._plans:
-            self._plans[key] = self.plan_of(run.folder / "config.yaml", run.manifest)
+            given = self.overrides if is_bare else paths_from(run.home, run.config)
+            self._plans[key] = self.plan_of(recipe, given)
         return self._plans[key]
 
     def csv(self, request: Request) -> Response:
-        try:
-            run = self._run(request)
-        except UserError as error:
-            return PlainTextResponse(str(error), 404)
+        run = self._run(request)
         with run.lock:
             run.advance(60.0)
-        name = run.id.replace("~", "-")
-        headers = {"content-disposition": f'attachment; filename="{name}.csv"'}
-        return StreamingResponse(_csv_lines(run), media_type="text/csv", headers=headers)
+        return StreamingResponse(_csv_lines(run), media_type="text/csv", headers=_saved(run, "csv"))
 
     def html(self, request: Request) -> Response:
-        try:
-            run = self._run(request)
-            page = export_page(run, self.plan_for if self.plan_of else None)
-        except UserError as error:
-            return PlainTextResponse(str(error), 404)
-        name = run.id.replace("~", "-")
-        headers = {"content-disposition": f'attachment; filename="{name}.html"'}
+        run = self._run(request)
+        page = export_page(run, self.plan_for if self.plan_of else None)
+        headers = _saved(run, "html")
         return Response(page, media_type="text/html; charset=utf-8", headers=headers)
+
+
+def _saved(run: RunView, suffix: str) -> dict[str, str]:
+    name = f"{run.id.replace('~', '-')}.{suffix}"
+    return {"content-disposition": f'attachment; filename="{name}"'}
+
+
+def paths_from(home: Path, config: Mapping[str, Any]) -> list[str]:
+    """Overrides that find files of a run that was started in another folder than this program."""
+    found = []
+    for key in PATHS:
+        value: Any = config
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if isinstance(value, str) and not Path(value).exists() and (home / value).exists():
+            found.append(f"{key}={home / value}")
+    return found
 
 
 def _csv_lines(run: RunView) -> Iterator[str]:
@@ -233,10 +252,16 @@ def _json(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
     def endpoint(request: Request) -> Response:
         try:
             body, status = answer(request), 200
+            if isinstance(body, Response):
+                return body
         except UserError as error:
             body, status = {"error": str(error)}, 404
         except OSError as error:
             body, status = {"error": f"{error.filename}: cannot be read ({error.strerror})."}, 503
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            log.exception("%s", request.url)
+            what = "a record has another form than this version reads"
+            body, status = {"error": f"{request.url.path}: {what} ({error!r})."}, 500
         text = json.dumps(finite(body), allow_nan=False)
         return Response(text, status, media_type="application/json")
 

@@ -57,7 +57,6 @@ def exported(run: RunView, plan_of: Callable[[RunView], dict[str, Any]] | None) 
             "series": run.steps.series(list(run.steps.columns.by_path), None, None, POINTS),
             "samples": run.samples.find(SampleFilter(), 0, NUM_SAMPLES, 10.0)["samples"],
             "groups": groups,
-            "config": run.config,
             "fields": field_meanings(),
         }
     if plan_of is not None:

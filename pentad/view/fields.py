@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
 
 from pentad.telemetry.record import BLOCKS, StepRecord
 
 
 def field_meanings() -> dict[str, dict[str, str]]:
     """`rl/reward_mean` -> its meaning and unit."""
-    found = dict(_of_class(StepRecord, ""))
-    for block, cls in BLOCKS.items():
-        found |= _of_class(cls, f"{block}/")
-    return found
-
-
-def _of_class(cls: Any, prefix: str) -> Iterator[tuple[str, dict[str, str]]]:
-    for entry in dataclasses.fields(cls):
-        given = entry.metadata
-        yield f"{prefix}{entry.name}", {"meaning": given["meaning"], "unit": given["unit"]}
+    return {
+        f"{block}/{entry.name}".lstrip("/"): {k: entry.metadata[k] for k in ("meaning", "unit")}
+        for block, cls in {"": StepRecord, **BLOCKS}.items()
+        for entry in dataclasses.fields(cls)
+    }

@@ -25,10 +25,11 @@ MAX_TOKENS = 20_000
 class GroupReader:
     """Groups of one run."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, Any], home: Path) -> None:
         self.folder = folder / "batches"
+        self.config = config
         self._batch: KeptBatch | None = None
-        self._words = TokenWords(config)
+        self._words = TokenWords(config, home)
 
     def steps(self) -> list[int]:
         """Those whose batch is kept."""
@@ -123,8 +124,9 @@ class GroupReader:
 class TokenWords:
     """What tokens say, by the tokenizer of the run's model."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: Mapping[str, Any], home: Path) -> None:
         self._config = config
+        self._home = home
         self._is_read = False
         self.tokenizer: Tokenizer | None = None
         self.problem = ""
@@ -143,7 +145,7 @@ class TokenWords:
         self._is_read = True
         actor = self._config.get("actor") or {}
         folder = self._config.get("tokenizer_path") or actor.get("path") or ""
-        place = Path(str(folder)).expanduser() / "tokenizer.json"
+        place = self._home / Path(str(folder)).expanduser() / "tokenizer.json"
         try:
             self.tokenizer = Tokenizer.from_file(str(place))
         except Exception as error:  # the library raises Exception itself for what it cannot read

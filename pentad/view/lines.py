@@ -6,8 +6,9 @@ lines and writes the file anew) is read again from its beginning.
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class GrowingLines:
             return []
         data = self._next_piece()
         lines, start = [], self.position
-        for line in data.splitlines(keepends=True) if b"\r" not in data else _split(data):
+        for line in io.BytesIO(data):  # by line feeds alone
             lines.append((start, line))
             start += len(line)
         self.position = start
@@ -77,6 +78,27 @@ class GrowingLines:
             file.seek(offset)
             return parse(file.readline(MAX_LINE_BYTES))
 
+    def between(self, key: str, low: float, high: float, most_bytes: int) -> list[dict[str, Any]]:
+        """Records of a file in which the value of `key` only grows, from about the last one before
+        `low` to the first beyond `high`."""
+        start, end = 0, self.size
+        with self.path.open("rb") as file:
+            while end - start > 64 << 10:
+                middle = (start + end) // 2
+                file.seek(middle)
+                file.readline()
+                record = parse(file.readline())
+                if record is None or record.get(key, low) >= low:
+                    end = middle
+                else:
+                    start = middle
+            file.seek(max(0, start - (64 << 10)))
+            if file.tell():
+                file.readline()
+            records = map(parse, file.readlines(most_bytes))
+            found = list(takewhile(lambda r: r.get(key, low) <= high, filter(None, records)))
+        return found[sum(1 for one in found[1:] if one.get(key, low) <= low) :]
+
     def spread(self, count: int) -> list[dict[str, Any]]:
         """About so many records from all over the file, for a first look, and the last ones."""
         found = []
@@ -97,11 +119,6 @@ class GrowingLines:
                 file.readline()
             lines = file.read(num_bytes).split(b"\n")[:-1]
         return [record for record in map(parse, lines) if record]
-
-
-def _split(data: bytes) -> Iterator[bytes]:
-    """By line feeds alone."""
-    return (line + b"\n" for line in data.split(b"\n")[:-1])
 
 
 def parse(line: bytes) -> dict[str, Any] | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import os
 import re
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,41 +30,31 @@ MAX_MARKS = 500
 """The newest of each kind are kept: memory does not grow with a run's troubles."""
 BUDGET_S = 0.25
 """How long a request reads on in files that are not indexed yet."""
-EXIT_WORDS = {"complete": "complete", "stopped": "stopped", "failed": "failed"}
+START = ("time", "from_step", "generation", "config_changes", "hardware")
+"""What a page shows of a start."""
 
 
 class RecordTail:
-    """A small file of records, the newest of them in memory."""
+    """A small file of records, or a log, the newest of them in memory."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, read: Callable[[bytes], dict[str, Any] | None] = parse) -> None:
         self.file = GrowingLines(path)
+        self.read = read
         self.records: deque[dict[str, Any]] = deque(maxlen=10 * MAX_MARKS)
 
     def advance(self) -> None:
         if self.file.look():
             self.records.clear()
         while lines := self.file.take():
-            found = [parse(line) for _, line in lines]
+            found = [self.read(line) for _, line in lines]
             self.records += [r for r in found if r is not None and not r.get("superseded")]
 
 
-class RunLog:
-    """Warnings and errors of log.txt, the newest of them."""
-
-    def __init__(self, path: Path) -> None:
-        self.file = GrowingLines(path)
-        self.found: deque[dict[str, Any]] = deque(maxlen=MAX_MARKS)
-
-    def advance(self) -> None:
-        if self.file.look():
-            self.found.clear()
-        while lines := self.file.take():
-            for _, line in lines:
-                if (match := LOG_LINE.match(line)) is not None:
-                    self.found.append(_log_mark(match))
-
-
-def _log_mark(match: re.Match[bytes]) -> dict[str, Any]:
+def log_mark(line: bytes) -> dict[str, Any] | None:
+    """A warning or an error of log.txt."""
+    match = LOG_LINE.match(line)
+    if match is None:
+        return None
     when, level, name, text = (part.decode("utf-8", "replace").strip() for part in match.groups())
     at = datetime.datetime.strptime(when, "%Y-%m-%d %H:%M:%S").timestamp()
     of_step = OF_STEP.match(text)
@@ -82,7 +73,8 @@ class RunView:
         self.samples = SampleIndex(folder / "samples.jsonl")
         self.evals = RecordTail(folder / "evals.jsonl")
         self.recoveries = RecordTail(folder / "recoveries.jsonl")
-        self.log = RunLog(folder / "log.txt")
+        self.timeline = GrowingLines(folder / "timeline.jsonl")
+        self.log = RecordTail(folder / "log.txt", log_mark)
         self._manifest: tuple[float, dict[str, Any]] = (0.0, {})
         self._groups: GroupReader | None = None
 
@@ -109,13 +101,21 @@ class RunView:
         return found if isinstance(found, dict) else {}
 
     @property
+    def home(self) -> Path:
+        """Where the run was last started, from which relative paths of its config count."""
+        starts = self.manifest.get("starts") or [{}]
+        return Path(str(starts[-1].get("cwd") or "."))
+
+    @property
     def groups(self) -> GroupReader:
-        if self._groups is None:
-            self._groups = GroupReader(self.folder, self.config)
+        if self._groups is None or self._groups.config is not self.config:
+            self._groups = GroupReader(self.folder, self.config, self.home)
         return self._groups
 
     def state(self) -> str:
-        """waiting, running, complete, stopped, failed or interrupted."""
+        """waiting, running, complete, stopped, failed or interrupted; recipe: it is no run."""
+        if is_recipe(self.folder):
+            return "recipe"
         place = self.folder / "run.lock"
         try:
             is_held = bool(place.read_text().strip())
@@ -124,8 +124,8 @@ class RunView:
         if is_held and time.time() - newest_mtime(place) < SILENCE_S:
             return "running"
         end = (read_json(self.folder / "exit.json") or {}).get("end")
-        if end in EXIT_WORDS:
-            return EXIT_WORDS[str(end)]
+        if end in ("complete", "stopped", "failed"):
+            return str(end)
         return "interrupted" if self.steps.last or is_held else "waiting"
 
     def brief(self) -> dict[str, Any]:
@@ -141,9 +141,7 @@ class RunView:
 
     def _last_record(self) -> dict[str, Any] | None:
         self.steps.file.look()
-        if not self.steps.file.size:
-            return None
-        found = self.steps.file.tail(256 << 10)
+        found = self.steps.file.tail(256 << 10) if self.steps.file.size else []
         return found[-1] if found else None
 
     def summary(self) -> dict[str, Any]:
@@ -151,7 +149,6 @@ class RunView:
         exit_record = read_json(self.folder / "exit.json") or {}
         return {
             **self.brief(),
-            "schema": SCHEMA,
             "last": self.steps.last,
             "progress": {"steps": self.steps.file.share, "samples": self.samples.file.share},
             "keys": sorted(self.steps.shown.by_path),
@@ -160,14 +157,30 @@ class RunView:
             "eta_s": self.eta_s(),
             "evals": list(self.evals.records),
             "recoveries": list(self.recoveries.records),
-            "starts": [_start(one) for one in self.manifest.get("starts") or []],
+            "starts": self.starts(),
             "marks": self.marks(),
             "kept_steps": self.groups.steps(),
             "reason": exit_record.get("reason"),
             "seed": self.manifest.get("seed"),
-            "config_digest": self.manifest.get("config_digest"),
             "notes": self.notes(),
         }
+
+    def starts(self) -> list[dict[str, Any]]:
+        """Each start with what it cost: the time away since the last step before it, the time until
+        its first step, and the steps that it did again."""
+        found: list[dict[str, Any]] = []
+        before: dict[str, float] = {}
+        for number, start in enumerate(self.manifest.get("starts") or []):
+            own = self.steps.starts.get(start.get("generation") or number, {})
+            opened = start.get("opened_s") or _unix(start.get("time"))
+            cost = {}
+            if number and before and opened:
+                cost = {"away_s": opened - before["end"], **_picked(before, "redone", "redone_s")}
+            if opened and own:
+                cost["until_step_s"] = own["begin"] - opened
+            found.append({**_picked(start, *START), "cost": cost})
+            before = own or before
+        return found
 
     def eta_s(self) -> float | None:
         """Seconds to the last step, by the median of the latest ones."""
@@ -183,23 +196,22 @@ class RunView:
 
     def marks(self) -> list[dict[str, Any]]:
         """Alarms, warnings, restarts, recoveries and roll-backs, each at a step."""
-        found = [dict(mark) for mark in self.log.found]
-        for start in (self.manifest.get("starts") or [])[1:]:
+        found = [dict(mark) for mark in list(self.log.records)[-MAX_MARKS:]]
+        for start in self.starts()[1:]:
             at, step = _unix(start.get("time")), start.get("from_step")
             words = f"started again after step {step}"
             found.append({"kind": "restart", "time": at, "step": step, "text": words})
+            found[-1]["cost"] = start["cost"]
         for line in self.recoveries.records:
             words = f"learners recovered in {line.get('total_s')} s: {line.get('cause')}"
             found.append({"kind": "recovery", "time": _unix(line.get("time")), "text": words})
         shown = self.steps.shown
-        back = shown.of("rolled_back_to")
-        for row in np.flatnonzero(~np.isnan(back))[-MAX_MARKS:]:
-            step, words = int(shown.of("step")[row]), f"rolled back to step {int(back[row])}"
-            found.append({"kind": "rollback", "time": None, "step": step, "text": words})
-        for row in np.flatnonzero(shown.of("update_skipped") > 0)[-MAX_MARKS:]:
+        back, skipped = shown.of("rolled_back_to"), shown.of("update_skipped") > 0
+        for row in np.flatnonzero(~np.isnan(back) | skipped)[-MAX_MARKS:]:
+            step, to = int(shown.of("step")[row]), back[row]
             words = "the update was skipped: loss or gradient not finite, or nothing to train"
-            step = int(shown.of("step")[row])
-            found.append({"kind": "skipped", "time": None, "step": step, "text": words})
+            kind, words = ("skipped", words) if to != to else ("rollback", f"back to step {to:.0f}")
+            found.append({"kind": kind, "time": None, "step": step, "text": words})
         for mark in found:
             if mark.get("step") is None and mark.get("time") is not None:
                 mark["step"] = self.steps.step_at(mark["time"])
@@ -207,7 +219,9 @@ class RunView:
 
     def notes(self) -> list[str]:
         """What is missing or cannot be read, in sentences."""
-        found = []
+        found: list[str] = []
+        if is_recipe(self.folder):
+            return found
         if not self.folder.is_dir():
             return [f"{self.folder}: there is no such folder (yet); it is looked for every second"]
         written = self.manifest.get("format")
@@ -230,10 +244,8 @@ class RunView:
         return found
 
 
-def _start(start: Mapping[str, Any]) -> dict[str, Any]:
-    """What a page shows of a start."""
-    names = ("time", "command", "from_step", "generation", "config_changes", "versions", "git")
-    return {name: start.get(name) for name in (*names, "hardware")}
+def _picked(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: given.get(name) for name in names}
 
 
 def _unix(when: Any) -> float | None:
@@ -243,25 +255,21 @@ def _unix(when: Any) -> float | None:
         return None
 
 
+def is_recipe(place: Path) -> bool:
+    return place.suffix in (".yaml", ".yml") and place.is_file()
+
+
 def find_runs(places: list[Path], depth: int = 5) -> list[Path]:
     """Folders of runs at or under these places, the newest first."""
     found: dict[Path, float] = {}
     for place in places:
-        waiting = [(place, 0)]
-        while waiting:
-            folder, level = waiting.pop()
-            if (folder / "manifest.json").is_file() or (folder / "steps.jsonl").is_file():
+        for at, folders, names in os.walk(place):
+            folder = Path(at)
+            is_run = "manifest.json" in names or "steps.jsonl" in names
+            if is_run:
                 changed_at = newest_mtime(folder / "steps.jsonl")
                 found[folder] = changed_at or newest_mtime(folder / "manifest.json")
-            elif level < depth:
-                waiting += [(entry, level + 1) for entry in _folders(folder)]
+            is_end = is_run or len(folder.relative_to(place).parts) >= depth
+            others = () if is_end else (n for n in folders if n not in ("checkpoints", "earlier"))
+            folders[:] = others
     return sorted(found, key=lambda folder: -found[folder])
-
-
-def _folders(folder: Path) -> list[Path]:
-    try:
-        return [
-            e for e in folder.iterdir() if e.is_dir() and e.name not in ("checkpoints", "earlier")
-        ]
-    except OSError:
-        return []

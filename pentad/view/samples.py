@@ -22,7 +22,10 @@ import numpy as np
 
 from pentad.view.lines import GrowingLines, parse
 
-HEAD = re.compile(rb'\{"step": (\d+), "pick": "(\w+)", "gid": (\d+), "index": (\d+), ')
+HEAD = re.compile(
+    rb'\{"step": (\d+), "pick": "(\w+)", "gid": (\d+), "index": (\d+), '
+    rb'(?:"environment": (?:null|"([^"\\]*)"), )?"epoch"'
+)
 REST = re.compile(
     rb', "reward": ([-+.\w]+), "reward_parts": .*?, "finish": "(\w+)", "num_sampled": (\d+), '
     rb'"min_version": (\w+), "max_version": (\w+), '
@@ -31,9 +34,10 @@ QUESTION, PROMPT = b'"question": "', b', "prompt": '
 SUPERSEDED = b'"superseded": true'
 TYPES = {
     **{"offset": "q", "step": "q", "gid": "q", "prompt": "Q", "reward": "f", "length": "q"},
-    **{"min_version": "q", "max_version": "q", "pick": "b", "finish": "b"},
+    **{"min_version": "q", "max_version": "q", "pick": "b", "finish": "b", "environment": "h"},
 }
-WORDS: dict[str, tuple[str, ...]] = {
+MAX_ENVIRONMENTS = 1000
+WORDS: dict[str, Sequence[str]] = {
     "pick": ("best", "worst", "random"),
     "finish": ("stop", "length", "abort"),
 }
@@ -50,6 +54,7 @@ class SampleFilter:
     step: int | None = None
     pick: str | None = None
     finish: str | None = None
+    environment: str | None = None
     prompt: int | None = None
     """Fingerprint of a question."""
     gid: int | None = None
@@ -72,6 +77,8 @@ class SampleIndex:
     def _clear(self) -> None:
         self.columns = {name: array(kind) for name, kind in TYPES.items()}
         self.num_unreadable = 0
+        self.environments: list[str] = []
+        """Names of those that samples are of, in the order of their first one."""
 
     @property
     def num_lines(self) -> int:
@@ -88,13 +95,20 @@ class SampleIndex:
                 return
 
     def _add(self, offset: int, line: bytes) -> None:
-        fields = _from_bytes(line) or _from_record(parse(line))
+        fields = _row(_from_bytes(line) or parse(line))
         if fields is None:
             self.num_unreadable += 1
         elif SUPERSEDED not in line[-60:]:
+            fields["environment"] = self._number(fields["environment"])
             for name, value in fields.items():
                 self.columns[name].append(value)
             self.columns["offset"].append(offset)
+
+    def _number(self, environment: str) -> int:
+        if environment not in self.environments and len(self.environments) < MAX_ENVIRONMENTS:
+            self.environments.append(environment)
+        known = environment in self.environments
+        return self.environments.index(environment) if known else -1
 
     def last_step(self) -> int | None:
         """The newest step with samples, whether it is indexed or not."""
@@ -134,7 +148,7 @@ class SampleIndex:
         for name in ("step", "prompt", "gid"):
             if (value := getattr(wanted, name)) is not None:
                 keep &= have[name] == value
-        for name, words in WORDS.items():
+        for name, words in {**WORDS, "environment": self.environments}.items():
             if (word := getattr(wanted, name)) is not None:
                 keep &= have[name] == (words.index(word) if word in words else -2)
         if wanted.version is not None:
@@ -177,43 +191,45 @@ class SampleIndex:
 
 
 def _from_bytes(line: bytes) -> dict[str, Any] | None:
+    """The fields of a record that an index holds, of a line in the usual form."""
     head, rest = HEAD.match(line), REST.search(line)
     start = line.find(QUESTION)
     end = line.find(PROMPT, start)
     if head is None or rest is None or start < 0 or end < 0:
         return None
+    if head[5] is None and b'"environment": "' in line:
+        return None  # it stands elsewhere
     try:
         return {
-            "step": int(head[1]),
-            "gid": int(head[3]),
-            "prompt": zlib.crc32(line[start + len(QUESTION) - 1 : end]),
-            "reward": float("nan") if rest[1] == b"null" else float(rest[1]),
-            "length": int(rest[3]),
-            "min_version": -1 if rest[4] == b"null" else int(rest[4]),
-            "max_version": -1 if rest[5] == b"null" else int(rest[5]),
-            "pick": _code("pick", head[2].decode()),
-            "finish": _code("finish", rest[2].decode()),
+            **{"step": int(head[1]), "pick": head[2].decode(), "gid": int(head[3])},
+            "environment": (head[5] or b"").decode(),
+            "prompt_key": zlib.crc32(line[start + len(QUESTION) - 1 : end]),
+            "reward": None if rest[1] == b"null" else float(rest[1]),
+            **{"finish": rest[2].decode(), "num_sampled": int(rest[3])},
+            "min_version": None if rest[4] == b"null" else int(rest[4]),
+            "max_version": None if rest[5] == b"null" else int(rest[5]),
         }
     except (ValueError, OverflowError):
         return None
 
 
-def _from_record(record: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _row(record: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """A line of the index, but for its offset."""
     if record is None or not isinstance(record.get("step"), int):
         return None
-    reward, versions = record.get("reward"), [record.get("min_version"), record.get("max_version")]
-    low, high = (v if isinstance(v, int) else -1 for v in versions)
-    length, gid = record.get("num_sampled"), record.get("gid")
+    names = {
+        "gid": "gid",
+        "length": "num_sampled",
+        **{n: n for n in ("min_version", "max_version")},
+    }
+    found = {name: record.get(key) for name, key in names.items()}
+    reward, key = record.get("reward"), record.get("prompt_key")
     return {
-        "step": record["step"],
-        "gid": gid if isinstance(gid, int) else -1,
-        "prompt": fingerprint(record),
+        **{name: value if isinstance(value, int) else -1 for name, value in found.items()},
+        **{"step": record["step"], "prompt": fingerprint(record) if key is None else key},
         "reward": float(reward) if isinstance(reward, int | float) else float("nan"),
-        "length": length if isinstance(length, int) else 0,
-        "min_version": low,
-        "max_version": high,
-        "pick": _code("pick", record.get("pick")),
-        "finish": _code("finish", record.get("finish")),
+        **{name: _code(name, record.get(name)) for name in WORDS},
+        "environment": str(record.get("environment") or ""),
     }
 
 

@@ -63,11 +63,10 @@ class StepIndex:
         self.last: dict[str, Any] | None = None
         """The newest record."""
         self.num_unreadable = 0
+        self.starts: dict[int, dict[str, float]] = {}
+        """By generation: when its first step began and its last one ended, how many of them a later
+        start did again, and the seconds these had taken."""
         self.other_schemas: set[Any] = set()
-
-    @property
-    def is_whole(self) -> bool:
-        return self.file.position >= self.file.size or self.file.share > 0.999
 
     @property
     def shown(self) -> Columns:
@@ -101,12 +100,23 @@ class StepIndex:
             return
         if record.get("schema") != SCHEMA:
             self.other_schemas.add(str(record.get("schema")))
+        self._note_start(record)
         if record.get("superseded"):
             return
         self.columns.add(numbers_of(record))
         self.offsets.append(offset)
         if self.last is None or record["step"] >= self.last["step"]:
             self.last = record
+
+    def _note_start(self, record: Mapping[str, Any]) -> None:
+        time_s, wall_s = record.get("time_s") or 0.0, (record.get("wall_clock_ms") or 0.0) / 1e3
+        start = self.starts.setdefault(
+            record.get("generation") or 0, {"begin": time_s - wall_s, "redone": 0, "redone_s": 0.0}
+        )
+        start["end"] = time_s
+        if record.get("superseded"):
+            start["redone"] += 1
+            start["redone_s"] += wall_s
 
     def record(self, step: int) -> dict[str, Any] | None:
         """One step's, whole."""

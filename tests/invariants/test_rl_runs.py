@@ -226,3 +226,9 @@ def test_a_run_leaves_every_file_it_explains(lab, task):
     assert manifest["starts"][0]["selftest"]["sampler_max_difference"] < FLOAT32
     evals = read_lines(summary.records / "evals.jsonl")
     assert [entry["version"] for entry in evals] == [0, 3]
+    spans = [
+        span for line in read_lines(summary.records / "timeline.jsonl") for span in line["spans"]
+    ]
+    assert {"learner", "embedded", "publish", "rollout waits"} <= {lane for lane, *_ in spans}
+    gates = [line["gates"] for line in read_lines(summary.records / "steps.jsonl")]
+    assert "staleness" in gates[0] and "end of the run" in gates[-1]

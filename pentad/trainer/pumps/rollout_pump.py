@@ -16,6 +16,7 @@ from pentad.data.prompts import Prompts, RejectedPrompt
 from pentad.rl.section import AlgorithmSettings
 from pentad.rl.shaping import has_signal
 from pentad.rollout.executor import Executor, Executors
+from pentad.telemetry.timeline import gate_of
 from pentad.trainer.pumps.state import RunState
 from pentad.trainer.sampling.placement import Placement, Turnstile
 
@@ -65,7 +66,10 @@ class RolloutPump:
         async with asyncio.TaskGroup() as tasks:
             while not self.state.is_over:
                 if not self._can_admit():
-                    await self.state.wait_for("rollout", self._why_idle(), self._can_admit)
+                    why = self._why_idle()
+                    await self.state.wait_for(
+                        "rollout", why, partial(self._has_moved, gate_of(why))
+                    )
                     continue
                 await self.turnstile.enter("rollout")
                 for gid in self._next_groups():
@@ -99,13 +103,18 @@ class RolloutPump:
             return False
         return bool(self.state.planned) or self._next_batch() is not None
 
+    def _has_moved(self, gate: str) -> bool:
+        """Groups can be admitted, or another gate keeps them now."""
+        return self._can_admit() or gate_of(self._why_idle()) != gate
+
     def _why_idle(self) -> str:
+        """The closed gate, and after a colon what opens it."""
         budget = self.state.budget
         if self.placement.is_on_policy and self.running:
-            return f"{self.running} running groups to finish"
-        if self.running >= self._most:
-            return f"one of {self.running} running groups to finish"
-        return budget.closed_gate(budget.last_open_batch + 1) or "a free slot"
+            return f"running groups: {self.running} are to finish"
+        if self.max_groups is not None and self.running >= self.max_groups:
+            return f"max_concurrent_groups: one of {self.running} running groups is to finish"
+        return budget.closed_gate(budget.last_open_batch + 1) or "slots: all are taken"
 
     def _admit(self, batch: int, room: int) -> list[int]:
         ledger = self.state.ledger

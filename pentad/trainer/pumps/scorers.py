@@ -33,6 +33,7 @@ from pentad.runtime.rank_host import JOIN_S, specs_of_ranks
 from pentad.runtime.restarts import RestartPolicy
 from pentad.runtime.roles import RoleSpec, Runtime
 from pentad.telemetry.log import NOTICE, announced
+from pentad.telemetry.timeline import timeline
 from pentad.trainer.learner_client import LearnerClient
 from pentad.trainer.pumps.state import RunState
 from pentad.trainer.rank.learners import build_scorer
@@ -355,14 +356,17 @@ class ScorePump:
     async def _score(self, gids: list[int]) -> None:
         with self.state.doing(f"the scores of {len(gids)} groups, from gid {gids[0]} on,"):
             async with self.state.kept(gids):
-                calls = (one.call("score", gids=gids) for one in self.scorers.values())
-                await asyncio.gather(*calls)
+                await asyncio.gather(*(self._call(role, gids) for role in self.scorers))
         columns = [column_of(role) for role in self.scorers]
         for group in self._read(gids):  # what was lost meanwhile was put again without its columns
             if all(column in one.columns for one in group.samples for column in columns):
                 self.state.held[group.gid] = group
                 self.state.ledger.score(group.gid, group.attempt)
         self.state.changed.notify()
+
+    async def _call(self, role: str, gids: list[int]) -> None:
+        with timeline.span(role, f"scores {len(gids)} groups"):
+            await self.scorers[role].call("score", gids=gids)
 
     def _read(self, gids: list[int]) -> list[Group]:
         """Those of the groups that the store has."""

@@ -17,6 +17,7 @@ from pentad.core.types import Group
 from pentad.data.ledger import Ledger
 from pentad.data.store import GroupStore
 from pentad.engine.state import read_random, write_random
+from pentad.telemetry.timeline import timeline
 from pentad.trainer.stopping import StopFlag
 
 
@@ -57,7 +58,8 @@ class Budget:
         if self.may_admit(batch):
             return ""
         if batch >= self.num_batches:
-            return f"batch {batch} lies beyond the last of the run ({self.num_batches - 1})"
+            last = self.num_batches - 1
+            return f"end of the run: batch {batch} lies beyond the last ({last})"
         return (
             f"staleness: batch {batch} waits for version {batch - self.max_staleness} to be "
             f"published (published {self.published}, max_staleness {self.max_staleness})"
@@ -219,7 +221,8 @@ class RunState:
     async def wait_for(self, pump: str, what: str, predicate: Callable[[], bool]) -> None:
         """Waits for the predicate or the end of the run, saying meanwhile what for."""
         self.waiting[pump] = what
-        await self.changed.until(lambda: predicate() or self.is_over)
+        with timeline.span(f"{pump} waits", what):
+            await self.changed.until(lambda: predicate() or self.is_over)
         self.waiting.pop(pump, None)
 
 

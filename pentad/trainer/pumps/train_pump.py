@@ -12,6 +12,7 @@ from pentad.core.errors import InfraFailure, RunError
 from pentad.core.types import Group
 from pentad.sync.publisher import Publisher, Snapshot
 from pentad.telemetry.record import PhaseTimer
+from pentad.telemetry.timeline import timeline
 from pentad.trainer.learner_client import LearnerClient
 from pentad.trainer.pumps.state import RunState
 from pentad.trainer.rank.update import BatchFacts, chunk_slots
@@ -63,7 +64,8 @@ class PublishPump:
 
     async def _publish(self, snapshot: Snapshot) -> None:
         await self.turnstile.enter("rollout")
-        with self.state.doing(f"publishing version {snapshot.version}"):
+        what = f"version {snapshot.version}"
+        with self.state.doing(f"publishing {what}"), timeline.span("publish", what):
             try:
                 await self.publisher.publish(snapshot)
             except (RunError, InfraFailure):
@@ -77,7 +79,7 @@ class PublishPump:
             self.is_probing = False
             self.state.changed.notify()
         if self.evaluator is not None and self.evaluator.is_due(snapshot.version):
-            with self.state.doing(f"evaluation of version {snapshot.version}"):
+            with self.state.doing(f"evaluation of {what}"), timeline.span("evaluation", what):
                 await self.evaluator.evaluate(snapshot.version)
         if self.placement.is_on_policy:
             self._count(snapshot.version)

@@ -1,6 +1,7 @@
 """`pentad demo` after an interrupt continues the run, as the interrupted one promised."""
 
 import json
+from contextlib import contextmanager
 
 import pytest
 
@@ -36,10 +37,20 @@ def test_what_was_interrupted_is_resumed(tmp_path, monkeypatch, end, given, fres
     model = tmp_path / "demo" / "me" / "seed1" / "model"
     model.mkdir(parents=True)
     (model / "model.safetensors").touch()  # what the first part would save
+    pages = []
+
+    @contextmanager
+    def page_beside(config):
+        pages.append(config.experiment_name)
+        yield
+        pages.append("closed")
+
+    monkeypatch.setattr(demo, "page_beside", page_beside)
     monkeypatch.setattr(demo, "run_sft", run)
     monkeypatch.setattr(demo, "run_train", run)
     demo.run_demo(seed=1, fileroot=str(tmp_path), device="cpu", fresh=given)
     assert seen == [("demo-sft", fresh), ("demo-grpo", fresh)]
+    assert pages == ["demo-grpo", "closed"]  # a live page as long as it learns
 
 
 def test_users_and_seeds_have_data_of_their_own(tmp_path, monkeypatch):

@@ -85,9 +85,16 @@ def test_a_large_file_is_shown_at_once_and_read_piece_by_piece(make_run, monkeyp
     assert run.samples.num_lines == 900
 
 
+def in_order(step, environment):
+    """A line with the fields in the order in which they are written."""
+    line = list(sample_line(step).items())
+    return dict([*line[:4], ("environment", environment), *line[4:]])
+
+
 def test_samples_are_found_by_their_fields_and_words(make_run):
     folder = make_run(num_steps=9)
     more = [sample_line(10, text='say "Größe" <b>', finish="length", reward=None)]
+    more += [sample_line(11, environment="tools"), in_order(12, "sums"), in_order(13, None)]
     write_lines(folder / "samples.jsonl", more)
     index = SampleIndex(folder / "samples.jsonl")
     index.advance(1)
@@ -100,9 +107,11 @@ def test_samples_are_found_by_their_fields_and_words(make_run):
     assert found(step=4, pick="worst") == [(4, 1)] and found(finish="length") == [(10, 0)]
     assert found(text='"GRÖSSE"') == [] and found(text='"größe" <B') == [(10, 0)]
     assert found(min_reward=0.9, version=3) == [(4, 0)] and found(min_length=4, step=2) == [(2, 2)]
+    assert found(environment="tools") == [(11, 0)] and found(environment="sums") == [(12, 0)]
+    assert index.environments == ["", "tools", "sums"]
     assert found(text="trained_spans") == []  # a key of the file, no word of a sample
     key = index.find(SampleFilter(step=2), 0, 1, 1.0)["samples"][0]["prompt_key"]
-    assert {step for step, _ in found(prompt=key)} == {2, 5, 8}
+    assert {step for step, _ in found(prompt=key)} == {2, 5, 8, 11}
 
 
 def test_lines_of_another_form_are_parsed_and_broken_ones_counted(make_run):
@@ -152,6 +161,28 @@ def test_alarms_restarts_and_recoveries_are_marks_at_their_step(make_run):
     marks = {mark["kind"]: mark for mark in run.marks()}
     assert marks["alarm"]["step"] == 3 and "entropy fell" in marks["alarm"]["text"]
     assert marks["restart"]["step"] == 4 and "3.5 s: rank 1" in marks["recovery"]["text"]
+
+
+def test_a_restart_says_what_it_cost(make_run):
+    folder = make_run(num_steps=6)
+    path = folder / "steps.jsonl"
+    supersede(path, after=4)
+    again = [step_line(n, generation=1, time_s=1e9 + 100 + 2.0 * n) for n in (5, 6)]
+    write_lines(path, again)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["starts"].append({"from_step": 4, "generation": 1, "opened_s": 1e9 + 50})
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    run = RunView(folder, "x")
+    run.advance()
+    cost = run.summary()["starts"][1]["cost"]
+    assert cost == {  # the last step before it ended at 12 s, and its own first began at 109.6 s
+        "away_s": pytest.approx(38.0),
+        "until_step_s": pytest.approx(59.599),
+        "redone": 2,
+        "redone_s": pytest.approx(0.802),
+    }
+    (mark,) = [mark for mark in run.marks() if mark["kind"] == "restart"]
+    assert mark["step"] == 4 and mark["cost"] == cost
 
 
 def test_a_group_has_all_its_samples_and_tokens(make_run):

@@ -8,7 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 import pentad.view
-from pentad.cli.view import check_places, describe_address, listen
+from pentad.cli.view import check_places, describe_address, listen, plan_of
 from pentad.core.errors import UserError
 from pentad.view.app import RunPages, ViewGuard
 from tests.unit.view.conftest import sample_line, write_lines
@@ -50,6 +50,24 @@ def test_what_cannot_be_shown_is_a_sentence(make_run, path, sentence):
     assert answer.status_code == 404 and sentence in answer.json()["error"]
 
 
+@pytest.mark.parametrize(
+    ("name", "line", "path"),
+    [
+        ("steps.jsonl", {"step": 21, "time_s": "noon", "rl": 3}, "/api/run"),
+        ("timeline.jsonl", {"from_s": 1e9, "spans": 3}, "/api/timeline?to=2e9&from=0"),
+        ("manifest.json", {"format": 99, "starts": [], "config": {}}, "/api/run"),
+        ("samples.jsonl", {"step": 20, "reward": [], "question": 3}, "/api/samples?last=1"),
+    ],
+)
+def test_records_of_another_version_are_shown_or_named(make_run, name, line, path):
+    folder = make_run()
+    (folder / name).write_text(json.dumps(line) + "\n")
+    answer = client_of(folder).get(f"{path}{'&' if '?' in path else '?'}run=exp~trial0")
+    words = answer.json() or {}  # of a timeline: no line that can be shown
+    said = words.get("error") or " ".join(words.get("notes", ["shown"]))
+    assert "another form" in said or "this version reads" in said or said == "shown"
+
+
 def test_a_page_at_loopback_answers_to_its_own_names_and_only_reads(make_run):
     client = client_of(make_run())
     answer = client.get("/")
@@ -79,6 +97,49 @@ def test_an_exported_file_holds_its_records_and_no_markup_of_a_sample(make_run):
     assert bad not in page and "\\u003c/script>" in page and page.count("<script") == 2
     data = page.split('id="data">')[1].split("</script>")[0]
     assert json.loads(data)["samples"][0]["text"] == bad
+
+
+RECIPE = Path(__file__).parents[3] / "examples" / "archon_qwen3_moe.yaml"
+
+
+def test_a_recipe_is_a_plan_without_a_run(make_run, tmp_path):
+    words = ["train_dataset.batch_size=64"]
+    pages = RunPages([RECIPE, make_run()], plan_of, words)
+    client = TestClient(ViewGuard(pages.app(), token=None), base_url="http://127.0.0.1")
+    known = {run["id"]: run["state"] for run in client.get("/api/runs").json()["runs"]}
+    id = "examples~archon_qwen3_moe.yaml"
+    assert known[id] == "recipe"
+    summary = client.get("/api/run", params={"run": id}).json()
+    assert summary["has_plan"] and summary["notes"] == []
+    plan = client.get("/api/plan", params={"run": id}).json()
+    assert plan["batch"]["prompts"] == 64 and plan["trainers"] and plan["processes"]
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("no_such_key: 1\n")
+    with pytest.raises(UserError, match="no_such_key(.|\n)*has no run in it"):
+        check_places([bad, empty(tmp_path)])
+    with pytest.raises(UserError, match="overrides are of a recipe"):
+        check_places([tmp_path], words)
+
+
+def empty(folder: Path) -> Path:
+    (folder / "empty").mkdir()
+    return folder / "empty"
+
+
+def test_the_spans_of_a_time_are_found_in_a_long_file(make_run):
+    folder = make_run()
+    spans = [["learner", "train", 0, 900], ["rollout waits", "staleness: batch 2", 100, 300]]
+    lines = [{"step": n, "generation": 0, "from_s": 1e9 + n, "spans": spans} for n in range(4000)]
+    write_lines(folder / "timeline.jsonl", lines)
+    client = client_of(folder)
+    given = {"run": "exp~trial0", "from": 1e9 + 2500.5, "to": 1e9 + 2502.5}
+    assert [one["step"] for one in client.get("/api/timeline", params=given).json()] == [
+        2500,
+        2501,
+        2502,
+    ]
+    (folder / "timeline.jsonl").unlink()
+    assert client.get("/api/timeline", params=given).json() == []  # the page says so
 
 
 def test_a_folder_without_runs_is_refused_with_a_sentence(tmp_path):

@@ -1,5 +1,7 @@
 """The page in a real browser: every view, live records, hostile samples, keys, small screens."""
 
+import os
+import time
 import urllib.request
 
 import pytest
@@ -16,7 +18,15 @@ EVIL = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
 def test_the_page_shows_a_run_and_runs_nothing_of_it(make_run, tmp_path):
     folder = make_run()
     write_lines(folder / "samples.jsonl", [sample_line(20, 3, text=EVIL)])
-    child, address = start_view([folder])
+    spans = [["learner", "train", 0, 900], ["rollout waits", "staleness: batch 2", 100, 300]]
+    lines = [{"step": n, "from_s": 1e9 + 2 * n - 1, "spans": spans} for n in range(1, 30)]
+    write_lines(folder / "timeline.jsonl", lines)
+    broken = make_run("broken", num_steps=1)
+    (broken / "manifest.json").write_text("{")
+    for name in ("steps.jsonl", "samples.jsonl", "evals.jsonl"):
+        (broken / name).unlink()
+    os.utime(folder / "steps.jsonl", (time.time() + 60,) * 2)  # the newest is shown first
+    child, address = start_view([folder.parent])
     try:
         with Browser(PROGRAM) as browser:
             browser.resize(1280, 800)
@@ -25,12 +35,13 @@ def test_the_page_shows_a_run_and_runs_nothing_of_it(make_run, tmp_path):
             follows_new_lines(browser, folder)
             shows_markup_as_text(browser, address)
             for view, part in (
-                ("time", ".meter"),
+                ("time", ".lanes .wait"),
                 ("samples", ".answer-box"),
                 ("overview", ".stat"),
             ):
                 is_readable_when_small(browser, f"{address}#/{view}", part)
             is_reached_by_keys(browser, address)
+            says_what_is_missing(browser, address)
             opens_without_a_server(browser, address, tmp_path / "run.html")
             assert browser.faults() == []
     finally:
@@ -38,9 +49,18 @@ def test_the_page_shows_a_run_and_runs_nothing_of_it(make_run, tmp_path):
 
 
 def follows_new_lines(browser, folder):
-    write_lines(folder / "steps.jsonl", [step_line(21)])
-    # Looked for every second; what is beyond two seconds is the load of this machine.
-    browser.wait_for("document.querySelector('.stat .value').textContent === '21'", 6)
+    """A line shows within two seconds, measured on the page; on a machine that is busy with other
+    things the best of five counts."""
+    took_s = []
+    for step in range(21, 26):
+        write_lines(folder / "steps.jsonl", [step_line(step)])
+        began = time.monotonic()
+        shown = f"document.querySelector('.stat .value').textContent === '{step}'"
+        browser.wait_for(shown, 20)
+        took_s.append(time.monotonic() - began)
+        if took_s[-1] < 2.0:
+            return
+    raise AssertionError(f"a new line showed after {min(took_s):.1f} s at best")
 
 
 def shows_markup_as_text(browser, address):
@@ -76,6 +96,18 @@ def is_reached_by_keys(browser, address):
             break
     browser.press("Enter")
     browser.wait_for("location.hash.startsWith('#/time')", 5)
+
+
+def says_what_is_missing(browser, address):
+    """Never a blank page."""
+    for view, words in (
+        ("overview", "manifest.json: missing or being written"),
+        ("samples", "samples.jsonl has no samples"),
+        ("time", "No step of this run has phases yet"),
+    ):
+        browser.open("about:blank")
+        browser.open(f"{address}#/{view}?run=exp~broken")
+        browser.wait_for(f"document.querySelector('main')?.innerText.includes('{words}')")
 
 
 def opens_without_a_server(browser, address, path):

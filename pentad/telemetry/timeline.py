@@ -1,0 +1,141 @@
+"""What the processes of a run did and waited for, in spans of time: the lines of timeline.jsonl.
+
+The process that leads a run notes a span wherever it has another one work or waits for something;
+the recorder takes the spans with every step. A span costs microseconds, and what a line holds is
+bounded.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+MAX_SPANS = 1000
+"""Of a line: the longest are kept."""
+JOIN_S = 0.005
+"""Spans of the same words, numbers aside, with a shorter gap between them are one."""
+GATES = "rollout waits"
+"""The lane of the gates that kept prompts from being admitted."""
+
+LINE: Mapping[str, str] = {
+    "step": "the step whose record was written with this line",
+    "generation": "how often the run had been started before",
+    "from_s": "when the first span began, Unix time",
+    "spans": "what was done or waited for since the line before, each as [lane, words, begin, "
+    "duration]: begin in ms after from_s, duration in ms; one that was still open is continued in "
+    "the next line",
+    "num_left_out": f"further spans, the shortest, of a step with more than {MAX_SPANS}",
+}
+LANES: Mapping[str, str] = {
+    "learner": "the phases of the step, as in `phases` of its record; a phase inside another lies "
+    "over it",
+    "rank N": "a rank of a learner of several processes: each call, and at its end how long the "
+    "rank waited for others in it (when in the call is not known)",
+    "a sampler's name": "while it has requests",
+    "a scorer's role": "while it scores",
+    "rewards": "while samples are scored",
+    "publish, evaluation": "from their begin to their end, with the version of the weights",
+    "rollout waits": "the gate that kept prompts from being admitted: `staleness` (newer weights "
+    "are not published yet), `running groups` (on-policy, those of the batch are to finish first), "
+    "`max_concurrent_groups`, `slots` or `end of the run`",
+    "train waits, score waits": "groups that are not sampled or scored yet",
+}
+
+
+@dataclass(slots=True)
+class TimedSpan:
+    lane: str
+    what: str
+    begin: float
+    end: float
+    num_open: int = 1
+    """Times it was begun and not ended: what overlaps under the same words is one span."""
+
+
+class Timeline:
+    """Spans since they were last taken. Any thread may note one."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self.clock = clock
+        self._lock = threading.Lock()
+        self._done: deque[TimedSpan] = deque(maxlen=16 * MAX_SPANS)
+        self._open: dict[tuple[str, str], TimedSpan] = {}
+
+    @contextmanager
+    def span(self, lane: str, what: str) -> Iterator[None]:
+        key = lane, what
+        with self._lock:
+            if key in self._open:
+                self._open[key].num_open += 1
+            else:
+                self._open[key] = TimedSpan(lane, what, self.clock(), 0.0)
+        try:
+            yield
+        finally:
+            with self._lock:
+                span = self._open[key]
+                span.num_open -= 1
+                if not span.num_open:
+                    span.end = self.clock()
+                    self._done.append(self._open.pop(key))
+
+    def add(self, lane: str, what: str, begin: float, end: float) -> None:
+        with self._lock:
+            self._done.append(TimedSpan(lane, what, begin, end))
+
+    def take(self) -> dict[str, Any]:
+        """Fields of a line, without the step. What is still open is cut here."""
+        with self._lock:
+            now, spans = self.clock(), list(self._done)
+            self._done.clear()
+            for span in self._open.values():
+                spans.append(TimedSpan(span.lane, span.what, span.begin, now))
+                span.begin = now
+        joined = sorted(_joined(spans), key=lambda span: span.begin - span.end)
+        kept = sorted(joined[:MAX_SPANS], key=lambda span: span.begin)
+        start = kept[0].begin if kept else now
+        rows = [[s.lane, s.what, *_ms(s.begin - start, s.end - s.begin)] for s in kept]
+        left_out = len(joined) - len(kept)
+        return {"from_s": round(start, 3), "spans": rows, "num_left_out": left_out}
+
+
+def _joined(spans: Sequence[TimedSpan]) -> list[TimedSpan]:
+    found: list[TimedSpan] = []
+    last: dict[tuple[str, str], TimedSpan] = {}
+    for span in sorted(spans, key=lambda span: span.begin):
+        key = span.lane, re.sub(r"\d+", "", span.what)
+        before = last.get(key)
+        if before is not None and span.begin - before.end < JOIN_S:
+            before.end, before.what = max(before.end, span.end), span.what
+        else:
+            last[key] = span
+            found.append(span)
+    return [span for span in found if span.end - span.begin >= 0.001]
+
+
+def _ms(*seconds: float) -> list[int]:
+    return [round(1e3 * one) for one in seconds]
+
+
+def gate_of(what: str) -> str:
+    """The name of a closed gate, of the words that say what opens it."""
+    return what.partition(":")[0]
+
+
+def gates_of(line: Mapping[str, Any]) -> dict[str, float] | None:
+    """Milliseconds that each gate was closed, by its name."""
+    found: dict[str, float] = {}
+    for lane, what, _, length in line["spans"]:
+        if lane == GATES:
+            found[gate_of(what)] = found.get(gate_of(what), 0.0) + length
+    return found or None
+
+
+timeline = Timeline()
+"""Of this process, which leads one run at a time."""
