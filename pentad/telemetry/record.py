@@ -338,6 +338,7 @@ BLOCKS: dict[str, type] = {
     "memory": MemoryUse,
     "infra": Infra,
     "rl": Rl,
+    "preference": Preference,
     "funnel": Funnel,
 }
 

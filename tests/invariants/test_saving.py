@@ -331,7 +331,7 @@ def test_what_was_trained_before_a_sampler_that_hangs_is_exported(lab, monkeypat
 
     monkeypatch.setattr(EmbeddedSampler, "generate", generate)
     with pytest.raises(
-        RunError, match=r"no progress for \d+ s: rollout waits for 4 running groups"
+        RunError, match=r"no progress for \d+ s: rollout waits for running groups: 4 are to finish"
     ):
         retries = "recover.retries=0"
         lab.train("total_train_steps=4", "stall_abort_s=2", retries, trial="hung")
