@@ -102,7 +102,7 @@ def test_switches_are_those_of_the_command_line():
 
 def test_allocations_parse():
     found = set(re.findall(r"`((?:\w+:)?\w+:[^` ]*\d[^` ]*)`", PAGE))
-    assert len(found) == 8
+    assert len(found) == 10
     for text in found - {"archon:d1p2e2"}:
         assert str(parse_allocation(text)) == text
     with pytest.raises(UserError, match="or use archon:d2p2e2"):

@@ -147,7 +147,7 @@ def test_what_torch_was_built_for_is_read_from_its_files():
 def test_every_extra_has_its_line():
     """Under the name that metadata have: pip 23 finds none with an underscore, and only warns."""
     page = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
-    extras = set(page["project"]["optional-dependencies"]) - {"all", "test"}
+    extras = set(page["project"]["optional-dependencies"]) - {"all", "test", "site"}
     assert not [name for name in extras if not re.fullmatch("[a-z0-9]+(-[a-z0-9]+)*", name)]
     remedies = " ".join(how for _, how in doctor.OPTIONAL.values())
     assert {name for name in extras if f"'pentad[{name}]'" not in remedies} == set()
