@@ -41,4 +41,4 @@ class TelemetryConfig(Section):
     """Samples of each step written to samples.jsonl, TensorBoard, Weights & Biases and
     Trackio."""
     keep_batches: NonNegativeInt = 16
-    """Last steps whose groups are kept for `pentad replay`, about 25 bytes a token. 0: none."""
+    """Last steps whose groups are kept for `pentad replay`, about 33 bytes a token. 0: none."""

@@ -16,7 +16,13 @@ from tokenizers import Tokenizer
 
 from pentad.core.errors import UserError
 from pentad.core.types import Group, Sample
-from pentad.trainer.saving.batches import KeptBatch, kept_steps, read_batch
+from pentad.trainer.saving.batches import (
+    KeptBatch,
+    TrainedTokens,
+    kept_steps,
+    read_batch,
+    read_trained,
+)
 
 MAX_TOKENS = 20_000
 """A longer sample is shown as text alone."""
@@ -53,7 +59,9 @@ class GroupReader:
         if kept is None and not words:
             words = [f"batches/step{step}.groups has no group {gid}"]
         head = recorded[0] if recorded else {}
-        samples = self._from_records(recorded) if kept is None else self._from_group(kept, recorded)
+        samples = (
+            self._from_records(recorded) if kept is None else self._from_group(step, kept, recorded)
+        )
         if self._words.problem:
             words.append(self._words.problem)
         question, prompt = head.get("question"), head.get("prompt")
@@ -92,8 +100,9 @@ class GroupReader:
         return found
 
     def _from_group(
-        self, group: Group, recorded: Sequence[Mapping[str, Any]]
+        self, step: int, group: Group, recorded: Sequence[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
+        figures = read_trained(self.folder, step)
         picks = {line.get("index"): line.get("pick") for line in recorded}
         rewards = [s.reward for s in group.samples if s.reward is not None]
         mean = sum(rewards) / len(rewards) if rewards else None
@@ -103,15 +112,21 @@ class GroupReader:
                 **{"reward": s.reward, "reward_parts": s.reward_parts, "finish": s.finish},
                 "above_mean": None if mean is None or s.reward is None else s.reward - mean,
                 "num_sampled": s.num_sampled,
-                "tokens": self._tokens(s) if len(s.ids) <= MAX_TOKENS else {},
+                "tokens": self._tokens(s, figures.get((group.gid, n)))
+                if len(s.ids) <= MAX_TOKENS
+                else {},
             }
             for n, s in enumerate(group.samples)
         ]
 
-    def _tokens(self, sample: Sample) -> dict[str, Any]:
+    def _tokens(self, sample: Sample, trained: TrainedTokens | None) -> dict[str, Any]:
+        figures = {"logprob": sample.rollout_logprobs, **sample.columns}
+        if trained is not None and len(trained.logprobs) == len(sample.ids):
+            moved = trained.logprobs - sample.rollout_logprobs
+            figures |= {"advantage": trained.advantages, "ratio": np.exp(moved.clip(-20, 20))}
         columns = {
             name: [round(float(v), 5) for v in values]
-            for name, values in {"logprob": sample.rollout_logprobs, **sample.columns}.items()
+            for name, values in figures.items()
             if len(values) == len(sample.ids)
         }
         return {

@@ -83,8 +83,7 @@ def test_what_a_replay_lacks_is_one_sentence(lab, tmp_path):
     summary = lab.train(*SAVED, "telemetry.keep_batches=2", trial="short")
     run, checkpoints = summary.records, summary.model.parents[1]
     assert [path.name for path in sorted((run / "batches").iterdir())] == [
-        "step3.groups",
-        "step4.groups",
+        f"step{step}.{kind}" for step in (3, 4) for kind in ("groups", "trained")
     ]
     assert "has batches of steps 3 to 4" in replayed(run, 2)[1]
     assert "the run has recorded steps 1 to 4" in replayed(run, 9)[1]
@@ -120,7 +119,9 @@ def test_steps_that_are_done_again_leave_no_batch_behind(lab):
     for model in summary.model.parent.glob("epoch*"):
         shutil.rmtree(model)
     again = lab.train(*SAVED, "telemetry.keep_batches=0", trial="again")
-    kept = [path.name for path in sorted((again.records / "batches").iterdir())]
+    kept = [path.name for path in sorted((again.records / "batches").glob("*.groups"))]
+    figures = {path.stem for path in (again.records / "batches").glob("*.trained")}
+    assert figures == {name.removesuffix(".groups") for name in kept}
     assert kept == ["step1.groups", "step2.groups"]
 
 

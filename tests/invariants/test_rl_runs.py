@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from run_lab import FLOAT32, steps_of, values_of
@@ -13,6 +14,7 @@ from pentad.planner.prepare import prepare
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.rank import service
 from pentad.trainer.rank.learners import build_learner
+from pentad.trainer.saving.batches import read_batch, read_trained
 from pentad.trainer.sources.rollouts import run_train
 
 
@@ -230,5 +232,13 @@ def test_a_run_leaves_every_file_it_explains(lab, task):
         span for line in read_lines(summary.records / "timeline.jsonl") for span in line["spans"]
     ]
     assert {"learner", "embedded", "publish", "rollout waits"} <= {lane for lane, *_ in spans}
-    gates = [line["gates"] for line in read_lines(summary.records / "steps.jsonl")]
+    steps = read_lines(summary.records / "steps.jsonl")
+    gates = [line["gates"] for line in steps]
     assert "staleness" in gates[0] and "end of the run" in gates[-1]
+    trained = read_trained(summary.records / "batches", 3)
+    for group in read_batch(summary.records / "batches", 3).groups:
+        for index, sample in enumerate(group.samples):
+            found = trained[group.gid, index]
+            moved = (found.logprobs - sample.rollout_logprobs)[sample.mask]
+            assert np.abs(moved).max() < FLOAT32  # one optimizer step, on-policy
+            assert len(set(found.advantages[sample.mask].tolist())) == 1

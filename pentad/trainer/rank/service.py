@@ -39,7 +39,7 @@ from pentad.sync.shards import ShardWriter
 from pentad.telemetry.host import rss_gb
 from pentad.trainer.rank.learners import Role, build_learner, build_update, load_tags
 from pentad.trainer.rank.update import BatchFacts, BatchResult, on_host
-from pentad.trainer.saving.batches import read_batch
+from pentad.trainer.saving.batches import TrainedTokens, read_batch, write_trained
 
 FAILURES: dict[str, type[RunError]] = {
     **dict.fromkeys(("Damaged", "Missing"), Damaged),
@@ -348,6 +348,29 @@ class LearnerService(EngineService):
             compare(samples, said, self.batch),
             result.adapter_effect,
         ).as_json()
+
+    def keep_trained(self, path: str) -> str | None:
+        """Writes advantage and log-prob of the tokens of the batch's first optimizer step;
+        returns why it cannot."""
+        result = self.result
+        assert result is not None, "a batch is finished first"
+        places = {
+            id(sample): (group.gid, index)
+            for group in self.update.groups
+            for index, sample in enumerate(group.samples)
+        }
+        samples = [sample for sample, _ in result.scored]
+        rows = result.rows[: len(samples)]
+        advantages = on_host([row.columns["advantages"] for row in rows])
+        logprobs = on_host([logprobs for _, logprobs in result.scored])
+        found = zip(samples, advantages, logprobs, strict=True)
+        try:
+            write_trained(
+                Path(path), [TrainedTokens(*places[id(one)], a, b) for one, a, b in found]
+            )
+        except OSError as error:
+            return f"{path}: {error.strerror or error}"
+        return None
 
     def progress(self) -> dict[str, int]:
         """Batches that are in the weights, and optimizer steps of the one under way."""

@@ -3,19 +3,24 @@
 `batches/step12.groups` is a line of JSON, then the groups of step 12 (`data.packing`). The
 line says what the step was trained with and holds a digest of the rest. A file has its name once it
 is whole and on disk, which is before its step is recorded. One that cannot be written is reported
-and left out; training continues.
+and left out; training continues. `batches/step12.trained` beside it holds advantage and log-prob of
+every token as they were trained, for people who look at samples.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.files import write_atomic
@@ -48,12 +53,18 @@ class BatchKeeper:
         self.facts = dict(facts)
         self.num_failed = 0
 
-    def keep(self, step: int, groups: Sequence[Group]) -> None:
+    def keep(
+        self, step: int, groups: Sequence[Group], write_trained: Callable[[str], str | None]
+    ) -> None:
+        """`write_trained` writes the figures of the step's tokens to a path, or returns why it
+        cannot."""
         if not self.num_kept:
             return
         try:
             self.write(step, groups)
             self._remove(lambda kept: kept <= step - self.num_kept)
+            if problem := write_trained(str(trained_file(self.folder, step).absolute())):
+                raise RunError(problem)
         except (OSError, RunError) as error:
             self.num_failed += 1
             if self.num_failed == 1:
@@ -81,6 +92,46 @@ class BatchKeeper:
         for step in kept_steps(self.folder):
             if is_over(step):
                 (self.folder / f"step{step}.groups").unlink(missing_ok=True)
+                trained_file(self.folder, step).unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedTokens:
+    """Figures of one sample's tokens as they were trained."""
+
+    gid: int
+    index: int
+    """The sample's place in its group."""
+    advantages: np.ndarray
+    logprobs: np.ndarray
+    """The trainer's, before its weights moved."""
+
+
+def trained_file(folder: Path, step: int) -> Path:
+    return folder / f"step{step}.trained"
+
+
+def write_trained(place: Path, samples: Sequence[TrainedTokens]) -> None:
+    data = io.BytesIO()
+    np.savez(
+        data,
+        samples=np.array([[one.gid, one.index, len(one.logprobs)] for one in samples], np.int64),
+        advantages=np.concatenate([one.advantages for one in samples]).astype(np.float32),
+        logprobs=np.concatenate([one.logprobs for one in samples]).astype(np.float32),
+    )
+    write_atomic(place, (data.getbuffer(),))
+
+
+def read_trained(folder: Path, step: int) -> dict[tuple[int, int], TrainedTokens]:
+    """By group and place in it; nothing where the file is missing or damaged."""
+    try:
+        with np.load(trained_file(folder, step), allow_pickle=False) as file:
+            samples, columns = file["samples"], (file["advantages"], file["logprobs"])
+        ends = np.cumsum(samples[:, 2])[:-1]
+        parts = zip(samples.tolist(), *(np.split(column, ends) for column in columns), strict=True)
+        return {(gid, n): TrainedTokens(gid, n, a, b) for (gid, n, _), a, b in parts}
+    except (OSError, ValueError, KeyError, IndexError, EOFError, zipfile.BadZipFile):
+        return {}
 
 
 def kept_steps(folder: Path) -> list[int]:

@@ -129,7 +129,8 @@ class KeptSource(BatchSource):
             await self.run.learner.call("save_tag", tag="ref")
 
     def keep(self, trained: TrainedBatch) -> None:
-        self.batches.keep(trained.batch + 1, trained.groups)
+        ask = partial(self.run.learner.query, "keep_trained")
+        self.batches.keep(trained.batch + 1, trained.groups, lambda path: ask(path=path))
 
 
 def run_train_only(

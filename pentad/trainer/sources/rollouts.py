@@ -421,7 +421,8 @@ class RolloutSource(BatchSource):
                 await self.reference.refresh(version)
 
     def keep(self, trained: TrainedBatch) -> None:
-        self.batches.keep(trained.batch + 1, trained.groups)
+        ask = partial(self.run.learner.query, "keep_trained")
+        self.batches.keep(trained.batch + 1, trained.groups, lambda path: ask(path=path))
 
     def record(self, run: Run, trained: TrainedBatch) -> StepRecord:
         turns = dict(self.side.turnstile.turns_gb) or None

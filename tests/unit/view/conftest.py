@@ -10,7 +10,7 @@ import pytest
 
 from pentad.core.types import Group, Prompt, Sample
 from pentad.telemetry.record import Rl, StepRecord
-from pentad.trainer.saving.batches import BatchKeeper
+from pentad.trainer.saving.batches import BatchKeeper, TrainedTokens, write_trained
 
 MakeRun = Callable[..., Path]
 
@@ -85,4 +85,12 @@ def keep_batch(folder: Path, step: int) -> None:
         for n in range(4)
     ]
     keeper = BatchKeeper(folder / "batches", 4, {"size": {"max_row_tokens": 3}})
-    keeper.keep(step, [Group(Prompt(step, (), {}), samples)])
+    figures = [
+        TrainedTokens(step, n, np.array([0, n - 1.5, n - 1.5]), one.rollout_logprobs + np.log(2))
+        for n, one in enumerate(samples)
+    ]
+    keeper.keep(
+        step,
+        [Group(Prompt(step, (), {}), samples)],
+        lambda path: write_trained(Path(path), figures),
+    )

@@ -185,6 +185,17 @@ def test_a_restart_says_what_it_cost(make_run):
     assert mark["step"] == 4 and mark["cost"] == cost
 
 
+@pytest.mark.parametrize(
+    "spoil", [lambda data: b"", lambda data: data[:100], lambda data: b"x" * 50]
+)
+def test_damaged_figures_of_tokens_are_left_out(make_run, spoil):
+    run = RunView(make_run(num_steps=5), "x")
+    place = run.folder / "batches" / "step5.trained"
+    place.write_bytes(spoil(place.read_bytes()))
+    (first, *_) = run.groups.group(5, 5, [])["samples"]
+    assert {"logprob", "version"} == set(first["tokens"]["columns"])
+
+
 def test_a_group_has_all_its_samples_and_tokens(make_run):
     run = RunView(make_run(num_steps=5), "x")
     run.samples.advance(1)
@@ -193,6 +204,8 @@ def test_a_group_has_all_its_samples_and_tokens(make_run):
     first = group["samples"][0]
     assert first["above_mean"] == -1.5 and first["pick"] == "best"
     assert first["tokens"]["columns"]["version"] == [-1, 4, 4]
+    assert first["tokens"]["columns"]["advantage"] == [0, -1.5, -1.5]
+    assert first["tokens"]["columns"]["ratio"] == [2, 2, 2]
     assert first["tokens"]["words"] == ["5", "6", "7"] and "tokenizer.json" in group["notes"][0]
     old = run.groups.group(3, 3, run.samples.group(3, 3))
     assert not old["is_whole"] and len(old["samples"]) == 3 and "keep_batches" in old["notes"][0]
