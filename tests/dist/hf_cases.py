@@ -109,7 +109,7 @@ def save_and_load(source: str, layout: Layout, folder: str) -> dict[str, Any]:
 def missing_plan_line(layout: Layout) -> str:
     """A plan that does not say of q_norm that each rank sees some of the heads only."""
     engine = make("qwen3", layout)
-    engine.cuts = {
+    engine.held.cuts = {
         name: replace(cut, sees_all=cut.copies.size > 1) for name, cut in engine.cuts.items()
     }
     engine.begin_step()

@@ -221,7 +221,7 @@ def broken_gradient(
     rows = make_rows(12)
     if not on_last_rank:
         rows[4].columns["advantages"][2:] = float("inf")
-    add_up = engine._gradients
+    add_up = engine.held.gradients
 
     def spoiled() -> dict[str, Tensor]:
         gradients = add_up()
@@ -229,10 +229,10 @@ def broken_gradient(
         return gradients
 
     if on_last_rank and dist.get_rank() == layout.world - 1:
-        engine._gradients = spoiled
+        engine.held.gradients = spoiled
     engine.begin_step()
     engine.accumulate(rows, LOSSES["token"])
-    engine._gradients = add_up
+    engine.held.gradients = add_up
     result = engine.end_step()
     is_still = all(torch.equal(t, before[n]) for n, t in engine.masters.items())
     engine.begin_step()

@@ -38,7 +38,7 @@ def over_stages(part: dict[str, Any]) -> dict[str, Any]:
 def spy_on_gradients(engine: Engine) -> dict[str, Tensor]:
     """Filled with the gradient that the last rows complete, before it is scaled."""
     seen: dict[str, Tensor] = {}
-    add_up = engine._gradients
+    add_up = engine.held.gradients
 
     def spy() -> dict[str, Tensor]:
         gradients = add_up()
@@ -46,7 +46,7 @@ def spy_on_gradients(engine: Engine) -> dict[str, Tensor]:
             seen[name] = whole(engine.cuts[name].present(part))
         return gradients
 
-    engine._gradients = spy
+    engine.held.gradients = spy
     return seen
 
 

@@ -14,6 +14,7 @@ from pentad.core.errors import RunError
 from pentad.core.group_values import gather_values
 from pentad.data.tokenizer import load_tokenizer
 from pentad.engine.engine import Engine, build_engine
+from pentad.engine.held import HeldModel
 from pentad.models.families import dims_of
 from pentad.parallel.cuts import local
 from pentad.planner.prepare import prepare
@@ -122,31 +123,31 @@ def run_corrupted(command, task, root, trial, overrides):
 def run_poisoned(command, task, root, trial, overrides):
     """As `run_here`; after step 3 rank 1 holds a weight with which its gradients are not finite.
     What every rank has: which steps moved its weights, and whether it went back."""
-    end_step, gradients, moved = Engine.end_step, Engine._gradients, []
+    end_step, gradients, moved = Engine.end_step, HeldModel.gradients, []
     value = 2.0**-20
 
-    def first(engine):
-        return local(next(iter(engine.masters.values()))).detach().view(-1)
+    def first(held):
+        return local(next(iter(held.parameters.values()))).detach().view(-1)
 
     def end(engine):
-        before = first(engine).clone()
+        before = first(engine.held).clone()
         result = end_step(engine)
-        moved.append(not torch.equal(before, first(engine)))
+        moved.append(not torch.equal(before, first(engine.held)))
         if dist.get_rank() == 1 and engine.num_steps == 3:
-            first(engine)[0] = value
+            first(engine.held)[0] = value
         return result
 
-    def spoiled(engine):
-        found = gradients(engine)
-        if first(engine)[0] == value:
+    def spoiled(held):
+        found = gradients(held)
+        if first(held)[0] == value:
             next(iter(found.values())).fill_(float("nan"))
         return found
 
-    Engine.end_step, Engine._gradients = end, spoiled
+    Engine.end_step, HeldModel.gradients = end, spoiled
     try:
         summary = run_here(command, task, root, trial, overrides)
     finally:
-        Engine.end_step, Engine._gradients = end_step, gradients
+        Engine.end_step, HeldModel.gradients = end_step, gradients
     everyone = gather_values(moved)
     return summary and {**summary, "moved": everyone}
 

@@ -8,6 +8,7 @@ from run_lab import steps_of
 
 from pentad.core.errors import RunError
 from pentad.engine.engine import Engine
+from pentad.engine.held import HeldModel
 from pentad.trainer.rank.example_service import ExampleService
 
 WORDS = ("guards.patience_steps=2", "recover.freq_steps=2", "saver.mode=sync")
@@ -18,15 +19,15 @@ LENGTH = ("total_train_steps=10", "total_train_epochs=9")
 def poison(monkeypatch, after: int):
     """After a step one weight has a value with which no gradient is finite, as long as it is there.
     What the weights were after each step."""
-    real, plain, seen = Engine.end_step, Engine._gradients, {}
+    real, plain, seen = Engine.end_step, HeldModel.gradients, {}
 
-    def first(engine):
-        return next(iter(engine.masters.values())).detach().view(-1)
+    def first(held):
+        return next(iter(held.parameters.values())).detach().view(-1)
 
     def end_step(self):
         result = real(self)
         if self.num_steps == after:
-            first(self)[0] = POISON
+            first(self.held)[0] = POISON
         seen[self.num_steps] = {name: x.clone() for name, x in self.masters.items()}
         return result
 
@@ -37,7 +38,7 @@ def poison(monkeypatch, after: int):
         return found
 
     monkeypatch.setattr(Engine, "end_step", end_step)
-    monkeypatch.setattr(Engine, "_gradients", gradients)
+    monkeypatch.setattr(HeldModel, "gradients", gradients)
     return seen
 
 

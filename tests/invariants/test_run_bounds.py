@@ -6,7 +6,7 @@ import pytest
 from run_lab import steps_of
 
 from pentad.core.errors import RunError
-from pentad.engine.engine import Engine
+from pentad.engine.held import HeldModel
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.rollout import executor
 from pentad.rollout.replicas import Fleet
@@ -125,17 +125,17 @@ def test_a_run_far_off_policy_on_purpose_goes_on(lab):
 
 def spoil(monkeypatch, is_bad):
     """The gradient of some steps is not finite."""
-    real, count = Engine._gradients, []
+    real, count = HeldModel.gradients, []
 
     def gradients(self):
         found = real(self)
         count.append(None)
         if is_bad(len(count)):
-            for gradient in found if isinstance(found, list) else found.values():
+            for gradient in found.values():
                 gradient.fill_(math.nan)
         return found
 
-    monkeypatch.setattr(Engine, "_gradients", gradients)
+    monkeypatch.setattr(HeldModel, "gradients", gradients)
 
 
 def test_gradients_that_are_not_finite_end_the_run(lab, monkeypatch):

@@ -78,7 +78,7 @@ def test_ctrl_c_says_where_the_model_is_and_what_to_type_next(task, tmp_path, co
     num_steps = len(read_lines(run.records / "steps.jsonl"))
     assert code == 130, text
     assert f"stopped by SIGINT after {num_steps} of 12 steps; " in last
-    assert f"is saved in {model}; started again, the run continues" in last
+    assert f"is saved in {model}; started again, the run resumes" in last
     assert model.name.endswith(f"globalstep{num_steps - 1}")
     check_screen(run, text)
 

@@ -3,7 +3,7 @@
 import os
 
 from pentad.core.errors import RunError
-from pentad.engine import engine
+from pentad.engine import held
 from pentad_tools.parallel.parallel_ranks import LayoutService
 
 
@@ -11,8 +11,8 @@ class Sabotaged(LayoutService):
     def measure(self, number, **case):
         if number == 0 and self.rank.rank == 1:
             os._exit(9)
-        assert "sum_copies" in vars(engine), "there is nothing left to sabotage"
-        engine.sum_copies = lambda *_: None
+        assert "sum_copies" in vars(held), "there is nothing left to sabotage"
+        held.sum_copies = lambda *_: None
         return super().measure(number, **case)
 
 

@@ -673,6 +673,13 @@ BROKEN = [
         "algorithm.overlong_penalty is not set",
     ),
     (
+        "kto_compares_answers",
+        "sft",
+        ["preference.loss=kto", "train_dataset.batch_size=1"],
+        "train_dataset.batch_size = 1",
+        "kto compares each answer with others of its batch",
+    ),
+    (
         "decoupled_ppo_has_a_correction",
         "train",
         ["algorithm.decoupled=true", "algorithm.correction=none"],

@@ -49,7 +49,7 @@ def said(*overrides, command="plan"):
         ),
         ("critic.path=x", "has no critic", [PPO]),
         ("critic.optimizer.lr=0.5", "has no critic", [PPO]),
-        ("ref.path=x", "no KL term", ["algorithm.kl_coef=0.01"]),
+        ("ref.path=x", "no reference model", ["algorithm.kl_coef=0.01"]),
         ("teacher.path=x", "distill has a teacher", ["algorithm.name=distill"]),
         ("megatron.ckpt_convertor.process_num=4", "converts", ["megatron.use_hf_ckpt=true"]),
         ("checkpoint.retention=9", "names no store", ["checkpoint.remote_uri=s3://abc/x"]),

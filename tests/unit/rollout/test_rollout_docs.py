@@ -67,7 +67,8 @@ def test_the_example_reward_scores(execute, tmp_path):
 
 
 def test_the_example_workflows_run(execute, tmp_path):
-    guess, tools, agent, own = python_blocks("workflows.md")
+    guess, tools = python_blocks("workflows.md")
+    (agent,), (own,) = python_blocks("agents.md"), python_blocks("custom-workflows.md")
     named = (("guess", guess), ("tools", tools), ("agent", agent), ("own", own))
     for name, source in named:
         (tmp_path / f"{name}.py").write_text(source)
