@@ -188,7 +188,7 @@ def test_every_number_that_differs_is_a_fault(change, expected):
 @pytest.mark.dist
 def test_the_example_of_the_docs_agrees(capfd, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
-    page = (Path(__file__).parents[3] / "docs" / "parallelism.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "layouts.md").read_text()
     block = page.partition("    $ pentad verify-parallel ")[2].partition("\n\nWithout ")[0]
     words, *shown = [line.strip() for line in block.splitlines() if line.strip()]
     name, option, layouts = shlex.split(words)
