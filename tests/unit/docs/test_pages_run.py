@@ -33,7 +33,7 @@ SKIPPED = {
     "VLLM_SERVER_DEV_MODE": "needs vLLM; tests/vllm",
     "pentad view": "serves until it is stopped; tests/unit/view starts it",
     "pentad convert ADAPTER": "tests/unit/weights/test_peft.py",
-    "megatron:": "needs megatron-core; tests/megatron/test_runs.py",
+    "megatron:": "needs megatron-core; tests/megatron/test_megatron_runs.py",
     "pentad dpo dpo.yaml": "tests/unit/docs/test_preferences_page.py",
     "pentad sft sft.yaml": "tests/unit/docs/test_sft_page.py",
     "pentad.train(recipe, reward=score": "tests/unit/docs/test_python_page.py",
