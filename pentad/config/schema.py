@@ -197,8 +197,8 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """What is optimised."""
     preference: PreferenceConfig | None = None
-    """How `pentad dpo` learns from preferences; no other command reads it. null: by its
-    defaults."""
+    """How `pentad dpo` learns from preferences, where null stands for the defaults of the block; a
+    run of another command has none."""
     gconfig: GenerationConfig = GenerationConfig()
     """How answers are sampled for training."""
     train_dataset: DatasetConfig = DatasetConfig()
@@ -303,10 +303,10 @@ class Config(Section):
         """Sequences in a batch; without groups, the rows of the dataset themselves, or two for each
         pair of preferences."""
         each = 1
-        if self.has_sampler or self.only == "train":
+        if self.preference is not None:
+            each = 1 if self.preference.loss == "kto" else 2
+        elif self.has_sampler or self.only == "train":
             each = self.gconfig.n_samples
-        elif self.preference is not None and self.preference.loss != "kto":
-            each = 2
         return self.train_dataset.batch_size * each
 
     @property
@@ -329,7 +329,7 @@ class Config(Section):
     def frozen_models(self) -> tuple[str, ...]:
         """Those of `SCORERS` that the algorithm needs."""
         needed = {
-            "ref": self.algorithm.kl_coef or (self.preference is not None and not self.has_sampler),
+            "ref": self.algorithm.kl_coef or self.preference is not None,
             "teacher": self.algorithm.facts.needs_teacher,
         }
         return tuple(role for role in SCORERS if needed[role])

@@ -40,9 +40,7 @@ def prepare(
         raise UserError(reading.problems)
     with suppress(UserError):  # a rule reports it
         reading.config.register_models()
-    if command == "dpo" and reading.config.preference is None:
-        given = {"preference": PreferenceConfig()}
-        reading = replace(reading, config=reading.config.model_copy(update=given))
+    reading = _with_preference(reading, command)
     pinned = pin(reading.config, command)
     config, notes = resolve(pinned.config, samples=samples)
     notes = [*reading.notes, *pinned.notes, *notes]
@@ -68,6 +66,17 @@ def prepare(
         config, said = choose_logits(config, device, command)
         notes += said
     return config, notes
+
+
+def _with_preference(reading: Reading, command: Command) -> Reading:
+    """Fills in the block `preference` for `dpo`; takes it out where a command does not read it."""
+    given, notes = reading.config.preference, reading.notes
+    if command == "dpo":
+        given = given or PreferenceConfig()
+    elif command != "plan" and given is not None:
+        given, notes = None, (*notes, f"preference: without effect, {command} does not read it")
+    config = reading.config.model_copy(update={"preference": given})
+    return replace(reading, config=config, notes=notes)
 
 
 def _as_written(problem: Problem | str, reading: Reading) -> Problem | str:

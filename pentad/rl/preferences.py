@@ -39,7 +39,7 @@ class Preferred:
     """The loss of some comparisons, and its slopes."""
 
     losses: np.ndarray
-    """Of each pair (KTO: of each answer)."""
+    """One value for each pair (KTO: for each answer)."""
     slopes: np.ndarray
     """d(sum of losses) / d(log-prob of each sequence)."""
     chosen: np.ndarray

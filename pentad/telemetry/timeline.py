@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_SPANS = 1000
-"""Of a line: the longest are kept."""
+"""Spans in one line of the file: the longest are kept."""
 JOIN_S = 0.005
 """Spans of the same words, numbers aside, with a shorter gap between them are one."""
 GATES = "rollout waits"

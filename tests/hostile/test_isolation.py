@@ -94,8 +94,8 @@ def test_a_job_does_not_outlive_its_pool_and_worker(user):
         time.sleep(0.02)
     for process in filter(is_alive, below_pool):
         process.kill()
-    for left in (folder, Path(file).parent):  # nobody is left who would remove them
-        shutil.rmtree(left)
+    for left in (folder, Path(file).parent):  # a pool that starts meanwhile may have removed one
+        shutil.rmtree(left, ignore_errors=True)
     assert alive == []
 
 

@@ -36,6 +36,7 @@ def test_rollouts_are_learned_alike_by_text_and_from_files(lab, request):
     assert values_of(lab.train(*ppo, "store=files")) == plain
     learning = {"build", "open_store", "begin", "add", "finish", "measure", "snapshot", "forward"}
     keeping = {
+        "keep_trained",
         "count_nodes",
         "load_tags",
         "prepare_state",

@@ -10,6 +10,7 @@ from run_lab import steps_of, values_of
 from transformers import AutoModelForCausalLM
 
 from pentad.core.errors import RunError, UserError
+from pentad.data.toy import write_byte_model
 from pentad.planner.prepare import prepare
 from pentad.telemetry.recorder import Recorder
 from pentad.trainer.sources.examples import run_dpo
@@ -162,3 +163,22 @@ def test_kto_needs_other_answers(run, data):
     words = ["preference.loss=kto", f"train_dataset.path={data / 'labels.jsonl'}"]
     with pytest.raises(UserError, match="train_dataset.batch_size = 1"):
         run(*words, "train_dataset.batch_size=1")
+
+
+def test_a_given_reference_is_read_and_looked_for_at_the_start(lab, run, capsys):
+    start = lab.sft("total_train_steps=2").model
+    first = steps_of(run(f"ref.path={start}"))[0]["preference"]
+    assert first["margin"] != 0.0 and "ref.path" not in capsys.readouterr().err
+    with pytest.raises(UserError, match="ref.path = .*: its .* is .* and the actor's"):
+        other = lab.fileroot / "other"
+        write_byte_model(other)
+        run(f"ref.path={other}")
+    with pytest.raises(UserError, match="ref.path = /nowhere: there is no such folder"):
+        run("ref.path=/nowhere")
+
+
+def test_other_commands_say_that_they_do_not_read_the_block(lab):
+    words = lab.words_for("x", "preference.loss=ipo")
+    config, notes = prepare(None, words, "train")
+    assert config.preference is None and config.frozen_models == ()
+    assert "preference: without effect, train does not read it" in notes

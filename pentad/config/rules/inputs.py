@@ -61,8 +61,9 @@ def the_critic_is_a_model_folder(config: Config) -> Problem | None:
 
 
 @RULES.add(commands=("train", "sft"))
-def the_reference_is_a_model_folder(config: Config) -> Problem | None:
-    return _model_folder("ref.path", config.ref.path) if "ref" in config.frozen_models else None
+def the_reference_is_a_model_folder(config: Config, facts: RunFacts) -> Problem | None:
+    is_read = facts.command in ("train", "dpo") and "ref" in config.frozen_models
+    return _model_folder("ref.path", config.ref.path) if is_read else None
 
 
 @RULES.add()

@@ -149,7 +149,8 @@ def stop_id_problems(config: Config, dims: ModelDims) -> Iterator[Problem]:
 def tags_are_alike(config: Config, facts: RunFacts) -> Iterator[Problem]:
     """Reference and teacher are other weights of the actor's model, so they are made like it;
     on devices of their own they need no more than its tokens."""
-    actor = _sampled_dims(config, facts)
+    is_dpo = facts.command == "dpo" and not unknown_families(config, facts)
+    actor = known_dims(config.actor.path) if is_dpo else _sampled_dims(config, facts)
     if actor is None:
         return
     apart = {f"{role}.path" for role in scorers(config)}

@@ -45,10 +45,9 @@ def unread(config: Config, command: Command = "plan") -> list[str]:
         ("valid_dataset", config.valid_dataset),
     ):
         readers += dataset_readers(key, data, command)
-    if command not in ("plan", "dpo"):
-        readers.append(KeyUse(("preference",), lambda _: False, "only dpo reads it"))
     if command in ON_EXAMPLES:
-        readers.append(KeyUse(OF_ROLLOUT, lambda _: False, f"{command} does not sample"))
+        keys = OF_ROLLOUT if command == "dpo" else (*OF_ROLLOUT, *OF_SEVERAL_ANSWERS)
+        readers.append(KeyUse(keys, lambda _: False, f"{command} does not sample"))
         why = f"{command} has the devices to itself"
         readers.append(KeyUse(("offload_train",), lambda config: not config.offload_train, why))
     found: dict[str, str] = {}  # the first word on a key is enough: a block may be there, too
@@ -280,11 +279,13 @@ OF_PROMPTS = (
 )
 OF_TEXTS = ("text_key", "mask_documents")
 OF_ROLLOUT = (
-    *("gconfig", "reward", "rollout", "algorithm", "ref", "teacher", "max_staleness"),
+    *("gconfig", "reward", "rollout", "algorithm", "teacher", "max_staleness"),
     *("num_iters_per_train_update", "updates_per_batch", "use_streaming_dataset"),
     *("store", "num_data_storage_units"),
     *("ref_update_interval", "compute_advantages_and_returns", "strict"),
     *("evaluator.n_samples", "evaluator.temperature", "evaluator.max_new_tokens"),
-    *("guards.max_logprob_gap", "only", "groups_from", "actor.enable_tree_training"),
+    *("guards.max_logprob_gap", "only", "groups_from"),
 )
 """Read by `train` alone."""
+OF_SEVERAL_ANSWERS = ("ref", "actor.enable_tree_training")
+"""Read by `train` and `dpo`."""

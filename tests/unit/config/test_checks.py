@@ -674,7 +674,7 @@ BROKEN = [
     ),
     (
         "kto_compares_answers",
-        "sft",
+        "dpo",
         ["preference.loss=kto", "train_dataset.batch_size=1"],
         "train_dataset.batch_size = 1",
         "kto compares each answer with others of its batch",
