@@ -8,10 +8,9 @@ export interface Brief {
   reward: number | null; loss: number | null;
 }
 export interface Summary extends Brief {
-  last: Json; progress: { steps: number; samples: number }; keys: string[]; num_steps: number;
+  sign: string; last: Json; progress: number; keys: string[];
   total_steps: number | null; eta_s: number | null; evals: Json[]; recoveries: Json[];
-  starts: Json[]; marks: Mark[]; kept_steps: number[]; reason: string | null; notes: string[];
-  has_plan: boolean; seed: number | null;
+  starts: Json[]; marks: Mark[]; reason: string | null; notes: string[]; has_plan: boolean;
 }
 export interface Curve { mean: (number | null)[]; min?: (number | null)[]; max?: (number | null)[] }
 export interface Series { step: number[]; time: number[]; series: Record<string, Curve>; rows: number }
@@ -45,7 +44,7 @@ export async function get(path: string, params: Record<string, Json> = {}): Prom
 
 function fromInside(path: string, params: Record<string, Json>): Json {
   switch (path) {
-    case "runs": return { runs: [inside.run], places: [inside.run.path] };
+    case "runs": return { runs: [inside.run] };
     case "run": return inside.run;
     case "fields": return inside.fields;
     case "plan": if (inside.plan?.error) throw new Failed(inside.plan.error); return inside.plan;
@@ -57,7 +56,7 @@ function fromInside(path: string, params: Record<string, Json>): Json {
       const group = inside.groups.find(same);
       if (group) return group;
       const notes = ["The exported file has the samples of samples.jsonl alone for this group."];
-      return { ...(samples[0] ?? {}), is_whole: false, samples, notes };
+      return { ...(samples[0] ?? {}), samples, notes };
     }
     default: throw new Failed("An exported file does not hold this; open the run with `pentad view`.");
   }
@@ -81,7 +80,7 @@ function listed(p: Record<string, Json>): Json {
   const all: Json[] = inside.samples;
   const last = all.length ? Math.max(...all.map((s) => s.step)) : null;
   const step = p.last ? last : p.step ? Number(p.step) : null;
-  const words = String(p.text ?? "").toLowerCase();
+  const text = String(p.text ?? "").toLowerCase();
   const within = (v: number, low: Json, high: Json) =>
     (low === undefined || low === "" || v >= Number(low)) && (high === undefined || high === "" || v <= Number(high));
   const found = all.filter((s) =>
@@ -89,7 +88,7 @@ function listed(p: Record<string, Json>): Json {
     (!p.environment || s.environment === p.environment) && (!p.version || (s.min_version <= Number(p.version) && s.max_version >= Number(p.version))) &&
     (!p.prompt || s.prompt_key === Number(p.prompt)) && within(s.reward, p.min_reward, p.max_reward) &&
     within(s.num_sampled, p.min_length, p.max_length) &&
-    (!words || JSON.stringify([s.question, s.prompt, s.text, s.turns]).toLowerCase().includes(words)));
+    (!text || JSON.stringify([s.question, s.prompt, s.text, s.turns]).toLowerCase().includes(text)));
   const orders: Record<string, (s: Json) => number> = {
     best: (s) => -s.reward, worst: (s) => s.reward, longest: (s) => -s.num_sampled,
     shortest: (s) => s.num_sampled, oldest: (s) => s.step, newest: (s) => -s.step,
@@ -98,6 +97,7 @@ function listed(p: Record<string, Json>): Json {
   found.sort((a, b) => by(a) - by(b));
   const skip = Number(p.skip ?? 0), most = Number(p.most ?? 50);
   const next = found.length > skip + most ? skip + most : null;
+  const words = (name: string) => [...new Set(all.map((s) => s[name]).filter(Boolean))];
   return { samples: found.slice(skip, skip + most), total: found.length, next, last_step: last, step, progress: 1,
-    environments: [...new Set(all.map((s) => s.environment).filter(Boolean))] };
+    words: { finish: words("finish"), environment: words("environment") } };
 }

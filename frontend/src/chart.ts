@@ -5,7 +5,7 @@ import type { Mark } from "./api";
 import { h, fill, save } from "./dom";
 import { num } from "./format";
 
-export const COLORS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8", "--c9", "--c10"];
+export const COLORS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8", "--c9", "--c10", "--c11", "--c12"];
 const HEIGHT = 190;
 
 export function css(name: string): string {
@@ -21,6 +21,7 @@ export interface Line {
   low?: (number | null)[];
   high?: (number | null)[];
   isDots?: boolean; // points with their interval, not smoothed
+  isExact?: boolean; // never smoothed
 }
 
 export interface Frame {
@@ -37,16 +38,20 @@ export interface ChartEvents {
   pick: (x: number) => void;
 }
 
-/** Exponential mean over `span` units of x, so that it does not depend on how far data are cut down. */
+/** Exponential mean over `span` units of x, so that it does not depend on how far data are cut down;
+ * of the steps before and after alike, so that a rise is drawn where it was and not later. */
 export function smoothed(x: number[], y: (number | null)[], span: number): (number | null)[] {
-  let mean: number | null = null, at = 0;
-  return y.map((value, n) => {
-    if (value === null) return null;
-    if (mean === null) mean = value;
-    else mean += (1 - Math.exp(-(x[n] - at) / span)) * (value - mean);
-    at = x[n];
-    return mean;
-  });
+  const order = y.map((_, n) => n).filter((n) => y[n] !== null);
+  const found: (number | null)[] = y.map(() => null);
+  for (const way of [order, [...order].reverse()]) {
+    let mean = 0, at: number | null = null;
+    for (const n of way) {
+      mean = at === null ? y[n]! : mean + (1 - Math.exp(-Math.abs(x[n] - at) / span)) * (y[n]! - mean);
+      at = x[n];
+      found[n] = (found[n] ?? 0) + mean / 2;
+    }
+  }
+  return found;
 }
 
 const MARK_COLORS: Record<string, string> = {
@@ -109,7 +114,8 @@ export class Chart {
     const x = this.plot?.data[0] as number[] | undefined;
     if (!this.plot || !x?.length) return;
     let [min, max] = range ?? [x[0], x[x.length - 1]];
-    if (min === max) [min, max] = [min - 1, max + 1];
+    if (this.options.stacked && !range) [min, max] = [min - half(x), max + half(x)]; // whole bars
+    else if (min === max) [min, max] = [min - 1, max + 1];
     this.plot.setScale("x", { min, max });
   }
 
@@ -136,15 +142,15 @@ export class Chart {
       this.columns.push({ line, part });
       columns.push(values);
     };
-    const stack = new Array(xs.length).fill(0);
+    if (this.options.stacked) { // each reaches down to zero, so the highest is drawn first
+      const stack = new Array(xs.length).fill(0);
+      const tops = this.lines.map((l) => spread(l, l.y).map((v, i) => (stack[i] += v ?? 0)));
+      for (let n = tops.length - 1; n >= 0; n--) add(n, "main", tops[n]);
+      return [xs, ...columns] as uPlot.AlignedData;
+    }
     this.lines.forEach((l, n) => {
-      if (this.options.stacked) {
-        const values = spread(l, l.y).map((v, i) => (stack[i] += v ?? 0));
-        add(n, "main", values);
-        return;
-      }
       if (l.low && l.high) { add(n, "low", spread(l, l.low)); add(n, "high", spread(l, l.high)); }
-      const isSmooth = !l.isDots && (this.frame?.smoothing ?? 0) > 0;
+      const isSmooth = !l.isDots && !l.isExact && (this.frame?.smoothing ?? 0) > 0;
       if (isSmooth) add(n, "raw", spread(l, l.y));
       add(n, "main", spread(l, isSmooth ? smoothed(l.x, l.y, this.frame!.smoothing) : l.y));
     });
@@ -156,15 +162,13 @@ export class Chart {
     const bands: uPlot.Band[] = [];
     const count = new Set(this.lines.flatMap((l) => l.x)).size;
     const series: uPlot.Series[] = [{}];
-    const stepped = uPlot.paths.stepped!({ align: -1 });
+    const bars = uPlot.paths.bars!({ size: [1, Infinity], gap: 0 });
     this.columns.forEach(({ line, part }, n) => {
       const l = this.lines[line];
       const color = () => css(l.color);
       if (part === "high" && !l.isDots) bands.push({ series: [n + 1, n], fill: () => faded(css(l.color), 0.16) });
       if (this.options.stacked) {
-        if (line > 0) bands.push({ series: [n + 1, n], fill: () => faded(css(l.color), 0.85) });
-        series.push({ stroke: color, width: 0, paths: stepped, points: { show: false },
-          fill: line === 0 ? () => faded(css(l.color), 0.85) : undefined });
+        series.push({ width: 0, paths: bars, points: { show: false }, fill: color });
       } else if (part === "main") {
         series.push({ stroke: color, width: l.isDots ? 1.5 : 1.75, dash: l.dash, spanGaps: true,
           points: { show: l.isDots || count < 30, size: 5, fill: color } });
@@ -189,7 +193,7 @@ export class Chart {
         },
       },
       axes: [
-        { ...axis, size: 26, space: 56, values: (_u, v) => this.frame?.xTicks?.(v) ?? v.map((x) => (Number.isInteger(x) ? num(x, 6) : "")) },
+        { ...axis, size: 26, space: 56, values: (_u, v) => this.xLabels(v) },
         { ...axis, size: 54, space: 34, values: (_u, v, _a, _s, step) => tickLabels(v, step) },
       ],
       cursor: {
@@ -209,6 +213,14 @@ export class Chart {
         draw: [(u) => this.drawMarks(u), (u) => this.drawIntervals(u)],
       },
     };
+  }
+
+  /** The first says what is counted. */
+  private xLabels(values: (number | null)[]): string[] {
+    if (this.frame?.xTicks) return this.frame.xTicks(values as number[]);
+    const whole = values.map((x) => (Number.isInteger(x) ? num(x, 6) : ""));
+    const first = whole.findIndex((text, n) => text && (values[n] as number) > 0);
+    return whole.map((text, n) => (n === first ? `step ${text}` : text));
   }
 
   private drawMarks(u: uPlot): void {
@@ -336,20 +348,35 @@ export class Chart {
         const value = min! + ((max! - min!) * n) / 4;
         const at = u.valToPos(value, axis) + (axis === "x" ? box.left : box.top);
         out.push(axis === "x"
-          ? `<text x="${at}" y="${box.top + box.height + 16}" text-anchor="middle" fill="${css("--muted")}">${num(value, 4)}</text>`
+          ? `<text x="${at}" y="${box.top + box.height + 16}" text-anchor="middle" fill="${css("--muted")}">${this.frame?.xTicks?.([value])[0] ?? `${n ? "" : "step "}${Math.round(value)}`}</text>`
           : `<text x="${box.left - 6}" y="${at + 4}" text-anchor="end" fill="${css("--muted")}">${num(value, 3)}</text><path d="M${box.left} ${at}h${box.width}" stroke="${css("--grid")}"/>`);
       }
     }
+    const across = (x: number) => (u.valToPos(x, "x") + box.left).toFixed(1), up = (y: number) => (u.valToPos(y, "y") + box.top).toFixed(1);
+    const xs = u.data[0] as number[], wide = half(xs);
+    for (const { x, mark } of this.frame?.marks ?? []) {
+      out.push(`<path d="M${across(x)} ${box.top}v${box.height}" stroke="${css(MARK_COLORS[mark.kind] ?? "--muted")}" stroke-dasharray="3 3"><title>${escaped(mark.text)}</title></path>`);
+    }
     this.columns.forEach(({ line, part }, n) => {
       if (part === "low" || part === "high") return;
-      const points = (u.data[n + 1] as (number | null)[]).map((y, i) => (y === null ? "" : `${(u.valToPos(u.data[0][i], "x") + box.left).toFixed(1)},${(u.valToPos(y, "y") + box.top).toFixed(1)}`));
-      out.push(`<polyline fill="none" stroke="${css(this.lines[line].color)}" stroke-opacity="${part === "raw" ? 0.3 : 1}" stroke-width="1.6" points="${points.filter(Boolean).join(" ")}"/>`);
+      const ys = u.data[n + 1] as (number | null)[], color = css(this.lines[line].color);
+      const points = ys.map((y, i) => (y === null ? "" : this.options.stacked ? `M${across(xs[i] - wide)} ${up(0)}V${up(y)}H${across(xs[i] + wide)}V${up(0)}z` : `${across(xs[i])},${up(y)}`)).filter(Boolean).join(" ");
+      out.push(this.options.stacked ? `<path fill="${color}" d="${points}"/>`
+        : `<polyline fill="none" stroke="${color}" stroke-opacity="${part === "raw" ? 0.3 : 1}" stroke-width="1.6" points="${points}"/>`);
     });
+    for (const l of this.lines.filter((one) => one.isDots && one.low && one.high)) {
+      l.x.forEach((x, n) => out.push(`<path d="M${across(x)} ${up(l.low![n]!)}V${up(l.high![n]!)}" stroke="${css(l.color)}" stroke-opacity="0.6"/>`));
+    }
     this.lines.slice(0, 6).forEach((l, n) => {
       out.push(`<text x="${width - 10}" y="${20 + 13 * n}" text-anchor="end" fill="${css(l.color)}">${escaped(l.label)}</text>`);
     });
     save(`${fileName(this.title)}.svg`, new Blob([out.join("\n"), "\n</svg>\n"], { type: "image/svg+xml" }));
   }
+}
+
+/** Half of what lies between two bars. */
+function half(x: number[]): number {
+  return x.length > 1 ? (x[x.length - 1] - x[0]) / (x.length - 1) / 2 : 0.5;
 }
 
 function escaped(text: string): string {

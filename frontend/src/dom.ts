@@ -51,7 +51,7 @@ export function choice<T extends string>(
 export function table(head: string[], rows: Child[][], right: number[] = []): HTMLElement {
   const side = (n: number) => (right.includes(n) ? "num" : null);
   return h("div", { class: "scroll" },
-    h("table", { style: { minWidth: head.length > 4 ? `${110 * head.length}px` : "" } },
+    h("table", { style: { minWidth: head.length > 4 ? `${110 * head.length - 60 * right.length}px` : "" } },
       h("thead", null, h("tr", null, head.map((text, n) => h("th", { class: side(n) }, text)))),
       h("tbody", null, rows.map((row) =>
         h("tr", null, row.map((cell, n) => h("td", { class: side(n) }, cell)))))));

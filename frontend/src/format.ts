@@ -1,7 +1,8 @@
 // Numbers and times as people read them.
 
-export function num(value: number | null | undefined, digits = 3): string {
-  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+/** A dash for what is no number: records may be of any version. */
+export function num(value: unknown, digits = 3): string {
+  if (typeof value !== "number" || !Number.isFinite(value)) return "–";
   if (value === 0) return "0";
   const size = Math.abs(value);
   if (size >= 1e5 || size < 1e-3) {
@@ -17,8 +18,8 @@ function trim(value: number, digits: number): string {
   return String(Number(value.toPrecision(digits)));
 }
 
-export function duration(seconds: number | null | undefined): string {
-  if (seconds === null || seconds === undefined || Number.isNaN(seconds)) return "–";
+export function duration(seconds: unknown): string {
+  if (typeof seconds !== "number" || !Number.isFinite(seconds)) return "–";
   if (seconds < 0.1) return `${num(seconds * 1e3, 2)} ms`;
   if (seconds < 60) return `${num(seconds, 3)} s`;
   const minutes = Math.floor(Math.round(seconds) / 60);

@@ -12,7 +12,7 @@ import { time } from "./time";
 const VIEWS: [ViewName, string, () => Page][] = [
   ["overview", "Overview", overview], ["samples", "Samples", samples], ["time", "Time", time], ["plan", "Plan", plan],
 ];
-const LOOK_MS = 1000;
+const LOOK_MS = 500; // an answer without news is a few bytes
 const RUNS_MS = 5000;
 const MAX_RUNS = 8;
 
@@ -91,8 +91,8 @@ async function look(): Promise<void> {
     head();
     if (isNew) await page?.update();
   });
-  const isReading = shared.state.ids.some((id) => (shared.summaries.get(id)?.progress.steps ?? 1) < 0.999);
-  if (!isExported) timer = window.setTimeout(look, isReading ? 50 : document.hidden ? 5 * LOOK_MS : LOOK_MS);
+  const isReading = shared.state.ids.some((id) => (shared.summaries.get(id)?.progress ?? 1) < 1);
+  if (!isExported) timer = window.setTimeout(look, isReading ? 50 : document.hidden ? 10 * LOOK_MS : LOOK_MS);
 }
 
 async function route(): Promise<void> {

@@ -6,15 +6,21 @@ import { clock, duration, num, share } from "./format";
 import { address, main, remember, shared, type Page } from "./state";
 import { costOf } from "./time";
 
-interface Wanted { title: string; keys: string[]; log?: boolean; scale?: number; unit?: string; isEval?: boolean }
+interface Wanted { title: string; keys: string[]; log?: boolean; scale?: number; unit?: string; isEval?: boolean; isExact?: boolean }
 
 const PLAN: [string, Wanted[]][] = [
   ["Learning", [
     { title: "Reward", keys: ["rl/reward_mean"] },
     { title: "Held-out accuracy", keys: ["accuracy"], isEval: true },
     { title: "Parts of the reward", keys: ["rl/reward_parts/*"] },
-    { title: "Held-out loss", keys: ["loss"], isEval: true },
+    { title: "Reward by environment", keys: ["rl/environments/*/reward_mean"] },
+    { title: "Preferred answer ranked higher", keys: ["preference/accuracy"] },
+    { title: "Margin", keys: ["preference/margin"] },
+    { title: "Held-out margin", keys: ["margin"], isEval: true, unit: "nats" },
+    { title: "Reward of chosen and rejected", keys: ["preference/chosen_reward", "preference/rejected_reward"] },
+    { title: "Divergence from the reference", keys: ["preference/divergence"] },
     { title: "Loss", keys: ["loss"] },
+    { title: "Held-out loss", keys: ["loss"], isEval: true },
     { title: "Answer length", keys: ["rl/length_mean"] },
     { title: "Cut at the limit", keys: ["rl/truncated_share"] },
     { title: "Groups without variance", keys: ["rl/groups_without_variance"] },
@@ -26,8 +32,9 @@ const PLAN: [string, Wanted[]][] = [
     { title: "Trainer against sampler", keys: ["rl/logprob_diff_mean", "rl/logprob_diff_p99"] },
     { title: "Importance ratio", keys: ["rl/ratio_mean", "rl/ratio_p95"] },
     { title: "Gradient norm", keys: ["grad_norm"] },
-    { title: "Learning rate", keys: ["lr"] },
+    { title: "Learning rate", keys: ["lr"], isExact: true },
     { title: "Critic loss", keys: ["rl/critic_loss"] },
+    { title: "Tokens of an expert", keys: ["kernel/tokens_per_expert_mean", "kernel/tokens_per_expert_std"] },
   ]],
   ["Speed and memory", [
     { title: "Tokens a second", keys: ["tokens_per_sec"] },
@@ -85,7 +92,7 @@ export function overview(): Page {
   function keysOf(wanted: Wanted): string[] {
     const known = new Set(shared.state.ids.flatMap((id) => shared.summaries.get(id)?.keys ?? []));
     return wanted.keys.flatMap((key) =>
-      key.endsWith("*") ? [...known].filter((k) => k.startsWith(key.slice(0, -1))) : known.has(key) ? [key] : []);
+      key.includes("*") ? [...known].filter((k) => k.startsWith(key.split("*")[0]) && k.endsWith(key.split("*")[1])) : known.has(key) ? [key] : []);
   }
 
   function evalsOf(run: Summary, key: string): { x: number[]; y: number[]; low?: number[]; high?: number[] } {
@@ -97,7 +104,6 @@ export function overview(): Page {
 
   function isShown(wanted: Wanted): boolean {
     if (wanted.isEval) return shared.state.ids.some((id) => evalsOf(shared.summaries.get(id)!, wanted.keys[0]).x.length > 0);
-    if (wanted.title === "Parts of the reward" && keysOf(wanted).length === 0) return false;
     return keysOf(wanted).length > 0;
   }
 
@@ -112,7 +118,7 @@ export function overview(): Page {
         const field = shared.fields[key] ?? shared.fields[key.split("/").slice(0, 2).join("/")];
         const about = one.isEval ? "evals.jsonl: with its 95% interval where it has one" : field?.meaning ?? key;
         const chart = new Chart(one.title, about, one.unit ?? (one.isEval ? "" : field?.unit ?? ""),
-          { zoom: (low, high) => zoom([low, high]), reset: () => zoom(null), pick }, { log: one.log, named: one.keys[0].endsWith("*") });
+          { zoom: (low, high) => zoom([low, high]), reset: () => zoom(null), pick }, { log: one.log, named: one.keys[0].includes("*") });
         charts.push({ chart, wanted: one });
         return chart.el;
       })));
@@ -156,7 +162,7 @@ export function overview(): Page {
     data = found;
     if (smoothing < 0) {
       const rows = Math.max(...[...data.values()].map((s) => s.rows));
-      const notch = rows < 60 ? 0 : Math.min(12, Math.max(1, Math.round(Math.log2(rows / 50 / 1.5)) + 1));
+      const notch = rows < 150 ? 0 : Math.min(12, Math.max(1, Math.round(Math.log2(rows / 50 / 1.5)) + 1));
       smoothing = spanOf(notch);
       slider.value = String(notch);
     } else if (!slider.dataset.set) {
@@ -202,7 +208,7 @@ export function overview(): Page {
       const series = data.get(id)!, run = shared.summaries.get(id)!;
       return keys.flatMap((key, k): Line[] => {
         const color = COLORS[(several ? r : k) % COLORS.length];
-        const name = key.split("/").at(-1) as string;
+        const name = key.split("/").slice(2).filter((word) => word !== "reward_mean").join("/") || (key.split("/").at(-1) as string);
         const label = several ? (keys.length > 1 ? `${shortName(run)} ${name}` : shortName(run)) : name;
         if (wanted.isEval) {
           const found = evalsOf(run, key);
@@ -212,16 +218,19 @@ export function overview(): Page {
         if (!curve) return [];
         const scaled = (v?: (number | null)[]) => v && (wanted.scale ? v.map((y) => (y === null ? null : y * wanted.scale!)) : v);
         const x = axis === "step" ? series.step : series.time.map((t) => t - series.time[0]);
-        return [{ label, color, dash: several && k ? [5, 4] : undefined, x, y: scaled(curve.mean)!,
+        return [{ label, color, isExact: wanted.isExact, dash: several && k ? [5, 4] : undefined, x, y: scaled(curve.mean)!,
           low: scaled(curve.min), high: scaled(curve.max) }];
       });
     });
   }
 
+  let differing = "";
   async function compare(): Promise<void> {
     const ids = shared.state.ids;
     if (ids.length < 2) { fill(compared); return; }
     const found = await get("compare", { run: ids });
+    if (JSON.stringify(found) === differing) return;
+    differing = JSON.stringify(found);
     const names = ids.map((id) => shared.summaries.get(id)!.name);
     const keys = Object.entries(found.keys as Record<string, unknown[]>);
     fill(compared, h("section", { class: "panel" }, h("h2", null, "What differs"),
@@ -235,17 +244,20 @@ export function overview(): Page {
   function stats(): void {
     const run = main();
     if (!run) return;
-    const last = run.last ?? {}, rl = last.rl ?? {}, evaluated = run.evals.filter((e) => e.accuracy != null).at(-1);
+    const last = run.last ?? {}, rl = last.rl ?? {}, pairs = last.preference ?? {};
+    const evaluated = run.evals.filter((e) => e.accuracy != null).at(-1), heldOut = run.evals.filter((e) => e.loss != null).at(-1);
     const item = (label: string, value: Child, note: Child = null, title = "") =>
       h("div", { class: "stat", title }, h("span", { class: "label" }, label), h("span", { class: "value" }, value), h("span", { class: "note" }, note));
     const total = run.total_steps;
     fill(strip,
       item("Step", num(run.step, 6), total ? `of ${total}` : null),
       rl.reward_mean != null && item("Reward", num(rl.reward_mean), `± ${num(rl.reward_std, 2)} over samples`),
-      rl.reward_mean == null && item("Loss", num(last.loss, 4)),
-      evaluated && item("Held-out accuracy", num(evaluated.accuracy), `${num(evaluated.accuracy_low, 3)} to ${num(evaluated.accuracy_high, 3)} · after step ${evaluated.version}`),
+      rl.reward_mean == null && item("Loss", num(last.loss, 4), heldOut && `held out ${num(heldOut.loss, 4)}, step ${heldOut.version}`),
+      pairs.accuracy != null && item("Pairs ranked right", share(pairs.accuracy), `margin ${num(pairs.margin)}`, shared.fields["preference/accuracy"]?.meaning),
+      evaluated && item("Held-out accuracy", num(evaluated.accuracy),
+        `${evaluated.accuracy_low != null ? `${num(evaluated.accuracy_low)} to ${num(evaluated.accuracy_high)}, ` : ""}step ${evaluated.version}`),
       item("Tokens a second", num(last.tokens_per_sec, 4), last.wall_clock_ms != null && `${duration(last.wall_clock_ms / 1e3)} a step`),
-      run.state === "running" ? item("Time left", duration(run.eta_s), run.eta_s === null ? "total_train_steps is not set" : `until ${clock(Date.now() / 1e3 + run.eta_s)}`)
+      run.state === "running" ? item("Time left", duration(run.eta_s), run.eta_s === null ? "after two steps" : `until ${clock(Date.now() / 1e3 + run.eta_s)}`)
         : item("Took", duration(tookOf(run)), run.time ? `${run.state} ${clock(run.time)}` : run.state),
       last.infra?.ettr != null && item("Effective time", share(last.infra.ettr), "of the wall clock", shared.fields["infra/ettr"]?.meaning));
   }
@@ -262,7 +274,7 @@ export function overview(): Page {
     const notes = [...run.notes, ...(run.reason && run.state === "failed" ? [`The run failed: ${run.reason}`] : [])];
     const open = happened.querySelector("details")?.open ?? false;
     fill(happened, notes.map((text) => h("p", { class: "notice" }, text)),
-      run.progress.steps < 0.999 && h("p", { class: "notice" }, `Reading steps.jsonl: ${share(run.progress.steps)}; until then the curves show every few steps.`),
+      run.progress < 1 && h("p", { class: "notice" }, `Reading steps.jsonl: ${share(run.progress)}; until then the curves show every few steps.`),
       marks.length > 0 && h("details", { class: "events", open }, h("summary", null, `${marks.length} ${marks.length === 1 ? "event" : "events"}: `,
         h("span", { class: "muted" }, `${marks[0].kind} at step ${marks[0].step ?? "–"}: ${wordsOf(marks[0]).slice(0, 110)}`)),
         h("ul", null, marks.slice(0, 100).map((mark) => h("li", null, h("span", { class: `kind ${mark.kind}` }, mark.kind),
@@ -274,8 +286,9 @@ export function overview(): Page {
     stats();
     events();
     const now = JSON.stringify(shared.state.ids.map((id) => [shared.summaries.get(id)?.keys, (shared.summaries.get(id)?.evals.length ?? 0) > 0]));
-    if (now !== shape) { shape = now; build(); void compare(); }
+    if (now !== shape) { shape = now; build(); }
     await load();
+    await compare();
   }
   return { el, update, close: () => charts.forEach(({ chart }) => chart.destroy()) };
 }

@@ -40,11 +40,11 @@ export function samples(): Page {
       options.map(([value, text]) => h("option", { value, selected: params.get(name) === value }, text)));
     return box;
   };
-  const environments = select("environment", "Environment", [["", "any environment"]]);
-  environments.hidden = true;
+  const environments = select("environment", "Environment", []), finishes = select("finish", "Why an answer ended", []);
+  environments.hidden = finishes.hidden = true;
+  let again = 0;
   const filters = h("details", { class: "filters", open: isSearch() }, h("summary", null, "Filters"),
-    h("div", { class: "bar" }, boxes, environments,
-      select("finish", "Why an answer ended", [["", "any end"], ["stop", "stop"], ["length", "length"], ["abort", "abort"]]),
+    h("div", { class: "bar" }, boxes, environments, finishes,
       h("label", { class: "inline" }, h("input", { type: "checkbox", checked: params.get("all") === "1", onchange: (e: Event) => { remember("all", (e.target as HTMLInputElement).checked ? "1" : null); void load(); } }), "all steps"),
       h("button", { type: "button", class: "ghost", onclick: () => {
         for (const name of ["all", ...names]) remember(name, null);
@@ -84,7 +84,10 @@ export function samples(): Page {
     }
     if (mine !== asked) return;
     lastStep = found.last_step;
-    showEnvironments(found.environments ?? []);
+    offer(environments, "any environment", "environment", found.words?.environment ?? []);
+    offer(finishes, "any end", "finish", found.words?.finish ?? []);
+    window.clearTimeout(again);
+    if (found.progress < 1) again = window.setTimeout(() => { if (el.isConnected && mine === asked) void load(); }, 100);
     next = found.next;
     more.hidden = next === null;
     const key = JSON.stringify([wanted, found.samples.map((s: Json) => [s.step, s.gid, s.index]), found.step]);
@@ -107,10 +110,10 @@ export function samples(): Page {
     }
   }
 
-  function showEnvironments(known: string[]): void {
-    environments.hidden = !known.length;
-    if (environments.options.length === known.length + 1) return;
-    fill(environments, ["", ...known].map((name) => h("option", { value: name, selected: params.get("environment") === name }, name || "any environment")));
+  function offer(box: HTMLSelectElement, any: string, name: string, known: string[]): void {
+    box.hidden = !known.length;
+    if (box.options.length === known.length + 1) return;
+    fill(box, ["", ...known].map((word) => h("option", { value: word, selected: params.get(name) === word }, word || any)));
   }
 
   function card(s: Json): HTMLElement {

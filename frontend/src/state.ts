@@ -59,11 +59,10 @@ export async function readRuns(): Promise<void> {
 export async function readSummaries(): Promise<boolean> {
   let isNew = false;
   for (const id of shared.state.ids) {
-    const before = shared.summaries.get(id);
-    const now: Summary = await get("run", { run: id });
-    shared.summaries.set(id, now);
-    const sign = (s?: Summary) => JSON.stringify([s?.step, s?.num_steps, s?.state, s?.evals.length, s?.marks.length, s?.notes]);
-    isNew ||= sign(before) !== sign(now);
+    const now: Partial<Summary> = await get("run", { run: id, sign: shared.summaries.get(id)?.sign });
+    if (!now.id) continue; // as before
+    shared.summaries.set(id, now as Summary);
+    isNew = true;
   }
   return isNew;
 }

@@ -7,6 +7,8 @@ import { clock, clockSeconds, duration, num, share } from "./format";
 import { address, main, remember, shared, type Page } from "./state";
 
 const PHASE_ORDER = ["rollout", "train", "publish", "evaluate", "save", "record", "other"];
+/** The same colour in every run. */
+const phaseColor = (name: string) => COLORS[PHASE_ORDER.includes(name) ? PHASE_ORDER.indexOf(name) : 8 + (name.length % 4)];
 const PUBLISH = ["gather", "transfer", "pause", "install"].map((n) => `infra/publish_${n}_ms`);
 const SAVES = ["infra/recover_stall_ms", "infra/recover_commit_ms", "infra/async_ckpt_commit_ms"];
 
@@ -45,7 +47,7 @@ export function time(): Page {
     const found = series;
     const lineOf = (key: string, label: string, n: number, scale = 1): Line => ({ label, color: COLORS[n % COLORS.length], x: found.step, y: (found.series[key]?.mean ?? []).map((v) => (v === null ? null : v * scale)) });
     const frame: Frame = { range: null, smoothing: 0, xText: (x) => `step ${x}`, marks: run.marks.filter((m) => m.step !== null && m.kind !== "warning").map((mark) => ({ x: mark.step as number, mark })) };
-    phases.draw(names.map((n, i) => lineOf(`phases/${n}`, n, i, 1e-3)), frame);
+    phases.draw(names.map((n) => ({ ...lineOf(`phases/${n}`, n, 0, 1e-3), color: phaseColor(n) })), frame);
     const drawn: HTMLElement[] = [];
     for (const [chart, wanted, scale] of [[gates, closed, 1e-3], [publishes, PUBLISH, 1], [saves, SAVES, 1]] as const) {
       const have = wanted.filter((k) => found.series[k]?.mean.some((v) => v !== null));
@@ -69,7 +71,7 @@ export function time(): Page {
     const parts = sums(names.map((n) => `phases/${n}`)), whole = parts.reduce((a, b) => a + b, 0) || 1;
     const mean = whole / series!.step.length / 1e3;
     fill(totals, panel(range ? "Share of these steps" : "Share of all steps", `a step takes ${duration(mean)} on average`,
-      names.map((name, n) => meter(name, parts[n] / whole, COLORS[n % COLORS.length], share(parts[n] / whole)))));
+      names.map((name, n) => meter(name, parts[n] / whole, phaseColor(name), share(parts[n] / whole)))));
   }
 
   function fillTimeline(names: string[], run: Summary): void {
@@ -88,7 +90,7 @@ export function time(): Page {
     const spot = (t: number | null | undefined, cls: string, title: string) => t == null || t < begin || t > end ? null : h("i", { class: cls, style: { left: place(t) }, title });
     const stepTime = (step: number) => times[series!.step.findIndex((s) => s >= step)];
     fill(line, panel("The whole run", `${clock(begin)} to ${clock(end)}, ${duration(whole)} of wall clock`,
-      lane("learner", [h("i", { class: "block", style: { left: "0", width: "100%", background: css(COLORS[1]) } }),
+      lane("learner", [h("i", { class: "block", style: { left: "0", width: "100%", background: css(phaseColor("train")) } }),
         gaps.map((g) => h("i", { class: "block idle", style: { left: place(g.from), width: `${(100 * (g.to - g.from)) / whole}%` }, title: `no step for ${duration(g.to - g.from)}` }))]),
       lane("starts", run.starts.map((s) => spot(Date.parse(s.time) / 1e3 || null, "spot info", `${s.time}: started from step ${s.from_step}`)).concat(
         run.recoveries.map((r) => spot(Date.parse(r.time) / 1e3 || null, "spot bad", `learners recovered in ${r.total_s} s: ${r.cause}`)))),
@@ -129,12 +131,12 @@ export function time(): Page {
     try { record = await get("step", { run: id, step }); } catch (error) { fill(one, h("p", { class: "notice" }, (error as Error).message)); return; }
     await fillProcesses(run, names, record);
     const usual = medians(names), wall = record.wall_clock_ms ?? 1, most = Math.max(wall, ...Object.values(usual));
-    const rows = names.map((name, n) => meter(name, (record.phases?.[name] ?? 0) / most, COLORS[n % COLORS.length],
+    const rows = names.map((name) => meter(name, (record.phases?.[name] ?? 0) / most, phaseColor(name),
       `${duration((record.phases?.[name] ?? 0) / 1e3)} (median ${duration(usual[name] / 1e3)})`));
     const balance = record.kernel?.balance as Record<string, Record<string, number>> | null;
     fill(one, panel(`Step ${step}`, `${duration(wall / 1e3)}, ${num(record.num_tokens, 6)} tokens, ${num(record.tokens_per_sec, 4)} tokens/s`, h("div", { class: "steady" }, rows),
       record.infra?.straggler != null && h("p", { class: "notice" }, `Rank ${record.infra.straggler} computed 1.5 times as long as the others.`),
-      balance && [h("h3", null, "Experts' load by layer"), table(["layer", "mean", "std", "min", "max", "idle"], Object.entries(balance).map(([layer, b]) => [layer, num(b.mean), num(b.std), num(b.min), num(b.max), num(b.idle)]), [1, 2, 3, 4, 5])]));
+      balance && [h("h3", null, "Experts' load by layer"), table(["layer", "mean", "std", "min", "max", "idle"], Object.entries(balance).map(([layer, b]) => [layer, num(b.mean), num(b.std), num(b.min), num(b.max), num(b.num_idle)]), [1, 2, 3, 4, 5])]));
   }
 
   /** What every process did around a step, and the gates that were closed. */
@@ -153,7 +155,7 @@ export function time(): Page {
     const all = new Set(shown.map((s) => s.lane)); // a scorer of several processes is shown by these
     const found = [...all].filter((n) => n === "learner" || !all.has(`${n}-0`)).sort((a, b) => order(a) - order(b) || a.localeCompare(b, undefined, { numeric: true })).slice(0, 64);
     const said = h("p", { class: "muted small said" }, "Point at a bar, or tab to a line, to read it.");
-    const color = (s: Span) => (s.lane === "learner" ? COLORS[Math.max(0, names.indexOf(s.what)) % COLORS.length] : order(s.lane) === 2 ? "--c3" : "--c1");
+    const color = (s: Span) => (s.lane === "learner" ? phaseColor(s.what) : order(s.lane) === 2 ? "--c3" : "--c1");
     const bar = (s: Span): HTMLElement => {
       const isIdle = isWait(s.lane) || s.what.startsWith("waits");
       const from = Math.max(begin, s.begin), text = `${s.lane}: ${s.what}, ${duration(s.length)} from ${clockSeconds(s.begin)} on`;

@@ -127,6 +127,7 @@ class RunContext:
         generation = self.recorder.generation
         more = {"from_step": trained, "generation": generation, "saver_mode": saving}
         more |= {"opened_s": self.recorder.opened_s, "device": str(self.device)}
+        more |= {"num_steps": self.num_steps}
         self.folder.add_start(describe_start(**more, **facts))
 
 

@@ -11,14 +11,16 @@ import hmac
 import io
 import json
 import logging
+import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, replace
 from http.cookies import SimpleCookie
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
@@ -30,9 +32,8 @@ from pentad.core.errors import UserError
 from pentad.serve.wire import is_local, name_of
 from pentad.telemetry.record import finite
 from pentad.view.compare import differing_keys, first_parting
-from pentad.view.export import export_page
-from pentad.view.fields import field_meanings
-from pentad.view.lines import newest_mtime
+from pentad.view.export import export_page, field_meanings
+from pentad.view.lines import newest_mtime, number, parse, part
 from pentad.view.run import BUDGET_S, RunView, find_runs, is_recipe
 from pentad.view.samples import SampleFilter
 
@@ -60,6 +61,7 @@ STATIC = {
     "app.css": "text/css; charset=utf-8",
 }
 
+T = TypeVar("T")
 PlanOf = Callable[[Path, Sequence[str]], dict[str, Any]]
 """A recipe and its overrides -> what `pentad plan --json` prints of it."""
 
@@ -79,40 +81,48 @@ class RunPages:
         self._plans: dict[str, dict[str, Any]] = {}
 
     def look(self) -> None:
-        """Adds runs that are new at the places."""
+        """Adds runs that are new at the places. A run is named by the end of its path, by as much
+        of it as tells it from the others."""
         if time.monotonic() - self._looked_at < LOOK_S:
             return
         self._looked_at = time.monotonic()
         known = {run.folder for run in self.runs.values()}
-        found = find_runs(self.places)
         others = [place for place in self.places if is_recipe(place) or not place.exists()]
-        for folder in [*found, *others]:
+        for folder in [*find_runs(self.places), *others]:
             if folder not in known:
-                name = "~".join(folder.parts[-2:])
-                id = name if name not in self.runs else f"{name}~{len(self.runs)}"
-                self.runs[id] = RunView(folder, id)
+                names = ("/".join(folder.parts[-n:]) for n in range(2, len(folder.parts) + 1))
+                runs = (RunView(folder, name) for name in names)
+                run = next((run for run in runs if run.id not in self.runs), None)
+                if run is not None:
+                    self.runs[run.id] = run
 
     def app(self) -> Starlette:
-        answers: dict[str, Callable[[Request], Any]] = {
-            "/api/runs": self.list_runs,
-            "/api/run": self.run,
-            "/api/series": self.series,
-            "/api/compare": self.compare,
-            "/api/step": self.step,
-            "/api/timeline": self.timeline,
-            "/api/samples": self.samples,
-            "/api/group": self.group,
-            "/api/plan": lambda request: self.plan_for(self._run(request)),
+        of_run: dict[str, Callable[[RunView, Query], Any]] = {
+            **{"/api/run": self.run, "/api/series": series, "/api/step": step},
+            **{"/api/timeline": timeline, "/api/samples": samples, "/api/group": group},
+            **{"/export.csv": csv_file, "/export.html": self.html},
+        }
+        routes = [Route(path, _answered(self._of_run(answer))) for path, answer in of_run.items()]
+        others: dict[str, Callable[[Request], Any]] = {
+            **{"/api/runs": self.list_runs, "/api/compare": self.compare, "/api/plan": self.plan},
             "/api/fields": lambda request: field_meanings(),
         }
-        routes = [Route(path, _json(answer)) for path, answer in answers.items()]
-        routes += [Route("/export.csv", _json(self.csv)), Route("/export.html", _json(self.html))]
+        routes += [Route(path, _answered(answer)) for path, answer in others.items()]
         routes += [Route("/" if n == "index.html" else f"/{n}", _static(n)) for n in STATIC]
         return Starlette(routes=routes)
 
-    def _run(self, request: Request) -> RunView:
+    def _of_run(self, answer: Callable[[RunView, Query], Any]) -> Callable[[Request], Any]:
+        """Answered of the run that is asked for, while no other request reads its files."""
+
+        def of_request(request: Request) -> Any:
+            run = self._run(request.query_params.get("run", ""))
+            with run.lock:
+                return answer(run, Query(request.query_params))
+
+        return of_request
+
+    def _run(self, id: str) -> RunView:
         self.look()
-        id = request.query_params.get("run", "")
         if id not in self.runs:
             raise UserError(f"run = {id}: no run of this name is open here.")
         return self.runs[id]
@@ -121,132 +131,155 @@ class RunPages:
         self.look()
         briefs = [run.brief() for run in self.runs.values()]
         briefs.sort(key=lambda brief: (brief["state"] != "running", -brief["time"]))
-        return {"runs": briefs, "places": [str(place) for place in self.places]}
-
-    def run(self, request: Request) -> Any:
-        run = self._run(request)
-        with run.lock:
-            run.advance()
-            has_plan = run.state() == "recipe" or bool(run.config)
-            return run.summary() | {"has_plan": self.plan_of is not None and has_plan}
-
-    def series(self, request: Request) -> Any:
-        run, given = self._run(request), request.query_params
-        keys = [key for key in given.get("keys", "").split(",") if key]
-        points = min(MAX_POINTS, max(2, _number(given, "points", int) or 1000))
-        begin, end = _number(given, "from", float), _number(given, "to", float)
-        with run.lock:
-            run.advance(0.0 if run.steps.last else BUDGET_S)
-            return run.steps.series(keys, begin, end, points)
+        return {"runs": briefs}
 
     def compare(self, request: Request) -> Any:
-        runs = [self.runs[id] for id in request.query_params.getlist("run") if id in self.runs]
+        runs = [self._run(id) for id in request.query_params.getlist("run")]
         for run in runs:
             with run.lock:
                 run.advance()
         partings = [first_parting(runs[0], other) for other in runs[1:]]
         return {"keys": differing_keys([run.config for run in runs]), "partings": partings}
 
-    def step(self, request: Request) -> Any:
-        run, number = self._run(request), _number(request.query_params, "step", int)
-        with run.lock:
-            run.advance()
-            record = run.steps.record(-1 if number is None else number)
-        if record is None:
-            raise UserError(f"step = {number}: steps.jsonl of this run has no such step.")
-        return record
+    def run(self, run: RunView, given: Query) -> Any:
+        """The summary of a run; nothing where the asker has it already."""
+        run.advance()
+        if given.get("sign") == run.sign():
+            return {}
+        return run.summary() | {"has_plan": self.has_plan(run)}
 
-    def timeline(self, request: Request) -> Any:
-        """Lines of timeline.jsonl with spans in a time."""
-        run, given = self._run(request), request.query_params
-        begin, end = (_number(given, name, float) or 0.0 for name in ("from", "to"))
-        with run.lock:
-            run.timeline.look()
-            if not run.timeline.size:
-                return []
-            found = run.timeline.between("from_s", begin, end, MAX_TIMELINE_BYTES)
-        return [line for line in found if isinstance(line.get("spans"), list)]
+    def has_plan(self, run: RunView) -> bool:
+        """A plan counts samplers, which a run on examples has none of; its records have no
+        funnel."""
+        last = run.steps.last
+        samples = last is None or part(last, "funnel", "drawn") is not None
+        is_known = run.state() == "recipe" or (bool(run.config) and samples)
+        return self.plan_of is not None and is_known
 
-    def samples(self, request: Request) -> Any:
-        run, given = self._run(request), request.query_params
-        kinds = {entry.name: str(entry.type) for entry in fields(SampleFilter)}
-        wanted = SampleFilter(**{k: _value(given, k, kinds[k]) for k in kinds if given.get(k)})
-        skip = _number(given, "skip", int) or 0
-        most = min(MAX_LISTED, _number(given, "most", int) or 50)
-        with run.lock:
-            run.samples.advance(BUDGET_S)
-            if given.get("last"):
-                wanted = SampleFilter(step=run.samples.last_step(), order=wanted.order)
-            found = run.samples.find(wanted, skip, most, 1.0)
-            found["last_step"] = run.samples.last_step()
-            found["environments"] = [name for name in run.samples.environments if name]
-            return found | {"step": wanted.step, "progress": run.samples.file.share}
-
-    def group(self, request: Request) -> Any:
-        run, given = self._run(request), request.query_params
-        step, gid = _number(given, "step", int), _number(given, "gid", int)
-        if step is None or gid is None:
-            raise UserError("/api/group: needs step and gid.")
-        with run.lock:
-            run.samples.advance(BUDGET_S)
-            return run.groups.group(step, gid, run.samples.group(step, gid))
+    def plan(self, request: Request) -> Any:
+        return self.plan_for(self._run(request.query_params.get("run", "")))
 
     def plan_for(self, run: RunView) -> dict[str, Any]:
         """Made once for a config."""
         is_bare = run.state() == "recipe"
         recipe = run.folder if is_bare else run.folder / "config.yaml"
-        if self.plan_of is None or not (is_bare or run.config):
-            raise UserError(f"{run.folder}: its manifest has no config to plan.")
+        if self.plan_of is None or not self.has_plan(run):
+            raise UserError(
+                f"{run.folder}: there is no plan for it: its manifest has no config, or it trains "
+                "on examples, and a plan is of a run that samples."
+            )
         key = f"{recipe} {newest_mtime(recipe)}"
         if key not in self._plans:
             given = self.overrides if is_bare else paths_from(run.home, run.config)
             self._plans[key] = self.plan_of(recipe, given)
         return self._plans[key]
 
-    def csv(self, request: Request) -> Response:
-        run = self._run(request)
-        with run.lock:
-            run.advance(60.0)
-        return StreamingResponse(_csv_lines(run), media_type="text/csv", headers=_saved(run, "csv"))
-
-    def html(self, request: Request) -> Response:
-        run = self._run(request)
-        page = export_page(run, self.plan_for if self.plan_of else None)
-        headers = _saved(run, "html")
-        return Response(page, media_type="text/html; charset=utf-8", headers=headers)
+    def html(self, run: RunView, given: Query) -> Response:
+        page = export_page(run, self.plan_for if self.has_plan(run) else None)
+        return _file(run, "html", iter([page]))
 
 
-def _saved(run: RunView, suffix: str) -> dict[str, str]:
-    name = f"{run.id.replace('~', '-')}.{suffix}"
-    return {"content-disposition": f'attachment; filename="{name}"'}
+class Query(dict[str, str]):
+    """What a request asks for; an empty value is none."""
+
+    def of(self, name: str, kind: Callable[[str], T]) -> T | None:
+        if not self.get(name):
+            return None
+        try:
+            return kind(self[name])
+        except ValueError as error:
+            raise UserError(f"{name} = {self[name]}: must be a number.") from error
 
 
-def paths_from(home: Path, config: Mapping[str, Any]) -> list[str]:
-    """Overrides that find files of a run that was started in another folder than this program."""
-    found = []
-    for key in PATHS:
-        value: Any = config
-        for name in key.split("."):
-            value = value.get(name) if isinstance(value, Mapping) else None
-        if isinstance(value, str) and not Path(value).exists() and (home / value).exists():
-            found.append(f"{key}={home / value}")
-    return found
+def series(run: RunView, given: Query) -> Any:
+    keys = [key for key in given.get("keys", "").split(",") if key]
+    points = min(MAX_POINTS, max(2, given.of("points", int) or 1000))
+    run.advance(0.0 if run.steps.last else BUDGET_S)
+    return run.steps.series(keys, given.of("from", float), given.of("to", float), points)
 
 
-def _csv_lines(run: RunView) -> Iterator[str]:
+def step(run: RunView, given: Query) -> Any:
+    run.advance()
+    record = run.steps.record(given.of("step", int) or -1)
+    if record is None:
+        raise UserError(f"step = {given.get('step')}: steps.jsonl of this run has no such step.")
+    return record
+
+
+def timeline(run: RunView, given: Query) -> Any:
+    """Lines of timeline.jsonl with spans in a time."""
+    run.timeline.look()
+    begin, end = (given.of(name, float) or 0.0 for name in ("from", "to"))
+    found = run.timeline.between("from_s", begin, end, MAX_TIMELINE_BYTES)
+    lines = [line for _, text in found if (line := parse(text)) and number(line.get("from_s"))]
+    return [line | {"spans": list(filter(is_span, line.get("spans") or ()))} for line in lines]
+
+
+def is_span(value: Any) -> bool:
+    match value:
+        case [str(), str(), begin, length]:
+            return None not in (number(begin), number(length))
+    return False
+
+
+def samples(run: RunView, given: Query) -> Any:
+    kinds: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
+    named = {entry.name: kinds[str(entry.type).partition(" ")[0]] for entry in fields(SampleFilter)}
+    asked: dict[str, Any] = {n: given.of(n, kind) for n, kind in named.items() if given.get(n)}
+    wanted = SampleFilter(**asked)
+    index = run.samples
+    index.advance(BUDGET_S)
+    last_step = index.last_step()
+    if given.get("last"):
+        wanted = replace(wanted, step=last_step)
+    skip, most = given.of("skip", int) or 0, min(MAX_LISTED, given.of("most", int) or 50)
+    return index.find(wanted, skip, most, 1.0) | {
+        **{"last_step": last_step, "step": wanted.step, "progress": index.share},
+        "words": {name: list(known) for name, known in index.words.items()},
+    }
+
+
+def group(run: RunView, given: Query) -> Any:
+    step, gid = given.of("step", int), given.of("gid", int)
+    if step is None or gid is None:
+        raise UserError("/api/group: needs step and gid.")
+    run.samples.advance(BUDGET_S)
+    return run.groups.group(step, gid, run.samples.group(step, gid))
+
+
+def csv_file(run: RunView, given: Query) -> Response:
+    run.advance(60.0)
     columns = run.steps.columns
     names = ["step", *sorted(name for name in columns.by_path if name != "step")]
-    yield ",".join(names) + "\n"
-    for row in range(columns.num_rows):
-        line = io.StringIO()
-        values = (columns.by_path[name][row].item() for name in names)
-        csv.writer(line, lineterminator="\n").writerow(
-            "" if v != v else f"{v:.15g}" for v in values
-        )
-        yield line.getvalue()
+    return _file(run, "csv", _csv_lines(names, [columns.of(name) for name in names]))
 
 
-def _json(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
+def _csv_lines(names: list[str], columns: list[np.ndarray]) -> Iterator[str]:
+    line = io.StringIO()
+    csv.writer(line, lineterminator="\n").writerow(names)
+    yield line.getvalue()
+    for row in zip(*columns, strict=True):
+        yield ",".join("" if value != value else f"{value:.15g}" for value in row) + "\n"
+
+
+def _file(run: RunView, suffix: str, content: Iterator[str]) -> Response:
+    name = re.sub(r"[^\w.-]", "-", run.name, flags=re.ASCII)
+    headers = {"content-disposition": f'attachment; filename="{name}.{suffix}"'}
+    kind = {"csv": "text/csv", "html": "text/html"}[suffix]
+    return StreamingResponse(content, media_type=f"{kind}; charset=utf-8", headers=headers)
+
+
+def paths_from(home: Path, config: dict[str, Any]) -> list[str]:
+    """Overrides that find files of a run that was started in another folder than this program."""
+    given = {key: part(config, *key.split(".")) for key in PATHS}
+    return [
+        f"{key}={home / value}"
+        for key, value in given.items()
+        if isinstance(value, str) and not Path(value).exists() and (home / value).exists()
+    ]
+
+
+def _answered(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
     """An endpoint; a sentence where it has nothing to show. Starlette runs it in a thread."""
 
     def endpoint(request: Request) -> Response:
@@ -258,7 +291,7 @@ def _json(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
             body, status = {"error": str(error)}, 404
         except OSError as error:
             body, status = {"error": f"{error.filename}: cannot be read ({error.strerror})."}, 503
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
+        except Exception as error:  # a file of a run may hold anything: the page says so
             log.exception("%s", request.url)
             what = "a record has another form than this version reads"
             body, status = {"error": f"{request.url.path}: {what} ({error!r})."}, 500
@@ -271,21 +304,6 @@ def _json(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
 def _static(name: str) -> Callable[[Request], Response]:
     body = (files("pentad.view") / "static" / name).read_bytes()
     return lambda request: Response(body, media_type=STATIC[name])
-
-
-def _number(given: Mapping[str, str], name: str, kind: Callable[[str], Any]) -> Any:
-    if not given.get(name):
-        return None
-    try:
-        return kind(given[name])
-    except ValueError as error:
-        raise UserError(f"{name} = {given[name]}: must be a number.") from error
-
-
-def _value(given: Mapping[str, str], name: str, kind: str) -> Any:
-    if "int" in kind:
-        return _number(given, name, int)
-    return _number(given, name, float) if "float" in kind else given[name]
 
 
 class ViewGuard:

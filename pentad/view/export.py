@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable
@@ -10,8 +11,7 @@ from importlib.resources import files
 from typing import Any
 
 from pentad.core.errors import UserError
-from pentad.telemetry.record import finite
-from pentad.view.fields import field_meanings
+from pentad.telemetry.record import BLOCKS, StepRecord, finite
 from pentad.view.run import RunView
 from pentad.view.samples import SampleFilter
 
@@ -46,22 +46,29 @@ def export_page(run: RunView, plan_of: Callable[[RunView], dict[str, Any]] | Non
 
 
 def exported(run: RunView, plan_of: Callable[[RunView], dict[str, Any]] | None) -> dict[str, Any]:
-    with run.lock:
-        run.advance(60.0)
-        run.samples.advance(60.0)
-        kept = run.groups.steps()
-        gids = [one["gid"] for one in run.groups.gids(kept[-1])[:NUM_GROUPS]] if kept else []
-        groups = [run.groups.group(kept[-1], g, run.samples.group(kept[-1], g)) for g in gids]
-        found = {
-            "run": run.summary() | {"has_plan": plan_of is not None},
-            "series": run.steps.series(list(run.steps.columns.by_path), None, None, POINTS),
-            "samples": run.samples.find(SampleFilter(), 0, NUM_SAMPLES, 10.0)["samples"],
-            "groups": groups,
-            "fields": field_meanings(),
-        }
+    run.advance(60.0)
+    run.samples.advance(60.0)
+    kept = run.groups.steps()[-1:]
+    groups = [(step, gid) for step in kept for gid in run.groups.gids(step)[:NUM_GROUPS]]
+    found = {
+        "run": run.summary() | {"has_plan": plan_of is not None},
+        "series": run.steps.series(list(run.steps.columns.by_path), None, None, POINTS),
+        "samples": run.samples.find(SampleFilter(), 0, NUM_SAMPLES, 10.0)["samples"],
+        "groups": [run.groups.group(*one, run.samples.group(*one)) for one in groups],
+        "fields": field_meanings(),
+    }
     if plan_of is not None:
         try:
             found["plan"] = plan_of(run)
         except UserError as error:
             found["plan"] = {"error": str(error)}
     return found
+
+
+def field_meanings() -> dict[str, dict[str, str]]:
+    """Meaning and unit of the numbers of a step, by the path a chart asks for: `rl/entropy`."""
+    return {
+        f"{block}/{entry.name}".lstrip("/"): {k: entry.metadata[k] for k in ("meaning", "unit")}
+        for block, cls in {"": StepRecord, **BLOCKS}.items()
+        for entry in dataclasses.fields(cls)
+    }

@@ -8,6 +8,7 @@ is read from the model's folder where it is here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,8 @@ from tokenizers import Tokenizer
 
 from pentad.core.errors import UserError
 from pentad.core.types import Group, Sample
-from pentad.trainer.saving.batches import (
-    KeptBatch,
-    TrainedTokens,
-    kept_steps,
-    read_batch,
-    read_trained,
-)
+from pentad.trainer.saving.batches import TrainedTokens, kept_steps, read_batch, read_trained
+from pentad.view.lines import newest_mtime, part
 
 MAX_TOKENS = 20_000
 """A longer sample is shown as text alone."""
@@ -31,11 +27,22 @@ MAX_TOKENS = 20_000
 class GroupReader:
     """Groups of one run."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], home: Path) -> None:
+    def __init__(self, folder: Path, config: dict[str, Any], home: Path) -> None:
         self.folder = folder / "batches"
         self.config = config
-        self._batch: KeptBatch | None = None
-        self._words = TokenWords(config, home)
+        self.home = home
+        self._batch: tuple[object, list[Group]] | None = None
+        """The one that was read last, by its step and time."""
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | str:
+        """That of the run's model, or why it is not here."""
+        folder = part(self.config, "tokenizer_path") or part(self.config, "actor", "path") or ""
+        place = self.home / Path(str(folder)).expanduser() / "tokenizer.json"
+        try:
+            return Tokenizer.from_file(str(place))
+        except Exception as error:  # the library raises Exception itself for what it cannot read
+            return f"{place}: cannot be read ({error}); tokens are shown by their numbers"
 
     def steps(self) -> list[int]:
         """Those whose batch is kept."""
@@ -44,82 +51,70 @@ class GroupReader:
         except OSError:
             return []
 
-    def gids(self, step: int) -> list[dict[str, Any]]:
-        """The groups of a kept batch, each with its rewards."""
+    def gids(self, step: int) -> list[int]:
+        """The groups of a kept batch."""
         batch = self._read(step)
-        found = [] if isinstance(batch, str) else batch.groups
-        return [{"gid": g.gid, "rewards": [s.reward for s in g.samples]} for g in found]
+        return [] if isinstance(batch, str) else [group.gid for group in batch]
 
     def group(self, step: int, gid: int, recorded: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The group of a step; `recorded` are its lines in samples.jsonl."""
         batch = self._read(step)
-        words = [] if not isinstance(batch, str) else [batch]
-        groups = [] if isinstance(batch, str) else batch.groups
-        kept = next((group for group in groups if group.gid == gid), None)
-        if kept is None and not words:
-            words = [f"batches/step{step}.groups has no group {gid}"]
-        head = recorded[0] if recorded else {}
-        samples = (
-            self._from_records(recorded) if kept is None else self._from_group(step, kept, recorded)
+        head = dict(recorded[0]) if recorded else {}
+        found: dict[str, Any] = {"step": step, "gid": gid}
+        found |= {name: head.get(name) for name in ("question", "prompt", "expected")}
+        kept = next(
+            (group for group in batch if isinstance(group, Group) and group.gid == gid), None
         )
-        if self._words.problem:
-            words.append(self._words.problem)
-        question, prompt = head.get("question"), head.get("prompt")
-        if kept is not None and prompt is None and self._words.tokenizer is not None:
+        if kept is None:
+            missing = f"batches/step{step}.groups has no group {gid}"
+            notes = [batch if isinstance(batch, str) else missing]
+            hidden = ("ids", "trained_spans")
+            lines = [{k: v for k, v in line.items() if k not in hidden} for line in recorded]
+            return found | {"samples": lines, "notes": notes}
+        if found["prompt"] is None and isinstance(self.tokenizer, Tokenizer):
             first = kept.samples[0]
             given = first.ids[: int(np.argmax(first.mask)) if first.mask.any() else len(first.ids)]
-            prompt = self._words.tokenizer.decode(given.tolist(), skip_special_tokens=False)
-        return {
-            **{"step": step, "gid": gid, "question": question, "prompt": prompt},
-            **{"expected": head.get("expected"), "is_whole": kept is not None},
-            **{"samples": samples, "notes": words},
-        }
+            found["prompt"] = self.tokenizer.decode(given.tolist(), skip_special_tokens=False)
+        notes = [self.tokenizer] if isinstance(self.tokenizer, str) else []
+        return found | {"samples": self._samples(step, kept, recorded), "notes": notes}
 
-    def _read(self, step: int) -> KeptBatch | str:
-        """The batch, or why it is not here."""
-        if self._batch is not None and self._batch.step == step:
-            return self._batch
+    def _read(self, step: int) -> list[Group] | str:
+        """The groups of a batch, or why they are not here."""
+        key = step, newest_mtime(self.folder / f"step{step}.groups")
+        if self._batch is not None and self._batch[0] == key:
+            return self._batch[1]
         if step not in self.steps():
             return (
                 f"step {step}: its batch is not kept (telemetry.keep_batches), so only the samples "
                 "that samples.jsonl has are shown, without numbers for each token"
             )
         try:
-            self._batch = read_batch(self.folder, step)
+            self._batch = key, read_batch(self.folder, step).groups
         except UserError as error:
             return str(error)
-        return self._batch
+        return self._batch[1]
 
-    def _from_records(self, recorded: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        found = []
-        for line in recorded:
-            ids, spans = line.get("ids") or [], line.get("trained_spans") or []
-            mask = [any(begin <= n < end for begin, end in spans) for n in range(len(ids))]
-            tokens = {"words": self._words.of(ids), "mask": mask} if len(ids) <= MAX_TOKENS else {}
-            found.append({**{k: v for k, v in line.items() if k != "ids"}, "tokens": tokens})
-        return found
-
-    def _from_group(
+    def _samples(
         self, step: int, group: Group, recorded: Sequence[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
         figures = read_trained(self.folder, step)
-        picks = {line.get("index"): line.get("pick") for line in recorded}
+        picks = {str(line.get("index")): line.get("pick") for line in recorded}
         rewards = [s.reward for s in group.samples if s.reward is not None]
         mean = sum(rewards) / len(rewards) if rewards else None
         return [
             {
-                **{"index": n, "pick": picks.get(n), "text": s.text, "turns": s.turns},
+                **{"index": n, "pick": picks.get(str(n)), "text": s.text, "turns": s.turns},
                 **{"reward": s.reward, "reward_parts": s.reward_parts, "finish": s.finish},
                 "above_mean": None if mean is None or s.reward is None else s.reward - mean,
                 "num_sampled": s.num_sampled,
-                "tokens": self._tokens(s, figures.get((group.gid, n)))
-                if len(s.ids) <= MAX_TOKENS
-                else {},
+                "tokens": self._tokens(s, figures.get((group.gid, n))),
             }
             for n, s in enumerate(group.samples)
         ]
 
     def _tokens(self, sample: Sample, trained: TrainedTokens | None) -> dict[str, Any]:
+        if len(sample.ids) > MAX_TOKENS:
+            return {}
         figures = {"logprob": sample.rollout_logprobs, **sample.columns}
         if trained is not None and len(trained.logprobs) == len(sample.ids):
             moved = trained.logprobs - sample.rollout_logprobs
@@ -130,38 +125,14 @@ class GroupReader:
             if len(values) == len(sample.ids)
         }
         return {
-            "words": self._words.of(sample.ids.tolist()),
+            "words": self._words(sample.ids.tolist()),
             "mask": sample.mask.tolist(),
             "columns": columns | {"version": sample.versions.tolist()},
         }
 
-
-class TokenWords:
-    """What tokens say, by the tokenizer of the run's model."""
-
-    def __init__(self, config: Mapping[str, Any], home: Path) -> None:
-        self._config = config
-        self._home = home
-        self._is_read = False
-        self.tokenizer: Tokenizer | None = None
-        self.problem = ""
-
-    def of(self, ids: Sequence[int]) -> list[str]:
-        """Their numbers where there is no tokenizer."""
-        self._read()
-        if self.tokenizer is None:
+    def _words(self, ids: Sequence[int]) -> list[str]:
+        """What tokens say; their numbers where there is no tokenizer."""
+        if isinstance(self.tokenizer, str):
             return [str(n) for n in ids]
         many = self.tokenizer.decode_batch([[n] for n in ids], skip_special_tokens=False)
         return [word or f"<{n}>" for n, word in zip(ids, many, strict=True)]
-
-    def _read(self) -> None:
-        if self._is_read:
-            return
-        self._is_read = True
-        actor = self._config.get("actor") or {}
-        folder = self._config.get("tokenizer_path") or actor.get("path") or ""
-        place = self._home / Path(str(folder)).expanduser() / "tokenizer.json"
-        try:
-            self.tokenizer = Tokenizer.from_file(str(place))
-        except Exception as error:  # the library raises Exception itself for what it cannot read
-            self.problem = f"{place}: cannot be read ({error}); tokens are shown by their numbers"

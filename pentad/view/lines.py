@@ -1,13 +1,16 @@
 """Whole lines of a file that another program appends to, read once and in pieces.
 
 A torn last line is left until it is whole. A file that was replaced or cut (a resumed run marks
-lines and writes the file anew) is read again from its beginning.
+lines and writes the file anew) is read again from its beginning. Records are JSON of any version or
+none: `number`, `part` and `dicts` give what has the expected form and nothing else.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import stat
+import time
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -15,10 +18,14 @@ from typing import Any
 PIECE_BYTES = 4 << 20
 MAX_LINE_BYTES = 256 << 20
 """A longer line is no record of a run; reading stops before it."""
+PlacedLine = tuple[int, bytes]
+"""Where it begins, and its bytes with the line feed."""
+LARGE = 2**53
+"""No count and no time of a run is as large; a float holds whole numbers exactly up to here."""
 
 
 class GrowingLines:
-    """How far one file was read."""
+    """One file and how far it was read. A subclass holds what `add` keeps of its lines."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -26,29 +33,47 @@ class GrowingLines:
         """Everything before it was given out."""
         self.size = 0
         """The file's when it was last looked at."""
+        self._is_read = False
         self._identity: tuple[int, int] | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        """The file is another one: nothing of it is known."""
+
+    def add(self, offset: int, line: bytes) -> None:
+        """A line that is new."""
 
     @property
     def share(self) -> float:
-        """How much of the file was read."""
-        return min(1.0, self.position / self.size) if self.size else 1.0
+        """How much of the file was read; all, where the rest is a torn line."""
+        return 1.0 if self._is_read or not self.size else min(1.0, self.position / self.size)
 
-    def look(self) -> bool:
-        """Notes the file's size; True if it is another file than before, or a shorter one."""
+    def look(self) -> None:
+        """Notes the file's size, and clears if it is another file than before, or a shorter one."""
         try:
             found = self.path.stat()
         except OSError:
-            is_gone = self._identity is not None
-            self._identity, self.position, self.size = None, 0, 0
-            return is_gone
-        identity, self.size = (found.st_dev, found.st_ino), found.st_size
-        is_other = self._identity not in (None, identity) or self.size < self.position
-        self._identity = identity
-        if is_other:
+            found = None
+        identity, self.size = None, 0
+        if found is not None and stat.S_ISREG(found.st_mode):
+            identity, self.size = (found.st_dev, found.st_ino), found.st_size
+        if self._identity not in (None, identity) or self.size < self.position:
             self.position = 0
-        return is_other
+            self.clear()
+        self._identity = identity
 
-    def take(self) -> list[tuple[int, bytes]]:
+    def advance(self, budget_s: float = float("inf")) -> None:
+        """Reads what is new, for so long."""
+        end, self._is_read = time.monotonic() + budget_s, False
+        self.look()
+        while lines := self.take():
+            for offset, line in lines:
+                self.add(offset, line)
+            if time.monotonic() > end:
+                return
+        self._is_read = True
+
+    def take(self) -> list[PlacedLine]:
         """The next lines with their offsets, a few MB of them; none at the end."""
         if self.position >= self.size:
             return []
@@ -78,34 +103,44 @@ class GrowingLines:
             file.seek(offset)
             return parse(file.readline(MAX_LINE_BYTES))
 
-    def between(self, key: str, low: float, high: float, most_bytes: int) -> list[dict[str, Any]]:
-        """Records of a file in which the value of `key` only grows, from about the last one before
-        `low` to the first beyond `high`."""
+    def between(self, key: str, low: float, high: float, most_bytes: int) -> list[PlacedLine]:
+        """Lines of a file in which the value of `key` only grows: from the last one before `low` to
+        the last one up to `high`. The file need not have been read so far."""
         start, end = 0, self.size
-        with self.path.open("rb") as file:
+        found: list[PlacedLine] = []
+
+        def value(line: bytes) -> float:
+            known = number(part(parse(line), key))
+            return low if known is None else known
+
+        with self.path.open("rb") if end else io.BytesIO() as file:
             while end - start > 64 << 10:
                 middle = (start + end) // 2
                 file.seek(middle)
                 file.readline()
-                record = parse(file.readline())
-                if record is None or record.get(key, low) >= low:
+                if value(file.readline()) >= low:
                     end = middle
                 else:
                     start = middle
-            file.seek(max(0, start - (64 << 10)))
-            if file.tell():
-                file.readline()
-            records = map(parse, file.readlines(most_bytes))
-            found = list(takewhile(lambda r: r.get(key, low) <= high, filter(None, records)))
-        return found[sum(1 for one in found[1:] if one.get(key, low) <= low) :]
+            offset = file.seek(max(0, start - (64 << 10)))
+            offset += len(file.readline()) if offset else 0
+            for line in takewhile(lambda line: value(line) <= high, file):
+                is_before = value(line) < low
+                if is_before:
+                    found.clear()
+                found.append((offset, line))
+                offset += len(line)
+                if not is_before and offset - found[0][0] > most_bytes:
+                    break
+        return found
 
     def spread(self, count: int) -> list[dict[str, Any]]:
         """About so many records from all over the file, for a first look, and the last ones."""
         found = []
         with self.path.open("rb") as file:
-            for number in range(count):
-                file.seek(self.size * number // count)
-                if number:
+            for place in range(count):
+                file.seek(self.size * place // count)
+                if place:
                     file.readline()
                 found.append(parse(file.readline()))
         return [*(record for record in found if record), *self.tail(64 << 10)]
@@ -130,12 +165,17 @@ def parse(line: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """None where there is no such file, or nothing in it that can be read."""
+def read_bytes(path: Path) -> bytes:
+    """Nothing where there is no such file."""
     try:
-        return parse(path.read_bytes())
+        return path.read_bytes()
     except OSError:
-        return None
+        return b""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Empty where there is no such file, or nothing in it that can be read."""
+    return parse(read_bytes(path)) or {}
 
 
 def newest_mtime(path: Path) -> float:
@@ -144,3 +184,21 @@ def newest_mtime(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
+
+
+def number(value: Any) -> float | None:
+    """None for what is no finite number."""
+    is_one = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_one and abs(value) < LARGE else None
+
+
+def part(record: Any, *names: str) -> Any:
+    """What stands under these names, one inside the other; None where nothing does."""
+    for name in names:
+        record = record.get(name) if isinstance(record, dict) else None
+    return record
+
+
+def dicts(value: Any) -> list[dict[str, Any]]:
+    """The objects of a list."""
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []

@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,16 @@ from pentad.core.lock import SILENCE_S
 from pentad.telemetry.record import SCHEMA
 from pentad.telemetry.runfolder import FORMAT
 from pentad.view.groups import GroupReader
-from pentad.view.lines import GrowingLines, newest_mtime, parse, read_json
+from pentad.view.lines import (
+    GrowingLines,
+    dicts,
+    newest_mtime,
+    number,
+    parse,
+    part,
+    read_bytes,
+    read_json,
+)
 from pentad.view.samples import SampleIndex
 from pentad.view.steps import StepIndex
 
@@ -34,20 +43,25 @@ START = ("time", "from_step", "generation", "config_changes", "hardware")
 """What a page shows of a start."""
 
 
-class RecordTail:
-    """A small file of records, or a log, the newest of them in memory."""
+class RecordTail(GrowingLines):
+    """A small file of records, the newest of them in memory."""
 
-    def __init__(self, path: Path, read: Callable[[bytes], dict[str, Any] | None] = parse) -> None:
-        self.file = GrowingLines(path)
-        self.read = read
+    def clear(self) -> None:
         self.records: deque[dict[str, Any]] = deque(maxlen=10 * MAX_MARKS)
 
-    def advance(self) -> None:
-        if self.file.look():
-            self.records.clear()
-        while lines := self.file.take():
-            found = [self.read(line) for _, line in lines]
-            self.records += [r for r in found if r is not None and not r.get("superseded")]
+    def add(self, offset: int, line: bytes) -> None:
+        record = parse(line)
+        if record is not None and not record.get("superseded"):
+            self.records.append(record)
+
+
+class LogTail(RecordTail):
+    """Warnings and errors of log.txt."""
+
+    def add(self, offset: int, line: bytes) -> None:
+        mark = log_mark(line)
+        if mark is not None:
+            self.records.append(mark)
 
 
 def log_mark(line: bytes) -> dict[str, Any] | None:
@@ -56,31 +70,31 @@ def log_mark(line: bytes) -> dict[str, Any] | None:
     if match is None:
         return None
     when, level, name, text = (part.decode("utf-8", "replace").strip() for part in match.groups())
-    at = datetime.datetime.strptime(when, "%Y-%m-%d %H:%M:%S").timestamp()
     of_step = OF_STEP.match(text)
     kind = "alarm" if of_step and name.endswith("recorder") else level.lower()
-    return {"kind": kind, "time": at, "step": int(of_step[1]) if of_step else None, "text": text}
+    return _mark(kind, text, int(of_step[1]) if of_step else None, when)
+
+
+def _mark(kind: str, text: str, step: float | None, when: Any = None) -> dict[str, Any]:
+    return {"kind": kind, "text": text, "step": step, "time": _unix(when)}
 
 
 class RunView:
-    """The page's side of one run folder. `lock` is held by who reads on in its files."""
+    """One run folder. A thread that reads on in its files holds `lock`."""
 
-    def __init__(self, folder: Path, id: str) -> None:
+    def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
-        self.id = id
+        self.name = name
+        self.id = name.replace("/", "~")
         self.lock = threading.Lock()
         self.steps = StepIndex(folder / "steps.jsonl")
         self.samples = SampleIndex(folder / "samples.jsonl")
         self.evals = RecordTail(folder / "evals.jsonl")
         self.recoveries = RecordTail(folder / "recoveries.jsonl")
         self.timeline = GrowingLines(folder / "timeline.jsonl")
-        self.log = RecordTail(folder / "log.txt", log_mark)
+        self.log = LogTail(folder / "log.txt")
         self._manifest: tuple[float, dict[str, Any]] = (0.0, {})
         self._groups: GroupReader | None = None
-
-    @property
-    def name(self) -> str:
-        return "/".join(self.folder.parts[-2:])
 
     def advance(self, budget_s: float = BUDGET_S) -> None:
         self.steps.advance(budget_s)
@@ -92,7 +106,7 @@ class RunView:
         place = self.folder / "manifest.json"
         changed_at = newest_mtime(place)
         if changed_at != self._manifest[0]:
-            self._manifest = (changed_at, read_json(place) or {})
+            self._manifest = (changed_at, read_json(place))
         return self._manifest[1]
 
     @property
@@ -101,10 +115,19 @@ class RunView:
         return found if isinstance(found, dict) else {}
 
     @property
+    def last_start(self) -> dict[str, Any]:
+        return (dicts(self.manifest.get("starts")) or [{}])[-1]
+
+    @property
     def home(self) -> Path:
         """Where the run was last started, from which relative paths of its config count."""
-        starts = self.manifest.get("starts") or [{}]
-        return Path(str(starts[-1].get("cwd") or "."))
+        return Path(str(self.last_start.get("cwd") or "."))
+
+    @property
+    def total_steps(self) -> float | None:
+        """Those of the whole run, as its last start counted them."""
+        given = self.config.get("total_train_steps")
+        return number(self.last_start.get("num_steps")) or number(given)
 
     @property
     def groups(self) -> GroupReader:
@@ -117,51 +140,45 @@ class RunView:
         if is_recipe(self.folder):
             return "recipe"
         place = self.folder / "run.lock"
-        try:
-            is_held = bool(place.read_text().strip())
-        except OSError:
-            is_held = False
+        is_held = bool(read_bytes(place).strip())
         if is_held and time.time() - newest_mtime(place) < SILENCE_S:
             return "running"
-        end = (read_json(self.folder / "exit.json") or {}).get("end")
+        end = read_json(self.folder / "exit.json").get("end")
         if end in ("complete", "stopped", "failed"):
             return str(end)
         return "interrupted" if self.steps.last or is_held else "waiting"
 
     def brief(self) -> dict[str, Any]:
         """For a list of runs: nothing is indexed for it."""
-        last = self.steps.last or self._last_record()
+        self.steps.look()
+        tail = self.steps.tail(256 << 10) if self.steps.size and not self.steps.last else []
+        last = self.steps.last or (tail[-1] if tail else {})
         return {
             **{"id": self.id, "name": self.name, "path": str(self.folder), "state": self.state()},
-            "step": last.get("step") if last else None,
+            **{"step": number(last.get("step")), "loss": number(last.get("loss"))},
+            "reward": number(part(last, "rl", "reward_mean")),
             "time": newest_mtime(self.folder / "steps.jsonl") or newest_mtime(self.folder),
-            "reward": ((last or {}).get("rl") or {}).get("reward_mean"),
-            "loss": (last or {}).get("loss"),
         }
 
-    def _last_record(self) -> dict[str, Any] | None:
-        self.steps.file.look()
-        found = self.steps.file.tail(256 << 10) if self.steps.file.size else []
-        return found[-1] if found else None
+    def sign(self) -> str:
+        """Another one when there is something new to show."""
+        files = (self.steps, self.evals, self.recoveries, self.log)
+        manifest, steps = newest_mtime(self.folder / "manifest.json"), self.steps.shown.num_rows
+        return f"{[file.position for file in files]} {manifest} {steps} {self.state()}"
 
     def summary(self) -> dict[str, Any]:
         """Everything about the run that is no curve."""
-        exit_record = read_json(self.folder / "exit.json") or {}
         return {
-            **self.brief(),
-            "last": self.steps.last,
-            "progress": {"steps": self.steps.file.share, "samples": self.samples.file.share},
+            **{"sign": self.sign(), **self.brief()},
+            **{"last": self.steps.last, "progress": self.steps.share},
             "keys": sorted(self.steps.shown.by_path),
-            "num_steps": self.steps.shown.num_rows,
-            "total_steps": self.config.get("total_train_steps"),
+            "total_steps": self.total_steps,
             "eta_s": self.eta_s(),
             "evals": list(self.evals.records),
             "recoveries": list(self.recoveries.records),
             "starts": self.starts(),
             "marks": self.marks(),
-            "kept_steps": self.groups.steps(),
-            "reason": exit_record.get("reason"),
-            "seed": self.manifest.get("seed"),
+            "reason": read_json(self.folder / "exit.json").get("reason"),
             "notes": self.notes(),
         }
 
@@ -170,52 +187,52 @@ class RunView:
         its first step, and the steps that it did again."""
         found: list[dict[str, Any]] = []
         before: dict[str, float] = {}
-        for number, start in enumerate(self.manifest.get("starts") or []):
-            own = self.steps.starts.get(start.get("generation") or number, {})
-            opened = start.get("opened_s") or _unix(start.get("time"))
+        for place, start in enumerate(dicts(self.manifest.get("starts"))):
+            own = self.steps.starts.get(int(number(start.get("generation")) or place), {})
+            opened = number(start.get("opened_s")) or _unix(start.get("time"))
             cost = {}
-            if number and before and opened:
-                cost = {"away_s": opened - before["end"], **_picked(before, "redone", "redone_s")}
+            if place and before and opened:
+                cost = {"away_s": opened - before["end"]}
+                cost |= {name: before[name] for name in ("redone", "redone_s")}
             if opened and own:
                 cost["until_step_s"] = own["begin"] - opened
-            found.append({**_picked(start, *START), "cost": cost})
+            found.append({**{name: start.get(name) for name in START}, "cost": cost})
             before = own or before
         return found
 
     def eta_s(self) -> float | None:
         """Seconds to the last step, by the median of the latest ones."""
-        total, last = self.config.get("total_train_steps"), self.steps.last
-        if not isinstance(total, int) or last is None or self.state() != "running":
+        total, last = self.total_steps, self.steps.last
+        if total is None or last is None or self.state() != "running":
             return None
-        times = self.steps.shown.of("time_s")[-50:]
-        gaps = np.diff(times[~np.isnan(times)])
-        steps = np.diff(self.steps.shown.of("step")[-50:])
-        if len(gaps) != len(steps) or not len(gaps):
-            return None
-        return float(np.median(gaps / np.maximum(steps, 1)) * max(0, total - last["step"]))
+        times, steps = (np.diff(self.steps.shown.of(name)[-50:]) for name in ("time_s", "step"))
+        rates = times / np.maximum(steps, 1)
+        known = rates[rates > 0]
+        return float(np.median(known)) * max(0, total - last["step"]) if len(known) else None
 
     def marks(self) -> list[dict[str, Any]]:
         """Alarms, warnings, restarts, recoveries and roll-backs, each at a step."""
-        found = [dict(mark) for mark in list(self.log.records)[-MAX_MARKS:]]
+        found = list(self.log.records)[-MAX_MARKS:]
         for start in self.starts()[1:]:
-            at, step = _unix(start.get("time")), start.get("from_step")
+            step = number(start["from_step"])
             words = f"started again after step {step}"
-            found.append({"kind": "restart", "time": at, "step": step, "text": words})
-            found[-1]["cost"] = start["cost"]
+            found.append(_mark("restart", words, step, start["time"]) | {"cost": start["cost"]})
         for line in self.recoveries.records:
             words = f"learners recovered in {line.get('total_s')} s: {line.get('cause')}"
-            found.append({"kind": "recovery", "time": _unix(line.get("time")), "text": words})
+            found.append(_mark("recovery", words, None, line.get("time")))
         shown = self.steps.shown
         back, skipped = shown.of("rolled_back_to"), shown.of("update_skipped") > 0
         for row in np.flatnonzero(~np.isnan(back) | skipped)[-MAX_MARKS:]:
-            step, to = int(shown.of("step")[row]), back[row]
             words = "the update was skipped: loss or gradient not finite, or nothing to train"
-            kind, words = ("skipped", words) if to != to else ("rollback", f"back to step {to:.0f}")
-            found.append({"kind": kind, "time": None, "step": step, "text": words})
-        for mark in found:
-            if mark.get("step") is None and mark.get("time") is not None:
-                mark["step"] = self.steps.step_at(mark["time"])
-        return sorted(found, key=lambda mark: mark.get("step") or 0)
+            kind = "skipped" if np.isnan(back[row]) else "rollback"
+            words = words if kind == "skipped" else f"back to step {back[row]:.0f}"
+            found.append(_mark(kind, words, int(shown.of("step")[row])))
+        known = [mark | {"step": self._step_of(mark)} for mark in found]
+        return sorted(known, key=lambda mark: mark["step"] or 0)
+
+    def _step_of(self, mark: Mapping[str, Any]) -> float | None:
+        is_known = mark["step"] is not None or mark["time"] is None
+        return mark["step"] if is_known else self.steps.step_at(mark["time"])
 
     def notes(self) -> list[str]:
         """What is missing or cannot be read, in sentences."""
@@ -244,14 +261,10 @@ class RunView:
         return found
 
 
-def _picked(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {name: given.get(name) for name in names}
-
-
 def _unix(when: Any) -> float | None:
     try:
         return datetime.datetime.fromisoformat(str(when)).timestamp()
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
 
 

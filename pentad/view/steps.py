@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pentad.telemetry.record import SCHEMA
-from pentad.view.lines import GrowingLines, parse
+from pentad.view.lines import LARGE, GrowingLines, number, parse
 
 FIRST_LOOK = 400
 """Records read from all over a file that is not indexed yet."""
 SMALL_BYTES = 8 << 20
 """A file up to this size is indexed in one go."""
 MAX_COLUMNS = 1500
+MAX_SCHEMAS = 5
+MAX_DEPTH = 8
 NO_COLUMNS = ("kernel/balance", "nonfinite")
 """Parts that have a number for every layer, or none; a step's own record has them."""
 
@@ -49,14 +49,10 @@ class Columns:
         return np.full(self.num_rows, np.nan) if column is None else column[: self.num_rows]
 
 
-class StepIndex:
+class StepIndex(GrowingLines):
     """The steps of one run; `advance` reads on."""
 
-    def __init__(self, path: Path) -> None:
-        self.file = GrowingLines(path)
-        self._clear()
-
-    def _clear(self) -> None:
+    def clear(self) -> None:
         self.columns = Columns()
         self.offsets: list[int] = []
         self.first_look: Columns | None = None
@@ -66,39 +62,35 @@ class StepIndex:
         self.starts: dict[int, dict[str, float]] = {}
         """By generation: when its first step began and its last one ended, how many of them a later
         start did again, and the seconds these had taken."""
-        self.other_schemas: set[Any] = set()
+        self.other_schemas: set[str] = set()
 
     @property
     def shown(self) -> Columns:
         """All rows, or a first look at them."""
         return self.first_look or self.columns
 
-    def advance(self, budget_s: float) -> None:
-        """Reads what is new, for so long."""
-        end = time.monotonic() + budget_s
-        if self.file.look():
-            self._clear()
-        is_large = self.file.size - self.file.position > SMALL_BYTES
-        if is_large and self.first_look is None and not self.offsets:
-            records = self.file.spread(FIRST_LOOK)
+    def advance(self, budget_s: float = float("inf")) -> None:
+        """A large file is first looked at here and there, which is what the first call does."""
+        self.look()
+        is_large = self.size - self.position > SMALL_BYTES
+        if not is_large:
+            super().advance()
+        elif self.first_look is None and not self.offsets:
             self.first_look = Columns()
-            for record in _in_order(records):
+            for record in _in_order(self.spread(FIRST_LOOK)):
                 self.first_look.add(numbers_of(record))
                 self.last = record
-            return
-        while lines := self.file.take():
-            for offset, line in lines:
-                self._add(offset, line)
-            if is_large and time.monotonic() > end:
-                return
-        self.first_look = None
+        else:
+            super().advance(budget_s)
+        if self.share == 1.0:
+            self.first_look = None
 
-    def _add(self, offset: int, line: bytes) -> None:
+    def add(self, offset: int, line: bytes) -> None:
         record = parse(line)
-        if record is None or not isinstance(record.get("step"), int):
+        if record is None or not _is_step(record):
             self.num_unreadable += 1
             return
-        if record.get("schema") != SCHEMA:
+        if record.get("schema") != SCHEMA and len(self.other_schemas) < MAX_SCHEMAS:
             self.other_schemas.add(str(record.get("schema")))
         self._note_start(record)
         if record.get("superseded"):
@@ -109,9 +101,11 @@ class StepIndex:
             self.last = record
 
     def _note_start(self, record: Mapping[str, Any]) -> None:
-        time_s, wall_s = record.get("time_s") or 0.0, (record.get("wall_clock_ms") or 0.0) / 1e3
+        time_s, wall_s = (number(record.get(name)) or 0.0 for name in ("time_s", "wall_clock_ms"))
+        wall_s /= 1e3
         start = self.starts.setdefault(
-            record.get("generation") or 0, {"begin": time_s - wall_s, "redone": 0, "redone_s": 0.0}
+            int(number(record.get("generation")) or 0),
+            {"begin": time_s - wall_s, "redone": 0, "redone_s": 0.0},
         )
         start["end"] = time_s
         if record.get("superseded"):
@@ -123,7 +117,10 @@ class StepIndex:
         if self.last is not None and self.last["step"] == step:
             return self.last
         rows = np.flatnonzero(self.columns.of("step") == step)
-        return self.file.at(self.offsets[int(rows[-1])]) if len(rows) else None
+        if len(rows):
+            return self.at(self.offsets[int(rows[-1])])
+        near = self.between("step", step, step, SMALL_BYTES) if self.share < 1.0 else []
+        return next((r for _, line in near if (r := parse(line)) and r.get("step") == step), None)
 
     def step_at(self, time_s: float) -> int | None:
         """The first step that was recorded then or later, else the last."""
@@ -158,8 +155,12 @@ class StepIndex:
         return range(first, max(first, last))
 
 
+def _is_step(record: Mapping[str, Any]) -> bool:
+    return isinstance(number(record.get("step")), int)
+
+
 def _in_order(records: Iterable[Mapping[str, Any]]) -> list[Any]:
-    by_step = {r["step"]: r for r in records if isinstance(r.get("step"), int)}
+    by_step = {r["step"]: r for r in records if _is_step(r)}
     return [record for _, record in sorted(by_step.items()) if not record.get("superseded")]
 
 
@@ -168,9 +169,9 @@ def numbers_of(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     found: dict[str, float] = {}
     for key, value in record.items():
         kind = type(value)
-        if kind is float or kind is int or kind is bool:
+        if kind is float or kind is bool or (kind is int and -LARGE < value < LARGE):
             found[prefix + key] = value
-        elif kind is dict and prefix + key not in NO_COLUMNS:
+        elif kind is dict and prefix + key not in NO_COLUMNS and prefix.count("/") < MAX_DEPTH:
             found |= numbers_of(value, f"{prefix}{key}/")
     return found
 

@@ -8,7 +8,7 @@ from pentad.telemetry.record import scalars
 from pentad.telemetry.steps import supersede
 from pentad.view import lines, samples, steps
 from pentad.view.compare import differing_keys, first_parting
-from pentad.view.fields import field_meanings
+from pentad.view.export import field_meanings
 from pentad.view.lines import GrowingLines
 from pentad.view.run import RunView, find_runs
 from pentad.view.samples import SampleFilter, SampleIndex
@@ -68,21 +68,24 @@ def test_a_large_file_is_shown_at_once_and_read_piece_by_piece(make_run, monkeyp
     monkeypatch.setattr(steps, "SMALL_BYTES", 1000)
     monkeypatch.setattr(steps, "FIRST_LOOK", 10)
     monkeypatch.setattr(lines, "PIECE_BYTES", 20_000)
-    monkeypatch.setattr(samples, "TAIL_BYTES", 2000)
+    monkeypatch.setattr(samples, "STEP_BYTES", 2000)
     folder = make_run(num_steps=300)
     run = RunView(folder, "x")
     run.advance(0.0)
     assert run.steps.first_look is not None and run.steps.last["step"] == 300
     assert 10 <= len(run.steps.series(["loss"], None, None, 1000)["step"]) < 100
     run.samples.advance(0.0)
-    assert run.samples.file.share < 1
+    assert run.samples.share < 1
     latest = run.samples.find(SampleFilter(step=run.samples.last_step()), 0, 10, 1.0)["samples"]
     assert latest and {sample["step"] for sample in latest} == {300}
+    early = run.samples.find(SampleFilter(step=150, pick="worst"), 0, 10, 1.0)["samples"]
+    assert [sample["index"] for sample in early] == [1]
+    assert run.steps.record(150)["step"] == 150
     for _ in range(100):
         run.advance(0.0)
         run.samples.advance(0.0)
     assert run.steps.first_look is None and run.steps.columns.num_rows == 300
-    assert run.samples.num_lines == 900
+    assert run.samples.columns.num_rows == 900
 
 
 def in_order(step, environment):
@@ -108,7 +111,7 @@ def test_samples_are_found_by_their_fields_and_words(make_run):
     assert found(text='"GRÖSSE"') == [] and found(text='"größe" <B') == [(10, 0)]
     assert found(min_reward=0.9, version=3) == [(4, 0)] and found(min_length=4, step=2) == [(2, 2)]
     assert found(environment="tools") == [(11, 0)] and found(environment="sums") == [(12, 0)]
-    assert index.environments == ["", "tools", "sums"]
+    assert list(index.words["environment"]) == ["tools", "sums"]
     assert found(text="trained_spans") == []  # a key of the file, no word of a sample
     key = index.find(SampleFilter(step=2), 0, 1, 1.0)["samples"][0]["prompt_key"]
     assert {step for step, _ in found(prompt=key)} == {2, 5, 8, 11}
@@ -200,7 +203,7 @@ def test_a_group_has_all_its_samples_and_tokens(make_run):
     run = RunView(make_run(num_steps=5), "x")
     run.samples.advance(1)
     group = run.groups.group(5, 5, run.samples.group(5, 5))
-    assert group["is_whole"] and [s["reward"] for s in group["samples"]] == [0, 1, 2, 3]
+    assert [s["reward"] for s in group["samples"]] == [0, 1, 2, 3]
     first = group["samples"][0]
     assert first["above_mean"] == -1.5 and first["pick"] == "best"
     assert first["tokens"]["columns"]["version"] == [-1, 4, 4]
@@ -208,7 +211,11 @@ def test_a_group_has_all_its_samples_and_tokens(make_run):
     assert first["tokens"]["columns"]["ratio"] == [2, 2, 2]
     assert first["tokens"]["words"] == ["5", "6", "7"] and "tokenizer.json" in group["notes"][0]
     old = run.groups.group(3, 3, run.samples.group(3, 3))
-    assert not old["is_whole"] and len(old["samples"]) == 3 and "keep_batches" in old["notes"][0]
+    assert (
+        len(old["samples"]) == 3
+        and "tokens" not in old["samples"][0]
+        and "keep_batches" in old["notes"][0]
+    )
 
 
 def test_runs_are_compared_by_their_keys_and_the_first_step_that_differs(make_run):

@@ -3,6 +3,8 @@
 import hashlib
 import json
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
@@ -10,8 +12,9 @@ from starlette.testclient import TestClient
 import pentad.view
 from pentad.cli.view import check_places, describe_address, listen, plan_of
 from pentad.core.errors import UserError
+from pentad.telemetry.record import Rl
 from pentad.view.app import RunPages, ViewGuard
-from tests.unit.view.conftest import sample_line, write_lines
+from tests.unit.view.conftest import sample_line, step_line, write_lines
 
 STATIC = Path(pentad.view.__file__).parent / "static"
 FRONTEND = Path(__file__).parents[3] / "frontend"
@@ -26,7 +29,9 @@ def test_a_run_is_answered_as_json(make_run):
     client = client_of(make_run())
     (brief,) = client.get("/api/runs").json()["runs"]
     run = client.get("/api/run", params={"run": brief["id"]}).json()
-    assert run["step"] == 20 and run["state"] == "interrupted" and run["kept_steps"] == [20]
+    assert run["step"] == 20 and run["state"] == "interrupted"
+    same = client.get("/api/run", params={"run": brief["id"], "sign": run["sign"]}).json()
+    assert same == {}
     given = {"run": brief["id"], "keys": "loss,rl/reward_mean", "points": 5}
     series = client.get("/api/series", params=given).json()
     assert len(series["step"]) == 5 and set(series["series"]) == {"loss", "rl/reward_mean"}
@@ -42,7 +47,7 @@ def test_a_run_is_answered_as_json(make_run):
         ("/api/run?run=no", "run = no: no run of this name"),
         ("/api/step?run=exp~trial0&step=99", "step = 99: steps.jsonl"),
         ("/api/step?run=exp~trial0&step=x", "step = x: must be a number"),
-        ("/api/plan?run=exp~trial0", "no config to plan"),
+        ("/api/plan?run=exp~trial0", "there is no plan for it"),
     ],
 )
 def test_what_cannot_be_shown_is_a_sentence(make_run, path, sentence):
@@ -169,3 +174,48 @@ def test_the_bundle_is_built_from_its_sources_and_small():
 
 def sha(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+ASKED = (
+    *("run", "step?step=3", "step", "timeline?from=0&to=2e9", "samples?last=1", "samples?text=a"),
+    *("samples?order=best&pick=worst&min_reward=0", "group?step=20&gid=20", "group?step=3&gid=3"),
+    "series?keys=loss,rl/reward_mean,phases/train&points=5",
+)
+
+
+def junk(random: Random, depth: int = 0) -> Any:
+    """Any JSON value, with names that a run writes among its keys."""
+    plain = [None, True, -1, 0, 3, 20, 1e9, 10**30, float("inf"), "", "a<b>", "\ud800", "noon"]
+    if depth > 3 or random.random() < 0.4:
+        return random.choice(plain)
+    if random.random() < 0.4:
+        return [junk(random, depth + 1) for _ in range(random.randrange(4))]
+    names = [
+        *step_line(1),
+        *sample_line(1),
+        *Rl.__slots__,
+        *["starts", "config", "spans", "from_s"],
+    ]
+    names += ["actor", "path", "generation", "opened_s", "end", "total_train_steps", "version"]
+    chosen = random.sample(names, random.randrange(9))
+    return {name: junk(random, depth + 1) for name in [*chosen, *names[:2]][: 8 - depth]}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_the_files_hold_the_page_has_an_answer(make_run, seed):
+    """Values of every type under every name: what can be shown is, and nothing fails."""
+    random, folder = Random(seed), make_run()
+    for name in ("manifest.json", "exit.json", "run.lock"):
+        (folder / name).write_text(json.dumps(junk(random)))
+    for name in ("steps", "samples", "evals", "recoveries", "timeline"):
+        lines = [junk(random) for _ in range(20)]
+        lines = [step_line(3) | line if isinstance(line, dict) else line for line in lines]
+        with (folder / f"{name}.jsonl").open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+    client = client_of(folder)
+    for asked in ASKED:
+        answer = client.get(f"/api/{asked}{'&' if '?' in asked else '?'}run=exp~trial0")
+        assert answer.status_code in (200, 404), (asked, answer.text)
+    assert client.get("/api/compare?run=exp~trial0&run=exp~trial0").status_code == 200
+    assert client.get("/export.csv?run=exp~trial0").status_code == 200
+    assert client.get("/export.html?run=exp~trial0").status_code == 200
