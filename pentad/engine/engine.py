@@ -51,6 +51,7 @@ from pentad.engine.tags import Offload, WeightTags
 from pentad.models.balance import measure_balance, move_biases, scale_losses
 from pentad.models.families import ConfigLike, dims_of, read_config
 from pentad.models.hf_weights import hf_metadata
+from pentad.models.joined import join_all_projections
 from pentad.models.lora import switched_off
 from pentad.models.moe import Routes
 from pentad.models.registry import build_whole, plan_export
@@ -484,6 +485,8 @@ class Engine:
         if self.base is None or self.meshes.layout.world > 1:
             return None
         self.base.is_shared = True
+        for decoder in self.held.decoders:
+            join_all_projections(decoder)
         return self.held.frozen()
 
     def weights_to_save(self) -> dict[str, Shard]:

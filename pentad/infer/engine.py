@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
@@ -278,7 +278,7 @@ class InferenceEngine:
                 Problem(f"install of version {version}", f"version {self.version} is already here")
             )
         started = time.perf_counter()
-        num_tensors = install_hf(self.model, weights)
+        num_tensors = self.place(weights)
         hit("install", step=version)
         self.version = version
         self.num_installs += 1
@@ -290,6 +290,12 @@ class InferenceEngine:
         digest = "" if is_same else digest_of(held()).hex()
         pause_s = time.perf_counter() - started
         return Installed(version, num_tensors, digest, is_same=is_same, pause_s=pause_s)
+
+    def place(self, weights: Iterable[tuple[str, Tensor]]) -> int:
+        """Writes the weights; returns how many tensors they are."""
+        num_tensors = install_hf(self.model, weights)
+        self.runner.refresh()
+        return num_tensors
 
     def rewind(self) -> None:
         self.version = -1

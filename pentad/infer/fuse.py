@@ -11,9 +11,10 @@ from torch.nn import functional as F
 
 from pentad.core.swap import swap_class, swap_classes
 from pentad.core.types import Attend
-from pentad.infer.host import join_projections
 from pentad.models.decoder import Block, Decoder
+from pentad.models.joined import join_projections
 from pentad.models.layers import Attention, Mlp, Norm
+from pentad.models.lora import AddsFactors
 from pentad.ops import fused
 
 
@@ -32,14 +33,24 @@ class FusedAttention(Attention):
 
     joined: tuple[Tensor, Tensor | None] | None = None
     """Weight and bias of all three; the parameters are views of them."""
+    adapter: AddsFactors | None = None
+    """Factors of all three, which are added to that product (`infer.adapters`)."""
 
     def project(self, x_TD: Tensor) -> tuple[Tensor, ...]:
         parts = (self.q, self.k, self.v)
         if self.joined is None:
             return tuple(part(x_TD).unflatten(-1, (-1, self.head_dim)) for part in parts)
         widths = [len(part.weight) for part in parts]
-        found = F.linear(x_TD, *self.joined).split(widths, dim=-1)
-        return tuple(x.unflatten(-1, (-1, self.head_dim)) for x in found)
+        found = F.linear(x_TD, *self.joined)
+        if self.adapter is not None:
+            found = self.adapter.add(x_TD, found)
+        return tuple(x.unflatten(-1, (-1, self.head_dim)) for x in found.split(widths, dim=-1))
+
+    @property
+    def joins(self) -> bool:
+        """Whether one product can stand for the three: factors of each alone would be left out."""
+        adapted = any(hasattr(part, "lora") for part in (self.q, self.k, self.v))
+        return self.adapter is not None or not adapted
 
     def forward(self, x_TD: Tensor, cos_Td: Tensor, sin_Td: Tensor, attend: Attend) -> Tensor:
         if cos_Td.shape[-1] != self.head_dim:  # the kernel turns whole heads
@@ -82,7 +93,7 @@ def apply_fused(model: Decoder) -> None:
 def join_all(model: Decoder) -> None:
     """Anew whenever the weights have come to another place."""
     for module in model.modules():
-        if isinstance(module, FusedAttention):
+        if isinstance(module, FusedAttention) and module.joins:
             module.joined = join_projections(module)
 
 

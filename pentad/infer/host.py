@@ -3,7 +3,6 @@ products of few rows, fewer operations. Forward only."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.nn import functional as F
 from pentad.core.swap import swap_class, swap_classes
 from pentad.core.types import Attend
 from pentad.models.decoder import Decoder
+from pentad.models.joined import join_projections
 from pentad.models.layers import Attention, GateUp, Linear, Norm, rotate
 
 HAS_MKL = torch.backends.mkl.is_available()
@@ -91,19 +91,3 @@ def apply_host(model: Decoder, *, joins: bool = True) -> None:
             weight, bias = join_projections(module)
             swap_class(module, HostAttention, weight_ND=weight, bias_N=bias)
     swap_classes(model, HOST)
-
-
-def join_projections(attention: Attention) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of q, k and v side by side."""
-    parts = (attention.q, attention.k, attention.v)
-    biases = [part.bias for part in parts if part.bias is not None]
-    return join([part.weight for part in parts]), join(biases) if biases else None
-
-
-def join(parameters: Sequence[Tensor]) -> Tensor:
-    """One tensor, of which the parameters are parts from now on: what is installed in them is seen
-    in it."""
-    joined = torch.cat([parameter.data for parameter in parameters])
-    for parameter, part in zip(parameters, joined.split([len(p) for p in parameters]), strict=True):
-        parameter.data = part
-    return joined

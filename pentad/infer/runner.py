@@ -29,6 +29,7 @@ from pentad.ops.experts import can_group
 from pentad.ops.pages import EIGHT_BITS
 
 if TYPE_CHECKING:
+    from pentad.infer.adapters import JoinedAdapter
     from pentad.infer.graphs import GraphDecoder, Launched
 
 MAX_LOGITS = 1 << 26
@@ -78,14 +79,25 @@ class Runner:
         if settings.lora is not None:
             apply_lora(self.model, settings.lora)
             blank_factors(self.model.requires_grad_(False), self.device)
+        self.adapter: JoinedAdapter | None = None
+        if settings.lora is not None and self.is_fused:
+            from pentad.infer.adapters import join_factors
+
+            self.adapter = join_factors(self.model)
+        self.refresh()
         self.wake()
+
+    def refresh(self) -> None:
+        """After weights were installed."""
+        if self.adapter is not None:
+            self.adapter.refresh()
 
     # Memory.
 
     def wake(self) -> None:
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(self.device, non_blocking=True)
-        if self.is_fused and self.settings.lora is None:  # a learner may hold frozen weights too
+        if self.is_fused:  # frozen weights that a learner holds too, it has joined
             from pentad.infer.fuse import join_all
 
             join_all(self.model)

@@ -29,7 +29,6 @@ from pentad.infer.requests import check_request
 from pentad.infer.section import SamplerSettings
 from pentad.infer.sequence import Sequence
 from pentad.models.decoder import Decoder
-from pentad.models.hf_weights import install_hf
 from pentad.models.registry import load_model
 from pentad.weights.hf import HfFolder
 from pentad.weights.peft import Adapter, fit_problems
@@ -116,7 +115,7 @@ class EmbeddedSampler:
         model = load_model(folder, device=device, dtype=dtype)
         sampler = cls(model, settings, decode=decode, version=version)
         if adapter is not None:
-            install_hf(model, adapter.factors.items())
+            sampler.engine.place(adapter.factors.items())
         return sampler
 
     @property

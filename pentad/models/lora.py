@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,14 @@ from pentad.weights.transfer import RandomReader, Reader
 STRICT = (StrictLinear, StrictGateUp, StrictExperts)
 
 
+class AddsFactors(Protocol):
+    def add(self, x_TI: Tensor, y_TO: Tensor) -> Tensor: ...
+
+
+class GivesRows(Protocol):
+    def rows(self, x_NI: Tensor, ends_E: Tensor) -> Tensor: ...
+
+
 class Factors(nn.Module):
     """A and B of one matrix, or of several that take one input and stand on leading axes: a pair
     (gate and up), experts. Kept in float32; products are in the dtype of their input."""
@@ -46,6 +54,14 @@ class Factors(nn.Module):
         self.num_planes = 1
         """Two where gate and up stand on an axis of their own."""
         self.is_on = True
+        self.joined: AddsFactors | None = None
+        """In a sampler with kernels: what computes with copies of them instead."""
+
+    def add_to(self, y_TO: Tensor, x_TI: Tensor) -> Tensor:
+        """What they make of the input, added to what the frozen matrix made of it."""
+        if self.joined is not None:
+            return self.joined.add(x_TI, y_TO)
+        return y_TO + self(x_TI) if self.is_on else y_TO
 
     def forward(self, x_TI: Tensor) -> Tensor:
         product = invariant.linear if self.strict else F.linear
@@ -63,7 +79,12 @@ class ExpertFactors(Factors):
     """Factors of stacked experts, for rows sorted by expert. All experts share a factor that has no
     expert axis."""
 
+    stacked: GivesRows | None = None
+    """As `joined`, for experts."""
+
     def rows(self, x_NI: Tensor, ends_E: Tensor) -> Tensor:
+        if self.stacked is not None:
+            return self.stacked.rows(x_NI, ends_E)
         a, b = self.a.to(x_NI.dtype), self.b.to(x_NI.dtype)
         h_NR = self._product(x_NI, self._flat(a), ends_E)
         if self.num_planes == 1:
@@ -89,7 +110,7 @@ def _adapted(cls: Any) -> type[nn.Module]:
 
         def forward(self, x_TI: Tensor) -> Tensor:
             y_TO: Tensor = super().forward(x_TI)
-            return y_TO + self.lora(x_TI) if self.lora.is_on else y_TO
+            return self.lora.add_to(y_TO, x_TI)
 
     return Adapted
 

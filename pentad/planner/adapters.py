@@ -17,6 +17,10 @@ from pentad.engine.section import LoraConfig
 FACTOR_BYTES = 4
 """Factors, their gradients and their optimizer state are float32."""
 
+JOINED_SHARE = {False: 1.5, True: 2.0}
+"""With the copies that an embedded sampler's kernels read, in 16 bits; of a mixture the B of gate
+and up is half zeros (`infer.adapters`). By whether the model is a mixture."""
+
 
 def num_factors(
     dims: ModelDims, lora: LoraConfig, layout: Layout | None = None, layers: Iterable[int] = ()

@@ -29,7 +29,7 @@ from pentad.core.sizes import (
 )
 from pentad.engine.section import EngineSettings, ModelConfig
 from pentad.models.catalog import dims_of
-from pentad.planner.adapters import FACTOR_BYTES, num_factors
+from pentad.planner.adapters import FACTOR_BYTES, JOINED_SHARE, num_factors
 from pentad.planner.figures import Batch, Device, Files, RunPlan, SamplePlan, TrainPlan
 from pentad.planner.memory import (
     HOST_BYTES_PER_RANK,
@@ -281,6 +281,8 @@ def plan_sampler(
     near = [t for t in trainers if allocation.shares_devices(t.component, component)]
     if config.actor.lora is not None:
         factors = FACTOR_BYTES * num_factors(part.dims, config.actor.lora)
+        if component.backend == "embedded" and device.kind == "cuda" and not config.strict:
+            factors *= JOINED_SHARE[bool(part.dims.num_experts)]
         is_one = component.backend == "embedded" and any(is_one_process(t) for t in near)
         sampling = replace(sampling, adapter_bytes=factors, shares_weights=is_one)
     weights = sampler_weights(sampling)

@@ -16,10 +16,12 @@ if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
 
 from sections import sampler_settings  # noqa: E402
 
+from pentad.engine.section import LoraConfig  # noqa: E402
 from pentad.infer.draw_kernel import draw_fused  # noqa: E402
 from pentad.infer.graphs import batch_sizes  # noqa: E402
 from pentad.infer.sampler import EmbeddedSampler  # noqa: E402
 from pentad.infer.sampling import draw, uniforms  # noqa: E402
+from pentad.models.families import lora_map_of  # noqa: E402
 from pentad.models.hf_weights import iter_hf  # noqa: E402
 from pentad.models.registry import create_model  # noqa: E402
 
@@ -86,3 +88,46 @@ def test_the_engine_with_kernels_is_the_engine_without(make_request, windowed_di
             assert a.ids == b.ids and a.versions == b.versions
             # the logits of the tiny model are at most 10
             assert a.logprobs == pytest.approx(b.logprobs, abs=10 * ROUNDING)
+
+
+ADAPTED = {
+    "all matrices": {"targets": "all-linear"},
+    "q alone": {"targets": ("q", "down")},
+    "shared experts": {"targets": "all-linear", "experts": "shared_outer"},
+    "experts each": {"targets": "all-linear", "experts": "each"},
+    "widths that no kernel takes": {"targets": "all-linear"},
+}
+
+
+@pytest.mark.parametrize("case", ADAPTED)
+def test_an_adapter_with_kernels_is_the_one_without(make_request, tiny_dims, case):
+    """One joined product for q, k and v with their factors, one for both matrices of experts."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 16, "num_layers": 2}
+    if "widths" in case:
+        sizes |= {"head_dim": 12, "intermediate_size": 40}
+    if "experts" in case:
+        sizes |= {"family": "qwen3_moe", "num_experts": 4, "num_experts_per_token": 2}
+        sizes |= {"moe_intermediate_size": 16, "moe_layers": (True, False)}
+    dims = replace(tiny_dims, qk_norm=True, qkv_bias=False, **sizes)
+    lora = LoraConfig(rank=3, alpha=6.0, **ADAPTED[case])
+    generator = torch.Generator().manual_seed(3)
+    factors = [
+        (name, torch.randn(source.shape, generator=generator).to(DEVICE) * 0.3)
+        for name, source in lora_map_of(dims, lora).sources.items()
+    ]
+
+    async def drawn(kernels):
+        model = create_model(dims, seed=1, device=DEVICE)
+        settings = sampler_settings(kernels=kernels, lora=lora, max_running=4, block_size=4)
+        sampler = EmbeddedSampler(model, settings)
+        receipt = await sampler.install(1, factors)
+        found = await sampler.generate(make_request("a", range(5), n=2, max_new_tokens=4))
+        await sampler.close()
+        return found, receipt.digest
+
+    (plain, digest), (fused, fused_digest) = (
+        asyncio.run(drawn(kernels)) for kernels in ("torch", "triton")
+    )
+    assert digest == fused_digest
+    for a, b in zip(fused, plain, strict=True):
+        assert a.ids == b.ids and a.logprobs == pytest.approx(b.logprobs, abs=10 * ROUNDING)

@@ -10,7 +10,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from pentad.ops import fused, paged_decode  # noqa: E402
+from pentad.ops import adapter_kernel, fused, paged_decode  # noqa: E402
 from pentad.ops.pages import EIGHT_BITS, LARGEST, Pages, quantise  # noqa: E402
 
 
@@ -162,3 +162,22 @@ def test_what_is_not_finite_stays_so(form, number):
         keys, values = pages.read(torch.zeros(1, dtype=torch.long, device=DEVICE), torch.float32)
         assert keys[0, :2].isfinite().all(-1).tolist() == [[True, True], [False, True]]
         assert values.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("num", "widths", "rank", "scale"),
+    [(5, (48, 16, 16), 16, 2.0), (70, (64, 64), 32, 1.0), (1, (32,), 48, 0.5)],
+)
+def test_factors_are_added_part_by_part(dtype, num, widths, rank, scale):
+    y = rand(num, sum(widths), dtype=dtype)
+    h, b = rand(num, len(widths) * rank, dtype=dtype), rand(sum(widths), rank, dtype=dtype)
+    wanted = adapter_kernel.reference_add_expanded(y, h, b, widths, scale)
+    found = adapter_kernel.add_expanded(y, h, b, widths, scale)
+    assert found is y
+    torch.testing.assert_close(found, wanted, atol=10 * ATOL[dtype], rtol=ATOL[dtype])
+
+
+def test_a_tile_of_outputs_is_of_one_part():
+    found = [adapter_kernel.columns_of(w) for w in ((4096, 1024, 1024), (576, 192), (48,), (24,))]
+    assert found == [64, 64, 16, 0]

@@ -1,0 +1,52 @@
+"""The projections of one input as parts of one tensor, so that one product computes them all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pentad.models.layers import Attention
+
+
+def join_projections(attention: Attention) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of q, k and v side by side."""
+    parts = (attention.q, attention.k, attention.v)
+    biases = [part.bias for part in parts if part.bias is not None]
+    return join([part.weight for part in parts]), join(biases) if biases else None
+
+
+def join_all_projections(model: nn.Module) -> None:
+    """Before other instances of the model are made over the same tensors: joined there, they would
+    be copied."""
+    for module in model.modules():
+        if isinstance(module, Attention):
+            join_projections(module)
+
+
+@torch.no_grad()
+def join(parameters: Sequence[Tensor]) -> Tensor:
+    """One tensor, of which the parameters are parts from now on: what is installed in them is seen
+    in it. Those that are such parts already stay where they are."""
+    tensors = [parameter.data for parameter in parameters]
+    if _are_side_by_side(tensors):
+        first = tensors[0]
+        rows = sum(len(tensor) for tensor in tensors)
+        return first.as_strided((rows, *first.shape[1:]), first.stride())
+    joined = torch.cat(tensors)
+    for parameter, part in zip(parameters, joined.split([len(t) for t in tensors]), strict=True):
+        parameter.data = part
+    return joined
+
+
+def _are_side_by_side(tensors: Sequence[Tensor]) -> bool:
+    first, at = tensors[0], tensors[0].storage_offset()
+    if first.device.type == "meta":
+        return False
+    for tensor in tensors:
+        same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (same and tensor.is_contiguous() and tensor.storage_offset() == at):
+            return False
+        at += tensor.numel()
+    return True

@@ -1,0 +1,105 @@
+"""The second half of LoRA as one Triton kernel, forward only: y += scale * (h B^T), part by part.
+
+A product of several matrices side by side (q, k and v; gate and up) has its factors side by side
+too: h holds rank numbers of each part, B the rows of all parts. The kernel rounds where the plain
+lines of the model round: after the product, after the scale, after the sum.
+
+Shape letters: T tokens, O outputs of all parts, P parts, r rank (padded), R = P * r.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_COLUMNS = 64
+MIN_COLUMNS = 16
+"""Outputs of one program; a program's are of one part."""
+MAX_TOKENS = 64
+RANK_STEP = 32
+
+
+def reference_add_expanded(
+    y_TO: Tensor, h_TR: Tensor, b_Or: Tensor, widths: Sequence[int], scale: float
+) -> Tensor:
+    parts = zip(h_TR.chunk(len(widths), dim=-1), b_Or.split(list(widths)), strict=True)
+    return y_TO + torch.cat([h_Tr @ b.T for h_Tr, b in parts], -1) * scale
+
+
+def columns_of(widths: Sequence[int]) -> int:
+    """The largest tile that no part cuts; 0 where there is none that a kernel can take."""
+    tile = MAX_COLUMNS
+    while tile >= MIN_COLUMNS and any(width % tile for width in widths):
+        tile //= 2
+    return tile if tile >= MIN_COLUMNS else 0
+
+
+def add_expanded(
+    y_TO: Tensor, h_TR: Tensor, b_Or: Tensor, widths: Sequence[int], scale: float
+) -> Tensor:
+    """In place, where every width is a multiple of 16. At most three parts."""
+    num_tokens, rank = len(y_TO), b_Or.shape[1]
+    columns = columns_of(widths)
+    assert y_TO.is_contiguous() and h_TR.is_contiguous() and b_Or.is_contiguous()
+    assert columns and len(widths) <= 3 and rank % 16 == 0 and num_tokens > 0
+    first, second = widths[0], sum(widths[:2])
+    tokens = min(MAX_TOKENS, max(16, triton.next_power_of_2(num_tokens)))
+    _add_expanded[(triton.cdiv(num_tokens, tokens), y_TO.shape[1] // columns)](
+        y_TO,
+        h_TR,
+        b_Or,
+        scale,
+        num_tokens,
+        NUM_OUT=y_TO.shape[1],
+        FIRST=first,
+        SECOND=second,
+        RANK=rank,
+        WIDTH=h_TR.shape[1],
+        SCALES=scale != 1.0,
+        TOKENS=tokens,
+        COLUMNS=columns,
+        STEP=RANK_STEP if rank % RANK_STEP == 0 else 16,
+        num_warps=4,
+    )
+    return y_TO
+
+
+@triton.jit
+def _add_expanded(
+    y_ptr: tl.tensor,
+    h_ptr: tl.tensor,
+    b_ptr: tl.tensor,
+    scale: tl.tensor,
+    num_tokens: tl.tensor,
+    NUM_OUT: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    RANK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SCALES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+) -> None:
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    begin = tl.program_id(1) * COLUMNS
+    part = (begin >= FIRST).to(tl.int32) + (begin >= SECOND).to(tl.int32)
+    row = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    column = begin + tl.arange(0, COLUMNS)
+    mask = (row < num_tokens)[:, None]
+    total = tl.zeros((TOKENS, COLUMNS), dtype=tl.float32)
+    for at in range(0, RANK, STEP):
+        r = at + tl.arange(0, STEP)
+        h = tl.load(h_ptr + row[:, None] * WIDTH + part * RANK + r[None, :], mask=mask, other=0.0)
+        b = tl.load(b_ptr + column[None, :] * RANK + r[:, None])
+        total = tl.dot(h, b, total, input_precision="ieee")
+    more = total.to(dtype)
+    if SCALES:
+        more = (more.to(tl.float32) * scale).to(dtype)
+    place = y_ptr + row[:, None] * NUM_OUT + column[None, :]
+    y = tl.load(place, mask=mask, other=0.0)
+    tl.store(place, (y.to(tl.float32) + more.to(tl.float32)).to(dtype), mask=mask)
