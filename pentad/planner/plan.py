@@ -280,7 +280,7 @@ def plan_sampler(
     )
     near = [t for t in trainers if allocation.shares_devices(t.component, component)]
     if config.actor.lora is not None:
-        factors = FACTOR_BYTES * num_factors(part.dims, config.actor.lora)
+        factors: float = FACTOR_BYTES * num_factors(part.dims, config.actor.lora)
         if component.backend == "embedded" and device.kind == "cuda" and not config.strict:
             factors *= JOINED_SHARE[bool(part.dims.num_experts)]
         is_one = component.backend == "embedded" and any(is_one_process(t) for t in near)
