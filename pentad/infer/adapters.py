@@ -22,7 +22,7 @@ from pentad.ops.experts import grouped_linear
 
 RANK_STEP = 16
 """Kernels and grouped products take ranks that are multiples of it; the rest is zeros."""
-Copies = Iterator[tuple[Tensor, Tensor]]
+FactorCopies = Iterator[tuple[Tensor, Tensor]]
 """A part of a copy, and the factor it is a copy of."""
 
 
@@ -41,7 +41,7 @@ class JoinedFactors:
         self.a_PrI = like.new_zeros(len(self.widths), padded(self.rank), size)
         self.b_Or = like.new_zeros(sum(self.widths), padded(self.rank))
 
-    def copies(self) -> Copies:
+    def copies(self) -> FactorCopies:
         at = row = 0
         for part in self.parts:
             planes = 1 if part is None else part.num_planes
@@ -70,7 +70,7 @@ class JoinedExperts:
         self.a = like.new_zeros(*lead, padded(rank), size)
         self.b = like.new_zeros(*part.b.shape[:-1], part.num_planes, padded(rank))
 
-    def copies(self) -> Copies:
+    def copies(self) -> FactorCopies:
         yield self.a[..., : self.rank, :], self.part.a
         if self.part.num_planes == 1:
             yield self.b[..., 0, : self.rank], self.part.b
@@ -97,7 +97,7 @@ class JoinedAdapter:
 
     dense: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     other: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Copies with gaps, which would take the others the slow way too."""
+    """FactorCopies with gaps, which would take the others the slow way too."""
 
     def take(self, joined: JoinedFactors | JoinedExperts) -> None:
         for copy, factor in joined.copies():
