@@ -68,7 +68,7 @@ $(MEGATRON)/.installed: $(STAMP)
 
 setup-megatron: $(MEGATRON)/.installed
 test-megatron: setup-tests setup-megatron
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WITH_MEGATRON) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WITH_MEGATRON) $(or $(ARGS),-m "not full")
 
 # Packages of environments that want other versions of what a run has (openenv-core gradio, verifiers
 # mcp) run in an environment of their own, as the servers and processes that they are.

@@ -340,7 +340,8 @@ def _choose_engine(draft: _Draft, role: str, model: ModelConfig) -> None:
     elif ac_mode == "auto" and (pp > 1 or archon.ac_selective is not None):
         ac_mode = "selective"
         draft.set(f"{key}.ac_mode", ac_mode)
-    if ac_mode == "selective" and archon.ac_selective is None:
+    is_chosen = archon.ac_selective is not None or draft.config.backend(role) == "megatron"
+    if ac_mode == "selective" and not is_chosen:
         why = f"{schedule} hangs with op" if is_zero_bubble else ""
         draft.set(f"{key}.ac_selective", archon.selection(pp), why)
     if pp == 1:

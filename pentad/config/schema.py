@@ -277,6 +277,11 @@ class Config(Section):
         component = self.part(role) or self.part("actor")
         return component.size("p") if component else 1
 
+    def backend(self, role: str) -> str | None:
+        """What a role computes with; a critic without devices of its own is on the actor's."""
+        component = self.part(role) or self.part("actor")
+        return component.backend if component else None
+
     @property
     def has_sampler(self) -> bool:
         """Whether the layout has a sampler; true where it cannot be parsed."""

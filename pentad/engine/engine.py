@@ -99,7 +99,7 @@ def build_engine(
     device = torch.device(device)
     layout = layout or Layout()
     settings = settings.settled(device.type, layout)
-    if backend == "archon":
+    if backend != "fsdp":
         dims = dims_of(source, family)
         check_fit(layout, dims)
         check_balance(settings.model.archon, dims)
@@ -395,7 +395,8 @@ class Engine:
         states = self.optimizer.state.values() if self.optimizer else ()
         moments = [tensor for state in states for tensor in state.values()]
         frozen = self.base.to_offload() if self.base is not None else []
-        self.offloaded.leave([*self.tensors.values(), *moments, *self.tags.memory(), *frozen])
+        held = [*self.tensors.values(), *self.held.buffers()]
+        self.offloaded.leave([*held, *moments, *self.tags.memory(), *frozen])
 
     def onload(self) -> None:
         if self.is_offloaded:

@@ -16,6 +16,7 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import raise_problems
 from pentad.core.fit import balance_problems
 from pentad.engine.passes import Passes, WholePasses
+from pentad.engine.pipelined import PipelinedPasses
 from pentad.engine.predictor import Predictor, wrap_model
 from pentad.engine.section import ArchonConfig, EngineSettings, LoraConfig
 from pentad.models.balance import apply_balance
@@ -143,9 +144,10 @@ class HeldModel:
     def passes(self, settings: EngineSettings) -> Passes:
         if self.pipeline is None:
             return WholePasses(self.parts[0], settings, self.meshes)
-        from pentad.engine.pipelined import PipelinedPasses  # brings torch's compiler: seconds
+        from pentad.parallel.pipeline_run import PipelineRun  # brings torch's compiler: seconds
 
-        return PipelinedPasses(self.pipeline, self.parts, self.tied, settings, self.meshes)
+        schedule = PipelineRun(self.pipeline, self.parts, self.meshes)
+        return PipelinedPasses(schedule, self.parts, self.tied, settings, self.meshes)
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's shards of the gradient, by name; what several ranks hold is added up."""
@@ -165,6 +167,10 @@ class HeldModel:
         """Puts the master weights in place, wherever a pass left gathered ones."""
         for part in self.parts:
             reshard(part)
+
+    def buffers(self) -> list[Tensor]:
+        """What modules keep beside the weights that are trained."""
+        return []
 
     def frozen(self) -> dict[str, Tensor]:
         """What is not trained, by native name: the memory of this rank."""

@@ -29,8 +29,7 @@ from pentad.models.balance import ExpertLoads
 from pentad.models.moe import Routes
 from pentad.parallel.collectives import reduce_ranks
 from pentad.parallel.mesh import Meshes
-from pentad.parallel.pipeline import Pipeline, TiedHead
-from pentad.parallel.pipeline_run import PartCompute, PipelineRun
+from pentad.parallel.pipeline import PartCompute, Schedule, TiedHead
 
 
 class PipelinedPasses:
@@ -38,14 +37,14 @@ class PipelinedPasses:
 
     def __init__(
         self,
-        plan: Pipeline,
+        schedule: Schedule,
         parts: Sequence[Predictor],
         tied: TiedHead,
         settings: EngineSettings,
         meshes: Meshes,
     ) -> None:
         self.parts = list(parts)
-        self.pipeline = PipelineRun(plan, parts, meshes)
+        self.schedule = schedule
         self.tied = tied
         self.settings = settings
         self.meshes = meshes
@@ -98,7 +97,7 @@ class PipelinedPasses:
         return self._broadcast([predicted[mb] for mb in order], [sums[mb] for mb in order], packed)
 
     def give_up(self) -> None:
-        self.pipeline.settle()
+        self.schedule.settle()
 
     def _run(
         self, position: int, packed: PackedRows, hidden_TD: Tensor | None, routes: Routes | None
@@ -114,7 +113,7 @@ class PipelinedPasses:
         shapes = [(mb.num_tokens // share, width) for mb in packed]
         dtype = DTYPES[self.settings.model.dtype]
         with explain("forward and backward" if backward else "scoring", self.settings.model):
-            self.pipeline.run(compute, shapes, dtype, backward=backward, reduces=reduces)
+            self.schedule.run(compute, shapes, dtype, backward=backward, reduces=reduces)
 
     def _all_layers(self, known: Routes, packed: PackedRows) -> Routes:
         """The choices of all mixture layers, of which each rank made those of its stages."""
@@ -129,7 +128,7 @@ class PipelinedPasses:
         self, predicted: list[Predicted], sums: list[Sums], packed: list[PackedRows]
     ) -> tuple[list[Predicted], list[Sums]]:
         """The last stage's results, on all ranks of the pipeline."""
-        source, axis = self.pipeline.plan.last_rank, self.meshes.pp
+        source, axis = self.schedule.plan.last_rank, self.meshes.pp
         columns = [
             [x_T for parts in predicted if (x_T := parts[k]) is not None] for k in range(len(NAMES))
         ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,10 @@ from pentad.core.layout import Layout
 from pentad.engine.section import ModelConfig
 from pentad.parallel.cuts import local
 from pentad.parallel.mesh import ALONE, Axis
+
+PartCompute = Callable[[int, int, Tensor | None], Tensor]
+"""(which of this rank's parts, microbatch, what the stage before made of it), as
+`pipeline_stage.Compute`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,28 @@ class Pipeline:
         while not takes_microbatches(self.schedule, self.pp, num):
             num += 1
         return num
+
+
+class Schedule(Protocol):
+    """Runs microbatches through the stages of this rank."""
+
+    plan: Pipeline
+
+    def run(
+        self,
+        compute: PartCompute,
+        shapes: list[tuple[int, int]],
+        dtype: torch.dtype,
+        *,
+        backward: bool,
+        reduces: bool = True,
+    ) -> None:
+        """All microbatches forward, and backward if asked. Every rank of the pipeline calls it."""
+        ...
+
+    def settle(self) -> None:
+        """Reduces gradients that a run left unreduced, so that they can be dropped."""
+        ...
 
 
 def plan_pipeline(dims: ModelDims, layout: Layout, model: ModelConfig) -> Pipeline | None:

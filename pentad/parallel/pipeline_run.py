@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,14 +15,11 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from pentad.parallel.mesh import Meshes
-from pentad.parallel.pipeline import Pipeline
+from pentad.parallel.pipeline import PartCompute, Pipeline
 from pentad.parallel.pipeline_stage import PackedStage, Pass
 from pentad.parallel.storage import reshard
 
-PartCompute = Callable[[int, int, Tensor | None], Tensor]
-"""(which of this rank's parts, microbatch, what the stage before made of it), as
-`pipeline_stage.Compute`."""
-Schedule = PipelineScheduleSingle | PipelineScheduleMulti
+TorchSchedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 
 class PipelineRun:
@@ -44,7 +41,7 @@ class PipelineRun:
             )
             for index, part in zip(plan.stages(self.rank), parts, strict=True)
         ]
-        self.schedules: dict[int, Schedule] = {}
+        self.schedules: dict[int, TorchSchedule] = {}
         self.has_unreduced = False
 
     @property
@@ -91,7 +88,7 @@ class PipelineRun:
             stage.perform_reduce_grad(1)
         self.has_unreduced = False
 
-    def _schedule(self, num_microbatches: int) -> Schedule:
+    def _schedule(self, num_microbatches: int) -> TorchSchedule:
         if num_microbatches not in self.schedules:
             kind = get_schedule_class(self.plan.schedule)
             is_single = issubclass(kind, PipelineScheduleSingle)

@@ -63,9 +63,9 @@ class Training:
     """Tokens of the largest microbatch of one data-parallel rank, before cp and tp cut it."""
     has_whole_tables: bool = False
     """Whether tp leaves embedding and head whole, as it does in the backend fsdp."""
-    is_replicated: bool = False
-    """Whether every data-parallel rank holds whole weights and moments, as in the backend
-    megatron."""
+    has_buffers: bool = False
+    """Whether every rank keeps the weights it computes with and all their gradients whole from the
+    start, as in the backend megatron."""
     num_tags: int = 0
     """Further copies of the weights: reference, teacher."""
     device: str = "cuda"
@@ -199,10 +199,8 @@ def layer_experts(dims: ModelDims, layer: int, layout: Layout) -> int:
 
 
 def sharded_params(training: Training, held: HeldParams) -> float:
-    """S: dense weights are sharded over dp_shard and cp, experts over efsdp; not in Megatron."""
+    """S: dense weights are sharded over dp_shard and cp, experts over efsdp."""
     layout = training.layout
-    if training.is_replicated:
-        return held.dense + held.experts
     return held.dense / (layout.dp_shard * layout.cp) + held.experts / layout.efsdp
 
 
@@ -219,9 +217,7 @@ def is_wrapped(training: Training) -> bool:
     """Whether weights are gathered or cast for compute, so that copies of them appear."""
     layout = training.layout
     is_sharded = layout.dp_shard * layout.cp > 1 or layout.efsdp > 1
-    return (
-        is_sharded and not training.is_replicated
-    ) or training.compute_bytes != training.param_bytes
+    return is_sharded or training.compute_bytes != training.param_bytes
 
 
 def gathered_weights(training: Training, held: HeldParams) -> float:
@@ -233,7 +229,8 @@ def gathered_weights(training: Training, held: HeldParams) -> float:
     if not is_wrapped(training):
         return 0.0
     some = min(held.root + 2 * held.block, held.total)
-    return training.compute_bytes * (some if training.model.archon.is_resharded else held.total)
+    is_resharded = training.model.archon.is_resharded and not training.has_buffers
+    return training.compute_bytes * (some if is_resharded else held.total)
 
 
 def logit_bytes(training: Training, *, keeps: bool = False) -> float:
@@ -291,6 +288,8 @@ def _gradients(
     A step's first microbatch finds none, every later one all of them.
     """
     share = 1.0 if training.num_microbatches > 1 else done
+    if training.has_buffers:  # each is added to its buffer as soon as it is there
+        return {"gathered gradients": float(training.compute_bytes * (held.head + reducing))}
     found = {"gradients": trained_bytes(training, pp_rank) * share}
     if training.model.lora is not None:
         return found  # frozen weights have none, and no rank gathers those of factors
@@ -324,9 +323,12 @@ def _pipeline_moment(training: Training, pp_rank: int, held: HeldParams) -> dict
     moment = {
         "activations": sets * per_set,
         "working": tokens * working,
-        "gradients": trained_bytes(training, pp_rank),
     }
-    if training.model.lora is None:  # summed whole until the last microbatch
+    if not training.has_buffers:
+        moment["gradients"] = trained_bytes(training, pp_rank)
+    if training.has_buffers:
+        moment |= _gradients(training, pp_rank, held, done=1.0, reducing=held.block)
+    elif training.model.lora is None:  # summed whole until the last microbatch
         moment["gathered gradients"] = training.reduce_bytes * held.total
     if training.dims.num_layers - 1 in layers:
         moment["logits"] = logit_bytes(training) + tokens * ends_bytes(*args)
@@ -383,7 +385,10 @@ def training_phases(training: Training, pp_rank: int) -> dict[str, Phase]:
         # It exists from the start (engine.optim), so a run that loads has room for it.
         put(PHASES, where, "optimizer", OPTIMIZER_STATES * trained)
         put(("optimizer",), where, "gradients", trained)
-    put(("log-prob", "backward"), "device", "gathered weights", gathered_weights(training, held))
+    gathered_in = PHASES if training.has_buffers else ("log-prob", "backward")
+    put(gathered_in, "device", "gathered weights", gathered_weights(training, held))
+    if training.has_buffers and training.with_optimizer:
+        put(PHASES, "device", "gradients", training.reduce_bytes * held.total)
     for part, size in forward_moment(training, pp_rank).items():
         put(("log-prob",), "device", part, size)
     worst = max(backward_moments(training, pp_rank), key=lambda parts: sum(parts.values()))

@@ -222,7 +222,7 @@ def plan_trainer(
         num_microbatches=number,
         microbatch_tokens=tokens,
         has_whole_tables=component.backend == "fsdp",
-        is_replicated=component.backend == "megatron",
+        has_buffers=component.backend == "megatron",
         num_tags=num_tags(config, allocation) if part.key == "actor" else 0,
         device=device.kind,
         with_optimizer=trains,
@@ -251,6 +251,11 @@ def planned_keys(
         "keep_logits": archon.keep_logits is True and keeps_logits,
         "stages_per_rank": part.stages_per_rank,
     }
+    if part.component.backend == "megatron":
+        # Its layers are not compiled, and its selective recomputation frees what attention of
+        # packed rows does not keep anyway.
+        whole = archon.ac_mode if archon.ac_mode == "full" else "none"
+        counted |= {"enable_compile": False, "ac_mode": whole}
     return keys.model_copy(update={"archon": archon.model_copy(update=counted)})
 
 

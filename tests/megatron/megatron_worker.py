@@ -52,6 +52,12 @@ def engine_of(case, backend, **more):
 
 def rows_of(case, num, seed):
     rows = make_rows(num, seed=seed)
+    if shape := case.get("routes"):  # experts that the router would not choose
+        layers, experts, k = shape
+        gen = torch.Generator().manual_seed(seed)
+        noise = [torch.rand((len(row.ids), layers, experts), generator=gen) for row in rows]
+        routes = [one.argsort(-1)[..., :k].contiguous() for one in noise]
+        rows = [replace(row, routes=one) for row, one in zip(rows, routes, strict=True)]
     if case.get("shared"):  # rows of a group begin alike, far enough to be computed once
         start = torch.randint(0, 37, (70,), generator=torch.Generator().manual_seed(seed))
         rows = [
@@ -129,17 +135,18 @@ def parts_of(engine):
 
 
 def moved(case):
-    """archon -> megatron -> archon, and megatron -> megatron: what differs, and whether a step
-    after a restore is the step that follows the save."""
+    """archon (or fsdp) -> megatron -> back, and megatron -> megatron: what differs, and whether a
+    step after a restore is the step that follows the save."""
     loss, root = PolicyLoss(0.1), Path(case["root"])
-    origin = engine_of(case, "archon")
+    other = case.get("other", "archon")
+    origin = engine_of(case, other)
     origin.save_tag("ref")
     step(origin, case, 0, loss)
     step(origin, case, 1, loss)
     keep(origin, root / "first")
     there = restored(case, "megatron", root / "first")
     keep(there, root / "second")
-    back = restored(case, "archon", root / "second")
+    back = restored(case, other, root / "second")
     mine, theirs = parts_of(origin), parts_of(back)
     again = restored(case, "megatron", root / "second")
     steps = [step(engine, case, 2, loss) for engine in (there, again)]

@@ -50,6 +50,8 @@ GLM = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.5,
 }
+FULL = {"gradient_checkpointing": True, "ac_mode": "full"}
+TURNS = {"pp_schedule": "Interleaved1F1B"}
 CASES = {
     1: {
         "qwen3": {"model": QWEN3, "temperature": 0.7},
@@ -60,14 +62,10 @@ CASES = {
         "glm4_moe": {"model": GLM},
         "critic": {"model": QWEN3, "value_head": True},
         "shared prompts": {"model": QWEN3, "shared": True},
-        "recomputed": {
-            "model": QWEN3,
-            "keys": {"gradient_checkpointing": True, "ac_mode": "full"},
-        },
-        "recomputed attention": {
-            "model": QWEN3,
-            "keys": {"gradient_checkpointing": True, "ac_mode": "selective"},
-        },
+        "recomputed": {"model": QWEN3, "keys": FULL},
+        "recomputed attention": {"model": QWEN3, "keys": FULL | {"ac_mode": "selective"}},
+        "routes": {"model": QWEN3_MOE, "routes": (3, 8, 2), "keys": FULL, "most": 2e-4},
+        "bfloat16": {"model": QWEN3, "keys": {"dtype": "bfloat16"}, "close": 0.03, "most": 6e-3},
     },
     2: {
         "qwen3 t2": {"model": QWEN3, "layout": {"tp": 2}},
@@ -78,12 +76,42 @@ CASES = {
         "qwen3_moe e2": {"model": QWEN3_MOE, "layout": {"dp_shard": 2, "ep": 2}},
         "glm4_moe t2": {"model": GLM, "layout": {"tp": 2}},
         "glm4_moe t2 of experts": {"model": GLM, "layout": {"tp": 2, "etp": 2}},
+        "qwen2 p2": {"model": QWEN2, "layout": {"pp": 2}},
+        "llama p2": {"model": LLAMA, "layout": {"pp": 2}, "keys": TURNS},
+        "glm4_moe p2": {"model": GLM, "layout": {"pp": 2}, "keys": FULL | TURNS},
+        "critic p2": {"model": QWEN3, "value_head": True, "layout": {"pp": 2}},
+        "routes p2": {"model": GLM, "layout": {"pp": 2}, "routes": (3, 8, 2), "keys": TURNS},
+        "qwen3_moe c2": {"model": QWEN3_MOE, "layout": {"cp": 2}},
     },
     4: {
         "qwen3_moe e4": {"model": QWEN3_MOE, "layout": {"dp_shard": 4, "ep": 4}},
         "glm4_moe d2t2e2": {"model": GLM, "layout": {"dp_shard": 2, "tp": 2, "ep": 2}},
+        "glm4_moe t2p2e2": {"model": GLM, "layout": {"tp": 2, "pp": 2, "ep": 2}, "keys": TURNS},
     },
 }
+HEAVY = {
+    4: {
+        "qwen3 p4": {
+            "model": {**QWEN3, "num_hidden_layers": 9},
+            "layout": {"pp": 4},
+            "keys": TURNS,
+        },
+        "qwen2 d2c2": {"model": QWEN2, "layout": {"dp_shard": 2, "cp": 2}},
+    },
+    8: {
+        "qwen3_moe d2t2p2e2": {
+            "model": QWEN3_MOE,
+            "layout": {"dp_shard": 2, "tp": 2, "pp": 2, "ep": 2},
+            "keys": TURNS,
+        },
+        "qwen3 d2t2c2": {"model": QWEN3, "layout": {"dp_shard": 2, "tp": 2, "cp": 2}},
+    },
+}
+"""More than CI has time for: `make test-megatron ARGS='-m full'`."""
+TABLE = [
+    *(pytest.param(n, cases, id=f"{n} ranks") for n, cases in CASES.items()),
+    *(pytest.param(n, c, id=f"more of {n}", marks=pytest.mark.full) for n, c in HEAVY.items()),
+]
 
 
 def run(environment, folder, num_ranks, cases):
@@ -92,7 +120,7 @@ def run(environment, folder, num_ranks, cases):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={num_ranks}", WORKER, folder / "cases.json", folder / "out.pt"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-9000:]
     return torch.load(folder / "out.pt")
 
 
@@ -101,30 +129,35 @@ def apart(one, other):
     return float((one - other).abs().max() / one.abs().max())
 
 
-@pytest.mark.parametrize("num_ranks", CASES)
-def test_losses_gradients_and_weights_are_those_of_archon(environment, tmp_path, num_ranks):
-    cases = [{"name": name, "do": "parity", **case} for name, case in CASES[num_ranks].items()]
+@pytest.mark.parametrize(("num_ranks", "table"), TABLE)
+def test_losses_gradients_and_weights_are_those_of_archon(environment, tmp_path, num_ranks, table):
+    cases = [{"name": name, "do": "parity", **case} for name, case in table.items()]
     found = run(environment, tmp_path, num_ranks, cases)
     for name, both in found.items():
+        close = table[name].get("close", CLOSE)
         mine, truth = both["megatron"], both["archon"]
         for key in ("before", "after"):
-            assert apart(truth[key], mine[key]) < CLOSE, f"{name}: log-probs {key} three steps"
+            assert apart(truth[key], mine[key]) < close, f"{name}: log-probs {key} three steps"
         for one, other in zip(mine["steps"], truth["steps"], strict=True):
-            assert one["sums"] == pytest.approx(other["sums"], rel=CLOSE, abs=1e-5), name
-            assert one["norm"] == pytest.approx(other["norm"], rel=CLOSE), name
+            assert one["sums"] == pytest.approx(other["sums"], rel=close, abs=close), name
+            assert one["norm"] == pytest.approx(other["norm"], rel=close), name
             assert one["balance"] == other["balance"], name
         assert mine["weights"].keys() == truth["weights"].keys()
         for key, weight in truth["weights"].items():
             if key.endswith("k_proj.bias"):
                 continue  # its gradient is 0 but for rounding, which Adam makes whole steps of
-            # Adam's first steps have the size of lr = 1e-3 whatever the gradient's.
-            assert float((weight - mine["weights"][key]).abs().max()) < 2e-5, f"{name}: {key}"
+            # Adam's first steps have the size of lr = 1e-3 whatever the gradient's: more where a
+            # gradient near 0 may have another sign.
+            most = table[name].get("most", 2e-5)
+            assert float((weight - mine["weights"][key]).abs().max()) < most, f"{name}: {key}"
 
 
 MOVES = {
     "qwen2 t2": {"model": QWEN2, "layout": {"tp": 2}},
     "qwen3 d2": {"model": QWEN3, "layout": {"dp_shard": 2}},
     "glm4_moe e2": {"model": GLM, "layout": {"dp_shard": 2, "ep": 2}},
+    "qwen2 p2": {"model": QWEN2, "layout": {"pp": 2}, "keys": TURNS},
+    "fsdp d2": {"model": QWEN3, "layout": {"dp_shard": 2}, "other": "fsdp"},
 }
 
 

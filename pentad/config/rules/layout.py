@@ -207,15 +207,6 @@ def sampler_layers(part: Placed) -> Iterator[Problem]:
 # What trains.
 
 
-def megatron_takes_the_layout(part: Placed) -> Iterator[Problem]:
-    if part.component.backend != "megatron":
-        return
-    for letter, name in (("c", "context parallelism"), ("p", "a pipeline")):
-        if part.component.size(letter) > 1:
-            rule = f"{name} is not built for megatron"
-            yield Problem(part.where, rule, f"leave {letter} out, or use archon")
-
-
 def heads_and_widths_divide(part: Placed) -> Iterator[Problem]:
     if part.dims is not None:
         yield from head_problems(part.component.layout(), part.dims, part.where)
@@ -327,7 +318,6 @@ def microbatches_fit_rounds(part: Placed) -> Iterator[Problem]:
 
 SAMPLING: tuple[PlacedRule, ...] = (embedded_is_whole, sampler_heads, sampler_layers)
 TRAINING: tuple[PlacedRule, ...] = (
-    megatron_takes_the_layout,
     heads_and_widths_divide,
     experts_divide,
     replicas_divide,

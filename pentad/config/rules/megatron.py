@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,8 +16,10 @@ from pentad.core.machine import installed
 from pentad.models.catalog import known_dims
 
 RULES = Rules()
-OLDEST, NEWEST = (0, 16), (0, 16)
-"""The versions of megatron-core whose interfaces the learner is written for."""
+VERSIONS = ("0.16",)
+"""The releases of megatron-core whose interfaces the learner is written for."""
+SCHEDULES = ("1F1B", "Interleaved1F1B")
+"""What megatron-core has of the schedules of a pipeline."""
 ON_CPU = "PENTAD_MEGATRON_ON_CPU"
 """Set where megatron-core's calls of CUDA are replaced, as its tests do."""
 REMEDY = "leave it out, or use archon"
@@ -40,9 +43,14 @@ def megatron_is_installed(config: Config, facts: RunFacts) -> Iterator[Problem]:
     if version is None:
         rule = "needs the package megatron-core, which is not installed"
         yield Problem(where, rule, "pip install 'pentad[megatron]', or use archon")
-    elif not OLDEST <= tuple(map(int, version.split(".")[:2])) <= NEWEST:
-        rule = f"is written for megatron-core 0.16, and {version} is installed"
-        yield Problem(where, rule, "pip install 'megatron-core>=0.16,<0.17', or use archon")
+    elif not is_known(version):
+        rule = f"is written for megatron-core {', '.join(VERSIONS)}, and {version} is installed"
+        yield Problem(where, rule, "pip install 'pentad[megatron]', or use archon")
+
+
+def is_known(version: str) -> bool:
+    """Of a release, its later mendings and its candidates: 0.16.1, 0.16rc0, 0.16.0+local."""
+    return any(re.match(rf"{re.escape(known)}(?!\d)", version) for known in VERSIONS)
 
 
 @RULES.add(commands=("train", "sft"))
@@ -90,6 +98,9 @@ def _keys(part: Placed) -> Iterator[tuple[str, Any, str]]:
     for name, (is_set, rule) in cannot.items():
         if is_set:
             yield f"archon.{name}", getattr(archon, name), rule
+    if part.component.size("p") > 1 and archon.pp_schedule not in SCHEDULES:
+        rule = f"Megatron's pipelines run {' and '.join(SCHEDULES)}"
+        yield "archon.pp_schedule", archon.pp_schedule, rule
     if model.lora is not None:
         yield "lora.rank", model.lora.rank, "adapters are built for archon"
 
@@ -98,10 +109,6 @@ def _keys(part: Placed) -> Iterator[tuple[str, Any, str]]:
 def megatron_is_not_strict(config: Config, facts: RunFacts) -> Iterator[Problem]:
     if not megatron_parts(config, facts):
         return
-    keys = {
-        "strict": (config.strict, "log-probs that equal the sampler's bit for bit need archon"),
-        "rollout.replay_routes": (config.rollout.replay_routes, "routes are not followed there"),
-    }
-    for key, (is_set, rule) in keys.items():
-        if is_set:
-            yield Problem(f"{key} = true", f"{rule}, and the layout has megatron", REMEDY)
+    if config.strict:
+        rule = "log-probs that equal the sampler's bit for bit need archon"
+        yield Problem("strict = true", f"{rule}, and the layout has megatron", REMEDY)

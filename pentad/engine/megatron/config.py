@@ -10,8 +10,9 @@ from torch.nn import functional as F
 from pentad.core.device import DTYPES
 from pentad.core.dims import ModelDims
 from pentad.core.layout import Layout
-from pentad.engine.megatron.core import TransformerConfig
+from pentad.engine.megatron.core import TransformerConfig, virtual_stages
 from pentad.engine.section import EngineSettings
+from pentad.parallel.pipeline import Pipeline
 from pentad.weights.megatron.arguments import model_args
 
 RECOMPUTED: dict[str, dict[str, Any]] = {
@@ -27,7 +28,11 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
 
 
 def transformer_config(
-    dims: ModelDims, settings: EngineSettings, layout: Layout, stages_per_rank: int, device: str
+    dims: ModelDims,
+    settings: EngineSettings,
+    layout: Layout,
+    pipeline: Pipeline | None,
+    device: str,
 ) -> TransformerConfig:
     """The model of these dimensions, laid out; attention and norms are ours, nothing is dropped,
     and what its fused kernels need is not asked for."""
@@ -51,10 +56,7 @@ def transformer_config(
         tensor_model_parallel_size=layout.tp,
         sequence_parallel=layout.tp > 1,
         context_parallel_size=layout.cp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=stages_per_rank if stages_per_rank > 1 else None,
         pipeline_dtype=dtype,
-        variable_seq_lengths=layout.pp > 1,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=device == "cpu",
@@ -69,13 +71,32 @@ def transformer_config(
         persist_layer_norm=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
+        moe_token_dispatcher_type="alltoall",  # a pipeline asks for it without experts, too
         **RECOMPUTED[mode],
+        **(_stages(pipeline) if pipeline is not None else {}),
         **(_mixture(dims, args, layout) if dims.num_experts else {}),
     )
     for name, value in args.items():
         if name.startswith("yarn_"):  # its attention reads them; the class does not declare them
             setattr(config, name, value)
     return config
+
+
+def _stages(pipeline: Pipeline) -> dict[str, Any]:
+    """The layers of each stage as the pipeline deals them. Sends of an interleaved schedule overlap
+    computation: without that two ranks would confuse what they send in both directions."""
+    stages = [["decoder"] * len(layers) for layers in pipeline.layers]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    is_interleaved = pipeline.stages_per_rank > 1
+    return {
+        "pipeline_model_parallel_size": pipeline.pp,
+        "virtual_pipeline_model_parallel_size": virtual_stages(pipeline),
+        "pipeline_model_parallel_layout": stages,
+        "variable_seq_lengths": True,
+        "overlap_p2p_comm": is_interleaved,
+        "batch_p2p_comm": not is_interleaved,
+    }
 
 
 def _mixture(dims: ModelDims, args: dict[str, Any], layout: Layout) -> dict[str, Any]:
@@ -93,7 +114,6 @@ def _mixture(dims: ModelDims, args: dict[str, Any], layout: Layout) -> dict[str,
         "moe_router_bias_update_rate": 0.0,  # it would move in steps that are skipped, too
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": False,
-        "moe_token_dispatcher_type": "alltoall",
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
     }

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from pentad.core.layout import Layout
 from pentad.parallel.mesh import solo_mesh
+from pentad.parallel.pipeline import Pipeline
 
 # Its linear layers want the order of launches on a GPU to be that of the program.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -24,6 +25,7 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 __all__ = [
@@ -33,20 +35,28 @@ __all__ = [
     "PackedSeqParams",
     "TransformerConfig",
     "finalize_model_grads",
+    "get_forward_backward_func",
     "get_gpt_decoder_block_spec",
     "join_groups",
+    "virtual_stages",
 ]
 
-_JOINED: list[tuple[object, Layout, int]] = []
+_JOINED: list[tuple[object, Layout, int | None]] = []
 """The world, layout and stages a rank that the groups were made for."""
 
 
-def join_groups(layout: Layout, stages_per_rank: int, device: torch.device) -> None:
+def virtual_stages(pipeline: Pipeline | None) -> int | None:
+    """Stages of a rank as Megatron counts them: None where it holds one."""
+    return pipeline.stages_per_rank if pipeline and pipeline.stages_per_rank > 1 else None
+
+
+def join_groups(layout: Layout, pipeline: Pipeline | None, device: torch.device) -> None:
     """Megatron's process groups, which it keeps for the process: engines of one layout share them.
     Ranks stand in Megatron's default order, which is ours."""
     if not dist.is_initialized():
         solo_mesh(device)
-    wanted = (dist.group.WORLD, layout, stages_per_rank)
+    stages = virtual_stages(pipeline)
+    wanted = (dist.group.WORLD, layout, stages)
     if [wanted] == _JOINED and parallel_state.model_parallel_is_initialized():
         return
     if parallel_state.model_parallel_is_initialized():
@@ -54,7 +64,7 @@ def join_groups(layout: Layout, stages_per_rank: int, device: torch.device) -> N
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=stages_per_rank if stages_per_rank > 1 else None,
+        virtual_pipeline_model_parallel_size=stages,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,

@@ -1,13 +1,12 @@
 """The stages of a Megatron model on one rank, their weights by name, and their gradients.
 
-A weight is a view of the memory that Megatron's module computes with, or, where that has another
-dtype, a master of its own: a block of a whole tensor of `models.megatron_names`. Gradients add up
-in the buffers of Megatron's DistributedDataParallel.
+A weight is a block of a whole tensor of `models.megatron_names`, or this rank's share of one
+(`masters`). Gradients add up in the buffers of Megatron's DistributedDataParallel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -27,18 +26,22 @@ from pentad.engine.megatron.core import (
     GPTModel,
     finalize_model_grads,
     join_groups,
+    virtual_stages,
 )
+from pentad.engine.megatron.masters import Piece, follow_masters
 from pentad.engine.megatron.model import MegatronStage, build_gpt
+from pentad.engine.megatron.schedule import MegatronSchedule
 from pentad.engine.outputs import Sums
 from pentad.engine.passes import Passes, WholePasses
+from pentad.engine.pipelined import PipelinedPasses
 from pentad.engine.predictor import Predicted, Predictor, present_cut, vocab_shard
 from pentad.engine.section import EngineSettings
 from pentad.models.hf_weights import hf_metadata
 from pentad.models.megatron_names import HEAD, PLAN, SELECTION_BIAS, TABLE, build_named, learner_map
 from pentad.models.moe import Routes
-from pentad.parallel.cuts import Cut
-from pentad.parallel.mesh import ALONE, Meshes
-from pentad.parallel.pipeline import TiedHead
+from pentad.parallel.cuts import Cut, storage_dim
+from pentad.parallel.mesh import ALONE, Axis, Meshes
+from pentad.parallel.pipeline import PartCompute, Pipeline, TiedHead, plan_pipeline
 from pentad.weights.blocks import plan_blocks
 from pentad.weights.cuts import cut_entry, split_dims
 from pentad.weights.map import Entry, WeightMap
@@ -54,37 +57,45 @@ class MegatronModel(HeldModel):
     ) -> None:
         layout, device = meshes.layout, meshes.device
         self.meshes = meshes
-        self.pipeline = None
+        self.pipeline = plan_pipeline(dims, layout, settings.model)
         self.factors = []
         self.holders = []
-        self.tied = TiedHead()
         dtype = DTYPES[settings.model.param_dtype]
         self.whole = build_named(dims, dtype, value_head=value_head)
-        join_groups(layout, 1, device)
-        config = transformer_config(dims, settings, layout, 1, device.type)
-        vocab_rows = -(-dims.vocab_size // layout.tp) * layout.tp
-        gpt = build_gpt(
-            dims,
-            config,
-            vocab_rows=vocab_rows,
-            is_first=True,
-            is_last=True,
-            chunk=None,
-            lm_head=not value_head,
-        ).to(device)
+        join_groups(layout, self.pipeline, device)
+        self.config = transformer_config(dims, settings, layout, self.pipeline, device.type)
         sums = DistributedDataParallelConfig(
             grad_reduce_in_fp32=settings.model.reduce_dtype == "float32",
             overlap_grad_reduce=False,
             use_distributed_optimizer=False,
         )
-        self.chunks = [DistributedDataParallel(config, sums, gpt)]
-        self.gradient_views: dict[str, Tensor] = {}
-        self.computed: dict[str, Tensor] = {}
-        """What modules compute with, where that is no weight itself but a copy in another dtype."""
+        stages = [self._build_stage(n, device) for n in self._stages()]
+        self.chunks = [DistributedDataParallel(self.config, sums, gpt) for gpt in stages]
+        self.pieces: dict[str, Piece] = {}
+        """By name, what modules hold of each weight."""
         self.cuts: dict[str, Cut] = {}
-        self.parts = [self._wrap(gpt, settings, dtype)]
+        self.parts = [self._wrap(gpt, settings, dtype) for gpt in stages]
         self.decoders = [part.decoder for part in self.parts]
-        self.parameters = dict(self.decoders[0].named_parameters())
+        named = [pair for decoder in self.decoders for pair in decoder.named_parameters()]
+        self.parameters = dict(named)
+        self.tied = self._tie(stages)
+
+    def _stages(self) -> tuple[int, ...]:
+        return (0,) if self.pipeline is None else self.pipeline.stages(self.meshes.pp.rank)
+
+    def _build_stage(self, number: int, device: torch.device) -> GPTModel:
+        dims, layout = self.whole.dims, self.meshes.layout
+        last = 0 if self.pipeline is None else self.pipeline.num_stages - 1
+        chunk = None if virtual_stages(self.pipeline) is None else number // layout.pp
+        return build_gpt(
+            dims,
+            self.config,
+            vocab_rows=-(-dims.vocab_size // layout.tp) * layout.tp,
+            is_first=number == 0,
+            is_last=number == last,
+            chunk=chunk,
+            lm_head=self.whole.has_lm_head,
+        ).to(device)
 
     def _wrap(self, gpt: GPTModel, settings: EngineSettings, dtype: torch.dtype) -> Predictor:
         """Weights by name, and the heads around the stage."""
@@ -92,18 +103,22 @@ class MegatronModel(HeldModel):
         weight_map = learner_map(dims)
         first_expert = meshes.coords.ep * dims.num_experts // meshes.layout.ep
         names = names_of(gpt, weight_map, first_expert)
-        cuts = {name: cut_of(weight_map.entries[name], weight_map, meshes) for name in names}
+        if dims.tie_embeddings:
+            names.pop(HEAD, None)  # the last stage's copy of the table
         tensors: dict[str, Tensor] = {}
         for name, held in names.items():
-            shape = cuts[name].local_shape
-            tensors[name] = used = as_block(held.data, shape)
-            if not isinstance(held, torch.nn.Parameter):
-                continue
-            self.gradient_views[name] = as_block(held.main_grad, shape)  # type: ignore[attr-defined]
-            if used.dtype != dtype:
-                self.computed[name], tensors[name] = used, torch.empty_like(used, dtype=dtype)
-        num_rows = cuts[TABLE if TABLE in cuts else HEAD].local_shape[0] if cuts else 0
-        stage = MegatronStage(dims, gpt, tensors, meshes.tp, num_rows=num_rows)
+            is_trained = isinstance(held, torch.nn.Parameter)
+            cut = cut_of(weight_map.entries[name], weight_map, meshes, is_stored=is_trained)
+            used = as_block(held.data, cut.local_shape)
+            self.cuts[name], tensors[name] = cut, used
+            if is_trained:
+                gradient = as_block(held.main_grad, cut.local_shape)  # type: ignore[attr-defined]
+                axis = stored_over(cut, meshes)
+                self.pieces[name] = piece = Piece(used, gradient, cut.stored_dim, axis)
+                tensors[name] = piece.master(dtype)
+        table = cut_of(weight_map.entries[TABLE], weight_map, meshes)
+        stage = MegatronStage(dims, gpt, tensors, meshes.tp, num_rows=table.local_shape[0])
+        cuts = {name: self.cuts[name] for name in names}
         stage.present = partial(present_cut, cuts)
         predictor = Predictor(
             stage,
@@ -113,10 +128,23 @@ class MegatronModel(HeldModel):
         )
         predictor.cuts, predictor.tp = cuts, meshes.tp
         if stage.has_lm_head:
-            head = HEAD if HEAD in cuts else TABLE
-            predictor.vocab = vocab_shard(cuts[head], meshes.tp)
-        self.cuts |= cuts
+            predictor.vocab = vocab_shard(table, meshes.tp)
         return predictor
+
+    def _tie(self, stages: Sequence[GPTModel]) -> TiedHead:
+        """The two ends of a tied embedding where they lie on two stages."""
+        is_tied = self.whole.dims.tie_embeddings and self.whole.has_lm_head
+        if self.pipeline is None or not is_tied:
+            return TiedHead()
+        first, last = stages[0], stages[-1]
+        return TiedHead(
+            first.embedding.word_embeddings.weight.data if first.pre_process else None,
+            last.output_layer.weight.data if last.post_process else None,
+            self.meshes.pp,
+            first=0,
+            last=self.pipeline.last_rank,
+            device=self.meshes.device,
+        )
 
     def memory(self) -> dict[str, Tensor]:
         stages = self.decoders
@@ -124,20 +152,21 @@ class MegatronModel(HeldModel):
         return dict(named)
 
     def passes(self, settings: EngineSettings) -> Passes:
-        return MegatronPasses(self, settings)
+        if self.pipeline is None:
+            return MegatronPasses(self, settings)
+        return MegatronPipelinedPasses(self, self.pipeline, settings)
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Copies of weights in another dtype take over what the weights are now."""
-        if self.computed:
-            held = self.memory()
-            torch._foreach_copy_(list(self.computed.values()), [held[n] for n in self.computed])
+        """Modules take over what the weights are now, wherever ranks keep shares of them or another
+        dtype."""
+        follow_masters(self.pieces, self.parameters)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Megatron's sums: over data-parallel ranks, over tp where tokens are dealt, over the two
-        ends of a tied embedding."""
+        """This rank's share of Megatron's sums: over data-parallel ranks, over tp where tokens are
+        dealt, over the two ends of a tied embedding."""
         finalize_model_grads(self.chunks)
-        return dict(self.gradient_views)
+        return {name: piece.share(piece.gradient) for name, piece in self.pieces.items()}
 
     def drop_gradients(self) -> None:
         for chunk in self.chunks:
@@ -145,6 +174,10 @@ class MegatronModel(HeldModel):
 
     def rest(self) -> None:
         """Weights are always in place."""
+
+    def buffers(self) -> list[Tensor]:
+        """What is computed with, and the gradients."""
+        return [tensor for piece in self.pieces.values() for tensor in (piece.used, piece.gradient)]
 
     def iter_hf(
         self, dtype: torch.dtype, *, is_frozen: bool = False
@@ -209,8 +242,9 @@ def as_block(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return tensor[: shape[0]]
 
 
-def cut_of(entry: Entry, weight_map: WeightMap, meshes: Meshes) -> Cut:
-    """Every rank holds whole what it computes with; data-parallel ranks hold the same."""
+def cut_of(entry: Entry, weight_map: WeightMap, meshes: Meshes, *, is_stored: bool = True) -> Cut:
+    """What a rank computes with, and, where `is_stored`, the share of it that this one of the
+    data-parallel ranks steps and saves."""
     layout, at = meshes.layout, meshes.coords
     coords: Mapping[str, tuple[int, int]] = {
         "tp": (layout.tp, at.tp),
@@ -221,7 +255,8 @@ def cut_of(entry: Entry, weight_map: WeightMap, meshes: Meshes) -> Cut:
     axes = split_dims(entry, PLAN)
     is_expert = entry.expert is not None
     axis = "etp" if is_expert else "tp"
-    placements = (Shard(axes[axis]) if axis in axes else Replicate(), Replicate())
+    dim = storage_dim(part.shape, layout.efsdp if is_expert else layout.dp_shard * layout.cp)
+    cut = Shard(axes[axis]) if axis in axes else Replicate()
     mesh = None
     if meshes.dense is not None and meshes.expert is not None:
         mesh = meshes.expert["etp", "efsdp"] if is_expert else meshes.dense_parts
@@ -230,11 +265,15 @@ def cut_of(entry: Entry, weight_map: WeightMap, meshes: Meshes) -> Cut:
         box=box,
         copies=ALONE if is_expert or axis in axes else meshes.tp,
         is_expert=is_expert,
-        stored_dim=0,
+        stored_dim=dim,
         mesh=mesh,
-        placements=placements,
-        data=meshes.factor_axes()[True] if is_expert else meshes.batch,
+        placements=(cut, Shard(dim) if is_stored else Replicate()),
     )
+
+
+def stored_over(cut: Cut, meshes: Meshes) -> Axis:
+    """The ranks that share the masters of a weight: those that compute with the same of it."""
+    return meshes.factor_axes()[True] if cut.is_expert else meshes.batch
 
 
 class MegatronPasses(WholePasses):
@@ -255,3 +294,18 @@ class MegatronPasses(WholePasses):
     ) -> tuple[list[Predicted], list[Sums]]:
         self.held.follow()
         return super().train(microbatches, loss, last=last)
+
+
+class MegatronPipelinedPasses(PipelinedPasses):
+    """The engine's passes of a pipeline, by Megatron's schedules."""
+
+    def __init__(self, held: MegatronModel, plan: Pipeline, settings: EngineSettings) -> None:
+        schedule = MegatronSchedule(plan, held.chunks, held.config)
+        super().__init__(schedule, held.parts, held.tied, settings, held.meshes)
+        self.held = held
+
+    def _start(
+        self, packed: list[PackedRows], compute: PartCompute, *, backward: bool, reduces: bool
+    ) -> None:
+        self.held.follow()
+        super()._start(packed, compute, backward=backward, reduces=reduces)

@@ -6,7 +6,7 @@ boundaries of packed rows; its own core does not. Rotary angles are those of eac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from pentad.core.dims import ModelDims
-from pentad.core.errors import RunError
 from pentad.core.types import Attend
 from pentad.engine.megatron.core import (
     GPTModel,
@@ -31,9 +30,11 @@ from pentad.parallel.mesh import Axis
 
 @dataclass
 class PackedRowsParams(PackedSeqParams):
-    """What a layer is given of a microbatch: who attends to whom."""
+    """What a layer is given of a microbatch: its attention, and the experts of its tokens."""
 
     attend: Attend | None = None
+    routes: Routes | None = None
+    """Followed where they are given, and filled in where not."""
 
 
 class PackedCore(nn.Module):
@@ -54,6 +55,33 @@ class PackedCore(nn.Module):
             self.layer, query.squeeze(1), key.squeeze(1), value.squeeze(1), **self.options
         )
         return out_THd.flatten(1)[:, None]
+
+
+class RouteChoice:
+    """The experts of a layer's tokens, in the place of Megatron's `RouterReplay`.
+
+    The layer takes them from what it is given, also where it is computed again in backward: by
+    then they are filled in, so that both times the same experts compute.
+    """
+
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
+        self.routes: Routes | None = None
+
+    def begin(self, module: nn.Module, args: Any, given: dict[str, Any]) -> None:
+        """A forward pre-hook of the layer."""
+        self.routes = given["packed_seq_params"].routes
+
+    def get_replay_topk(
+        self, scores_TE: Tensor, k: int, groups: Any, group_k: Any, choose: Callable[..., Any]
+    ) -> tuple[Tensor, Tensor]:
+        chosen_Tk = None if self.routes is None else self.routes.get(self.layer)
+        if chosen_Tk is None:
+            values_Tk, chosen_Tk = choose(scores_TE, k, num_groups=groups, group_topk=group_k)
+            if self.routes is not None:
+                self.routes[self.layer] = chosen_Tk
+            return values_Tk, chosen_Tk
+        return scores_TE.gather(1, chosen_Tk), chosen_Tk
 
 
 class RmsNorm(Norm):
@@ -132,41 +160,29 @@ class MegatronStage(NamedModel):
         self.num_rows = num_rows
         """Rows of the vocabulary held here, without those that fill it up."""
         self.inverse: Tensor | None = None
-        self.noted: Routes | None = None
-        """Gets the experts of each token, during a forward pass."""
-        for layer in gpt.decoder.layers:
+        for number, layer in self.blocks.items():
             router = getattr(layer.mlp, "router", None)
-            if router is not None:
-                router.register_forward_hook(partial(self._note, layer.layer_number - 1))
+            if isinstance(router, nn.Module):
+                router.router_replay = choice = RouteChoice(number)  # type: ignore[assignment]
+                layer.register_forward_pre_hook(choice.begin, with_kwargs=True)
 
-    def _note(self, layer: int, router: nn.Module, given: Any, out: tuple[Tensor, Tensor]) -> None:
-        if self.noted is not None:
-            chosen_N = out[1].nonzero()[:, 1]
-            self.noted[layer] = chosen_N.view(-1, self.dims.num_experts_per_token)
+    @property
+    def blocks(self) -> Mapping[int, nn.Module]:
+        return {layer.layer_number - 1: layer for layer in self.gpt.decoder.layers}
 
     def forward(
         self, ids_T: Tensor, positions_T: Tensor, attend: Attend, routes: Routes | None = None
     ) -> Tensor:
-        if routes:
-            raise RunError("rows name the experts of their tokens, which megatron does not follow")
         x_T1D = self._look_up(ids_T) if self.gpt.pre_process else ids_T[:, None]
-        self.noted = routes
-        try:
-            return self.run_layers(x_T1D, positions_T, attend).squeeze(1)
-        finally:
-            self.noted = None  # a layer that is computed again in backward notes nothing
-
-    def run_layers(self, x_T1D: Tensor | None, positions_T: Tensor, attend: Attend) -> Tensor:
-        """From embeddings, or what the schedule has put in place of the stage before's result."""
-        if not self.gpt.pre_process and x_T1D is not None:
+        if not self.gpt.pre_process:
             self.gpt.set_input_tensor(x_T1D)
         out_T1D: Tensor = self.gpt.decoder(
             hidden_states=x_T1D if self.gpt.pre_process else None,
             attention_mask=None,
             rotary_pos_emb=self._angles(positions_T),
-            packed_seq_params=PackedRowsParams(qkv_format="sbhd", attend=attend),
+            packed_seq_params=PackedRowsParams(qkv_format="sbhd", attend=attend, routes=routes),
         )
-        return out_T1D
+        return out_T1D.squeeze(1)
 
     def _look_up(self, ids_T: Tensor) -> Tensor:
         table = self.gpt.embedding.word_embeddings

@@ -25,12 +25,24 @@ def config_of(*overrides: str) -> Config:
         ("actor.archon.dp_replicate=2", "one group of data-parallel ranks"),
         ("actor.lora.rank=8", "adapters are built for archon"),
         ("strict=true", "bit for bit need archon"),
-        ("rollout.replay_routes=true", "routes are not followed there"),
     ],
 )
 def test_keys_that_megatron_cannot_take_are_named(given, said):
     with pytest.raises(Exception, match=said):
         config_of(given)
+
+
+@pytest.mark.parametrize("layout", ["d2c2", "p2t2", "(attn:d4|ffn:e2)"])
+def test_every_axis_is_taken(layout):
+    model = "actor.path=Qwen/Qwen3-30B-A3B"
+    config_of(f"allocation_mode=embedded:d1+megatron:{layout}", model, "rollout.replay_routes=true")
+
+
+def test_a_pipeline_runs_the_schedules_that_megatron_has():
+    layout = "allocation_mode=embedded:d1+megatron:p2"
+    config_of(layout, "actor.archon.pp_schedule=1F1B")
+    with pytest.raises(Exception, match="Megatron's pipelines run 1F1B and Interleaved1F1B"):
+        config_of(layout, "actor.archon.pp_schedule=ZBVZeroBubble")
 
 
 def test_a_cpu_is_refused_unless_its_calls_of_cuda_are_replaced(monkeypatch):
@@ -48,7 +60,10 @@ def test_a_cpu_is_refused_unless_its_calls_of_cuda_are_replaced(monkeypatch):
         (None, "needs the package megatron-core, which is not installed"),
         ("0.15.3", "written for megatron-core 0.16, and 0.15.3 is installed"),
         ("0.20.0", "and 0.20.0 is installed"),
+        ("0.160.0", "and 0.160.0 is installed"),
         ("0.16.1", None),
+        ("0.16rc0", None),
+        ("0.16.0+local", None),
     ],
 )
 def test_a_plan_notes_a_package_that_is_absent_or_of_another_version(monkeypatch, version, said):

@@ -40,8 +40,6 @@ RED = [
     ("fsdp", DENSE, ["fsdp:t16"], None, "t16 of fsdp must divide num_kv_heads = 8", "1, 2, 4, 8"),
     ("fsdp", MOE, ["fsdp:t2"], None, "t2 of fsdp would cut experts", "use t1, or archon"),
     ("fsdp", MOE, ["fsdp:d2", "actor.archon.moe_z_loss_coef=1"], None, "needs a model file", "out"),
-    ("megatron", DENSE, ["megatron:d2c2"], None, "context parallelism is not built", "leave c out"),
-    ("megatron", DENSE, ["megatron:d2p2t2"], None, "a pipeline is not built", "leave p out"),
     (
         "heads",
         ODD,

@@ -1,0 +1,72 @@
+"""Microbatches through the pipeline stages of this rank by Megatron's schedules, 1F1B and its
+interleaved form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pentad.engine.megatron.core import (
+    DistributedDataParallel,
+    TransformerConfig,
+    get_forward_backward_func,
+)
+from pentad.parallel.pipeline import PartCompute, Pipeline
+
+
+class MegatronSchedule:
+    """As `parallel.pipeline_run.PipelineRun`, with Megatron's sends and order of passes."""
+
+    def __init__(
+        self,
+        plan: Pipeline,
+        chunks: Sequence[DistributedDataParallel],
+        config: TransformerConfig,
+    ) -> None:
+        self.plan = plan
+        self.chunks = list(chunks)
+        self.config = config
+
+    def run(
+        self,
+        compute: PartCompute,
+        shapes: list[tuple[int, int]],
+        dtype: torch.dtype,
+        *,
+        backward: bool,
+        reduces: bool = True,
+    ) -> None:
+        """All microbatches forward, and backward if asked. Gradients stay in Megatron's buffers
+        until they are summed, so `reduces` changes nothing."""
+        number = len(shapes)
+        # The microbatches of a round: all rounds are of one size, as `Pipeline.take` counts them.
+        self.config.microbatch_group_size_per_vp_stage = number // max(1, number // self.plan.pp)
+
+        def step(turn: Iterator[int], chunk: DistributedDataParallel) -> tuple[Tensor, Any]:
+            gpt, mb = chunk.module, next(turn)
+            hidden_TD = None if gpt.pre_process else gpt.decoder.input_tensor.squeeze(1)
+            out = compute(self.chunks.index(chunk), mb, hidden_TD)
+            return (out if gpt.post_process else out[:, None]), _as_it_is
+
+        with nullcontext() if backward else torch.no_grad():
+            get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=[iter(range(number)) for _ in self.chunks],
+                model=self.chunks,
+                num_microbatches=number,
+                seq_length=max(num_tokens for num_tokens, _ in shapes),
+                micro_batch_size=1,
+                forward_only=not backward,
+            )
+
+    def settle(self) -> None:
+        """Nothing is under way between two runs."""
+
+
+def _as_it_is(loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Our loss is a sum, and Megatron divides it by nothing. It counts no tokens."""
+    return loss, torch.zeros((), dtype=torch.int), {}
