@@ -246,7 +246,7 @@ def planned_keys(
     """The block of a role as its engine settles it; blocks are compiled on CUDA alone."""
     keys = EngineSettings(model=part.model).settled(device.kind, layout).model
     archon = keys.archon
-    counted = {
+    counted: dict[str, object] = {
         "enable_compile": archon.enable_compile is True and device.kind == "cuda",
         "keep_logits": archon.keep_logits is True and keeps_logits,
         "stages_per_rank": part.stages_per_rank,
