@@ -28,7 +28,7 @@ from pentad.engine.megatron.core import (
     join_groups,
     virtual_stages,
 )
-from pentad.engine.megatron.masters import Piece, follow_masters
+from pentad.engine.megatron.masters import SharedWeight, follow_masters
 from pentad.engine.megatron.model import MegatronStage, build_gpt
 from pentad.engine.megatron.schedule import MegatronSchedule
 from pentad.engine.outputs import Sums
@@ -71,7 +71,7 @@ class MegatronModel(HeldModel):
         )
         stages = [self._build_stage(n, device) for n in self._stages()]
         self.chunks = [DistributedDataParallel(self.config, sums, gpt) for gpt in stages]
-        self.pieces: dict[str, Piece] = {}
+        self.shared: dict[str, SharedWeight] = {}
         """By name, what modules hold of each weight."""
         self.cuts: dict[str, Cut] = {}
         self.parts = [self._wrap(gpt, settings, dtype) for gpt in stages]
@@ -114,8 +114,8 @@ class MegatronModel(HeldModel):
             if is_trained:
                 gradient = as_block(held.main_grad, cut.local_shape)  # type: ignore[attr-defined]
                 axis = stored_over(cut, meshes)
-                self.pieces[name] = piece = Piece(used, gradient, cut.stored_dim, axis)
-                tensors[name] = piece.master(dtype)
+                self.shared[name] = weight = SharedWeight(used, gradient, cut.stored_dim, axis)
+                tensors[name] = weight.master(dtype)
         table = cut_of(weight_map.entries[TABLE], weight_map, meshes)
         stage = MegatronStage(dims, gpt, tensors, meshes.tp, num_rows=table.local_shape[0])
         cuts = {name: self.cuts[name] for name in names}
@@ -160,13 +160,13 @@ class MegatronModel(HeldModel):
     def follow(self) -> None:
         """Modules take over what the weights are now, wherever ranks keep shares of them or another
         dtype."""
-        follow_masters(self.pieces, self.parameters)
+        follow_masters(self.shared, self.parameters)
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's share of Megatron's sums: over data-parallel ranks, over tp where tokens are
         dealt, over the two ends of a tied embedding."""
         finalize_model_grads(self.chunks)
-        return {name: piece.share(piece.gradient) for name, piece in self.pieces.items()}
+        return {name: weight.share(weight.gradient) for name, weight in self.shared.items()}
 
     def drop_gradients(self) -> None:
         for chunk in self.chunks:
@@ -177,7 +177,9 @@ class MegatronModel(HeldModel):
 
     def buffers(self) -> list[Tensor]:
         """What is computed with, and the gradients."""
-        return [tensor for piece in self.pieces.values() for tensor in (piece.used, piece.gradient)]
+        return [
+            tensor for weight in self.shared.values() for tensor in (weight.used, weight.gradient)
+        ]
 
     def iter_hf(
         self, dtype: torch.dtype, *, is_frozen: bool = False

@@ -21,7 +21,7 @@ GATHERED = 2**27
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SharedWeight:
     """The block of one weight that a module of this rank computes with."""
 
     used: Tensor
@@ -50,40 +50,41 @@ class Piece:
         return torch.empty_like(self.share(self.used), dtype=dtype)
 
 
-def follow_masters(pieces: Mapping[str, Piece], masters: Mapping[str, Tensor]) -> None:
+def follow_masters(weights: Mapping[str, SharedWeight], masters: Mapping[str, Tensor]) -> None:
     """Every module's memory takes over the masters of all ranks."""
-    copied = [name for name, piece in pieces.items() if piece.axis.size == 1]
-    copied = [name for name in copied if masters[name] is not pieces[name].used]
+    copied = [name for name, weight in weights.items() if weight.axis.size == 1]
+    copied = [name for name in copied if masters[name] is not weights[name].used]
     if copied:
-        used = [pieces[name].used for name in copied]
+        used = [weights[name].used for name in copied]
         torch._foreach_copy_(used, [masters[name] for name in copied])
-    for group in _groups(pieces):
+    for group in _groups(weights):
         _gather(group, masters)
 
 
-def _groups(pieces: Mapping[str, Piece]) -> Iterator[dict[str, Piece]]:
+def _groups(weights: Mapping[str, SharedWeight]) -> Iterator[dict[str, SharedWeight]]:
     """Those that ranks share, of one axis and dtype, so many that their memory is bounded. All
     ranks of an axis make the same groups."""
-    kinds: dict[tuple[int, torch.dtype], dict[str, Piece]] = {}
-    for name, piece in pieces.items():
-        if piece.axis.size > 1:
-            kinds.setdefault((id(piece.axis.group), piece.used.dtype), {})[name] = piece
+    kinds: dict[tuple[int, torch.dtype], dict[str, SharedWeight]] = {}
+    for name, weight in weights.items():
+        if weight.axis.size > 1:
+            kinds.setdefault((id(weight.axis.group), weight.used.dtype), {})[name] = weight
     for of_kind in kinds.values():
-        group: dict[str, Piece] = {}
+        group: dict[str, SharedWeight] = {}
         num_elements = 0
-        for name, piece in of_kind.items():
-            if group and num_elements + piece.used.numel() > GATHERED:
+        for name, weight in of_kind.items():
+            if group and num_elements + weight.used.numel() > GATHERED:
                 yield group
                 group, num_elements = {}, 0
-            group[name] = piece
-            num_elements += piece.used.numel()
+            group[name] = weight
+            num_elements += weight.used.numel()
         yield group
 
 
-def _gather(group: Mapping[str, Piece], masters: Mapping[str, Tensor]) -> None:
+def _gather(group: Mapping[str, SharedWeight], masters: Mapping[str, Tensor]) -> None:
     first = next(iter(group.values()))
     axis, like = first.axis, first.used
-    sizes = [piece.shares(piece.used)[0].numel() for piece in group.values()]  # the largest shares
+    largest = [weight.shares(weight.used)[0] for weight in group.values()]
+    sizes = [share.numel() for share in largest]
     mine = torch.zeros(sum(sizes), dtype=like.dtype, device=like.device)
     for place, name in zip(mine.split(sizes), group, strict=True):
         place[: masters[name].numel()].copy_(masters[name].reshape(-1))
@@ -91,8 +92,8 @@ def _gather(group: Mapping[str, Piece], masters: Mapping[str, Tensor]) -> None:
     dist.all_gather_into_tensor(every, mine, group=axis.group)
     targets, sources = [], []
     for rank, gathered in enumerate(every.chunk(axis.size)):
-        for place, piece in zip(gathered.split(sizes), group.values(), strict=True):
-            target = piece.shares(piece.used)[rank]
+        for place, weight in zip(gathered.split(sizes), group.values(), strict=True):
+            target = weight.shares(weight.used)[rank]
             targets.append(target)
             sources.append(place[: target.numel()].view(target.shape))
     torch._foreach_copy_(targets, sources)
