@@ -1,5 +1,5 @@
-"""Runs from Python: the commands `train` and `sft` as functions, with rows, rewards and
-environments of the session.
+"""Runs from Python: the commands that train as functions, with rows, rewards and environments of
+the session.
 
 What is given as an object becomes a file beside the run's records, named in its config: the run is
 checked, recorded and resumed as if a recipe had named these files.
@@ -13,11 +13,12 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pentad.api.callables import spec_of
 from pentad.config.load import read_config
 from pentad.config.recipe_file import dump_yaml, write_override
+from pentad.config.rules.rule import RunCommand
 from pentad.config.schema import Config
 from pentad.core.errors import Problem, UserError
 from pentad.core.files import write_atomic
@@ -58,21 +59,33 @@ def train(
     return _run(given, "train", on_step, fresh=fresh, device=device)
 
 
-def sft(
-    recipe: RecipeOrPath,
-    *,
-    dataset: RowsOrPath | None = None,
-    valid_dataset: RowsOrPath | None = None,
-    on_step: OnStep | None = None,
-    overrides: Mapping[str, Any] | None = None,
-    fresh: bool = False,
-    device: str = "auto",
-) -> RunSummary:
-    """Training on given answers, as `pentad sft`."""
-    given = _Given(recipe, overrides)
-    given.set_rows("train_dataset", dataset)
-    given.set_rows("valid_dataset", valid_dataset)
-    return _run(given, "sft", on_step, fresh=fresh, device=device)
+class OnExamples:
+    """A command that trains on given answers, as a function."""
+
+    def __init__(self, command: RunCommand, doc: str) -> None:
+        self.command = command
+        self.__doc__ = f"{doc}, as `pentad {command}`; returns where records and model are."
+
+    def __call__(
+        self,
+        recipe: RecipeOrPath,
+        *,
+        dataset: RowsOrPath | None = None,
+        valid_dataset: RowsOrPath | None = None,
+        on_step: OnStep | None = None,
+        overrides: Mapping[str, Any] | None = None,
+        fresh: bool = False,
+        device: str = "auto",
+    ) -> RunSummary:
+        given = _Given(recipe, overrides)
+        given.set_rows("train_dataset", dataset)
+        given.set_rows("valid_dataset", valid_dataset)
+        return _run(given, self.command, on_step, fresh=fresh, device=device)
+
+
+sft = OnExamples("sft", "Supervised fine-tuning")
+dpo = OnExamples("dpo", "Training on preferences")
+reward_model = OnExamples("reward-model", "Training of a reward model on preferences")
 
 
 class _Given:
@@ -162,13 +175,13 @@ class _Given:
 
 def _run(
     given: _Given,
-    command: Literal["train", "sft"],
+    command: RunCommand,
     on_step: OnStep | None,
     *,
     fresh: bool,
     device: str,
 ) -> RunSummary:
-    from pentad.trainer.sources.examples import run_sft
+    from pentad.trainer.sources.examples import ON_EXAMPLES
     from pentad.trainer.sources.rollouts import run_train
 
     with given.file() as path:
@@ -177,7 +190,7 @@ def _run(
         where = "scheduler.type = slurm" if config.only is None else f"only = {config.only}"
         rule = "is for the command line, which submits jobs and runs one side alone"
         raise UserError(Problem(where, rule, f"use pentad {command}"))
-    run = run_train if command == "train" else run_sft
+    run = run_train if command == "train" else ON_EXAMPLES[command]
     with listening(on_step), apart_from_loop():
         return run(config, notes, fresh, device)
 

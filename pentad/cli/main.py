@@ -102,6 +102,17 @@ def dpo(recipe: Recipe, fresh: Fresh = False, view: View = False) -> None:
     run_command(recipe, "dpo", fresh, view=view)
 
 
+@app.command("reward-model")
+@reporting
+@functools.partial(takes_recipe, switches=False)
+def reward_model(recipe: Recipe, fresh: Fresh = False, view: View = False) -> None:
+    """Train a model that rewards answers, on pairs of a preferred and a rejected one.
+
+    For example: pentad reward-model actor.path=MODEL train_dataset.path=pairs.jsonl
+    """
+    run_command(recipe, "reward-model", fresh, view=view)
+
+
 @app.command()
 @reporting
 @takes_recipe

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,18 +55,13 @@ def _run(config: Config, command: RunCommand, notes: list[str], fresh: bool) -> 
         words = f"--only train --groups-from {sampled.records}"
         typer.echo(f"Groups: {sampled.model} ({words} trial_name={config.trial_name}-trained)")
         return
-    from pentad.trainer.sources.examples import run_dpo, run_pretrain, run_sft
+    from pentad.trainer.sources.examples import ON_EXAMPLES
     from pentad.trainer.sources.kept_groups import run_train_only
     from pentad.trainer.sources.rollouts import run_train
 
     train = run_train if config.only is None else run_train_only
-    runs: dict[RunCommand, Callable[..., RunSummary]] = {
-        "train": train,
-        "sft": run_sft,
-        "pretrain": run_pretrain,
-        "dpo": run_dpo,
-    }
-    show_summary(runs[command](config, notes, fresh))
+    run = train if command == "train" else ON_EXAMPLES[command]
+    show_summary(run(config, notes, fresh))
 
 
 @contextmanager

@@ -31,6 +31,7 @@ PATHS = (
     *("fileroot", "checkpoint.local_dir"),
     *("actor.path", "critic.path", "ref.path", "teacher.path"),
     *("actor.checkpoint_load_path", "critic.checkpoint_load_path", "actor.lora.init_path"),
+    "reward.model.path",
     *("megatron.ckpt_convertor.hf_model_path", "megatron.ckpt_convertor.save_path"),
     *("train_dataset.path", "valid_dataset.path", "groups_from"),
     *("rollout.server.python", "rollout.server.transfer_folder"),

@@ -197,8 +197,8 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """What is optimised."""
     preference: PreferenceConfig | None = None
-    """How `pentad dpo` learns from preferences, where null stands for the defaults of the block; a
-    run of another command has none."""
+    """How `pentad dpo` and `pentad reward-model` learn from preferences, where null stands for the
+    defaults of the block; a run of another command has none."""
     gconfig: GenerationConfig = GenerationConfig()
     """How answers are sampled for training."""
     train_dataset: DatasetConfig = DatasetConfig()
@@ -289,13 +289,18 @@ class Config(Section):
         return allocation is None or allocation.find("rollout") is not None
 
     @property
-    def task(self) -> Literal["train", "sft", "pretrain", "dpo"]:
+    def trains_reward(self) -> bool:
+        """Whether the actor is a reward model: a value head in place of the language head."""
+        return self.preference is not None and self.preference.loss == "reward"
+
+    @property
+    def task(self) -> Literal["train", "sft", "pretrain", "dpo", "reward-model"]:
         """The task of the recipe: without a sampler SFT, unless it has a block `preference`, or its
         data suits pretraining only."""
         if self.has_sampler or self.only == "train":
             return "train"
         if self.preference is not None:
-            return "dpo"
+            return "reward-model" if self.trains_reward else "dpo"
         data = self.train_dataset
         path = None if data.path is None else Path(data.path)
         files = [] if path is None else [path, *(path.iterdir() if path.is_dir() else ())]
@@ -334,7 +339,7 @@ class Config(Section):
     def frozen_models(self) -> tuple[str, ...]:
         """Those of `SCORERS` that the algorithm needs."""
         needed = {
-            "ref": self.algorithm.kl_coef or self.preference is not None,
+            "ref": self.algorithm.kl_coef if self.preference is None else not self.trains_reward,
             "teacher": self.algorithm.facts.needs_teacher,
         }
         return tuple(role for role in SCORERS if needed[role])

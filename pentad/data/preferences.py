@@ -12,7 +12,9 @@ from itertools import takewhile
 from typing import Any
 
 import numpy as np
+import torch
 
+from pentad.core.types import Row
 from pentad.data.render import (
     BadRow,
     DataSource,
@@ -35,7 +37,7 @@ class PairDataset(SftDataset):
         row, data = rows.row(index), self.source.data
         keys = data.chosen_key, data.rejected_key
         if not data.uses_chat:
-            found = [self._plain(row, key) for key in keys]
+            found = [self.texts.plain(row, key) for key in keys]
         else:
             found = [self._answer(row, key) for key in keys]
         if np.array_equal(found[0].ids, found[1].ids):
@@ -44,7 +46,7 @@ class PairDataset(SftDataset):
 
     def _answer(self, row: Mapping[str, Any], key: str) -> TokenisedText:
         prompt, answer = self._split(row, key)
-        found = self._chat(row, [*prompt, *answer], num_given=len(prompt))
+        found = self.texts.chat(row, [*prompt, *answer], num_given=len(prompt))
         if len(found) > 1:
             rule = f'"{key}" has several turns, and the chat template rewrites earlier ones'
             raise BadRow(rule, "give one answer, or a template that keeps what was said")
@@ -71,6 +73,18 @@ class PairDataset(SftDataset):
         return whole[:num], whole[num:]
 
 
+class RewardPairDataset(PairDataset):
+    """Pairs for a reward model. Predictions stand at the token they are made for, so the reward of
+    an answer, which follows from all its tokens, stands at one more, which the model reads last."""
+
+    @property
+    def max_row_tokens(self) -> int:
+        return super().max_row_tokens + 1
+
+    def example(self, index: int) -> list[Row]:
+        return [with_place_for_reward(one.ids) for one in self.examples[index]]
+
+
 class LabelDataset(PairDataset):
     """One row for each example, and whether it is desired."""
 
@@ -90,7 +104,7 @@ class LabelDataset(PairDataset):
             rule = f'"{data.label_key}" holds {label!r}'
             raise BadRow(rule, "give true for a good answer, false for a bad one")
         key = data.response_key
-        found = self._answer(row, key) if data.uses_chat else self._plain(row, key)
+        found = self._answer(row, key) if data.uses_chat else self.texts.plain(row, key)
         self.labels[id(found)] = bool(label)
         return [found]
 
@@ -110,10 +124,20 @@ def prompt_of(row: Mapping[str, Any], source: DataSource) -> Messages:
     return prompt_messages(row, source)
 
 
-def open_preferences(source: DataSource, tokenizer: Tokenizer, *, paired: bool) -> SftDataset:
+def with_place_for_reward(ids: np.ndarray) -> Row:
+    """The ids of a whole conversation as a row, with the place at which its reward is read."""
+    longer = torch.from_numpy(np.append(ids, ids[-1]).astype(np.int64))
+    weights = torch.zeros(len(longer))
+    weights[-1] = 1.0
+    return Row(longer, {"weights": weights}, 1.0)
+
+
+def open_preferences(
+    source: DataSource, tokenizer: Tokenizer, kind: type[PairDataset]
+) -> PairDataset:
     """Answers that are messages go through the chat template, unless the recipe says otherwise."""
     rows, data = source.open(streaming=True), source.data
-    key = data.chosen_key if paired else data.response_key
+    key = data.response_key if kind is LabelDataset else data.chosen_key
     if data.chat_template == "auto" and len(rows) and isinstance(rows.row(0).get(key), list):
         source = replace(source, data=data.model_copy(update={"chat_template": True}))
-    return (PairDataset if paired else LabelDataset)(rows, tokenizer, source)
+    return kind(rows, tokenizer, source)

@@ -61,6 +61,121 @@ Pieces = list[tuple[str, bool]]
 """Texts in their order, and whether each is what the assistant says."""
 
 
+class AnswerTokeniser:
+    """Makes ids of prompts and answers as they are sampled, and marks what is trained."""
+
+    def __init__(
+        self, source: DataSource, tokenizer: Tokenizer, *, may_be_empty: bool = False
+    ) -> None:
+        """`may_be_empty`: an answer may have no token but its end."""
+        self.source = source
+        self.tokenizer = tokenizer
+        self.may_be_empty = may_be_empty
+        self.counts: Counter[str] = Counter()
+        """What happened to examples or turns, by a short word: "dropped too_long"."""
+        self.warnings: set[str] = set()
+
+    def plain(self, row: Mapping[str, Any], response_key: str) -> TokenisedText:
+        """A prompt and its response, without a template."""
+        source = self.source
+        prompt = text_of(row, source.data.prompt_key, source)
+        response = text_of(row, response_key, source)
+        warnings = prefix_warning(prompt, source, self.tokenizer), tools_warning(row, source)
+        self.warnings.update(warning for warning in warnings if warning)
+        prefix = prefix_of(prompt, source, self.tokenizer)
+        pieces = [(prompt, False), (response, True)]
+        return self._join(pieces, prefix, lambda: self.tokenizer.eos_id)
+
+    def chat(
+        self, row: Mapping[str, Any], messages: Messages, num_given: int = 0
+    ) -> list[TokenisedText]:
+        """A conversation, of which the assistant's turns after the first `num_given` messages are
+        trained."""
+        ends = [i for i, message in enumerate(messages, 1) if message["role"] == "assistant"]
+        ends = [end for end in ends if end > num_given]
+        if not ends:
+            raise BadRow("the conversation has no assistant turn")
+        tools = shown_tools(row, messages[: ends[0] - 1], self.source, self.tokenizer)
+        return [
+            self._join(pieces, (), partial(self._last_stop, messages[:end], tools))
+            for end, pieces in self._turns(messages, ends, tools)
+        ]
+
+    def _turns(
+        self, messages: Messages, ends: Sequence[int], tools: Messages
+    ) -> list[tuple[int, Pieces]]:
+        """The rendered conversation as sequences, each with how many messages it has. `ends`: how
+        many there are up to each turn of the assistant."""
+        found: list[tuple[int, Pieces]] = []
+        done = ""
+        for end in ends:
+            before = render(messages[: end - 1], self.tokenizer, for_answer=True, tools=tools)
+            after = render(messages[:end], self.tokenizer, for_answer=False, tools=tools)
+            if not after.startswith(before):
+                rule = "the chat template opens the assistant's turn differently than it writes it"
+                remedy = "set template_args, or give the answer as the template writes it"
+                raise BadRow(rule, remedy)
+            pieces: Pieces = []
+            if found and before.startswith(done):
+                pieces = found.pop()[1]
+            else:
+                done = ""
+            pieces += [(before[len(done) :], False), (after[len(before) :], True)]
+            found.append((end, pieces))
+            done = after
+        return found
+
+    def _last_stop(self, messages: Messages, tools: Messages) -> int:
+        """The id that ends the last turn where the template writes none: what a further user's turn
+        would begin with, if that stops generation, else the end of a text."""
+        done = render(messages, self.tokenizer, for_answer=False, tools=tools)
+        further = [*messages, {"role": "user", "content": "."}]
+        try:
+            more = render(further, self.tokenizer, for_answer=False, tools=tools)
+        except BadRow:  # this template lets no user speak here
+            return self.tokenizer.eos_id
+        if not more.startswith(done):
+            return self.tokenizer.eos_id
+        following = self.tokenizer.encode(more[len(done) :])[:1]
+        is_stop = bool(following) and following[0] in self.tokenizer.stop_ids
+        return following[0] if is_stop else self.tokenizer.eos_id
+
+    def _join(
+        self, pieces: Pieces, prefix: tuple[int, ...], last_stop: Callable[[], int]
+    ) -> TokenisedText:
+        ids, mask = list(prefix), [False] * len(prefix)
+        stops, needs_stop = self.tokenizer.stop_ids, False
+        for number, (text, is_trained) in enumerate(pieces, 1):
+            new = self.tokenizer.encode(text)
+            if is_trained and not new and not self.may_be_empty:
+                raise BadRow("the response is empty")
+            if not ids and not new:
+                raise BadRow("the prompt is empty")
+            said = 0
+            if is_trained:
+                said = self._said(new)
+                needs_stop = not new or new[said - 1] not in stops
+                if number == len(pieces):  # a line break after the end is never sampled: cut it off
+                    new = [*new[:said], *([last_stop()] if needs_stop else [])]
+                    said = len(new)
+            elif needs_stop:  # a turn before this one has no end of its own
+                said = int(new[:1] != [] and new[0] in stops)
+                if not said:
+                    self.counts["turns without a stop id, since the template writes none"] += 1
+            ids += new
+            mask += [i < said for i in range(len(new))]
+        return TokenisedText(np.array(ids, np.int32), np.array(mask))
+
+    def _said(self, ids: list[int]) -> int:
+        """How many of a turn's ids the model says: those up to the first that ends it."""
+        stops = self.tokenizer.stop_ids
+        said = next((i + 1 for i, token in enumerate(ids) if token in stops), len(ids))
+        if self.tokenizer.decode(ids[said:]).strip():
+            end = self.tokenizer.decode([ids[said - 1]], keep_special=True)
+            raise BadRow(f"the response continues after {end}, which ends it")
+        return said
+
+
 class SftDataset(Examples):
     rows_per_example = 1
     """At least."""
@@ -69,9 +184,8 @@ class SftDataset(Examples):
         super().__init__(source)
         check_source(source, tokenizer)
         self.notes += filter(None, [plain_note(source, tokenizer)])
-        self.tokenizer = tokenizer
-        self.counts: Counter[str] = Counter()
-        """What happened to examples or turns, by a short word: "dropped too_long"."""
+        self.texts = AnswerTokeniser(source, tokenizer)
+        self.counts, self.texts.warnings = self.texts.counts, self.warnings
         self.examples = self._tokenise_all(rows)
         """The sequences of each."""
 
@@ -141,112 +255,12 @@ class SftDataset(Examples):
     def _example(self, rows: DatasetRows, index: int) -> list[TokenisedText]:
         row, source = rows.row(index), self.source
         if not source.data.uses_chat:
-            return [self._plain(row, source.data.response_key)]
+            return [self.texts.plain(row, source.data.response_key)]
         if source.data.messages_key is not None:
-            return self._chat(row, messages_of(row, source.data.messages_key, source))
+            return self.texts.chat(row, messages_of(row, source.data.messages_key, source))
         answer = text_of(row, source.data.response_key, source)
         said = {"role": "assistant", "content": answer}
-        return self._chat(row, [*prompt_messages(row, source), said])
-
-    def _plain(self, row: Mapping[str, Any], response_key: str) -> TokenisedText:
-        """A prompt and its response, without a template."""
-        source = self.source
-        prompt = text_of(row, source.data.prompt_key, source)
-        response = text_of(row, response_key, source)
-        warnings = prefix_warning(prompt, source, self.tokenizer), tools_warning(row, source)
-        self.warnings.update(warning for warning in warnings if warning)
-        prefix = prefix_of(prompt, source, self.tokenizer)
-        pieces = [(prompt, False), (response, True)]
-        return self._join(pieces, prefix, lambda: self.tokenizer.eos_id)
-
-    def _chat(
-        self, row: Mapping[str, Any], messages: Messages, num_given: int = 0
-    ) -> list[TokenisedText]:
-        """A conversation, of which the assistant's turns after the first `num_given` messages are
-        trained."""
-        ends = [i for i, message in enumerate(messages, 1) if message["role"] == "assistant"]
-        ends = [end for end in ends if end > num_given]
-        if not ends:
-            raise BadRow("the conversation has no assistant turn")
-        tools = shown_tools(row, messages[: ends[0] - 1], self.source, self.tokenizer)
-        return [
-            self._join(pieces, (), partial(self._last_stop, messages[:end], tools))
-            for end, pieces in self._turns(messages, ends, tools)
-        ]
-
-    def _turns(
-        self, messages: Messages, ends: Sequence[int], tools: Messages
-    ) -> list[tuple[int, Pieces]]:
-        """The rendered conversation as sequences, each with how many messages it has. `ends`: how
-        many there are up to each turn of the assistant."""
-        found: list[tuple[int, Pieces]] = []
-        done = ""
-        for end in ends:
-            before = render(messages[: end - 1], self.tokenizer, for_answer=True, tools=tools)
-            after = render(messages[:end], self.tokenizer, for_answer=False, tools=tools)
-            if not after.startswith(before):
-                rule = "the chat template opens the assistant's turn differently than it writes it"
-                remedy = "set template_args, or give the answer as the template writes it"
-                raise BadRow(rule, remedy)
-            pieces: Pieces = []
-            if found and before.startswith(done):
-                pieces = found.pop()[1]
-            else:
-                done = ""
-            pieces += [(before[len(done) :], False), (after[len(before) :], True)]
-            found.append((end, pieces))
-            done = after
-        return found
-
-    def _last_stop(self, messages: Messages, tools: Messages) -> int:
-        """The id that ends the last turn where the template writes none: what a further user's turn
-        would begin with, if that stops generation, else the end of a text."""
-        done = render(messages, self.tokenizer, for_answer=False, tools=tools)
-        further = [*messages, {"role": "user", "content": "."}]
-        try:
-            more = render(further, self.tokenizer, for_answer=False, tools=tools)
-        except BadRow:  # this template lets no user speak here
-            return self.tokenizer.eos_id
-        if not more.startswith(done):
-            return self.tokenizer.eos_id
-        following = self.tokenizer.encode(more[len(done) :])[:1]
-        is_stop = bool(following) and following[0] in self.tokenizer.stop_ids
-        return following[0] if is_stop else self.tokenizer.eos_id
-
-    def _join(
-        self, pieces: Pieces, prefix: tuple[int, ...], last_stop: Callable[[], int]
-    ) -> TokenisedText:
-        ids, mask = list(prefix), [False] * len(prefix)
-        stops, needs_stop = self.tokenizer.stop_ids, False
-        for number, (text, is_trained) in enumerate(pieces, 1):
-            new = self.tokenizer.encode(text)
-            if is_trained and not new:
-                raise BadRow("the response is empty")
-            if not ids and not new:
-                raise BadRow("the prompt is empty")
-            said = 0
-            if is_trained:
-                said = self._said(new)
-                needs_stop = new[said - 1] not in stops
-                if number == len(pieces):  # a line break after the end is never sampled: cut it off
-                    new = [*new[:said], *([last_stop()] if needs_stop else [])]
-                    said = len(new)
-            elif needs_stop:  # a turn before this one has no end of its own
-                said = int(new[:1] != [] and new[0] in stops)
-                if not said:
-                    self.counts["turns without a stop id, since the template writes none"] += 1
-            ids += new
-            mask += [i < said for i in range(len(new))]
-        return TokenisedText(np.array(ids, np.int32), np.array(mask))
-
-    def _said(self, ids: list[int]) -> int:
-        """How many of a turn's ids the model says: those up to the first that ends it."""
-        stops = self.tokenizer.stop_ids
-        said = next((i + 1 for i, token in enumerate(ids) if token in stops), len(ids))
-        if self.tokenizer.decode(ids[said:]).strip():
-            end = self.tokenizer.decode([ids[said - 1]], keep_special=True)
-            raise BadRow(f"the response continues after {end}, which ends it")
-        return said
+        return self.texts.chat(row, [*prompt_messages(row, source), said])
 
 
 def open_sft(source: DataSource, tokenizer: Tokenizer) -> SftDataset:

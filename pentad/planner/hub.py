@@ -26,6 +26,7 @@ from pentad.core.folders import read_object
 from pentad.core.hub import HubKind, HubName, hub_name, name_in_cache
 from pentad.models.catalog import known_model
 from pentad.planner.hub_rows import CARD, declared_rows, found_rows, rows_of
+from pentad.rewards.section import REWARD_MODEL
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SHAPE_FILES = ("config.json", INDEX)
@@ -149,10 +150,12 @@ def fetch_files(name: HubName, path: str, where: str) -> None:
 def _keys(config: Config, command: Command) -> dict[str, HubKind]:
     """Keys with a path that the command reads."""
     keys: dict[str, HubKind] = {"actor.path": "model"}
-    if command in ("train", "plan"):
-        if config.algorithm.facts.needs_critic:
-            keys["critic.path"] = "model"
+    if command in ("train", "plan") and config.algorithm.facts.needs_critic:
+        keys["critic.path"] = "model"
+    if command in ("train", "plan", "dpo"):
         keys |= {f"{role}.path": "model" for role in config.frozen_models}
+    if command in ("train", "plan", "eval", "reward") and REWARD_MODEL in config.reward.functions:
+        keys["reward.model.path"] = "model"
     if config.megatron.use_hf_ckpt:
         keys["megatron.ckpt_convertor.hf_model_path"] = "model"
     if command in ("train", "reward", *ON_EXAMPLES) and config.only != "train":

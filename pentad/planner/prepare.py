@@ -69,10 +69,15 @@ def prepare(
 
 
 def _with_preference(reading: Reading, command: Command) -> Reading:
-    """Fills in the block `preference` for `dpo`; takes it out where a command does not read it."""
+    """Fills in the block `preference` for the commands that read it; takes it out for others."""
     given, notes = reading.config.preference, reading.notes
-    if command == "dpo":
+    if command in ("dpo", "reward-model"):
         given = given or PreferenceConfig()
+        if command == "reward-model" and given.loss != "reward":
+            if "loss" in given.model_fields_set:
+                said = f"in place of {given.loss}: reward-model trains a reward model"
+                notes = (*notes, f"preference.loss = reward {said}")
+            given = given.model_copy(update={"loss": "reward"})
     elif command != "plan" and given is not None:
         given, notes = None, (*notes, f"preference: without effect, {command} does not read it")
     config = reading.config.model_copy(update={"preference": given})

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pentad.core.errors import Problem, UserError
 from pentad.core.roles import Scored
@@ -25,8 +25,11 @@ from pentad.rewards import code_tests, verifiers
 from pentad.rewards.calls import BATCH, EACH, SeededCall
 from pentad.rewards.judge import Judge
 from pentad.rewards.sandbox import JobFailed, Sandbox, pickled
-from pentad.rewards.section import JUDGE
+from pentad.rewards.section import MODELS
 from pentad.rewards.sharing import SHARED_JOB_TIMEOUT_S, SharedJobs
+
+if TYPE_CHECKING:
+    from pentad.rewards.reward_model import RewardModel
 
 PARAMETERS = {
     "completion": "the sampled text",
@@ -137,6 +140,8 @@ class RewardFunction:
         self.takes = COMPARES
         self.judge_model: Judge | None = None
         """The model that the function `judge` asks."""
+        self.reward_model: RewardModel | None = None
+        """The model that the function `reward_model` is."""
         self.pool: Sandbox | None = None
         self.jobs: SharedJobs | None = None
         """The pool's queue of jobs."""
@@ -149,12 +154,16 @@ class RewardFunction:
 
     @property
     def is_pooled(self) -> bool:
-        return self.fn not in INLINE and self.fn not in ("code", JUDGE)
+        return self.fn not in INLINE and self.fn not in ("code", *MODELS)
 
     def give_judge(self, judge: Judge) -> None:
         self.judge_model = judge
         names = judge.names | {"completion"}
         self.takes = Takes(names, names)
+
+    def give_model(self, model: RewardModel) -> None:
+        self.reward_model = model
+        self.takes = Takes(frozenset({"completion"}), frozenset({"completion"}))
 
     @property
     def name(self) -> str:
@@ -195,6 +204,8 @@ class RewardFunction:
     async def _judge_once(
         self, prompt: Prompt, samples: Sequence[Sample], *, is_alone: bool = False
     ) -> list[Verdict]:
+        if self.reward_model is not None:
+            return [*await self.reward_model.score(prompt, samples)]
         if self.takes.is_batched:
             return await self._judge_batch(prompt, samples, is_alone=is_alone)
         if self.is_pooled:

@@ -34,7 +34,7 @@ from pentad.rewards.functions import (
 )
 from pentad.rewards.judge import Judge
 from pentad.rewards.sandbox import Cause, JobFailed, Sandbox
-from pentad.rewards.section import JUDGE, RewardConfig
+from pentad.rewards.section import JUDGE, MODELS, REWARD_MODEL, RewardConfig
 from pentad.rewards.sharing import SharedJobs
 
 log = logging.getLogger(__name__)
@@ -79,8 +79,9 @@ class RewardScorer:
     async def start(self) -> None:
         """Imports the functions where they will run and reads what they take. Raises UserError."""
         for fn in self.reward.functions:
-            if fn not in BUILT_IN and fn != JUDGE and ":" not in fn:
-                rule = f"there is no built-in reward of that name; there are {', '.join(BUILT_IN)}"
+            if fn not in BUILT_IN and fn not in MODELS and ":" not in fn:
+                names = ", ".join((*BUILT_IN, *MODELS))
+                rule = f"there is no built-in reward of that name; there are {names}"
                 remedy = "for your own, give package.module:function or path/to/file.py:function"
                 raise UserError(Problem(f"reward.fn = {fn}", rule, remedy))
         for function in self.functions:
@@ -88,6 +89,12 @@ class RewardScorer:
                 judge = Judge(self.reward.judge)
                 judge.start()
                 function.give_judge(judge)
+            if function.fn == REWARD_MODEL:
+                from pentad.rewards.reward_model import RewardModel  # imports the engine
+
+                model = RewardModel(self.reward.model)
+                model.start()
+                function.give_model(model)
         pooled = [function for function in self.functions if function.is_pooled]
         programs = [function for function in self.functions if function.fn == "code"]
         if programs:
@@ -122,8 +129,9 @@ class RewardScorer:
 
     async def close(self) -> None:
         for function in self.functions:
-            if function.judge_model is not None:
-                function.judge_model.close()
+            for model in (function.judge_model, function.reward_model):
+                if model is not None:
+                    model.close()
         pools, self.pools = self.pools, []
         for pool in pools:
             await pool.close()

@@ -11,7 +11,9 @@ from pentad.core.section import Count, Seconds, Section
 REWARD_NAMES = ("exact_match", "numeric", "gsm8k", "sort_digits", "math", "code")
 
 
-JUDGE = "judge"
+JUDGE, REWARD_MODEL = "judge", "reward_model"
+MODELS = (JUDGE, REWARD_MODEL)
+"""Rewards that a model gives."""
 
 
 class JudgeConfig(Section):
@@ -38,13 +40,28 @@ class JudgeConfig(Section):
     """Questions under way at once."""
 
 
+class RewardModelConfig(Section):
+    path: str | None = None
+    """Folder, or name of the Hugging Face hub: a model that `pentad reward-model` trained, or
+    another with one output for a sequence."""
+    device: str = "auto"
+    """Where it computes. auto: the first GPU, in a run of one process; on a CPU where there is
+    none. Runs with processes of their own for training or sampling name it: cpu, or cuda:N."""
+    scale: float = 1.0
+    """What its output is multiplied by."""
+    max_tokens: Count = 16384
+    """Most tokens of one pass over the answers of a prompt."""
+
+
 class RewardConfig(Section):
     fn: str | tuple[str, ...] | None = None
     """A built-in reward (exact_match, numeric, gsm8k, math, code, sort_digits), judge, which asks
-    the model that `judge` names, or your own: `package.module:function` or
-    `path/to/file.py:function`. Or a list of them, which add up."""
+    the model that `judge` names, reward_model, which is the model of `model`, or your own:
+    `package.module:function` or `path/to/file.py:function`. Or a list of them, which add up."""
     judge: JudgeConfig = JudgeConfig()
     """The model that `fn: judge` asks for rewards."""
+    model: RewardModelConfig = RewardModelConfig()
+    """The model of `fn: reward_model`."""
     weights: tuple[float, ...] | None = None
     """What the value of each function of `fn` is multiplied by. null: 1 each."""
     timeout_s: Seconds = 10.0

@@ -325,6 +325,22 @@ class SftLoss:
         return loss, {"tokens": mask_T.sum(), "nll": loss.detach()}
 
 
+class RewardLoss:
+    """-value, per token: weights that are slopes of a loss give its gradient."""
+
+    needs_entropy = False
+    columns: tuple[str, ...] = ("weights",)
+
+    def __call__(
+        self, outputs: TokenOutputs, columns: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        _require(self.columns, columns, "the loss of a reward model")
+        assert outputs.values_T is not None, "a reward model has a value head"
+        weights_T = columns["weights"]
+        mask_T = weights_T != 0
+        return -_weighted_sum(weights_T, outputs.values_T, mask_T), {"tokens": mask_T.sum()}
+
+
 def _require(names: tuple[str, ...], columns: Mapping[str, Tensor], reader: str) -> None:
     missing = [name for name in names if name not in columns]
     if missing:

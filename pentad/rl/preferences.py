@@ -1,4 +1,4 @@
-"""Losses of preference training, from sums of log-probs: DPO, IPO and KTO.
+"""Losses of preference training: DPO, IPO, KTO, and that of reward models.
 
 A loss here couples sequences that may be trained in different microbatches or on different ranks.
 Its gradient reaches the policy by the log-prob of each sequence alone, so a step has two passes:
@@ -43,7 +43,7 @@ class Preferred:
     slopes: np.ndarray
     """d(sum of losses) / d(log-prob of each sequence)."""
     chosen: np.ndarray
-    """Implicit rewards, beta * (policy - reference), of preferred answers."""
+    """Rewards of preferred answers: a reward model's, or beta * (policy - reference)."""
     rejected: np.ndarray
     """Implicit rewards of the others."""
     divergence: float | None = None
@@ -78,6 +78,15 @@ def pair_loss(scored: AnswerLogProbs, settings: PreferenceConfig) -> Preferred:
     slopes = np.repeat(slope, 2) * scale
     slopes[1::2] *= -1
     return Preferred(losses, slopes, beta * ratio[0::2], beta * ratio[1::2])
+
+
+def reward_loss(rewards: np.ndarray) -> Preferred:
+    """Bradley and Terry's model of pairs, https://doi.org/10.2307/2334029: -log sigmoid of the
+    margin. `rewards`: chosen, rejected, chosen, rejected, ..."""
+    margin = rewards[0::2] - rewards[1::2]
+    slopes = np.repeat(sigmoid(margin) - 1, 2)
+    slopes[1::2] *= -1
+    return Preferred(softplus(-margin), slopes, rewards[0::2], rewards[1::2])
 
 
 def label_loss(

@@ -268,11 +268,12 @@ class AlgorithmSettings:
 
 
 class PreferenceConfig(Section):
-    """How `pentad dpo` learns from preferences."""
+    """How `pentad dpo` and `pentad reward-model` learn from preferences."""
 
-    loss: Literal["dpo", "ipo", "kto"] = "dpo"
+    loss: Literal["dpo", "ipo", "kto", "reward"] = "dpo"
     """dpo and ipo learn from pairs of a preferred and a rejected answer, kto from answers that are
-    labelled good or bad one by one."""
+    labelled good or bad one by one. reward trains a reward model on pairs; `pentad reward-model`
+    sets it."""
     beta: Positive = 0.1
     """How strongly the policy is held to the reference; the smaller, the further it may move."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0

@@ -25,7 +25,7 @@ from pentad.trainer.processes.ranks import run_over_ranks, run_rank
 from pentad.trainer.processes.supervisor import RunJob
 from pentad.trainer.rank import learners
 from pentad.trainer.rank.example_service import PretrainService, SftService
-from pentad.trainer.rank.preference_service import PreferenceService
+from pentad.trainer.rank.preference_service import PreferenceService, RewardModelService
 from pentad.trainer.rank.service import LearnerService
 from pentad.trainer.run import lead
 from pentad.trainer.sources.examples import begin_examples
@@ -57,6 +57,7 @@ def config_of(task, root, command, trial, *overrides):
 
 RUNS = {
     "dpo": (partial(begin_examples, PreferenceService), PreferenceService),
+    "reward-model": (partial(begin_examples, RewardModelService), RewardModelService),
     "pretrain": (partial(begin_examples, PretrainService), PretrainService),
     "sft": (partial(begin_examples, SftService), SftService),
     "train": (begin_train, LearnerService),

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from pentad.data.toy import write_model
 from pentad.telemetry.steps import read_lines
-from pentad.trainer.sources.examples import run_dpo
+from pentad.trainer.sources.examples import ON_EXAMPLES
 
 pytestmark = pytest.mark.dist
 
@@ -26,7 +26,9 @@ def task(tmp_path_factory):
         {"prompt": f"{d}>", "chosen": "".join(sorted(d)), "rejected": d[: 1 + n % 5]}
         for n, d in enumerate(digits)
     ]
-    (folder / "dpo.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for command in ("dpo", "reward-model"):
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{command}.jsonl").write_text(lines)
     return folder
 
 
@@ -38,19 +40,29 @@ def found(records, model):
 @pytest.fixture(scope="module")
 def alone(task, tmp_path_factory):
     torch.set_num_threads(1)
-    root = tmp_path_factory.mktemp("alone")
-    config, notes = config_of(task, root, "dpo", "alone", *SETTINGS)
-    summary = run_dpo(config, notes, device="cpu")
-    return found(summary.records / "steps.jsonl", summary.model / "model.safetensors")
+    results = {}
+    for command in ("dpo", "reward-model"):
+        root = tmp_path_factory.mktemp("alone")
+        config, notes = config_of(task, root, command, "alone", *SETTINGS)
+        summary = ON_EXAMPLES[command](config, notes, device="cpu")
+        model = summary.model / "model.safetensors"
+        results[command] = found(summary.records / "steps.jsonl", model)
+    return results
 
 
-@pytest.mark.parametrize("layout", ["d2", "t2", "p2"])
-def test_the_pairs_of_a_step_are_compared_across_ranks(pool, task, tmp_path, alone, layout):
+CASES = [("dpo", one) for one in ("d2", "t2", "p2")]
+CASES += [("reward-model", one) for one in ("t2", "p2")]
+
+
+@pytest.mark.parametrize("command, layout", CASES)
+def test_the_pairs_of_a_step_are_compared_across_ranks(
+    pool, task, tmp_path, alone, command, layout
+):
     summary = pool.run(
         2,
         "run_cases",
         "run_here",
-        command="dpo",
+        command=command,
         task=task,
         root=tmp_path,
         trial=layout,
@@ -58,6 +70,7 @@ def test_the_pairs_of_a_step_are_compared_across_ranks(pool, task, tmp_path, alo
     )
     records, model = Path(summary["records"]), Path(summary["model"])
     steps, weights = found(records / "steps.jsonl", model / "model.safetensors")
-    torch.testing.assert_close(steps, alone[0], rtol=1e-4, atol=1e-5)
-    for name, expected in alone[1].items():
+    expected_steps, expected_weights = alone[command]
+    torch.testing.assert_close(steps, expected_steps, rtol=1e-4, atol=1e-5)
+    for name, expected in expected_weights.items():
         torch.testing.assert_close(weights[name], expected, rtol=0, atol=5e-5)

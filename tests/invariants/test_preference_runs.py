@@ -7,13 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from run_lab import steps_of, values_of
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from pentad.core.errors import RunError, UserError
 from pentad.data.toy import write_byte_model
 from pentad.planner.prepare import prepare
 from pentad.telemetry.recorder import Recorder
-from pentad.trainer.sources.examples import run_dpo
+from pentad.telemetry.steps import read_lines
+from pentad.trainer.sources.examples import ON_EXAMPLES
 
 EOS = 1
 VOCABULARY = {symbol: number for number, symbol in enumerate("0123456789>", 2)}
@@ -37,7 +38,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def run(lab, data):
-    def start(*overrides, trial=None):
+    def start(*overrides, trial=None, command="dpo"):
         lab.count += 1
         kept = [word for word in lab.words_for(trial or f"dpo{lab.count}") if "." in word]
         words = {
@@ -54,8 +55,8 @@ def run(lab, data):
         }
         left_out = ("gconfig.", "reward.")
         given = [f"{key}={value}" for key, value in words.items() if not key.startswith(left_out)]
-        config, notes = prepare(None, given, "dpo")
-        return run_dpo(config, notes, device="cpu")
+        config, notes = prepare(None, given, command)
+        return ON_EXAMPLES[command](config, notes, device="cpu")
 
     return start
 
@@ -71,9 +72,9 @@ def log_probs(model, prompts, answers):
     return torch.stack(found)
 
 
-def trained_by_transformers(folder, rows, loss, steps=3, size=8):
+def trained_by_transformers(folder, rows, loss, kind=AutoModelForCausalLM, steps=3, size=8):
     """Three steps of Adam on the mean of a coupled loss."""
-    model, reference = (AutoModelForCausalLM.from_pretrained(folder).float() for _ in range(2))
+    model, reference = (kind.from_pretrained(folder).float() for _ in range(2))
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
     )
@@ -182,3 +183,65 @@ def test_other_commands_say_that_they_do_not_read_the_block(lab):
     config, notes = prepare(None, words, "train")
     assert config.preference is None and config.frozen_models == ()
     assert "preference: without effect, train does not read it" in notes
+
+
+def rewards(model, rows, key):
+    return torch.cat(
+        [
+            model(torch.tensor([[VOCABULARY[c] for c in row["prompt"] + row[key]] + [EOS]])).logits[
+                :, 0
+            ]
+            for row in rows
+        ]
+    )
+
+
+def reward_loss(model, reference, rows):
+    return -F.logsigmoid(rewards(model, rows, "chosen") - rewards(model, rows, "rejected")).mean()
+
+
+def test_a_reward_model_is_transformers_classifier_on_the_coupled_loss(lab, run, data):
+    begun = [f"actor.path={lab.sft('total_train_steps=2').model}", "actor.init_from_scratch=false"]
+    headed = run(*begun, "total_train_steps=1", "actor.optimizer.lr=0", command="reward-model")
+    summary = run(f"actor.path={headed.model}", begun[1], command="reward-model")
+    rows = [json.loads(line) for line in (data / "pairs.jsonl").read_text().splitlines()]
+    kind = AutoModelForSequenceClassification
+    losses, weights = trained_by_transformers(headed.model, rows, reward_loss, kind)
+    assert [one["loss"] for one in steps_of(summary)] == pytest.approx(losses, abs=1e-5)
+    found = kind.from_pretrained(summary.model).float().state_dict()
+    assert found["score.weight"].abs().max() > 0
+    moved = max(float((found[name] - weights[name]).abs().max()) for name in weights)
+    assert moved < 0.1 * LR  # Adam blows rounding up where a gradient is nearly 0
+
+
+def test_a_reward_model_learns_pairs_and_says_what_it_does_not_take(lab, run, data):
+    words = [f"valid_dataset.path={data / 'pairs.jsonl'}", "total_train_steps=10"]
+    summary = run(*words, command="reward-model")
+    assert summary.evals[-1]["accuracy"] > 0.9 > summary.evals[0]["accuracy"]
+    given = lab.words_for("x", "preference.loss=ipo", "ref.path=/nowhere")
+    config, notes = prepare(None, given, "reward-model")
+    assert config.preference.loss == "reward" and config.frozen_models == ()
+    said = "preference.loss = reward in place of ipo: reward-model trains a reward model"
+    assert said in notes
+    with pytest.raises(UserError, match="preference.loss = reward: .* use pentad reward-model"):
+        run("preference.loss=reward")
+    with pytest.raises(UserError, match="actor.lora: a reward model with an adapter is not built"):
+        run("actor.lora.rank=4", command="reward-model")
+
+
+def test_a_policy_learns_what_a_reward_model_prefers(lab, run):
+    model = run("total_train_steps=8", command="reward-model").model
+    words = ("reward.fn=reward_model", f"reward.model.path={model}", "total_train_steps=3")
+    first = lab.train(*words, "reward.model.scale=2.0")
+    assert values_of(lab.train(*words, "reward.model.scale=2.0")) == values_of(first)
+    [*samples] = read_lines(first.records / "samples.jsonl")
+    classifier = AutoModelForSequenceClassification.from_pretrained(model).float()
+    for one in samples[:6]:
+        ids = [VOCABULARY[c] for c in one["prompt"] + one["text"] if c in VOCABULARY] + [EOS]
+        with torch.no_grad():
+            expected = 2 * float(classifier(torch.tensor([ids])).logits[0, 0])
+        assert one["reward"] == pytest.approx(expected, abs=1e-4)
+    with pytest.raises(UserError, match="reward.model.path: is not set, and reward.fn = reward_mo"):
+        lab.train("reward.fn=reward_model")
+    with pytest.raises(UserError, match="reward.model.path = /nowhere: there is no such folder"):
+        lab.train("reward.fn=reward_model", "reward.model.path=/nowhere")

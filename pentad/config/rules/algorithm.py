@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pentad.config.describe import show
-from pentad.config.rules.rule import Rules
+from pentad.config.rules.rule import Rules, RunFacts
 from pentad.config.schema import Config
 from pentad.core.errors import Problem
 from pentad.core.sizes import MIN_TEMPERATURE
@@ -286,3 +286,13 @@ def kto_compares_answers(config: Config) -> Problem | None:
         return None
     rule = "preference.loss = kto compares each answer with others of its batch"
     return Problem("train_dataset.batch_size = 1", rule, "give 2 or more")
+
+
+@RULES.add(commands=("sft",))
+def a_reward_has_its_own_command(config: Config, facts: RunFacts) -> Iterator[Problem]:
+    if facts.command == "dpo" and config.trains_reward:
+        rule = "trains a reward model, and dpo trains a policy"
+        yield Problem("preference.loss = reward", rule, "use pentad reward-model")
+    if config.trains_reward and config.actor.lora is not None:
+        rule = "a reward model with an adapter is not built"
+        yield Problem("actor.lora", rule, "leave it out: a reward model trains all its weights")

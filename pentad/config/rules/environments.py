@@ -8,12 +8,13 @@ from collections.abc import Iterator
 
 from pentad.config.describe import show
 from pentad.config.environments import environments
-from pentad.config.rules.inputs import part_problem
+from pentad.config.rules.inputs import model_folder_problem, part_problem
 from pentad.config.rules.rule import Rules, RunFacts
 from pentad.config.schema import Config
+from pentad.config.topology import topology
 from pentad.core.errors import Problem
 from pentad.data.shares import MAX_CYCLE, whole_shares
-from pentad.rewards.section import JUDGE, REWARD_NAMES, RewardConfig
+from pentad.rewards.section import JUDGE, MODELS, REWARD_MODEL, REWARD_NAMES, RewardConfig
 from pentad.rollout.section import WORKFLOW_NAMES, workflow_kind
 
 RULES = Rules()
@@ -54,7 +55,7 @@ def there_is_a_reward_to_try(config: Config) -> Problem | None:
 def the_reward_can_be_found(config: Config) -> list[Problem]:
     remedy = "for your own, give package.module:function or path/to/file.py:function"
     found = [
-        part_problem(f"{key}.fn", fn, (*REWARD_NAMES, JUDGE), remedy)
+        part_problem(f"{key}.fn", fn, (*REWARD_NAMES, *MODELS), remedy)
         for key, reward in _rewards(config).items()
         for fn in reward.functions
     ]
@@ -89,6 +90,30 @@ def _judge_problems(block: str, reward: RewardConfig) -> Iterator[Problem]:
     if reward.on_failure == "zero":
         rule = "a judge that does not answer would be a reward of 0"
         yield Problem(f"{block}.on_failure = zero", rule, "set it to drop")
+
+
+@RULES.add(commands=("train", "plan", "eval", "reward"))
+def a_reward_model_can_be_read(config: Config) -> Iterator[Problem]:
+    for block, reward in _rewards(config).items():
+        if REWARD_MODEL not in reward.functions:
+            continue
+        where, path = f"{block}.model.path", reward.model.path
+        if path is None:
+            rule = f"is not set, and {block}.fn = reward_model reads it"
+            yield Problem(where, rule, "name a folder that pentad reward-model wrote")
+        elif problem := model_folder_problem(where, path):
+            yield problem
+
+
+@RULES.add(commands=("train",))
+def a_reward_model_has_a_device(config: Config, facts: RunFacts) -> Iterator[Problem]:
+    """Beside processes that have GPUs of their own the scheduler takes none by itself."""
+    for block, reward in _rewards(config).items():
+        is_open = REWARD_MODEL in reward.functions and reward.model.device == "auto"
+        if is_open and facts.kind == "cuda" and topology(config).is_learner_apart:
+            rule = "this run has processes on its GPUs, and none of them holds the reward model"
+            remedy = "give cuda:N, a GPU with room for it, or cpu"
+            yield Problem(f"{block}.model.device = auto", rule, remedy)
 
 
 @RULES.add(commands=("train", "plan", "eval", "reward"))

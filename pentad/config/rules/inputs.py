@@ -36,7 +36,7 @@ def a_model_is_named(config: Config) -> Problem | None:
 @RULES.add(commands=("eval",))
 def the_evaluated_model_has_weights(config: Config) -> Problem | None:
     """Whatever a recipe says of its start: what is evaluated is what the folder holds."""
-    found = _model_folder("actor.path", config.actor.path, must_be_trained=True)
+    found = model_folder_problem("actor.path", config.actor.path, must_be_trained=True)
     if found is None or not config.actor.init_from_scratch:
         return found
     rule = "the recipe starts from random weights, and there are none to evaluate"
@@ -45,25 +45,25 @@ def the_evaluated_model_has_weights(config: Config) -> Problem | None:
 
 
 @RULES.add(commands=("train", "sft"))
-def the_actor_is_a_model_folder(config: Config) -> Problem | None:
+def the_actor_is_amodel_folder_problem(config: Config) -> Problem | None:
     actor = config.actor
     has_other_weights = actor.init_from_scratch or actor.checkpoint_load_path is not None
-    return _model_folder("actor.path", actor.path, has_other_weights)
+    return model_folder_problem("actor.path", actor.path, has_other_weights)
 
 
 @RULES.add(commands=("train",))
-def the_critic_is_a_model_folder(config: Config) -> Problem | None:
+def the_critic_is_amodel_folder_problem(config: Config) -> Problem | None:
     critic = config.critic
     if not config.algorithm.facts.needs_critic or critic.path == config.actor.path:
         return None
     has_other_weights = critic.init_from_scratch or critic.checkpoint_load_path is not None
-    return _model_folder("critic.path", critic.path, has_other_weights)
+    return model_folder_problem("critic.path", critic.path, has_other_weights)
 
 
 @RULES.add(commands=("train", "sft"))
-def the_reference_is_a_model_folder(config: Config, facts: RunFacts) -> Problem | None:
+def the_reference_is_amodel_folder_problem(config: Config, facts: RunFacts) -> Problem | None:
     is_read = facts.command in ("train", "dpo") and "ref" in config.frozen_models
-    return _model_folder("ref.path", config.ref.path) if is_read else None
+    return model_folder_problem("ref.path", config.ref.path) if is_read else None
 
 
 @RULES.add()
@@ -76,13 +76,13 @@ def distillation_has_a_teacher(config: Config) -> Problem | None:
 
 
 @RULES.add(commands=("train",))
-def the_teacher_is_a_model_folder(config: Config) -> Problem | None:
+def the_teacher_is_amodel_folder_problem(config: Config) -> Problem | None:
     if config.algorithm.name != "distill":
         return None
-    return _model_folder("teacher.path", config.teacher.path)
+    return model_folder_problem("teacher.path", config.teacher.path)
 
 
-def _model_folder(
+def model_folder_problem(
     key: str, path: str | None, from_scratch: bool = False, must_be_trained: bool = False
 ) -> Problem | None:
     if path is None:

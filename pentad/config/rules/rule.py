@@ -16,12 +16,12 @@ from pentad.config.schema import Config
 from pentad.core.errors import Problem
 from pentad.core.sizes import DeviceKind
 
-RunCommand = Literal["train", "sft", "pretrain", "dpo"]
+RunCommand = Literal["train", "sft", "pretrain", "dpo", "reward-model"]
 Command = Literal[RunCommand, "plan", "eval", "reward"]
 RUNS: tuple[Command, ...] = ("train", "sft", "plan")
 """What starts a run that trains, or plans one; what `sft` is checked for, all of `ON_EXAMPLES`
 are."""
-ON_EXAMPLES: tuple[Command, ...] = ("sft", "pretrain", "dpo")
+ON_EXAMPLES: tuple[Command, ...] = ("sft", "pretrain", "dpo", "reward-model")
 """Commands of runs that train on examples and sample nothing."""
 FoundProblems = Problem | str | Iterable[Problem | str] | None
 C = TypeVar("C", bound=Callable[..., object])

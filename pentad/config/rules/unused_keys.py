@@ -13,13 +13,14 @@ from functools import partial
 from typing import Any
 
 from pentad.config.describe import fields, show, value_at
-from pentad.config.environments import is_evaluated
+from pentad.config.environments import environments, is_evaluated
 from pentad.config.resolve import DEFAULT_RECOVERY
 from pentad.config.rules.rule import ON_EXAMPLES, Command
 from pentad.config.schema import Config, ModelConfig
 from pentad.config.topology import find_topology
 from pentad.core.section import Section
 from pentad.data.section import DatasetConfig
+from pentad.rewards.section import JUDGE, REWARD_MODEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +47,9 @@ def unread(config: Config, command: Command = "plan") -> list[str]:
     ):
         readers += dataset_readers(key, data, command)
     if command in ON_EXAMPLES:
-        keys = OF_ROLLOUT if command == "dpo" else (*OF_ROLLOUT, *OF_SEVERAL_ANSWERS)
-        readers.append(KeyUse(keys, lambda _: False, f"{command} does not sample"))
+        keys = [*OF_ROLLOUT, *(() if command == "dpo" else ("ref",))]
+        keys += ["actor.enable_tree_training"] if command in ("sft", "pretrain") else []
+        readers.append(KeyUse(tuple(keys), lambda _: False, f"{command} does not sample"))
         why = f"{command} has the devices to itself"
         readers.append(KeyUse(("offload_train",), lambda config: not config.offload_train, why))
     found: dict[str, str] = {}  # the first word on a key is enough: a block may be there, too
@@ -83,6 +85,12 @@ def samples_with(config: Config, *backends: str) -> bool:
     """Whether the sampler is one of these, or not known."""
     rollout = config.part("rollout")
     return not rollout or rollout.backend in backends
+
+
+def has_reward(name: str, config: Config) -> bool:
+    """Whether this reward scores samples of the run, or of one of its environments."""
+    blocks = [config.reward, *(one.reward for one in environments(config))]
+    return any(name in block.functions for block in blocks)
 
 
 def has_units(config: Config) -> bool:
@@ -152,6 +160,16 @@ def dataset_readers(
 
 
 READERS = (
+    KeyUse(
+        ("reward.judge",),
+        partial(has_reward, JUDGE),
+        "reward.fn has no judge",
+    ),
+    KeyUse(
+        ("reward.model",),
+        partial(has_reward, REWARD_MODEL),
+        "reward.fn has no reward_model",
+    ),
     KeyUse(
         ("critic",),
         lambda config: config.algorithm.facts.needs_critic,
@@ -287,5 +305,3 @@ OF_ROLLOUT = (
     *("guards.max_logprob_gap", "only", "groups_from"),
 )
 """Read by `train` alone."""
-OF_SEVERAL_ANSWERS = ("ref", "actor.enable_tree_training")
-"""Read by `train` and `dpo`."""

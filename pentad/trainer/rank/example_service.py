@@ -14,6 +14,7 @@ import torch
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
+from pentad.core.types import Loss
 from pentad.data.examples import Examples
 from pentad.data.render import DataSource
 from pentad.data.sft import SftDataset, open_sft
@@ -24,6 +25,7 @@ from pentad.runtime.rank import Rank
 from pentad.trainer.rank.learners import build_role, tokenizer_of, trained_dims
 from pentad.trainer.rank.service import EngineService
 
+ExampleCommand = Literal["sft", "pretrain", "dpo", "reward-model"]
 EVALUATED_AT_ONCE = 1024
 """Examples."""
 
@@ -31,13 +33,13 @@ EVALUATED_AT_ONCE = 1024
 class ExampleService(EngineService, ABC):
     """Learns from examples, and measures the loss on held-out ones."""
 
-    command: ClassVar[Literal["sft", "pretrain", "dpo"]]
+    command: ClassVar[ExampleCommand]
     tags: ClassVar[tuple[str, ...]] = ()
     """Frozen weights that it scores with."""
 
     def __init__(self, config: Config, rank: Rank, device: torch.device) -> None:
         super().__init__(config, rank, device)
-        self.loss = SftLoss()
+        self.loss: Loss = SftLoss()
         self.data: dict[str, Examples] = {}
         """By "train" and "valid"; read by `build`, where they were not given."""
         self.num_done = 0

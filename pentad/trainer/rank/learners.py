@@ -135,6 +135,11 @@ def check_weights(config: Config, role: Role) -> None:
             raise_problems(problems)
 
 
+def has_value_head(config: Config, role: Role) -> bool:
+    """Whether a role's model gives a value, and no log-probs."""
+    return role == "critic" or config.trains_reward
+
+
 def _meta_model(config: Config, path: str, role: Role) -> LanguageModel:
     """The role's model without memory."""
     is_critic = role == "critic"
@@ -142,12 +147,13 @@ def _meta_model(config: Config, path: str, role: Role) -> LanguageModel:
     if backend == "megatron":
         raise_problems(unsayable(dims_of(path)))
     if backend != "fsdp":
-        return build_whole(path, backend, value_head=is_critic)
+        return build_whole(path, backend, value_head=has_value_head(config, role))
     from pentad.engine.transformers_model import match_layout
     from pentad.models.hf.config import read_hf_config
     from pentad.models.hf.module import build_hf_model
 
-    model = build_hf_model(read_hf_config(path), dtype=torch.float32, value_head=is_critic)
+    head = has_value_head(config, role)
+    model = build_hf_model(read_hf_config(path), dtype=torch.float32, value_head=head)
     component = config.component(role)
     archon = config.critic.archon if is_critic else config.actor.archon
     match_layout(model, component.layout(archon.dp_replicate))
@@ -198,7 +204,7 @@ def build_role(
         settings,
         device=device,
         layout=layout,
-        value_head=is_critic,
+        value_head=has_value_head(config, role),
         init_from_scratch=weights is None,
         seed=derive_seed(config.seed, "critic") if is_critic else config.seed,
         tokenizer_folder=path,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,26 +18,39 @@ from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.section import chosen
 from pentad.core.types import Row
-from pentad.data.preferences import LabelDataset, open_preferences
+from pentad.data.preferences import (
+    LabelDataset,
+    PairDataset,
+    RewardPairDataset,
+    open_preferences,
+)
 from pentad.data.sft import SftDataset
 from pentad.data.tokenizer import Tokenizer
+from pentad.rl.losses import RewardLoss
 from pentad.rl.preferences import (
     AnswerLogProbs,
     Preferred,
     label_loss,
     pair_loss,
     preference_metrics,
+    reward_loss,
 )
 from pentad.rl.section import PreferenceConfig
-from pentad.trainer.rank.example_service import EVALUATED_AT_ONCE, ExampleService, source_of
+from pentad.runtime.rank import Rank
+from pentad.trainer.rank.example_service import (
+    EVALUATED_AT_ONCE,
+    ExampleCommand,
+    ExampleService,
+    source_of,
+)
 from pentad.trainer.rank.learners import load_tags
 
 
 class PreferenceService(ExampleService):
     """Learns from preferences."""
 
-    command = "dpo"
-    tags = ("ref",)
+    command: ClassVar[ExampleCommand] = "dpo"
+    tags: ClassVar[tuple[str, ...]] = ("ref",)
 
     @property
     def settings(self) -> PreferenceConfig:
@@ -45,10 +58,9 @@ class PreferenceService(ExampleService):
 
     @staticmethod
     def open_part(config: Config, part: str, dims: ModelDims, tokenizer: Tokenizer) -> SftDataset:
-        paired = chosen(config.preference, "preference").loss != "kto"
-        return open_preferences(
-            source_of(config, part, dims.max_position), tokenizer, paired=paired
-        )
+        is_kto = chosen(config.preference, "preference").loss == "kto"
+        source = source_of(config, part, dims.max_position)
+        return open_preferences(source, tokenizer, LabelDataset if is_kto else PairDataset)
 
     def load_tags(self, has: list[str], step: int) -> None:
         """The reference, unless the checkpoint brought it."""
@@ -104,6 +116,32 @@ class PreferenceService(ExampleService):
             sums(engine.forward(looked_at, "ref"), masks),
             np.array([float(mask.sum()) for mask in masks]),
         )
+
+
+class RewardModelService(PreferenceService):
+    """Learns to give preferred answers the higher reward."""
+
+    command = "reward-model"
+    tags = ()
+
+    def __init__(self, config: Config, rank: Rank, device: torch.device) -> None:
+        super().__init__(config, rank, device)
+        self.loss = RewardLoss()
+
+    @staticmethod
+    def open_part(config: Config, part: str, dims: ModelDims, tokenizer: Tokenizer) -> SftDataset:
+        source = source_of(config, part, dims.max_position - 1)
+        return open_preferences(source, tokenizer, RewardPairDataset)
+
+    def _compare(self, part: str, places: Sequence[int]) -> tuple[list[Row], Preferred]:
+        rows = [
+            replace(row, group=number)
+            for number, place in enumerate(places)
+            for row in self.data[part].example(place)
+        ]
+        looked_at = [replace(row, columns={}, count=0.0) for row in rows]
+        found = self.engines["actor"].forward(looked_at)
+        return rows, reward_loss(np.array([float(one["values"][-1]) for one in found]))
 
 
 def sums(outputs: Sequence[Mapping[str, Tensor]], masks: Sequence[Tensor]) -> np.ndarray:

@@ -73,13 +73,15 @@ class EngineService:
     # Weights
 
     def forward(self, rows: list[list[int]], tag: str = "actor") -> list[list[float]]:
-        """The actor's log-probs of a few rows of ids, for which an offloaded actor returns."""
+        """The actor's log-probs of a few rows of ids, or what else it predicts of each token; for
+        this an offloaded actor returns."""
         actor = self.engines["actor"]
         is_offloaded = actor.is_offloaded
         found = actor.forward([Row(torch.tensor(ids), {}) for ids in rows], tag)
         if is_offloaded:
             actor.offload()
-        return [output["logprobs"].float().tolist() for output in found]
+        said = "logprobs" if "logprobs" in found[0] else "values"
+        return [output[said].float().tolist() for output in found]
 
     def shake_adapter(self, is_on: bool) -> None:
         self.engines["actor"].shake_adapter(is_on)

@@ -1,11 +1,11 @@
-"""Examples as the source of a run's batches: supervised fine-tuning, pretraining and
-preferences."""
+"""Examples as the source of a run's batches: supervised fine-tuning, pretraining, preferences and
+reward models."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from pentad.checkpoint.folders import Checkpoint, reading
+from pentad.config.rules.rule import RunCommand
 from pentad.config.schema import Config
 from pentad.data.examples import Examples
 from pentad.telemetry.log import announced
@@ -27,7 +28,7 @@ from pentad.trainer.rank.example_service import (
     parts_of,
 )
 from pentad.trainer.rank.learners import check_start, start_run, tokenizer_of, trained_dims
-from pentad.trainer.rank.preference_service import PreferenceService
+from pentad.trainer.rank.preference_service import PreferenceService, RewardModelService
 from pentad.trainer.rank.update import BatchFacts, step_from
 from pentad.trainer.records import TrainedBatch
 from pentad.trainer.run import BatchSource, Run, RunInputs
@@ -144,6 +145,15 @@ run_pretrain = partial(run_examples, PretrainService)
 """On a stream of tokens."""
 run_dpo = partial(run_examples, PreferenceService)
 """On preferences."""
+run_reward_model = partial(run_examples, RewardModelService)
+"""A model that gives rewards, on preferences."""
+ON_EXAMPLES: dict[RunCommand, Callable[..., RunSummary]] = {
+    "sft": run_sft,
+    "pretrain": run_pretrain,
+    "dpo": run_dpo,
+    "reward-model": run_reward_model,
+}
+"""By command."""
 
 
 def begin_examples(
