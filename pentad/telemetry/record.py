@@ -232,8 +232,9 @@ class Rl:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preference:
-    """Preference training (`pentad dpo`); null elsewhere. A reward is beta times how far the
-    policy's log-prob of an answer is above the reference's."""
+    """Preference training (`pentad dpo`, `pentad reward-model`); null elsewhere. A reward is the
+    reward model's, or beta times how far the policy's log-prob of an answer is above the
+    reference's."""
 
     chosen_reward: float | None = about("mean reward of preferred answers", "nats")
     rejected_reward: float | None = about("mean reward of the others", "nats")

@@ -11,7 +11,6 @@ from pentad.config.environments import environments
 from pentad.config.rules.inputs import model_folder_problem, part_problem
 from pentad.config.rules.rule import Rules, RunFacts
 from pentad.config.schema import Config
-from pentad.config.topology import topology
 from pentad.core.errors import Problem
 from pentad.data.shares import MAX_CYCLE, whole_shares
 from pentad.rewards.section import JUDGE, MODELS, REWARD_MODEL, REWARD_NAMES, RewardConfig
@@ -56,13 +55,13 @@ def the_reward_can_be_found(config: Config) -> list[Problem]:
     remedy = "for your own, give package.module:function or path/to/file.py:function"
     found = [
         part_problem(f"{key}.fn", fn, (*REWARD_NAMES, *MODELS), remedy)
-        for key, reward in _rewards(config).items()
+        for key, reward in rewards_of(config).items()
         for fn in reward.functions
     ]
     return [problem for problem in found if problem is not None]
 
 
-def _rewards(config: Config) -> dict[str, RewardConfig]:
+def rewards_of(config: Config) -> dict[str, RewardConfig]:
     """The blocks of rewards, by their keys."""
     own = {one.reward_key: one.reward for one in environments(config)}
     return {"reward": config.reward, **own}
@@ -70,7 +69,7 @@ def _rewards(config: Config) -> dict[str, RewardConfig]:
 
 @RULES.add(commands=("train", "plan", "eval", "reward"))
 def a_judge_can_be_asked(config: Config) -> Iterator[Problem]:
-    for block, reward in _rewards(config).items():
+    for block, reward in rewards_of(config).items():
         if JUDGE in reward.functions:
             yield from _judge_problems(block, reward)
 
@@ -94,7 +93,7 @@ def _judge_problems(block: str, reward: RewardConfig) -> Iterator[Problem]:
 
 @RULES.add(commands=("train", "plan", "eval", "reward"))
 def a_reward_model_can_be_read(config: Config) -> Iterator[Problem]:
-    for block, reward in _rewards(config).items():
+    for block, reward in rewards_of(config).items():
         if REWARD_MODEL not in reward.functions:
             continue
         where, path = f"{block}.model.path", reward.model.path
@@ -105,20 +104,9 @@ def a_reward_model_can_be_read(config: Config) -> Iterator[Problem]:
             yield problem
 
 
-@RULES.add(commands=("train",))
-def a_reward_model_has_a_device(config: Config, facts: RunFacts) -> Iterator[Problem]:
-    """Beside processes that have GPUs of their own the scheduler takes none by itself."""
-    for block, reward in _rewards(config).items():
-        is_open = REWARD_MODEL in reward.functions and reward.model.device == "auto"
-        if is_open and facts.kind == "cuda" and topology(config).is_learner_apart:
-            rule = "this run has processes on its GPUs, and none of them holds the reward model"
-            remedy = "give cuda:N, a GPU with room for it, or cpu"
-            yield Problem(f"{block}.model.device = auto", rule, remedy)
-
-
 @RULES.add(commands=("train", "plan", "eval", "reward"))
 def every_reward_has_a_weight(config: Config) -> Iterator[Problem]:
-    for block, reward in _rewards(config).items():
+    for block, reward in rewards_of(config).items():
         weights, functions = reward.weights, reward.functions
         if weights is not None and functions and len(weights) != len(functions):
             rule = f"{block}.fn names {len(functions)} functions"

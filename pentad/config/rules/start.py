@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import reduce
 
 from pentad.config.rules.algorithm import longest_sample
+from pentad.config.rules.environments import rewards_of
 from pentad.config.rules.rule import RUNS, Rules, RunFacts
 from pentad.config.schema import SCORERS, Config
 from pentad.config.topology import facts_of, find_topology, topology
@@ -27,6 +28,7 @@ from pentad.core.sizes import (
     kv_token_bytes,
 )
 from pentad.models.catalog import known_dims
+from pentad.rewards.section import REWARD_MODEL
 
 RULES = Rules()
 RANKS_PER_CORE = 16
@@ -277,3 +279,14 @@ def one_machine_is_enough(config: Config, facts: RunFacts) -> list[Problem]:
     remedy = "start it with torchrun on each, use scheduler.type=ray or slurm, or set n_nodes=1"
     rule = "scheduler.type = local starts processes on this machine alone"
     return [Problem(where, rule, remedy)]
+
+
+@RULES.add(commands=("train",))
+def a_reward_model_has_a_device(config: Config, facts: RunFacts) -> Iterator[Problem]:
+    """Beside processes that have GPUs of their own the scheduler takes none by itself."""
+    for block, reward in rewards_of(config).items():
+        is_open = REWARD_MODEL in reward.functions and reward.model.device == "auto"
+        if is_open and facts.kind == "cuda" and topology(config).is_learner_apart:
+            rule = "this run has processes on its GPUs, and none of them holds the reward model"
+            remedy = "give cuda:N, a GPU with room for it, or cpu"
+            yield Problem(f"{block}.model.device = auto", rule, remedy)

@@ -311,7 +311,7 @@ BROKEN = [
         "plan",
         ["reward.fn=exact"],
         "reward.fn = exact",
-        "is neither exact_match, numeric, gsm8k, sort_digits, math, code or judge nor a place",
+        "is neither exact_match, numeric, gsm8k, sort_digits, math, code, judge or reward_model",
     ),
     (
         "the_reward_can_be_found",
@@ -678,6 +678,20 @@ BROKEN = [
         ["preference.loss=kto", "train_dataset.batch_size=1"],
         "train_dataset.batch_size = 1",
         "kto compares each answer with others of its batch",
+    ),
+    (
+        "a_reward_has_its_own_command",
+        "dpo",
+        ["preference.loss=reward"],
+        "preference.loss = reward",
+        "use pentad reward-model",
+    ),
+    (
+        "a_reward_model_can_be_read",
+        "train",
+        ["reward.fn=reward_model"],
+        "reward.model.path",
+        "is not set, and reward.fn = reward_model reads it",
     ),
     (
         "decoupled_ppo_has_a_correction",

@@ -336,3 +336,21 @@ def test_blocks_are_counted_as_the_sampler_makes_them():
     """config imports no engine, so the number stands in both."""
 
     assert sampler_settings().block_size == start_rules.BLOCK_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("layout", "device", "kind", "is_refused"),
+    [
+        ("archon:d2", "auto", "cuda", True),
+        ("archon:d2", "cuda:1", "cuda", False),
+        ("archon:d2", "auto", "cpu", False),
+        ("embedded:d1|archon:d1", "auto", "cuda", False),
+    ],
+)
+def test_a_reward_model_beside_processes_has_a_device(layout, device, kind, is_refused):
+    mode = layout if "|" in layout else f"embedded:d2|{layout}"
+    keys = ["reward.fn=reward_model", "reward.model.path=m", f"reward.model.device={device}"]
+    config = config_of(QWEN, f"allocation_mode={mode}", *keys)
+    found = list(start_rules.a_reward_model_has_a_device(config, start_facts(kind)))
+    said = "reward.model.device = auto: this run has processes on its GPUs"
+    assert [str(one).startswith(said) for one in found] == [True] * is_refused

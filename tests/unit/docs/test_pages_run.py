@@ -35,6 +35,8 @@ SKIPPED = {
     "pentad convert ADAPTER": "tests/unit/weights/test_peft.py",
     "megatron:": "needs megatron-core; tests/megatron/test_megatron_runs.py",
     "pentad dpo dpo.yaml": "tests/unit/docs/test_preferences_page.py",
+    "pentad reward-model dpo.yaml": "tests/unit/docs/test_preferences_page.py",
+    "fn: reward_model": "tests/unit/docs/test_preferences_page.py",
     "pentad sft sft.yaml": "tests/unit/docs/test_sft_page.py",
     "pentad.train(recipe, reward=score": "tests/unit/docs/test_python_page.py",
     "pentad.load(": "tests/unit/docs/test_python_page.py",

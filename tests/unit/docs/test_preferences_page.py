@@ -45,3 +45,16 @@ def test_the_example_learns(followed):
     folder, _ = followed
     steps = read_lines(folder / "runs/logs/me/first-dpo/trial-0/steps.jsonl")
     assert len(steps) == 16 and steps[-1]["preference"]["accuracy"] > 0.9
+
+
+def test_a_reward_model_is_trained_and_scores_a_run(followed):
+    folder, _ = followed
+    reward, [yaml] = re.search(r"```\n(pentad reward-model .*?)\n```", PAGE)[1], blocks("yaml")
+    (folder / "rl.yaml").write_text(yaml)
+    words = "actor.path=models/tiny actor.init_from_scratch=true train_dataset.path=pairs.jsonl"
+    words += " train_dataset.batch_size=2 gconfig.n_samples=2 gconfig.max_new_tokens=4"
+    with process_restored(), chdir(folder):
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "USER": "me", "LOGNAME": "me"}
+        for line in (reward, f"pentad train rl.yaml {words} total_train_steps=1"):
+            done = CliRunner().invoke(app, line.split()[1:])
+            assert done.exit_code == 0, done.output
