@@ -53,6 +53,8 @@ MAX_GRAPHS = 64
 """Graphs of one function: a run has far fewer unless something is compiled again and again."""
 GROUPED_PRODUCT = "aten._grouped_mm.default"
 """Experts run two, gate with up and then down; backward does not read the second's result."""
+PRODUCTS = ("aten.mm.default", "aten.addmm.default", GROUPED_PRODUCT)
+RECOMPUTE = CheckpointPolicy.PREFER_RECOMPUTE
 
 # Marks for profilers are no work of the block: FSDP2 sets more of them when experts are run again,
 # which would be taken for another computation.
@@ -105,7 +107,7 @@ def apply_to_block(
         if how is _run_plain:
             watch.log_kept(index)
         else:
-            contexts = _keep_products if how is _run_keeping_products else None
+            contexts = _contexts(_rank_of(model)) if how is _keeping(model) else None
             how = partial(_run_watched, watch, index, contexts)
     if not (model.archon.enable_compile is True and device.type in COMPILED_ON):
         if how is not _run_plain:
@@ -116,7 +118,7 @@ def apply_to_block(
     compiled = partial(compile_run, backend=backend, is_static=model.pad_to_maximum is True)
     if parts is None:
         block.forward = _around(block, compiled(how))
-    elif how is _run_keeping_products:
+    elif how is _keeping(model):
         setattr(block, parts.first.__name__, partial(compiled(how), parts.first, block))
         # Which operations are kept is decided one by one, so they are run one by one.
         parts.ffn.forward = _around(parts.ffn, how)
@@ -211,7 +213,7 @@ def _recomputing(index: int, model: ModelConfig) -> Callable[..., Any]:
     if not model.gradient_checkpointing or model.archon.ac_mode in ("none", "memory_budget"):
         return _run_plain
     if model.archon.keeps_products:
-        return _run_keeping_products
+        return _keeping(model)
     return _run_recomputed if model.archon.is_recomputed(index) else _run_plain
 
 
@@ -241,15 +243,38 @@ def _run_recomputed(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
 
 
-def _run_keeping_products(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(
-        run,
-        *args,
-        use_reentrant=False,
-        preserve_rng_state=True,
-        context_fn=_keep_products,
-        **kwargs,
-    )
+def _keeping(model: ModelConfig) -> Callable[..., Any]:
+    return _keeping_products(_rank_of(model))
+
+
+def _rank_of(model: ModelConfig) -> int:
+    return 0 if model.lora is None else model.lora.rank
+
+
+@cache
+def _keeping_products(rank: int) -> Callable[..., Any]:
+    """Runs a block that keeps its expensive results; one function for each rank of factors."""
+    contexts = _contexts(rank)
+
+    def run_keeping(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(
+            run,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=True,
+            context_fn=contexts,
+            **kwargs,
+        )
+
+    return run_keeping
+
+
+@cache
+def _contexts(rank: int) -> Callable[[], Any]:
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(_Policy(rank))
+
+    return contexts
 
 
 def _run_watched(
@@ -270,21 +295,29 @@ def _run_watched(
     )
 
 
-def _keep_products() -> Any:
-    return create_selective_checkpoint_contexts(_Policy())
-
-
 class _Policy:
-    """Which results one pass through a block keeps; it is asked again when they are recomputed."""
+    """Which results one pass through a block keeps; it is asked again when they are recomputed.
 
-    def __init__(self) -> None:
+    `rank`: that of factors, or 0. What B makes of so few numbers is as large as the result of the
+    frozen matrix and costs a hundredth of it: it is computed again.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
         self.num_grouped = {False: 0, True: 0}
         """By whether it is the recomputation."""
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        name = str(op)
-        is_kept = name in KEPT_OPS
+        return CheckpointPolicy.MUST_SAVE if self._keeps(ctx, str(op), args) else RECOMPUTE
+
+    def _keeps(self, ctx: Any, name: str, args: tuple[Any, ...]) -> bool:
+        if self.rank and name in PRODUCTS:
+            first, second = args[1:3] if name == PRODUCTS[1] else args[:2]
+            if first.shape[-1] == self.rank:
+                return False
+            if second.shape[-1] in (self.rank, 2 * self.rank):  # of A, of one matrix or of two
+                return True
         if name == GROUPED_PRODUCT:
-            is_kept = self.num_grouped[ctx.is_recompute] % 2 == 0
             self.num_grouped[ctx.is_recompute] += 1
-        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+            return self.num_grouped[ctx.is_recompute] % 2 == 1
+        return name in KEPT_OPS

@@ -55,6 +55,8 @@ def products(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> 
     q, k = dims.q_dim / tp, kv_width(dims, tp)
     h = dims.hidden_size / tp
     kept = c * (h + q + 2 * k + q + h) + statistics_bytes(dims, tp)  # input, q, k, v, core, o
+    if keys.lora is not None:  # what A makes of the inputs of seven matrices
+        kept += 7 * c * keys.lora.rank
     if not dims.is_moe(layer):
         return (kept + c * (2 * dims.intermediate_size / tp + h)) / layout.cp
     rows = dims.num_experts_per_token * 2 * dims.moe_intermediate_size

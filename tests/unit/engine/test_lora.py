@@ -164,6 +164,20 @@ def test_only_factors_move_and_the_frozen_weights_stay_bit_for_bit():
     assert len(published) == 3 * 7 * 2
 
 
+def test_recomputed_blocks_give_the_same_factors_bit_for_bit():
+    rows, found = make_rows(), []
+    for keys in (
+        {"gradient_checkpointing": False},
+        {"ac_mode": "selective", "ac_selective": "op"},
+        {"ac_mode": "full"},
+    ):
+        engine = make_engine(lora=LoraConfig(rank=4), config=MOE, **keys)
+        train(engine, rows, steps=2)
+        found.append(weights_of(engine))
+    for other in found[1:]:
+        assert all(torch.equal(tensor, other[name]) for name, tensor in found[0].items())
+
+
 def test_full_rank_moves_weights_as_full_training_does():
     """With A = 1 the gradient of B is that of the weight, and the first one of A is 0."""
     optimizer = OptimizerConfig(lr=1e-2, gradient_clipping=None)

@@ -2,14 +2,16 @@
 
 import logging
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from sections import engine_keys
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from pentad.core import kept
-from pentad.parallel.blocks import Compiling, apply_to_blocks, compile_run, compiling
+from pentad.parallel.blocks import Compiling, _Policy, apply_to_blocks, compile_run, compiling
 
 CPU = torch.device("cpu")
 
@@ -50,6 +52,23 @@ def test_what_a_block_draws_is_drawn_again_when_it_is_recomputed(settings):
     found, state = gradients(gradient_checkpointing=True, **settings)
     assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
     assert torch.equal(after, state), "and the generator is left as it was"
+
+
+def test_of_factors_the_small_product_is_kept_and_the_wide_one_is_computed_again():
+    """What B gives is as wide as the frozen matrix's result: kept, it would be held twice."""
+    policy, ctx = _Policy(4), SimpleNamespace(is_recompute=False)
+
+    def keeps(op, *shapes):
+        found = policy(ctx, op, *(torch.empty(shape, device="meta") for shape in shapes))
+        return found is CheckpointPolicy.MUST_SAVE
+
+    mm, addmm, grouped = torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten._grouped_mm
+    assert keeps(mm.default, (5, 16), (16, 32)) and keeps(addmm.default, 32, (5, 16), (16, 32))
+    assert keeps(mm.default, (5, 16), (16, 4)) and keeps(mm.default, (5, 16), (16, 8))
+    assert not keeps(mm.default, (5, 4), (4, 32))
+    shapes = [((5, 16), (3, 16, 24)), ((5, 4), (3, 4, 12)), ((5, 4), (3, 4, 12))]  # gate and up
+    shapes += [((5, 12), (3, 12, 16)), ((5, 12), (3, 12, 4))]  # down
+    assert [keeps(grouped.default, *each) for each in shapes] == [True, False, False, False, True]
 
 
 def test_compiling_says_that_it_runs_and_how_long_it_took(caplog):
