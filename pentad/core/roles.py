@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from pentad.core.types import Accumulated, Generation, Group, Loss, Request, Row, StepResult
 
@@ -18,12 +19,34 @@ TensorPairs: TypeAlias = "Sequence[tuple[str, Tensor]]"
 """The same, all of them at hand."""
 
 
+class NativeWeights(Sequence["tuple[str, Tensor]"]):
+    """Weights of a learner of this process, by native name too; the pairs are made when they are
+    read. An adapter of a mixture has a pair for each expert, where native tensors hold all."""
+
+    def __init__(
+        self, native: Mapping[str, Tensor], num_pairs: int, pairs: Callable[[], NamedTensors]
+    ) -> None:
+        self.native = native
+        self.num_pairs = num_pairs
+        self.make_pairs = pairs
+
+    @cached_property
+    def pairs(self) -> TensorPairs:
+        return list(self.make_pairs())
+
+    def __len__(self) -> int:
+        return self.num_pairs
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.pairs[index]
+
+
 class SentWeights:
     """Weights of a sender in this process that keeps them as they are until it has the receipt:
     a receiver may compare bytes, which is quicker than to hash both sides."""
 
     __slots__ = ()
-    weights: tuple[tuple[str, Tensor], ...]
+    weights: TensorPairs
 
 
 @dataclass(frozen=True, slots=True)

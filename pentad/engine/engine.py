@@ -23,6 +23,7 @@ from pentad.core.errors import RunError
 from pentad.core.faults import hit
 from pentad.core.fit import check_fit, no_tree
 from pentad.core.layout import Backend, Layout
+from pentad.core.roles import NativeWeights
 from pentad.core.types import Accumulated, Loss, Row, StepResult
 from pentad.engine.batch import PackedRows, check_routes, check_rows, pack_rows
 from pentad.engine.explain import explain
@@ -446,6 +447,16 @@ class Engine:
             # Asked anew each time: a generator may be read on while the weights are exchanged.
             self.tags.require_actor("handing out weights")
             yield name, tensor
+
+    def native_weights(self) -> NativeWeights | None:
+        """An adapter's factors where they are, whole: only of one rank."""
+        if self.base is None or self.meshes.layout.world > 1:
+            return None
+        self.onload()
+        self._require_actor("handing out weights")
+        native = {name: tensor.detach() for name, tensor in self.tensors.items()}
+        num_pairs = len(self.held.whole.trained_map.sources)
+        return NativeWeights(native, num_pairs, self.iter_weights)
 
     def weight_shards(self) -> dict[str, Shard]:
         """This rank's memory of the weights, by native name; not copies."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.faults import hit
-from pentad.core.roles import Installed
+from pentad.core.roles import Installed, NativeWeights
 from pentad.core.sizes import (
     EMBEDDED_CPU_BYTES,
     PASS_TOKENS,
@@ -34,7 +34,7 @@ from pentad.infer.scheduler import Plan, RequestScheduler
 from pentad.infer.section import SamplerSettings
 from pentad.infer.sequence import Sequence, Table
 from pentad.models.decoder import Decoder
-from pentad.models.hf_weights import install_hf, iter_hf
+from pentad.models.hf_weights import install_hf, iter_hf, native_tensors
 from pentad.ops.digest import are_same, digest_of
 
 if TYPE_CHECKING:
@@ -272,13 +272,14 @@ class InferenceEngine:
         self, version: int, weights: Seq[tuple[str, Tensor]], *, compares: bool = False
     ) -> Installed:
         """Overwrites the weights; the receipt's digest is of what then lies in the model, unless
-        that is compared with the weights."""
+        that is compared with the weights, by native name where the sender has them."""
         if version < self.version:
             raise UserError(
                 Problem(f"install of version {version}", f"version {self.version} is already here")
             )
         started = time.perf_counter()
-        num_tensors = self.place(weights)
+        own = self._place_native(weights) if compares else None
+        num_tensors = self.place(weights) if own is None else len(weights)
         hit("install", step=version)
         self.version = version
         self.num_installs += 1
@@ -286,7 +287,10 @@ class InferenceEngine:
             self.scheduler.preempt_all()
         self.pool.forget_prefixes()
         held = partial(iter_hf, self.model, weight_map=self.model.trained_map)
-        is_same = compares and are_same(held(), weights)
+        if own is not None and isinstance(weights, NativeWeights):
+            is_same = are_same(own.items(), weights.native.items())
+        else:
+            is_same = compares and are_same(held(), weights)
         digest = "" if is_same else digest_of(held()).hex()
         pause_s = time.perf_counter() - started
         return Installed(version, num_tensors, digest, is_same=is_same, pause_s=pause_s)
@@ -296,6 +300,19 @@ class InferenceEngine:
         num_tensors = install_hf(self.model, weights)
         self.runner.refresh()
         return num_tensors
+
+    @torch.no_grad()
+    def _place_native(self, weights: Seq[tuple[str, Tensor]]) -> dict[str, Tensor] | None:
+        """Writes weights that their sender has by native name; returns where they are now. None
+        where they do not fit one by one, and nothing was written."""
+        if not isinstance(weights, NativeWeights):
+            return None
+        own = native_tensors(self.model, self.model.trained_map)
+        if _kinds(own) != _kinds(weights.native):
+            return None
+        torch._foreach_copy_(list(own.values()), [weights.native[name] for name in own])
+        self.runner.refresh()
+        return own
 
     def rewind(self) -> None:
         self.version = -1
@@ -327,6 +344,10 @@ class InferenceEngine:
             "waiting": len(scheduler.waiting),
             "kv_usage": self.pool.num_held / (self.pool.num_blocks - 1),
         }
+
+
+def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[object, ...]]:
+    return {name: (x.shape, x.dtype, x.device) for name, x in tensors.items()}
 
 
 def count_blocks(

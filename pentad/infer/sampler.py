@@ -160,7 +160,8 @@ class EmbeddedSampler:
     async def install(self, version: int, weights: NamedTensors) -> Installed:
         """All tensors are held until the install is over; they are checked before the first is
         written. The iterator is read here, in the caller's thread."""
-        pairs, started = list(weights), time.perf_counter()
+        started = time.perf_counter()
+        pairs = weights.weights if isinstance(weights, SentWeights) else list(weights)
         self.num_installs += 1
         freeze_gc(self.num_installs)
         compares = isinstance(weights, SentWeights)

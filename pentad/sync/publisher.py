@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pentad.core.errors import InfraFailure, RunError, WrongWeights
-from pentad.core.roles import Installed, Sampler, SentWeights
+from pentad.core.roles import Installed, NativeWeights, Sampler, SentWeights, TensorPairs
 from pentad.ops.digest import WeightDigest, digest_of
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class Snapshot:
     """Weights of one version as they are published."""
 
     version: int
-    weights: tuple[tuple[str, Tensor], ...]
+    weights: TensorPairs
     digest: WeightDigest
     is_copy: bool = False
     """Whether nothing else writes to the tensors."""
@@ -62,7 +62,11 @@ def take_snapshot(
     Not `hashed` where they are compared in place: the digest is then computed on demand.
     """
     if not hashed and not copy and not on_host:
-        pairs = tuple((name, tensor.detach()) for name, tensor in weights)
+        pairs: TensorPairs
+        if isinstance(weights, NativeWeights):
+            pairs = weights
+        else:
+            pairs = tuple((name, tensor.detach()) for name, tensor in weights)
         return LiveSnapshot(version, pairs, WeightDigest(pairs))
     kept: list[tuple[str, Tensor]] = []
 

@@ -25,9 +25,10 @@ from pentad.infer.sampler import EmbeddedSampler
 from pentad.models.decoder import causal_attend
 from pentad.models.families import dims_of, lora_map_of
 from pentad.models.hf_weights import iter_hf, native_tensors
-from pentad.models.lora import apply_lora, fill_factors, share_weights
+from pentad.models.lora import apply_lora, factors_of, fill_factors, share_weights
 from pentad.models.registry import build_model, initialise
 from pentad.ops.digest import digest_of
+from pentad.sync.publisher import take_snapshot
 
 MOE = CONFIG | {
     "model_type": "qwen2_moe",
@@ -279,6 +280,33 @@ def test_a_shaken_adapter_moves_log_probs_and_comes_back_bit_for_bit():
     assert not same(engine.forward(rows), moved)
     engine.shake_adapter(False)
     assert all(torch.equal(before[name], t) for name, t in weights_of(engine).items())
+
+
+@pytest.mark.parametrize("spoils", [False, True])
+def test_a_sampler_of_this_process_takes_factors_by_native_name_and_compares_them(spoils):
+    """Those of experts are a few tensors, not a pair for each expert; a wrong number is found."""
+    engine, lora = make_engine(lora=LoraConfig(rank=4), config=MOE), LoraConfig(rank=4)
+    train(engine, make_rows())
+    model = build_model(engine.dims, device="meta", dtype=torch.float32)
+    share_weights(model, engine.lend_base())
+    sampler = EmbeddedSampler(model, sampler_settings(lora=lora, max_running=4))
+    runner = sampler.engine.runner
+    if spoils:
+        runner.refresh = lambda: next(iter(factors_of(model))).b.data.view(-1)[:1].add_(1e-3)
+    snapshot = take_snapshot(1, engine.native_weights(), copy=False, hashed=False)
+
+    async def install():
+        receipt = await sampler.install(1, snapshot)
+        await sampler.close()
+        return receipt
+
+    receipt = asyncio.run(install())
+    assert receipt.num_tensors == snapshot.num_tensors == len(list(engine.iter_weights()))
+    assert receipt.is_same is not spoils
+    assert "pairs" not in vars(snapshot.weights), "nothing was cut into pairs"
+    held = digest_of(iter_hf(model, weight_map=model.adapter_map)).hex()
+    assert (held == snapshot.digest.hex()) is not spoils
+    assert receipt.digest == (held if spoils else "")
 
 
 @pytest.mark.parametrize("strict", [False, True])
