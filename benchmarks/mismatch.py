@@ -24,14 +24,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pentad.core.dims import ModelDims
+from pentad.core.dims import ModelDims, RopeKind
 from pentad.core.swap import swap_classes
 from pentad.core.types import Generation, Request, SamplingParams
 from pentad.engine.predictor import Predictor
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.section import SamplerSettings
 from pentad.models.decoder import Block, Decoder
-from pentad.models.layers import Attention, Embedding, Mlp, Norm, Rotary
+from pentad.models.layers import Attention, Embedding, Mlp, Norm, Rotary, Turn
 from pentad.models.registry import build_model
 from pentad.ops.attention import build_attend
 
@@ -124,7 +124,7 @@ def logits_of(model: Decoder, ids_BL: Tensor, r: Rounding) -> Tensor:
     num_rows, length = ids_BL.shape
     x = model.embed(ids_BL.flatten())
     positions = torch.arange(length, device=x.device)
-    cos, sin = (r("cos/sin", part) for part in model.rotary(positions, x.dtype))
+    cos, sin = (r("cos/sin", part) for part in model.rotary(positions, x.dtype)["full"])
     for block in model.layers.values():
         assert isinstance(block, Block) and isinstance(block.ffn, Mlp)
         attn: Attention = block.attn
@@ -242,7 +242,7 @@ class NarrowingNorm(Norm):
 
 
 class NarrowRotary(Rotary):
-    def forward(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def forward(self, positions_T: Tensor, dtype: torch.dtype) -> dict[RopeKind, Turn]:
         return super().forward(positions_T, torch.bfloat16)
 
 

@@ -124,11 +124,14 @@ def verify_model(
 def new_model(
     config: Annotated[str, Argument(help="A HF folder, a config.json, or a model_type.")],
     out: Annotated[str | None, Option(help="The file to write.")] = None,
+    plain: Annotated[
+        bool, Option("--plain", help="Use nothing of the package's own file of the family.")
+    ] = False,
 ) -> None:
     """Draft the file of a new model family from its HF config."""
     from pentad_tools.models.model_commands import run_new_model
 
-    run_new_model(config, out)
+    run_new_model(config, out, plain=plain)
 
 
 COMMANDS: dict[str, Callable[..., None]] = {

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+RopeKind = Literal["full", "sliding", "none"]
+
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
@@ -16,7 +18,7 @@ class LayerParts:
     kv: int
     """Key and value projections, biases included: cut by tp up to the number of kv heads."""
     norms: int
-    """Two layer norms and the q/k norms: whole on every tp rank."""
+    """The layer norms and the q/k norms: whole on every tp rank."""
     dense_ffn: int
     """Gate, up, down of a dense ffn: cut by tp; 0 in a mixture layer."""
     router: int
@@ -65,12 +67,25 @@ class ModelDims:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    """Whether queries and keys are normed, each head for itself..."""
+    wide_qk_norm: bool = False
+    """...or all heads as one vector."""
+    pre_norms: bool = True
+    """Whether attention and ffn are given the normed stream, or the stream itself."""
+    post_norms: bool = False
+    """Whether their results are normed before they are added to the stream."""
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: Mapping[str, Any] = field(default_factory=dict)
     """HF `rope_scaling` / `rope_parameters` without theta; empty means none."""
     rotary_dim: int = 0
     """How many numbers of a head are turned, from the first on; 0 means all."""
+    rotary_pairs: Literal["halves", "neighbours"] = "halves"
+    """Which numbers are turned together: j and j + half, or 2j and 2j + 1."""
+    unturned_layers: tuple[bool, ...] = ()
+    """Per layer, whether rotary is left out; empty means nowhere."""
+    sliding_rope: Mapping[str, Any] = field(default_factory=dict)
+    """As `rope_scaling`, with `rope_theta`, of the layers with a window; empty: as the others."""
     max_position: int = 32768
     sliding_window: int | None = None
     sliding_layers: tuple[bool, ...] = ()
@@ -104,6 +119,12 @@ class ModelDims:
         slides = bool(self.sliding_layers) and self.sliding_layers[layer]
         return self.sliding_window if slides else None
 
+    def rope_kind(self, layer: int) -> RopeKind:
+        """Which of the model's rotary tables a layer uses."""
+        if self.unturned_layers and self.unturned_layers[layer]:
+            return "none"
+        return "sliding" if self.sliding_rope and self.window(layer) is not None else "full"
+
     @property
     def turned_dim(self) -> int:
         """The numbers of a head that rotary turns."""
@@ -133,7 +154,7 @@ class ModelDims:
         return LayerParts(
             q_and_o=2 * width * self.q_dim + self.qkv_bias * self.q_dim + self.out_bias * width,
             kv=2 * self.kv_dim * (width + self.qkv_bias),
-            norms=2 * width + self.qk_norm * 2 * self.head_dim,
+            norms=2 * width * (self.pre_norms + self.post_norms) + self._qk_norm_params,
             dense_ffn=0 if mixture else 3 * width * self.intermediate_size + ffn_bias,
             router=self.num_experts * width if mixture else 0,
             shared_expert=self._shared_expert_params if mixture else 0,
@@ -141,6 +162,11 @@ class ModelDims:
             num_experts=self.num_experts if mixture else 0,
             num_experts_per_token=self.num_experts_per_token if mixture else 0,
         )
+
+    @property
+    def _qk_norm_params(self) -> int:
+        width = self.q_dim + self.kv_dim if self.wide_qk_norm else 2 * self.head_dim
+        return self.qk_norm * width
 
     @property
     def _shared_expert_params(self) -> int:

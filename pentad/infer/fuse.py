@@ -13,7 +13,7 @@ from pentad.core.swap import swap_class, swap_classes
 from pentad.core.types import Attend
 from pentad.models.decoder import Block, Decoder
 from pentad.models.joined import join_projections
-from pentad.models.layers import Attention, Mlp, Norm
+from pentad.models.layers import Attention, Mlp, Norm, rotate
 from pentad.models.lora import AddsFactors
 from pentad.ops import fused
 
@@ -36,15 +36,16 @@ class FusedAttention(Attention):
     adapter: AddsFactors | None = None
     """Factors of all three, which are added to that product (`infer.adapters`)."""
 
-    def project(self, x_TD: Tensor) -> tuple[Tensor, ...]:
-        parts = (self.q, self.k, self.v)
+    def project(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.joined is None:
-            return tuple(part(x_TD).unflatten(-1, (-1, self.head_dim)) for part in parts)
-        widths = [len(part.weight) for part in parts]
+            return super().project(x_TD)
+        widths = [len(part.weight) for part in (self.q, self.k, self.v)]
         found = F.linear(x_TD, *self.joined)
         if self.adapter is not None:
             found = self.adapter.add(x_TD, found)
-        return tuple(x.unflatten(-1, (-1, self.head_dim)) for x in found.split(widths, dim=-1))
+        heads = (x.unflatten(-1, (-1, self.head_dim)) for x in found.split(widths, dim=-1))
+        q_THd, k_TKd, v_TKd = heads
+        return q_THd, k_TKd, v_TKd
 
     @property
     def joins(self) -> bool:
@@ -52,27 +53,27 @@ class FusedAttention(Attention):
         adapted = any(hasattr(part, "lora") for part in (self.q, self.k, self.v))
         return self.adapter is not None or not adapted
 
-    def forward(self, x_TD: Tensor, cos_Td: Tensor, sin_Td: Tensor, attend: Attend) -> Tensor:
-        if cos_Td.shape[-1] != self.head_dim:  # the kernel turns whole heads
-            return super().forward(x_TD, cos_Td, sin_Td, attend)
-        q_THd, k_TKd, v_TKd = self.project(x_TD)
+    def turned(
+        self, q_THd: Tensor, k_TKd: Tensor, cos_Td: Tensor, sin_Td: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The kernel norms single heads and turns the halves of whole ones."""
+        is_whole = self.rotate is rotate and cos_Td.shape[-1] == self.head_dim
+        if self.wide_norm or not is_whole:
+            return super().turned(q_THd, k_TKd, cos_Td, sin_Td)
         q_weight = k_weight = None
         eps = 0.0
         if self.q_norm is not None and self.k_norm is not None:
             q_weight, k_weight, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
-        q_THd, k_TKd = fused.norm_rotate(q_THd, k_TKd, q_weight, k_weight, cos_Td, sin_Td, eps)
-        if self.window is None:
-            o_THd = attend(self.layer, q_THd, k_TKd, v_TKd)
-        else:
-            o_THd = attend(self.layer, q_THd, k_TKd, v_TKd, window=self.window)
-        return self.o(o_THd.flatten(-2))
+        return fused.norm_rotate(q_THd, k_TKd, q_weight, k_weight, cos_Td, sin_Td, eps)
 
 
 class FusedBlock(Block):
+    ffn_norm: FusedNorm
+
     def mix(
         self, x_TD: Tensor, cos_Td: Tensor, sin_Td: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
-        y_TD = self.attn(self.attn_norm(x_TD), cos_Td, sin_Td, attend)
+        y_TD = self.attn_post_norm(self.attn(self.attn_norm(x_TD), cos_Td, sin_Td, attend))
         return fused.add_norm(x_TD, y_TD, self.ffn_norm.weight, self.ffn_norm.eps)
 
 

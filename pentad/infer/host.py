@@ -14,7 +14,7 @@ from pentad.core.swap import swap_class, swap_classes
 from pentad.core.types import Attend
 from pentad.models.decoder import Decoder
 from pentad.models.joined import join_projections
-from pentad.models.layers import Attention, GateUp, Linear, Norm, rotate
+from pentad.models.layers import Attention, GateUp, Linear, Norm
 
 HAS_MKL = torch.backends.mkl.is_available()
 TURNED_ROWS = range(4, 97)
@@ -68,11 +68,16 @@ class HostAttention(Attention):
         heads_TNd = product(x_TD, self.weight_ND, self.bias_N).unflatten(-1, (-1, self.head_dim))
         num_kv = len(self.k.weight) // self.head_dim
         turned_TNd, v_TKd = heads_TNd.tensor_split((-num_kv,), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.wide_norm:
+            halves = turned_TNd.tensor_split((-num_kv,), dim=1)
+            norms = self.q_norm, self.k_norm
+            pairs = zip(halves, norms, strict=True)
+            turned_TNd = torch.cat([self.normed(x, norm) for x, norm in pairs], dim=1)
+        elif self.q_norm is not None and self.k_norm is not None:
             num_q = turned_TNd.shape[1] - num_kv
             parts = self.q_norm.weight.expand(num_q, -1), self.k_norm.weight.expand(num_kv, -1)
             turned_TNd = normed(turned_TNd, torch.cat(parts), self.q_norm.eps)
-        q_THd, k_TKd = rotate(turned_TNd, cos_Td, sin_Td).tensor_split((-num_kv,), dim=1)
+        q_THd, k_TKd = self.rotate(turned_TNd, cos_Td, sin_Td).tensor_split((-num_kv,), dim=1)
         how: dict[str, Any] = {} if self.window is None else {"window": self.window}
         return self.o(attend(self.layer, q_THd, k_TKd, v_TKd, **how).flatten(-2))
 

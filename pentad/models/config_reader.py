@@ -110,6 +110,10 @@ def from_layer(layer: int, first: int) -> bool:
     return layer >= first
 
 
+def turned_everywhere(read: ConfigValues, num_layers: int) -> tuple[bool, ...]:
+    return ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigReader:
     """How transformers reads the config of a family. A switch is the key that it reads, or what
@@ -123,12 +127,27 @@ class ConfigReader:
     mlp_bias: str | bool = "mlp_bias"
     """False where the ffn never has a bias: a config that asks for one is refused."""
     qk_norm: str | bool = False
+    wide_qk_norm: bool = False
+    """Whether the norms of queries and keys go over all heads as one vector."""
+    pre_norms: bool = True
+    post_norms: bool = False
+    """Whether attention and ffn are normed before them, and after them."""
     partial_rotary: bool = False
     """Whether rotary turns the first part of a head only, as `partial_rotary_factor` says."""
+    rotary_pairs: Literal["halves", "neighbours"] = "halves"
+    ropes: Set[str] = frozenset()
+    """The kinds of rotary scaling that transformers takes; empty: all."""
+    sliding_theta: tuple[str, float] | None = None
+    """Where layers with a window have rotary settings of their own: the key beside the settings
+    that older files have their theta under, and what is taken for it."""
+    unturned: Callable[[ConfigValues, int], tuple[bool, ...]] = turned_everywhere
+    """Per layer whether rotary is left out, from the config and the number of layers."""
     windows: Literal["none", "all", "by_layer"] = "by_layer"
     """Whether no window is read whatever the config says, one is on every layer, or `layer_types`
-    chooses; where that is missing, `slides` does, of (layer, max_window_layers)."""
+    chooses; where that is missing, `unturned` layers have it, or those that `slides` says, of
+    (layer, max_window_layers)."""
     slides: Callable[[int, int], bool] = from_layer
+    window_switch: str | bool = "use_sliding_window"
     has_shared_experts: bool = False
     """Whether `mixture` reads an expert that every token passes."""
     mixture: Callable[[ConfigValues, int], dict[str, Any]] = read_mixture
@@ -148,8 +167,9 @@ class ConfigReader:
         num_layers = read.whole("num_hidden_layers", most=MAX_LAYERS)
         num_heads, hidden = read.whole("num_attention_heads"), read.whole("hidden_size")
         head_dim = read.whole("head_dim", hidden // num_heads)
-        theta, scaling = _rope(read)
-        window, sliding_layers = self._windows(read, num_layers)
+        unturned = self.unturned(read, num_layers)
+        window, sliding_layers = self._windows(read, num_layers, unturned)
+        theta, scaling, sliding_rope = self._ropes(read, slides=any(sliding_layers))
         return ModelDims(
             family=str(read.hf.get("model_type", "")),
             vocab_size=read.whole("vocab_size"),
@@ -165,10 +185,16 @@ class ConfigReader:
             out_bias=read.flag(self.out_bias),
             mlp_bias=read.flag(self.mlp_bias),
             qk_norm=read.flag(self.qk_norm),
+            wide_qk_norm=self.wide_qk_norm,
+            pre_norms=self.pre_norms,
+            post_norms=self.post_norms,
             norm_eps=read.number("rms_norm_eps", 1e-6),
             rope_theta=theta,
             rope_scaling=scaling,
             rotary_dim=_rotary_dim(read, head_dim),
+            rotary_pairs=self.rotary_pairs,
+            unturned_layers=unturned if any(unturned) else (),
+            sliding_rope=sliding_rope,
             max_position=read.whole("max_position_embeddings", 32768, most=MAX_POSITION),
             sliding_window=window,
             sliding_layers=sliding_layers,
@@ -217,9 +243,31 @@ class ConfigReader:
             problems.append(Problem(where, rule, "give the config.json of a decoder model"))
         raise_problems(problems)
 
-    def _windows(self, read: ConfigValues, num_layers: int) -> tuple[int | None, tuple[bool, ...]]:
+    def _ropes(
+        self, read: ConfigValues, *, slides: bool
+    ) -> tuple[float, dict[str, Any], dict[str, Any]]:
+        """(theta, scaling, all settings of layers with a window where they differ)."""
+        if self.sliding_theta is None:
+            theta, scaling = _rope(read)
+            kinds = [scaling.get("rope_type", "default")]
+            sliding: dict[str, Any] = {}
+        else:
+            (theta, scaling), (own_theta, own) = _ropes_by_layer(read, *self.sliding_theta)
+            kinds = [one.get("rope_type", "default") for one in (scaling, own)]
+            is_other = slides and (own_theta, own) != (theta, scaling)
+            sliding = {"rope_theta": own_theta, **own} if is_other else {}
+        for kind in kinds:
+            family, names = read.hf.get("model_type"), ", ".join(sorted(self.ropes))
+            rule = f"transformers has {names} for {family}"
+            is_known = not self.ropes or kind in self.ropes
+            read.must(is_known, "rope_type", kind, f"{rule}, or reads it as another kind")
+        return theta, scaling, sliding
+
+    def _windows(
+        self, read: ConfigValues, num_layers: int, unturned: tuple[bool, ...]
+    ) -> tuple[int | None, tuple[bool, ...]]:
         is_set = read.hf.get("sliding_window") is not None and self.windows != "none"
-        has_window = read.flag("use_sliding_window") and is_set
+        has_window = read.flag(self.window_switch) and is_set
         width = read.whole("sliding_window", most=MAX_POSITION) if has_window else None
         if self.windows != "by_layer":
             return width, (True,) * num_layers if width else ()
@@ -236,6 +284,8 @@ class ConfigReader:
             rule = f"must name sliding_attention or full_attention for each of {num_layers} layers"
             read.must(known and len(names) == num_layers, "layer_types", kinds, rule)
             slides = tuple(kind == "sliding_attention" for kind in names)
+        elif unturned:
+            slides = unturned
         else:
             first = read.whole("max_window_layers", 28, 0)
             slides = tuple(self.slides(layer, first) for layer in range(num_layers))
@@ -273,19 +323,61 @@ def _rope(read: ConfigValues) -> tuple[float, dict[str, Any]]:
     """(theta, scaling); theta may lie beside the settings, and so may the original length."""
     key, given = _rope_settings(read.hf)
     where = f"config.json: {key}"
-    if not isinstance(given, Mapping):
-        raise UserError(Problem(f"{where} = {_short(given)}", "must be a JSON object"))
-    if any(isinstance(value, Mapping) for value in given.values()):
+    if isinstance(given, Mapping) and any(isinstance(value, Mapping) for value in given.values()):
         raise UserError(Problem(where, "rotary settings per layer type are not built"))
+    theta, rest = _one_rope(read, key, given, read.number("rope_theta", 10000.0))
+    if rest.get("rope_type") in STRETCHED and read.hf.get(OLD_LENGTH) is not None:
+        rest[OLD_LENGTH] = read.whole(OLD_LENGTH, most=MAX_POSITION)  # transformers lets it win
+    return theta, rest
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def _ropes_by_layer(
+    read: ConfigValues, local_key: str, local_theta: float
+) -> list[tuple[float, dict[str, Any]]]:
+    """As `_rope`, of layers without and with a window. In older files `rope_theta` and
+    `rope_scaling` are those of the first."""
+    given, scaling = read.hf.get("rope_parameters"), read.hf.get("rope_scaling") or {}
+    where = "config.json: rope_parameters"
+    if given is None:
+        given = {}
+    elif not isinstance(given, Mapping) or not given.keys() <= {FULL, SLIDING}:
+        rule = f"must be a JSON object of {FULL} and {SLIDING}: transformers reads nothing else"
+        raise UserError(Problem(f"{where} = {_short(given)}", rule))
+    thetas = read.number("rope_theta", 10000.0), read.number(local_key, local_theta)
+    found = []
+    for kind, theta in zip((FULL, SLIDING), thetas, strict=True):
+        own = given.get(kind) or {"rope_type": "default"}
+        if not isinstance(own, Mapping):
+            rule = "must be a JSON object"
+            raise UserError(Problem(f"{where}.{kind} = {_short(own)}", rule))
+        more = scaling if kind == FULL else {}
+        if not isinstance(more, Mapping):
+            rule = "must be a JSON object"
+            raise UserError(Problem(f"config.json: rope_scaling = {_short(more)}", rule))
+        given_here = {**own, **more}
+        rule = "transformers does not read it in settings by layer type; remove it"
+        is_read = given_here.get("truncate", True) is True
+        read.must(is_read, f"rope_parameters.{kind}.truncate", given_here.get("truncate"), rule)
+        found.append(_one_rope(read, f"rope_parameters.{kind}", given_here, theta))
+    return found
+
+
+def _one_rope(
+    read: ConfigValues, key: str, given: Any, theta: float
+) -> tuple[float, dict[str, Any]]:
+    if not isinstance(given, Mapping):
+        where = f"config.json: {key} = {_short(given)}"
+        raise UserError(Problem(where, "must be a JSON object"))
     scaling = ConfigValues(given)
-    theta = scaling.number("rope_theta", read.number("rope_theta", 10000.0))
+    theta = scaling.number("rope_theta", theta)
     kind = given.get("rope_type") or given.get("type") or "default"
     rest = {k: v for k, v in given.items() if k not in ROPE_KEYS}
     for name in rest.keys() & ROPE_NUMBERS:
         scaling.number(name, 1.0)
     read.problems += scaling.problems
-    if kind in STRETCHED and read.hf.get(OLD_LENGTH) is not None:
-        rest[OLD_LENGTH] = read.whole(OLD_LENGTH, most=MAX_POSITION)  # transformers lets it win
     return theta, {} if kind == "default" else {"rope_type": kind, **rest}
 
 

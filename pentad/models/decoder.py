@@ -24,14 +24,17 @@ from pentad.weights.map import WeightMap
 
 
 class Block(nn.Module):
-    """One layer: x + attn(norm(x)), then x + ffn(norm(x))."""
+    """One layer: x + attn(norm(x)), then x + ffn(norm(x)); results may be normed before they are
+    added, too, or instead."""
 
     def __init__(self, dims: ModelDims, layer: int) -> None:
         super().__init__()
-        self.attn_norm = Norm(dims.hidden_size, dims.norm_eps)
+        self.attn_norm = _norm(dims, dims.pre_norms)
         self.attn = Attention(dims, layer)
-        self.ffn_norm = Norm(dims.hidden_size, dims.norm_eps)
+        self.attn_post_norm = _norm(dims, dims.post_norms)
+        self.ffn_norm = _norm(dims, dims.pre_norms)
         self.ffn = Moe(dims) if dims.is_moe(layer) else Mlp(dims)
+        self.ffn_post_norm = _norm(dims, dims.post_norms)
 
     def forward(
         self,
@@ -45,15 +48,20 @@ class Block(nn.Module):
         x_TD, h_TD = self.mix(x_TD, cos_Td, sin_Td, attend)
         if isinstance(self.ffn, Moe):
             y_TD, chosen_Tk = self.ffn(h_TD, chosen_Tk)
-            return x_TD + y_TD, chosen_Tk
-        return x_TD + self.ffn(h_TD), None
+            return x_TD + self.ffn_post_norm(y_TD), chosen_Tk
+        return x_TD + self.ffn_post_norm(self.ffn(h_TD)), None
 
     def mix(
         self, x_TD: Tensor, cos_Td: Tensor, sin_Td: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
         """All that comes before the ffn: the hidden states, and what the ffn is given of them."""
-        x_TD = x_TD + self.attn(self.attn_norm(x_TD), cos_Td, sin_Td, attend)
+        y_TD = self.attn(self.attn_norm(x_TD), cos_Td, sin_Td, attend)
+        x_TD = x_TD + self.attn_post_norm(y_TD)
         return x_TD, self.ffn_norm(x_TD)
+
+
+def _norm(dims: ModelDims, is_there: bool) -> nn.Module:
+    return Norm(dims.hidden_size, dims.norm_eps) if is_there else nn.Identity()
 
 
 class Decoder(LanguageModel):
@@ -114,10 +122,11 @@ class Decoder(LanguageModel):
         chosen; entries it has already are followed instead.
         """
         x_TD = ids_T if self.embed is None else self.embed(ids_T)
-        cos_Td, sin_Td = self.rotary(positions_T, x_TD.dtype)
+        turns = self.rotary(positions_T, x_TD.dtype)
         for name, block in self.layers.items():
             given_Tk = None if routes is None else routes.get(int(name))
-            x_TD, chosen_Tk = block(x_TD, cos_Td, sin_Td, attend, given_Tk)
+            turn = turns[self.dims.rope_kind(int(name))]
+            x_TD, chosen_Tk = block(x_TD, *turn, attend, given_Tk)
             if routes is not None and chosen_Tk is not None:
                 routes[int(name)] = chosen_Tk
         return x_TD if self.norm is None else self.norm(x_TD)

@@ -10,41 +10,65 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pentad.core.dims import ModelDims
+from pentad.core.dims import ModelDims, RopeKind
 from pentad.core.errors import Problem, UserError
 from pentad.core.types import Attend
 from pentad.ops.gated import silu_mul
 
+Turn = tuple[Tensor, Tensor]
+"""cos_Td and sin_Td of every position."""
+
 
 class Rotary(nn.Module):
-    """cos and sin of every position, once per forward."""
+    """cos and sin of every position, once per forward, for each kind of layer. A layer without
+    rotary turns by no angle: cos is 1 and sin 0, which leaves every number as it is."""
 
     def __init__(self, dims: ModelDims) -> None:
         super().__init__()
-        check_scaling(dims)
+        used = {dims.rope_kind(layer) for layer in range(dims.num_layers)}
+        self.kinds: dict[RopeKind, ModelDims] = {"full": dims, "sliding": _with_sliding_rope(dims)}
+        self.kinds = {kind: own for kind, own in self.kinds.items() if kind in used}
+        for own in self.kinds.values():
+            check_scaling(own)
+        self.has_unturned = "none" in used
         self.dims = dims
         # Not a buffer: a model is built on the meta device, where a buffer would lose its values.
-        self.on_device: dict[torch.device, Tensor] = {}
-        self.scale = 1.0
+        self.on_device: dict[tuple[torch.device, RopeKind], tuple[Tensor, float]] = {}
 
-    def forward(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def forward(self, positions_T: Tensor, dtype: torch.dtype) -> dict[RopeKind, Turn]:
+        found = {kind: self.table(kind, positions_T, dtype) for kind in self.kinds}
+        if self.has_unturned:
+            shape, device = (len(positions_T), self.dims.turned_dim), positions_T.device
+            ones = torch.ones(shape, dtype=dtype, device=device)
+            found["none"] = ones, torch.zeros_like(ones)
+        return found
+
+    def table(self, kind: RopeKind, positions_T: Tensor, dtype: torch.dtype) -> Turn:
         device = positions_T.device
-        if device not in self.on_device:
+        if (device, kind) not in self.on_device:
             with torch.device("cpu"):
-                inverse, self.scale = frequencies(self.dims)
-            self.on_device[device] = inverse.to(device)
-        angles = positions_T.float()[:, None] * self.on_device[device]
+                inverse, scale = frequencies(self.kinds[kind])
+            self.on_device[device, kind] = inverse.to(device), scale
+        inverse, scale = self.on_device[device, kind]
+        angles = positions_T.float()[:, None] * inverse
         cos_Td, sin_Td = self.turns(torch.cat((angles, angles), dim=-1))
-        return (cos_Td * self.scale).to(dtype), (sin_Td * self.scale).to(dtype)
+        return (cos_Td * scale).to(dtype), (sin_Td * scale).to(dtype)
 
     def turns(self, angles_Td: Tensor) -> tuple[Tensor, Tensor]:
         return angles_Td.cos(), angles_Td.sin()
+
+
+def _with_sliding_rope(dims: ModelDims) -> ModelDims:
+    scaling = dict(dims.sliding_rope)
+    theta = scaling.pop("rope_theta", dims.rope_theta)
+    return replace(dims, rope_theta=theta, rope_scaling=scaling)
 
 
 def rotate(x_THd: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> Tensor:
@@ -56,6 +80,20 @@ def rotate(x_THd: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> Tensor:
     turned = torch.cat((-second, first), dim=-1)
     part = part * cos_Td[:, None] + turned * sin_Td[:, None]
     return part if rest.shape[-1] == 0 else torch.cat((part, rest), dim=-1)
+
+
+def rotate_neighbours(x_THd: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> Tensor:
+    """As `rotate`, of the pairs (2j, 2j + 1)."""
+    half = cos_Td.shape[-1] // 2
+    part, rest = x_THd[..., : 2 * half], x_THd[..., 2 * half :]
+    cos, sin = cos_Td[:, None, :half], sin_Td[:, None, :half]
+    first, second = part.unflatten(-1, (half, 2)).unbind(-1)
+    pairs = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    part = pairs.flatten(-2)
+    return part if rest.shape[-1] == 0 else torch.cat((part, rest), dim=-1)
+
+
+ROTATIONS = {"halves": rotate, "neighbours": rotate_neighbours}
 
 
 def frequencies(dims: ModelDims) -> tuple[Tensor, float]:
@@ -172,8 +210,11 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        wide = wide * torch.rsqrt(self.mean_square(wide) + self.eps)
         return self.weight * wide.to(x.dtype)
+
+    def mean_square(self, wide: Tensor) -> Tensor:
+        return wide.pow(2).mean(-1, keepdim=True)
 
 
 class GateUp(nn.Module):
@@ -215,18 +256,34 @@ class Attention(nn.Module):
         self.k = Linear(dims.hidden_size, kv_width, bias=dims.qkv_bias)
         self.v = Linear(dims.hidden_size, kv_width, bias=dims.qkv_bias)
         self.o = Linear(width, dims.hidden_size, bias=dims.out_bias)
-        self.q_norm = Norm(dims.head_dim, dims.norm_eps) if dims.qk_norm else None
-        self.k_norm = Norm(dims.head_dim, dims.norm_eps) if dims.qk_norm else None
+        self.wide_norm = dims.wide_qk_norm
+        widths = (width, kv_width) if dims.wide_qk_norm else (dims.head_dim, dims.head_dim)
+        self.q_norm = Norm(widths[0], dims.norm_eps) if dims.qk_norm else None
+        self.k_norm = Norm(widths[1], dims.norm_eps) if dims.qk_norm else None
+        self.rotate = ROTATIONS[dims.rotary_pairs]
 
     def forward(self, x_TD: Tensor, cos_Td: Tensor, sin_Td: Tensor, attend: Attend) -> Tensor:
+        q_THd, k_TKd, v_TKd = self.project(x_TD)
+        q_THd, k_TKd = self.turned(q_THd, k_TKd, cos_Td, sin_Td)
+        how: dict[str, Any] = {} if self.window is None else {"window": self.window}
+        return self.o(attend(self.layer, q_THd, k_TKd, v_TKd, **how).flatten(-2))
+
+    def project(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values by heads."""
         q_THd = self.q(x_TD).unflatten(-1, (-1, self.head_dim))
         k_TKd = self.k(x_TD).unflatten(-1, (-1, self.head_dim))
-        v_TKd = self.v(x_TD).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            q_THd, k_TKd = self.q_norm(q_THd), self.k_norm(k_TKd)
-        q_THd, k_TKd = rotate(q_THd, cos_Td, sin_Td), rotate(k_TKd, cos_Td, sin_Td)
-        if self.window is None:
-            o_THd = attend(self.layer, q_THd, k_TKd, v_TKd)
-        else:
-            o_THd = attend(self.layer, q_THd, k_TKd, v_TKd, window=self.window)
-        return self.o(o_THd.flatten(-2))
+        return q_THd, k_TKd, self.v(x_TD).unflatten(-1, (-1, self.head_dim))
+
+    def turned(
+        self, q_THd: Tensor, k_TKd: Tensor, cos_Td: Tensor, sin_Td: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys, normed and turned."""
+        q_THd, k_TKd = self.normed(q_THd, self.q_norm), self.normed(k_TKd, self.k_norm)
+        return self.rotate(q_THd, cos_Td, sin_Td), self.rotate(k_TKd, cos_Td, sin_Td)
+
+    def normed(self, x_THd: Tensor, norm: Norm | None) -> Tensor:
+        if norm is None:
+            return x_THd
+        if not self.wide_norm:
+            return norm(x_THd)
+        return norm(x_THd.flatten(-2)).unflatten(-1, (-1, self.head_dim))

@@ -9,7 +9,7 @@ of sequential experts as aliases. Layer and expert numbers are global here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pentad.core.dims import ModelDims
@@ -23,7 +23,9 @@ from pentad.weights.map import (
     Padded,
     Planes,
     Qkv,
+    Rows,
     Rule,
+    Spec,
     Stack,
     WeightMap,
     build_map,
@@ -41,6 +43,10 @@ def has_out_bias(dims: ModelDims, layer: int) -> bool:
 
 def has_qk_norm(dims: ModelDims, layer: int) -> bool:
     return dims.qk_norm
+
+
+def has_wide_qk_norm(dims: ModelDims, layer: int) -> bool:
+    return dims.qk_norm and dims.wide_qk_norm
 
 
 def is_moe(dims: ModelDims, layer: int) -> bool:
@@ -69,6 +75,8 @@ def has_mlp_bias(dims: ModelDims, layer: int) -> bool:
 
 ATTN = "layers.{i}.attn."
 FFN = "layers.{i}.ffn."
+ATTN_NORM, ATTN_POST_NORM = "layers.{i}.attn_norm.weight", "layers.{i}.attn_post_norm.weight"
+FFN_NORM, FFN_POST_NORM = "layers.{i}.ffn_norm.weight", "layers.{i}.ffn_post_norm.weight"
 LAYER = "model.layers.{i}."
 EXPERT = LAYER + "mlp.experts.{e}."
 
@@ -81,7 +89,7 @@ def gated(native: str, shape: str, hf: str, kind: str, when: Condition, init: In
 
 DECODER = (
     Rule("embed.weight", "V D", "model.embed_tokens.weight"),
-    Rule("layers.{i}.attn_norm.weight", "D", LAYER + "input_layernorm.weight", init="ones"),
+    Rule(ATTN_NORM, "D", LAYER + "input_layernorm.weight", init="ones"),
     Rule(ATTN + "q.weight", "Q D", LAYER + "self_attn.q_proj.weight"),
     Rule(ATTN + "k.weight", "K D", LAYER + "self_attn.k_proj.weight"),
     Rule(ATTN + "v.weight", "K D", LAYER + "self_attn.v_proj.weight"),
@@ -92,7 +100,7 @@ DECODER = (
     Rule(ATTN + "o.bias", "D", LAYER + "self_attn.o_proj.bias", has_out_bias, "zeros"),
     Rule(ATTN + "q_norm.weight", "d", LAYER + "self_attn.q_norm.weight", has_qk_norm, "ones"),
     Rule(ATTN + "k_norm.weight", "d", LAYER + "self_attn.k_norm.weight", has_qk_norm, "ones"),
-    Rule("layers.{i}.ffn_norm.weight", "D", LAYER + "post_attention_layernorm.weight", init="ones"),
+    Rule(FFN_NORM, "D", LAYER + "post_attention_layernorm.weight", init="ones"),
     gated(FFN, "2 F D", LAYER + "mlp.", ".weight", is_dense, "normal"),
     Rule(FFN + "down.weight", "D F", LAYER + "mlp.down_proj.weight", is_dense),
     gated(FFN, "2 F", LAYER + "mlp.", ".bias", has_mlp_bias, "zeros"),
@@ -112,6 +120,37 @@ DECODER = (
 """The names that Llama and Qwen share: a tensor is there as the dimensions say."""
 
 
+POST_NORMS = (
+    Rule(ATTN_POST_NORM, "D", LAYER + "post_attention_layernorm.weight", init="ones"),
+    Rule(FFN_POST_NORM, "D", LAYER + "post_feedforward_layernorm.weight", init="ones"),
+)
+"""Norms of the results of attention and ffn."""
+
+
+def without(rules: tuple[Rule, ...], *targets: str) -> tuple[Rule, ...]:
+    return tuple(rule for rule in rules if rule.target not in targets)
+
+
+def with_sources(rules: tuple[Rule, ...], sources: Mapping[str, str | Spec]) -> tuple[Rule, ...]:
+    """The rules, with some of the native tensors elsewhere in files."""
+    unknown = sources.keys() - {rule.target for rule in rules}
+    assert not unknown, f"no rule for {', '.join(sorted(unknown))}"
+    return tuple(replace(r, source=sources.get(r.target, r.source)) for r in rules)
+
+
+FUSED_GATE_UP: dict[str, str | Spec] = {
+    FFN + "gate_up.weight": Glu(
+        *(Rows(LAYER + "mlp.gate_up_proj.weight", "F+F", part) for part in range(2))
+    )
+}
+"""Gate and up as one tensor, gate first."""
+FUSED_QKV: dict[str, str | Spec] = {
+    f"{ATTN}{name}.weight": Rows(LAYER + "self_attn.qkv_proj.weight", "Q+K+K", part)
+    for part, name in enumerate("qkv")
+}
+"""Queries, keys and values as one tensor, one after the other."""
+
+
 def shared_expert(hf: str) -> tuple[Rule, ...]:
     """The expert that every token passes, by the name of its module in files."""
     place = f"{LAYER}mlp.{hf}."
@@ -128,7 +167,7 @@ MEGATRON = (
     Rule(
         THEIRS + "self_attention.linear_qkv.layer_norm_weight",
         "D",
-        "layers.{i}.attn_norm.weight",
+        ATTN_NORM,
         alias=(THEIRS + "input_layernorm.weight",),
     ),
     Rule(
@@ -149,11 +188,11 @@ MEGATRON = (
     Rule(
         THEIRS + "mlp.linear_fc1.layer_norm_weight",
         "D",
-        "layers.{i}.ffn_norm.weight",
+        FFN_NORM,
         is_dense,
         alias=(THEIRS + "pre_mlp_layernorm.weight",),
     ),
-    Rule(THEIRS + "pre_mlp_layernorm.weight", "D", "layers.{i}.ffn_norm.weight", is_moe),
+    Rule(THEIRS + "pre_mlp_layernorm.weight", "D", FFN_NORM, is_moe),
     Rule(THEIRS + "mlp.linear_fc1.weight", "F+F D", Planes(FFN + "gate_up.weight"), is_dense),
     Rule(THEIRS + "mlp.linear_fc1.bias", "F+F", Planes(FFN + "gate_up.bias"), has_mlp_bias),
     Rule(THEIRS + "mlp.linear_fc2.weight", "D F", FFN + "down.weight", is_dense),
@@ -225,6 +264,8 @@ def megatron_sizes(dims: ModelDims, vocab_rows: int) -> dict[str, int]:
 DECODER_SEAMS = (
     Seam("embed", "lookup"),
     Seam("layers.{i}.attn", "gather"),
+    Seam("layers.{i}.attn.q_norm", "norm", has_wide_qk_norm),
+    Seam("layers.{i}.attn.k_norm", "norm", has_wide_qk_norm),
     Seam("layers.{i}.attn.o", "scatter"),
     Seam("layers.{i}.ffn", "gather", is_dense),
     Seam("layers.{i}.ffn.down", "scatter", is_dense),

@@ -28,7 +28,7 @@ from pentad.core.dims import ModelDims
 from pentad.core.swap import swap_class
 from pentad.engine.section import ModelConfig
 from pentad.parallel.blocks import Parts, apply_to_blocks, compiling
-from pentad.parallel.collectives import gather_parts, scatter_sum
+from pentad.parallel.collectives import gather_parts, scatter_sum, sum_ranks
 from pentad.parallel.cuts import Cut, cut_parameters, plan_cuts
 from pentad.parallel.experts import ExpertDispatch
 from pentad.parallel.mesh import Axis, Meshes
@@ -157,8 +157,21 @@ def _looked_up(cls: Any) -> type[nn.Module]:
     return LookedUp
 
 
+@cache
+def _spread_norm(cls: Any) -> type[nn.Module]:
+    class SpreadNorm(cls):
+        tp: Axis
+
+        def mean_square(self, wide: Tensor) -> Tensor:
+            # Parts are equally wide, and heads that lie on several ranks lie on equally many.
+            return sum_ranks(super().mean_square(wide), self.tp) / self.tp.size
+
+    return SpreadNorm
+
+
 _MAKERS: dict[str, Callable[[type], type[nn.Module]]] = {
     "gather": _gathered,
+    "norm": _spread_norm,
     "scatter": _scattered,
     "lookup": _looked_up,
 }

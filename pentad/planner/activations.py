@@ -86,7 +86,7 @@ def attention_kept(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
     """First half of a layer: norm, projections, head norms, core."""
     c, tp = keys.compute_bytes, layout.tp
     q, k = dims.q_dim / tp, kv_width(dims, tp)
-    kept = norm_kept(dims.hidden_size / tp, c)
+    kept = layer_norms_kept(dims, dims.hidden_size / tp, c)
     kept += c * dims.hidden_size  # input of q, k, v, gathered over tp
     if dims.qk_norm:
         kept += norm_kept(q + k, c)
@@ -99,7 +99,7 @@ def mlp_kept(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
     """Second half of a dense layer: norm, gate and up, silu(gate), their product. At most: a GPU's
     kernel for 16-bit numbers does without silu(gate)."""
     c, tp = keys.compute_bytes, layout.tp
-    kept = norm_kept(dims.hidden_size / tp, c)
+    kept = layer_norms_kept(dims, dims.hidden_size / tp, c)
     kept += c * dims.hidden_size  # input of gate and up, gathered over tp
     kept += c * 4 * dims.intermediate_size / tp
     return kept / layout.cp
@@ -113,7 +113,7 @@ def experts_kept(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
     """
     c, tp, chosen = keys.compute_bytes, layout.tp, dims.num_experts_per_token
     h, width = dims.hidden_size, dims.moe_intermediate_size
-    kept = norm_kept(h, c) + c * h
+    kept = layer_norms_kept(dims, h, c) + c * h
     kept += WIDE * dims.num_experts + INDEX_BYTES * chosen  # probabilities; order of the rows
     kept += chosen * c * (h + 3 * width)  # rows sorted by expert; gate, up, their weighted product
     if layout.ep > 1:
@@ -122,6 +122,11 @@ def experts_kept(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
         kept += c * 4 * dims.shared_expert_size  # as a dense ffn
         kept += c * h * dims.shared_expert_gate  # its result before the gate
     return kept / (tp * layout.cp)
+
+
+def layer_norms_kept(dims: ModelDims, width: float, c: int) -> float:
+    """The norms of half a layer, before its work and after it."""
+    return (dims.pre_norms + dims.post_norms) * norm_kept(width, c)
 
 
 def norm_kept(width: float, c: int) -> float:

@@ -120,8 +120,9 @@ class Seam:
     """
 
     module: str
-    kind: Literal["lookup", "gather", "scatter"]
+    kind: Literal["lookup", "gather", "norm", "scatter"]
     """lookup: a table cut by rows; what each rank finds is summed and dealt by tokens.
     gather: the module takes all tokens; its first argument is put together from the ranks.
+    norm: its width is cut; the mean of the squares is that of all ranks' parts.
     scatter: its product is a part of a sum; the sum is dealt by tokens, a bias added after it."""
     when: Condition = always

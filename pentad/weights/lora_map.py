@@ -36,19 +36,53 @@ NO_FACTORS = {
 
 
 def target_words(rules: Sequence[Rule], dims: ModelDims) -> list[str]:
-    """The words for which a model has matrices."""
+    """The words for which a model has matrices that can be given factors."""
+    return _words([rule for rule in _held(rules, dims) if _is_apart(as_spec(rule.source))])
+
+
+def fused_words(rules: Sequence[Rule], dims: ModelDims) -> list[str]:
+    """The words for matrices that share one tensor of the files. An adapter's file would have one
+    A for all of them, and here each has its own."""
+    return _words([rule for rule in _held(rules, dims) if not _is_apart(as_spec(rule.source))])
+
+
+def _held(rules: Sequence[Rule], dims: ModelDims) -> list[Rule]:
     layers = range(dims.num_layers)
-    held = [rule for rule in rules if any(rule.when(dims, layer) for layer in layers)]
-    return [word for word in NATIVE if any(_is_target(rule, [word]) for rule in held)]
+    return [rule for rule in rules if any(rule.when(dims, layer) for layer in layers)]
 
 
-def target_problems(lora: LoraConfig, words: Sequence[str], family: str) -> list[Problem]:
-    """What is wrong with the targets for a model that has these words."""
+def _words(rules: Sequence[Rule]) -> list[str]:
+    return [word for word in NATIVE if any(_is_target(rule, [word]) for rule in rules)]
+
+
+def _is_apart(source: Spec) -> bool:
+    match source:
+        case One():
+            return True
+        case Glu(gate, up):
+            return _is_apart(as_spec(gate)) and _is_apart(as_spec(up))
+        case Stack(each):
+            return _is_apart(as_spec(each))
+    return False
+
+
+def target_problems(
+    lora: LoraConfig, words: Sequence[str], family: str, fused: Sequence[str] = ()
+) -> list[Problem]:
+    """What is wrong with the targets for a model that has these words; `fused` are those of
+    `fused_words`."""
+    chosen = [*words, *fused] if lora.targets == "all-linear" else lora.targets
+    together = [word for word in chosen if word in fused]
+    if together:
+        where = f"actor.lora.targets = {lora.targets}"
+        rule = f"{family} holds {', '.join(together)} in shared tensors, which get no factors"
+        return [Problem(where, rule, f"name some of {', '.join(words)}")]
     if lora.targets == "all-linear":
         return []
     where = f"actor.lora.targets = {list(lora.targets)}"
     unknown = [word for word in lora.targets if word not in words]
-    remedy = f"use all-linear, or some of {', '.join(words)}"
+    every = f"some of {', '.join(words)}"
+    remedy = f"name {every}" if fused else f"use all-linear, or {every}"
     if not lora.targets:
         return [Problem(where, "nothing would be trained", remedy)]
     if unknown:

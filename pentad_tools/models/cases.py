@@ -90,6 +90,9 @@ TUNED_YARN = {
     "truncate": False,
 }
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 333.0}
+LOCAL_ROPE = {"rope_type": "default", "rope_theta": 55.0}
+LAYER_KINDS = {"full_attention", "sliding_attention"}
+LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 VARIANTS: dict[str, dict[str, Any]] = {
     "untied": {"tie_word_embeddings": False},
     "tied": {"tie_word_embeddings": True},
@@ -110,6 +113,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def variants_of(family_keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The variants of a family, by the keys that its transformers config has."""
     has_experts = "moe_intermediate_size" in family_keys
+    by_layer = LAYER_KINDS & (family_keys.get("rope_parameters") or {}).keys()
     base = {**SIZES, "rope_parameters": PLAIN_ROPE}
     if has_experts:
         base |= DEEPSEEK_SIZES if "n_routed_experts" in family_keys else EXPERT_SIZES
@@ -119,6 +123,11 @@ def variants_of(family_keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     out = {}
     for name, changes in VARIANTS.items():
         known = {key: value for key, value in changes.items() if key in family_keys}
+        if known and by_layer:
+            known |= {"layer_types": LAYER_TYPES, "sliding_window": 5}
+            full = {**known.get("rope_parameters", PLAIN_ROPE)}
+            full.pop("truncate", None)  # transformers does not read it there
+            known["rope_parameters"] = {"full_attention": full, "sliding_attention": LOCAL_ROPE}
         if known and (name != "window" or "sliding_window" in known):
             out[name] = deepcopy({**base, **known})  # transformers' configs change what they get
     return out

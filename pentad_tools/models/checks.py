@@ -21,12 +21,14 @@ from pentad.core.errors import UserError
 from pentad.models.decoder import Decoder, causal_attend
 from pentad.models.families import dims_of, map_of, path_of, read_config
 from pentad.models.hf_weights import iter_hf, native_tensors
+from pentad.models.layers import Norm
 from pentad.models.moe import Experts
 from pentad.models.registry import build_model, create_model, load_model, load_weights, save_model
 from pentad.models.spec import MEGATRON_PLAN, padded_vocab
 from pentad.weights import transfer
 from pentad.weights.cuts import split_dims
 from pentad.weights.hf import HfFolder
+from pentad.weights.megatron.arguments import unsayable
 from pentad.weights.transfer import whole_shards
 from pentad_tools.models.cases import (
     EXPERT_GRID,
@@ -107,7 +109,7 @@ def _variations(full: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 def check_plan(case: FamilyCase) -> str:
     """What the plan cuts lies where its ranks meet again: at a seam, or among the experts."""
     model = build_model(case.dims, device="meta", dtype=torch.float32)
-    seams: dict[str, set[str]] = {"lookup": set(), "gather": set(), "scatter": set()}
+    seams: dict[str, set[str]] = {"lookup": set(), "gather": set(), "norm": set(), "scatter": set()}
     for seam in case.spec.seams:
         layers = range(case.dims.num_layers if "{i}" in seam.module else 1)
         seams[seam.kind] |= {seam.module.format(i=i) for i in layers if seam.when(case.dims, i)}
@@ -125,7 +127,9 @@ def check_plan(case: FamilyCase) -> str:
                 raise Fault(f"{cut}; experts are cut by ep and etp, and nothing else is")
             if is_expert or (name == "head.weight" and dim == 0):
                 continue
-            if module in seams["lookup"]:
+            if isinstance(model.get_submodule(module), Norm):
+                meets, wanted = {module} & seams["norm"], "a norm seam there"
+            elif module in seams["lookup"]:
                 meets, wanted = {module} if dim == 0 else set(), "its rows cut"
             elif dim == len(entry.shape) - 1 and dim > 0 and leaf != "bias":
                 meets, wanted = {module} & seams["scatter"], "a scatter seam there"
@@ -337,6 +341,8 @@ def check_layouts(case: FamilyCase) -> str:
 
 def check_megatron(case: FamilyCase) -> str:
     """Megatron's tensors at every tp and etp: back to HF bit for bit, and Megatron's arithmetic."""
+    if refused := unsayable(case.dims):
+        return f"refused: {refused[0].rule}"
     disk, expected = case.disk(), case.expected()[0]
     layouts = [{"tp": at["tp"], "etp": at.get("etp", 1)} for at in layouts_of(case.dims)]
     for layout in layouts:

@@ -66,10 +66,10 @@ def checks_table(report: FamilyReport) -> Table:
     return make_table(("check", "result", "what was seen", "seconds"), rows, right=("seconds",))
 
 
-def run_new_model(config: str, out: str | None) -> None:
+def run_new_model(config: str, out: str | None, *, plain: bool = False) -> None:
     """`config` is a folder, a config.json, or a model_type that transformers knows."""
     quiet_transformers()
-    text = draft(_read(config))
+    text = draft(_read(config), plain=plain)
     family = _read(config)["model_type"]
     file = Path(out or f"{family}.py")
     if file.exists():

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from pentad.core.dims import ModelDims
 from pentad.core.types import Attend
 from pentad.models.decoder import Block, Decoder
-from pentad.models.layers import Rotary, rotate
+from pentad.models.layers import Norm, Rotary, rotate
 from pentad.models.moe import Beside, Experts, Moe
 from pentad.weights.cuts import CutPlan, RankCoords, cut_entry
 from pentad.weights.map import Entry, WeightMap
@@ -40,8 +40,31 @@ class SumOverRanks(nn.Module):
         self.ranks = ranks
 
     def forward(self, *args: Any) -> Tensor:
-        results = [functional_call(self.parts[0], dict(rank), args) for rank in self.ranks]
+        norms = [x for x in self.parts[0].modules() if isinstance(x, Norm) and self.is_cut(x)]
+        for norm in norms:
+            norm.mean_square = MeansOfRanks(len(self.ranks))  # type: ignore[method-assign]
+        for _ in range(2 if norms else 1):  # first each norm's own means, then those of all
+            results = [functional_call(self.parts[0], dict(rank), args) for rank in self.ranks]
         return torch.stack(results).sum(0)
+
+    def is_cut(self, norm: Norm) -> bool:
+        name = next(n for n, x in self.parts[0].named_modules() if x is norm)
+        return self.ranks[0][f"{name}.weight"].shape != norm.weight.shape
+
+
+class MeansOfRanks:
+    """Mean squares of a norm whose width lies on several ranks: it is asked by one rank after the
+    other, and then again, when all of them are known."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.means: list[Tensor] = []
+
+    def __call__(self, wide: Tensor) -> Tensor:
+        if len(self.means) == self.num_ranks:
+            return torch.stack(self.means).mean(0)
+        self.means.append(wide.pow(2).mean(-1, keepdim=True))
+        return self.means[-1]
 
 
 class EmbeddingOverRanks(nn.Module):
@@ -216,10 +239,11 @@ class MegatronForward:
         self.attend = attend
 
     def logits(self, ids_T: Tensor) -> Tensor:
-        turn = Rotary(self.dims)(torch.arange(len(ids_T)), torch.float32)
+        turns = Rotary(self.dims)(torch.arange(len(ids_T)), torch.float32)
         x = torch.cat([rank["embedding.word_embeddings.weight"] for rank in self.ranks])[ids_T]
         for layer in range(self.dims.num_layers):
             at = f"decoder.layers.{layer}."
+            turn = turns[self.dims.rope_kind(layer)]
             x = x + self.attention(x, at + "self_attention.", layer, turn)
             x = x + (self.mixture(x, at) if self.dims.is_moe(layer) else self.mlp(x, at))
         h = self.norm(x, "decoder.final_layernorm.weight")

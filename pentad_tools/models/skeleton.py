@@ -78,13 +78,14 @@ UNREAD = (
 DEFAULTS_SAID = '"""What transformers takes for these keys where a config.json leaves them out."""'
 
 
-def draft(config: Mapping[str, Any]) -> str:
-    """The text of a model file for a family that transformers knows."""
+def draft(config: Mapping[str, Any], *, plain: bool = False) -> str:
+    """The text of a model file for a family that transformers knows. `plain`: without the package's
+    own file of the family."""
     family = str(config.get("model_type"))
     if family not in transformers.CONFIG_MAPPING:
         rule = "transformers has no such model_type, so its tensors are not known"
         raise UserError(Problem(f"model_type = {family}", rule, "write the file by hand"))
-    is_ours = has_file(family)  # and reads its config already
+    is_ours = has_file(family) and not plain  # and reads its config already
     defaults = {} if is_ours else _defaults(family)
     always, ever = tensors_of(family, False), tensors_of(family, True)
     rules = _rules(always, ever)

@@ -17,6 +17,7 @@ from engine_toys import (
     make_rows,
     state_of,
 )
+from family_toys import FAMILY_CONFIGS
 from sections import engine_settings
 from torch import Tensor
 
@@ -67,7 +68,15 @@ GLM = DENSE | {
     "routed_scaling_factor": 1.4,
 }
 SIX = MOE | {"num_experts": 6}
-CONFIGS = {"dense": DENSE, "moe": MOE, "six": SIX, "biased": BIASED, "shared": SHARED, "glm": GLM}
+OWN = {name: config | {"initializer_range": 0.2} for name, config in FAMILY_CONFIGS.items()}
+CONFIGS = OWN | {
+    "dense": DENSE,
+    "moe": MOE,
+    "six": SIX,
+    "biased": BIASED,
+    "shared": SHARED,
+    "glm": GLM,
+}
 LOSSES = {"token": PolicyLoss(0.3), "sequence": SequenceLoss(), "value": ValueLoss()}
 
 

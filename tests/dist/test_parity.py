@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from family_toys import FAMILY_CONFIGS
 from parity_cases import rounded_steps, train_step
 from tables import table
 
@@ -181,6 +182,33 @@ BALANCED_REST = [BALANCED[1], BALANCED[3], BALANCED[4], BALANCED[6], BALANCED[7]
 def test_experts_over_any_number_of_ranks(pool, model, layout, settings):
     """Where torch.chunk would leave a rank without one."""
     check(pool, model, layout, **settings)
+
+
+FAMILIES = [
+    (family, layout)
+    for family in FAMILY_CONFIGS
+    for layout in (Layout(tp=2), Layout(cp=2), Layout(dp_shard=2, tp=4))
+]
+FAMILIES_HERE = [("olmo2", Layout(dp_shard=2, tp=4)), ("glm4", Layout(tp=2))]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"), table(FAMILIES, [one for one in FAMILIES if one not in FAMILIES_HERE])
+)
+def test_families(pool, model, layout):
+    """Norms over a width that is cut, key heads that two ranks hold, norms behind the sums."""
+    check(pool, model, layout)
+
+
+@pytest.mark.parametrize(
+    "model", table(list(FAMILY_CONFIGS), sorted({*FAMILY_CONFIGS} - {"olmo3"}))
+)
+def test_families_in_a_pipeline(pool, model):
+    whole = train_step(model, Layout())
+    given = {"layout": Layout(pp=2), "pp_schedule": "1F1B", "n_mbs": 2}
+    mine = pool.run(2, "parity_cases", "train_step", model=model, **given)
+    assert mine["result"].grad_norm == pytest.approx(whole["result"].grad_norm, rel=1e-5)
+    assert mine["loss_sum"] == pytest.approx(whole["loss_sum"], rel=1e-5, abs=2e-4)
 
 
 LORA = [

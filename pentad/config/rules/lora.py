@@ -11,7 +11,7 @@ from pentad.core.errors import Problem
 from pentad.core.fit import splits_backward
 from pentad.models.catalog import known_dims
 from pentad.models.families import is_known, spec_of
-from pentad.weights.lora_map import target_problems, target_words
+from pentad.weights.lora_map import fused_words, target_problems, target_words
 
 RULES = Rules()
 
@@ -22,8 +22,9 @@ def targets_exist(config: Config) -> list[Problem]:
     lora, dims = config.actor.lora, known_dims(config.actor.path)
     if lora is None or dims is None or not is_known(dims.family):
         return []
-    words = target_words(spec_of(dims.family).rules, dims)
-    return target_problems(lora, words, dims.family)
+    rules = spec_of(dims.family).rules
+    words, fused = target_words(rules, dims), fused_words(rules, dims)
+    return target_problems(lora, words, dims.family, fused)
 
 
 @RULES.add(commands=RUNS)

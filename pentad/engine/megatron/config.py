@@ -51,6 +51,7 @@ def transformer_config(
         add_bias_linear=args["add_bias_linear"],
         add_qkv_bias=args["add_qkv_bias"],
         qk_layernorm=args["qk_layernorm"],
+        no_rope_freq=args["no_rope_freq"],
         gated_linear_unit=True,
         activation_func=F.silu,
         tensor_model_parallel_size=layout.tp,

@@ -21,7 +21,7 @@ from pentad.core.specs import import_named
 from pentad.engine.section import LoraConfig
 from pentad.models.config_reader import dims_from_hf
 from pentad.models.spec import ModelSpec
-from pentad.weights.lora_map import lora_map, target_problems, target_words
+from pentad.weights.lora_map import fused_words, lora_map, target_problems, target_words
 from pentad.weights.map import WeightMap
 
 FOLDER = Path(__file__).parent
@@ -210,8 +210,9 @@ def no_such_family(family: str, known: Iterable[str]) -> Problem:
 
 def lora_words(dims: ModelDims, lora: LoraConfig) -> Sequence[str]:
     """The targets of an adapter of the family, as words."""
-    words = target_words(spec_of(dims.family).rules, dims)
-    raise_problems(target_problems(lora, words, dims.family))
+    rules = spec_of(dims.family).rules
+    words = target_words(rules, dims)
+    raise_problems(target_problems(lora, words, dims.family, fused_words(rules, dims)))
     return words if lora.targets == "all-linear" else lora.targets
 
 

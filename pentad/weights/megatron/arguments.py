@@ -27,7 +27,6 @@ SAME_FOR_ALL: dict[str, Any] = {
     "apply_layernorm_1p": False,
     "apply_residual_connection_post_layernorm": False,
     "rotary_interleaved": False,
-    "no_rope_freq": None,
     "multi_latent_attention": False,
     "experimental_attention_variant": None,
     "linear_attention_freq": None,
@@ -78,6 +77,7 @@ def _rotary(dims: ModelDims) -> dict[str, Any]:
         "position_embedding_type": "yarn" if kind == "yarn" else "rope",
         "rotary_base": dims.rope_theta,
         "rotary_percent": dims.turned_dim / dims.head_dim,
+        "no_rope_freq": [int(one) for one in dims.unturned_layers] or None,
         "rotary_seq_len_interpolation_factor": scaling.get("factor") if kind == "linear" else None,
         "use_rope_scaling": kind == "llama3",
         "rope_scaling_factor": float(scaling["factor"]) if kind == "llama3" else 8.0,
@@ -141,13 +141,26 @@ def _mixture(dims: ModelDims) -> dict[str, Any]:
 
 def unsayable(dims: ModelDims) -> list[Problem]:
     """What a config.json says and no argument of Megatron does."""
-    found = [*_unsayable_rotary(dims), *_unsayable_biases(dims)]
+    found = [*_unsayable_layers(dims), *_unsayable_rotary(dims), *_unsayable_biases(dims)]
     several = dims.num_experts_per_token > 1
     if dims.router_score == "sigmoid" and dims.norm_topk_prob != several:
         where = f"config.json: norm_topk_prob = {str(dims.norm_topk_prob).lower()}"
         rule = f"Megatron makes it {str(several).lower()} for num_experts_per_tok = "
         found.append(Problem(where, f"{rule}{dims.num_experts_per_token} scored by sigmoid"))
     return found
+
+
+def _unsayable_layers(dims: ModelDims) -> Iterable[Problem]:
+    where = f"config.json: model_type = {dims.family}"
+    others = {
+        "norms after attention and ffn": dims.post_norms or not dims.pre_norms,
+        "norms of queries and keys over all heads": dims.wide_qk_norm,
+        "rotary settings of their own for layers with a window": bool(dims.sliding_rope),
+        "rotary over neighbouring numbers": dims.rotary_pairs == "neighbours",
+    }
+    for what, is_there in others.items():
+        if is_there:
+            yield Problem(where, f"it has {what}, which Megatron's layers have not", "use archon")
 
 
 def _unsayable_rotary(dims: ModelDims) -> Iterable[Problem]:
@@ -273,6 +286,13 @@ def _concentration(args: Args, num_layers: int) -> float:
     return (mine * stretch + 1) / (whole * stretch + 1)
 
 
+def _unturned_layers(args: Args, num_layers: int) -> Any:
+    pattern = args["no_rope_freq"] or [0] * num_layers
+    if isinstance(pattern, int):  # every so many layers one without rotary
+        return [int((layer + 1) % pattern == 0) for layer in range(num_layers)]
+    return list(pattern)
+
+
 def _router_groups(args: Args, num_layers: int) -> Any:
     groups, chosen = args["moe_router_num_groups"], args.get("moe_router_group_topk")
     return None if groups == chosen else (groups, chosen)
@@ -282,6 +302,7 @@ MEANINGS: dict[str, Callable[[Args, int], Any]] = {
     "num_query_groups": _groups,
     "add_qkv_bias": lambda args, _: bool(args["add_qkv_bias"] or args.get("add_bias_linear")),
     "window_size": _layer_windows,
+    "no_rope_freq": _unturned_layers,
     "moe_layer_freq": _moe_pattern,
     "moe_router_num_groups": _router_groups,
     "moe_router_topk_scaling_factor": lambda args, _: args["moe_router_topk_scaling_factor"] or 1.0,
@@ -304,6 +325,7 @@ FROM_COMMAND_LINE = {
     "rotary_seq_len_interpolation_factor": None,
     "window_size": None,
     "window_attn_skip_freq": None,
+    "no_rope_freq": None,
     "moe_shared_expert_gate": False,
     "moe_router_score_function": "softmax",
     "moe_router_enable_expert_bias": False,

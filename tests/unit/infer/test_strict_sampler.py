@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from family_toys import FAMILY_CONFIGS
 from sections import engine_settings, sampler_settings
+from tables import table
 
 from pentad.core.errors import UserError
 from pentad.core.layout import Layout
@@ -68,6 +70,7 @@ GLM = DENSE | {
     "routed_scaling_factor": 1.5,
 }
 MODELS = {"dense": DENSE, "mixture": MIXTURE, "shared": SHARED, "odd": ODD, "glm": GLM}
+MODELS |= FAMILY_CONFIGS
 
 
 def learner_of(config, **settings):
@@ -106,6 +109,7 @@ def assert_bitwise(learner, rows, reported):
         assert torch.equal(output["logprobs"][-len(wanted) :], wanted)
 
 
+FAMILIES_REST = [(model, "chunked") for model in FAMILY_CONFIGS if model != "olmo3"]
 CASES = {
     "plain": {},
     "few-rows": {"max_running": 3},
@@ -120,6 +124,7 @@ CASES = {
     [
         *((model, case) for model in ("dense", "mixture") for case in CASES),
         *((model, case) for model in ("shared", "odd", "glm") for case in ("chunked", "preempted")),
+        *table([(model, "chunked") for model in FAMILY_CONFIGS], FAMILIES_REST),
     ],
 )
 def test_reported_logprobs_are_the_learners(make_request, generate, model, case):

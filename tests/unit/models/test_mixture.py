@@ -96,7 +96,7 @@ def test_a_pass_records_what_every_mixture_chose():
     assert sorted(routes) == [0, 2]
     hidden = model.layers["0"].attn_norm  # the first mixture's choice, computed by hand
     x = model.embed(IDS)
-    cos, sin = model.rotary(POSITIONS, x.dtype)
+    cos, sin = model.rotary(POSITIONS, x.dtype)["full"]
     x = x + model.layers["0"].attn(hidden(x), cos, sin, causal_attend)
     logits = model.layers["0"].ffn_norm(x) @ model.layers["0"].ffn.router.weight.T
     assert torch.equal(routes[0], logits.topk(2).indices)

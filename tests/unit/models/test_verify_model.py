@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 import transformers
+from family_toys import FAMILY_CONFIGS
 
 from pentad.core.errors import UserError
 from pentad.models import families
@@ -27,7 +28,31 @@ from pentad_tools.models.verify import (
 transformers.utils.logging.disable_progress_bar()
 
 
-@pytest.mark.parametrize("family", families.known_families())
+FIRST = ["glm4_moe", "llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"]
+"""Families whose every variant `make test` tries."""
+MORE = sorted({*families.known_families()} - {*FIRST})
+
+
+@pytest.mark.parametrize("family", MORE)
+def test_a_variant_of_each_further_family_passes(family):
+    subject = subject_of(family)
+    chosen = [*subject.spec.variants, "tied", "untied"][0]
+    config = subject.configs[chosen]
+    report = verify_subject(FamilySubject(subject.spec, {chosen: config}))
+    assert report.passed, [outcome for outcome in report.outcomes if not outcome.passed]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", MORE)
+def test_every_variant_of_the_further_families_passes(family):
+    report = verify(family)
+    assert report.passed, [outcome for outcome in report.outcomes if not outcome.passed]
+    cases = {outcome.case for outcome in report.outcomes}
+    assert cases >= {*spec_of(family).variants, "untied"}
+    assert family == "phi3" or cases >= {"linear rope", "llama3 rope", "yarn rope"}
+
+
+@pytest.mark.parametrize("family", FIRST)
 def test_the_families_of_the_package_pass(family):
     report = verify(family)
     assert report.passed, [outcome for outcome in report.outcomes if not outcome.passed]
@@ -41,8 +66,7 @@ def test_the_families_of_the_package_pass(family):
 
 
 def test_every_family_is_found_by_its_file():
-    dense, mixtures = ["llama", "mistral", "qwen2", "qwen3"], ["glm4_moe", "qwen2_moe", "qwen3_moe"]
-    assert families.known_families() == sorted(dense + mixtures)
+    assert families.known_families() == sorted([*FIRST, *FAMILY_CONFIGS])
 
 
 def subject_in_place(spec, monkeypatch, variant="untied", **changes):

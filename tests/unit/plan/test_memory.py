@@ -83,6 +83,7 @@ def tiny(vocab_size: int, **extra) -> ModelDims:
     family = "qwen3_moe" if "num_experts" in extra else "qwen3"
     family = "qwen2_moe" if "shared_expert_size" in extra else family
     family = "glm4_moe" if "router_bias" in extra else family
+    family = "glm4" if "post_norms" in extra else family
     return ModelDims(
         family=family,
         vocab_size=vocab_size,
@@ -121,8 +122,8 @@ def measure(dims: ModelDims, mode: str, selective: str | int, **extra) -> tuple[
 @pytest.mark.parametrize("vocab_size", [50, 4000])
 @pytest.mark.parametrize(
     "extra",
-    [{}, MOE, {**MOE, "shared_expert_size": 160}, GLM],
-    ids=["dense", "moe", "shared", "glm"],
+    [{}, {"post_norms": True}, MOE, {**MOE, "shared_expert_size": 160}, GLM],
+    ids=["dense", "post norms", "moe", "shared", "glm"],
 )
 def test_kept_and_peak_bytes_are_those_of_the_real_model(extra, vocab_size, mode, selective):
     dims = tiny(vocab_size, **extra)

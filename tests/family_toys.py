@@ -1,0 +1,34 @@
+"""A tiny config of each model family, on which every switch of the family has an effect."""
+
+from typing import Any
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 37,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.3,
+    "pad_token_id": 20,
+}
+LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+OWN: dict[str, dict[str, Any]] = {
+    # No biases: no gradient reaches that of a key's unturned half, and Adam would follow noise.
+    "glm4": {"attention_bias": False, "partial_rotary_factor": 0.5},
+    "olmo2": {},
+    "olmo3": {
+        "sliding_window": 7,
+        "layer_types": LAYER_TYPES,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 90.0},
+        },
+    },
+    "phi3": {"sliding_window": 9},
+    "smollm3": {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": True},
+}
+FAMILY_CONFIGS = {name: {"model_type": name, **SIZES, **own} for name, own in OWN.items()}
