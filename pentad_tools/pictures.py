@@ -41,9 +41,9 @@ def views_of(address: str) -> dict[str, str]:
     """Name of a picture -> the page's address for it."""
     with urllib.request.urlopen(f"{address}api/runs") as answer:
         runs = json.load(answer)["runs"]
-    known = {run["id"] for run in runs}
-    if missing := {f"demo-grpo~{name}" for name in ("seed1", "rloo", "async")} - known:
-        raise SystemExit(f"no run {', '.join(sorted(missing))}; see the head of this file")
+    complete = {run["id"] for run in runs if run["state"] == "complete"}
+    if missing := {f"demo-grpo~{name}" for name in ("seed1", "rloo", "async")} - complete:
+        raise SystemExit(f"no complete run {', '.join(sorted(missing))}; see the head of this file")
     demo = "demo-grpo~seed1"
     found = {name: f"#/{name}?run={demo}" for name in ("overview", "samples", "plan")}
     found["samples"] += "&color=logprob"

@@ -56,7 +56,7 @@ export function smoothed(x: number[], y: (number | null)[], span: number): (numb
 
 const MARK_COLORS: Record<string, string> = {
   alarm: "--bad", error: "--bad", warning: "--warn", restart: "--info", recovery: "--info",
-  rollback: "--bad", skipped: "--warn",
+  rollback: "--bad", skipped: "--warn", picked: "--text",
 };
 
 export class Chart {

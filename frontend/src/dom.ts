@@ -48,7 +48,7 @@ export function choice<T extends string>(
   return h("div", { class: "choice", role: "group", "aria-label": label }, buttons);
 }
 
-export function table(head: string[], rows: Child[][], right: number[] = []): HTMLElement {
+export function table(head: Child[], rows: Child[][], right: number[] = []): HTMLElement {
   const side = (n: number) => (right.includes(n) ? "num" : null);
   return h("div", { class: "scroll" },
     h("table", { style: { minWidth: head.length > 4 ? `${110 * head.length - 60 * right.length}px` : "" } },

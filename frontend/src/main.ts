@@ -38,8 +38,13 @@ const themeButton = h("button", { type: "button", class: "ghost", onclick: () =>
   show(true);
 } }, "Theme");
 
+let shownHead = "";
+/** Anew only where it changed: a link that is replaced while it is pressed or has the focus is lost. */
 function head(): void {
   const run = main(), { view, ids } = shared.state;
+  const now = JSON.stringify([view, ids, shared.runs, run?.name, run?.state, run?.has_plan]);
+  if (now === shownHead) return;
+  shownHead = now;
   fill(tabs, VIEWS.filter(([name]) => (name === "plan" ? run?.has_plan : run?.state !== "recipe")).map(([name, label]) =>
     h("a", { href: address(name, ids), "aria-current": name === view ? "page" : null }, label)));
   const open = chooser.querySelector("details")?.open ?? false;
@@ -49,9 +54,9 @@ function head(): void {
     return h("li", null,
       h("input", { type: "checkbox", checked: isOn, id: `run-${one.id}`, "aria-label": `Compare ${one.name}`, onchange: () => {
         const next = isOn ? ids.filter((id) => id !== one.id) : [...ids, one.id].slice(-MAX_RUNS);
-        location.hash = address(view, next.length ? next : [one.id]);
+        location.hash = address(next.length > 1 ? "overview" : view, next.length ? next : [one.id]); // runs are compared there
       } }),
-      h("a", { href: address(view, [one.id]), title: one.path }, one.name), h("span", { class: `state ${one.state}` }, one.state),
+      h("a", { href: address(view, [one.id]), title: one.path, onclick: () => { chooser.querySelector("details")!.open = false; } }, one.name), h("span", { class: `state ${one.state}` }, one.state),
       h("span", { class: "muted" }, one.step !== null ? `step ${one.step}` : one.state === "recipe" ? "" : "no step", one.reward !== null && one.reward !== undefined ? ` · reward ${num(one.reward)}` : "", one.time ? ` · ${clock(one.time)}` : ""));
   });
   fill(chooser, shared.runs.length > 1 || !run

@@ -229,16 +229,19 @@ export function overview(): Page {
     const ids = shared.state.ids;
     if (ids.length < 2) { fill(compared); return; }
     const found = await get("compare", { run: ids });
-    if (JSON.stringify(found) === differing) return;
-    differing = JSON.stringify(found);
+    const now = JSON.stringify([found, ids.map((id) => shared.summaries.get(id)!.sign)]);
+    if (now === differing) return;
+    differing = now;
     const names = ids.map((id) => shared.summaries.get(id)!.name);
     const keys = Object.entries(found.keys as Record<string, unknown[]>);
     fill(compared, h("section", { class: "panel" }, h("h2", null, "What differs"),
       found.partings.map((p: any, n: number) => h("p", null, h("b", null, names[0]), " and ", h("b", null, names[n + 1]), p
         ? [" part at ", h("a", { href: address("samples", [ids[0]], { step: String(p.step) }) }, `step ${p.step}`), `: ${p.key} is ${num(p.values[0], 6)} and ${num(p.values[1], 6)}.`]
         : " agree in every step that both have.")),
-      keys.length ? table(["key", ...names], keys.map(([key, values]) => [h("code", null, key),
-        ...values.map((v) => h("code", null, typeof v === "string" ? v : JSON.stringify(v)))])) : h("p", { class: "muted" }, "Their configs are equal.")));
+      table(["", ...names.map((name, n) => [h("i", { class: "swatch", style: { background: `var(${COLORS[n % COLORS.length]})` } }), name])], [
+        ...FIGURES.map(([label, of]) => [label, ...ids.map((id) => of(shared.summaries.get(id)!))]).filter(([, ...values]) => values.some((v) => v !== "–")),
+        ...keys.map(([key, values]) => [h("code", null, key), ...values.map((v) => h("code", null, typeof v === "string" ? v : JSON.stringify(v)))])]),
+      !keys.length && h("p", { class: "muted" }, "Their configs are equal.")));
   }
 
   function stats(): void {
@@ -249,6 +252,7 @@ export function overview(): Page {
     const item = (label: string, value: Child, note: Child = null, title = "") =>
       h("div", { class: "stat", title }, h("span", { class: "label" }, label), h("span", { class: "value" }, value), h("span", { class: "note" }, note));
     const total = run.total_steps;
+    strip.hidden = shared.state.ids.length > 1; // the table of what differs has the figures of each
     fill(strip,
       item("Step", num(run.step, 6), total ? `of ${total}` : null),
       rl.reward_mean != null && item("Reward", num(rl.reward_mean), `± ${num(rl.reward_std, 2)} over samples`),
@@ -262,21 +266,20 @@ export function overview(): Page {
       last.infra?.ettr != null && item("Effective time", share(last.infra.ettr), "of the wall clock", shared.fields["infra/ettr"]?.meaning));
   }
 
-  function tookOf(run: Summary): number | null {
-    const first = Date.parse(run.starts[0]?.time) / 1e3;
-    return run.last?.time_s && first ? run.last.time_s - first : null;
-  }
-
   function events(): void {
     const run = main();
     if (!run) return;
     const marks: Mark[] = [...run.marks].reverse();
-    const notes = [...run.notes, ...(run.reason && run.state === "failed" ? [`The run failed: ${run.reason}`] : [])];
+    const ends: Record<string, string> = {
+      failed: `The run failed: ${run.reason || "exit.json and the end of log.txt say why"}`,
+      interrupted: "The run was interrupted: its program ended without noting why (killed, or its machine was lost). The same command starts it again.",
+    };
+    const notes = [...run.notes, ...(ends[run.state] ? [ends[run.state]] : [])];
     const open = happened.querySelector("details")?.open ?? false;
     fill(happened, notes.map((text) => h("p", { class: "notice" }, text)),
       run.progress < 1 && h("p", { class: "notice" }, `Reading steps.jsonl: ${share(run.progress)}; until then the curves show every few steps.`),
       marks.length > 0 && h("details", { class: "events", open }, h("summary", null, `${marks.length} ${marks.length === 1 ? "event" : "events"}: `,
-        h("span", { class: "muted" }, `${marks[0].kind} at step ${marks[0].step ?? "–"}: ${wordsOf(marks[0]).slice(0, 110)}`)),
+        h("span", { class: "muted" }, `${marks[0].kind} at step ${marks[0].step ?? "–"}: ${wordsOf(marks[0])}`)),
         h("ul", null, marks.slice(0, 100).map((mark) => h("li", null, h("span", { class: `kind ${mark.kind}` }, mark.kind),
           h("a", { href: address("samples", shared.state.ids, { step: String(mark.step ?? "") }) }, `step ${mark.step ?? "–"}`), " ", wordsOf(mark))))));
   }
@@ -292,6 +295,17 @@ export function overview(): Page {
   }
   return { el, update, close: () => charts.forEach(({ chart }) => chart.destroy()) };
 }
+
+function tookOf(run: Summary): number | null {
+  const first = Date.parse(run.starts[0]?.time) / 1e3;
+  return run.last?.time_s && first ? run.last.time_s - first : null;
+}
+
+const FIGURES: [string, (run: Summary) => string][] = [
+  ["step", (run) => num(run.step, 6)], ["reward", (run) => num(run.reward)], ["loss", (run) => num(run.loss, 4)],
+  ["held-out accuracy", (run) => num(run.evals.filter((e) => e.accuracy != null).at(-1)?.accuracy)],
+  ["tokens a second", (run) => num(run.last?.tokens_per_sec, 4)], ["took", (run) => duration(tookOf(run))],
+];
 
 /** Without the step, which stands beside it. */
 function wordsOf(mark: Mark): string {

@@ -3,7 +3,7 @@ import { get, type Json } from "./api";
 import { css, faded } from "./chart";
 import { choice, fill, h, type Child } from "./dom";
 import { num, share } from "./format";
-import { address, main, remember, shared, type Page } from "./state";
+import { address, remember, shared, type Page } from "./state";
 
 const FILTERS: [string, string, string][] = [
   ["min_reward", "reward from", "number"], ["max_reward", "to", "number"],
@@ -42,7 +42,7 @@ export function samples(): Page {
   };
   const environments = select("environment", "Environment", []), finishes = select("finish", "Why an answer ended", []);
   environments.hidden = finishes.hidden = true;
-  let again = 0;
+  let again = 0, isChosen = false, isPending = Boolean(opened); // the address names a sample
   const filters = h("details", { class: "filters", open: isSearch() }, h("summary", null, "Filters"),
     h("div", { class: "bar" }, boxes, environments, finishes,
       h("label", { class: "inline" }, h("input", { type: "checkbox", checked: params.get("all") === "1", onchange: (e: Event) => { remember("all", (e.target as HTMLInputElement).checked ? "1" : null); void load(); } }), "all steps"),
@@ -64,7 +64,8 @@ export function samples(): Page {
     filters, h("div", { class: "split" }, h("div", { class: "side" }, status, list, more), detail));
   step.value = params.get("step") ?? "";
 
-  async function load(isMore = false): Promise<void> {
+  /** `isLive`: new records are the reason, so what was opened by hand stays open. */
+  async function load(isMore = false, isLive = false): Promise<void> {
     const mine = ++asked;
     const wanted: Record<string, string> = { most: "40", skip: isMore && next !== null ? String(next) : "0" };
     for (const name of ["pick", "order", ...names]) {
@@ -73,8 +74,7 @@ export function samples(): Page {
     }
     if (!isSearch() && params.get("step")) wanted.step = params.get("step") as string;
     if (!isSearch() && !wanted.order) wanted.order = "oldest"; // of a step: as recorded, the best and the worst first
-    if (isLatest() && !wanted.pick) wanted.last = "1";
-    else if (isLatest() && main()?.step) wanted.step = String(lastStep ?? main()!.step);
+    if (isLatest()) wanted.last = "1";
     let found: Json;
     try {
       found = await get("samples", { run: id, ...wanted });
@@ -87,7 +87,7 @@ export function samples(): Page {
     offer(environments, "any environment", "environment", found.words?.environment ?? []);
     offer(finishes, "any end", "finish", found.words?.finish ?? []);
     window.clearTimeout(again);
-    if (found.progress < 1) again = window.setTimeout(() => { if (el.isConnected && mine === asked) void load(); }, 100);
+    if (found.progress < 1) again = window.setTimeout(() => { if (el.isConnected && mine === asked) void load(false, true); }, 100);
     next = found.next;
     more.hidden = next === null;
     const key = JSON.stringify([wanted, found.samples.map((s: Json) => [s.step, s.gid, s.index]), found.step]);
@@ -103,11 +103,12 @@ export function samples(): Page {
       : `No sample ${where} fits.`,
       found.progress < 1 && ` · reading samples.jsonl: ${share(found.progress)}`);
     if (params.get("prompt")) fill(status, `The same prompt ${where}: ${count} samples`);
-    if (!isMore && !opened && found.samples.length && matchMedia("(min-width: 900px)").matches) void open(found.samples[0]);
-    else if (opened && !detail.childElementCount) {
-      const [s, gid, index] = opened.split(".").map(Number);
-      void open({ step: s, gid, index });
-    }
+    const isListed = found.samples.some((s: Json) => keyOf(s) === opened), isKept = isListed || (isLive && isChosen);
+    if (isPending) {
+      isPending = false;
+      const [step, gid, index] = opened.split(".").map(Number);
+      void open({ step, gid, index }, true);
+    } else if (!isMore && found.samples.length && !isKept && matchMedia("(min-width: 900px)").matches) void open(found.samples[0]);
   }
 
   function offer(box: HTMLSelectElement, any: string, name: string, known: string[]): void {
@@ -126,6 +127,7 @@ export function samples(): Page {
   }
 
   async function open(s: Json, isAsked = false): Promise<void> {
+    isChosen = isAsked;
     opened = keyOf(s);
     remember("open", opened);
     list.querySelectorAll<HTMLElement>(".card").forEach((c) => c.setAttribute("aria-pressed", c.dataset.key === opened ? "true" : "false"));
@@ -136,6 +138,7 @@ export function samples(): Page {
       fill(detail, h("p", { class: "notice" }, (error as Error).message));
       return;
     }
+    if (opened !== keyOf(s)) return; // another one was opened meanwhile
     showGroup(group, s.index);
     if (isAsked && !matchMedia("(min-width: 900px)").matches) detail.scrollIntoView({ block: "start" });
   }
@@ -158,7 +161,7 @@ export function samples(): Page {
     const labels: [string, string][] = [["", "plain"], ...names.map((n): [string, string] => [n, n === "logprob" ? "log-prob" : n.replace(/_/g, " ")])];
     fill(detail,
       h("div", { class: "bar" }, h("h2", null, `Group ${group.gid}, step ${group.step}`), h("span", { class: "grow" }),
-        names.length > 0 && h("span", { class: "inline" }, hint, "Tokens by", choice("Colour tokens by", labels, by, (value) => { by = value; remember("color", value); paint(); }))),
+        names.length > 0 && h("span", { class: "inline wrap" }, "Tokens by", choice("Colour tokens by", labels, by, (value) => { by = value; remember("color", value); paint(); }), hint)),
       (group.notes ?? []).map((text: string) => h("p", { class: "muted small" }, text)),
       h("div", { class: "prompt" }, h("span", { class: "role" }, "prompt"), h("pre", null, question)),
       group.prompt && group.prompt !== question && h("details", null, h("summary", null, "As the model saw it"), h("pre", { class: "box" }, group.prompt)),
@@ -193,7 +196,7 @@ export function samples(): Page {
   return {
     el,
     update: () => {
-      if (!seen++ || isLatest()) return load();
+      if (!seen++ || isLatest()) return load(false, true);
       return undefined;
     },
   };

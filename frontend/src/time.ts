@@ -21,8 +21,8 @@ export function time(): Page {
   const gates = new Chart("Closed gates", "how long each gate kept prompts from being admitted, since the record before", "s", events, { stacked: true, named: true });
   const saves = new Chart("Checkpoints", "time training stood still for a recovery checkpoint, its commit, and the commit of an export", "ms", events);
   const totals = h("div", null), slow = h("div", null), one = h("div", null), rest = h("div", { class: "columns" }), line = h("div", null), lanes = h("div", { class: "lanes" });
-  const charts = h("div", { class: "charts" });
-  const el = h("div", null, h("section", { class: "panel flush" }, phases.el), lanes, h("div", { class: "columns" }, h("div", null, totals, one), h("div", null, slow, line)), charts, rest);
+  const charts = h("div", { class: "charts" }), worst = h("p", { class: "muted small under" });
+  const el = h("div", null, h("section", { class: "panel flush" }, phases.el, worst), lanes, h("div", { class: "columns" }, h("div", null, totals, one), h("div", null, slow, line)), charts, rest);
 
   function phaseNames(run: Summary): string[] {
     const names = run.keys.filter((k) => k.startsWith("phases/")).map((k) => k.slice(7));
@@ -47,7 +47,9 @@ export function time(): Page {
     const found = series;
     const lineOf = (key: string, label: string, n: number, scale = 1): Line => ({ label, color: COLORS[n % COLORS.length], x: found.step, y: (found.series[key]?.mean ?? []).map((v) => (v === null ? null : v * scale)) });
     const frame: Frame = { range: null, smoothing: 0, xText: (x) => `step ${x}`, marks: run.marks.filter((m) => m.step !== null && m.kind !== "warning").map((mark) => ({ x: mark.step as number, mark })) };
-    phases.draw(names.map((n) => ({ ...lineOf(`phases/${n}`, n, 0, 1e-3), color: phaseColor(n) })), frame);
+    const picked = Number(shared.state.params.get("step"));
+    const here = picked ? [{ x: picked, mark: { kind: "picked", step: picked, time: null, text: "shown below" } }] : [];
+    phases.draw(names.map((n) => ({ ...lineOf(`phases/${n}`, n, 0, 1e-3), color: phaseColor(n) })), { ...frame, marks: [...frame.marks, ...here] });
     const drawn: HTMLElement[] = [];
     for (const [chart, wanted, scale] of [[gates, closed, 1e-3], [publishes, PUBLISH, 1], [saves, SAVES, 1]] as const) {
       const have = wanted.filter((k) => found.series[k]?.mean.some((v) => v !== null));
@@ -109,17 +111,23 @@ export function time(): Page {
   function fillSlow(names: string[]): void {
     const walls = series!.series.wall_clock_ms?.mean ?? [], usual = medians(names);
     const order = walls.map((v, n) => [v ?? 0, n]).sort((a, b) => b[0] - a[0]).slice(0, 8);
-    fill(slow, panel("Slowest steps", "and the phase that took most beyond its median", table(["step", "took", "because"], order.map(([wall, n]) => {
+    const rows = order.map(([wall, n]): [Child, string, string] => {
       const over = names.map((name) => [name, (series!.series[`phases/${name}`]?.mean[n] ?? 0) - usual[name]] as const).sort((a, b) => b[1] - a[1])[0];
       const step = series!.step[n];
-      return [h("a", { href: address("time", shared.state.ids, { step: String(step) }) }, String(step)), duration(wall / 1e3), `${over[0]} +${duration(over[1] / 1e3)}${reasonOf(over[0], step)}`];
-    }), [1])));
+      return [h("a", { href: address("time", shared.state.ids, { step: String(step) }) }, String(step)), duration(wall / 1e3), `${over[0]} +${duration(over[1] / 1e3)}${reasonOf(over[0], over[1] / 1e3, step)}`];
+    });
+    fill(slow, panel("Slowest steps", "and the phase that took most beyond its median", table(["step", "took", "because"], rows, [1])));
+    const [step, took, reason] = [series!.step[order[0][1]], rows[0][1], rows[0][2]];
+    fill(worst, "Slowest: ", h("a", { href: address("time", shared.state.ids, { step: String(step) }) }, `step ${step}`), ` took ${took}: ${reason}. Click a step to see its processes.`);
   }
 
   /** What else is known of the phase of a step. */
-  function reasonOf(phase: string, step: number): string {
+  function reasonOf(phase: string, over: number, step: number): string {
     const run = main()!, evaluated = run.evals.find((e) => e.version === step);
-    if (phase === "publish" && evaluated) return `, of which the evaluation ${duration(evaluated.seconds)}`;
+    if (phase === "publish" && evaluated) {
+      const seconds = duration(evaluated.seconds);
+      return evaluated.seconds <= over ? `, of which the evaluation ${seconds}` : `, while an evaluation of ${seconds} began`;
+    }
     const mark = run.marks.find((m) => m.step === step && m.kind !== "warning");
     return mark ? `, ${mark.kind} at this step` : "";
   }
@@ -199,11 +207,17 @@ export function time(): Page {
         meter("trained", funnel.trained / drawn, "--good", num(funnel.trained, 7)),
         Object.entries((funnel.dropped ?? {}) as Record<string, number>).map(([why, count]) => meter(`dropped: ${why}`, count / drawn, "--warn", num(count, 7))),
         meter("in flight", funnel.in_flight / drawn, "--c1", num(funnel.in_flight, 7))),
-      run.recoveries.length > 0 && panel("Recoveries", "what a loss of learners cost, by phase", table(["when", "cause", "total", "of which"], run.recoveries.slice(-20).reverse().map((r) => [r.time, r.cause, duration(r.total_s),
+      run.recoveries.length > 0 && wide("Recoveries", "what a loss of learners cost, by phase", table(["when", "cause", "total", "of which"], run.recoveries.slice(-20).reverse().map((r) => [r.time, r.cause, duration(r.total_s),
         Object.entries(r).filter(([k, v]) => k.endsWith("_s") && k !== "total_s" && typeof v === "number").map(([k, v]) => `${k.slice(0, -2).replace(/_/g, " ")} ${num(v as number)} s`).join(", ")]), [2])),
-      panel("Starts", "each time the program was started in this folder, and what a restart cost", table(["when", "from step", "cost", "changed", "machine"], run.starts.slice(-20).reverse().map((s) => [
+      wide("Starts", "each time the program was started in this folder, and what a restart cost", table(["when", "from step", "cost", "changed", "machine"], run.starts.slice(-20).reverse().map((s) => [
         Date.parse(s.time) ? clock(Date.parse(s.time) / 1e3) : s.time, num(s.from_step, 6), costOf(s.cost), (s.config_changes ?? []).join("; ") || "–",
         [s.hardware?.host, s.hardware?.gpus?.length ? `${s.hardware.gpus.length} × ${s.hardware.gpus[0]}` : `${s.hardware?.num_cpus ?? "?"} CPUs`].filter(Boolean).join(", ")]), [1])));
+  }
+
+  function wide(...given: Parameters<typeof panel>): HTMLElement {
+    const found = panel(...given);
+    found.classList.add("wide");
+    return found;
   }
 
   return { el, update: load, close: () => [phases, gates, publishes, saves].forEach((c) => c.destroy()) };

@@ -21,6 +21,8 @@ def test_the_page_shows_a_run_and_runs_nothing_of_it(make_run, tmp_path):
     spans = [["learner", "train", 0, 900], ["rollout waits", "staleness: batch 2", 100, 300]]
     lines = [{"step": n, "from_s": 1e9 + 2 * n - 1, "spans": spans} for n in range(1, 30)]
     write_lines(folder / "timeline.jsonl", lines)
+    other = make_run("other", num_steps=2)
+    write_lines(other / "steps.jsonl", [step_line(3, loss=5.0)])
     broken = make_run("broken", num_steps=1)
     (broken / "manifest.json").write_text("{")
     for name in ("steps.jsonl", "samples.jsonl", "evals.jsonl"):
@@ -33,6 +35,7 @@ def test_the_page_shows_a_run_and_runs_nothing_of_it(make_run, tmp_path):
             browser.open(address)
             browser.wait_for("document.querySelectorAll('.chart canvas').length > 3")
             follows_new_lines(browser, folder)
+            answers_what_people_ask(browser, address)
             shows_markup_as_text(browser, address)
             for view, part in (
                 ("time", ".lanes .wait"),
@@ -49,8 +52,10 @@ def test_the_page_shows_a_run_and_runs_nothing_of_it(make_run, tmp_path):
 
 
 def follows_new_lines(browser, folder):
-    """A line shows within two seconds, measured on the page; on a machine that is busy with other
-    things the best of five counts."""
+    """A new line shows within two seconds each time: the page looks twice a second and asks twice,
+    for the run and its curves, which took 0.6 s on two cores with a load of 17. What was drawn
+    already stays: a link that is replaced while it is pressed is lost."""
+    browser.run("window.kept = document.querySelector('nav a')")
     took_s = []
     for step in range(21, 26):
         write_lines(folder / "steps.jsonl", [step_line(step)])
@@ -58,9 +63,32 @@ def follows_new_lines(browser, folder):
         shown = f"document.querySelector('.stat .value').textContent === '{step}'"
         browser.wait_for(shown, 20)
         took_s.append(time.monotonic() - began)
-        if took_s[-1] < 2.0:
-            return
-    raise AssertionError(f"a new line showed after {min(took_s):.1f} s at best")
+    assert max(took_s) < 2.0, took_s
+    assert browser.run("window.kept.isConnected")
+
+
+def answers_what_people_ask(browser, address):
+    """By clicks alone: the worst answer of the last step, the slowest step, where two runs part."""
+    browser.open("about:blank")
+    browser.open(f"{address}#/samples")
+    click(browser, "Worst")
+    browser.wait_for("document.querySelector('.answer-box.on .pick.worst')")
+    click(browser, "Time")
+    browser.wait_for("document.querySelector('main').innerText.includes('Slowest: step')")
+    browser.run("document.querySelector('.runs summary').click()")
+    click(browser, "Compare exp/other")
+    browser.wait_for("document.querySelector('main').innerText.includes('part at step 3: loss')")
+    browser.run("document.querySelectorAll('.menu input:checked')[1].click()")
+    browser.wait_for("document.querySelectorAll('.menu input:checked').length === 1")
+
+
+def click(browser, words):
+    """What bears these words."""
+    every = "[...document.querySelectorAll('a, button, input')]"
+    said = "(one.innerText || one.ariaLabel || '').trim()"
+    found = f"{every}.find((one) => {said} === '{words}')"
+    browser.wait_for(found)
+    browser.run(f"{found}.click()")
 
 
 def shows_markup_as_text(browser, address):
