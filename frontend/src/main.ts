@@ -129,7 +129,7 @@ async function begin(): Promise<void> {
     const menu = chooser.querySelector("details");
     if (menu?.open && !menu.contains(event.target as Node)) menu.open = false;
   });
-  await look();
+  timer = window.setTimeout(look, LOOK_MS); // first the view itself
 }
 
 void begin();

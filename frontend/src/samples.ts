@@ -123,7 +123,7 @@ export function samples(): Page {
       h("span", { class: "top" }, h("span", { class: `pick ${s.pick}` }, s.pick ?? ""), (isSearch() || params.get("pick")) && h("span", { class: "muted" }, `step ${s.step}`),
         s.environment && h("span", { class: "pick" }, s.environment), h("span", { class: "grow" }), rewardOf(s.reward), h("span", { class: "muted" }, `${s.num_sampled} tok · ${s.finish}`)),
       h("span", { class: "question" }, clip(s.question ?? s.prompt ?? "", 160)),
-      h("span", { class: "answer" }, clip(s.turns?.length ? s.turns.map((t: string[]) => t[1]).join(" / ") : s.text ?? "", 260)));
+      h("span", { class: "answer" }, clip(turnsOf(s).length ? turnsOf(s).map((t) => t[1]).join(" / ") : s.text, 260)));
   }
 
   async function open(s: Json, isAsked = false): Promise<void> {
@@ -212,8 +212,12 @@ function rewardOf(value: number | null): Child {
   return h("span", { class: "reward" }, num(value));
 }
 
-function clip(text: string, most: number): string {
-  const flat = text.replace(/\s+/g, " ").trim();
+function turnsOf(s: Json): [string, string][] {
+  return Array.isArray(s.turns) ? s.turns.filter(Array.isArray) : [];
+}
+
+function clip(text: unknown, most: number): string {
+  const flat = String(text ?? "").replace(/\s+/g, " ").trim();
   return flat.length > most ? `${flat.slice(0, most)} …` : flat || "(empty)";
 }
 
@@ -234,7 +238,7 @@ function answer(s: Json, by: string, isOn: boolean, scale: Scale): HTMLElement {
       rel != null && h("span", { class: rel >= 0 ? "good" : "bad", title: "reward less the mean of the group" }, `${rel >= 0 ? "+" : "−"}${num(Math.abs(rel))}`), rewardOf(s.reward)),
     parts.length > 0 && h("div", { class: "parts" }, parts.map(([name, value]) => h("span", null, `${name} `, h("b", null, num(value))))),
     h("div", { class: "text" }, by && s.tokens?.columns?.[by] ? tokens(s.tokens, by, scale)
-      : s.turns?.length ? s.turns.map(([role, text]: [string, string]) => h("div", { class: `turn ${role === "assistant" ? "own" : "env"}` }, h("span", { class: "role" }, role === "assistant" ? "policy (trained)" : role), h("pre", null, text)))
+      : turnsOf(s).length ? turnsOf(s).map(([role, text]) => h("div", { class: `turn ${role === "assistant" ? "own" : "env"}` }, h("span", { class: "role" }, role === "assistant" ? "policy (trained)" : role), h("pre", null, text)))
       : h("pre", null, s.text || "(empty)")),
     h("footer", null, `${s.num_sampled} ${s.num_sampled === 1 ? "token" : "tokens"} · ended by ${s.finish}`));
 }

@@ -71,7 +71,8 @@ def check_places(places: list[Path], overrides: Sequence[str] = ()) -> None:
             except UserError as error:
                 problems += error.problems
         elif not find_runs([place]):
-            what = "has no run in it" if place.is_dir() else "there is no such folder"
+            what = "is a file" if place.is_file() else "there is no such folder"
+            what = "has no run in it" if place.is_dir() else what
             remedy = "give a run's folder, one with runs in it, or start one: pentad demo"
             problems.append(Problem(f"run = {place}", what, remedy))
     if overrides and not any(map(is_recipe, places)):

@@ -153,8 +153,8 @@ class RunPages:
         funnel."""
         last = run.steps.last
         samples = last is None or part(last, "funnel", "drawn") is not None
-        is_known = run.state() == "recipe" or (bool(run.config) and samples)
-        return self.plan_of is not None and is_known
+        has_config = (run.folder / "config.yaml").is_file()
+        return self.plan_of is not None and (run.state() == "recipe" or (has_config and samples))
 
     def plan(self, request: Request) -> Any:
         return self.plan_for(self._run(request.query_params.get("run", "")))
@@ -165,8 +165,8 @@ class RunPages:
         recipe = run.folder if is_bare else run.folder / "config.yaml"
         if self.plan_of is None or not self.has_plan(run):
             raise UserError(
-                f"{run.folder}: there is no plan for it: its manifest has no config, or it trains "
-                "on examples, and a plan is of a run that samples."
+                f"{run.folder}: there is no plan for it: it has no config.yaml, or it trains on "
+                "examples, and a plan is of a run that samples."
             )
         key = f"{recipe} {newest_mtime(recipe)}"
         if key not in self._plans:
@@ -194,7 +194,8 @@ class Query(dict[str, str]):
 def series(run: RunView, given: Query) -> Any:
     keys = [key for key in given.get("keys", "").split(",") if key]
     points = min(MAX_POINTS, max(2, given.of("points", int) or 1000))
-    run.advance(0.0 if run.steps.last else BUDGET_S)
+    if run.steps.last is None:  # else the summary that the page asks for first has read on
+        run.advance()
     return run.steps.series(keys, given.of("from", float), given.of("to", float), points)
 
 
@@ -228,7 +229,7 @@ def samples(run: RunView, given: Query) -> Any:
     asked: dict[str, Any] = {n: given.of(n, kind) for n, kind in named.items() if given.get(n)}
     wanted = SampleFilter(**asked)
     index = run.samples
-    index.advance(BUDGET_S)
+    index.advance(2 * BUDGET_S if index.position else 0.0)  # first what is shown, then the index
     last_step = index.last_step()
     if given.get("last"):
         wanted = replace(wanted, step=last_step)
@@ -243,7 +244,7 @@ def group(run: RunView, given: Query) -> Any:
     step, gid = given.of("step", int), given.of("gid", int)
     if step is None or gid is None:
         raise UserError("/api/group: needs step and gid.")
-    run.samples.advance(BUDGET_S)
+    run.samples.advance(0.0)
     return run.groups.group(step, gid, run.samples.group(step, gid))
 
 

@@ -15,7 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = 1 << 20
 MAX_LINE_BYTES = 256 << 20
 """A longer line is no record of a run; reading stops before it."""
 PlacedLine = tuple[int, bytes]
@@ -74,7 +74,7 @@ class GrowingLines:
         self._is_read = True
 
     def take(self) -> list[PlacedLine]:
-        """The next lines with their offsets, a few MB of them; none at the end."""
+        """The next lines with their offsets, about a MB of them; none at the end."""
         if self.position >= self.size:
             return []
         data = self._next_piece()

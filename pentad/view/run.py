@@ -37,7 +37,7 @@ LOG_LINE = re.compile(
 OF_STEP = re.compile(r"step (\d+): ")
 MAX_MARKS = 500
 """The newest of each kind are kept: memory does not grow with a run's troubles."""
-BUDGET_S = 0.25
+BUDGET_S = 0.2
 """How long a request reads on in files that are not indexed yet."""
 START = ("time", "from_step", "generation", "config_changes", "hardware")
 """What a page shows of a start."""
@@ -146,7 +146,7 @@ class RunView:
         end = read_json(self.folder / "exit.json").get("end")
         if end in ("complete", "stopped", "failed"):
             return str(end)
-        return "interrupted" if self.steps.last or is_held else "waiting"
+        return "interrupted" if self.steps.size or is_held else "waiting"
 
     def brief(self) -> dict[str, Any]:
         """For a list of runs: nothing is indexed for it."""

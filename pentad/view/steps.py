@@ -91,7 +91,7 @@ class StepIndex(GrowingLines):
             self.num_unreadable += 1
             return
         if record.get("schema") != SCHEMA and len(self.other_schemas) < MAX_SCHEMAS:
-            self.other_schemas.add(str(record.get("schema")))
+            self.other_schemas.add(str(record.get("schema"))[:20])
         self._note_start(record)
         if record.get("superseded"):
             return
