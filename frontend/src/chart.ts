@@ -115,7 +115,7 @@ export class Chart {
     if (!this.plot || !x?.length) return;
     let [min, max] = range ?? [x[0], x[x.length - 1]];
     if (this.options.stacked && !range) [min, max] = [min - half(x), max + half(x)]; // whole bars
-    else if (min === max) [min, max] = [min - 1, max + 1];
+    else if (min === max) [min, max] = [Math.max(0, min - 1), max + 1];
     this.plot.setScale("x", { min, max });
   }
 
@@ -219,7 +219,7 @@ export class Chart {
   private xLabels(values: (number | null)[]): string[] {
     if (this.frame?.xTicks) return this.frame.xTicks(values as number[]);
     const whole = values.map((x) => (Number.isInteger(x) ? num(x, 6) : ""));
-    const first = whole.findIndex((text, n) => text && (values[n] as number) > 0);
+    const first = whole.findIndex((text, n) => text && (values[n] as number) > 0 && n < whole.length - 1);
     return whole.map((text, n) => (n === first ? `step ${text}` : text));
   }
 

@@ -19,7 +19,7 @@ function trim(value: number, digits: number): string {
 }
 
 export function duration(seconds: unknown): string {
-  if (typeof seconds !== "number" || !Number.isFinite(seconds)) return "–";
+  if (typeof seconds !== "number" || !Number.isFinite(seconds) || seconds < 0) return "–";
   if (seconds < 0.1) return `${num(seconds * 1e3, 2)} ms`;
   if (seconds < 60) return `${num(seconds, 3)} s`;
   const minutes = Math.floor(Math.round(seconds) / 60);

@@ -252,7 +252,7 @@ export function overview(): Page {
     const item = (label: string, value: Child, note: Child = null, title = "") =>
       h("div", { class: "stat", title }, h("span", { class: "label" }, label), h("span", { class: "value" }, value), h("span", { class: "note" }, note));
     const total = run.total_steps;
-    strip.hidden = shared.state.ids.length > 1; // the table of what differs has the figures of each
+    strip.hidden = shared.state.ids.length > 1 || !run.last; // the table of what differs has the figures of each
     fill(strip,
       item("Step", num(run.step, 6), total ? `of ${total}` : null),
       rl.reward_mean != null && item("Reward", num(rl.reward_mean), `± ${num(rl.reward_std, 2)} over samples`),
