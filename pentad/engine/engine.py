@@ -484,12 +484,12 @@ class Engine:
         adapter = Adapter(self.base.spec, factors, self.base.path)
         return adapter, list(hf_metadata(self.held.whole))
 
-    def shake_adapter(self, is_on: bool) -> None:
+    def shake_adapter(self, strength: float) -> None:
         """For a test of who computes with the adapter: moves B off its values, which are put back
-        bit for bit when `is_on` is false."""
+        bit for bit by a strength of 0."""
         assert self.base is not None, "all weights are trained"
         self._require_actor("a test of the adapter")
-        self.base.shake(self.tensors, self.cuts, is_on=is_on)
+        self.base.shake(self.tensors, self.cuts, strength)
 
     def lend_base(self) -> dict[str, Tensor] | None:
         """The frozen weights beside an adapter, by native name: from now on they stay in place.

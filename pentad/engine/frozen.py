@@ -24,7 +24,7 @@ from pentad.weights.peft import LoraSpec
 BASE = "base"
 """The tag of the frozen weights alone, whatever others mean them too."""
 SHAKE = 1e-2
-"""Size of a test's B: with it the log-probs of any model move by more than 16-bit rounding."""
+"""Size of a test's B at strength 1."""
 
 
 @dataclass(eq=False)
@@ -77,17 +77,20 @@ class FrozenBase:
             self.tags.append(tag)
 
     @torch.no_grad()
-    def shake(self, tensors: Mapping[str, Tensor], cuts: Mapping[str, Cut], *, is_on: bool) -> None:
-        """Random B, the same on any layout; or what was there before."""
-        if not is_on:
+    def shake(
+        self, tensors: Mapping[str, Tensor], cuts: Mapping[str, Cut], strength: float
+    ) -> None:
+        """Random B, the same on any layout; with strength 0 what was there before."""
+        if not strength:
             for name, tensor in self.kept.items():
                 tensors[name].copy_(tensor)
             self.kept = {}
             return
-        self.kept = {name: tensors[name].clone() for name in tensors if name.endswith(".b")}
+        names = [name for name in tensors if name.endswith(".b")]
+        self.kept = self.kept or {name: tensors[name].clone() for name in names}
         for name in self.kept:
             generator = torch.Generator().manual_seed(derive_seed(0, "shake", name))
-            noise = SHAKE * torch.randn(cuts[name].shape, generator=generator)
+            noise = strength * SHAKE * torch.randn(cuts[name].shape, generator=generator)
             tensors[name].copy_(cuts[name].take(noise))
 
     def to_offload(self) -> Iterable[Tensor]:

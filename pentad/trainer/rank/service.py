@@ -83,8 +83,8 @@ class EngineService:
         said = "logprobs" if "logprobs" in found[0] else "values"
         return [output[said].float().tolist() for output in found]
 
-    def shake_adapter(self, is_on: bool) -> None:
-        self.engines["actor"].shake_adapter(is_on)
+    def shake_adapter(self, strength: float) -> None:
+        self.engines["actor"].shake_adapter(strength)
 
     def offload(self) -> None:
         """Whatever needs it brings it back, so that nothing has to be called for that."""

@@ -276,9 +276,10 @@ def test_a_shaken_adapter_moves_log_probs_and_comes_back_bit_for_bit():
     engine, rows = lora_engine(), make_rows()
     train(engine, rows)
     before, moved = weights_of(engine), engine.forward(rows)
-    engine.shake_adapter(True)
+    engine.shake_adapter(1.0)
+    engine.shake_adapter(4.0)
     assert not same(engine.forward(rows), moved)
-    engine.shake_adapter(False)
+    engine.shake_adapter(0.0)
     assert all(torch.equal(before[name], t) for name, t in weights_of(engine).items())
 
 
