@@ -58,7 +58,6 @@ def plain_splits(function):
 
 
 def replace_cuda():
-    import megatron.core.transformer.moe.moe_utils as moe_utils
     import torch
     from megatron.core.tensor_parallel import random
 
@@ -73,7 +72,6 @@ def replace_cuda():
     for name in ("zeros", "ones", "empty", "tensor", "full", "arange"):
         setattr(torch, name, on_the_host(getattr(torch, name)))
     torch.distributed.all_to_all_single = plain_splits(torch.distributed.all_to_all_single)
-    moe_utils.te_general_gemm = None
     random.model_parallel_cuda_manual_seed = lambda *args, **kwargs: None
     for name, module in list(sys.modules.items()):
         if name.startswith(("megatron.", LAST)):

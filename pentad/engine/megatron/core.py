@@ -26,7 +26,12 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    # 0.16.1 defines it only beside Transformer Engine, and asks without whether it is None.
+    moe_utils.te_general_gemm = None
 
 __all__ = [
     "DistributedDataParallel",
