@@ -78,8 +78,15 @@ $(ENVIRONMENTS)/.installed: constraints.txt
 	$(ENVIRONMENTS)/bin/python -m pip install --quiet --disable-pip-version-check openenv-core==0.3.0
 	touch $@
 
-test-environments: setup-tests $(ENVIRONMENTS)/.installed
-	PENTAD_TEST_ENVIRONMENTS=$(ENVIRONMENTS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WITH_SERVERS) $(ARGS)
+# verifiers runs programs with uv.
+VERIFIERS := .venv-verifiers
+$(VERIFIERS)/.installed: constraints.txt
+	test -x $(VERIFIERS)/bin/python || $(PYTHON) -m venv $(VERIFIERS)
+	$(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check verifiers==0.4.0 uv
+	touch $@
+
+test-environments: setup-tests $(ENVIRONMENTS)/.installed $(VERIFIERS)/.installed
+	PENTAD_TEST_ENVIRONMENTS=$(ENVIRONMENTS) PENTAD_TEST_VERIFIERS=$(VERIFIERS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WITH_SERVERS) $(ARGS)
 
 # vLLM has an environment of its own, as in a run that starts one. The CPU build also asks for media
 # libraries that do not fit this torch; nothing here needs them.
@@ -172,4 +179,4 @@ test-wheel: setup-tests wheel $(INSTALLED)/.made
 	PENTAD_TEST_WHEEL=$(INSTALLED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/wheel $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(MEGATRON) $(VLLM) $(QUEUE) $(INSTALLED) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(MEGATRON) $(VLLM) $(ENVIRONMENTS) $(VERIFIERS) $(QUEUE) $(INSTALLED) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -20,7 +20,7 @@ from pentad.core.fit import default_stages_per_rank, splits_backward
 from pentad.core.layout import Allocation, Component
 from pentad.core.machine import user_name
 from pentad.core.specs import absolute
-from pentad.data.section import is_made
+from pentad.data.section import VERIFIERS, is_made, with_absolute_python
 from pentad.rl.section import SWITCHES
 from pentad.rollout.section import workflow_kind
 
@@ -115,7 +115,9 @@ def with_absolute_paths(config: Config) -> Config:
     """For a process that may work in another folder."""
     for key in path_keys(len(config.rollout.workflows)):
         path = value_at(config, key)
-        if path is not None and not is_made(path):
+        if path is not None and is_made(path):
+            config = replaced(config, key.split("."), with_absolute_python(path))
+        elif path is not None:
             config = replaced(config, key.split("."), os.path.abspath(path))  # noqa: PTH100
     config = replaced(config, ["model_files"], tuple(map(absolute, config.model_files)))
     fn = config.reward.fn
@@ -126,6 +128,9 @@ def with_absolute_paths(config: Config) -> Config:
         if one.agent:
             config = replaced(config, [*one.key.split("."), "agent"], absolute(one.agent))
         kind, rest = workflow_kind(one.workflow)
+        if kind == VERIFIERS:
+            workflow = with_absolute_python(one.workflow)
+            config = replaced(config, [*one.key.split("."), "workflow"], workflow)
         if kind in ("", "class"):
             workflow = absolute(rest) if not kind else f"{kind}:{absolute(rest)}"
             config = replaced(config, [*one.key.split("."), "workflow"], workflow)
@@ -136,13 +141,16 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 def _choose_made_rows(draft: _Draft) -> None:
-    """A task of reasoning-gym as a workflow is its rows and its reward, in a single turn."""
+    """A task of reasoning-gym as a workflow is its rows and its reward, in a single turn; one of
+    verifiers is its rows alone."""
     config, task = draft.config, draft.config.rollout.workflow
     if not is_made(task):
         return
-    draft.set("rollout.workflow", "single_turn", f"an answer to a row of {task}")
     if config.train_dataset.path is None:
         draft.set("train_dataset.path", task, "rows that the package makes")
+    if workflow_kind(task)[0]:
+        return
+    draft.set("rollout.workflow", "single_turn", f"an answer to a row of {task}")
     if config.reward.fn is None:
         draft.set("reward.fn", MADE_REWARD, f"the score of {task}")
 
@@ -153,10 +161,10 @@ def _choose_workflows(draft: _Draft) -> None:
     for index, one in enumerate(draft.config.rollout.workflows):
         key = f"rollout.workflows.{index}"
         draft.set(f"{key}.name", one.name or one.workflow)
-        if is_made(one.workflow):
+        if is_made(one.workflow) and one.data.path is None:
+            draft.set(f"{key}.data.path", one.workflow, "rows that the package makes")
+        if is_made(one.workflow) and not workflow_kind(one.workflow)[0]:
             draft.set(f"{key}.workflow", "single_turn", f"an answer to a row of {one.workflow}")
-            if one.data.path is None:
-                draft.set(f"{key}.data.path", one.workflow, "rows that the package makes")
             if one.reward is None:
                 scored = {"fn": MADE_REWARD, "weights": None}
                 draft.set(f"{key}.reward", draft.config.reward.model_copy(update=scored))

@@ -16,6 +16,7 @@ import reasoning_gym
 from reasoning_gym.utils import extract_answer
 
 from pentad.core.errors import Problem, UserError
+from pentad.core.roles import Scored
 
 SIZE = 1000
 """Rows, where no option says how many."""
@@ -69,10 +70,12 @@ class ReasoningRows:
         return f"{self.path}:{index + 1}"
 
 
-def score(completion: str, reasoning_gym: str) -> float:
-    """What the task's own `score_answer` says to the text within <answer> tags, or to all of it."""
+def score(completion: str, reasoning_gym: str) -> Scored:
+    """What the task's own `score_answer` says to the text within <answer> tags, or to all of it; an
+    answer of full score is correct."""
     place = json.loads(reasoning_gym)
     tasks = tasks_of(place["path"])
     found = extract_answer(completion)
     answer = completion.strip() if found is None else found
-    return float(tasks.score_answer(answer=answer, entry=tasks[place["index"]]))
+    value = float(tasks.score_answer(answer=answer, entry=tasks[place["index"]]))
+    return Scored(value, {"correct": float(value == 1.0)})

@@ -26,8 +26,9 @@ from typing import Any, Literal, Protocol
 
 from pentad.core.errors import Problem, UserError, raise_problems
 from pentad.core.folders import MAX_ROW_BYTES
-from pentad.data.section import is_made
+from pentad.data.section import VERIFIERS, is_made
 from pentad.data.stamp import Stamp
+from pentad.data.verifiers_rows import VerifiersRows
 
 Format = Literal["auto", "jsonl", "parquet", "hf"]
 FileKind = Literal["jsonl", "parquet", "arrow", "tokens", "text"]
@@ -189,6 +190,8 @@ def open_rows(
 
 
 def _made(path: str, limit: int | None, where: str) -> DatasetRows:
+    if path.startswith(f"{VERIFIERS}:"):
+        return VerifiersRows(path, limit=limit, where=where)
     try:
         from pentad.data.reasoning_gym_rows import ReasoningRows
     except ImportError as error:

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import parse_qsl, urlencode
 
 from pydantic import ConfigDict, Field
 
 from pentad.core.section import Count, Section
 
-MADE = "reasoning_gym:"
+VERIFIERS = "verifiers"
+"""A kind of names, and the column of their rows that has a task as JSON."""
+MADE = ("reasoning_gym:", f"{VERIFIERS}:")
 
 
 def is_made(path: str) -> bool:
     """Whether rows are made by a package, and no file of this machine is meant."""
     return path.startswith(MADE)
+
+
+def with_absolute_python(spec: str) -> str:
+    """For a process that may work in another folder."""
+    head, _, query = spec.partition("?")
+    options = dict(parse_qsl(query))
+    if "python" not in options:
+        return spec
+    options["python"] = str(Path(options["python"]).expanduser().absolute())
+    return f"{head}?{urlencode(options, safe='/')}"
 
 
 class TemplateArgs(Section):
@@ -32,7 +46,8 @@ class DatasetConfig(Section):
     """File or folder, or rows of the Hugging Face hub: OWNER/NAME:CONFIG:SPLIT, OWNER/NAME:SPLIT or
     a pattern of files, OWNER/NAME:data/train-*.parquet; OWNER/NAME@REVISION:... names a commit. Or
     `reasoning_gym:NAME`, rows that the package reasoning-gym makes, with options as in
-    `reasoning_gym:chain_sum?size=500&seed=1`."""
+    `reasoning_gym:chain_sum?size=500&seed=1`; or `verifiers:ID?python=ENVIRONMENT`, the tasks of
+    an environment of verifiers."""
     format: Literal["auto", "jsonl", "parquet", "hf"] = "auto"
     """auto: by the name of the file; a folder is a saved HF dataset."""
     prompt_key: str = "prompt"

@@ -21,6 +21,7 @@ from pentad.core.errors import DataFailure, InfraFailure, Problem, RunError, Use
 from pentad.core.roles import Scorer
 from pentad.core.specs import load
 from pentad.core.types import Group, Prompt, Sample
+from pentad.data.section import VERIFIERS
 from pentad.rewards.scorer import FAILED
 from pentad.rollout.checks import check_samples
 from pentad.rollout.replicas import Candidate, CheckedSampler, Fleet
@@ -230,18 +231,12 @@ def load_workflow(spec: str, agent: str | None = None) -> Workflow:
     if spec == "single_turn":
         return SingleTurn()
     kind, rest = workflow_kind(spec)
+    if kind == VERIFIERS or spec == "agent":
+        return _load_program(spec, agent)
     if kind:
         from pentad.rollout.hosted import load_environment
 
         return load_environment(kind, rest)
-    if spec == "agent":
-        try:
-            from pentad.rollout.agents import load_agent
-        except ImportError as error:
-            rule = f"agents are given an address, which needs a web server ({error})"
-            remedy = "pip install 'pentad[serve]'"
-            raise UserError(Problem("rollout.workflow = agent", rule, remedy)) from error
-        return load_agent(agent)
     where = f"rollout.workflow = {spec}"
     if ":" not in spec:
         remedy = "use single_turn, agent, package.module:Class or path/to/file.py:Class"
@@ -256,3 +251,15 @@ def load_workflow(spec: str, agent: str | None = None) -> Workflow:
         rule = f"{type(workflow).__name__} has no coroutine `run`"
         raise UserError(Problem(where, rule, "write async def run(self, prompt, sampler, context)"))
     return cast(Workflow, workflow)
+
+
+def _load_program(spec: str, agent: str | None) -> Workflow:
+    """A workflow whose episodes are at addresses."""
+    try:
+        from pentad.rollout.agents import load_agent
+        from pentad.rollout.verifiers_environment import VerifiersWorkflow
+    except ImportError as error:
+        rule = f"agents are given an address, which needs a web server ({error})"
+        remedy = "pip install 'pentad[serve]'"
+        raise UserError(Problem(f"rollout.workflow = {spec}", rule, remedy)) from error
+    return load_agent(agent) if spec == "agent" else VerifiersWorkflow(spec)

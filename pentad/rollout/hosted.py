@@ -121,7 +121,7 @@ def read_line(connection: socket.socket, what: str) -> dict[str, Any]:
         with connection.makefile("rb") as stream:
             line = stream.readline()
     except TimeoutError as error:
-        rule = f"gave no answer within {START_TIMEOUT_S:g} s"
+        rule = f"gave no answer within {connection.gettimeout():g} s"
         raise UserError(Problem(what, rule)) from error
     if not line:
         raise UserError(Problem(what, "ended before it answered", "its output is above"))

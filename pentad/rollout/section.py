@@ -13,7 +13,7 @@ from pentad.rewards.section import RewardConfig
 from pentad.samplers.section import ServerConfig
 
 WORKFLOW_NAMES = ("single_turn", "agent")
-ENVIRONMENT_KINDS = ("class", "gym", "mcp", "openenv")
+ENVIRONMENT_KINDS = ("class", "gym", "mcp", "openenv", "verifiers")
 """What a name of a workflow may begin with, before a colon: environments in their own processes."""
 FEWEST_RUNNING = 256
 """Sequences that a sampler decodes together at least, where no key says fewer."""
@@ -69,7 +69,7 @@ class RolloutConfig(Section):
     workflow: str = "single_turn"
     """single_turn; agent, which runs the program that `agent` names; an environment
     (`class:FILE:Class`, `gym:ID`, `mcp:COMMAND` or `mcp:URL`, `openenv:URL`,
-    `reasoning_gym:NAME`); or
+    `reasoning_gym:NAME`, `verifiers:ID?python=ENVIRONMENT`); or
     `package.module:Class`, a workflow of your own."""
     agent: str | None = None
     """For `workflow: agent`: `package.module:function` or `path/to/file.py:function`, a function

@@ -10,6 +10,7 @@ from environment_talks import talk, until_it_listens
 from sections import data_source
 
 from pentad.core.errors import UserError
+from pentad.core.roles import Scored
 from pentad.rewards.scorer import RewardScorer
 from pentad.rewards.section import RewardConfig
 from pentad.rollout.executor import load_workflow
@@ -100,9 +101,11 @@ def test_reasoning_gym_makes_rows_and_scores_answers():
     row = rows.row(1)
     from pentad.data.reasoning_gym_rows import score
 
-    assert score(f"so <answer>{row['answer']}</answer>", row["reasoning_gym"]) == 1.0
-    assert score(row["answer"], row["reasoning_gym"]) == 1.0
-    assert score("<answer>x</answer>", row["reasoning_gym"]) < 1.0
+    right = Scored(1.0, {"correct": 1.0})
+    assert score(f"so <answer>{row['answer']}</answer>", row["reasoning_gym"]) == right
+    assert score(row["answer"], row["reasoning_gym"]) == right
+    wrong = score("<answer>x</answer>", row["reasoning_gym"])
+    assert wrong.value < 1.0 and wrong.parts == {"correct": 0.0}
     for wrong in ("reasoning_gym:nothing", "reasoning_gym:chain_sum?terms=1"):
         with pytest.raises(UserError, match="reasoning-gym refuses it"):
             data_source(path=wrong).open(streaming=False)

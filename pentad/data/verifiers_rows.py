@@ -1,0 +1,109 @@
+"""`verifiers:ID?python=ENVIRONMENT`: tasks of the package verifiers as rows, and its worker.
+
+The package needs other versions than Pentad and has an environment of its own, which `python`
+names: its folder or its interpreter. Other options: `size` (rows), `harness`, `runtime`, and fields
+of the taskset's config (`split=test`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+from pentad.core.errors import Problem, UserError, one_line
+
+WORKER = Path(__file__).with_name("verifiers_worker.py")
+LOAD_TIMEOUT_S = 600.0
+OURS = ("harness", "runtime", "size")
+
+
+def settings_of(spec: str, where: str) -> dict[str, Any]:
+    """What the worker is given for a name."""
+    name, _, query = spec.partition(":")[2].partition("?")
+    options = dict(parse_qsl(query))
+    options.pop("python", None)
+    own: dict[str, Any] = {key: options.pop(key) for key in OURS if key in options}
+    if "size" in own:
+        if not own["size"].isdigit() or not int(own["size"]):
+            raise UserError(Problem(where, f"size = {own['size']} is no number of rows"))
+        own["size"] = int(own["size"])
+    return {"id": name, **own, "options": options}
+
+
+def interpreter(spec: str, where: str) -> str:
+    """The Python of the environment that has verifiers; without the option, this one."""
+    wanted = dict(parse_qsl(spec.partition("?")[2])).get("python")
+    if wanted is None:
+        return sys.executable
+    given = Path(wanted).expanduser().absolute()
+    python = given / "bin" / "python" if given.is_dir() else given
+    if not os.access(python, os.X_OK):
+        rule = f"there is no interpreter {python}"
+        remedy = "give the Python of the environment that has verifiers, or its folder"
+        raise UserError(Problem(where, rule, remedy))
+    return str(python)
+
+
+def command_of(spec: str, where: str, last: str) -> list[str]:
+    """The worker as a command; it ends by what `last` names."""
+    python = interpreter(spec, where)
+    return [python, "-P", str(WORKER), json.dumps(settings_of(spec, where)), last]
+
+
+def environment_of(command: list[str]) -> dict[str, str]:
+    """Ours, without the paths of our packages, and with the programs of its environment (uv)."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    programs = f"{Path(command[0]).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    return {**kept, "PATH": programs, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def problem(where: str, said: str) -> Problem:
+    """A load that failed, with what helps where the package is missing."""
+    remedy = ""
+    if "No module named 'verifiers" in said:
+        remedy = "install it in an environment of its own (pip install verifiers uv) and give its "
+        remedy += "folder, as in verifiers:ID?python=FOLDER"
+    return Problem(where, f"it cannot be loaded ({one_line(said, 500)})", remedy)
+
+
+class VerifiersRows:
+    """Rows with `prompt` and `verifiers`, the task as JSON."""
+
+    def __init__(self, path: str, *, limit: int | None, where: str) -> None:
+        self.path = path
+        command = command_of(path, where, "rows")
+        try:
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=LOAD_TIMEOUT_S,
+                env=environment_of(command),
+            )
+        except subprocess.TimeoutExpired:
+            rule = f"its tasks were not loaded within {LOAD_TIMEOUT_S:g} s"
+            raise UserError(Problem(where, rule)) from None
+        if done.returncode:
+            raise UserError(problem(where, done.stderr.strip().rpartition("\n")[2]))
+        said = json.loads(done.stdout)
+        if "error" in said:
+            raise UserError(problem(where, said["error"]))
+        self.rows: list[dict[str, Any]] = said["rows"][:limit]
+        if not self.rows:
+            raise UserError(Problem(where, "it has no tasks"))
+        self.digest = hashlib.blake2b(json.dumps(self.rows).encode(), digest_size=16).digest()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def row(self, index: int) -> dict[str, Any]:
+        return self.rows[index]
+
+    def where(self, index: int) -> str:
+        return f"{self.path}:{index + 1}"

@@ -1,0 +1,150 @@
+"""Tasks and episodes of the package verifiers; runs in the environment that has it, without Pentad.
+
+python -P verifiers_worker.py SETTINGS rows      prints the tasks as one JSON list
+python -P verifiers_worker.py SETTINGS FD        plays episodes that are asked for at that socket
+
+Settings are JSON: `id` and what `verifiers_rows.py` takes from the name. At the socket a line is a
+JSON object: the first says that the environment is loaded; then one is asked by `number`, `task`,
+`base_url`, `api_key` and `model`, or told by `cancel`, and answered by `number` with `rewards` or
+`error`. The program that speaks with the policy is verifiers' own (its harness); it finds the
+policy at `base_url`, as it would a server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import socket
+import sys
+from typing import Any
+
+MAX_LINE = 16 << 20
+
+
+def load(settings: dict[str, Any]) -> Any:
+    """The environment. A harness that is not the taskset's own is the plain chat loop (`null`),
+    and programs run in processes of this machine."""
+    from verifiers.v1.configs.agent import agent_config_fields
+    from verifiers.v1.utils.loaders import (
+        default_harness_id,
+        env_config_type,
+        load_environment,
+        resolve_env_config,
+    )
+
+    name = settings["id"]
+    own = default_harness_id(name)
+    harness = settings.get("harness") or ("null" if own == "bash" else own)
+    seats = list(agent_config_fields(env_config_type(name)()))
+    if len(seats) != 1:
+        text = f"it is played by {len(seats)} agents ({', '.join(seats)}), and a policy is one"
+        raise ValueError(text)
+    seat = {"harness": {"id": harness}, "runtime": {"type": settings.get("runtime", "subprocess")}}
+    taskset = {"id": name, **settings["options"]}
+    return load_environment(resolve_env_config({"taskset": taskset, seats[0]: seat}))
+
+
+def rows_of(environment: Any, size: int | None) -> list[dict[str, Any]]:
+    tasks = environment.taskset
+    if size is None and not tasks.bounded:
+        raise ValueError("its tasks never end: say how many, as in verifiers:ID?size=1000")
+    return [
+        {
+            "prompt": task.data.prompt_text or task.data.name or f"task {index}",
+            "verifiers": json.dumps(task.data.model_dump(mode="json")),
+        }
+        for index, task in enumerate(itertools.islice(tasks, size))
+    ]
+
+
+async def play(environment: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    """The rewards of one episode by name, weighted; or what went wrong in it."""
+    from verifiers.v1 import EvalClientConfig, ModelContext
+    from verifiers.v1.types import SamplingConfig
+
+    kind = type(environment.taskset).task_type()
+    data = kind.data_type().model_validate(json.loads(asked["task"]))
+    task = kind(data, environment.config.taskset.task)
+    variable = f"PENTAD_EPISODE_{asked['number']}"
+    os.environ[variable] = asked["api_key"]  # clients take their keys from there alone
+    try:
+        client = EvalClientConfig(base_url=asked["base_url"], api_key_var=variable)
+        context = ModelContext(client=client, model=asked["model"], sampling=SamplingConfig())
+        episode = await environment.run_episode(task, context)
+    finally:
+        del os.environ[variable]
+    traces = list(episode.traces)
+    errors = [*episode.errors, *(error for trace in traces for error in trace.errors)]
+    if errors or len(traces) != 1:
+        said = f"{errors[-1].type}: {errors[-1].message}" if errors else f"{len(traces)} traces"
+        return {"error": said}
+    if unscored := [name for name, reward in traces[0].rewards.items() if reward is None]:
+        return {"error": f"the reward {unscored[0]} was not computed"}
+    return {"rewards": {name: reward.value for name, reward in traces[0].rewards.items()}}
+
+
+class EpisodeServer:
+    def __init__(self, environment: Any, writer: asyncio.StreamWriter) -> None:
+        self.environment = environment
+        self.writer = writer
+        self.episodes: dict[int, asyncio.Task[None]] = {}
+
+    def say(self, **what: Any) -> None:
+        self.writer.write(json.dumps(what).encode() + b"\n")
+
+    async def _episode(self, asked: dict[str, Any]) -> None:
+        number = asked["number"]
+        try:
+            said = await play(self.environment, asked)
+        except Exception as error:
+            said = {"error": f"{type(error).__name__}: {error}"}
+        finally:
+            del self.episodes[number]
+        self.say(number=number, **said)
+
+    async def serve(self, reader: asyncio.StreamReader) -> None:
+        """Until the other end is closed."""
+        async with self.environment.serving():
+            self.say(ready=True)
+            while line := await reader.readline():
+                asked = json.loads(line)
+                if "cancel" in asked:
+                    if episode := self.episodes.get(asked["cancel"]):
+                        episode.cancel()
+                else:
+                    self.episodes[asked["number"]] = asyncio.create_task(self._episode(asked))
+            under_way = list(self.episodes.values())
+            for episode in under_way:
+                episode.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
+
+
+async def serve(settings: dict[str, Any], connection: socket.socket) -> None:
+    reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_LINE)
+    try:
+        environment = load(settings)
+    except Exception as error:
+        writer.write(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode() + b"\n")
+        await writer.drain()
+        return
+    await EpisodeServer(environment, writer).serve(reader)
+
+
+def main() -> None:
+    settings, where = json.loads(sys.argv[1]), sys.argv[2]
+    sys.path.insert(0, os.getcwd())  # noqa: PTH109 (an environment that is a file of the user's)
+    if where != "rows":
+        asyncio.run(serve(settings, socket.socket(fileno=int(where))))
+        return
+    out, sys.stdout = sys.stdout, sys.stderr
+    try:
+        said: Any = {"rows": rows_of(load(settings), settings.get("size"))}
+    except Exception as error:
+        said = {"error": f"{type(error).__name__}: {error}"}
+    json.dump(said, out)
+
+
+if __name__ == "__main__":
+    main()
