@@ -47,10 +47,6 @@ EXAMPLES = {
     ),
 }
 """The model, the rows and the keys where they are not those of the sorted digits."""
-TOOLS_SHOWN = (
-    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool.function.name }}(n) "
-    "{% endfor %}<|im_end|>\n{% endif %}"
-)
 NUM_SAFES = {"train": 256, "valid": 64, "sft": 512}
 JUDGE_PORT = 8117
 
@@ -61,9 +57,7 @@ def prepare_toys(fileroot: str, names: Collection[str] = NAMES) -> None:
     if not (root / "valid.jsonl").exists():
         write_model(root / "model")
         write_task(root, seed=1, num_train=NUM_TRAIN, num_sft=NUM_SFT, num_valid=NUM_VALID)
-        write_byte_model(root / "bytes")
-        template = root / "bytes" / "chat_template.jinja"
-        template.write_text(TOOLS_SHOWN + template.read_text())
+        write_byte_model(root / "bytes", with_tools=True)
         write_safes(root)
     for name, steps in IMITATED.items():
         if (root / name).exists() or (name == "sums" and "reasoning_gym" not in names):

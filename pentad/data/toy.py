@@ -28,6 +28,11 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """ChatML, as the Qwen models have it, without tools."""
+TOOLS_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool.function.name }}"
+    "({{ tool.function.parameters.properties | join(', ') }}) {% endfor %}<|im_end|>\n{% endif %}"
+)
+"""Names tools and what they take, in few bytes."""
 BYTE_MODEL_POSITIONS = 1024
 
 MODEL = {
@@ -70,9 +75,10 @@ def write_model(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def write_byte_model(folder: Path, *, num_experts: int = 0) -> None:
-    """The same small model for any text: one token a byte, and a chat template; with experts, a
-    mixture of which a token visits two. It too is a folder for `actor.init_from_scratch: true`."""
+def write_byte_model(folder: Path, *, num_experts: int = 0, with_tools: bool = False) -> None:
+    """The same small model for any text: one token a byte, and a chat template, which shows tools
+    where that is asked for; with experts, a mixture of which a token visits two. It too is a folder
+    for `actor.init_from_scratch: true`."""
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {symbol: index for index, symbol in enumerate([PAD, TURN_END, TURN_START, *symbols])}
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
@@ -86,7 +92,7 @@ def write_byte_model(folder: Path, *, num_experts: int = 0) -> None:
         pad_token=PAD,
         eos_token=TURN_END,
         additional_special_tokens=[TURN_START],
-        chat_template=CHAT_TEMPLATE,
+        chat_template=(TOOLS_TEMPLATE if with_tools else "") + CHAT_TEMPLATE,
     ).save_pretrained(folder)
 
 
