@@ -17,6 +17,13 @@ SIZES: dict[str, Any] = {
 }
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 OWN: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "sliding_window": 7,
+        "layer_types": LAYER_TYPES,
+        "query_pre_attn_scalar": 5,
+        "rope_local_base_freq": 90.0,
+        "tie_word_embeddings": True,
+    },
     # No biases: no gradient reaches that of a key's unturned half, and Adam would follow noise.
     "glm4": {"attention_bias": False, "partial_rotary_factor": 0.5},
     "olmo2": {},

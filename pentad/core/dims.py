@@ -75,6 +75,13 @@ class ModelDims:
     post_norms: bool = False
     """Whether their results are normed before they are added to the stream."""
     norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+    """What is added to the weights of norms."""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    embed_scale: float = 1.0
+    """What the rows of the input table are multiplied by."""
+    query_scale: float = 1.0
+    """What queries are multiplied by, beside 1 / sqrt(head_dim)."""
     rope_theta: float = 10000.0
     rope_scaling: Mapping[str, Any] = field(default_factory=dict)
     """HF `rope_scaling` / `rope_parameters` without theta; empty means none."""

@@ -58,7 +58,8 @@ class FusedAttention(Attention):
     ) -> tuple[Tensor, Tensor]:
         """The kernel norms single heads and turns the halves of whole ones."""
         is_whole = self.rotate is rotate and cos_Td.shape[-1] == self.head_dim
-        if self.wide_norm or not is_whole:
+        is_plain = self.q_norm is None or type(self.q_norm) is FusedNorm
+        if self.wide_norm or not (is_whole and is_plain):
             return super().turned(q_THd, k_TKd, cos_Td, sin_Td)
         q_weight = k_weight = None
         eps = 0.0

@@ -4,7 +4,6 @@ products of few rows, fewer operations. Forward only."""
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +67,7 @@ class HostAttention(Attention):
         heads_TNd = product(x_TD, self.weight_ND, self.bias_N).unflatten(-1, (-1, self.head_dim))
         num_kv = len(self.k.weight) // self.head_dim
         turned_TNd, v_TKd = heads_TNd.tensor_split((-num_kv,), dim=1)
-        if self.wide_norm:
+        if self.wide_norm or not isinstance(self.q_norm, HostNorm | None):
             halves = turned_TNd.tensor_split((-num_kv,), dim=1)
             norms = self.q_norm, self.k_norm
             pairs = zip(halves, norms, strict=True)
@@ -78,8 +77,7 @@ class HostAttention(Attention):
             parts = self.q_norm.weight.expand(num_q, -1), self.k_norm.weight.expand(num_kv, -1)
             turned_TNd = normed(turned_TNd, torch.cat(parts), self.q_norm.eps)
         q_THd, k_TKd = self.rotate(turned_TNd, cos_Td, sin_Td).tensor_split((-num_kv,), dim=1)
-        how: dict[str, Any] = {} if self.window is None else {"window": self.window}
-        return self.o(attend(self.layer, q_THd, k_TKd, v_TKd, **how).flatten(-2))
+        return self.core(q_THd, k_TKd, v_TKd, attend)
 
 
 HOST: dict[type[nn.Module], type[nn.Module]] = {

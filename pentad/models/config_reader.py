@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pentad.core.dims import ModelDims
@@ -41,6 +41,10 @@ ROPE_NUMBERS = {
     *("factor", "low_freq_factor", "high_freq_factor", "attention_factor", OLD_LENGTH),
     *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
 }
+
+
+ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
+"""What is built -> its names in configs."""
 
 
 class ConfigValues:
@@ -110,6 +114,10 @@ def from_layer(layer: int, first: int) -> bool:
     return layer >= first
 
 
+def unscaled(read: ConfigValues, dims: ModelDims) -> dict[str, Any]:
+    return {}
+
+
 def turned_everywhere(read: ConfigValues, num_layers: int) -> tuple[bool, ...]:
     return ()
 
@@ -129,6 +137,13 @@ class ConfigReader:
     qk_norm: str | bool = False
     wide_qk_norm: bool = False
     """Whether the norms of queries and keys go over all heads as one vector."""
+    norm_offset: float = 0.0
+    activation: tuple[str, Literal["silu", "gelu_tanh"]] = ("hidden_act", "silu")
+    """The key that names the activation, and the one that is built."""
+    scales: Callable[[ConfigValues, ModelDims], dict[str, Any]] = unscaled
+    """`embed_scale` and `query_scale`, where they are not 1."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Keys of the family that must be unset, and what they would bring."""
     pre_norms: bool = True
     post_norms: bool = False
     """Whether attention and ffn are normed before them, and after them."""
@@ -144,9 +159,11 @@ class ConfigReader:
     """Per layer whether rotary is left out, from the config and the number of layers."""
     windows: Literal["none", "all", "by_layer"] = "by_layer"
     """Whether no window is read whatever the config says, one is on every layer, or `layer_types`
-    chooses; where that is missing, `unturned` layers have it, or those that `slides` says, of
-    (layer, max_window_layers)."""
+    chooses; where that is missing, `unturned` layers have it, or those that `slides` says, of the
+    layer and the number of `slides_key`."""
     slides: Callable[[int, int], bool] = from_layer
+    slides_key: tuple[str, int, int] = ("max_window_layers", 28, 0)
+    """The key of the number that `slides` is given, what is taken for it, and the least."""
     window_switch: str | bool = "use_sliding_window"
     has_shared_experts: bool = False
     """Whether `mixture` reads an expert that every token passes."""
@@ -159,6 +176,7 @@ class ConfigReader:
         self._refuse_unsupported(hf)
         read = ConfigValues({**self.defaults, **hf}, self.defaults.keys() - hf.keys())
         dims = self._read(read)
+        dims = replace(dims, **self.scales(read, dims))
         self._check(read, dims)
         raise_problems(read.problems)
         return dims
@@ -188,6 +206,8 @@ class ConfigReader:
             wide_qk_norm=self.wide_qk_norm,
             pre_norms=self.pre_norms,
             post_norms=self.post_norms,
+            norm_offset=self.norm_offset,
+            activation=self.activation[1],
             norm_eps=read.number("rms_norm_eps", 1e-6),
             rope_theta=theta,
             rope_scaling=scaling,
@@ -228,9 +248,16 @@ class ConfigReader:
             for key, why in UNSUPPORTED.items()
             if hf.get(key) and key not in read_here
         ]
-        act = hf.get("hidden_act", "silu")
-        if act not in ("silu", "swish"):
-            problems.append(Problem(where, f"hidden_act = {act!r}, only silu is built"))
+        key, built = self.activation
+        names = ACTIVATIONS[built]
+        if hf.get(key, names[0]) not in names:
+            rule = f"{key} = {hf[key]!r}, only {names[0]} is built"
+            problems.append(Problem(where, rule))
+        problems += [
+            Problem(where, f"{key} = {_short(hf[key])}: {why} is not built")
+            for key, why in self.refused.items()
+            if hf.get(key)
+        ]
         if not hf.get("is_causal", True):
             rule = f"is_causal = {hf['is_causal']!r}: its tokens see those after them"
             problems.append(Problem(where, rule, "only causal decoders can be trained"))
@@ -287,7 +314,7 @@ class ConfigReader:
         elif unturned:
             slides = unturned
         else:
-            first = read.whole("max_window_layers", 28, 0)
+            first = read.whole(*self.slides_key)
             slides = tuple(self.slides(layer, first) for layer in range(num_layers))
         return (width, slides) if any(slides) else (None, ())
 

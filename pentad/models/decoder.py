@@ -18,7 +18,7 @@ from pentad.core.dims import ModelDims
 from pentad.core.types import Attend
 from pentad.models.families import map_of, spec_of
 from pentad.models.language_model import LanguageModel
-from pentad.models.layers import Attention, Embedding, Linear, Mlp, Norm, Rotary
+from pentad.models.layers import MLPS, Attention, Embedding, Linear, Rotary, make_norm
 from pentad.models.moe import Moe, Routes
 from pentad.weights.map import WeightMap
 
@@ -33,7 +33,7 @@ class Block(nn.Module):
         self.attn = Attention(dims, layer)
         self.attn_post_norm = _norm(dims, dims.post_norms)
         self.ffn_norm = _norm(dims, dims.pre_norms)
-        self.ffn = Moe(dims) if dims.is_moe(layer) else Mlp(dims)
+        self.ffn = Moe(dims) if dims.is_moe(layer) else MLPS[dims.activation](dims)
         self.ffn_post_norm = _norm(dims, dims.post_norms)
 
     def forward(
@@ -61,7 +61,7 @@ class Block(nn.Module):
 
 
 def _norm(dims: ModelDims, is_there: bool) -> nn.Module:
-    return Norm(dims.hidden_size, dims.norm_eps) if is_there else nn.Identity()
+    return make_norm(dims.hidden_size, dims) if is_there else nn.Identity()
 
 
 class Decoder(LanguageModel):
@@ -84,7 +84,7 @@ class Decoder(LanguageModel):
         # Keyed by the global index: a stage's weights keep the names of the whole model.
         self.layers = nn.ModuleDict({str(i): Block(dims, i) for i in held})
         self.rotary = Rotary(dims)
-        self.norm = Norm(dims.hidden_size, dims.norm_eps) if is_last else None
+        self.norm = make_norm(dims.hidden_size, dims) if is_last else None
         is_own = is_last and lm_head and not (dims.tie_embeddings and is_first)
         self.head = Linear(dims.hidden_size, dims.vocab_size, bias=False) if is_own else None
         self.value_head = (
@@ -121,7 +121,7 @@ class Decoder(LanguageModel):
         The last stage's output is after the final norm. `routes` records which experts were
         chosen; entries it has already are followed instead.
         """
-        x_TD = ids_T if self.embed is None else self.embed(ids_T)
+        x_TD = ids_T if self.embed is None else self.look_up(ids_T)
         turns = self.rotary(positions_T, x_TD.dtype)
         for name, block in self.layers.items():
             given_Tk = None if routes is None else routes.get(int(name))
@@ -130,6 +130,14 @@ class Decoder(LanguageModel):
             if routes is not None and chosen_Tk is not None:
                 routes[int(name)] = chosen_Tk
         return x_TD if self.norm is None else self.norm(x_TD)
+
+    def look_up(self, ids_T: Tensor) -> Tensor:
+        assert self.embed is not None, "the first stage alone has the table"
+        x_TD: Tensor = self.embed(ids_T)
+        if self.dims.embed_scale == 1.0:
+            return x_TD
+        # The factor is rounded to the dtype of the table, as transformers rounds it.
+        return x_TD * float(torch.tensor(self.dims.embed_scale, dtype=x_TD.dtype))
 
     @property
     def head_weight(self) -> Tensor:

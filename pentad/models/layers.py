@@ -217,6 +217,20 @@ class Norm(nn.Module):
         return wide.pow(2).mean(-1, keepdim=True)
 
 
+class OffsetNorm(Norm):
+    """A norm whose weights lie around 0: 1 is added to them, and the product is wide."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(self.mean_square(wide) + self.eps)
+        return (wide * (1.0 + self.weight.float())).to(x.dtype)
+
+
+def make_norm(size: int, dims: ModelDims) -> Norm:
+    assert dims.norm_offset in (0.0, 1.0), f"no norm adds {dims.norm_offset} to its weights"
+    return (OffsetNorm if dims.norm_offset else Norm)(size, dims.norm_eps)
+
+
 class GateUp(nn.Module):
     """Two projections of one input on an own leading axis, gate first: weight [2, F, D]. Their
     results lie side by side: [T, 2F]."""
@@ -243,6 +257,17 @@ class Mlp(nn.Module):
         return self.down(silu_mul(self.gate_up(x_TD)))
 
 
+class GeluMlp(Mlp):
+    """down(gelu(gate(x)) * up(x)), gelu by tanh."""
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        gate_TF, up_TF = self.gate_up(x_TD).chunk(2, dim=-1)
+        return self.down(F.gelu(gate_TF, approximate="tanh") * up_TF)
+
+
+MLPS: dict[str, type[Mlp]] = {"silu": Mlp, "gelu_tanh": GeluMlp}
+
+
 class Attention(nn.Module):
     """Projections, head norms and rotary; who sees whom is the given core's business."""
 
@@ -258,13 +283,19 @@ class Attention(nn.Module):
         self.o = Linear(width, dims.hidden_size, bias=dims.out_bias)
         self.wide_norm = dims.wide_qk_norm
         widths = (width, kv_width) if dims.wide_qk_norm else (dims.head_dim, dims.head_dim)
-        self.q_norm = Norm(widths[0], dims.norm_eps) if dims.qk_norm else None
-        self.k_norm = Norm(widths[1], dims.norm_eps) if dims.qk_norm else None
+        self.q_norm = make_norm(widths[0], dims) if dims.qk_norm else None
+        self.k_norm = make_norm(widths[1], dims) if dims.qk_norm else None
+        self.query_scale = dims.query_scale
         self.rotate = ROTATIONS[dims.rotary_pairs]
 
     def forward(self, x_TD: Tensor, cos_Td: Tensor, sin_Td: Tensor, attend: Attend) -> Tensor:
         q_THd, k_TKd, v_TKd = self.project(x_TD)
         q_THd, k_TKd = self.turned(q_THd, k_TKd, cos_Td, sin_Td)
+        return self.core(q_THd, k_TKd, v_TKd, attend)
+
+    def core(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, attend: Attend) -> Tensor:
+        if self.query_scale != 1.0:
+            q_THd = q_THd * self.query_scale
         how: dict[str, Any] = {} if self.window is None else {"window": self.window}
         return self.o(attend(self.layer, q_THd, k_TKd, v_TKd, **how).flatten(-2))
 

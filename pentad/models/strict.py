@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pentad.core.swap import swap_classes
 from pentad.models.decoder import Decoder
-from pentad.models.layers import GateUp, Linear, Mlp, Norm, Rotary
+from pentad.models.layers import GateUp, GeluMlp, Linear, Mlp, Norm, OffsetNorm, Rotary
 from pentad.models.moe import Beside, Experts, Moe, Router, SharedExpert
 from pentad.ops import invariant
 from pentad.ops.experts import sort_pairs, take_rows, take_weights
@@ -32,6 +32,17 @@ class StrictGateUp(GateUp):
 class StrictNorm(Norm):
     def forward(self, x: Tensor) -> Tensor:
         return invariant.norm(x, self.weight, self.eps)
+
+
+class StrictOffsetNorm(OffsetNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return invariant.norm(x, (1.0 + self.weight.float()).to(x.dtype), self.eps)
+
+
+class StrictGeluMlp(GeluMlp):
+    def forward(self, x_TD: Tensor) -> Tensor:
+        down: Tensor = self.down(invariant.gelu_mul(*self.gate_up(x_TD).chunk(2, dim=-1)))
+        return down
 
 
 class StrictMlp(Mlp):
@@ -92,7 +103,9 @@ STRICT: dict[type[nn.Module], type[nn.Module]] = {
     Linear: StrictLinear,
     GateUp: StrictGateUp,
     Norm: StrictNorm,
+    OffsetNorm: StrictOffsetNorm,
     Mlp: StrictMlp,
+    GeluMlp: StrictGeluMlp,
     SharedExpert: StrictSharedExpert,
     Rotary: StrictRotary,
     Router: StrictRouter,

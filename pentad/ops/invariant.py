@@ -255,6 +255,18 @@ def silu_mul(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
     return by_tiles(F.silu, widened(gate_TF))[:, :width] * up_TF
 
 
+def gelu_mul(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
+    """gelu(gate) * up, gelu by tanh. Places as in `silu_mul`."""
+
+    def gelu(x: Tensor) -> Tensor:
+        return F.gelu(x, approximate="tanh")
+
+    if gate_TF.is_cuda:
+        return gelu(gate_TF) * up_TF
+    width = gate_TF.shape[-1]
+    return by_tiles(gelu, widened(gate_TF))[:, :width] * up_TF
+
+
 def sigmoid(x_T1: Tensor) -> Tensor:
     if x_T1.is_cuda:
         return x_T1.sigmoid()

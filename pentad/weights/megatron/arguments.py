@@ -156,6 +156,8 @@ def _unsayable_layers(dims: ModelDims) -> Iterable[Problem]:
         "norms after attention and ffn": dims.post_norms or not dims.pre_norms,
         "norms of queries and keys over all heads": dims.wide_qk_norm,
         "rotary settings of their own for layers with a window": bool(dims.sliding_rope),
+        "scaled embeddings or queries": (dims.embed_scale, dims.query_scale) != (1.0, 1.0),
+        "norms with weights around 0, or gelu": bool(dims.norm_offset) or dims.activation != "silu",
         "rotary over neighbouring numbers": dims.rotary_pairs == "neighbours",
     }
     for what, is_there in others.items():

@@ -87,6 +87,8 @@ def test_parameters_are_counted_as_they_are_built(family):
 def test_released_models_have_their_published_sizes():
     billions = {
         "SmolLM3-3B": 3.08,
+        "gemma-3-270m": 0.268,
+        "gemma-3-1b-pt": 1.0,
         "phi-4": 14.7,
         "GLM-4-9B-0414": 9.4,
         "GLM-4-32B-0414": 32.6,
@@ -128,6 +130,16 @@ REFUSED = {
         "no_rope_layers = .*must be a list of 0 and 1 for at least 3 layers",
     ),
     "an mlp bias that is not there": ("olmo2", {"mlp_bias": True}, "mlp_bias"),
+    "a limit on logits": (
+        "gemma3_text",
+        {"final_logit_softcapping": 30.0},
+        "final_logit_softcapping = 30.0: a limit on logits is not built",
+    ),
+    "silu where gelu is built": (
+        "gemma3_text",
+        {"hidden_activation": "silu"},
+        "hidden_activation = 'silu', only gelu_pytorch_tanh is built",
+    ),
     "another activation": ("glm4", {"hidden_act": "gelu"}, "hidden_act = 'gelu', only silu"),
 }
 

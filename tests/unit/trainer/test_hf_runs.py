@@ -35,7 +35,7 @@ SMALL = {
     "bos_token_id": None,
 }
 FAMILIES = {
-    "olmo2": {},
+    "granite": {},
     "gemma3_text": {"sliding_window": 8, "query_pre_attn_scalar": 9},
     "qwen3": {},
     "mamba": {},
@@ -73,7 +73,7 @@ def sft(task, root, family, *overrides):
     return config, run_sft(config, notes, device="cpu")
 
 
-@pytest.mark.parametrize("family", ["olmo2", "gemma3_text"])
+@pytest.mark.parametrize("family", ["granite", "gemma3_text"])
 def test_sft_trains_a_model_without_a_model_file(task, tmp_path, family):
     more = ["total_train_epochs=4", "total_train_steps=12"]
     config, summary = sft(task, tmp_path, family, "allocation_mode=fsdp:d1", *more)
@@ -133,16 +133,16 @@ def test_rl_samples_from_the_model_file_what_transformers_module_trains(task, tm
     """The self-test at the start compares both models' log-probs and the published weights."""
     summary = rl(task, tmp_path, "qwen3", "allocation_mode=embedded:d1|fsdp:d1")
     assert summary.num_steps == 1
-    with pytest.raises(UserError, match="no model file for model_type = olmo2; sample with vllm"):
-        rl(task, tmp_path, "olmo2", "allocation_mode=embedded:d1|fsdp:d1")
+    with pytest.raises(UserError, match="no model file for model_type = granite; sample with vllm"):
+        rl(task, tmp_path, "granite", "allocation_mode=embedded:d1|fsdp:d1")
 
 
 def test_servers_take_weights_of_models_without_a_model_file(task):
     """Their names are those of the folder, each once."""
-    engine = build_engine(task / "olmo2", engine_settings(total_steps=None), backend="fsdp")
+    engine = build_engine(task / "granite", engine_settings(total_steps=None), backend="fsdp")
     pairs = list(engine.iter_weights())
     PairsReader(pairs)
-    assert {name for name, _ in pairs} == set(HfFolder(task / "olmo2").infos)
+    assert {name for name, _ in pairs} == set(HfFolder(task / "granite").infos)
     with pytest.raises(UserError, match="given twice"):
         PairsReader([*pairs, pairs[0]])
 
@@ -154,23 +154,23 @@ def test_refusals_come_before_anything_is_started(task, tmp_path):
     with pytest.raises(UserError, match=r"strict = true.*fsdp:d1 trains without one"):
         rl(task, tmp_path, "qwen3", "allocation_mode=embedded:d1|fsdp:d1", "strict=true")
     with pytest.raises(UserError, match="or train it with the backend fsdp"):
-        sft(task, tmp_path, "olmo2")
+        sft(task, tmp_path, "granite")
 
 
 def test_mfu_is_not_guessed_for_an_unknown_architecture(task):
-    overrides = [f"actor.path={task / 'olmo2'}", f"train_dataset.path={task / 'sft.jsonl'}"]
+    overrides = [f"actor.path={task / 'granite'}", f"train_dataset.path={task / 'sft.jsonl'}"]
     config, _ = prepare(None, [*overrides, "allocation_mode=fsdp:d1"], "sft")
-    assert not trained_dims(config, str(task / "olmo2")).is_whole
+    assert not trained_dims(config, str(task / "granite")).is_whole
     assert trained_dims(config, str(task / "qwen3")).is_whole
 
 
 def test_plan_says_where_it_cannot_count(task):
     shared = [f"train_dataset.path={task / 'sft.jsonl'}", "gconfig.max_new_tokens=8"]
-    args = ["plan", f"actor.path={task / 'olmo2'}", "allocation_mode=fsdp:d2t2", *shared]
+    args = ["plan", f"actor.path={task / 'granite'}", "allocation_mode=fsdp:d2t2", *shared]
     said = CliRunner().invoke(app, args)
     assert said.exit_code == 0, said.output
     assert "actor: fsdp:d2t2 on 0-3" in said.output
-    assert "memory unknown for this architecture (model_type = olmo2)" in said.output
+    assert "memory unknown for this architecture (model_type = granite)" in said.output
     told = json.loads(CliRunner().invoke(app, [*args, "--json"]).stdout)
     assert told["memory"] is None
     args[1] = f"actor.path={task / 'qwen3'}"
