@@ -323,11 +323,14 @@ def _follow(draft: _Draft, first: str, second: str, names: tuple[str, ...]) -> N
 
 def _choose_lora(draft: _Draft) -> None:
     """Factors want a larger learning rate than weights, whatever their rank."""
-    actor = draft.config.actor
-    if actor.lora is not None and "lr" not in actor.optimizer.model_fields_set:
-        lr = float(f"{LORA_LR_FACTOR * actor.optimizer.lr:.9g}")
-        why = f"{LORA_LR_FACTOR} times the default {actor.optimizer.lr:g}, for actor.lora"
-        draft.set("actor.optimizer.lr", lr, why)
+    models = {"actor": draft.config.actor}
+    if draft.config.algorithm.facts.needs_critic:
+        models["critic"] = draft.config.critic
+    for role, model in models.items():
+        if model.lora is not None and "lr" not in model.optimizer.model_fields_set:
+            lr = float(f"{LORA_LR_FACTOR * model.optimizer.lr:.9g}")
+            why = f"{LORA_LR_FACTOR} times the default {model.optimizer.lr:g}, for {role}.lora"
+            draft.set(f"{role}.optimizer.lr", lr, why)
 
 
 def _choose_engine(draft: _Draft, role: str, model: ModelConfig) -> None:

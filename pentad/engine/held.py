@@ -135,7 +135,7 @@ class HeldModel:
         """What this rank holds of all that makes up the trained weights, by native name: a tensor
         itself, or the memory behind a sharded one, which an optimizer may step."""
         buffers = [pair for decoder in self.decoders for pair in kept_buffers(decoder).items()]
-        buffers = [] if self.factors else buffers
+        buffers = buffers if self.whole.adapter_map is None else []
         return {
             name: x.to_local().detach() if isinstance(x, DTensor) else x
             for name, x in (*self.parameters.items(), *buffers)

@@ -257,7 +257,8 @@ class LoraConfig(Section):
     """A layer computes x W^T + alpha / rank * (x A^T) B^T, never merged."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Which matrices have factors: all-linear, or some of q k v o gate up down experts. gate and up
-    are named together. Router, embedding and head have none."""
+    are named together. Router, embedding and head have none. A critic trains its head besides, and
+    with [] the head alone."""
     experts: Literal["shared_outer", "each"] = "shared_outer"
     """Factors of the experts of a mixture. shared_outer: those of a layer share the factor on the
     side of the hidden size. each: every expert has two of its own."""

@@ -21,6 +21,7 @@ from pentad.engine.section import LoraConfig
 from pentad.models.families import lora_map_of
 from pentad.models.hf_weights import native_shards
 from pentad.models.language_model import LanguageModel
+from pentad.models.layers import Linear
 from pentad.models.moe import Experts
 from pentad.models.strict import StrictExperts, StrictGateUp, StrictLinear
 from pentad.ops import invariant
@@ -103,6 +104,13 @@ class ExpertFactors(Factors):
         return grouped(x_NI, weight, ends_E)
 
 
+class TrainedHead(Linear):
+    """The head of a critic, which is trained beside frozen weights: in float32, as factors are."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input.float(), self.weight)
+
+
 @cache
 def _adapted(cls: Any) -> type[nn.Module]:
     class Adapted(cls):
@@ -152,7 +160,11 @@ def apply_lora(model: LanguageModel, lora: LoraConfig) -> None:
     """Freezes the model and gives its layers factors without memory. After `apply_strict`, and
     after whatever else gives layers another class."""
     model.requires_grad_(False)
-    model.adapter_map = lora_map_of(model.dims, lora)
+    model.adapter_map = lora_map_of(model.dims, lora, value_head=model.value_head is not None)
+    if model.value_head is not None:
+        swap_class(model.value_head, TrainedHead)
+        wide = torch.empty_like(model.value_head.weight, dtype=torch.float32)
+        model.value_head.weight = nn.Parameter(wide)
     modules, entries = dict(model.named_modules()), model.adapter_map.entries
     for name in [name for name in entries if name.endswith(".a")]:
         place = name.removesuffix(".a")

@@ -27,6 +27,8 @@ def num_factors(
 ) -> int:
     """Number of elements in the factors of some layers on one rank; without a layout, in all of
     the model."""
+    if not lora.targets:  # a critic's head alone
+        return dims.hidden_size
     chosen = layers if layout is not None else range(dims.num_layers)
     return sum(layer_factors(dims, lora, layer, layout or Layout()) for layer in chosen)
 

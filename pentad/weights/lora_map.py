@@ -28,6 +28,7 @@ NATIVE = {
 }
 """Word of a recipe -> how the native names of its matrices end."""
 HIDDEN = "D"
+VALUE_HEAD = "value_head.weight"
 NO_FACTORS = {
     "head": "log-probs are computed together with the head, which has no factors",
     "router": "experts would be chosen by other numbers than the sampler's",
@@ -67,19 +68,23 @@ def _is_apart(source: Spec) -> bool:
 
 
 def target_problems(
-    lora: LoraConfig, words: Sequence[str], family: str, fused: Sequence[str] = ()
+    lora: LoraConfig,
+    words: Sequence[str],
+    family: str,
+    fused: Sequence[str] = (),
+    role: str = "actor",
 ) -> list[Problem]:
     """What is wrong with the targets for a model that has these words; `fused` are those of
-    `fused_words`."""
+    `fused_words`. A critic without any trains its head alone."""
     chosen = [*words, *fused] if lora.targets == "all-linear" else lora.targets
     together = [word for word in chosen if word in fused]
     if together:
-        where = f"actor.lora.targets = {lora.targets}"
+        where = f"{role}.lora.targets = {lora.targets}"
         rule = f"{family} holds {', '.join(together)} in shared tensors, which get no factors"
         return [Problem(where, rule, f"name some of {', '.join(words)}")]
-    if lora.targets == "all-linear":
+    if lora.targets == "all-linear" or (role == "critic" and not lora.targets):
         return []
-    where = f"actor.lora.targets = {list(lora.targets)}"
+    where = f"{role}.lora.targets = {list(lora.targets)}"
     unknown = [word for word in lora.targets if word not in words]
     every = f"some of {', '.join(words)}"
     remedy = f"name {every}" if fused else f"use all-linear, or {every}"
@@ -94,13 +99,25 @@ def target_problems(
 
 
 def lora_map(
-    rules: Sequence[Rule], dims: ModelDims, lora: LoraConfig, words: Sequence[str]
+    rules: Sequence[Rule],
+    dims: ModelDims,
+    lora: LoraConfig,
+    words: Sequence[str],
+    *,
+    value_head: bool = False,
 ) -> WeightMap:
     """The factors of an adapter as regions of the tensors of its file. A factor that experts share
-    lies there once, under the name of its experts without their number."""
+    lies there once, under the name of its experts without their number. With them the head of a
+    critic, which is trained whole."""
     chosen = [rule for rule in rules if _is_target(rule, words)]
-    factors = [factor for rule in chosen for factor in _factors(rule, lora.experts)]
-    return build_map(factors, dims, extra_sizes={"r": lora.rank})
+    trained = [factor for rule in chosen for factor in _factors(rule, lora.experts)]
+    if value_head:
+        trained += [
+            replace(rule, optional=False, dtype="float32", is_factor=True)
+            for rule in rules
+            if rule.target == VALUE_HEAD
+        ]
+    return build_map(trained, dims, extra_sizes={"r": lora.rank})
 
 
 def _is_target(rule: Rule, words: Iterable[str]) -> bool:

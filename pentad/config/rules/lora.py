@@ -9,6 +9,7 @@ from pentad.config.schema import Config
 from pentad.config.topology import scorers
 from pentad.core.errors import Problem
 from pentad.core.fit import splits_backward
+from pentad.engine.section import LoraConfig, ModelConfig
 from pentad.models.catalog import known_dims
 from pentad.models.families import is_known, spec_of
 from pentad.weights.lora_map import fused_words, target_problems, target_words
@@ -16,69 +17,86 @@ from pentad.weights.lora_map import fused_words, target_problems, target_words
 RULES = Rules()
 
 
+def adapted(config: Config) -> Iterator[tuple[str, ModelConfig, LoraConfig]]:
+    """Roles that train an adapter."""
+    roles = {"actor": config.actor}
+    if config.algorithm.facts.needs_critic:
+        roles["critic"] = config.critic
+    for role, model in roles.items():
+        if model.lora is not None:
+            yield role, model, model.lora
+
+
 @RULES.add(commands=RUNS)
-def targets_exist(config: Config) -> list[Problem]:
+def targets_exist(config: Config) -> Iterator[Problem]:
     """Each word of the targets names matrices of the model."""
-    lora, dims = config.actor.lora, known_dims(config.actor.path)
-    if lora is None or dims is None or not is_known(dims.family):
-        return []
-    rules = spec_of(dims.family).rules
-    words, fused = target_words(rules, dims), fused_words(rules, dims)
-    return target_problems(lora, words, dims.family, fused)
+    for role, model, lora in adapted(config):
+        dims = known_dims(model.path or config.actor.path)
+        if dims is not None and is_known(dims.family):
+            rules = spec_of(dims.family).rules
+            words, fused = target_words(rules, dims), fused_words(rules, dims)
+            yield from target_problems(lora, words, dims.family, fused, role)
 
 
 @RULES.add(commands=RUNS)
 def frozen_weights_come_from_a_folder(config: Config) -> Iterator[Problem]:
     """A checkpoint holds the factors and the path of the rest."""
-    actor = config.actor
-    if actor.lora is None:
-        return
-    remedy = "give the weights in actor.path, or leave actor.lora out"
-    if actor.init_from_scratch:
-        rule = "actor.lora would freeze random weights"
-        yield Problem("actor.init_from_scratch = true", rule, remedy)
-    if actor.checkpoint_load_path is not None:
-        where = f"actor.checkpoint_load_path = {actor.checkpoint_load_path}"
-        yield Problem(where, "actor.lora stands on a Hugging Face folder", remedy)
+    for role, model, _ in adapted(config):
+        remedy = f"give the weights in {role}.path, or leave {role}.lora out"
+        if model.init_from_scratch:
+            rule = f"{role}.lora would freeze random weights"
+            yield Problem(f"{role}.init_from_scratch = true", rule, remedy)
+        if model.checkpoint_load_path is not None:
+            where = f"{role}.checkpoint_load_path = {model.checkpoint_load_path}"
+            yield Problem(where, f"{role}.lora stands on a Hugging Face folder", remedy)
 
 
 @RULES.add(commands=RUNS)
 def only_factors_are_trained(config: Config) -> Iterator[Problem]:
-    actor = config.actor
-    if actor.lora is None:
-        return
-    if actor.param_dtype != "float32":
-        rule = "factors and their optimizer state are float32 under actor.lora"
-        yield Problem(f"actor.param_dtype = {actor.param_dtype}", rule, "leave it out")
-    if actor.archon.offload_params:
-        rule = "frozen weights have no gradients and no optimizer state to offload"
-        yield Problem("actor.archon.offload_params = true", rule, "leave it out with actor.lora")
-    for key in ("moe_bias_rate", *actor.archon.router_losses):
-        if value := getattr(actor.archon, key):
-            where = f"actor.archon.{key} = {value:g}"
-            yield Problem(where, "routers are frozen under actor.lora", "leave it out")
+    for role, model, _ in adapted(config):
+        if model.param_dtype != "float32":
+            rule = f"factors and their optimizer state are float32 under {role}.lora"
+            yield Problem(f"{role}.param_dtype = {model.param_dtype}", rule, "leave it out")
+        if model.archon.offload_params:
+            rule = "frozen weights have no gradients and no optimizer state to offload"
+            where, remedy = f"{role}.archon.offload_params = true", f"leave it out with {role}.lora"
+            yield Problem(where, rule, remedy)
+        for key in ("moe_bias_rate", *model.archon.router_losses):
+            if value := getattr(model.archon, key):
+                where = f"{role}.archon.{key} = {value:g}"
+                yield Problem(where, f"routers are frozen under {role}.lora", "leave it out")
 
 
-@RULES.add(commands=RUNS)
-def adapters_of_the_actor_alone(config: Config) -> Iterator[Problem]:
-    if config.critic.lora is not None and config.algorithm.facts.needs_critic:
-        rule = "a critic with an adapter is not built"
-        yield Problem("critic.lora", rule, "leave it out: the critic trains all its weights")
+@RULES.add()
+def adapters_of_critics(config: Config) -> Iterator[Problem]:
+    for role, model, lora in adapted(config):
+        if role != "critic":
+            continue
+        if lora.init_path is not None:
+            where = f"critic.lora.init_path = {lora.init_path}"
+            yield Problem(where, "a critic's factors start anew", "leave it out")
+        actor = config.actor
+        is_actors = model.path in (None, actor.path) and not model.init_from_scratch
+        if is_actors and (actor.init_from_scratch or actor.checkpoint_load_path is not None):
+            rule = "the critic begins with the actor's weights, which are not in a folder to freeze"
+            yield Problem("critic.lora", rule, "leave it out, or give critic.path")
 
 
 @RULES.add(commands=RUNS)
 def layouts_of_adapters(config: Config) -> Iterator[Problem]:
-    actor = config.part("actor")
-    if config.actor.lora is None or actor is None:
-        return
     where = f"allocation_mode = {config.allocation_mode}"
-    if actor.backend == "fsdp":
-        rule = f"actor.lora is built for archon, and {actor} trains models of transformers"
-        yield Problem(where, rule, "use archon, or leave actor.lora out")
-    schedule = config.actor.archon.pp_schedule
-    if actor.size("p") > 1 and splits_backward(schedule):
-        rule = "it splits the backward pass by parameters, which are frozen under actor.lora"
-        yield Problem(f"actor.archon.pp_schedule = {schedule}", rule, "use Interleaved1F1B or 1F1B")
+    for role, model, _ in adapted(config):
+        part = config.part(role) or config.part("actor")
+        if part is None:
+            continue
+        if part.backend == "fsdp":
+            rule = f"{role}.lora is built for archon, and {part} trains models of transformers"
+            yield Problem(where, rule, f"use archon, or leave {role}.lora out")
+        schedule = model.archon.pp_schedule
+        if part.size("p") > 1 and splits_backward(schedule):
+            rule = f"it splits the backward pass by parameters, which are frozen under {role}.lora"
+            remedy = "use Interleaved1F1B or 1F1B"
+            yield Problem(f"{role}.archon.pp_schedule = {schedule}", rule, remedy)
 
 
 @RULES.add()

@@ -208,17 +208,18 @@ def no_such_family(family: str, known: Iterable[str]) -> Problem:
     return Problem(f"model_type = {family}", "no such model family", remedy)
 
 
-def lora_words(dims: ModelDims, lora: LoraConfig) -> Sequence[str]:
+def lora_words(dims: ModelDims, lora: LoraConfig, role: str = "actor") -> Sequence[str]:
     """The targets of an adapter of the family, as words."""
     rules = spec_of(dims.family).rules
     words = target_words(rules, dims)
-    raise_problems(target_problems(lora, words, dims.family, fused_words(rules, dims)))
+    raise_problems(target_problems(lora, words, dims.family, fused_words(rules, dims), role))
     return words if lora.targets == "all-linear" else lora.targets
 
 
-def lora_map_of(dims: ModelDims, lora: LoraConfig) -> WeightMap:
-    """The weight map of an adapter of the family."""
-    return lora_map(spec_of(dims.family).rules, dims, lora, lora_words(dims, lora))
+def lora_map_of(dims: ModelDims, lora: LoraConfig, *, value_head: bool = False) -> WeightMap:
+    """The weight map of an adapter of the family; of a critic with its head."""
+    words = lora_words(dims, lora, "critic" if value_head else "actor")
+    return lora_map(spec_of(dims.family).rules, dims, lora, words, value_head=value_head)
 
 
 def map_of(dims: ModelDims) -> WeightMap:

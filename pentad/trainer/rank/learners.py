@@ -38,6 +38,7 @@ from pentad.weights.megatron.arguments import unsayable
 from pentad.weights.peft import fit_problems, read_adapter, spec_problems
 
 Role = Literal["actor", "critic"]
+VALUE_HEAD = "score.weight"
 FAMILY_NAMES = {"qwen2.5": "qwen2"}
 """What others call a family -> its `model_type`."""
 
@@ -127,6 +128,11 @@ def check_weights(config: Config, role: Role) -> None:
         reader = open_weights(folder, model.dims)
         transfer.check(native_shards(model), model.map_for(reader.infos), reader)
         lora = config.actor.lora
+        is_new = role == "critic" and config.critic.lora is not None
+        if is_new and VALUE_HEAD in reader.infos:
+            rule = f"it has a head of its own ({VALUE_HEAD}), and with critic.lora it starts anew"
+            remedy = "give a folder without one, or leave critic.lora out"
+            raise UserError(Problem(f"critic.path = {folder}", rule, remedy))
         if role == "actor" and lora is not None and lora.init_path is not None:
             where = f"actor.lora.init_path = {lora.init_path}"
             adapter = read_adapter(lora.init_path)

@@ -28,7 +28,12 @@ def said(*words: str, command: str = "train") -> list[str]:
         (["actor.archon.offload_params=true"], "no gradients and no optimizer state to offload"),
         (["allocation_mode=embedded:d1|fsdp:d1"], "actor.lora is built for archon"),
         (["actor.archon.pp_schedule=ZBV", "allocation_mode=embedded:d2|archon:d1p2"], "frozen"),
-        (["algorithm.name=ppo", "critic.lora.rank=4"], "a critic with an adapter is not built"),
+        (["algorithm.name=ppo", "critic.lora.targets=[zz]"], "critic.lora.targets = ['zz']"),
+        (["algorithm.name=ppo", "critic.lora.init_path=x"], "a critic's factors start anew"),
+        (
+            ["algorithm.name=ppo", "critic.lora.rank=4", "critic.param_dtype=bfloat16"],
+            "critic.lora",
+        ),
         (["algorithm.kl_coef=0.1", "ref.path=Qwen/Qwen3-1.7B"], "holds the frozen weights of"),
         (["allocation_mode=sglang:d1+archon:d1"], "SGLang does not say which factors it holds"),
         (["only=rollout"], "a run of one side alone is not built with actor.lora"),
@@ -41,6 +46,8 @@ def test_what_an_adapter_does_not_go_with_is_refused(words, answer):
 
 def test_plain_recipes_take_it():
     assert said("actor.lora.rank=8") == []
+    assert said("actor.lora.rank=8", "algorithm.name=ppo", "critic.lora.rank=4") == []
+    assert said("algorithm.name=ppo", "critic.lora.targets=[]") == [], "its head alone"
     assert said("actor.lora.rank=8", command="sft") == []
 
 

@@ -7,6 +7,7 @@ import torch
 from engine_toys import (
     CONFIG,
     VOCAB,
+    ValueLoss,
     bring_back,
     keep_state,
     make_engine,
@@ -163,6 +164,25 @@ def test_only_factors_move_and_the_frozen_weights_stay_bit_for_bit():
     published = dict(engine.iter_weights())
     assert published["model.layers.0.self_attn.q_proj.lora_A.weight"].shape == (4, 24)
     assert len(published) == 3 * 7 * 2
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ()])
+def test_a_critic_trains_its_head_with_factors_or_alone(targets):
+    """Both in float32; a checkpoint holds them and continues bit for bit."""
+    lora, rows = LoraConfig(rank=4, targets=targets), make_rows()
+    critic, other = (make_engine(value_head=True, lr=3e-2, lora=lora) for _ in range(2))
+    frozen = {name: tensor.clone() for name, tensor in critic.held.frozen().items()}
+    assert {n for n in weights_of(critic) if "lora" not in n} == {"value_head.weight"}
+    assert any("lora" in name for name in weights_of(critic)) is bool(targets)
+    assert {t.dtype for t in critic.masters.values()} == {torch.float32}
+    began, first = weights_of(critic), train(critic, rows, ValueLoss())
+    assert train(critic, rows, ValueLoss(), steps=20).loss < first.loss
+    assert not any(torch.equal(began[n], t) for n, t in weights_of(critic).items())
+    assert all(torch.equal(frozen[n], t) for n, t in critic.held.frozen().items())
+    bring_back(other, keep_state(critic))
+    for one in (critic, other):
+        train(one, rows, ValueLoss())
+    assert all(torch.equal(t, weights_of(other)[n]) for n, t in weights_of(critic).items())
 
 
 def test_recomputed_blocks_give_the_same_factors_bit_for_bit():
