@@ -7,6 +7,9 @@ import { num } from "./format";
 
 export const COLORS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8", "--c9", "--c10", "--c11", "--c12"];
 const HEIGHT = 190;
+/** Distances of ticks, in steps and in seconds. */
+const STEPS = Array.from({ length: 27 }, (_, n) => [1, 2, 5][n % 3] * 10 ** Math.floor(n / 3));
+const TIMES = [0.001, 0.01, 0.1, 1, 2, 5, 10, 15, 30, ...[1, 2, 5, 10, 15, 30].map((n) => 60 * n), ...[1, 2, 3, 6, 12, 24, 48, 168, 720].map((n) => 3600 * n)];
 
 export function css(name: string): string {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -193,7 +196,7 @@ export class Chart {
         },
       },
       axes: [
-        { ...axis, size: 26, space: 56, values: (_u, v) => this.xLabels(v) },
+        { ...axis, size: 26, space: 56, incrs: () => (this.frame?.xTicks ? TIMES : STEPS), values: (_u, v) => this.xLabels(v) },
         { ...axis, size: 54, space: 34, values: (_u, v, _a, _s, step) => tickLabels(v, step) },
       ],
       cursor: {
@@ -264,7 +267,7 @@ export class Chart {
     const u = this.plot;
     if (!u) return;
     const at = u.cursor.idx;
-    const isAt = at !== null && at !== undefined && (u.cursor.left ?? -1) >= 0;
+    const isAt = at !== null && at !== undefined && at < u.data[0].length && (u.cursor.left ?? -1) >= 0;
     const entries = this.lines.map((l) => {
       const place = isAt ? nearest(l.x, u.data[0][at!]) : l.x.length - 1;
       let n = place;
@@ -341,20 +344,19 @@ export class Chart {
     const box = { left: u.bbox.left / r, top: u.bbox.top / r + 34, width: u.bbox.width / r, height: u.bbox.height / r };
     const out = [`<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 ${width} ${height}" font-family="system-ui, sans-serif" font-size="11">`,
       `<rect width="${width}" height="${height}" fill="${css("--panel")}"/>`,
-      `<text x="10" y="20" font-size="13" font-weight="600" fill="${css("--text")}">${escaped(this.title)}</text>`];
-    for (const axis of ["x", "y"] as const) {
-      const { min, max } = u.scales[axis];
-      for (let n = 0; n <= 4; n++) {
-        const value = min! + ((max! - min!) * n) / 4;
-        const at = u.valToPos(value, axis) + (axis === "x" ? box.left : box.top);
-        out.push(axis === "x"
-          ? `<text x="${at}" y="${box.top + box.height + 16}" text-anchor="middle" fill="${css("--muted")}">${this.frame?.xTicks?.([value])[0] ?? `${n ? "" : "step "}${Math.round(value)}`}</text>`
-          : `<text x="${box.left - 6}" y="${at + 4}" text-anchor="end" fill="${css("--muted")}">${num(value, 3)}</text><path d="M${box.left} ${at}h${box.width}" stroke="${css("--grid")}"/>`);
-      }
+      `<text x="10" y="20" font-size="13" font-weight="600" fill="${css("--text")}">${escaped(`${this.title}${this.unit ? ` (${this.unit})` : ""}`)}</text>`];
+    const ticks = (n: number): [number, string][] => { // those that are drawn
+      const { _splits, _values } = u.axes[n] as unknown as { _splits: number[]; _values: string[] };
+      return _splits.map((value, i) => [value, _values[i]]);
+    };
+    for (const [x, text] of ticks(0)) out.push(`<text x="${u.valToPos(x, "x") + box.left}" y="${box.top + box.height + 16}" text-anchor="middle" fill="${css("--muted")}">${escaped(text)}</text>`);
+    for (const [y, text] of ticks(1)) {
+      const at = u.valToPos(y, "y") + box.top;
+      out.push(`<text x="${box.left - 6}" y="${at + 4}" text-anchor="end" fill="${css("--muted")}">${escaped(text)}</text><path d="M${box.left} ${at}h${box.width}" stroke="${css("--grid")}"/>`);
     }
     const across = (x: number) => (u.valToPos(x, "x") + box.left).toFixed(1), up = (y: number) => (u.valToPos(y, "y") + box.top).toFixed(1);
     const xs = u.data[0] as number[], wide = half(xs);
-    for (const { x, mark } of this.frame?.marks ?? []) {
+    for (const { x, mark } of (this.frame?.marks ?? []).filter((one) => one.mark.kind !== "picked")) {
       out.push(`<path d="M${across(x)} ${box.top}v${box.height}" stroke="${css(MARK_COLORS[mark.kind] ?? "--muted")}" stroke-dasharray="3 3"><title>${escaped(mark.text)}</title></path>`);
     }
     this.columns.forEach(({ line, part }, n) => {
@@ -367,9 +369,11 @@ export class Chart {
     for (const l of this.lines.filter((one) => one.isDots && one.low && one.high)) {
       l.x.forEach((x, n) => out.push(`<path d="M${across(x)} ${up(l.low![n]!)}V${up(l.high![n]!)}" stroke="${css(l.color)}" stroke-opacity="0.6"/>`));
     }
-    this.lines.slice(0, 6).forEach((l, n) => {
-      out.push(`<text x="${width - 10}" y="${20 + 13 * n}" text-anchor="end" fill="${css(l.color)}">${escaped(l.label)}</text>`);
-    });
+    let right = width - 10;
+    for (const l of [...this.lines].reverse().slice(0, 8)) {
+      out.push(`<text x="${right}" y="20" text-anchor="end" fill="${css(l.color)}">${escaped(l.label)}</text>`);
+      right -= 6.5 * l.label.length + 14;
+    }
     save(`${fileName(this.title)}.svg`, new Blob([out.join("\n"), "\n</svg>\n"], { type: "image/svg+xml" }));
   }
 }

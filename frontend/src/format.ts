@@ -20,12 +20,14 @@ function trim(value: number, digits: number): string {
 
 export function duration(seconds: unknown): string {
   if (typeof seconds !== "number" || !Number.isFinite(seconds) || seconds < 0) return "–";
+  if (seconds === 0) return "0 s";
   if (seconds < 0.1) return `${num(seconds * 1e3, 2)} ms`;
   if (seconds < 60) return `${num(seconds, 3)} s`;
   const minutes = Math.floor(Math.round(seconds) / 60);
-  if (minutes < 60) return `${minutes} min ${Math.round(seconds) % 60} s`;
+  const rest = (value: number, unit: string) => (value ? ` ${value} ${unit}` : "");
+  if (minutes < 60) return `${minutes} min${rest(Math.round(seconds) % 60, "s")}`;
   const hours = Math.floor(minutes / 60);
-  return hours < 48 ? `${hours} h ${minutes % 60} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
+  return hours < 48 ? `${hours} h${rest(minutes % 60, "min")}` : `${Math.floor(hours / 24)} d${rest(hours % 24, "h")}`;
 }
 
 export function clock(seconds: number): string {

@@ -53,7 +53,7 @@ def exported(run: RunView, plan_of: Callable[[RunView], dict[str, Any]] | None) 
     found = {
         "run": run.summary() | {"has_plan": plan_of is not None},
         "series": run.steps.series(list(run.steps.columns.by_path), None, None, POINTS),
-        "samples": run.samples.find(SampleFilter(), 0, NUM_SAMPLES, 10.0)["samples"],
+        "samples": run.samples.find(SampleFilter(), 0, NUM_SAMPLES, 10.0)["samples"][::-1],
         "groups": [run.groups.group(*one, run.samples.group(*one)) for one in groups],
         "fields": field_meanings(),
     }

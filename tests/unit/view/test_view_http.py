@@ -101,7 +101,7 @@ def test_an_exported_file_holds_its_records_and_no_markup_of_a_sample(make_run):
     page = client.get("/export.html", params={"run": "exp~trial0"}).text
     assert bad not in page and "\\u003c/script>" in page and page.count("<script") == 2
     data = page.split('id="data">')[1].split("</script>")[0]
-    assert json.loads(data)["samples"][0]["text"] == bad
+    assert json.loads(data)["samples"][-1]["text"] == bad
 
 
 RECIPE = Path(__file__).parents[3] / "examples" / "archon_qwen3_moe.yaml"
