@@ -126,6 +126,16 @@ def test_a_recipe_is_a_plan_without_a_run(make_run, tmp_path):
         check_places([tmp_path], words)
 
 
+def test_a_run_on_examples_has_no_plan_of_samplers(make_run):
+    folder = make_run()
+    (folder / "config.yaml").write_text("a: 1\n")
+    pages = RunPages([folder], lambda recipe, overrides: {})
+    client = TestClient(ViewGuard(pages.app(), token=None), base_url="http://127.0.0.1")
+    assert not client.get("/api/run?run=exp~trial0").json()["has_plan"]
+    write_lines(folder / "steps.jsonl", [step_line(21, funnel={"drawn": 8})])
+    assert client.get("/api/run?run=exp~trial0").json()["has_plan"]
+
+
 def empty(folder: Path) -> Path:
     (folder / "empty").mkdir()
     return folder / "empty"

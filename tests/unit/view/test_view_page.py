@@ -23,6 +23,9 @@ def test_the_page_shows_a_run_and_runs_nothing_of_it(make_run, tmp_path):
     write_lines(folder / "timeline.jsonl", lines)
     other = make_run("other", num_steps=2)
     write_lines(other / "steps.jsonl", [step_line(3, loss=5.0)])
+    pairs = make_run("pairs", num_steps=0)
+    figures = {"margin": 0.5, "accuracy": 0.75, "chosen_reward": 1.0, "rejected_reward": 0.5}
+    write_lines(pairs / "steps.jsonl", [step_line(n, rl={}, preference=figures) for n in (1, 2)])
     broken = make_run("broken", num_steps=1)
     (broken / "manifest.json").write_text("{")
     for name in ("steps.jsonl", "samples.jsonl", "evals.jsonl"):
@@ -44,6 +47,7 @@ def test_the_page_shows_a_run_and_runs_nothing_of_it(make_run, tmp_path):
             ):
                 is_readable_when_small(browser, f"{address}#/{view}", part)
             is_reached_by_keys(browser, address)
+            has_the_charts_of_its_records(browser, address)
             says_what_is_missing(browser, address)
             opens_without_a_server(browser, address, tmp_path / "run.html")
             assert browser.faults() == []
@@ -124,6 +128,16 @@ def is_reached_by_keys(browser, address):
             break
     browser.press("Enter")
     browser.wait_for("location.hash.startsWith('#/time')", 5)
+
+
+def has_the_charts_of_its_records(browser, address):
+    """A preference run has margins and no rewards of samples."""
+    browser.open("about:blank")
+    browser.open(f"{address}#/overview?run=exp~pairs")
+    browser.wait_for("document.querySelectorAll('.chart canvas').length > 3")
+    titles = browser.run("[...document.querySelectorAll('.chart .title')].map((t) => t.innerText)")
+    assert {"Margin", "Preferred answer ranked higher", "Loss"} <= set(titles)
+    assert "Reward" not in titles and "Pairs ranked right" in browser.run("document.body.innerText")
 
 
 def says_what_is_missing(browser, address):
