@@ -184,14 +184,14 @@ def telemetry_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-TELEMETRY = """# What a step record says
+TELEMETRY = """# Telemetry
 
-`steps.jsonl` in the run folder has one JSON object a line, one line a step. Every field below is
-in every record; what does not apply or was not measured is `null`. This page is written from the
-classes in `pentad/telemetry/record.py` by `make docs`.
+`steps.jsonl` in the run folder has one JSON object per line, one line per step. Every field below
+is in every record; fields that do not apply or were not measured are `null`. This page is made
+from the classes in `pentad/telemetry/record.py` by `make docs`.
 
-`pentad.telemetry.steps.read_lines(path)` reads the file. It passes over a line that a crash tore
-off at the end, and over steps that a resumed run did again: those are kept and marked `superseded`.
+`pentad.telemetry.steps.read_lines(path)` reads the file. It skips a last line that a crash
+left incomplete, and steps that a resumed run repeated: those are kept and marked `superseded`.
 
 Two runs of one seed give the same records apart from the fields marked *varies*, which measure
 the machine.
@@ -203,11 +203,11 @@ the machine.
 
 
 TIMELINE = """
-# What timeline.jsonl says
+## timeline.jsonl
 
-One JSON object a line, one line a step: what the processes of the run did and waited for, in spans
-of time, as `pentad view` draws them. All of it measures the machine. Lines of steps that a resumed
-run did again are marked `superseded`.
+One JSON object per line, one line per step: what the processes of the run did and waited for, as
+time spans, which `pentad view` draws. All of it measures the machine. Lines of steps that a
+resumed run repeated are marked `superseded`.
 
 | field | meaning |
 |---|---|"""

@@ -56,7 +56,7 @@ def show(findings: list[Finding]) -> None:
     bad = [finding.name for finding in findings if finding.status == "fail"]
     warned = [finding.name for finding in findings if finding.status == "warn"]
     if bad:
-        print(f"\nRuns cannot start here: mend {', '.join(bad)}.")
+        print(f"\nRuns cannot start here: fix {', '.join(bad)}.")
     elif warned:
         print(f"\nRuns can start here; look at {', '.join(warned)}.")
     else:

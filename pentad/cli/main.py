@@ -44,7 +44,7 @@ def show_version(wanted: bool) -> None:
 
 
 Version = Annotated[
-    bool, Option("--version", callback=show_version, is_eager=True, help="Print it.")
+    bool, Option("--version", callback=show_version, is_eager=True, help="Print the version.")
 ]
 
 
@@ -120,13 +120,11 @@ def plan(
     recipe: Recipe,
     gpu_memory: Annotated[
         float | None,
-        Option(
-            min=1, max=1e6, help="GiB of each GPU, instead of what is found here.", metavar="GIB"
-        ),
+        Option(min=1, max=1e6, help="GiB of each GPU (that of this machine).", metavar="GIB"),
     ] = None,
     json: Figures = False,
     world: Annotated[
-        int | None, Option(min=1, help="Plan for so many ranks that train, when others are lost.")
+        int | None, Option(min=1, help="Plan for this number of remaining training ranks.")
     ] = None,
 ) -> None:
     """Check a recipe, show its placement, estimate its memory.
@@ -156,7 +154,7 @@ def slots(
         list[int] | None, Option(help="Remove this slot; the run continues without it.")
     ] = None,
     join: Annotated[
-        list[int] | None, Option(help="Give it back; it joins at the next checkpoint.")
+        list[int] | None, Option(help="Give the slot back; it joins at the next checkpoint.")
     ] = None,
 ) -> None:
     """Show the slots of an elastic run; remove one or add it again."""
@@ -171,7 +169,7 @@ def init(
     folder: Annotated[str | None, Argument(help="A new folder, or an empty one.")] = None,
     task: Annotated[str | None, Option(help="math, code, agent or sft (math).")] = None,
     model: Annotated[
-        str | None, Option(help="A hub name, a folder, or tiny, which is made here (tiny).")
+        str | None, Option(help="A Hub name, a folder, or tiny, a model made here (tiny).")
     ] = None,
     device: Annotated[str | None, Option(help="cpu, cuda or auto (auto).")] = None,
 ) -> None:
@@ -211,7 +209,7 @@ def reward(
     recipe: Recipe,
     row: Annotated[int, Option(min=0, help="Row of train_dataset, counted from 0.")] = 0,
     completion: Annotated[
-        str | None, Option(help="What to score (the row's own answer, and nothing).")
+        str | None, Option(help="Text to score (the row's answer, and an empty text).")
     ] = None,
 ) -> None:
     """Run the reward of a recipe on a row of its data.
@@ -236,16 +234,16 @@ def evaluate(
     ] = None,
     data: Annotated[str | None, Option(help="JSONL, Parquet or a saved HF dataset.")] = None,
     reward: Annotated[str | None, Option(help="gsm8k, math, ..., or your own.")] = None,
-    samples: Annotated[int | None, Option(help="Answers a prompt (1).")] = None,
+    samples: Annotated[int | None, Option(help="Answers per prompt (1).")] = None,
     temperature: Annotated[float | None, Option(help="0 is greedy (0).")] = None,
     max_new_tokens: Annotated[int | None, Option(help="Longest answer (256).")] = None,
-    limit: Annotated[int | None, Option(help="Only the first so many rows.")] = None,
+    limit: Annotated[int | None, Option(help="Use only the first rows, this many.")] = None,
     format: Annotated[str | None, Option(help="auto, jsonl, parquet or hf.")] = None,
     prompt_key: Annotated[str | None, Option(help="Column with the prompt.")] = None,
     messages_key: Annotated[str | None, Option(help="Column with chat messages.")] = None,
     answer_key: Annotated[str | None, Option(help="Column with the right answer.")] = None,
     chat: Annotated[
-        bool | None, Option("--chat/--no-chat", help="Put prompts in the chat template.")
+        bool | None, Option("--chat/--no-chat", help="Apply the chat template to prompts.")
     ] = None,
     address: Annotated[
         str | None, Option(help="A server that serves the model, OpenAI-compatible.")
@@ -285,7 +283,9 @@ def convert(
     etp: Annotated[int | None, Option(help="Tensor parallel size of experts (tp).")] = None,
     processes: Annotated[int, Option(max=1024, help="Processes that share the files.")] = 1,
     iteration: Annotated[int | None, Option(min=0, help="Which Megatron checkpoint.")] = None,
-    release: Annotated[bool, Option("--release", help="The one named release.")] = False,
+    release: Annotated[
+        bool, Option("--release", help="The Megatron checkpoint named release.")
+    ] = False,
     config: Annotated[
         str | None, Option(help="HF folder of the model, if SRC has no config.json.")
     ] = None,
@@ -299,13 +299,13 @@ def convert(
         int, Option(min=1, help="As in Megatron: the vocabulary is padded to tp times this.")
     ] = 128,
     role: Annotated[
-        str | None, Option(help="Of a run's checkpoint: actor (default) or critic.")
+        str | None, Option(help="Role in a run's checkpoint: actor (default) or critic.")
     ] = None,
     tag: Annotated[
-        str, Option(help="Of a run's checkpoint: actor, or a tag such as ref.")
+        str, Option(help="Weights in a run's checkpoint: actor, or a tag such as ref.")
     ] = "actor",
     merge: Annotated[
-        bool, Option("--merge", help="Write the base of the adapter SRC with it merged.")
+        bool, Option("--merge", help="Merge the adapter SRC into its base model.")
     ] = False,
     base: Annotated[
         str | None, Option(help="HF folder to merge into (the one that the adapter names).")
@@ -333,7 +333,7 @@ def export(
         str | None, Option(metavar="OWNER/NAME", help="Upload it to the hub by this name.")
     ] = None,
     public: Annotated[
-        bool, Option("--public", help="A new repository is seen by all (private).")
+        bool, Option("--public", help="Create a public repository (private).")
     ] = False,
 ) -> None:
     """Write the model card of a run, and upload model and card.
@@ -351,26 +351,30 @@ def serve(
     model: Annotated[str, Argument(help="A model's folder.")],
     host: Annotated[str, Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
-    name: Annotated[str | None, Option(help="The model's name (the folder's).")] = None,
+    name: Annotated[str | None, Option(help="Name of the model (its folder's).")] = None,
     device: DeviceOption = "auto",
     dtype: Annotated[str, Option(help="float32, bfloat16 or auto.")] = "auto",
-    max_running: Annotated[int, Option(min=1, max=10**6, help="Answers written together.")] = 256,
+    max_running: Annotated[
+        int, Option(min=1, max=10**6, help="Answers generated at the same time.")
+    ] = 256,
     max_context: Annotated[int | None, Option(min=2, help="Tokens of prompt and answer.")] = None,
     kv_cache_gb: Annotated[
         float | None, Option(min=1e-9, max=1e6, help="Memory of the cache.")
     ] = None,
-    max_requests: Annotated[int, Option(min=1, help="Under way; further ones get 429.")] = 256,
+    max_requests: Annotated[
+        int, Option(min=1, help="Concurrent requests; further ones get 429.")
+    ] = 256,
     max_body_mb: Annotated[float, Option(min=1e-3, max=1e4, help="Largest request.")] = 4.0,
     max_chars: Annotated[
         int, Option(min=1, help="Characters of a request, over all its texts.")
     ] = 1_000_000,
-    max_connections: Annotated[int, Option(min=1, help="Of one client's address.")] = 512,
+    max_connections: Annotated[int, Option(min=1, help="Connections per client address.")] = 512,
     api_key: Annotated[
         str | None,
-        Option(envvar="PENTAD_API_KEY", help="Requests must have it; the variable hides it."),
+        Option(envvar="PENTAD_API_KEY", help="Key that every request must send."),
     ] = None,
     allow_host: Annotated[
-        list[str] | None, Option(help="Further names to answer to at loopback.")
+        list[str] | None, Option(help="Further host names accepted at loopback.")
     ] = None,
     drain_s: Annotated[float, Option(min=0, max=1e6, help="Time to finish after SIGTERM.")] = 30.0,
     model_files: Annotated[
@@ -378,7 +382,7 @@ def serve(
     ] = None,
     adapter: AdapterOption = None,
     template_args: Annotated[
-        str | None, Option(help="Of the chat template: '{enable_thinking: false}'.")
+        str | None, Option(help="Arguments of the chat template: '{enable_thinking: false}'.")
     ] = None,
 ) -> None:
     """Serve a model at an OpenAI-compatible address."""
@@ -419,7 +423,7 @@ def view(
 @reporting
 def replay(
     run: Annotated[str, Argument(help="The folder of a run's records.")],
-    step: Annotated[int, Option(min=1, help="Which step, as steps.jsonl counts.")],
+    step: Annotated[int, Option(min=1, help="Step, as numbered in steps.jsonl.")],
     layout: Annotated[
         str | None, Option(help="Another allocation, such as archon:d1 (the run's).")
     ] = None,
@@ -444,11 +448,13 @@ def verify_checkpoint(
     other: Annotated[
         str | None, Argument(metavar="PATH2", help="Another one, to compare with.")
     ] = None,
-    endpoint_url: Annotated[str | None, Option(help="Of a store that is not Amazon's.")] = None,
+    endpoint_url: Annotated[
+        str | None, Option(help="Endpoint of a store other than Amazon's.")
+    ] = None,
     region: Annotated[str | None, Option(help="Of the store.")] = None,
     restore: Annotated[
         bool,
-        Option("--restore", help="Put back what was set aside as .damaged, if it is whole."),
+        Option("--restore", help="Restore checkpoints renamed to .damaged if they are intact."),
     ] = False,
     json: Findings = False,
 ) -> None:

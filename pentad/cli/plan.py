@@ -30,7 +30,7 @@ from pentad.data.section import DatasetConfig
 from pentad.data.shares import Turns, whole_shares
 from pentad.planner.figures import RunPlan, SamplePlan, TrainPlan, inner_rows, span, stage_rows
 from pentad.planner.plan import build_plan, choose_device, thumb_of
-from pentad.planner.remedies import Remedy, propose, propose_adapter
+from pentad.planner.remedies import Remedy, propose, propose_adapter, propose_host
 
 MAX_DATA_BYTES = 512 << 20
 """A larger dataset is not counted: a plan must stay quick."""
@@ -60,8 +60,12 @@ def run_plan(
         return 0
     plan = make_plan(config, notes, gpu_memory)
     remedies, adapter = propose(plan), propose_adapter(plan)
+    is_here = any(one.fits and one.num_devices <= plan.allocation.num_devices for one in remedies)
+    host = [] if is_here else propose_host(plan)
     if as_json:
-        found = as_dict(plan, remedies) | {"with_adapter": [asdict(one) for one in adapter]}
+        found = as_dict(plan, remedies)
+        found |= {"with_adapter": [asdict(one) for one in adapter]}
+        found |= {"with_host_memory": [asdict(one) for one in host]}
         print(json.dumps(found, indent=2))
     else:
         console = make_console()
@@ -69,6 +73,7 @@ def run_plan(
             page = Page(plan, remedies, console)
             page.show()
             page.show_adapter(adapter)
+            page.show_host(host)
         # Tables pad their last column.
         print("\n".join(line.rstrip() for line in captured.get().splitlines()))
     return 0 if plan.fits else 1
@@ -336,13 +341,22 @@ class Page:
             self.say("Or train an adapter on the same devices (actor.lora, docs/lora.md):")
             self.remedy_table(remedies)
 
+    def show_host(self, remedies: list[Remedy]) -> None:
+        if remedies:
+            need = f"slower, {gib(remedies[-1].host_bytes)} GiB per machine"
+            self.say(f"Or keep weights and optimizer state in host memory ({need}):")
+            self.remedy_table(remedies)
+
     def remedy_table(self, remedies: list[Remedy]) -> None:
-        rows = []
+        rows, sampler_fits = [], self.plan.sampler_fits
         for remedy in remedies:
-            fits = "fits" if remedy.fits else ""
+            result = "fits" if remedy.fits else ""
+            if remedy.sampler_fits and not (sampler_fits or remedy.fits):
+                result = "gives the sampler's cache room"
             if remedy.num_devices != self.plan.allocation.num_devices:
-                fits = f"{fits} ({remedy.num_devices} devices)".strip()
-            rows.append((" ".join(remedy.overrides), gib(remedy.peak_bytes), fits))
+                result = f"{result} ({remedy.num_devices} devices)".strip()
+            rows.append((" ".join(remedy.overrides), gib(remedy.peak_bytes), result))
+            sampler_fits = remedy.sampler_fits
         self.table(("override", "peak GiB", ""), rows, "peak GiB")
 
 

@@ -38,15 +38,15 @@ class Switch:
 
 SWITCHES = (
     Switch("max_staleness", int, "Versions a sample may lag behind."),
-    Switch("num_iters_per_train_update", int, "Chunks a batch is streamed in."),
+    Switch("num_iters_per_train_update", int, "Number of chunks of a batch."),
     Switch("resource", str, 'Devices by role: {"actor": [1, 4], "rollout": [1, 4]}.'),
-    Switch("balance_data", bool, "Spread rows by cost."),
+    Switch("balance_data", bool, "Balance rows over ranks by cost."),
     Switch("use_kl_loss", bool, "KL term in the loss."),
     Switch("use_tis", bool, "Truncated importance sampling."),
     Switch("ref_update_interval", int, "Steps between refreshes of the reference model."),
     Switch("use_streaming_dataset", bool, "Read prompts as they are needed."),
     Switch("num_data_storage_units", int, "Storage processes."),
-    Switch("only", str, "One side alone: rollout or train."),
+    Switch("only", str, "Run only one component: rollout or train."),
     Switch("groups_from", str, "Run folder whose groups --only train trains."),
     Switch("offload_train", bool, "Move training state to the host during rollout."),
     Switch("offload_rollout", bool, "Free the sampler's memory during training."),
@@ -223,7 +223,8 @@ _RECIPE_PARAMETERS = [
     _parameter(
         "config",
         Annotated[
-            Path | None, typer.Option("--config", help="The YAML file, instead of the first word.")
+            Path | None,
+            typer.Option("--config", help="The YAML file, instead of the first argument."),
         ],
         None,
     ),

@@ -37,7 +37,7 @@ NO_LORA = {
 """Part of such a key -> why it is not offered."""
 
 TRL = {
-    "model_name_or_path": ("actor.path", "a folder, or a name of the hub"),
+    "model_name_or_path": ("actor.path", "a folder, or a name on the Hub"),
     "dataset_name": ("train_dataset.path", "a file, a folder, or OWNER/NAME:CONFIG:SPLIT"),
     "output_dir": ("fileroot", "with experiment_name and trial_name below it"),
     "run_name": ("trial_name", ""),
@@ -57,14 +57,14 @@ TRL = {
         "prompts of all devices",
     ),
     "generation_batch_size": ("train_dataset.batch_size", "counts prompts, not completions"),
-    "gradient_accumulation_steps": ("actor.mb_spec.n_mbs", "chosen by memory when unset"),
-    "steps_per_generation": ("updates_per_batch", "optimizer steps on what was sampled at once"),
+    "gradient_accumulation_steps": ("actor.mb_spec.n_mbs", "if unset, chosen to fit the memory"),
+    "steps_per_generation": ("updates_per_batch", "optimizer steps per generated batch"),
     "num_iterations": ("updates_per_batch", "each on an equal part of the samples, no second pass"),
     "num_generations": ("gconfig.n_samples", ""),
     "num_generations_eval": ("evaluator.n_samples", ""),
     "max_completion_length": ("gconfig.max_new_tokens", ""),
     "max_prompt_length": ("train_dataset.max_length", "longer rows are dropped and counted"),
-    "max_length": ("train_dataset.max_length", "of sft: tokens in all"),
+    "max_length": ("train_dataset.max_length", "in sft: tokens of prompt and answer"),
     "temperature": ("gconfig.temperature", ""),
     "top_p": ("gconfig.top_p", "1 for training"),
     "top_k": ("gconfig.top_k", "0 for training"),
@@ -74,7 +74,7 @@ TRL = {
     "delta": ("algorithm.c_clip", "on by default: 3"),
     "loss_type": (
         "algorithm.name",
-        "or algorithm.loss_norm, the mean alone",
+        "or algorithm.loss_norm for the averaging alone",
     ),
     "importance_sampling_level": ("algorithm.name", "sequence is gspo"),
     "scale_rewards": ("algorithm.name", "without it: dr_grpo"),
@@ -92,7 +92,7 @@ TRL = {
     "gradient_checkpointing": ("actor.gradient_checkpointing", ""),
     "save_steps": ("saver.freq_steps", ""),
     "save_strategy": ("saver.freq_epochs", "or freq_steps"),
-    "resume_from_checkpoint": ("recover.mode", "auto: a run continues when it is started again"),
+    "resume_from_checkpoint": ("recover.mode", "auto: the same command resumes a run"),
     "eval_steps": ("evaluator.freq_steps", ""),
     "eval_strategy": ("evaluator.freq_steps", "or freq_epochs; needs valid_dataset.path"),
     "report_to": ("telemetry", "tensorboard: true, wandb.project or trackio.project"),
@@ -100,7 +100,7 @@ TRL = {
     "packing": ("actor.mb_spec.max_tokens_per_mb", "rows are always packed, without leaking"),
     "dataset_text_field": ("train_dataset.response_key", "beside prompt_key or messages_key"),
     "completion_only_loss": ("train_dataset.response_key", "always: prompts are not trained"),
-    "assistant_only_loss": ("train_dataset.messages_key", "always: the answers alone are trained"),
+    "assistant_only_loss": ("train_dataset.messages_key", "always: only answers are trained"),
     "use_peft": ("actor.lora.rank", "the block actor.lora switches it on"),
     "peft_config": ("actor.lora.rank", "beside alpha and targets"),
     "lora_r": ("actor.lora.rank", ""),
@@ -110,7 +110,7 @@ TRL = {
 """Argument of TRL's GRPOConfig, SFTConfig and their parents -> (key here, remark)."""
 
 VERL = {
-    "actor_rollout_ref.model.path": ("actor.path", "a folder, or a name of the hub"),
+    "actor_rollout_ref.model.path": ("actor.path", "a folder, or a name on the Hub"),
     "actor_rollout_ref.model.enable_gradient_checkpointing": ("actor.gradient_checkpointing", ""),
     "actor_rollout_ref.model.use_remove_padding": ("actor.pad_to_maximum", "packed by default"),
     "actor_rollout_ref.actor.strategy": ("allocation_mode", "archon or fsdp"),
@@ -148,7 +148,7 @@ VERL = {
     "actor_rollout_ref.rollout.n": ("gconfig.n_samples", ""),
     "actor_rollout_ref.rollout.temperature": ("gconfig.temperature", ""),
     "actor_rollout_ref.rollout.top_p": ("gconfig.top_p", "1 for training"),
-    "actor_rollout_ref.rollout.top_k": ("gconfig.top_k", "0 for training, where it is -1 there"),
+    "actor_rollout_ref.rollout.top_k": ("gconfig.top_k", "0 for training, not -1"),
     "actor_rollout_ref.rollout.tensor_model_parallel_size": ("allocation_mode", "vllm:d1t2+..."),
     "actor_rollout_ref.rollout.gpu_memory_utilization": ("rollout.server.gpu_memory_share", ""),
     "actor_rollout_ref.rollout.max_num_seqs": ("rollout.max_running", ""),
@@ -175,7 +175,7 @@ VERL = {
     "custom_reward_function.name": ("reward.fn", "path/to/file.py:function"),
     "reward_model.overlong_buffer.len": ("algorithm.overlong_buffer", ""),
     "reward_model.overlong_buffer.penalty_factor": ("algorithm.overlong_penalty", ""),
-    "trainer.n_gpus_per_node": ("cluster.n_gpus_per_node", "counted when unset"),
+    "trainer.n_gpus_per_node": ("cluster.n_gpus_per_node", "if unset, the GPUs are counted"),
     "trainer.nnodes": ("cluster.n_nodes", ""),
     "trainer.total_epochs": ("total_train_epochs", ""),
     "trainer.total_training_steps": ("total_train_steps", ""),
@@ -223,7 +223,7 @@ READ = {
 }
 """Keys of other systems -> the key here that they set, value for value."""
 
-IN_CONFIG_JSON = ("actor.path", "the config.json of that folder says it")
+IN_CONFIG_JSON = ("actor.path", "defined by the config.json of that folder")
 MOE_ENGINE = {
     **{
         f"model.{name}": IN_CONFIG_JSON
@@ -234,7 +234,10 @@ MOE_ENGINE = {
         )
     },
     "training.micro_batch_size": ("actor.mb_spec.max_tokens_per_mb", "counts tokens"),
-    "training.gradient_accumulation_steps": ("actor.mb_spec.n_mbs", "chosen by memory when unset"),
+    "training.gradient_accumulation_steps": (
+        "actor.mb_spec.n_mbs",
+        "if unset, chosen to fit the memory",
+    ),
     "training.warmup_steps": ("actor.optimizer.warmup_steps_proportion", "a share of all steps"),
     "training.checkpoint_interval": ("recover.freq_steps", ""),
     "training.log_interval": ("telemetry", "every step is recorded"),
@@ -243,7 +246,7 @@ MOE_ENGINE = {
     "elastic.rdzv_backend": ("scheduler", "torchrun's: scripts/launch.sh takes RDZV_BACKEND"),
     "elastic.rdzv_endpoint": ("scheduler", "torchrun's: scripts/launch.sh takes RDZV_ENDPOINT"),
     "telemetry.log_dir": ("fileroot", "records go to its logs/USER/EXPERIMENT/TRIAL"),
-    "elastic.max_restarts": ("recover.retries", "without a step gained in between"),
+    "elastic.max_restarts": ("recover.retries", "without a new step in between"),
     "elastic.heartbeat_interval": ("elastic.heartbeat_interval_s", ""),
     "elastic.heartbeat_interval_sec": ("elastic.heartbeat_interval_s", ""),
     "elastic.drop_grace": ("elastic.drop_grace_s", ""),
@@ -252,7 +255,7 @@ MOE_ENGINE = {
 """Key of moe-engine that means something else, or stands elsewhere -> (key here, remark)."""
 
 BY_COMPILE = ("actor.archon.enable_compile", "fuses what can be fused")
-BY_AC = ("actor.archon.ac_mode", "full, or selective, for which a key beside it takes a stride")
+BY_AC = ("actor.archon.ac_mode", "full or selective; with selective, ac_selective takes a stride")
 RLINF = {
     "rollout.backend": ("allocation_mode", "sglang:d1|archon:d1"),
     "rollout.rollout_backend": ("allocation_mode", "sglang:d1|archon:d1"),

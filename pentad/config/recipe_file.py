@@ -214,7 +214,7 @@ def _bounded_nodes(node: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any, int]
     for count, found in enumerate(_iter_nodes(node, keys)):
         inner = found[1]
         if count >= MAX_NODES:
-            raise _refused(node, f"stands for over {MAX_NODES} values: aliases of aliases multiply")
+            raise _refused(node, f"stands for over {MAX_NODES} values, by aliases of aliases")
         if inner.tag not in (*PLAIN_TYPES, *OTHER_TYPES):
             raise _refused(inner, f"the type {inner.tag} is not read")
         if inner.tag in PLAIN_TYPES and not _is_of_type(inner):
@@ -303,7 +303,7 @@ def _refuse_half_characters(tree: Tree) -> None:
     for keys, value in list(_iter_leaves(tree.values)):
         names = [value, *keys] if isinstance(value, str) else keys
         if any(isinstance(name, str) and _escaped(name) != name for name in names):
-            rule = "holds half of a character, which no file can"
+            rule = "has half of a surrogate pair, which no file can store"
             _leave_out(tree, keys, value, rule, "write it in UTF-8")
 
 

@@ -209,6 +209,10 @@ class RunPlan:
         return found
 
     @property
+    def sampler_fits(self) -> bool:
+        return all(sampler.num_running >= 1 for sampler in self.samplers)
+
+    @property
     def fits(self) -> bool:
         return not self.lacks
 

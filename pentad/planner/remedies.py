@@ -44,6 +44,10 @@ class Remedy:
     peak_bytes: float
     fits: bool
     num_devices: int
+    sampler_fits: bool
+    """Whether every sampler then has room for a sequence."""
+    host_bytes: float
+    """Host memory of a machine at its peak."""
 
 
 Changes = dict[str, Any]
@@ -66,6 +70,21 @@ def propose_adapter(plan: RunPlan) -> list[Remedy]:
         return []
     found, fits = _taken(plan, [ADAPTER], (*CHEAP, recompute_steps))
     if not fits:
+        return []
+    return [_remedy(plan, found[: number + 1]) for number in range(len(found))]
+
+
+def propose_host(plan: RunPlan) -> list[Remedy]:
+    """Where all weights do not fit these devices: weights and optimizer state in host memory, and
+    what that still wants; nothing where that is not enough."""
+    keys, backend = plan.config.actor, plan.config.component("actor").backend
+    is_open = keys.lora is None and backend != "megatron" and not keys.archon.offload_params
+    if plan.fits or plan.device.kind != "cuda" or not is_open:
+        return []
+    roles = ["actor", *(["critic"] if plan.config.algorithm.facts.needs_critic else [])]
+    host: Changes = {f"{role}.archon.offload_params": True for role in roles}
+    found, fits = _taken(plan, [host], (*CHEAP, recompute_steps))
+    if not fits or max(_planned(plan, found).host_bytes.values()) > plan.device.host_bytes:
         return []
     return [_remedy(plan, found[: number + 1]) for number in range(len(found))]
 
@@ -133,7 +152,9 @@ def _remedy(plan: RunPlan, steps: Sequence[Changes]) -> Remedy:
     if isinstance(lora := shown.pop("actor.lora", None), LoraConfig):
         shown["actor.lora.rank"] = lora.rank
     overrides = tuple(f"{key}={_text(value)}" for key, value in shown.items())
-    return Remedy(overrides, tried.peak_bytes, tried.fits, tried.allocation.num_devices)
+    host_bytes = max(tried.host_bytes.values(), default=0.0)
+    needs = (tried.peak_bytes, tried.fits, tried.allocation.num_devices, tried.sampler_fits)
+    return Remedy(overrides, *needs, host_bytes)
 
 
 def _needed(plan: RunPlan, steps: list[Changes]) -> list[Changes]:

@@ -85,14 +85,14 @@ class MemoryUse:
     )
     reserved_gb: float | None = measured("device memory the allocator holds; null on a CPU", "GB")
     leak_delta_gb: float | None = measured(
-        "device memory in use after the step, less that after the step before; on a CPU of "
-        "host_rss_gb; null for the first step of a start",
+        "growth of the device memory in use since the previous step (on a CPU, of host_rss_gb); "
+        "null for the first step of a start",
         "GB",
     )
     host_rss_gb: float | None = measured("resident host memory", "GB")
     turns_gb: dict[str, float] | None = measured(
-        "where roles take turns on a GPU, memory in use on it by all processes: before_sleep, "
-        "asleep (the trainer's turn begins), before_wake, awake (the sampler's does)",
+        "if trainer and sampler take turns on a GPU: its memory in use by all processes, as "
+        "before_sleep, asleep (the trainer starts), before_wake, awake (the sampler starts)",
         "GB",
     )
 
@@ -105,24 +105,24 @@ class Infra:
         "ms",
     )
     last_saved_step: int | None = measured(
-        "the last step whose export is whole on disk, as far as known; null before the first",
+        "the last step whose export is known to be complete on disk; null before the first",
         "steps",
     )
     num_failed_saves: int | None = measured(
         "attempts to export that failed since the last good one", "attempts"
     )
     last_recover_step: int | None = measured(
-        "the last step whose recovery checkpoint is committed, as far as known", "steps"
+        "the last step whose recovery checkpoint is known to be committed", "steps"
     )
     recover_stall_ms: float | None = measured(
-        "time training stood still for the last recovery checkpoint", "ms"
+        "time that training waited for the last recovery checkpoint", "ms"
     )
-    recover_commit_ms: float | None = measured("from its start to its commit", "ms")
+    recover_commit_ms: float | None = measured("time from its start to its commit", "ms")
     num_failed_recovers: int | None = measured(
         "recovery checkpoints that failed since the last good one", "attempts"
     )
     last_uploaded_step: int | None = measured(
-        "the last step whose recovery checkpoint is whole in the store, as far as known; this and "
+        "the last step whose recovery checkpoint is known to be complete in the store; this and "
         "the next three are null without checkpoint.remote_uri",
         "steps",
     )
@@ -136,23 +136,23 @@ class Infra:
         "sent to the store and acknowledged, in this start of the run", "GB"
     )
     publish_gather_ms: float | None = measured(
-        "of the last publish that samplers confirmed: the learner's part, until its weights may "
-        "change again; this and the next four are null before the first",
+        "time of the learner in the last confirmed publish, until its weights may change again; "
+        "this and the next four are null before the first publish",
         "ms",
     )
     publish_transfer_ms: float | None = measured(
-        "from there until the slowest sampler had the weights at hand", "ms"
+        "time from then until the slowest sampler had received the weights", "ms"
     )
     publish_pause_ms: float | None = measured(
-        "how long the slowest sampler drew no token for it; 0 of one that was paused or asleep",
+        "time for which the slowest sampler was paused; 0 if it was paused or asleep before",
         "ms",
     )
     publish_install_ms: float | None = measured(
         "from the weights at hand to the receipt, the pause included", "ms"
     )
     publish_mb: float | None = measured(
-        "written or sent for it to one sampler: less than the weights where only what changed "
-        "travels, 0 where the sampler was handed the tensors themselves",
+        "amount written or sent to one sampler: less than the weights if only changes are sent, 0 "
+        "if the sampler shares the learner's tensors",
         "MB",
     )
     active_nodes: int | None = measured(
@@ -209,7 +209,7 @@ class Rl:
     logprob_diff_p99: float | None = about("99th percentile of it", "nats")
     logprob_diff_max: float | None = about("largest", "nats")
     rerouted_share: float | None = about(
-        "routes of the sampler that the trainer would have chosen otherwise, over tokens and "
+        "routes of the sampler that the trainer would have chosen differently, over tokens and "
         "layers of some samples of the step; null unless routes are replayed",
         "share",
     )
@@ -258,8 +258,8 @@ class Funnel:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     step: int = about("optimizer steps done, this one included: the first record has 1", "steps")
-    generation: int = measured("how often the run had been started before")
-    superseded: bool = measured("true once a resumed run has done the step again")
+    generation: int = measured("number of earlier starts of the run")
+    superseded: bool = measured("true once a resumed run has repeated the step")
     epoch: int | None = about("epoch of the data, from 0")
     version: int | None = about("version of the weights after the step")
     time_s: float | None = measured("when the record was written, Unix time", "s")
@@ -267,28 +267,28 @@ class StepRecord:
     grad_norm: float | None = about("norm of the gradient before clipping")
     lr: float | None = about("learning rate of the step")
     update_skipped: bool | None = about(
-        "true if loss or gradient was not finite, or nothing was there to train: nothing moved"
+        "true if loss or gradient was not finite, or there was nothing to train: no weight changed"
     )
-    num_skipped: int | None = about("steps of the run of which that is true, so far", "steps")
+    num_skipped: int | None = about("skipped steps of the run so far", "steps")
     rolled_back_to: int | None = about(
-        "the step whose weights and optimizer state were put back after this one "
-        "(guards.max_rollbacks); null: none were",
+        "the step whose weights and optimizer state were restored after this one "
+        "(guards.max_rollbacks); null without a rollback",
         "steps",
     )
     num_groups: int | None = about("prompts trained in the step", "groups")
     num_samples: int | None = about(
-        "sequences trained; in pretraining those of `max_length` tokens, however many documents "
-        "they hold parts of",
+        "sequences trained; in pretraining sequences of `max_length` tokens, whatever the number "
+        "of documents in them",
         "sequences",
     )
     rows_digest: str | None = about(
-        "of the token ids of the step's rows, in their order: steps of two runs with the same one "
-        "trained the same samples; null in reinforcement learning, where samples.jsonl names groups"
+        "digest of the token ids of the step's rows, in order: steps with equal digests trained "
+        "the same samples; null in reinforcement learning, where samples.jsonl names groups"
     )
     num_tokens: int | None = about("tokens of the rows, prompts included", "tokens")
     num_tokens_shared: int | None = about(
-        "of these, tokens that rows of a group have in common and that were not computed again "
-        "(actor.enable_tree_training); mfu does not count them. Null where there are none",
+        "tokens among these that rows of a group share and that were computed only once "
+        "(actor.enable_tree_training); mfu does not count them. Null if there are none",
         "tokens",
     )
     num_microbatches: int | None = about("forward and backward passes", "passes")
@@ -298,8 +298,8 @@ class StepRecord:
         "duration of each phase; they exclude each other and sum to wall_clock_ms", "ms"
     )
     gates: dict[str, float] | None = measured(
-        "how long each closed gate kept prompts from being admitted since the record before; "
-        "timeline.jsonl says when. Null where none did, and without rollouts",
+        "time for which each closed gate blocked new prompts since the previous record; "
+        "timeline.jsonl has the spans. Null if none did, and without rollouts",
         "ms",
     )
     mfu: float | None = measured(
@@ -321,7 +321,7 @@ class StepRecord:
     preference: Preference | None = about("")
     funnel: Funnel | None = about("")
     evals: list[dict[str, Any]] | None = about(
-        "evaluations finished since the record before, each as its line in evals.jsonl"
+        "evaluations finished since the previous record, each as its line in evals.jsonl"
     )
 
     def as_json(self) -> dict[str, Any]:

@@ -60,41 +60,42 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 FILES = {
     "config.yaml": "The config with every value filled in; `pentad train` on it repeats the run.",
-    "manifest.json": "What the run is made of: config digest, seed, and for every start the time, "
-    "the step it resumed from, the command, package versions, git commit and hardware.",
-    "steps.jsonl": "One JSON record a step: loss, rewards, lengths, ratios, timings, memory, where "
-    "the prompts went. Every field is explained in docs/telemetry.md.",
-    "timeline.jsonl": "One JSON record a step: what each process did and which gate was closed, in "
-    "spans of time. docs/telemetry.md has its form.",
-    "evals.jsonl": "One JSON record an evaluation: which version of the weights, accuracy with its "
-    "95% interval, mean reward and length. Version 0 is the baseline before the first step.",
+    "manifest.json": "Config digest, seed, and for every start the time, the step it resumed from, "
+    "the command, package versions, git commit and hardware.",
+    "steps.jsonl": "One JSON record per step: loss, rewards, lengths, ratios, timings, memory, and "
+    "the counts of prompts. Every field is explained in docs/telemetry.md.",
+    "timeline.jsonl": "One JSON record per step: what each process did and which gate was closed, "
+    "as time spans (docs/telemetry.md).",
+    "evals.jsonl": "One JSON record per evaluation: version of the weights, accuracy with its 95% "
+    "interval, mean reward and length. Version 0 is the baseline before the first step.",
     "samples.jsonl": "A few samples of each step, the best, the worst and random ones: prompt, "
     "answer, reward and its parts, token ids, and the weight versions that sampled them.",
-    "batches/": "The groups that the last steps trained, telemetry.keep_batches of them, a file "
-    "each, or with only: rollout the groups of every step: `pentad replay` trains one of these "
-    "steps again, `--only train` all of them.",
-    "groups/": "Samples on their way to ranks of other machines, in a run over several of them.",
-    "reference/": "The actor as it became the reference, with ref_update_interval and a reference "
-    "on its own devices: HF folders named by their step, the last two.",
+    "batches/": "The trained groups of the last telemetry.keep_batches steps, one file per step "
+    "(with only: rollout, of every step): `pentad replay` trains one of these steps again, "
+    "`--only train` all of them.",
+    "groups/": "Samples that ranks on other machines read, in a run over several machines.",
+    "reference/": "The actor's weights that became the reference, with ref_update_interval and a "
+    "reference on its own devices: HF folders named by their step, the last two.",
     "log.txt": "Messages and warnings of all starts, with times.",
-    "ranks/": "What each rank of a run over several processes wrote, one file a rank; what rank 0 "
-    "says is on the screen and in log.txt. `stacks.txt` has the stacks of all ranks of groups that "
-    "hung.",
-    "ray.log": "What Ray printed while the run joined or started a cluster.",
-    "recoveries.jsonl": "One JSON record each time that lost learners trained again: cause, "
-    "generation, ranks and layout, and the seconds by phase.",
-    "slots/": "In an elastic run: which ranks it has (`now.json`), and a file for each that is "
-    "missing (`pentad slots`).",
-    "servers/": "Output of the samplers that the run started as processes or servers, a file each.",
+    "ranks/": "Output of each rank of a run over several processes, one file per rank; that of "
+    "rank 0 is also on the screen and in log.txt. `stacks.txt` has the stacks of all ranks of "
+    "groups that hung.",
+    "ray.log": "Output of Ray while the run joined or started a cluster.",
+    "recoveries.jsonl": "One JSON record per recovery of lost learners: cause, generation, ranks "
+    "and layout, and the seconds by phase.",
+    "slots/": "In an elastic run: its current ranks (`now.json`), and a file for each missing one "
+    "(`pentad slots`).",
+    "servers/": "Output of the samplers that the run started as processes or servers, one file "
+    "each.",
     "tensorboard/": "The numbers of steps.jsonl as curves and samples as text, if "
     "telemetry.tensorboard is true: "
     "`tensorboard --logdir` on this folder.",
-    "wandb/": "What Weights & Biases keeps of the run, if telemetry.wandb is set.",
+    "wandb/": "Local files of Weights & Biases, if telemetry.wandb is set.",
     "exit.json": "How the last start ended, for programs that supervise runs: complete, stopped "
     "(by a signal) or failed, the reason, and the step it resumes after; absent while it runs "
     "and after a kill.",
-    "run.lock": "Held by the running program, which it names with machine and time, so that no "
-    "second one writes here; empty otherwise.",
+    "run.lock": "Locked by the running program, so that no second one writes here; it contains "
+    "that program's machine and start time, and is empty otherwise.",
     "earlier/": "Records of former runs of this name that were started over with --fresh; their "
     "exports are in earlier/ of the checkpoint folder, under the same number.",
     "README.md": "This explanation.",

@@ -25,24 +25,22 @@ GATES = "rollout waits"
 
 LINE: Mapping[str, str] = {
     "step": "the step whose record was written with this line",
-    "generation": "how often the run had been started before",
+    "generation": "number of earlier starts of the run",
     "from_s": "when the first span began, Unix time",
-    "spans": "what was done or waited for since the line before, each as [lane, words, begin, "
-    "duration]: begin in ms after from_s, duration in ms; one that was still open is continued in "
-    "the next line",
-    "num_left_out": f"further spans, the shortest, of a step with more than {MAX_SPANS}",
+    "spans": "work and waits since the previous line, each as [lane, words, begin, duration]: "
+    "begin in ms after from_s, duration in ms; an open span continues in the next line",
+    "num_left_out": f"number of spans left out, the shortest, of a step with more than {MAX_SPANS}",
 }
 LANES: Mapping[str, str] = {
-    "learner": "the phases of the step, as in `phases` of its record; a phase inside another lies "
-    "over it",
-    "rank N": "a rank of a learner of several processes: each call, and at its end how long the "
-    "rank waited for others in it (when in the call is not known)",
+    "learner": "the phases of the step, as in `phases` of its record; nested phases overlap",
+    "rank N": "a rank of a learner of several processes: each call, with the time that the rank "
+    "waited for others drawn at its end (the real position within the call is not known)",
     "a sampler's name": "while it has requests",
     "a scorer's role": "while it scores",
     "rewards": "while samples are scored",
-    "publish, evaluation": "from their begin to their end, with the version of the weights",
-    "rollout waits": "the gate that kept prompts from being admitted: `staleness` (newer weights "
-    "are not published yet), `running groups` (on-policy, those of the batch are to finish first), "
+    "publish, evaluation": "from start to end, with the version of the weights",
+    "rollout waits": "the gate that blocked new prompts: `staleness` (newer weights are not "
+    "published yet), `running groups` (on-policy: those of the batch must finish first), "
     "`max_concurrent_groups`, `slots` or `end of the run`",
     "train waits, score waits": "groups that are not sampled or scored yet",
 }

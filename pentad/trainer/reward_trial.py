@@ -160,7 +160,7 @@ def failure_of(scorer: RewardScorer, trial: Trial) -> Problem:
     rule = (
         f"it fails on row {trial.row} ({trial.where}) with {trial.what}: {reason_of(trial.result)}"
     )
-    return Problem(where, rule, "mend it, and try it with pentad reward")
+    return Problem(where, rule, "fix it, and test it with pentad reward")
 
 
 def reason_of(result: Scored | JobFailed) -> str:

@@ -105,7 +105,7 @@ def test_a_reward_that_fails_is_found_on_the_first_row(lab, tmp_path):
         lab.train(f"reward.fn={file}:score")
     assert str(caught.value) == (
         f"reward.fn = {file}:score: it fails on row 0 ({lab.task}/train.jsonl:1) with the row's "
-        f"own answer: ValueError: no ({file}, line 2); mend it, and try it with pentad reward."
+        f"own answer: ValueError: no ({file}, line 2); fix it, and test it with pentad reward."
     )
     assert not (lab.fileroot / "logs").exists(), "nothing was started"
 

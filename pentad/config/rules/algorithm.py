@@ -171,7 +171,7 @@ def the_length_that_counts_is_bounded(config: Config) -> Problem | None:
         return None
     reader = "the overlong penalty" if penalty else "algorithm.loss_norm = constant"
     rule = f"{reader} of algorithm.name = {algorithm.name} measures samples against it"
-    remedy = "give the most tokens of a sample, all turns together"
+    remedy = "give the largest number of tokens of a sample, over all turns"
     workflow = next(spec for spec in rollout.specs if spec != "single_turn")
     where = f"gconfig.max_sampled_tokens = null with rollout.workflow = {workflow}"
     return Problem(where, rule, remedy)
@@ -227,7 +227,7 @@ def stop_texts_are_not_empty(config: Config) -> Problem | None:
     if "" not in config.gconfig.stop:
         return None
     where = f"gconfig.stop = {list(config.gconfig.stop)}"
-    return Problem(where, "every text holds the empty one", "leave it out")
+    return Problem(where, "every text contains the empty one", "leave it out")
 
 
 @RULES.add()

@@ -97,7 +97,7 @@ def the_layout_can_shrink(config: Config) -> Iterator[Problem]:
     if not elastic.enabled or not actor:
         return
     if actor.world == 1:
-        rule = f"{actor} has one rank: nothing is left when it is gone"
+        rule = f"{actor} has one rank: if it is lost, none is left"
         yield Problem("elastic.enabled = true", rule, "give it more ranks, or leave it out")
     elif elastic.min_ranks > actor.world:
         rule = f"{actor} has {actor.world} ranks"
@@ -105,7 +105,9 @@ def the_layout_can_shrink(config: Config) -> Iterator[Problem]:
         yield Problem(f"elastic.min_ranks = {elastic.min_ranks}", rule, remedy)
     elif (fitted := fit_world(config, elastic.min_ranks)) and fitted.world < elastic.min_ranks:
         rule = f"the largest layout of {actor} on so few uses {fitted.world}"
-        remedy = f"give {fitted.world}: `plan --world N` shows which others are used whole"
+        remedy = (
+            f"give {fitted.world}: `plan --world N` shows which other numbers are used completely"
+        )
         yield Problem(f"elastic.min_ranks = {elastic.min_ranks}", rule, remedy)
 
 
@@ -123,6 +125,6 @@ def heartbeats_come_before_a_stall(config: Config) -> Problem | None:
     every, limit = config.elastic.heartbeat_interval_s, config.stall_abort_s
     if 4 * every <= limit:
         return None
-    rule = f"stall_abort_s = {limit:g} must be four of them, or ranks that are well count as hung"
+    rule = f"stall_abort_s = {limit:g} must be at least four times that, or ranks count as hung"
     remedy = f"give at most {limit / 4:g}"
     return Problem(f"elastic.heartbeat_interval_s = {every:g}", rule, remedy)

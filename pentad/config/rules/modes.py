@@ -184,7 +184,7 @@ def servers_fit_the_allocation(config: Config) -> list[Problem]:
     where = "rollout.server.weight_transport = ipc"
     is_ipc, is_vllm = server.weight_transport == "ipc", rollout.backend == "vllm"
     if is_ipc and is_vllm and placed.is_learner_apart:
-        rule = "weights of ranks in processes of their own lie in host memory, which vllm"
+        rule = "weights of ranks in separate processes are in host memory, which vllm"
         found.append(Problem(where, f"{rule} cannot take by reference", "use disk or broadcast"))
     elif is_ipc and placed.written.are_apart:
         rule = f"weights are handed over on the GPU that trains, but {layout} separates them"
@@ -235,7 +235,7 @@ def groups_are_of_another_run(config: Config) -> Problem | None:
 def one_side_is_no_job(config: Config) -> Problem | None:
     if config.only is None or config.scheduler.type != "slurm":
         return None
-    rule = "the job runs both sides, and samples for the weights it trains"
+    rule = "the job runs both training and sampling"
     return Problem(f"only = {config.only}", rule, "leave it out, or use scheduler.type: local")
 
 

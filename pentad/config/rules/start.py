@@ -50,7 +50,7 @@ def what_trains_shares_ranks(config: Config) -> Iterator[Problem]:
             if config.mode == "async" or part.role not in needed:
                 continue
             remedy += ", or set mode: async, which scores on devices apart"
-        rule = f"{part} and {actor} must use the same ranks, all that trains does"
+        rule = f"{part} and {actor} must use the same ranks, as everything that trains"
         yield Problem(where, rule, remedy)
 
 

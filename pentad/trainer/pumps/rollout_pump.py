@@ -181,7 +181,7 @@ class RolloutPump:
 
     def _expire(self, gid: int, attempt: int, task: asyncio.Task[Any] | None) -> None:
         """The group gave no sign in time: it is planned again, with seeds of its own."""
-        text = f"attempt {attempt} gave no sign within its lease, in the workflow or its sampler"
+        text = f"attempt {attempt} made no progress within its lease (workflow and sampler)"
         log.warning("group %d: %s", gid, text)
         if attempt + 1 < MAX_LEASES:
             self.state.ledger.fail(gid, attempt)

@@ -65,7 +65,7 @@ BROKEN = [
         "plan",
         ["elastic.enabled=true"],
         "elastic.enabled = true",
-        "archon:d1 has one rank: nothing is left when it is gone",
+        "archon:d1 has one rank: if it is lost, none is left",
     ),
     (
         "the_layout_can_shrink",
@@ -93,7 +93,7 @@ BROKEN = [
         "plan",
         ["elastic.heartbeat_interval_s=4", "stall_warning_s=5", "stall_abort_s=10"],
         "elastic.heartbeat_interval_s = 4",
-        "stall_abort_s = 10 must be four of them",
+        "stall_abort_s = 10 must be at least four times that",
     ),
     (
         "slurm_nodes_hold_the_layout",
@@ -509,7 +509,7 @@ BROKEN = [
         "plan",
         [*SLURM, "only=rollout", "allocation_mode=embedded:d1|archon:d2"],
         "only = rollout",
-        "the job runs both sides",
+        "the job runs both training",
     ),
     (
         "strict_needs_the_embedded_sampler",
@@ -565,7 +565,7 @@ BROKEN = [
             "rollout.server.weight_transport=ipc",
         ],
         "rollout.server.weight_transport = ipc",
-        "lie in host memory",
+        "are in host memory",
     ),
     (
         "training_samples_at_random",
@@ -593,7 +593,7 @@ BROKEN = [
         "train",
         ["gconfig.stop=['', a]"],
         "gconfig.stop = ['', 'a']",
-        "every text holds",
+        "every text contains",
     ),
     (
         "training_draws_from_all_tokens",

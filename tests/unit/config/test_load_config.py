@@ -295,11 +295,11 @@ def test_half_a_character_is_refused_and_can_be_printed(tmp_path):
     path.write_text('trial_name: "a\\ud800"\nactor: {path: x}\n')
     (problem,) = read_config(path).problems
     assert str(problem) == (
-        "trial_name = a\\ud800 (recipe.yaml:1): holds half of a character, which no file can; "
-        "write it in UTF-8."
+        "trial_name = a\\ud800 (recipe.yaml:1): has half of a surrogate pair, which no file can "
+        "store; write it in UTF-8."
     )
     (problem,) = read_config(None, ["user=b\udcff"]).problems
-    assert str(problem).startswith("user = b\\udcff (command line): holds half of a character")
+    assert str(problem).startswith("user = b\\udcff (command line): has half of a surrogate pair")
     (problem,) = read_config(None, ["seed=b\udcff"]).problems
     assert 'override "seed=b\\udcff": the value is not YAML' in str(problem)
     assert "\n" not in str(problem) and str(problem).encode()

@@ -60,7 +60,7 @@ def test_an_override_wins_over_the_block_of_a_recipe(tmp_path, word):
 
 def test_what_means_something_else_is_answered():
     (text,) = said("model.num_experts=64")
-    assert "its name here is actor.path (the config.json of that folder says it)" in text
+    assert "its name here is actor.path (defined by the config.json of that folder)" in text
     (text,) = said("training.warmup_steps=100")
     assert "actor.optimizer.warmup_steps_proportion (a share of all steps)" in text
     (text,) = said("elastic.min_nodes=2")

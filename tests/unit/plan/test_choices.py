@@ -6,7 +6,7 @@ from pentad.core.machine import GIB
 from pentad.planner.figures import Device
 from pentad.planner.plan import build_plan
 from pentad.planner.prepare import prepare
-from pentad.planner.remedies import propose
+from pentad.planner.remedies import propose, propose_host
 
 MODEL = "actor.path=Qwen/Qwen3-8B"
 EIGHT = "cluster.n_gpus_per_node=8"
@@ -151,3 +151,18 @@ def test_remedies_that_are_not_enough_do_not_cancel_each_other(kind, words, offe
     assert not remedies[-1].fits and offered in typed
     assert not set(typed) & set(words)
     assert not any(text.startswith("actor.archon.ac_selective") for text in typed)
+
+
+def test_host_memory_is_offered_where_one_device_is_not_enough():
+    """As it will be typed, with the memory of the machine; not where the machine has less."""
+    words, memory = ["actor.path=Qwen/Qwen3-8B"], 24
+    device = Device("cuda", memory * GIB, "", False)
+    plan = build_plan(prepare(None, words, "plan", memory)[0], device)
+    found = propose_host(plan)
+    assert found[0].overrides == ("actor.archon.offload_params=true",)
+    assert found[-1].fits and found[-1].num_devices == 1
+    typed = [text for remedy in found for text in remedy.overrides]
+    again = build_plan(prepare(None, [*words, *typed], "plan", memory)[0], device)
+    assert again.fits and max(again.host_bytes.values()) == found[-1].host_bytes
+    adapted = prepare(None, [*words, "actor.lora.rank=8"], "plan", memory)[0]
+    assert propose_host(build_plan(adapted, device)) == [], "lora excludes it"

@@ -122,7 +122,7 @@ def test_exit_codes_and_json(monkeypatch, capsys):
     assert {"name", "status", "text", "remedy"} == set(report["findings"][0])
     monkeypatch.setattr(doctor.sys, "version_info", (3, 10, 0))
     assert run_doctor(json=False) == 1
-    assert capsys.readouterr().out.endswith("Runs cannot start here: mend python.\n")
+    assert capsys.readouterr().out.endswith("Runs cannot start here: fix python.\n")
 
 
 def test_doctor_loads_no_torch():
