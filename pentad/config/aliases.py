@@ -102,7 +102,7 @@ def _parallelism(recipe: RecipeConfig, _: bool) -> Iterator[KeySet | Problem]:
     sizes, actor = recipe.parallelism, recipe.part("actor")
     if sizes is None:
         return
-    text = _axes(sizes)
+    text = _axes(sizes, "megatron" if recipe.actor.training_backend == "megatron" else "archon")
     (wanted,) = parse_allocation(text)
     if recipe.allocation_mode is None:
         yield KeySet("allocation_mode", text, "from parallelism")
@@ -112,11 +112,13 @@ def _parallelism(recipe: RecipeConfig, _: bool) -> Iterator[KeySet | Problem]:
         yield Problem(f"parallelism = {show(sizes.model_dump())}", rule, remedy)
 
 
-def _axes(sizes: ParallelismConfig) -> str:
+def _axes(sizes: ParallelismConfig, backend: str) -> str:
     """The layout of a run that only trains."""
     d, e = sizes.data_parallel, sizes.expert_parallel
     rest = f"p{sizes.pipeline_parallel}t{sizes.tensor_parallel}"
-    return f"archon:d{d}{rest}" if e == 1 else f"archon:(attn:d{d * e}{rest}|ffn:d{d}{rest}e{e})"
+    if e == 1:
+        return f"{backend}:d{d}{rest}"
+    return f"{backend}:(attn:d{d * e}{rest}|ffn:d{d}{rest}e{e})"
 
 
 def _resource(recipe: RecipeConfig, samples: bool) -> Iterator[KeySet | Problem]:

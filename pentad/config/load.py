@@ -36,7 +36,7 @@ from pentad.config.other_systems import (
     by_last_word,
     hint,
     is_block,
-    not_built,
+    lora_answer,
 )
 from pentad.config.recipe_file import COMMAND_LINE, Keys, Tree, drop, dump_yaml, names_of, read_tree
 from pentad.config.resolve import path_keys
@@ -233,7 +233,7 @@ def _meant(key: str) -> list[str]:
 
 def _unknown_key(key: str, value: object, tree: Tree) -> Problem:
     where = _where(key, value, tree)
-    if refused := not_built(key, where):
+    if refused := lora_answer(key, where):
         return refused
     if remedy := hint(key):
         return Problem(where, "there is no such key", remedy)

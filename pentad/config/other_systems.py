@@ -7,16 +7,6 @@ import re
 
 from pentad.core.errors import Problem
 
-NOT_BUILT = {
-    "megatron.ddp_bucket_size": "RLinf's Megatron backend",
-    "megatron.distributed_backend": "RLinf's Megatron backend",
-    "megatron.distributed_timeout_minutes": "RLinf's Megatron backend",
-    "megatron.ckpt_format": "RLinf's Megatron backend",
-    "megatron.use_dist_ckpt": "RLinf's Megatron backend",
-    "megatron.tp_comm_bootstrap_backend": "RLinf's Megatron backend",
-    "megatron.tp_comm_overlap_cfg": "RLinf's Megatron backend",
-}
-"""Key -> what it belongs to. It and everything below it is refused."""
 LORA = re.compile(r"(^|[._])(lora|qlora|peft)([._]|$)")
 """In the name of every key of LoRA: `lora.r`, `use_peft`, `actor.lora_rank`, `peft_config.r`."""
 LORA_NAMES = {
@@ -274,6 +264,7 @@ RLINF = {
     "actor.model.encoder_seq_length": ("train_dataset.max_length", "and gconfig.max_new_tokens"),
     "actor.model.variable_seq_lengths": ("actor.pad_to_maximum", "off: rows are packed"),
     "actor.model.moe_token_dispatcher_type": ("allocation_mode", "e; always all-to-all"),
+    "megatron.distributed_timeout_minutes": ("stall_abort_s", "seconds"),
     **{
         f"actor.model.{name}": IN_CONFIG_JSON
         for name in ("add_bias_linear", "activation", "normalization", "position_embedding_type")
@@ -288,6 +279,8 @@ RLINF = {
 }
 """Key of RLinf's Megatron recipes -> (key here, remark)."""
 
+ONE_FORMAT = "recovery checkpoints have one format, and pentad convert writes Megatron's"
+NO_ENGINE = "Megatron's own layers compute, and Transformer Engine is not used"
 NO_CHOICE = {
     "actor.group_name": "processes have the names of their roles",
     "resource.actor_fwd": "the actor computes the log-probs of its samples on its own devices",
@@ -299,6 +292,13 @@ NO_CHOICE = {
     "actor.model.attention_softmax_in_fp32": "it always is",
     "actor.model.batch_p2p_comm": "stages send as their schedule needs",
     "actor.model.use_cpu_initialization": "weights are read straight into their shards",
+    "megatron.ddp_bucket_size": "gradients are summed once a step, in buckets of Megatron's choice",
+    "megatron.distributed_backend": "ranks communicate by NCCL on GPUs and by gloo on CPUs",
+    "megatron.ckpt_format": ONE_FORMAT,
+    "megatron.use_dist_ckpt": ONE_FORMAT,
+    "megatron.tp_comm_bootstrap_backend": NO_ENGINE,
+    "megatron.tp_comm_overlap_cfg": NO_ENGINE,
+    "megatron.transformer_impl": NO_ENGINE,
 }
 """Key elsewhere -> why there is nothing to choose here."""
 
@@ -316,7 +316,6 @@ SPELLED = {
     "actor.model": "actor.path",
     "actor.megatron": "megatron",
     "checkpoint_load_path": "actor.checkpoint_load_path",
-    "actor.training_backend": "allocation_mode",
     "actor.group_size": "gconfig.n_samples",
     "actor.kl_ctl": "algorithm.kl_coef",
     "actor.ppo_n_minibatches": "updates_per_batch",
@@ -378,17 +377,10 @@ TOO_COMMON = ("enable", "len", "model", "n", "name", "path")
 """Last words that mean something else in every block."""
 
 
-def not_built(key: str, where: str) -> Problem | None:
-    """The answer to a key of something that is not here."""
-    if LORA.search(key) and not hint(key):
-        return _lora_problem(key, where)
-    if (known_from := NOT_BUILT.get(key)) is None:
+def lora_answer(key: str, where: str) -> Problem | None:
+    """The answer to a key of LoRA that is not one of `actor.lora`; None of any other key."""
+    if not LORA.search(key) or hint(key):
         return None
-    return Problem(where, f"is known from {known_from} and not built yet", "leave it out")
-
-
-def _lora_problem(key: str, where: str) -> Problem:
-    """The answer to a key of LoRA that is not one of `actor.lora`."""
     word = key.rpartition(".")[2]
     for part, reason in NO_LORA.items():
         if part in word:
@@ -420,7 +412,7 @@ def by_last_word(key: str) -> str:
 
 def is_block(key: str) -> bool:
     """Whether a block of that name has keys that are known from elsewhere."""
-    names = (*SPELLED, *NOT_BUILT, *NO_CHOICE)
+    names = (*SPELLED, *NO_CHOICE)
     return not LORA.search(key) and any(name.startswith(f"{key}.") for name in names)
 
 

@@ -208,11 +208,12 @@ def allocation_for_sizes(
     config: Config, sizes: Mapping[str, int], join: str, *, samples: bool
 ) -> str:
     """The layout in which each role has so many devices; `join`: | where both sides share them."""
+    backend = config.actor.training_backend or "archon"
     if not samples and sizes["actor"] > 1:
-        return str(Allocation(((Component("archon", None, (("d", sizes["actor"]),)),),)))
+        return str(Allocation(((Component(backend, None, (("d", sizes["actor"]),)),),)))
     sides = (
         Component("embedded", None, (("d", sizes["rollout"]),)),
-        Component("archon", None, (("d", sizes["actor"]),)),
+        Component(backend, None, (("d", sizes["actor"]),)),
     )
     chosen = Allocation((sides,) if join == "|" else tuple((side,) for side in sides))
     own = {role: sizes[role] for role in SCORERS if role in sizes}

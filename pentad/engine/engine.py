@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pentad.core.device import DTYPES
-from pentad.core.errors import RunError
+from pentad.core.errors import RunError, raise_problems
 from pentad.core.faults import hit
 from pentad.core.fit import check_fit, no_tree
 from pentad.core.layout import Backend, Layout
@@ -66,6 +66,7 @@ from pentad.runtime.rank import pulse
 from pentad.weights.boxes import box_of
 from pentad.weights.hf import FolderPlan
 from pentad.weights.map import WeightMap
+from pentad.weights.megatron.arguments import unsayable
 from pentad.weights.peft import Adapter
 from pentad.weights.regions import Box, Region
 from pentad.weights.transfer import Shard, TensorInfo
@@ -140,7 +141,9 @@ def _build_held(
         # Here, since megatron-core is optional.
         from pentad.engine.megatron.held import MegatronModel
 
-        return MegatronModel(dims_of(source, family), settings, meshes, value_head=value_head)
+        dims = dims_of(source, family)
+        raise_problems(unsayable(dims))
+        return MegatronModel(dims, settings, meshes, value_head=value_head)
     if backend == "fsdp":
         # Here, since transformers takes seconds to import.
         from pentad.engine.transformers_model import transformers_maker

@@ -19,7 +19,7 @@ from pentad.core.fit import (
     splits_backward,
     takes_stages_per_rank,
 )
-from pentad.core.layout import Layout
+from pentad.core.layout import Backend, Layout
 from pentad.core.machine import auto_dtype
 from pentad.core.section import (
     Count,
@@ -277,6 +277,9 @@ class ModelConfig(Section):
     critic, null means the actor's."""
     init_from_scratch: bool = False
     """Starts from random weights; only config.json and the tokenizer are read."""
+    training_backend: Backend | None = None
+    """What trains the model: archon, fsdp or megatron. null: as `allocation_mode` says, and archon
+    where that is left open."""
     checkpoint_load_path: str | None = None
     """Megatron folder (torch_dist or legacy) that training starts from; `path` then gives only
     config.json and the tokenizer. null: the weights in `path`."""

@@ -8,7 +8,6 @@ some of the layers and perhaps neither embedding nor head.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +15,8 @@ from torch.nn import functional as F
 
 from pentad.core.dims import ModelDims
 from pentad.core.types import Attend
-from pentad.models.families import map_of, spec_of
-from pentad.models.language_model import LanguageModel
+from pentad.models.families import map_of
+from pentad.models.language_model import FamilyModel
 from pentad.models.layers import MLPS, Attention, Embedding, Linear, Rotary, make_norm
 from pentad.models.moe import Moe, Routes
 from pentad.weights.map import WeightMap
@@ -64,7 +63,7 @@ def _norm(dims: ModelDims, is_there: bool) -> nn.Module:
     return make_norm(dims.hidden_size, dims) if is_there else nn.Identity()
 
 
-class Decoder(LanguageModel):
+class Decoder(FamilyModel):
     """The model of a model file, or a pipeline stage of it."""
 
     def __init__(
@@ -100,14 +99,6 @@ class Decoder(LanguageModel):
     @property
     def weight_map(self) -> WeightMap:
         return map_of(self.dims)
-
-    @property
-    def hf_classes(self) -> tuple[str, str]:
-        return spec_of(self.dims.family).classes
-
-    @property
-    def saved_config(self) -> Mapping[str, Any]:
-        return spec_of(self.dims.family).saved_config
 
     def forward(
         self,

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pentad.core.dims import ModelDims
+from pentad.models.families import spec_of
 from pentad.weights.map import Entry, WeightMap
 
 BIAS_OR_NORM = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -110,3 +111,15 @@ class LanguageModel(nn.Module):
         """[T] in float32: the value of each token, or the reward read at the last one."""
         assert self.value_head is not None, "this model is built without a value head"
         return self.value_head(hidden_TD).squeeze(-1).float()
+
+
+class FamilyModel(LanguageModel):
+    """A model of a family that has a model file, which says what its saved folders are called."""
+
+    @property
+    def hf_classes(self) -> tuple[str, str]:
+        return spec_of(self.dims.family).classes
+
+    @property
+    def saved_config(self) -> Mapping[str, Any]:
+        return spec_of(self.dims.family).saved_config

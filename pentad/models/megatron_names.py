@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pentad.core.device import DTYPES
 from pentad.core.dims import ModelDims
 from pentad.models.families import map_of, spec_of
-from pentad.models.language_model import LanguageModel
+from pentad.models.language_model import FamilyModel
 from pentad.models.spec import megatron_sizes
 from pentad.weights.map import (
     Entry,
@@ -88,7 +88,7 @@ def _as_native(entry: Entry, native: WeightMap) -> Entry:
     return replace(entry, rule=kept)
 
 
-class NamedModel(LanguageModel):
+class NamedModel(FamilyModel):
     """Weights by name, without the modules that compute with them; on the meta device the whole
     model of a learner."""
 
@@ -110,14 +110,6 @@ class NamedModel(LanguageModel):
     @property
     def weight_map(self) -> WeightMap:
         return learner_map(self.dims)
-
-    @property
-    def hf_classes(self) -> tuple[str, str]:
-        return spec_of(self.dims.family).classes
-
-    @property
-    def saved_config(self) -> Mapping[str, Any]:
-        return spec_of(self.dims.family).saved_config
 
     @property
     def tables(self) -> set[str]:

@@ -58,6 +58,7 @@ CASES = {
         "qwen2": {"model": QWEN2},
         "llama": {"model": LLAMA},
         "windows and yarn": {"model": WINDOWS},
+        "smollm3": {"model": {"model_type": "smollm3", "no_rope_layer_interval": 2}},
         "qwen3_moe": {"model": QWEN3_MOE},
         "glm4_moe": {"model": GLM},
         "critic": {"model": QWEN3, "value_head": True},

@@ -207,6 +207,14 @@ def sampler_layers(part: Placed) -> Iterator[Problem]:
 # What trains.
 
 
+def backend_is_the_one_asked_for(part: Placed) -> Iterator[Problem]:
+    wanted, used = part.model.training_backend, part.component.backend
+    if wanted is not None and wanted != used and part.component.role in ("actor", "critic"):
+        rule = f"{part.where} trains the {part.key} by {used}"
+        remedy = f"write {wanted}: there, or leave training_backend out"
+        yield Problem(f"{part.key}.training_backend = {wanted}", rule, remedy)
+
+
 def heads_and_widths_divide(part: Placed) -> Iterator[Problem]:
     if part.dims is not None:
         yield from head_problems(part.component.layout(), part.dims, part.where)
@@ -318,6 +326,7 @@ def microbatches_fit_rounds(part: Placed) -> Iterator[Problem]:
 
 SAMPLING: tuple[PlacedRule, ...] = (embedded_is_whole, sampler_heads, sampler_layers)
 TRAINING: tuple[PlacedRule, ...] = (
+    backend_is_the_one_asked_for,
     heads_and_widths_divide,
     experts_divide,
     replicas_divide,

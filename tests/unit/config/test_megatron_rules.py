@@ -45,6 +45,18 @@ def test_a_pipeline_runs_the_schedules_that_megatron_has():
         config_of(layout, "actor.archon.pp_schedule=ZBVZeroBubble")
 
 
+def test_the_backend_is_chosen_by_the_seed_s_key_where_the_layout_is_left_open():
+    given = ["actor.path=Qwen/Qwen3-0.6B", "actor.training_backend=megatron"]
+    cluster = "cluster.n_gpus_per_node=2"
+    shared = prepare(None, [*given, cluster], "plan")[0]
+    apart = prepare(None, [*given, cluster, "mode=hybrid"], "plan")[0]
+    assert shared.allocation_mode == "embedded:d2|megatron:d2"
+    assert apart.allocation_mode == "embedded:d1+megatron:d1"
+    said = "embedded:d1.archon:d1 trains the actor by archon; write megatron: there"
+    with pytest.raises(Exception, match=said):
+        prepare(None, [*given, "allocation_mode=embedded:d1|archon:d1"], "plan")
+
+
 def test_a_cpu_is_refused_unless_its_calls_of_cuda_are_replaced(monkeypatch):
     config, facts = config_of(), RunFacts(command="train", device="cpu")
     said = "computes on GPUs, and this run computes on cpu"

@@ -1,4 +1,4 @@
-"""docs/migrating*.md agree with the schema: what it calls the same, renamed, or not built, is."""
+"""docs/migrating*.md agree with the schema: what it calls the same or renamed is."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,6 @@ from pentad.config.describe import fields
 from pentad.config.load import read_config
 from pentad.config.other_systems import (
     NO_CHOICE,
-    NOT_BUILT,
     REMARKED,
     RLINF,
     SPELLED,
@@ -24,7 +23,7 @@ from pentad.models.families import known_families
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = "".join(page.read_text() for page in sorted(DOCS.glob("migrating*.md")))
-ROWS = re.findall(r"^\| `([^`]+)` \| (same|not built|-|`[^`]+`) \| (.*?)\|$", PAGE, re.MULTILINE)
+ROWS = re.findall(r"^\| `([^`]+)` \| (same|-|`[^`]+`) \| (.*?)\|$", PAGE, re.MULTILINE)
 KEYS = {there: here.strip("`") for there, here, _ in ROWS if not there.startswith("--")}
 
 
@@ -37,7 +36,7 @@ def test_other_keys_do_not_exist_under_their_old_name():
 
 
 def test_every_known_spelling_is_on_the_page_as_the_program_says_it():
-    renamed = {key: here for key, here in KEYS.items() if here not in ("same", "not built", "-")}
+    renamed = {key: here for key, here in KEYS.items() if here not in ("same", "-")}
     assert renamed == SPELLED
 
 
@@ -78,14 +77,6 @@ def test_keys_of_a_foreign_block_that_nobody_knows_are_named_too():
     ]
 
 
-def test_what_is_not_built_is_what_the_program_refuses():
-    named = {key for key, here in KEYS.items() if here == "not built"}
-    assert named == set(NOT_BUILT)
-    for key in named:
-        (problem,) = read_config(None, [f"{key}=1"]).problems
-        assert "not built yet" in str(problem)
-
-
 def test_a_dash_is_a_key_with_nothing_to_choose():
     for key in [key for key, here in KEYS.items() if here == "-"]:
         needed = ["resource={actor: [1, 1], rollout: [1, 1]}"] if "resource" in key else []
@@ -116,7 +107,7 @@ def test_the_families_are_those_that_exist():
 
 def test_keys_in_the_text_exist():
     """Dotted names in running text and in tables of two columns."""
-    text = re.sub(r"^\| `[^`]+` \| (same|not built|-|`[^`]+`) \| .*$", "", PAGE, flags=re.MULTILINE)
+    text = re.sub(r"^\| `[^`]+` \| (same|-|`[^`]+`) \| .*$", "", PAGE, flags=re.MULTILINE)
     dotted = re.findall(r"`((?:actor|train_dataset|gconfig|algorithm)\.[\w.]+)`", text)
     assert len(dotted) >= 8
     assert [key for key in dotted if key not in fields()] == []
@@ -192,7 +183,7 @@ def test_every_key_of_an_rlinf_recipe_is_read_or_answered(tmp_path):
     written = set(leaves(yaml.safe_load(RLINF_RECIPE)))
     read = {
         *("runner.output_dir", "runner.experiment_name", "rollout.model_dir"),
-        *("actor.checkpoint_load_path", "megatron.use_hf_ckpt"),
+        *("actor.checkpoint_load_path", "megatron.use_hf_ckpt", "actor.training_backend"),
     }
     convertors = {key for key in written if key.startswith("megatron.ckpt_convertor.")}
     assert written == set(answers) | read | convertors

@@ -7,7 +7,6 @@ checkpoint's own arguments. OUT/logits.pt gets the logits of every job.
 """
 
 import argparse
-import contextlib
 import json
 import sys
 import warnings
@@ -18,45 +17,17 @@ import torch
 import torch.distributed as dist
 
 warnings.filterwarnings("ignore")
-
-
-class Nothing:
-    """A CUDA stream, event or random-number tracker on a machine without CUDA."""
-
-    def __init__(self, *args, **kwargs):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *args):
-        return False
-
-    def __getattr__(self, name):
-        return lambda *args, **kwargs: Nothing()
-
-    def fork(self, *args, **kwargs):
-        return contextlib.nullcontext()
+sys.path.append(str(Path(__file__).parents[2] / "megatron_cpu"))
 
 
 def run_on_cpu():
-    """What megatron-core 0.16 asks of CUDA even where it is given CPU tensors."""
     import megatron.core.models.gpt.gpt_model  # noqa: F401
     import megatron.core.transformer.moe.moe_layer  # noqa: F401
     import megatron.core.transformer.moe.moe_utils as moe_utils
+    from megatron_on_cpu import replace_cuda
 
-    torch.cuda.current_device = lambda: "cpu"
-    torch.cuda.is_available = lambda: False
-    torch.cuda.synchronize = lambda *args, **kwargs: None
-    torch.cuda.Stream = torch.cuda.Event = Nothing
-    torch.cuda.current_stream = torch.cuda.stream = lambda *args: Nothing()
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self
-    ones = torch.ones
-    torch.ones = lambda *args, device=None, **kwargs: ones(*args, **kwargs)
-    moe_utils.te_general_gemm = None
-    for name, module in list(sys.modules.items()):
-        if name.startswith("megatron.") and "get_cuda_rng_tracker" in vars(module):
-            module.get_cuda_rng_tracker = lambda *args, **kwargs: Nothing()
+    moe_utils.te_general_gemm = None  # which it does not define without Transformer Engine
+    replace_cuda()
 
 
 def transformer_config(args):
