@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from pentad.data.toy import write_model, write_task
+from pentad.models.families import dims_of
+from pentad.models.registry import create_model, save_model
 from pentad.telemetry.steps import read_lines
 from pentad.weights.hf import HfFolder
 from pentad.weights.regions import full_box
@@ -93,3 +95,47 @@ def test_a_killed_run_ends_as_one_that_was_not(environment, task, tmp_path):
     assert steps_of(tmp_path, "cut") == steps_of(tmp_path, "whole")
     found, expected = weights_of(tmp_path, "cut"), weights_of(tmp_path, "whole")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+SEED = """
+runner: {{output_dir: {root}, experiment_name: default}}
+rollout: {{model_dir: {model}}}
+actor:
+  training_backend: megatron
+  checkpoint_load_path: {start}
+megatron:
+  use_hf_ckpt: {converts}
+  ckpt_convertor:
+    model: toy
+    model_type: null
+    hf_model_path: ${{rollout.model_dir}}
+    save_path: ${{runner.output_dir}}/converted_ckpts/actor
+    process_num: 2
+    tensor_model_parallel_size: 2
+    pipeline_model_parallel_size: 1
+"""
+
+
+def test_the_seed_s_recipe_converts_at_first_and_starts_from_that_later(
+    environment, task, tmp_path
+):
+    """Separated from the sampler the first time, beside it the second, over tensor-parallel files
+    both times; keys that have nothing to choose here are left out."""
+    model = create_model(dims_of(task / "model"), seed=1)
+    save_model(model, tmp_path / "hf", source_folder=task / "model")
+    found = {}
+    for trial, mode, start in (
+        ("first", "hybrid", "null"),
+        ("later", "colocate", tmp_path / "converted_ckpts" / "actor"),
+    ):
+        given = {"root": tmp_path, "model": tmp_path / "hf", "start": start}
+        recipe = tmp_path / f"{trial}.yaml"
+        recipe.write_text(SEED.format(**given, converts=start == "null"))
+        words = command(task, tmp_path, "train", trial, f"mode={mode}", "max_staleness=0")
+        left_out = ("fileroot=", "actor.path=", "actor.init_from_scratch=")
+        words = [word for word in words if not word.startswith(left_out)]
+        words = [*words[:4], str(recipe), *words[4:], "total_train_steps=2"]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        found[trial] = steps_of(tmp_path, trial)
+    assert len(found["first"]) == 2 and found["first"] == found["later"]
