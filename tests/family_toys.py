@@ -17,6 +17,7 @@ SIZES: dict[str, Any] = {
 }
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 OWN: dict[str, dict[str, Any]] = {
+    "ernie4_5": {"use_bias": True},
     "gemma3_text": {
         "sliding_window": 7,
         "layer_types": LAYER_TYPES,
