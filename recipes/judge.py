@@ -11,7 +11,7 @@ import re
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-QUESTION = re.compile(r"The digits (\d+)> were to be sorted\.\nAnswer: (.*)\nHow many", re.DOTALL)
+QUESTION = re.compile(r"The digits (\d+)> were to be sorted\.\nAnswer: (.*)\nHow good", re.DOTALL)
 
 
 def verdict(question: str) -> str:
@@ -22,6 +22,8 @@ def verdict(question: str) -> str:
     if len(answer) > len(digits):
         return "It is too long: 0"
     right = sum(a == b for a, b in zip(sorted(digits), answer, strict=False))
+    if answer == "".join(sorted(digits)):
+        return "All are in place: 10"
     return f"Digits in place: {right}"
 
 

@@ -11,6 +11,7 @@ import resource
 import shutil
 import sys
 from collections.abc import Collection
+from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from threading import Thread
@@ -133,6 +134,9 @@ def main(
     torch.set_num_threads(1)  # the model is too small to share between cores
     overrides = [word for word in words or [] if "=" in word]
     names = [word for word in words or [] if "=" not in word] or NAMES
+    if not words and find_spec("reasoning_gym") is None:
+        print("reasoning_gym is left out: pip install 'pentad[reasoning-gym]'")
+        names = [name for name in names if name != "reasoning_gym"]
     prepare_toys(fileroot, names)
     if prepare_only:
         return
