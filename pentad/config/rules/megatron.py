@@ -58,7 +58,8 @@ def megatron_needs_a_gpu(config: Config, facts: RunFacts) -> Iterator[Problem]:
     if megatron_parts(config, facts) and facts.kind == "cpu" and not os.environ.get(ON_CPU):
         where = f"allocation_mode = {config.allocation_mode}"
         rule = "megatron-core computes on GPUs, and this run computes on cpu"
-        yield Problem(where, rule, "use archon; docs/megatron.md says how its tests run on a CPU")
+        remedy = "use archon; docs/megatron-training.md says how its tests run on a CPU"
+        yield Problem(where, rule, remedy)
 
 
 @RULES.add(commands=RUNS)

@@ -276,8 +276,9 @@ def test_a_class_that_is_none_is_refused(made):
 
 
 def test_the_classes_of_the_page_run(play, tmp_path):
-    page = (Path(__file__).parents[3] / "docs" / "environments.md").read_text()
-    counter, pole = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    docs = Path(__file__).parents[3] / "docs"
+    pages = [(docs / name).read_text() for name in ("environments.md", "environment-packages.md")]
+    counter, pole = re.findall(r"```python\n(.*?)```", "".join(pages), re.DOTALL)
     (tmp_path / "counter.py").write_text(counter)
     (tmp_path / "pole.py").write_text(pole)
     workflow = load_workflow(f"class:{tmp_path}/counter.py:Counter")
