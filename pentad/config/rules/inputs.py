@@ -45,14 +45,14 @@ def the_evaluated_model_has_weights(config: Config) -> Problem | None:
 
 
 @RULES.add(commands=("train", "sft"))
-def the_actor_is_amodel_folder_problem(config: Config) -> Problem | None:
+def the_actor_is_a_model_folder(config: Config) -> Problem | None:
     actor = config.actor
     has_other_weights = actor.init_from_scratch or actor.checkpoint_load_path is not None
     return model_folder_problem("actor.path", actor.path, has_other_weights)
 
 
 @RULES.add(commands=("train",))
-def the_critic_is_amodel_folder_problem(config: Config) -> Problem | None:
+def the_critic_is_a_model_folder(config: Config) -> Problem | None:
     critic = config.critic
     if not config.algorithm.facts.needs_critic or critic.path == config.actor.path:
         return None
@@ -61,7 +61,7 @@ def the_critic_is_amodel_folder_problem(config: Config) -> Problem | None:
 
 
 @RULES.add(commands=("train", "sft"))
-def the_reference_is_amodel_folder_problem(config: Config, facts: RunFacts) -> Problem | None:
+def the_reference_is_a_model_folder(config: Config, facts: RunFacts) -> Problem | None:
     is_read = facts.command in ("train", "dpo") and "ref" in config.frozen_models
     return model_folder_problem("ref.path", config.ref.path) if is_read else None
 
@@ -76,7 +76,7 @@ def distillation_has_a_teacher(config: Config) -> Problem | None:
 
 
 @RULES.add(commands=("train",))
-def the_teacher_is_amodel_folder_problem(config: Config) -> Problem | None:
+def the_teacher_is_a_model_folder(config: Config) -> Problem | None:
     if config.algorithm.name != "distill":
         return None
     return model_folder_problem("teacher.path", config.teacher.path)

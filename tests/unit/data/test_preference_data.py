@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pentad.core.errors import UserError
-from pentad.data.preferences import open_preferences
+from pentad.data.preferences import LabelDataset, PairDataset, open_preferences
 from pentad.data.render import DataSource
 from pentad.data.section import DatasetConfig
 from pentad.data.tokenizer import load_tokenizer
@@ -26,7 +26,8 @@ def opened(tmp_path, tokenizer):
         path = tmp_path / "data.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         data = DatasetConfig(path=str(path), shuffle=False, **keys)
-        return open_preferences(DataSource(data=data, room=200), tokenizer, paired=paired)
+        kind = PairDataset if paired else LabelDataset
+        return open_preferences(DataSource(data=data, room=200), tokenizer, kind)
 
     return open_rows
 

@@ -120,7 +120,7 @@ def test_turns_that_nothing_ends_are_counted(open_data, made):
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     data = open_data([{"messages": TALK}], made(template, (), ()), **CHAT)
-    assert pieces(data.batch(0, 1)[0], data.tokenizer)[0] == "24<|im_end|>"
+    assert pieces(data.batch(0, 1)[0], data.texts.tokenizer)[0] == "24<|im_end|>"
     assert "1 turns without a stop id" in data.summary()
 
 

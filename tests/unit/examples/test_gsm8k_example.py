@@ -17,7 +17,12 @@ from pentad.telemetry.steps import read_lines
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
 DATA = EXAMPLES / "math" / "data"
-RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in EXAMPLES.rglob("*.yaml"))
+OF_OTHERS = EXAMPLES / "least_code"  # files of other systems
+RECIPES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in EXAMPLES.rglob("*.yaml")
+    if OF_OTHERS not in path.parents
+)
 TINY = "examples/math/gsm8k_tiny.yaml"
 
 

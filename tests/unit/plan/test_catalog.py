@@ -37,6 +37,20 @@ PUBLISHED = {
     "Llama-3.2-1B": (1.24, None),
     "Llama-3.2-3B": (3.21, None),
     "Llama-3.3-70B": (70.6, None),
+    "ERNIE-4.5-0.3B-PT": (0.36, None),
+    "gemma-3-270m": (0.268, None),
+    "gemma-3-1b-pt": (1.0, None),
+    "GLM-4-9B-0414": (9.4, None),
+    "GLM-4-32B-0414": (32.6, None),
+    "OLMo-2-0425-1B": (1.48, None),
+    "OLMo-2-1124-7B": (7.3, None),
+    "OLMo-2-1124-13B": (13.7, None),
+    "OLMo-2-0325-32B": (32.2, None),
+    "Olmo-3-1025-7B": (7.3, None),
+    "Olmo-3-1125-32B": (32.2, None),
+    "phi-4": (14.7, None),
+    "Phi-3-mini-4k-instruct": (3.82, None),
+    "SmolLM3-3B": (3.08, None),
 }
 
 

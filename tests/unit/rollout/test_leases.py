@@ -91,7 +91,7 @@ def test_a_group_without_a_sign_gets_a_fresh_attempt(
     workflow = Stubborn({(0, 0)})
     state, pump = fill(samplers, plain_tokenizer, workflow, monkeypatch)
     assert workflow.late == [(0, 0)]
-    assert "group 0: attempt 0 gave no sign within its lease" in caplog.text
+    assert "group 0: attempt 0 made no progress within its lease" in caplog.text
     zero, one = state.store.get([0, 1])
     assert (zero.attempt, one.attempt) == (1, 0)
     assert state.ledger.funnel().dropped == {}
@@ -108,4 +108,4 @@ def test_a_group_that_never_gives_one_is_dropped_and_replaced(
     assert (funnel.drawn, funnel.dropped, funnel.in_flight) == (3, {"deadline": 1}, 2)
     assert [group.gid for group in state.store.get([0, 2])] == [0, 2]
     assert np.array_equal(sorted(state.store.groups), [0, 2])
-    assert "gave no sign" in pump.last_failures["deadline"]
+    assert "made no progress" in pump.last_failures["deadline"]
