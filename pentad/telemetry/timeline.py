@@ -136,4 +136,4 @@ def gates_of(line: Mapping[str, Any]) -> dict[str, float] | None:
 
 
 timeline = Timeline()
-"""Of this process, which leads one run at a time."""
+"""This process's own: it leads one run at a time."""

@@ -75,7 +75,7 @@ class RunPages:
         self.places = places
         self.plan_of = plan_of
         self.overrides = overrides
-        """Of the recipes among the places."""
+        """Keys that replace those of the recipes among the places."""
         self.runs: dict[str, RunView] = {}
         self._looked_at = float("-inf")
         self._plans: dict[str, dict[str, Any]] = {}

@@ -49,7 +49,7 @@ def megatron_is_installed(config: Config, facts: RunFacts) -> Iterator[Problem]:
 
 
 def is_known(version: str) -> bool:
-    """Of a release, its later mendings and its candidates: 0.16.1, 0.16rc0, 0.16.0+local."""
+    """A release includes its patches and candidates: 0.16.1, 0.16rc0, 0.16.0+local."""
     return any(re.match(rf"{re.escape(known)}(?!\d)", version) for known in VERSIONS)
 
 

@@ -13,8 +13,9 @@ from functools import partial
 from typing import Any
 
 from pentad.config.describe import fields, show, value_at
-from pentad.config.environments import environments, is_evaluated
+from pentad.config.environments import is_evaluated
 from pentad.config.resolve import DEFAULT_RECOVERY
+from pentad.config.rules.environments import rewards_of
 from pentad.config.rules.rule import ON_EXAMPLES, Command
 from pentad.config.schema import Config, ModelConfig
 from pentad.config.topology import find_topology
@@ -89,8 +90,7 @@ def samples_with(config: Config, *backends: str) -> bool:
 
 def has_reward(name: str, config: Config) -> bool:
     """Whether this reward scores samples of the run, or of one of its environments."""
-    blocks = [config.reward, *(one.reward for one in environments(config))]
-    return any(name in block.functions for block in blocks)
+    return any(name in block.functions for block in rewards_of(config).values())
 
 
 def has_units(config: Config) -> bool:

@@ -95,11 +95,7 @@ class PreferenceService(ExampleService):
     def _compare(self, part: str, places: Sequence[int]) -> tuple[list[Row], Preferred]:
         """Examples of a part by their place in the data."""
         data, settings = self.data[part], self.settings
-        rows = [
-            replace(row, group=number)
-            for number, place in enumerate(places)
-            for row in data.example(place)
-        ]
+        rows = self._rows(part, places)
         if not isinstance(data, LabelDataset):
             return rows, pair_loss(self._score(rows), settings)
         others = mismatched(rows, data.source.max_tokens)
@@ -108,9 +104,16 @@ class PreferenceService(ExampleService):
         own, other = scored[: len(rows)], scored[len(rows) :]
         return rows, label_loss(own, is_desired, other, settings)
 
+    def _rows(self, part: str, places: Sequence[int]) -> list[Row]:
+        return [
+            replace(row, group=number)
+            for number, place in enumerate(places)
+            for row in self.data[part].example(place)
+        ]
+
     def _score(self, rows: list[Row]) -> AnswerLogProbs:
         engine, masks = self.engines["actor"], [row.columns["weights"] for row in rows]
-        looked_at = [replace(row, columns={}, count=0.0) for row in rows]
+        looked_at = unweighted(rows)
         return AnswerLogProbs(
             sums(engine.forward(looked_at), masks),
             sums(engine.forward(looked_at, "ref"), masks),
@@ -134,14 +137,14 @@ class RewardModelService(PreferenceService):
         return open_preferences(source, tokenizer, RewardPairDataset)
 
     def _compare(self, part: str, places: Sequence[int]) -> tuple[list[Row], Preferred]:
-        rows = [
-            replace(row, group=number)
-            for number, place in enumerate(places)
-            for row in self.data[part].example(place)
-        ]
-        looked_at = [replace(row, columns={}, count=0.0) for row in rows]
-        found = self.engines["actor"].forward(looked_at)
+        rows = self._rows(part, places)
+        found = self.engines["actor"].forward(unweighted(rows))
         return rows, reward_loss(np.array([float(one["values"][-1]) for one in found]))
+
+
+def unweighted(rows: Sequence[Row]) -> list[Row]:
+    """The rows to be scored, without what training reads."""
+    return [replace(row, columns={}, count=0.0) for row in rows]
 
 
 def sums(outputs: Sequence[Mapping[str, Tensor]], masks: Sequence[Tensor]) -> np.ndarray:
