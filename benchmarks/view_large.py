@@ -1,9 +1,11 @@
-"""How soon `pentad view` shows a large run in a browser, and how much memory its server holds.
+"""How soon `pentad view` shows a large run and its new lines in a browser, and what its server
+takes.
 
     python benchmarks/view_large.py [FOLDER] [--steps 100000] [--gb 1.0]
 
 Writes a run of so many steps and so many GB of samples into the folder (a temporary one), opens its
-views in Chromium, waits until all is indexed, and lets the run grow by 2,000 steps meanwhile."""
+views in Chromium, waits until all is indexed, shows five new steps one by one, and lets the run
+grow by 2,000 steps. CPU seconds are those of the server; wall seconds depend on what else runs."""
 
 from __future__ import annotations
 
@@ -21,6 +23,8 @@ from pentad_tools.browser import Browser, find_browser
 from pentad_tools.pictures import start_view
 
 SAMPLES_PER_STEP = 4
+NUM_LINES = 5
+"""New lines that are followed one by one."""
 VIEWS = {
     "overview": ".chart canvas",
     "samples": ".card",
@@ -118,24 +122,48 @@ def measure(folder: Path, num_steps: int) -> None:
         raise SystemExit("no Chromium is installed here: apt-get install chromium")
     child, address = start_view([folder])
     server = psutil.Process(child.pid)
+
+    def cpu_s() -> float:
+        return float(sum(server.cpu_times()[:2]))
+
     try:
         with Browser(program) as browser:
             browser.resize(1280, 800)
             for view, part in VIEWS.items():
                 browser.open("about:blank")
-                began = time.monotonic()
+                began, before_s = time.monotonic(), cpu_s()
                 browser.open(f"{address}#/{view}")
-                browser.wait_for(f"document.querySelector('{part}')", 120)
-                print(f"{view:<30} shown after {time.monotonic() - began:5.2f} s")
-        began = time.monotonic()
-        until_read(address)
-        rss = server.memory_info().rss / 1e6
-        print(f"all indexed after {time.monotonic() - began:.0f} s more, server {rss:.0f} MB")
-        append(folder, num_steps + 1, num_steps + 2000, "a new answer")
-        until_read(address)
-        print(f"after 2,000 steps more: {server.memory_info().rss / 1e6 - rss:+.0f} MB")
+                browser.wait_for(f"document.querySelector('{part}')")
+                took = f"{time.monotonic() - began:5.2f} s, {cpu_s() - before_s:.2f} CPU s"
+                print(f"{view:<30} shown after {took}")
+            began = time.monotonic()
+            until_read(address)
+            rss = server.memory_info().rss / 1e6
+            took = f"{time.monotonic() - began:.0f} s more, {cpu_s():.0f} CPU s in all"
+            print(f"all indexed after {took}; server {rss:.0f} MB")
+            follow(browser, address, folder, num_steps)
+        for round in range(4):
+            first = num_steps + NUM_LINES + 1 + 500 * round
+            append(folder, first, first + 499, "a new answer")
+            until_read(address)
+            print(f"500 steps more: {server.memory_info().rss / 1e6 - rss:+.1f} MB")
     finally:
         child.end()
+
+
+def follow(browser: Browser, address: str, folder: Path, num_steps: int) -> None:
+    """From a line in the file to its number on the page."""
+    browser.open("about:blank")
+    browser.open(address)
+    shown = "document.querySelector('.stat .value')?.textContent"
+    browser.wait_for(shown)
+    took_s = []
+    for step in range(num_steps + 1, num_steps + NUM_LINES + 1):
+        append(folder, step, step, "a new answer")
+        began = time.monotonic()
+        browser.wait_for(f"{shown} === '{step}'")
+        took_s.append(time.monotonic() - began)
+    print("a new line shown after " + ", ".join(f"{one:.2f}" for one in took_s) + " s")
 
 
 if __name__ == "__main__":

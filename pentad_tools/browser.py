@@ -117,7 +117,7 @@ class Browser:
             raise PageError(details.get("exception", {}).get("description", details["text"]))
         return found["result"].get("value")
 
-    def wait_for(self, script: str, timeout_s: float = 20.0) -> None:
+    def wait_for(self, script: str, timeout_s: float = 60.0) -> None:
         """Until the expression is true on the page."""
         end = time.monotonic() + timeout_s
         while not self.run(f"Boolean({script})"):

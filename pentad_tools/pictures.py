@@ -68,7 +68,7 @@ def main(runs: str, target: str) -> None:
                     browser.set_dark(theme == "dark")
                     browser.open("about:blank")
                     browser.open(address + place)
-                    browser.wait_for("document.querySelector('.chart, .card, .meter')", 60)
+                    browser.wait_for("document.querySelector('.chart, .card, .meter')")
                     time.sleep(SETTLE_S)
                     if name == "processes":
                         browser.run("document.querySelector('.lanes').scrollIntoView()")

@@ -32,6 +32,11 @@ export function fill(el: Element, ...children: Child[]): void {
   append(el, children);
 }
 
+/** Leaves the element alone where it says so already. */
+export function setText(el: Element, text: string): void {
+  if (el.textContent !== text) el.textContent = text;
+}
+
 /** A row of buttons of which one is on. */
 export function choice<T extends string>(
   label: string, options: [T, string][], value: T, pick: (value: T) => void,

@@ -2,11 +2,11 @@
 import "./style.css";
 import { get, isExported } from "./api";
 import { fill, h } from "./dom";
-import { clock, num } from "./format";
+import { addViews, chooser, closeMenu, tabs, updateHead } from "./head";
 import { overview } from "./overview";
 import { plan } from "./plan";
 import { samples } from "./samples";
-import { address, main, readAddress, readRuns, readSummaries, shared, type Page, type ViewName } from "./state";
+import { main, readAddress, readRuns, readSummaries, shared, type Page, type ViewName } from "./state";
 import { time } from "./time";
 
 const VIEWS: [ViewName, string, () => Page][] = [
@@ -14,10 +14,8 @@ const VIEWS: [ViewName, string, () => Page][] = [
 ];
 const LOOK_MS = 500; // an answer without news is a few bytes
 const RUNS_MS = 5000;
-const MAX_RUNS = 8;
 
 const root = document.getElementById("app")!;
-const tabs = h("nav", { "aria-label": "Views" }), chooser = h("div", { class: "chooser" });
 const content = h("main", { id: "content", tabIndex: -1 }), trouble = h("p", { class: "notice", hidden: true, role: "alert" });
 let page: Page | null = null, shownView = "", timer = 0, runsRead = 0;
 
@@ -38,32 +36,6 @@ const themeButton = h("button", { type: "button", class: "ghost", onclick: () =>
   show(true);
 } }, "Theme");
 
-let shownHead = "";
-/** Anew only where it changed: a link that is replaced while it is pressed or has the focus is lost. */
-function head(): void {
-  const run = main(), { view, ids } = shared.state;
-  const now = JSON.stringify([view, ids, shared.runs, run?.name, run?.state, run?.has_plan]);
-  if (now === shownHead) return;
-  shownHead = now;
-  fill(tabs, VIEWS.filter(([name]) => (name === "plan" ? run?.has_plan : run?.state !== "recipe")).map(([name, label]) =>
-    h("a", { href: address(name, ids), "aria-current": name === view ? "page" : null }, label)));
-  const open = chooser.querySelector("details")?.open ?? false;
-  const states = run ? h("span", { class: `state ${run.state}` }, run.state) : null;
-  const list = shared.runs.map((one) => {
-    const isOn = ids.includes(one.id);
-    return h("li", null,
-      h("input", { type: "checkbox", checked: isOn, id: `run-${one.id}`, "aria-label": `Compare ${one.name}`, onchange: () => {
-        const next = isOn ? ids.filter((id) => id !== one.id) : [...ids, one.id].slice(-MAX_RUNS);
-        location.hash = address(next.length > 1 ? "overview" : view, next.length ? next : [one.id]); // runs are compared there
-      } }),
-      h("a", { href: address(view, [one.id]), title: one.path, onclick: () => { chooser.querySelector("details")!.open = false; } }, one.name), h("span", { class: `state ${one.state}` }, one.state),
-      h("span", { class: "muted" }, one.step !== null ? `step ${one.step}` : one.state === "recipe" ? "" : "no step", one.reward !== null && one.reward !== undefined ? ` · reward ${num(one.reward)}` : "", one.time ? ` · ${clock(one.time)}` : ""));
-  });
-  fill(chooser, shared.runs.length > 1 || !run
-    ? h("details", { class: "runs", open }, h("summary", null, run ? run.name : "no run", ids.length > 1 ? ` + ${ids.length - 1}` : ""), h("div", { class: "menu" }, h("p", { class: "muted small" }, "Tick runs to compare them."), h("ul", null, list)))
-    : h("span", { class: "runname", title: run.path }, run.name), states);
-}
-
 function show(isForced = false): void {
   const { view, ids, params } = shared.state;
   const key = JSON.stringify([view, ids, view === "samples" || view === "time" ? params.get("step") : "", document.documentElement.dataset.theme]);
@@ -75,7 +47,7 @@ function show(isForced = false): void {
     document.title = `${main()?.name ?? "pentad view"} · ${VIEWS.find(([name]) => name === view)![1]}`;
     void guarded(async () => page?.update());
   }
-  head();
+  updateHead();
 }
 
 async function guarded(act: () => unknown): Promise<void> {
@@ -93,7 +65,7 @@ async function look(): Promise<void> {
     if (Date.now() - runsRead > RUNS_MS) { await readRuns(); runsRead = Date.now(); }
     if (!shared.state.ids.length && shared.runs.length) return route();
     const isNew = await readSummaries();
-    head();
+    updateHead();
     if (isNew) await page?.update();
   });
   const isReading = shared.state.ids.some((id) => (shared.summaries.get(id)?.progress ?? 1) < 1);
@@ -119,16 +91,14 @@ async function route(): Promise<void> {
 
 async function begin(): Promise<void> {
   theme();
+  addViews(VIEWS.map(([name, label]) => [name, label]));
   fill(root, h("a", { class: "skip", href: "#content", onclick: (e: Event) => { e.preventDefault(); content.focus(); } }, "Skip to the content"),
     h("header", { class: "top" }, h("span", { class: "brand" }, "pentad"), chooser, h("span", { class: "grow" }), tabs, themeButton), trouble, content);
   await guarded(async () => { shared.fields = await get("fields"); });
   await route();
   window.addEventListener("hashchange", () => void route());
   document.addEventListener("visibilitychange", () => { if (!document.hidden) { clearTimeout(timer); void look(); } });
-  document.addEventListener("click", (event) => {
-    const menu = chooser.querySelector("details");
-    if (menu?.open && !menu.contains(event.target as Node)) menu.open = false;
-  });
+  document.addEventListener("click", (event) => closeMenu(event.target as Node));
   timer = window.setTimeout(look, LOOK_MS); // first the view itself
 }
 

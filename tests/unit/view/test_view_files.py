@@ -76,9 +76,9 @@ def test_a_large_file_is_shown_at_once_and_read_piece_by_piece(make_run, monkeyp
     assert 10 <= len(run.steps.series(["loss"], None, None, 1000)["step"]) < 100
     run.samples.advance(0.0)
     assert run.samples.share < 1
-    latest = run.samples.find(SampleFilter(step=run.samples.last_step()), 0, 10, 1.0)["samples"]
+    latest = run.samples.find(SampleFilter(step=run.samples.last_step()), 0, 10, 60.0)["samples"]
     assert latest and {sample["step"] for sample in latest} == {300}
-    early = run.samples.find(SampleFilter(step=150, pick="worst"), 0, 10, 1.0)["samples"]
+    early = run.samples.find(SampleFilter(step=150, pick="worst"), 0, 10, 60.0)["samples"]
     assert [sample["index"] for sample in early] == [1]
     assert run.steps.record(150)["step"] == 150
     for _ in range(100):
@@ -103,7 +103,7 @@ def test_samples_are_found_by_their_fields_and_words(make_run):
     index.advance(1)
 
     def found(**wanted):
-        lines_found = index.find(SampleFilter(**wanted), 0, 50, 5.0)["samples"]
+        lines_found = index.find(SampleFilter(**wanted), 0, 50, 60.0)["samples"]
         return [(line["step"], line["index"]) for line in lines_found]
 
     assert found(step=4, order="best") == [(4, 0), (4, 1), (4, 2)]
@@ -113,7 +113,7 @@ def test_samples_are_found_by_their_fields_and_words(make_run):
     assert found(environment="tools") == [(11, 0)] and found(environment="sums") == [(12, 0)]
     assert list(index.words["environment"]) == ["tools", "sums"]
     assert found(text="trained_spans") == []  # a key of the file, no word of a sample
-    key = index.find(SampleFilter(step=2), 0, 1, 1.0)["samples"][0]["prompt_key"]
+    key = index.find(SampleFilter(step=2), 0, 1, 60.0)["samples"][0]["prompt_key"]
     assert {step for step, _ in found(prompt=key)} == {2, 5, 8, 11}
 
 
@@ -123,7 +123,7 @@ def test_lines_of_another_form_are_parsed_and_broken_ones_counted(make_run):
         file.write('{"reward": 2, "step":2,"gid":7}\nnot JSON\n[1]\n')
     index = SampleIndex(path)
     index.advance(1)
-    assert index.find(SampleFilter(gid=7), 0, 5, 1.0)["samples"][0]["reward"] == 2
+    assert index.find(SampleFilter(gid=7), 0, 5, 60.0)["samples"][0]["reward"] == 2
     assert index.num_unreadable == 2
 
 
