@@ -35,6 +35,8 @@ from pentad.planner.remedies import Remedy, propose, propose_adapter, propose_ho
 MAX_DATA_BYTES = 512 << 20
 """A larger dataset is not counted: a plan must stay quick."""
 MAX_STAGE_ROWS = 32
+ON_EXAMPLES_NAMES = {"log-prob": "forward", "publish": "export"}
+"""Phases of a run without a sampler: held-out rows and a reference have a forward pass alone."""
 
 
 def run_plan(
@@ -54,7 +56,8 @@ def run_plan(
     notes = [*notes, *unread(config, command), *refused]
     if command != "train":
         where = f"allocation_mode = {config.allocation_mode}"
-        notes.append(f"{where} has no sampler: planned for {command}")
+        said = " (train needs a reward)" if command == "sft" else ""
+        notes.append(f"{where} has no sampler: planned for {command}{said}")
     if reason := uncounted(config):
         show_places(config, [*notes, reason], as_json)
         return 0
@@ -290,12 +293,16 @@ class Page:
         at = f", pipeline rank {rank}" if trainer.training.layout.pp > 1 else ""
         self.section(f"{trainer.role}: estimated memory by phase, GiB per {word}{at}")
         rows = []
+        names = {} if self.plan.config.task == "train" else ON_EXAMPLES_NAMES
         for name, phase in trainer.phases[rank].items():
+            if names and name == "rollout":
+                continue
             parts = sorted(phase.device.items(), key=lambda item: -item[1])
             shown = [item for item in parts if item[1] > 0.01 * phase.device_bytes]
             text = ", ".join(f"{part} {gib(size)}" for part, size in shown)
             text += " <- peak" if phase is peak else ""
-            rows.append((name, gib(phase.device_bytes), text, gib(self.plan.host_bytes[name])))
+            called = names.get(name, name)
+            rows.append((called, gib(phase.device_bytes), text, gib(self.plan.host_bytes[name])))
         columns = ("phase", word, "of which", "host per node")[: 3 + has_host]
         self.table(columns, [row[: 3 + has_host] for row in rows], word, "host per node")
 

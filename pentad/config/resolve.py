@@ -209,7 +209,7 @@ def allocation_for_sizes(
 ) -> str:
     """The layout in which each role has so many devices; `join`: | where both sides share them."""
     backend = config.actor.training_backend or "archon"
-    if not samples and sizes["actor"] > 1:
+    if not samples:
         return str(Allocation(((Component(backend, None, (("d", sizes["actor"]),)),),)))
     sides = (
         Component("embedded", None, (("d", sizes["rollout"]),)),

@@ -301,12 +301,26 @@ class Config(Section):
             return "train"
         if self.preference is not None:
             return "reward-model" if self.trains_reward else "dpo"
+        return "pretrain" if self._has_text else "sft"
+
+    @property
+    def has_examples(self) -> bool:
+        """Whether the recipe has what to imitate or compare, and nothing that scores answers: so
+        `plan` chooses a layout without a sampler."""
+        if self.preference is not None or self._has_text:
+            return True
+        is_scored = self.reward.functions or self.algorithm.facts.needs_teacher
+        is_plain = self.rollout.is_single_turn and not self.rollout.workflows and self.mode is None
+        return self.train_dataset.path is not None and is_plain and not is_scored
+
+    @property
+    def _has_text(self) -> bool:
         data = self.train_dataset
         path = None if data.path is None else Path(data.path)
         files = [] if path is None else [path, *(path.iterdir() if path.is_dir() else ())]
         endings = {file.suffix for file in files}
         is_stream = not endings.isdisjoint(STREAMS) and endings.isdisjoint(SUFFIXES)
-        return "pretrain" if is_stream or data.text_key is not None else "sft"
+        return is_stream or data.text_key is not None
 
     @property
     def rows_per_step(self) -> int:

@@ -42,6 +42,7 @@ def prepare(
         reading.config.register_models()
     reading = _with_preference(reading, command)
     pinned = pin(reading.config, command)
+    samples = samples and not (command == "plan" and pinned.config.has_examples)
     config, notes = resolve(pinned.config, samples=samples)
     notes = [*reading.notes, *pinned.notes, *notes]
     bad = reading.bad | pinned.bad

@@ -879,10 +879,17 @@ def overrides_for(folders, overrides):
     return [override.format(root=folders) for override in [*BASE, *overrides]]
 
 
-@pytest.mark.parametrize("command", ["train", "sft", "eval"])
-def test_a_good_recipe_passes(folders, command):
+@pytest.mark.parametrize(
+    ("command", "mode", "allocation"),
+    [
+        ("train", "colocate", "embedded:d1|archon:d1"),
+        ("eval", "colocate", "embedded:d1|archon:d1"),
+        ("sft", None, "archon:d1"),
+    ],
+)
+def test_a_good_recipe_passes(folders, command, mode, allocation):
     config, notes = prepare(None, overrides_for(folders, HELD_OUT), command)
-    assert config.mode == "colocate"
+    assert (config.mode, config.allocation_mode) == (mode, allocation)
 
 
 @pytest.mark.parametrize(("name", "command", "overrides", "where", "said"), BROKEN)

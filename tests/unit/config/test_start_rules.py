@@ -329,7 +329,8 @@ def test_plan_notes_what_a_run_refuses_and_what_it_does_not_read(no_gpu, monkeyp
     assert (
         "actor.archon.layers_per_stage = [14, 14]: without effect, the layout has no pipeline (p1)"
     ) in notes
-    assert "allocation_mode = archon:d2 has no sampler: planned for sft" in notes
+    said = "allocation_mode = archon:d2 has no sampler: planned for sft"
+    assert f"{said} (train needs a reward)" in notes
 
 
 def test_blocks_are_counted_as_the_sampler_makes_them():

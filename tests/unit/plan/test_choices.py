@@ -36,6 +36,30 @@ def test_all_devices_are_used_unless_a_key_says_otherwise(words, command, alloca
     assert any(note.startswith(f"allocation_mode = {allocation}: ") for note in notes) == is_chosen
 
 
+@pytest.mark.parametrize(
+    ("words", "task"),
+    [
+        (["train_dataset.path=train.jsonl"], "sft"),
+        (["train_dataset.path=corpus.txt"], "pretrain"),
+        (["train_dataset.text_key=text"], "pretrain"),
+        (["preference.loss=ipo"], "dpo"),
+        (["preference.loss=reward"], "reward-model"),
+        (["train_dataset.path=train.jsonl", "reward.fn=math"], "train"),
+        (["train_dataset.path=train.jsonl", "rollout.workflow=multi_turn"], "train"),
+        (["train_dataset.path=train.jsonl", "mode=hybrid"], "train"),
+        ([], "train"),
+    ],
+)
+def test_a_recipe_on_examples_is_planned_without_a_sampler(words, task):
+    """Also on one device, where a run of the command has no sampler either."""
+    from pentad.config.load import read_config
+    from pentad.config.resolve import resolve
+
+    config = read_config(None, [MODEL, *words]).config
+    config, _ = resolve(config, samples=not config.has_examples)
+    assert (config.task, config.has_sampler) == (task, task == "train")
+
+
 @pytest.mark.parametrize("command", ["sft", "pretrain"])
 def test_a_command_that_only_trains_gets_all_devices_for_that(command, tmp_path):
     from pentad.config.load import read_config
