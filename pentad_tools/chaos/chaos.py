@@ -88,7 +88,7 @@ def workloads_of(
         return built_in(folder)
     config, _ = recipe.prepare(command)
     words = () if recipe.path is None else (str(recipe.path),)
-    return of_recipe((*words, *recipe.overrides), command, config.component("actor").world)
+    return of_recipe((*words, *recipe.overrides), command, config)
 
 
 def show(result: Result) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from pentad.config.rules.rule import RunCommand
+from pentad.config.schema import Config
 from pentad.data.toy import write_byte_model, write_model, write_task
 
 STEPS = 5
@@ -83,11 +84,15 @@ COMMON = (
 
 
 def of_recipe(
-    words: tuple[str, ...], command: RunCommand, world: int
+    words: tuple[str, ...], command: RunCommand, config: Config
 ) -> dict[WorkloadKind, Workload]:
-    """The run of a recipe, cut to a few steps, in the place of those it can stand for."""
-    steps = f"total_train_steps={STEPS}"
-    workload = Workload("the recipe", command, (*words, steps), STEPS, world)
+    """The run of a recipe, cut to a few steps, in the place of those it can stand for. Every
+    sample is recorded: the records are how the groups of a step are counted."""
+    world = config.component("actor").world
+    words = (*words, f"total_train_steps={STEPS}")
+    if command == "train":
+        words = (*words, f"telemetry.samples_per_step={config.rows_per_step}")
+    workload = Workload("the recipe", command, words, STEPS, world)
     found: dict[WorkloadKind, Workload] = {"any": workload}
     if world > 1:
         found["ranks"] = workload

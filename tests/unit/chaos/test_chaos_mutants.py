@@ -9,8 +9,11 @@ import sys
 
 import pytest
 
+from pentad.cli.recipe import Recipe
+from pentad.data.toy import write_byte_model, write_task
 from pentad_tools.chaos import invariants
 from pentad_tools.chaos.broken_run import MARK, Broken, ChaosRun
+from pentad_tools.chaos.chaos import workloads_of
 from pentad_tools.chaos.invariants import CHECKS
 from pentad_tools.chaos.scenarios import SCENARIOS
 from pentad_tools.chaos.workloads import Workload
@@ -260,3 +263,16 @@ def test_what_may_be_restarted_is_said_of_every_scenario_that_kills_a_part():
     assert {name for name, what in said.items() if "ranks" not in what} == {
         *("kill-sampler", "kill-one-of-two-samplers", "kill-all-samplers", "cut-weight-sync"),
     }
+
+
+@pytest.mark.parametrize(("command", "recorded"), [("train", True), ("sft", False)])
+def test_a_recipe_records_every_sample_of_its_steps(tmp_path, command, recorded):
+    """Groups of a step are counted by its samples: four of them may be of three groups or four."""
+    write_byte_model(tmp_path / "model")
+    write_task(tmp_path, seed=1, num_train=8, num_sft=8, num_valid=8)
+    name = "train" if recorded else "sft"
+    words = [f"actor.path={tmp_path / 'model'}", "actor.init_from_scratch=true"]
+    words += [f"train_dataset.path={tmp_path / name}.jsonl", "reward.fn=exact_match"]
+    words += ["train_dataset.batch_size=3", "gconfig.n_samples=5"]
+    workload = workloads_of(Recipe(None, words, []), command, tmp_path)["any"]
+    assert ("telemetry.samples_per_step=15" in workload.words) == recorded

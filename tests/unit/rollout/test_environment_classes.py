@@ -233,7 +233,7 @@ def test_a_tool_that_hangs_or_dies_ends_its_own_episode(made, play, how, part, r
 
 def test_the_processes_of_episodes_end_with_them(made, play):
     workflow = made("Counter")
-    play(workflow, [ADD, "done"], [CALL % ("misbehave", '{"how": "hang"}')], tool_timeout_s=0.3)
+    play(workflow, [ADD, "done"], [CALL % ("misbehave", '{"how": "hang"}')], tool_timeout_s=5.0)
     nursery = workflow.processes.child.pid
     children = Path(f"/proc/{nursery}/task/{nursery}/children")
     deadline = time.monotonic() + 60
