@@ -274,7 +274,7 @@ export class Chart {
       while (!isAt && n > 0 && l.y[n] === null) n--;
       let text = num(l.y[n], 4);
       if (l.isDots && l.low?.[n] != null) text += ` [${num(l.low[n], 3)}, ${num(l.high![n], 3)}]`;
-      return h("span", { class: "entry" }, h("i", { class: "swatch", style: { background: css(l.color) } }),
+      return h("span", { class: "entry" }, swatch(l),
         (this.lines.length > 1 || this.options.named) && h("span", { class: "label" }, l.label), h("b", null, text));
     });
     const where = isAt && this.frame ? h("span", { class: "where" }, this.frame.xText(u.data[0][at!])) : null;
@@ -376,6 +376,12 @@ export class Chart {
     }
     save(`${fileName(this.title)}.svg`, new Blob([out.join("\n"), "\n</svg>\n"], { type: "image/svg+xml" }));
   }
+}
+
+/** The colour of a line, and its dashes where it has some. */
+function swatch(l: Line): HTMLElement {
+  const color = css(l.color), [on, off] = l.dash ?? [1, 0];
+  return h("i", { class: l.dash ? "swatch dashed" : "swatch", style: { background: `repeating-linear-gradient(90deg, ${color} 0 ${on}px, transparent ${on}px ${on + off}px)` } });
 }
 
 /** Half of what lies between two bars. */

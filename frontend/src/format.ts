@@ -6,16 +6,25 @@ export function num(value: unknown, digits = 3): string {
   if (value === 0) return "0";
   const size = Math.abs(value);
   if (size >= 1e5 || size < 1e-3) {
+    if (size >= 1e12 || size < 1e-3) return minus(value.toExponential(1).replace("+", ""));
     if (size >= 1e9) return `${trim(value / 1e9, digits)}G`;
     if (size >= 1e6) return `${trim(value / 1e6, digits)}M`;
-    if (size >= 1e5) return `${trim(value / 1e3, digits)}k`;
-    return value.toExponential(1).replace("e-", "e−");
+    return `${trim(value / 1e3, digits)}k`;
   }
   return trim(value, size >= 1000 ? 4 : digits);
 }
 
 function trim(value: number, digits: number): string {
-  return String(Number(value.toPrecision(digits)));
+  return minus(String(Number(value.toPrecision(digits))));
+}
+
+function minus(text: string): string {
+  return text.replace(/-/g, "−");
+}
+
+/** How far above or below. */
+export function difference(value: number): string {
+  return value === 0 ? "±0" : `${value > 0 ? "+" : ""}${num(value)}`;
 }
 
 export function duration(seconds: unknown): string {

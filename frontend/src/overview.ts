@@ -8,6 +8,9 @@ import { costOf } from "./time";
 
 interface Wanted { title: string; keys: string[]; log?: boolean; scale?: number; unit?: string; isEval?: boolean; isExact?: boolean }
 
+/** Of several runs each has its colour, and each of its lines a dash. */
+const DASHES = [undefined, [6, 4], [2, 3], [10, 3, 2, 3]];
+
 const PLAN: [string, Wanted[]][] = [
   ["Learning", [
     { title: "Reward", keys: ["rl/reward_mean"] },
@@ -49,7 +52,7 @@ export function overview(): Page {
   const params = shared.state.params;
   let axis = (params.get("x") ?? "step") as "step" | "time";
   let smoothing = Number(params.get("smooth") ?? "-1");
-  let range: [number, number] | null = null;
+  let range: [number, number] | null = null, whole: [number, number] | null = null; // what is zoomed to, and all that any chart has
   let data = new Map<string, Series>();
   let asked = 0;
   const added = new Set(params.getAll("key"));
@@ -148,7 +151,7 @@ export function overview(): Page {
   function zoom(to: [number, number] | null): void {
     range = to;
     reset.hidden = to === null;
-    charts.forEach(({ chart }) => chart.setRange(range));
+    charts.forEach(({ chart }) => chart.setRange(range ?? whole));
     void load();
   }
 
@@ -178,13 +181,13 @@ export function overview(): Page {
     return (series.time[nearest(series.step, step)] ?? 0) - series.time[0];
   }
 
-  function frame(): Frame {
+  function frame(): Omit<Frame, "range"> {
     const first = data.get(shared.state.ids[0]);
     const marks = first ? (main()?.marks ?? []).filter((m) => m.step !== null)
-      .map((mark) => ({ x: position(first, mark.step as number), mark })) : [];
+      .map((mark) => ({ x: position(first, mark.step as number), mark: { ...mark, text: wordsOf(mark) } })) : [];
     const perStep = first && first.time.length > 1 ? (first.time.at(-1)! - first.time[0]) / Math.max(1, first.step.at(-1)! - first.step[0]) : 1;
     return {
-      range, marks, smoothing: axis === "step" ? smoothing : smoothing * perStep,
+      marks, smoothing: axis === "step" ? smoothing : smoothing * perStep,
       xText: (x) => (axis === "step" ? `step ${Math.round(x)}` : `${duration(x)} · step ${stepAt(x)}`),
       xTicks: axis === "time" ? (values) => values.map((v) => duration(v)) : undefined,
     };
@@ -192,7 +195,9 @@ export function overview(): Page {
 
   function draw(): void {
     const now = frame();
-    charts.forEach(({ chart, wanted }) => chart.draw(linesOf(wanted), now));
+    const drawn = charts.map(({ wanted }) => linesOf(wanted)), ends = drawn.flat().flatMap(({ x }) => (x.length ? [x[0], x[x.length - 1]] : []));
+    whole = Math.min(...ends) < Math.max(...ends) ? [Math.min(...ends), Math.max(...ends)] : null;
+    charts.forEach(({ chart }, n) => chart.draw(drawn[n], { ...now, range: range ?? whole }));
   }
 
   /** The trial alone where all runs shown are of one experiment. */
@@ -218,7 +223,7 @@ export function overview(): Page {
         if (!curve) return [];
         const scaled = (v?: (number | null)[]) => v && (wanted.scale ? v.map((y) => (y === null ? null : y * wanted.scale!)) : v);
         const x = axis === "step" ? series.step : series.time.map((t) => t - series.time[0]);
-        return [{ label, color, isExact: wanted.isExact, dash: several && k ? [5, 4] : undefined, x, y: scaled(curve.mean)!,
+        return [{ label, color, isExact: wanted.isExact, dash: several ? DASHES[k % DASHES.length] : undefined, x, y: scaled(curve.mean)!,
           low: scaled(curve.min), high: scaled(curve.max) }];
       });
     });
@@ -234,7 +239,7 @@ export function overview(): Page {
     differing = now;
     const names = ids.map((id) => shared.summaries.get(id)!.name);
     const keys = Object.entries(found.keys as Record<string, unknown[]>);
-    fill(compared, h("section", { class: "panel" }, h("h2", null, "What differs"),
+    fill(compared, h("section", { class: "panel compared" }, h("h2", null, "What differs"),
       found.partings.map((p: any, n: number) => h("p", null, h("b", null, names[0]), " and ", h("b", null, names[n + 1]), p
         ? [" part at ", h("a", { href: address("samples", [ids[0]], { step: String(p.step) }) }, `step ${p.step}`), `: ${p.key} is ${num(p.values[0], 6)} and ${num(p.values[1], 6)}.`]
         : " agree in every step that both have.")),
@@ -255,12 +260,12 @@ export function overview(): Page {
     strip.hidden = shared.state.ids.length > 1 || !run.last; // the table of what differs has the figures of each
     fill(strip,
       item("Step", num(run.step, 6), total ? `of ${total}` : null),
-      rl.reward_mean != null && item("Reward", num(rl.reward_mean), `± ${num(rl.reward_std, 2)} over samples`),
+      rl.reward_mean != null && item("Reward", num(rl.reward_mean), rl.reward_std != null && `± ${num(rl.reward_std, 2)} over samples`),
       rl.reward_mean == null && item("Loss", num(last.loss, 4), heldOut && `held out ${num(heldOut.loss, 4)}, step ${heldOut.version}`),
       pairs.accuracy != null && item("Pairs ranked right", share(pairs.accuracy), `margin ${num(pairs.margin)}`, shared.fields["preference/accuracy"]?.meaning),
       evaluated && item("Held-out accuracy", num(evaluated.accuracy),
         `${evaluated.accuracy_low != null ? `${num(evaluated.accuracy_low)} to ${num(evaluated.accuracy_high)}, ` : ""}step ${evaluated.version}`),
-      item("Tokens a second", num(last.tokens_per_sec, 4), last.wall_clock_ms != null && `${duration(last.wall_clock_ms / 1e3)} a step`),
+      last.tokens_per_sec != null && item("Tokens a second", num(last.tokens_per_sec, 4), last.wall_clock_ms != null && `${duration(last.wall_clock_ms / 1e3)} a step`),
       run.state === "running" ? item("Time left", duration(run.eta_s), run.eta_s === null ? "after two steps" : `until ${clock(Date.now() / 1e3 + run.eta_s)}`)
         : item("Took", duration(tookOf(run)), run.time ? `${run.state} ${clock(run.time)}` : run.state),
       last.infra?.ettr != null && item("Effective time", share(last.infra.ettr), "of the wall clock", shared.fields["infra/ettr"]?.meaning));

@@ -2,7 +2,7 @@
 import { get, type Json } from "./api";
 import { css, faded } from "./chart";
 import { choice, fill, h, type Child } from "./dom";
-import { num, share } from "./format";
+import { difference, num, share } from "./format";
 import { address, remember, shared, type Page } from "./state";
 
 const FILTERS: [string, string, string][] = [
@@ -91,10 +91,10 @@ export function samples(): Page {
     next = found.next;
     more.hidden = next === null;
     const key = JSON.stringify([wanted, found.samples.map((s: Json) => [s.step, s.gid, s.index]), found.step]);
-    if (key === shownKey && !isMore) return;
+    const isSame = key === shownKey && !isMore; // though more of the file may be read
     shownKey = key;
-    const cards = found.samples.map(card);
-    if (isMore) list.append(...cards); else fill(list, cards);
+    const cards = isSame ? [] : found.samples.map(card);
+    if (isMore) list.append(...cards); else if (!isSame) fill(list, cards);
     const where = isSearch() ? "in all steps" : found.step ? `of step ${found.step}` : "";
     const count = found.total === null ? `${list.children.length}${next === null ? "" : "+"}` : String(found.total);
     fill(status, found.samples.length || isMore ? `${count} ${count === "1" ? "sample" : "samples"} ${where}`
@@ -103,6 +103,7 @@ export function samples(): Page {
       : `No sample ${where} fits.`,
       found.progress < 1 && ` · reading samples.jsonl: ${share(found.progress)}`);
     if (params.get("prompt")) fill(status, `The same prompt ${where}: ${count} samples`);
+    if (isSame) return;
     const isListed = found.samples.some((s: Json) => keyOf(s) === opened), isKept = isListed || (isLive && isChosen);
     if (isPending) {
       isPending = false;
@@ -121,7 +122,7 @@ export function samples(): Page {
     const isOn = opened === keyOf(s);
     return h("button", { type: "button", class: "card", "aria-pressed": isOn ? "true" : "false", "data-key": keyOf(s), onclick: () => void open(s, true) },
       h("span", { class: "top" }, h("span", { class: `pick ${s.pick}` }, s.pick ?? ""), (isSearch() || params.get("pick")) && h("span", { class: "muted" }, `step ${s.step}`),
-        s.environment && h("span", { class: "pick" }, s.environment), h("span", { class: "grow" }), rewardOf(s.reward), h("span", { class: "muted" }, `${s.num_sampled} tok · ${s.finish}`)),
+        s.environment && h("span", { class: "pick" }, s.environment), h("span", { class: "grow" }), h("span", { class: "muted" }, "reward"), rewardOf(s.reward), h("span", { class: "muted" }, `${num(s.num_sampled, 6)} tok · ${s.finish ?? "–"}`)),
       h("span", { class: "question" }, clip(s.question ?? s.prompt ?? "", 160)),
       h("span", { class: "answer" }, clip(turnsOf(s).length ? turnsOf(s).map((t) => t[1]).join(" / ") : s.text, 260)));
   }
@@ -133,6 +134,7 @@ export function samples(): Page {
     list.querySelectorAll<HTMLElement>(".card").forEach((c) => c.setAttribute("aria-pressed", c.dataset.key === opened ? "true" : "false"));
     let group: Json;
     try {
+      if (!Number.isInteger(s.gid)) throw new Error("This record names no group: another version wrote it. The list has what is known of it.");
       group = await get("group", { run: id, step: s.step, gid: s.gid });
     } catch (error) {
       fill(detail, h("p", { class: "notice" }, (error as Error).message));
@@ -209,7 +211,7 @@ function bar(s: Json, rewards: number[], index: number): HTMLElement {
 }
 
 function rewardOf(value: number | null): Child {
-  return h("span", { class: "reward" }, num(value));
+  return h("span", { class: "reward", title: "reward" }, num(value));
 }
 
 function turnsOf(s: Json): [string, string][] {
@@ -235,12 +237,13 @@ function answer(s: Json, by: string, isOn: boolean, scale: Scale): HTMLElement {
   const rel = s.above_mean;
   return h("article", { class: isOn ? "answer-box on" : "answer-box" },
     h("header", null, h("b", null, `sample ${s.index}`), s.pick && h("span", { class: `pick ${s.pick}` }, s.pick), h("span", { class: "grow" }),
-      rel != null && h("span", { class: rel >= 0 ? "good" : "bad", title: "reward less the mean of the group" }, `${rel >= 0 ? "+" : "−"}${num(Math.abs(rel))}`), rewardOf(s.reward)),
+      h("span", { class: "muted" }, "reward"), rewardOf(s.reward),
+      rel != null && h("span", { class: rel > 0 ? "good" : rel < 0 ? "bad" : "muted", title: "reward less the mean of the group" }, difference(rel))),
     parts.length > 0 && h("div", { class: "parts" }, parts.map(([name, value]) => h("span", null, `${name} `, h("b", null, num(value))))),
     h("div", { class: "text" }, by && s.tokens?.columns?.[by] ? tokens(s.tokens, by, scale)
       : turnsOf(s).length ? turnsOf(s).map(([role, text]) => h("div", { class: `turn ${role === "assistant" ? "own" : "env"}` }, h("span", { class: "role" }, role === "assistant" ? "policy (trained)" : role), h("pre", null, text)))
       : h("pre", null, s.text || "(empty)")),
-    h("footer", null, `${s.num_sampled} ${s.num_sampled === 1 ? "token" : "tokens"} · ended by ${s.finish}`));
+    h("footer", null, `${num(s.num_sampled, 6)} ${s.num_sampled === 1 ? "token" : "tokens"} · ended by ${s.finish ?? "–"}`));
 }
 
 function tokens(t: Json, by: string, scale: Scale): HTMLElement {

@@ -114,7 +114,8 @@ export function time(): Page {
     const rows = order.map(([wall, n]): [Child, string, string] => {
       const over = names.map((name) => [name, (series!.series[`phases/${name}`]?.mean[n] ?? 0) - usual[name]] as const).sort((a, b) => b[1] - a[1])[0];
       const step = series!.step[n];
-      return [h("a", { href: address("time", shared.state.ids, { step: String(step) }) }, String(step)), duration(wall / 1e3), `${over[0]} +${duration(over[1] / 1e3)}${reasonOf(over[0], over[1] / 1e3, step)}`];
+      const why = over[1] > 0.02 * wall ? `${over[0]} +${duration(over[1] / 1e3)}${reasonOf(over[0], over[1] / 1e3, step)}` : "no phase took more than usual";
+      return [h("a", { href: address("time", shared.state.ids, { step: String(step) }) }, String(step)), duration(wall / 1e3), why];
     });
     fill(slow, panel("Slowest steps", "and the phase that took most beyond its median", table(["step", "took", "because"], rows, [1])));
     const [step, took, reason] = [series!.step[order[0][1]], rows[0][1], rows[0][2]];

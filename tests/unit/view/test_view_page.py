@@ -1,6 +1,7 @@
 """The page in a real browser: every view, live records, hostile samples, keys, small screens."""
 
 import os
+import re
 import time
 import urllib.request
 
@@ -22,7 +23,7 @@ def test_the_page_shows_a_run_and_runs_nothing_of_it(make_run, tmp_path):
     spans = [["learner", "train", 0, 900], ["rollout waits", "staleness: batch 2", 100, 300]]
     lines = [{"step": n, "from_s": 1e9 + 2 * n - 1, "spans": spans} for n in range(1, 30)]
     write_lines(folder / "timeline.jsonl", lines)
-    other = make_run("other", num_steps=2)
+    other = make_run("other", num_steps=2, rollout={"workflow": "long " * 200})
     write_lines(other / "steps.jsonl", [step_line(3, loss=5.0)])
     pairs = make_run("pairs", num_steps=0)
     figures = {"margin": 0.5, "accuracy": 0.75, "chosen_reward": 1.0, "rejected_reward": 0.5}
@@ -31,6 +32,8 @@ def test_the_page_shows_a_run_and_runs_nothing_of_it(make_run, tmp_path):
     (broken / "manifest.json").write_text("{")
     for name in ("steps.jsonl", "samples.jsonl", "evals.jsonl"):
         (broken / name).unlink()
+    strange = make_run("strange", num_steps=1)  # of another version, and torn
+    (strange / "samples.jsonl").write_text('{"step": 1, "text": "old"}\n{"step": 2, "te')
     os.utime(folder / "steps.jsonl", (time.time() + 60,) * 2)  # the newest is shown first
     child, address = start_view([folder.parent])
     try:
@@ -38,6 +41,7 @@ def test_the_page_shows_a_run_and_runs_nothing_of_it(make_run, tmp_path):
             browser.resize(1280, 800)
             browser.open(address)
             browser.wait_for("document.querySelectorAll('.chart canvas').length > 3")
+            saves_charts_over_the_same_steps(browser)
             follows_new_lines(browser, make_run, folder)
             answers_what_people_ask(browser, address)
             shows_markup_as_text(browser, address)
@@ -74,6 +78,22 @@ def follows_new_lines(browser, make_run, folder):
     assert browser.run("document.activeElement === kept[1] && kept[1].innerText") == "exp/trial0"
 
 
+def saves_charts_over_the_same_steps(browser):
+    """Steps from 1 on and evaluations from version 0 on: what is in one column is of one step."""
+    browser.run("window.saved = {}, window.create = URL.createObjectURL")
+    browser.run("URL.createObjectURL = (blob) => ((saved[blob.type] = blob), create(blob))")
+    ticks = []
+    for chart in ("Reward", "Held-out accuracy"):
+        click(browser, f"Save {chart} as SVG")
+        text = browser.run("saved['image/svg+xml'].text()")
+        assert f">{chart}</text>" in text and text.count("<path") + text.count("<polyline") > 3
+        ticks.append(re.findall(r'text-anchor="middle"[^>]*>([^<]*)<', text))
+    assert ticks[0] == ticks[1] and len(ticks[0]) > 3
+    click(browser, "Save Reward as PNG")
+    browser.wait_for("saved['image/png']")
+    assert browser.run("saved['image/png'].slice(1, 4).text()") == "PNG"
+
+
 def answers_what_people_ask(browser, address):
     """By clicks alone: the worst answer of the last step, the slowest step, where two runs part."""
     browser.open("about:blank")
@@ -85,6 +105,8 @@ def answers_what_people_ask(browser, address):
     browser.run("document.querySelector('.runs summary').click()")
     click(browser, "Compare exp/other")
     browser.wait_for("document.querySelector('main').innerText.includes('part at step 3: loss')")
+    widths = "[...document.querySelectorAll('.compared th')].map((one) => one.clientWidth)"
+    assert browser.run(f"Math.max(...{widths}) - Math.min(...{widths}) < 3")  # despite a long value
     browser.run("document.querySelectorAll('.menu input:checked')[1].click()")
     browser.wait_for("document.querySelectorAll('.menu input:checked').length === 1")
 
@@ -92,7 +114,7 @@ def answers_what_people_ask(browser, address):
 def click(browser, words):
     """What bears these words."""
     every = "[...document.querySelectorAll('a, button, input')]"
-    said = "(one.innerText || one.ariaLabel || '').trim()"
+    said = "(one.ariaLabel || one.innerText || '').trim()"
     found = f"{every}.find((one) => {said} === '{words}')"
     browser.wait_for(found)
     browser.run(f"{found}.click()")
@@ -153,6 +175,11 @@ def says_what_is_missing(browser, address):
         browser.open("about:blank")
         browser.open(f"{address}#/{view}?run=exp~broken")
         browser.wait_for(f"document.querySelector('main')?.innerText.includes('{words}')")
+    browser.open("about:blank")
+    browser.open(f"{address}#/samples?run=exp~strange")
+    browser.wait_for("document.querySelector('.detail')?.innerText.includes('names no group')")
+    browser.wait_for("document.querySelector('.status')?.innerText === '1 sample of step 1'")
+    assert not browser.run("/undefined|NaN/.test(document.querySelector('main').innerText)")
 
 
 def opens_without_a_server(browser, address, path):
