@@ -23,7 +23,12 @@ from pentad_tools.browser import Browser, find_browser
 
 WIDTH, HEIGHT = 1280, 800
 SETTLE_S = 1.5
-"""From the first element of a view to its last chart."""
+"""From the last element of a view to its drawing."""
+READY = {
+    **{"overview": ".chart canvas", "compare": ".compared table", "samples": ".answer-box .tokens"},
+    **{"time": ".lanes .block", "processes": ".lanes .block", "plan": ".meter"},
+}
+"""What a view has when all of it was read, however slow the machine is."""
 
 
 def start_view(places: list[Path]) -> tuple[Child, str]:
@@ -68,7 +73,7 @@ def main(runs: str, target: str) -> None:
                     browser.set_dark(theme == "dark")
                     browser.open("about:blank")
                     browser.open(address + place)
-                    browser.wait_for("document.querySelector('.chart, .card, .meter')")
+                    browser.wait_for(f"document.querySelector('{READY[name]}')")
                     time.sleep(SETTLE_S)
                     if name == "processes":
                         browser.run("document.querySelector('.lanes').scrollIntoView()")
