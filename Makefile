@@ -85,8 +85,12 @@ $(VERIFIERS)/.installed: constraints.txt
 	$(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check verifiers==0.4.0 uv
 	touch $@
 
+# reasoning-gym fits the environment of the tests; it brings a dozen packages that nothing else uses.
+WITH_REASONING_GYM := tests/contracts/test_environment_packages.py tests/invariants/test_recipes.py
 test-environments: setup-tests $(ENVIRONMENTS)/.installed $(VERIFIERS)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[reasoning-gym]'
 	PENTAD_TEST_ENVIRONMENTS=$(ENVIRONMENTS) PENTAD_TEST_VERIFIERS=$(VERIFIERS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WITH_SERVERS) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WITH_REASONING_GYM) -k reasoning_gym
 
 # vLLM has an environment of its own, as in a run that starts one. The CPU build also asks for media
 # libraries that do not fit this torch; nothing here needs them.

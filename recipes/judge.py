@@ -19,12 +19,11 @@ def verdict(question: str) -> str:
     if found is None:
         return "I was asked something else."
     digits, answer = found.groups()
-    if len(answer) > len(digits):
-        return "It is too long: 0"
     right = sum(a == b for a, b in zip(sorted(digits), answer, strict=False))
     if answer == "".join(sorted(digits)):
         return "All are in place: 10"
-    return f"Digits in place: {right}"
+    size = max(len(digits), len(answer))
+    return f"In place are {right} of {size}: {5 * right / size:.1f}"
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -35,7 +35,7 @@ from judge import serve  # noqa: E402
 from tools import Safe  # noqa: E402
 
 NAMES = sorted(path.stem for path in HERE.glob("*.yaml"))
-IMITATED = {"warm": 20, "teacher": 400, "tools": 400, "sums": 60}
+IMITATED = {"warm": 20, "teacher": 400, "tools": 400, "sums": 300}
 """Models by the steps of SFT they begin with: answers that are right by chance, nearly all of them,
 calls of a tool with the right number in four of ten, and sums that are right by chance."""
 SUMS = "min_terms=2&max_terms=2&min_digits=1&max_digits=1"

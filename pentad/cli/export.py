@@ -27,13 +27,15 @@ def run_export(run: str, *, step: int | None, push: str | None, public: bool) ->
         raise UserError(Problem(f"--push = {push}", "a model of the hub is named OWNER/NAME"))
     folder = Path(run)
     manifest = read_manifest(folder)
-    model = exported(folder, manifest["config"], step)
+    config = recorded(folder, manifest["config"])
+    model = exported(folder, config, step)
     card = model / CARD
     if card.exists():
         typer.echo(f"Card: {card} (as it was)")
     else:
         defaults = Config().model_dump(mode="json")
-        text = model_card(push or model.name, folder, manifest, defaults, model)
+        name = push or model.name
+        text = model_card(name, folder, manifest, model, task=config.task, defaults=defaults)
         write_atomic(card, text.encode())
         typer.echo(f"Card: {card}")
     if push is not None:
@@ -50,11 +52,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def exported(folder: Path, values: Mapping[str, Any], step: int | None) -> Path:
-    """The HF folder of a step, counted from 1, or the last that is there."""
+def recorded(folder: Path, values: Mapping[str, Any]) -> Config:
+    """The config of the run, whose files are where its records are now."""
     place = folder.resolve()
     fileroot = {"fileroot": str(place.parents[3])} if place.parents[2].name == "logs" else {}
-    root = checkpoint_path(config_from_record({**values, **fileroot}))
+    return config_from_record({**values, **fileroot})
+
+
+def exported(folder: Path, config: Config, step: int | None) -> Path:
+    """The HF folder of a step, counted from 1, or the last that is there."""
+    root = checkpoint_path(config)
     steps = {
         found + 1: path
         for path in root.glob("default/epoch*globalstep*")

@@ -196,10 +196,12 @@ class Executor:
 
     async def _rewarded(self, group: Group) -> Group:
         if self.reward is None:
-            is_scored = all(sample.reward is not None for sample in group.samples)
-            if self.needs_reward and not is_scored:
-                rule = "none is set, and the workflow gave its samples no reward"
-                raise UserError(Problem("reward.fn", rule, "name a reward"))
+            missing = [n for n, one in enumerate(group.samples) if one.reward is None]
+            if self.needs_reward and missing:
+                rule = "none is set, and the workflow gave no reward"
+                place = f"sample {missing[0]} of prompt {group.prompt.gid}"
+                remedy = "name a reward, or have the workflow give one to every sample"
+                raise UserError(Problem("reward.fn", f"{rule} to {place}", remedy))
         else:
             with timeline.span("rewards", "scores"):
                 group = await self.reward.score(group)

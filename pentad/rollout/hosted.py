@@ -213,13 +213,17 @@ class EnvironmentWorkflow(MultiTurn, OwnPrompts):
 
     def __init__(self, key: str, spec: str, options: Mapping[str, Any] | None = None) -> None:
         self.processes = EnvironmentProcesses(key, spec, options or {})
-        facts = self.facts = self.processes.describe()
+        try:
+            facts = self.facts = self.processes.describe()
+        except UserError:
+            self.close()
+            raise
         super().__init__(self._unmade, role="user" if facts["kind"] == TEXT else "tool")
         problems = [Problem(key, problem) for problem in facts["problems"]]
         names = [tool["function"]["name"] for tool in facts["tools"]]
         for name in sorted({name for name in names if names.count(name) > 1}):
             problems.append(Problem(key, f"two of its tools have the name {name}"))
-        if not names and facts["kind"] != TEXT:
+        if not names and not problems and facts["kind"] != TEXT:
             remedy = "public methods with types and docstrings are its tools"
             problems.append(Problem(key, "it has no tools", remedy))
         if problems:

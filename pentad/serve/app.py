@@ -76,6 +76,7 @@ class Endpoints:
                 "POST /v1/chat/completions": self.chat,
                 "POST /v1/responses": self.responses,
                 "POST /v1/messages": self.messages,
+                "POST /v1/v1/messages": self.messages,  # Anthropic's client adds /v1
             }
         )
 

@@ -4,6 +4,7 @@ run."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +19,27 @@ ADAPTER = "adapter_config.json"
 
 
 def model_card(
-    name: str, run: Path, manifest: Mapping[str, Any], defaults: Mapping[str, Any], model: Path
+    name: str,
+    run: Path,
+    manifest: Mapping[str, Any],
+    model: Path,
+    *,
+    task: str,
+    defaults: Mapping[str, Any],
 ) -> str:
-    """Markdown with the hub's front matter. `defaults`: the config of a run that sets nothing."""
+    """Markdown with the hub's front matter. `task`: the command that trained; `defaults`: the
+    config of a run that sets nothing."""
     config = manifest["config"]
-    algorithm = config["algorithm"]["name"]
     steps = [one for one in read_lines(run / "steps.jsonl") if not one.get("superseded")]
-    is_rl = any(isinstance(one.get("rl"), Mapping) for one in steps)
+    kind = _kind(task, config)
     is_adapter = (model / ADAPTER).exists()
-    kind = f"reinforcement learning ({algorithm})" if is_rl else "supervised training"
     parts = [
-        f"---\n{yaml.safe_dump(_front(config, algorithm, is_rl, is_adapter), sort_keys=False)}---",
+        f"---\n{yaml.safe_dump(_front(config, kind, is_adapter), sort_keys=False)}---",
         f"# {name.rpartition('/')[2]}",
         f"{'A LoRA adapter' if is_adapter else 'All weights'} of {config['actor']['path']} after "
-        f"{kind} with Pentad.",
-        _table(_facts(config, is_rl, steps)),
-        "## Curve\n\n" + _table(_curve(steps, is_rl)),
+        f"{kind.text} with Pentad.",
+        _table(_facts(config, kind, steps)),
+        "## Curve\n\n" + _table(_curve(steps, kind)),
     ]
     if evaluated := read_lines(run / "evals.jsonl"):
         parts.append("## Held-out evaluation\n\n" + _table(_evals(evaluated)))
@@ -45,15 +51,42 @@ def model_card(
     return "\n\n".join(parts) + "\n"
 
 
-def _front(
-    config: Mapping[str, Any], algorithm: str, is_rl: bool, is_adapter: bool
-) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a run did, as its card names it."""
+
+    text: str
+    tags: tuple[str, ...]
+    curve: Mapping[str, str]
+    """Columns of the curve, and the fields of a record they are."""
+    label: str = "text-generation"
+    has_rewards: bool = False
+
+
+def _kind(task: str, config: Mapping[str, Any]) -> _Kind:
+    if task == "train":
+        algorithm = config["algorithm"]["name"]
+        tags = ("reinforcement-learning", algorithm)
+        curve = {"reward": "rl.reward_mean", "loss": "loss"}
+        return _Kind(f"reinforcement learning ({algorithm})", tags, curve, has_rewards=True)
+    if task in ("dpo", "reward-model"):
+        loss = config["preference"]["loss"]
+        curve = {"accuracy": "preference.accuracy", "margin": "preference.margin", "loss": "loss"}
+        if task == "dpo":
+            return _Kind(f"training on preferences ({loss})", ("preferences", loss), curve)
+        text = "training as a reward model on preferences"
+        return _Kind(text, ("reward-model",), curve, label="text-classification")
+    text = "pretraining" if task == "pretrain" else "supervised fine-tuning"
+    return _Kind(text, (task,), {"loss": "loss"})
+
+
+def _front(config: Mapping[str, Any], kind: _Kind, is_adapter: bool) -> dict[str, Any]:
     base = _named(config["actor"]["path"], "model")
     rows = [found.repo for path in _data(config) if (found := _named(path, "dataset"))]
     return {
         "library_name": "peft" if is_adapter else "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["pentad", *(["reinforcement-learning", algorithm] if is_rl else ["sft"])],
+        "pipeline_tag": kind.label,
+        "tags": ["pentad", *kind.tags],
         **({"base_model": base.repo} if base else {}),
         **({"datasets": rows} if rows else {}),
     }
@@ -71,19 +104,25 @@ def _named(path: object, kind: HubKind) -> HubName | None:
     return found if found is not None and found.revision else None
 
 
+def _rewards(config: Mapping[str, Any]) -> str:
+    """What gave the rewards of each environment."""
+    found = []
+    for one in config["rollout"].get("workflows") or (config["rollout"],):
+        fn = (one.get("reward") or config["reward"])["fn"]
+        reward = ", ".join(fn) if isinstance(fn, list) else fn
+        found.append(reward or f"of the workflow {one['workflow']}")
+    return "; ".join(dict.fromkeys(found))
+
+
 def _facts(
-    config: Mapping[str, Any], is_rl: bool, steps: Sequence[Mapping[str, Any]]
+    config: Mapping[str, Any], kind: _Kind, steps: Sequence[Mapping[str, Any]]
 ) -> list[Sequence[object]]:
-    reward = config["reward"]["fn"]
-    reward = ", ".join(reward) if isinstance(reward, list) else reward
-    several = [one["workflow"] for one in config["rollout"].get("workflows") or ()]
-    workflow = ", ".join(several) or config["rollout"]["workflow"]
-    rewards = [("Reward", reward or f"of the workflow {workflow}")]
+    rewards = [("Reward", _rewards(config))]
     return [
         ("", ""),
         ("Base", config["actor"]["path"]),
         ("Data", ", ".join(map(str, _data(config)))),
-        *(rewards if is_rl else ()),
+        *(rewards if kind.has_rewards else ()),
         ("Steps", len(steps)),
         ("Batch", config["train_dataset"]["batch_size"]),
         ("Learning rate", config["actor"]["optimizer"]["lr"]),
@@ -91,17 +130,19 @@ def _facts(
     ]
 
 
-def _curve(steps: Sequence[Mapping[str, Any]], is_rl: bool) -> list[Sequence[object]]:
+def _curve(steps: Sequence[Mapping[str, Any]], kind: _Kind) -> list[Sequence[object]]:
     """Evenly chosen steps, the first and the last among them."""
     last = len(steps) - 1
     chosen = sorted({round(last * n / (NUM_POINTS - 1)) for n in range(NUM_POINTS) if steps})
-    columns = ("step", "reward", "loss") if is_rl else ("step", "loss")
-    rows: list[Sequence[object]] = [columns]
+    rows: list[Sequence[object]] = [("step", *kind.curve)]
     for one in (steps[index] for index in chosen):
-        reward = (one.get("rl") or {}).get("reward_mean")
-        values = {"step": one["step"], "reward": reward, "loss": one.get("loss")}
-        rows.append([values[column] for column in columns])
+        rows.append([one["step"], *(_field(one, place) for place in kind.curve.values())])
     return rows
+
+
+def _field(record: Mapping[str, Any], place: str) -> object:
+    block, _, name = place.rpartition(".")
+    return ((record.get(block) or {}) if block else record).get(name)
 
 
 def _evals(lines: Sequence[Mapping[str, Any]]) -> list[Sequence[object]]:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import trackio
+import trackio.run
+import trackio.utils
 
 from pentad.telemetry.samples import cells_of
+
+log = logging.getLogger(__name__)
+
+
+def to_log(*words: object, **_: object) -> None:
+    log.info(" ".join(map(str, words)))
+
+
+for module in (trackio, trackio.run, trackio.utils):
+    vars(module)["print"] = to_log  # its own lines on the terminal would run through the live table
 
 
 class TrackioSink:

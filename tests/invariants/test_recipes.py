@@ -14,6 +14,7 @@ from pentad.data.toy import write_byte_model
 from pentad.models.families import dims_of
 from pentad.models.registry import create_model, save_model
 from pentad.planner.prepare import prepare
+from pentad.rewards.verifiers import sort_digits
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.sources.rollouts import run_train
 
@@ -70,6 +71,15 @@ def test_a_recipe_trains_and_evaluates(recipe, fileroot, judge, monkeypatch):
     lines = read_lines(summary.records / "evals.jsonl")
     assert [line["version"] for line in lines] == [0, 2]
     assert all(line["accuracy"] is not None and line["num_failed"] == 0 for line in lines)
+
+
+@pytest.mark.parametrize("answer", ["13456", "1346", "13467379", "", "no", "12345"])
+def test_the_judge_scores_as_the_task_does(runner, answer):
+    """A judge that gave nothing for long answers taught the policy to give short ones."""
+    judge = sys.modules[runner.serve.__module__]
+    question = f"The digits 53146> were to be sorted.\nAnswer: {answer}\nHow good is that?"
+    said = float(judge.verdict(question).rpartition(" ")[2]) / 10
+    assert said == pytest.approx(sort_digits(answer, "13456").value, abs=0.005)  # one decimal
 
 
 def test_gsm8k_is_trained_by_the_names_of_the_hub(tmp_path, monkeypatch):

@@ -3,19 +3,23 @@
 import asyncio
 import json
 import linecache
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import pentad
 from pentad.api.callables import spec_of
 from pentad.api.here import REWARDS, ScoredHere
 from pentad.api.runs import _Given, apart_from_loop
 from pentad.config.load import load_config
-from pentad.core.errors import UserError
+from pentad.core.errors import RunError, UserError
 from pentad.core.specs import load
+from pentad.data.toy import write_byte_model
 from pentad.rollout.executor import load_workflow
 from pentad.telemetry.recorder import LISTENERS, listening
 
@@ -145,6 +149,35 @@ def test_a_run_has_an_event_loop_of_its_own_within_another():
         return found, asyncio.get_running_loop().is_running()
 
     assert asyncio.run(cell()) == (3, True)
+
+
+def test_an_interrupted_cell_stops_the_run_saved_and_the_next_call_resumes_it(tmp_path):
+    write_byte_model(tmp_path / "model")
+    recipe = {
+        "fileroot": str(tmp_path),
+        "actor": {"path": str(tmp_path / "model"), "init_from_scratch": True},
+        "train_dataset.batch_size": 1,
+        "total_train_steps": 5,
+    }
+    seen = []
+
+    def on_step(record):
+        seen.append(record["step"])
+        if seen == [1, 2]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    async def cell():
+        rows = [{"prompt": "a", "response": "b"}] * 5
+        summary = pentad.sft(recipe, dataset=rows, on_step=on_step, device="cpu")
+        await asyncio.sleep(0)
+        return summary
+
+    with pytest.raises(RunError, match="stopped by SIGINT after . of 5 steps; .* is saved in"):
+        asyncio.run(cell())
+    before, num_seen = signal.getsignal(signal.SIGINT), len(seen)
+    assert 2 <= num_seen < 5
+    assert asyncio.run(cell()).num_steps == 5
+    assert seen == [1, 2, 3, 4, 5] and signal.getsignal(signal.SIGINT) is before
 
 
 def test_listeners_are_those_of_the_call():

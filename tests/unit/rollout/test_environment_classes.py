@@ -260,12 +260,21 @@ REFUSED = {
 }
 
 
+def children():
+    """The processes that this one has."""
+    return {pid for task in Path("/proc/self/task").iterdir()
+            for pid in (task / "children").read_text().split()}  # fmt: skip
+
+
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_class_that_cannot_be_used_is_refused_by_name(made, kind):
     method, sentence = REFUSED[kind]
     source = f"class Bad:\n    def reset(self): pass\n    {method}\n"
-    with pytest.raises(UserError, match=rf"rollout.workflow = class:.*other.py:Bad: .*{sentence}"):
+    place, before = "rollout.workflow = class:.*other.py:Bad", children()
+    with pytest.raises(UserError, match=rf"{place}: .*{sentence}") as caught:
         made("Bad", source)
+    assert len(caught.value.problems) == 1, "a method that is refused is not said to be missing"
+    assert children() <= before, "its process has ended"
 
 
 def test_a_class_that_is_none_is_refused(made):

@@ -443,9 +443,16 @@ def test_rewards_of_the_workflow_are_kept_and_missing_ones_named(scripted, plain
     executor = make_executor(sampler, Custom(scored), None, plain_tokenizer, **settings())
     group = asyncio.run(executor.rollout(prompt(3), 0))
     assert [sample.reward for sample in group.samples] == [0.5] * 4
-    executor = make_executor(sampler, SingleTurn(), None, plain_tokenizer, **settings())
-    with pytest.raises(UserError, match="none is set, and the workflow gave its samples no reward"):
-        asyncio.run(executor.rollout(prompt(3), 0))
+
+    def scored_but_one(samples) -> None:
+        scored(samples)
+        samples[2].reward = None
+
+    for workflow, first in ((SingleTurn(), 0), (Custom(scored_but_one), 2)):
+        executor = make_executor(sampler, workflow, None, plain_tokenizer, **settings())
+        said = f"none is set, and the workflow gave no reward to sample {first} of prompt 3; name"
+        with pytest.raises(UserError, match=said):
+            asyncio.run(executor.rollout(prompt(3), 0))
 
 
 def test_a_built_in_reward_scores_the_group(scripted, build, plain_tokenizer):

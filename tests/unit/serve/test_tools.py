@@ -1,5 +1,6 @@
 """Tools and roles: what the model is shown is what the chat template makes of the request."""
 
+import asyncio
 import json
 import shutil
 from types import SimpleNamespace
@@ -183,6 +184,32 @@ def test_text_beside_calls_is_kept(hermes, rest, finish):
     assert choice["message"]["content"] == streamed.content == "Let me see.\n" + rest
     assert [call["function"]["name"] for call in streamed.calls] == ["add", "now"]
     assert len(choice["message"]["tool_calls"]) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("client", ["by_messages", "by_responses"])
+def test_other_dialects_call_tools_and_get_their_results(start_server, hermes, client, stream):
+    """The server and the clients are real; a random model would not call a tool, so the sampler
+    says what is scripted."""
+    pytest.importorskip("anthropic", reason="the anthropic package is not installed")
+    import dialect_clients
+
+    server = start_server(tokenizer=hermes)
+    turns, prompts = iter([dialect_clients.CALL, "two"]), []
+
+    async def generate(request, on_token=None, on_top=None):
+        prompts.append(hermes.decode(request.prompt_ids, keep_special=True))
+        ids = [*hermes.encode(next(turns)), hermes.eos_id]
+        for token in ids if on_token else ():
+            on_token(0, token, -1.0)
+        return [Generation(ids, [-1.0] * len(ids), [0] * len(ids), "stop")]
+
+    server.endpoints.service.sampler.generate = generate
+    talk = getattr(dialect_clients, client)
+    assert asyncio.run(talk(f"{server.url}/v1", "none", "tiny", stream))
+    assert "# Tools" in prompts[0] and '"name": "f"' in prompts[0]
+    assert prompts[1].startswith(prompts[0]) and '{"name": "f", "arguments": {}}' in prompts[1]
+    assert "<tool_response>2</tool_response>" in prompts[1]
 
 
 def test_equal_answers_have_equal_calls():

@@ -1,6 +1,9 @@
 """Sinks get what they are given and cannot stop, slow or crash a run."""
 
+import json
 import logging
+import os
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -225,6 +228,9 @@ def test_trackio_gets_steps_and_what_was_said(tmp_path, monkeypatch):
     stand_in = ModuleType("trackio")
     stand_in.init = lambda **given: asked.append(given) or run
     stand_in.Table = lambda columns, data: (columns, data)
+    for name in ("run", "utils"):
+        setattr(stand_in, name, ModuleType(f"trackio.{name}"))
+        monkeypatch.setitem(sys.modules, f"trackio.{name}", getattr(stand_in, name))
     monkeypatch.setitem(sys.modules, "trackio", stand_in)
     monkeypatch.delitem(sys.modules, "pentad.telemetry.trackio_sink", raising=False)
     (sink,) = build_sinks(tmp_path, trackio=TrackioConfig(project="p"), run_name="mine")
@@ -234,6 +240,29 @@ def test_trackio_gets_steps_and_what_was_said(tmp_path, monkeypatch):
     (given,) = asked
     assert (given["project"], given["name"], given["resume"]) == ("p", "mine", "allow")
     assert run.logged == [(3, {"loss": 0.5})] and not sink.can_redraw
+
+
+@pytest.mark.optional
+def test_trackio_keeps_a_run_on_this_machine(tmp_path):
+    pytest.importorskip("trackio")
+    code = (
+        "import sys, pathlib\n"
+        "from pentad.telemetry.section import TrackioConfig\n"
+        "from pentad.telemetry.sinks import build_sinks\n"
+        "(sink,) = build_sinks(pathlib.Path(sys.argv[1]), trackio=TrackioConfig(project='p'))\n"
+        "for step in (1, 2): sink.write(step, {'loss': 1.0 / step})\n"
+        "sink.close(timeout_s=240)\n"
+        "assert not sink.is_off\n"
+    )
+    env = {**os.environ, "TRACKIO_DIR": str(tmp_path / "kept")}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "", "nothing runs through the live table"
+    with sqlite3.connect(tmp_path / "kept/p.db") as kept:
+        lines = kept.execute("select run_name, step, metrics from metrics order by step").fetchall()
+    kept.close()
+    assert [(name, step) for name, step, _ in lines] == [(tmp_path.name, 1), (tmp_path.name, 2)]
+    assert [json.loads(values) for _, _, values in lines] == [{"loss": 1.0}, {"loss": 0.5}]
 
 
 @pytest.mark.optional

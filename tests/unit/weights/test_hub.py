@@ -94,6 +94,51 @@ def test_a_pushed_model_has_a_card_of_its_run(run, hub):
     assert "batch_size: 8" in card and "torch 2.13.0" in card and "gconfig" not in card
 
 
+def card_of(run, steps, **blocks):
+    """What `pentad export` writes for such a run."""
+    manifest = json.loads((run / "manifest.json").read_text())
+    for key, value in blocks.items():
+        known = manifest["config"].get(key)
+        manifest["config"][key] = known | value if isinstance(known, dict) else value
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    (run / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    done = CliRunner().invoke(app, ["export", str(run)])
+    assert done.exit_code == 0, done.output
+    model = next((run.parents[4] / "runs/checkpoints").glob("**/epoch*"))
+    card = (model / "README.md").read_text()
+    return yaml.safe_load(card.split("---")[1]), card
+
+
+@pytest.mark.parametrize(
+    ("preference", "text", "tags", "label"),
+    [
+        (None, "supervised fine-tuning", ["pentad", "sft"], "text-generation"),
+        ("ipo", "training on preferences (ipo)", ["pentad", "preferences", "ipo"], None),
+        ("reward", "training as a reward model", ["pentad", "reward-model"], "text-classification"),
+    ],
+)
+def test_a_card_of_a_run_on_examples_has_no_reward(run, hub, preference, text, tags, label):
+    """Their records have the block `rl` too, with nulls."""
+    step = {"step": 1, "loss": 0.5, "rl": {"reward_mean": None}}
+    found = {"accuracy": 0.75, "margin": 0.25} if preference else {"accuracy": None}
+    block = preference and {"loss": preference, "beta": 0.1}
+    given = {"allocation_mode": "archon:d1", "preference": block}
+    front, card = card_of(run, [step | {"preference": found}], **given)
+    assert front["tags"] == tags and front["pipeline_tag"] == (label or "text-generation")
+    assert f"after {text}" in card and "| Reward |" not in card and "grpo" not in card
+    assert ("| 1 | 0.75 | 0.25 | 0.5 |" if preference else "| 1 | 0.5 |") in card
+
+
+def test_a_card_names_the_reward_of_each_environment(run, hub):
+    own = {"fn": ["judge", "math"]}
+    workflows = [{"workflow": "single_turn", "reward": own}, {"workflow": "gym:Lake"}]
+    for one in workflows:
+        one["data"] = {"path": "rows.jsonl"}
+    given = {"rollout": {"workflows": workflows}, "reward": {"fn": None}}
+    _, card = card_of(run, [{"step": 1, "loss": 0.5, "rl": {"reward_mean": 0.5}}], **given)
+    assert "| Reward | judge, math; of the workflow gym:Lake |" in card
+
+
 def test_a_card_that_is_there_stays(run, hub):
     model = next((run.parents[4] / "runs/checkpoints").glob("**/epoch*"))
     (model / "README.md").write_text("mine")
