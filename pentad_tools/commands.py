@@ -1,4 +1,4 @@
-"""The commands of `pentad` that measure, prove and break: `pentad.cli.main` adds them by name.
+"""Commands of `pentad` that measure, verify and inject faults; `pentad.cli.main` adds them by name.
 
 They import their work when they run, as those of the product do.
 """
@@ -28,9 +28,11 @@ def verify_parallel(
     layouts: Annotated[
         list[str] | None, Option(help='Such as "d2t2 p2t2" or "archon:(attn:d2t2|ffn:d1e4)".')
     ] = None,
-    full: Annotated[bool, Option("--full", help="The model as it is, not made small.")] = False,
+    full: Annotated[
+        bool, Option("--full", help="Use the full model size, without reduction.")
+    ] = False,
     device: DeviceOption = "auto",
-    seed: Annotated[int, Option(min=0, help="Of weights and rows.")] = 1,
+    seed: Annotated[int, Option(min=0, help="Seed of weights and rows.")] = 1,
     json: Figures = False,
 ) -> None:
     """Run layouts here and compare each with one rank.
@@ -47,20 +49,22 @@ def verify_parallel(
 
 def bench(
     parts: Annotated[
-        list[str] | None, Argument(help="train, router, mixture, head, rl; all if none.")
+        list[str] | None, Argument(help="train, router, mixture, head, rl; default: all.")
     ] = None,
     models: Annotated[
-        list[str] | None, Option(help="Of the training cases, those with this in the name.")
+        list[str] | None, Option(help="Run only training cases whose name contains this.")
     ] = None,
     steps: Annotated[int, Option(min=1, help="Timed steps of each training case.")] = 5,
     device: DeviceOption = "auto",
     baselines: Annotated[
-        str, Option(help="Folder of earlier figures, one file per kind of machine.")
+        str, Option(help="Folder of earlier figures, one file per type of machine.")
     ] = "benchmarks/baselines",
-    save: Annotated[bool, Option("--save", help="Make these figures the baseline.")] = False,
+    save: Annotated[bool, Option("--save", help="Store these figures as the baseline.")] = False,
     json: Figures = False,
 ) -> None:
-    """Measure speed and memory here, beside transformers and earlier figures.
+    """Measure speed and memory on this machine.
+
+    Compares with transformers and with stored figures.
 
     On a GPU: whole RL steps and training of Qwen3 models, router, mixture, log-probs. On a CPU:
     small cases.
@@ -83,17 +87,20 @@ def chaos(
     words: Annotated[
         list[str] | None,
         Argument(
-            metavar="RECIPE KEY=VALUE", help="A YAML file, then overrides (small runs of its own)."
+            metavar="RECIPE KEY=VALUE",
+            help="A YAML file, then overrides; default: small built-in runs.",
         ),
     ] = None,
-    scenario: Annotated[list[str] | None, Option(help="Those of this name (all).")] = None,
-    list_: Annotated[bool, Option("--list", help="Name them and do nothing.")] = False,
-    seed: Annotated[int, Option(min=0, help="Chooses ranks and steps.")] = 1,
+    scenario: Annotated[
+        list[str] | None, Option(help="Run only this scenario; default: all.")
+    ] = None,
+    list_: Annotated[bool, Option("--list", help="List the scenarios and exit.")] = False,
+    seed: Annotated[int, Option(min=0, help="Seed for the ranks and steps of the faults.")] = 1,
     command: Annotated[
-        Literal["train", "sft", "pretrain"], Option(help="What runs the recipe.")
+        Literal["train", "sft", "pretrain"], Option(help="Command that runs the recipe.")
     ] = "pretrain",
     soak: Annotated[
-        int, Option(min=0, help="Instead, so many faults drawn at random.", metavar="N")
+        int, Option(min=0, help="Inject this many random faults instead.", metavar="N")
     ] = 0,
     keep: Annotated[bool, Option("--keep", help="Keep the folders of the runs.")] = False,
 ) -> None:
@@ -125,10 +132,10 @@ def new_model(
     config: Annotated[str, Argument(help="A HF folder, a config.json, or a model_type.")],
     out: Annotated[str | None, Option(help="The file to write.")] = None,
     plain: Annotated[
-        bool, Option("--plain", help="Use nothing of the package's own file of the family.")
+        bool, Option("--plain", help="Ignore the package's own file of this family.")
     ] = False,
 ) -> None:
-    """Draft the file of a new model family from its HF config."""
+    """Draft a model file from an HF config."""
     from pentad_tools.models.model_commands import run_new_model
 
     run_new_model(config, out, plain=plain)

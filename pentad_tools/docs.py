@@ -95,35 +95,36 @@ are another way to write overrides; setting one key both ways is an error.
 `${oc.env:HOME}` for an environment variable, `${oc.env:NAME,fallback}` with a fallback. Write
 `\\${` for the two characters themselves.
 
-**Values.** Unquoted `true` and `false` are booleans, `null` is unset, `1e-6` is a number, and every
-other word, `on`, `off` and `0010` among them, is text. Where a key takes text, a number is the text
-that was written: `trial_name: 1.10` is "1.10". An override for text is that text (`a #b`, `*.x`)
+**Values.** Unquoted `true` and `false` are booleans, `null` is unset, and `1e-6` is a number. Every
+other word is text, including `on`, `off` and `0010`. If a key takes text, a number is kept as
+written: `trial_name: 1.10` is "1.10". An override for such a key is taken literally (`a #b`, `*.x`)
 unless it begins with a quote or a bracket, or is `null`. A key given twice is an error.
 
-**Paths.** A relative path starts at the folder in which the command is typed, wherever the recipe
-lies: models, data, rewards, agents, model files and `fileroot`. `~` is the home folder.
+**Paths.** A relative path starts at the current folder of the command, not at the folder of the
+recipe: models, data, rewards, agents, model files and `fileroot`. `~` is the home folder.
 
 **Unset values.** A default of null means that the run chooses. Choices that follow from other keys
-are made before the run starts and printed as notes; the config with all choices made is written
-to the run's folder and can be used as a recipe. What is given explicitly is kept: values that
-contradict each other are refused. (One is raised, with a note: `mb_spec.n_mbs` below the number of
+are made before the run starts and printed as notes; the config with all choices is written to the
+run's folder and can be used as a recipe. Explicit values are kept, and values that contradict each
+other are rejected. (One exception, with a note: `mb_spec.n_mbs` is raised to the number of
 pipeline stages.)
 
-**Aliases.** `resource` and `parallelism` are other ways to write `allocation_mode`, `use_kl_loss`
-and `use_tis` switches for keys of `algorithm`. They are read as those keys, with a note; the config
-that a run writes has the keys alone. An alias beside its key must agree with it.
+**Aliases.** `resource` and `parallelism` are other ways to write `allocation_mode`; `use_kl_loss`
+and `use_tis` switch keys of `algorithm`. Each is replaced by its key, with a note; the config that
+a run writes contains only the keys. An alias that contradicts its key is rejected.
 
-**Keys that are not read.** A key that differs from its default and that the run does not read given
-its other keys, is named in a warning (`plan`: a note): `layers_per_stage` without a pipeline, for
-instance. A setting that the algorithm does not read is refused.
+**Keys that are not read.** If a key differs from its default but has no effect because of other
+keys, a warning names it (in `plan` a note): for example `layers_per_stage` without a pipeline. A
+setting that the algorithm does not read is rejected.
 
-**Plan and start.** Whatever a start refuses for its config and its model's, `plan` says in the same
-words. What is planned and not built yet is a note of the plan and a refusal of the start.
+**Plan and start.** `plan` reports every error of the config and the model that a start would
+report, in the same words. An unsupported combination that can still be planned is a note in `plan`
+and an error at the start.
 
-**Mistakes** are reported together, before anything starts, each with its key, its value, the line
-it stands on, the rule and a remedy, and the command ends with exit code 2:
+**Mistakes** are reported together, before anything starts, each with key, value, line, rule and
+remedy; the exit code is 2:
 
-```
+```text
 2 problems, nothing was started:
 * actor.lr = 1e-06 (recipe.yaml:4): there is no such key; did you mean actor.optimizer.lr or \
 critic.optimizer.lr?

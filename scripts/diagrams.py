@@ -214,6 +214,8 @@ def modes() -> Drawing:
             )
         ],
     )
+    for x in (260, 374, 488, 602):  # behind the scorers
+        d.arrow((left + x + 2, 362), (left + x + 2, 313), dashed=True)
     row(
         320,
         "scorer GPUs",
@@ -230,8 +232,6 @@ def modes() -> Drawing:
             (606, 128, "train 5", "violet"),
         ],
     )
-    for x in (260, 374, 488, 602):
-        d.arrow((left + x + 2, 362), (left + x + 2, 313), dashed=True)
     d.text(
         left,
         424,

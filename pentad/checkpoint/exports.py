@@ -114,7 +114,7 @@ class Exporter(RankSaver):
         place = self.place
         job = PlaceJob(place.aside, place.target, place.sizes, failure)
         if self.is_abandoned:
-            return failure or RunError(f"{place.target}: the process ended before it was whole")
+            return failure or RunError(f"{place.target}: the process ended before it was complete")
         try:
             if self.is_async:
                 assert self.writer is not None

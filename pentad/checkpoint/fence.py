@@ -52,5 +52,5 @@ def refuse_late(root: Path, generation: int | None) -> None:
     if is_late(root, generation):
         raise RunError(
             f"{root}: written by generation {generation} of the learners, and "
-            f"{read_fence(root)} has begun: nothing of it counts"
+            f"{read_fence(root)} has started: it is ignored"
         )

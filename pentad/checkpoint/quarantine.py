@@ -54,7 +54,9 @@ def put_back(checkpoint: Checkpoint, disk: Disk = REAL_DISK) -> Path:
     plain = Checkpoint(root, step, checkpoint.manifest)
     taken = [folder for folder in plain.folders() if folder.exists()]
     if taken:
-        raise RunError(f"{taken[0]}: is there, so {checkpoint.folders()[-1]} cannot be put back")
+        raise RunError(
+            f"{taken[0]} exists: {checkpoint.folders()[-1]} cannot be restored"
+        )
     for old, new in reversed(list(zip(checkpoint.folders(), plain.folders(), strict=True))):
         disk.rename(old, new)
         disk.fsync_dir(new.parent)
@@ -76,7 +78,7 @@ def sweep_uncommitted(root: str | Path, disk: Disk = REAL_DISK) -> list[Path]:
     for step, folders, state in sorted(found, key=lambda one: one[0]):
         if isinstance(state, Damaged):
             place = _set_aside(root, step, folders, str(state), disk)
-            log.warning("%s; the checkpoint is set aside as %s", state, place)
+            log.warning("%s; the checkpoint is renamed to %s", state, place)
         elif state is not None:
             removed += _remove_leftovers(root / info_folder(step), disk)
         else:

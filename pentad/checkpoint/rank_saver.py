@@ -156,5 +156,5 @@ class RankSaver:
             outcomes = [found] if self.answers is None else gather_values(found, self.answers)
             gathering.set_result(self.conclude(outcomes))
         except Exception as error:  # whatever it is, it must not be waited for
-            text = f"a rank is gone before all had written their part of the state ({error})"
+            text = f"a rank ended before all ranks had written their part of the state ({error})"
             gathering.set_exception(RunError(text))

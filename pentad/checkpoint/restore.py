@@ -246,7 +246,7 @@ def export_hf(
     if tag not in tags:
         raise UserError(Problem(f"--tag {tag}", f"the checkpoint has {', '.join(tags)}"))
     if counters.get("lora") is not None:
-        rule = "holds an adapter alone, the weights it stands on are those of its base"
+        rule = "holds an adapter alone, the frozen weights are those of its base"
         remedy = "convert the adapter that the run has saved, with --merge"
         raise UserError(Problem(f"{checkpoint.root}: globalstep{checkpoint.step}", rule, remedy))
     wanted = dtype or counters["dtype"]

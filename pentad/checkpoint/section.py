@@ -11,24 +11,25 @@ class CheckpointConfig(Section):
     """Folder of checkpoints and exports, such as one on a fast disk. null: checkpoints/ in
     `fileroot`."""
     remote_uri: str | None = None
-    """`s3://BUCKET/PREFIX` that recovery checkpoints are copied to while training continues, and
-    restored from where the local ones are older or gone. null: local ones alone."""
+    """`s3://BUCKET/PREFIX` to which recovery checkpoints are copied while training continues, and
+    from which they are restored if the local ones are older or missing. null: local checkpoints
+    only."""
     endpoint_url: str | None = None
     """Server of a store that is not Amazon's (MinIO, SeaweedFS, Ceph); its buckets are addressed by
     path. null: Amazon's. Credentials are read from the environment (AWS_ACCESS_KEY_ID ...)."""
     region: str | None = None
-    """Region of the bucket. null: as the environment says."""
+    """Region of the bucket. null: from the environment."""
     async_workers: Count = 4
-    """Requests to the store at a time."""
+    """Parallel requests to the store."""
     retention: Count = 2
-    """Newest checkpoints that the store keeps. `recover.keep_last` local ones are kept, and those
-    that the store has no copy of, nor of a newer one."""
+    """Number of newest checkpoints kept in the store. Locally `recover.keep_last` are kept, and
+    those not yet in the store, unless it has a newer one."""
     bandwidth_mb_s: Positive | None = None
-    """Most megabytes a second that are uploaded. null: as many as go."""
+    """Upload limit in megabytes per second. null: no limit."""
     timeout_s: Seconds = 30.0
-    """A request without a byte for this long has stalled and is tried again."""
+    """A request that transfers no byte for this long has stalled and is retried."""
     finish_timeout_s: Seconds = 600.0
-    """The end of a run waits this long for an upload; the next start continues with it."""
+    """How long the end of a run waits for an upload; the next start resumes it."""
 
     def remote(self, place: str) -> Remote | None:
         """The store, at a place under its prefix; None where there is none."""

@@ -167,7 +167,7 @@ class StateSaver(RankSaver):
         return self._plan
 
     def _stage(self, plan: ShardPlan, parts: Sequence[Tensor]) -> Give:
-        """Copies everything; the result says where each item's bytes lie."""
+        """Copies everything; returns the location of each item's bytes."""
         memory = self.memory.take(plan.staged_bytes, pins=any(part.is_cuda for part in parts))
         starts: dict[int, int] = {}
         end = 0

@@ -92,14 +92,7 @@ class Tiers:
             self._start(remote)
 
     def find(self) -> Checkpoint | None:
-        """The newest committed checkpoint of both tiers as a local one; None where there is none.
-
-        One that only the store has is fetched, every byte verified; a damaged one there is named,
-        set aside, and the one before it used. A local one is verified when it is restored: when
-        it is quarantined, `find` again gives the next, which may be the store's copy of it. Local
-        ones that the store lacks are uploaded. A store that does not answer is passed over with a
-        note where there is a local one, and raises StoreError where it is needed.
-        """
+        """The newest committed checkpoint of both tiers, as a local one; None if there is none."""
         self.held.close()
         found = self._find()
         if found is not None:  # until the first commit nothing removes it

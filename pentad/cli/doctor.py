@@ -41,7 +41,7 @@ def check_isolation() -> Finding:
         return Finding("isolation", "warn", f"the reward pool does not start ({failure})")
     if missing:
         return Finding("isolation", "warn", missing, "see docs/security.md")
-    return Finding("isolation", "ok", "programs of the code reward reach nothing of this machine")
+    return Finding("isolation", "ok", "programs of the code reward are fully isolated")
 
 
 def show(findings: list[Finding]) -> None:

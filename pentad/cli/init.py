@@ -196,9 +196,9 @@ def _say_next(folder: str, task: FirstTask) -> None:
     print(f"{task.says}, in {folder}:")
     print("  recipe.yaml    model, data and sizes of the run")
     if task.file:
-        print(f"  {task.file:<14} what an answer is worth; write your own here")
-    print("  train.jsonl, valid.jsonl    a sample of the data; replace it by yours")
+        print(f"  {task.file:<14} the reward; write your own here")
+    print("  train.jsonl, valid.jsonl    sample data; replace it with yours")
     print("Next:")
     print(f"  cd {folder}")
-    print("  pentad plan recipe.yaml     checks it, and says what it needs")
+    print("  pentad plan recipe.yaml     checks it and estimates its memory")
     print(f"  pentad {task.command} recipe.yaml")

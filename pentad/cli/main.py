@@ -1,4 +1,4 @@
-"""The command `pentad`: what can be typed, and which function does it.
+"""The command `pentad`: its subcommands, their options and the functions they call.
 
 Commands import their work when they run, so that `pentad --help` stays quick and `plan` and
 `doctor` need no GPU stack.
@@ -106,7 +106,9 @@ def dpo(recipe: Recipe, fresh: Fresh = False, view: View = False) -> None:
 @reporting
 @functools.partial(takes_recipe, switches=False)
 def reward_model(recipe: Recipe, fresh: Fresh = False, view: View = False) -> None:
-    """Train a model that rewards answers, on pairs of a preferred and a rejected one.
+    """Train a reward model on pairs of answers.
+
+    Each row has a preferred and a rejected answer.
 
     For example: pentad reward-model actor.path=MODEL train_dataset.path=pairs.jsonl
     """
@@ -120,14 +122,19 @@ def plan(
     recipe: Recipe,
     gpu_memory: Annotated[
         float | None,
-        Option(min=1, max=1e6, help="GiB of each GPU (that of this machine).", metavar="GIB"),
+        Option(
+            min=1,
+            max=1e6,
+            help="Memory of each GPU in GiB, default: as on this machine.",
+            metavar="GIB",
+        ),
     ] = None,
     json: Figures = False,
     world: Annotated[
         int | None, Option(min=1, help="Plan for this number of remaining training ranks.")
     ] = None,
 ) -> None:
-    """Check a recipe, show its placement, estimate its memory.
+    """Check a recipe; show its placement and memory.
 
     Needs no GPU and no download: public models are known by name.
     """
@@ -157,7 +164,7 @@ def slots(
         list[int] | None, Option(help="Give the slot back; it joins at the next checkpoint.")
     ] = None,
 ) -> None:
-    """Show the slots of an elastic run; remove one or add it again."""
+    """Show the slots of an elastic run, drop or add slots."""
     from pentad.cli.slots import run_slots
 
     run_slots(folder, drop or [], join or [])
@@ -167,13 +174,16 @@ def slots(
 @reporting
 def init(
     folder: Annotated[str | None, Argument(help="A new folder, or an empty one.")] = None,
-    task: Annotated[str | None, Option(help="math, code, agent or sft (math).")] = None,
+    task: Annotated[str | None, Option(help="math, code, agent or sft; default: math.")] = None,
     model: Annotated[
-        str | None, Option(help="A Hub name, a folder, or tiny, a model made here (tiny).")
+        str | None,
+        Option(help="A Hub name, a folder, or tiny for a generated model; default: tiny."),
     ] = None,
-    device: Annotated[str | None, Option(help="cpu, cuda or auto (auto).")] = None,
+    device: Annotated[str | None, Option(help="cpu, cuda or auto; default: auto.")] = None,
 ) -> None:
-    """Write a recipe, a reward and sample data for a new task, which run at once.
+    """Write a recipe, a reward and data for a new task.
+
+    They run without a change.
 
     For example: pentad init mytask --task math --model Qwen/Qwen3-0.6B
     """
@@ -185,17 +195,18 @@ def init(
 @app.command()
 @reporting
 def demo(
-    seed: Annotated[int, Option(min=0, help="Of every random choice.")] = 1,
+    seed: Annotated[int, Option(min=0, help="Seed of all random numbers.")] = 1,
     fileroot: Annotated[str, Option(help="Folder for records and the model.")] = "runs",
     device: DeviceOption = "auto",
     steps: Annotated[
-        int | None, Option(min=1, help="Steps of reinforcement learning (250).")
+        int | None, Option(min=1, help="Steps of reinforcement learning; default: 250.")
     ] = None,
     fresh: Fresh = False,
 ) -> None:
-    """Train a tiny model to sort digits, in minutes, without a GPU.
+    """Train a tiny model in minutes, without a GPU.
 
-    One that was interrupted is resumed; one that is complete starts again.
+    It learns to sort digits.
+    An interrupted demo is resumed, a complete one starts again.
     """
     from pentad.cli.demo import run_demo
 
@@ -209,7 +220,7 @@ def reward(
     recipe: Recipe,
     row: Annotated[int, Option(min=0, help="Row of train_dataset, counted from 0.")] = 0,
     completion: Annotated[
-        str | None, Option(help="Text to score (the row's answer, and an empty text).")
+        str | None, Option(help="Text to score; default: the row's answer, and an empty text.")
     ] = None,
 ) -> None:
     """Run the reward of a recipe on a row of its data.
@@ -234,10 +245,14 @@ def evaluate(
     ] = None,
     data: Annotated[str | None, Option(help="JSONL, Parquet or a saved HF dataset.")] = None,
     reward: Annotated[str | None, Option(help="gsm8k, math, ..., or your own.")] = None,
-    samples: Annotated[int | None, Option(help="Answers per prompt (1).")] = None,
-    temperature: Annotated[float | None, Option(help="0 is greedy (0).")] = None,
-    max_new_tokens: Annotated[int | None, Option(help="Longest answer (256).")] = None,
-    limit: Annotated[int | None, Option(help="Use only the first rows, this many.")] = None,
+    samples: Annotated[int | None, Option(help="Answers per prompt; default: 1.")] = None,
+    temperature: Annotated[
+        float | None, Option(help="Sampling temperature; default: 0, greedy.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, Option(help="Most tokens of an answer; default: 256.")
+    ] = None,
+    limit: Annotated[int | None, Option(help="Use only this many rows, from the start.")] = None,
     format: Annotated[str | None, Option(help="auto, jsonl, parquet or hf.")] = None,
     prompt_key: Annotated[str | None, Option(help="Column with the prompt.")] = None,
     messages_key: Annotated[str | None, Option(help="Column with chat messages.")] = None,
@@ -246,7 +261,7 @@ def evaluate(
         bool | None, Option("--chat/--no-chat", help="Apply the chat template to prompts.")
     ] = None,
     address: Annotated[
-        str | None, Option(help="A server that serves the model, OpenAI-compatible.")
+        str | None, Option(help="OpenAI-compatible server of the model, instead of this process.")
     ] = None,
     adapter: AdapterOption = None,
     json: Figures = False,
@@ -280,11 +295,17 @@ def convert(
     pp: Annotated[int, Option(help="Pipeline parallel size.")] = 1,
     vpp: Annotated[int, Option(help="Model chunks on each pipeline rank.")] = 1,
     ep: Annotated[int, Option(help="Expert parallel size.")] = 1,
-    etp: Annotated[int | None, Option(help="Tensor parallel size of experts (tp).")] = None,
-    processes: Annotated[int, Option(max=1024, help="Processes that share the files.")] = 1,
-    iteration: Annotated[int | None, Option(min=0, help="Which Megatron checkpoint.")] = None,
+    etp: Annotated[
+        int | None, Option(help="Tensor parallel size of experts; default: --tp.")
+    ] = None,
+    processes: Annotated[
+        int, Option(max=1024, help="Processes that convert files in parallel.")
+    ] = 1,
+    iteration: Annotated[
+        int | None, Option(min=0, help="Iteration of the Megatron checkpoint.")
+    ] = None,
     release: Annotated[
-        bool, Option("--release", help="The Megatron checkpoint named release.")
+        bool, Option("--release", help="Read the Megatron checkpoint named release.")
     ] = False,
     config: Annotated[
         str | None, Option(help="HF folder of the model, if SRC has no config.json.")
@@ -293,7 +314,7 @@ def convert(
     dtype: Annotated[str | None, Option(help="float32, bfloat16 or float16.")] = None,
     spec: Annotated[str, Option(help="Megatron layer spec of the names: te or local.")] = "te",
     separate_layers: Annotated[
-        bool, Option("--separate-layers", help="torch_dist with a key for each layer.")
+        bool, Option("--separate-layers", help="Write torch_dist with one key per layer.")
     ] = False,
     make_vocab_size_divisible_by: Annotated[
         int, Option(min=1, help="As in Megatron: the vocabulary is padded to tp times this.")
@@ -308,11 +329,13 @@ def convert(
         bool, Option("--merge", help="Merge the adapter SRC into its base model.")
     ] = False,
     base: Annotated[
-        str | None, Option(help="HF folder to merge into (the one that the adapter names).")
+        str | None, Option(help="HF folder to merge into; default: the adapter's base model.")
     ] = None,
-    force: Annotated[bool, Option("--force", help="Replace what DST holds.")] = False,
+    force: Annotated[bool, Option("--force", help="Overwrite DST.")] = False,
 ) -> None:
-    """Convert weights between HF and Megatron, a run's recovery checkpoint to HF, or merge LoRA.
+    """Convert weights between formats, or merge an adapter.
+
+    HF to Megatron and back, or a run's recovery checkpoint to HF.
 
     For example: pentad convert models/qwen3 megatron/qwen3 --to legacy --tp 2 --pp 2
     """
@@ -327,16 +350,16 @@ def convert(
 def export(
     run: Annotated[str, Argument(metavar="RUN", help="The folder of a run's records.")],
     step: Annotated[
-        int | None, Option(min=1, help="The model of this step (the last one).")
+        int | None, Option(min=1, help="Step of the model; default: the last one.")
     ] = None,
     push: Annotated[
-        str | None, Option(metavar="OWNER/NAME", help="Upload it to the hub by this name.")
+        str | None, Option(metavar="OWNER/NAME", help="Upload it to the Hub under this name.")
     ] = None,
     public: Annotated[
-        bool, Option("--public", help="Create a public repository (private).")
+        bool, Option("--public", help="Create a public repository; default: a private one.")
     ] = False,
 ) -> None:
-    """Write the model card of a run, and upload model and card.
+    """Write a run's model card; upload model and card.
 
     For example: pentad export runs/logs/me/gsm8k/trial-0 --push me/gsm8k-grpo
     """
@@ -349,22 +372,26 @@ def export(
 @reporting
 def serve(
     model: Annotated[str, Argument(help="A model's folder.")],
-    host: Annotated[str, Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
-    name: Annotated[str | None, Option(help="Name of the model (its folder's).")] = None,
+    host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="Port; 0 selects a free one.")] = 8000,
+    name: Annotated[
+        str | None, Option(help="Name of the model; default: its folder's name.")
+    ] = None,
     device: DeviceOption = "auto",
     dtype: Annotated[str, Option(help="float32, bfloat16 or auto.")] = "auto",
     max_running: Annotated[
         int, Option(min=1, max=10**6, help="Answers generated at the same time.")
     ] = 256,
-    max_context: Annotated[int | None, Option(min=2, help="Tokens of prompt and answer.")] = None,
+    max_context: Annotated[
+        int | None, Option(min=2, help="Most tokens of prompt and answer together.")
+    ] = None,
     kv_cache_gb: Annotated[
-        float | None, Option(min=1e-9, max=1e6, help="Memory of the cache.")
+        float | None, Option(min=1e-9, max=1e6, help="Memory of the key-value cache in GB.")
     ] = None,
     max_requests: Annotated[
         int, Option(min=1, help="Concurrent requests; further ones get 429.")
     ] = 256,
-    max_body_mb: Annotated[float, Option(min=1e-3, max=1e4, help="Largest request.")] = 4.0,
+    max_body_mb: Annotated[float, Option(min=1e-3, max=1e4, help="Largest request in MB.")] = 4.0,
     max_chars: Annotated[
         int, Option(min=1, help="Characters of a request, over all its texts.")
     ] = 1_000_000,
@@ -376,7 +403,9 @@ def serve(
     allow_host: Annotated[
         list[str] | None, Option(help="Further host names accepted at loopback.")
     ] = None,
-    drain_s: Annotated[float, Option(min=0, max=1e6, help="Time to finish after SIGTERM.")] = 30.0,
+    drain_s: Annotated[
+        float, Option(min=0, max=1e6, help="Seconds to finish requests after SIGTERM.")
+    ] = 30.0,
     model_files: Annotated[
         list[str] | None, Option(help="Model files of your own: path/to/file.py:SPEC.")
     ] = None,
@@ -399,18 +428,19 @@ def view(
         list[str] | None,
         Argument(
             metavar="RUN|RECIPE KEY=VALUE",
-            help="Folders of runs, or with runs in them (runs); or recipes with overrides.",
+            help="Run folders, or folders that contain runs (default: runs); or recipes.",
         ),
     ] = None,
     host: Annotated[
-        str, Option(help="Address to listen at; other than loopback, the page has a token.")
+        str, Option(help="Address to listen on; other than loopback, the page needs a token.")
     ] = "127.0.0.1",
     port: Annotated[
-        int | None, Option(min=0, max=65535, help="8700, or a free one if that is taken.")
+        int | None,
+        Option(min=0, max=65535, help="Port; default: 8700, or a free one if that is in use."),
     ] = None,
     listener_fd: Annotated[int | None, Option(hidden=True)] = None,
 ) -> None:
-    """Show runs on a local page: curves, samples, where the time went, the plan.
+    """Show curves, samples and timings of runs on a page.
 
     For example: pentad view runs/logs/me/gsm8k/trial-0
     """
@@ -425,12 +455,16 @@ def replay(
     run: Annotated[str, Argument(help="The folder of a run's records.")],
     step: Annotated[int, Option(min=1, help="Step, as numbered in steps.jsonl.")],
     layout: Annotated[
-        str | None, Option(help="Another allocation, such as archon:d1 (the run's).")
+        str | None, Option(help="Allocation, such as archon:d1; default: that of the run.")
     ] = None,
-    dump: Annotated[str | None, Option(help="JSONL file for the log-probs of its tokens.")] = None,
+    dump: Annotated[
+        str | None, Option(help="JSONL file for the log-probs of the step's tokens.")
+    ] = None,
     device: DeviceOption = "auto",
 ) -> None:
-    """Train a recorded step again, without a sampler, and compare with its record.
+    """Train a recorded step again and compare the numbers.
+
+    No sampler is needed.
 
     For example: pentad replay runs/logs/me/gsm8k/trial-0 --step 12
     """
@@ -446,19 +480,21 @@ def verify_checkpoint(
         str, Argument(metavar="PATH", help="A trial's or a checkpoint's folder, or s3://...")
     ],
     other: Annotated[
-        str | None, Argument(metavar="PATH2", help="Another one, to compare with.")
+        str | None, Argument(metavar="PATH2", help="Another checkpoint, to compare with.")
     ] = None,
     endpoint_url: Annotated[
         str | None, Option(help="Endpoint of a store other than Amazon's.")
     ] = None,
-    region: Annotated[str | None, Option(help="Of the store.")] = None,
+    region: Annotated[str | None, Option(help="Region of the store.")] = None,
     restore: Annotated[
         bool,
         Option("--restore", help="Restore checkpoints renamed to .damaged if they are intact."),
     ] = False,
     json: Findings = False,
 ) -> None:
-    """Verify every byte of recovery checkpoints and list their contents.
+    """Verify every byte of recovery checkpoints.
+
+    Lists their contents, or the differences of two.
 
     For example: pentad verify-checkpoint runs/checkpoints/me/gsm8k/trial0
     """
@@ -477,7 +513,7 @@ def verify_checkpoint(
 
 
 TOOLS = "pentad_tools"
-"""The package beside this one with commands of its own; an installation may lack it."""
+"""The package of further commands; an installation may lack it."""
 if find_spec(TOOLS) is not None:
     import_module(f"{TOOLS}.commands").add_to(app)
 

@@ -176,7 +176,7 @@ def _given(options: Mapping[str, object], problems: list[Problem]) -> list[tuple
         rule = "each sets the mode, and a run has one"
         remedy = "keep one of them"
         if {"colocate", "fully_async"} <= set(modes):
-            rule, remedy = "do not go together", "what lies between the two is --hybrid"
+            rule, remedy = "do not go together", "the mode between the two is --hybrid"
         problems.append(Problem(" ".join(map(_option, modes)), rule, remedy))
     elif modes:
         found.append((_option(modes[0]), "mode", MODES[modes[0]]))

@@ -68,7 +68,7 @@ def _restore(aside: Aside) -> int:
         print(f"{aside.place}: is damaged, and stays set aside: {faults[0]}{more}.")
         return 1
     back()
-    print(f"{aside.place}: every byte is what was saved; the checkpoint is put back.")
+    print(f"{aside.place}: every byte is as saved; the checkpoint is restored.")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`pentad reward`: the reward of a recipe on a row of its data, in the process that will score."""
+"""`pentad reward`: scores a row of a recipe's data in a reward process, as a run does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pentad slots`: which slots of an elastic run are used, and taking one away or giving it back."""
+"""`pentad slots`: shows the slots of an elastic run, drops and joins slots."""
 
 from __future__ import annotations
 

@@ -108,18 +108,18 @@ class MegatronConfig(Section):
 
 class Config(Section):
     experiment_name: str = "default"
-    """Names the run's folders, with `trial_name`."""
+    """Name of the run's folders, together with `trial_name`."""
     trial_name: str = "trial-0"
-    """Names one attempt at the experiment."""
+    """Name of one attempt at the experiment."""
     fileroot: str = "runs"
     """Folder under which records (logs/) and checkpoints (checkpoints/) are kept."""
     user: str | None = None
-    """Part of the folders' names. null: the login name."""
+    """User name in the folders' paths. null: the login name."""
     seed: NonNegativeInt = 1
-    """Every random choice of the run follows from it. The generators that Python, NumPy and torch
-    keep for a process are seeded by it too, for code of yours."""
+    """Seed of all random numbers of the run. The global generators of Python, NumPy and torch are
+    also seeded with it in every process, for your own code."""
     mode: Mode | None = None
-    """Who shares devices. null: colocate, or hybrid where `allocation_mode` puts rollout and
+    """Placement of components. null: colocate, or hybrid if `allocation_mode` puts rollout and
     training on different devices."""
     allocation_mode: str | None = None
     """Layout of sampling and training, such as `sglang:d4t2+archon:d4p2t2`. null: from `resource`,
@@ -128,62 +128,64 @@ class Config(Section):
     cluster: ClusterConfig = ClusterConfig()
     """The machines."""
     scheduler: SchedulerConfig = SchedulerConfig()
-    """How processes are started."""
+    """Where and how processes are started."""
     max_staleness: NonNegativeInt = 0
-    """Most versions a sample may lag behind the weights it trains. 0 is strictly on-policy."""
+    """Maximum number of versions by which a sample may lag behind the weights it trains. 0:
+    strictly on-policy."""
     num_iters_per_train_update: Count = 1
-    """Chunks of prompts a batch is streamed in. The gradient does not depend on it."""
+    """Number of chunks in which a batch is processed. The gradient does not depend on it."""
     updates_per_batch: Count = 1
     """Optimizer steps per batch, each on an equal part of its samples."""
     balance_data: bool = True
-    """Spreads rows over ranks and microbatches by cost. false: in their order, as many rows to each
+    """Assigns rows to ranks and microbatches by cost. false: in their order, as many rows to each
     rank. The gradient does not depend on it."""
     store: Literal["auto", "memory", "files", "ray", "transfer_queue"] = "auto"
-    """Where groups lie between rollout and training: this process, files (in memory on one
+    """Where groups are stored between rollout and training: this process, files (in memory on one
     machine, in the run's folder on several), or storage units on a Ray cluster, our own or
-    TransferQueue's. auto: ray where `num_data_storage_units` asks for it, else memory where one
-    process trains, else files."""
+    TransferQueue's. auto: ray if `num_data_storage_units` selects it, else memory if one process
+    trains, else files."""
     num_data_storage_units: Count = 1
-    """Storage processes of store=ray and store=transfer_queue. With scheduler.type=ray more than
-    one chooses the former, where one that dies is started again and its groups are put
-    again."""
+    """Number of storage processes of store=ray and store=transfer_queue. With scheduler.type=ray,
+    more than one selects store=ray; a unit that dies is restarted and its groups are written again.
+    """
     use_streaming_dataset: bool = False
-    """Reads prompts from disk as they are needed instead of at the start."""
+    """Reads prompts from disk when they are needed instead of at the start."""
     only: Literal["rollout", "train"] | None = None
-    """One side of a run alone. rollout: samples and scores with the weights it begins with, and
-    writes the groups of every step to `batches/` of its folder; nothing is trained. train: trains
-    the groups of `groups_from`, without a sampler. null: both sides."""
+    """Runs one component alone. rollout: samples and scores with the initial weights and writes the
+    groups of every step to `batches/` of its folder; nothing is trained. train: trains on the
+    groups of `groups_from`, without a sampler. null: both."""
     groups_from: str | None = None
-    """Folder of the run whose groups `only: train` trains, one epoch once each: of `only: rollout`,
-    or any other that kept them (`telemetry.keep_batches`)."""
+    """Run folder whose groups `only: train` trains on, each once per epoch: of a run with `only:
+    rollout`, or of any run that kept its groups (`telemetry.keep_batches`)."""
     ref_update_interval: Count | None = None
-    """Makes the reference model the present actor every n steps. null: never."""
+    """Interval in steps at which the current actor becomes the reference model. null: never."""
     offload_train: bool | None = None
-    """Moves weights, optimizer and tags to the host while the sampler has the shared devices; it
-    goes with `offload_rollout`. null: no."""
+    """Moves weights, optimizer state and tags to host memory while the sampler uses the shared
+    devices; needs `offload_rollout`. null: no."""
     offload_rollout: bool | None = None
-    """Gives the sampler's device memory back during training. null: no in hybrid and async; in
-    colocate on a GPU, where the plan says that both do not fit together (a note says so)."""
+    """Frees the sampler's device memory during training. null: no in hybrid and async; in colocate
+    on a GPU if, by the plan, both do not fit together (with a note)."""
     compute_advantages_and_returns: bool = True
-    """Whether the trainer computes advantages; false takes those the rollout delivers."""
+    """Whether the trainer computes advantages; false uses those that the rollout delivers."""
     strict: bool = False
-    """Trainer and embedded sampler agree bit for bit on the log-prob of every token, by kernels
-    that do not depend on the batch; slower. What cannot is refused. Gradients are not covered."""
+    """Log-probs of trainer and embedded sampler are bitwise equal, by kernels that do not depend on
+    the batch; slower. Unsupported combinations are rejected. Gradients are not covered."""
     stall_warning_s: Seconds = 60.0
-    """Without progress for this long while nothing works, a warning names what is stuck and why."""
+    """After this long without progress, a warning names the waiting component and the reason."""
     stall_abort_s: Seconds = 1800.0
-    """Without progress for this long (no token drawn, no microbatch trained, a rank that does not
-    run), the run ends with the same sentence; what was trained is saved if the learner answers."""
+    """After this long without progress (no token sampled, no microbatch trained, a rank that does
+    not run), the run ends with the same message; the trained state is saved if the learner
+    responds."""
     total_train_epochs: Count = 1
-    """Passes over the training prompts, where `total_train_steps` is not given."""
+    """Passes over the training prompts, if `total_train_steps` is unset."""
     total_train_steps: Count | None = None
-    """Steps of the run, over as many epochs as they take. null: those of `total_train_epochs`."""
+    """Number of steps, over as many epochs as needed. null: from `total_train_epochs`."""
     model_files: tuple[str, ...] = ()
-    """Model files of your own, `package.module:SPEC` or `path/to/file.py:SPEC`: each makes the
-    `model_type` that it is for known to the run."""
+    """Your own model files, `package.module:SPEC` or `path/to/file.py:SPEC`: each registers its
+    `model_type` for the run."""
     template_args: TemplateArgs = TemplateArgs()
     """Arguments of the tokenizer's chat template, such as {enable_thinking: false}, wherever it is
-    rendered: prompts, conversations to learn, what an environment says, evaluation."""
+    rendered: prompts, SFT conversations, messages of environments, evaluation."""
     actor: ModelConfig = ModelConfig()
     """The model that is trained."""
     critic: ModelConfig = ModelConfig()
@@ -195,17 +197,17 @@ class Config(Section):
     teacher: TeacherConfig = TeacherConfig()
     """The teacher of on-policy distillation."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    """What is optimised."""
+    """The RL algorithm and its settings."""
     preference: PreferenceConfig | None = None
-    """How `pentad dpo` and `pentad reward-model` learn from preferences, where null stands for the
-    defaults of the block; a run of another command has none."""
+    """Loss of `pentad dpo` and `pentad reward-model`; null: the defaults of the block. Other
+    commands do not use it."""
     gconfig: GenerationConfig = GenerationConfig()
     """How answers are sampled for training."""
     train_dataset: DatasetConfig = DatasetConfig()
     """The training prompts."""
     valid_dataset: DatasetConfig | None = None
-    """Held-out prompts for the evaluator. null: no evaluation. How rows are read (`format`, the
-    `*_key`s, `chat_template`) is as in `train_dataset` where it is not said."""
+    """Held-out prompts for the evaluator. null: no evaluation. `format`, the `*_key`s and
+    `chat_template` are taken from `train_dataset` unless set."""
     reward: RewardConfig = RewardConfig()
     """How answers are scored."""
     rollout: RolloutConfig = RolloutConfig()
@@ -215,14 +217,14 @@ class Config(Section):
     saver: SaverConfig = SaverConfig()
     """When the model is exported as a HF folder; always once at the end."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """Where checkpoints are kept: a local folder, and a store that they are copied to."""
+    """Where checkpoints are kept: a local folder, and a store to which they are copied."""
     recover: RecoverConfig = RecoverConfig()
     """When the state of the run is saved, so that it can resume after a crash. Without a frequency:
     every 600 seconds and at the end of every epoch."""
     elastic: ElasticConfig = ElasticConfig()
-    """What a run does that has fewer ranks to train with than its layout."""
+    """What a run does when it has fewer ranks than its layout."""
     guards: GuardsConfig = GuardsConfig()
-    """When a run that trains something else than it should is stopped."""
+    """When a wrongly trained run is stopped."""
     telemetry: TelemetryConfig = TelemetryConfig()
     """What is recorded, and where."""
 
@@ -379,16 +381,16 @@ class RecipeConfig(Config):
     """What a recipe may say: the keys of a config, and aliases, which are read as such keys."""
 
     parallelism: ParallelismConfig | None = None
-    """The layout of training as sizes of its axes, instead of or in agreement with
-    `allocation_mode`, which it is read as: a run that does not sample."""
+    """The layout of training as sizes of its axes, an alias of `allocation_mode` for runs that do
+    not sample."""
     resource: ResourceConfig | None = None
-    """Devices by role, instead of or in agreement with `allocation_mode`, which it is read as."""
+    """Devices by role, an alias of `allocation_mode`."""
     use_kl_loss: bool | None = None
-    """Switch for the KL term in the loss; read as `algorithm.kl_coef` and `algorithm.kl_in`. null:
-    as `algorithm` says."""
+    """Switch for the KL term in the loss; sets `algorithm.kl_coef` and `algorithm.kl_in`. null: as
+    in `algorithm`."""
     use_tis: bool | None = None
-    """Switch for truncated importance sampling; read as `algorithm.correction`. null: as
-    `algorithm` says."""
+    """Switch for truncated importance sampling; sets `algorithm.correction`. null: as in
+    `algorithm`."""
 
 
 ALIASES = frozenset(RecipeConfig.model_fields) - frozenset(Config.model_fields)

@@ -158,7 +158,7 @@ class Topology:
 
     @property
     def has_storage_units(self) -> bool:
-        """Whether groups are stored in processes of their own on a Ray cluster."""
+        """Whether groups are stored in separate processes on a Ray cluster."""
         if self.config.store == "auto":
             return self.config.scheduler.type == "ray" and self.config.num_data_storage_units > 1
         return self.config.store in ("ray", "transfer_queue")

@@ -98,8 +98,8 @@ def unfreeze_gc() -> None:
 
 
 def reset_gpus() -> None:
-    """Gives back all that this process has on its GPUs, which it cannot use any more. Waits for
-    kernels that run."""
+    """Frees all GPU memory of this process, which cannot use its GPUs afterwards. Waits for running
+    kernels."""
     if not torch.cuda.is_initialized():
         return
     driver, device = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()

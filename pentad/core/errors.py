@@ -90,7 +90,7 @@ class WrongWeights(RunError):
 
 
 class Stopped(RunError):
-    """A run that a signal asked to stop, with what became of it."""
+    """The run was stopped by a signal; the text says what was saved."""
 
 
 class Interrupted(Stopped):

@@ -89,8 +89,8 @@ def write_atomic(
     *,
     is_durable: bool = True,
 ) -> None:
-    """A file that is whole or not there, in the place of one that may be there; unless told
-    otherwise it outlives a power cut once this returns."""
+    """Writes a file atomically: it is complete or absent, and replaces an existing one. Unless
+    disabled, it survives a power failure once this returns."""
     aside = path.with_name(f".{path.name}.aside-{os.getpid()}")
     if aside.exists():  # of a process that had our number
         disk.unlink(aside)

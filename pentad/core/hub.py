@@ -49,8 +49,8 @@ class HubName:
 
 
 def hub_name(text: str, kind: HubKind) -> HubName | None:
-    """The name that a path key has, or None where it is a path: what lies on this machine comes
-    first, and OWNER/NAME is a path where a folder OWNER is here. A revision makes it a name."""
+    """The Hub name in a path key, or None if it is a local path. An existing local path takes
+    precedence, and OWNER/NAME is a path if a folder OWNER exists, unless it has a revision."""
     found = HUB_NAME.fullmatch(text)
     if found is None or Path(text).exists():
         return None

@@ -11,7 +11,7 @@ from pentad.core.files import write_atomic
 
 
 def kept_folder() -> Path | None:
-    """None for a user without a home."""
+    """The cache folder of this user; None for a user without a home folder."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pentad"
     except RuntimeError:

@@ -111,7 +111,7 @@ class FolderLock:
 
     def _is_touched(self, holder: str) -> bool:
         """Whether a holder on another machine lives."""
-        text = "%s names %s: it is gone if it does not touch the file for %g s"
+        text = "%s names %s: it counts as dead if it does not touch the file for %g s"
         log.info(text, self.path, holder, SILENCE_S)
         before, end = self._touched_at(), time.monotonic() + SILENCE_S
         while time.monotonic() < end:

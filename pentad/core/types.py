@@ -88,7 +88,7 @@ class Generation:
     """[prompt and new tokens, mixture layers, k]: the experts that each token was sent to when the
     one after it was drawn, from a sampler that records them. The last token's mean nothing."""
     tops: list[TopTokens] = field(default_factory=list)
-    """One entry a new token, if `num_top` of them were asked for."""
+    """One entry a new token, if `num_top` of them were requested."""
     arrays: tuple[np.ndarray, np.ndarray, np.ndarray] | None = field(
         default=None, init=False, repr=False, compare=False
     )

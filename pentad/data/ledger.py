@@ -1,25 +1,4 @@
-"""The ledger: the only truth about which state every group of the run is in.
-
-    planned --start--> running --commit--> ready --lease--> leased --ack--> done
-       ^------fail--------'                  ^----release-----'
-       any live state --drop--> dropped(reason)
-
-Where scorers write columns of every group first, a commit makes it sampled, and `score` ready.
-
-A group's gid is the ordinal of its prompt in the prompt stream. At admission it takes the lowest
-free slot of its batch; when it is dropped, the slot is free again and the next ordinal takes it, so
-a trained batch always holds `groups_per_batch` groups. Batches are filled oldest first.
-
-Invariants: every gid ends exactly once, as done or as dropped; drawn = trained + dropped + in
-flight, at all times. A transition that the picture above does not show raises LedgerError.
-Attempts are numbered per group: what a superseded attempt reports is ignored.
-
-A snapshot of it is JSON. Restored, ready groups stay ready as far as the store has their samples;
-all others are planned again, and their next attempt has the number, hence the seeds, of the one
-that was lost.
-
-No tensors, no threads: payloads lie in the store.
-"""
+"""The ledger: the single source of truth for the state of every group of the run."""
 
 from __future__ import annotations
 
@@ -89,7 +68,7 @@ class Ledger:
     def admit(self, batch: int) -> int:
         """Draws the next ordinal of the prompt stream into the lowest free slot of the batch."""
         if not self.num_missing(batch):
-            raise LedgerError(f"batch {batch} takes no more groups: its slots are all held")
+            raise LedgerError(f"batch {batch} takes no more groups: all its slots are in use")
         older = self.next_batch
         if batch > older:
             raise LedgerError(

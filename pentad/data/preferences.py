@@ -117,7 +117,7 @@ class LabelDataset(PairDataset):
 
 
 def prompt_of(row: Mapping[str, Any], source: DataSource) -> Messages:
-    """The prompt as messages, also where the column of a text holds them."""
+    """The prompt as messages, even if the text column contains them."""
     data = source.data
     if data.messages_key is None and isinstance(row.get(data.prompt_key), list):
         return messages_of(row, data.prompt_key, source)

@@ -49,23 +49,23 @@ class DatasetConfig(Section):
     `reasoning_gym:chain_sum?size=500&seed=1`; or `verifiers:ID?python=ENVIRONMENT`, the tasks of
     an environment of verifiers."""
     format: Literal["auto", "jsonl", "parquet", "hf"] = "auto"
-    """auto: by the name of the file; a folder is a saved HF dataset."""
+    """auto: from the file name; a folder is a saved HF dataset."""
     prompt_key: str = "prompt"
     """Column with the prompt as text."""
     messages_key: str | None = None
     """Column with the prompt as chat messages; replaces `prompt_key`."""
     tools_key: str | None = "tools"
-    """Column with the tools that the chat template shows to the policy, where a row has any: a list
-    of JSON schemas as OpenAI has them, or its JSON text. null: rows have none."""
+    """Column with the tools that the chat template shows to the policy: a list of JSON schemas in
+    OpenAI's format, or the same as JSON text. null: rows have no tools."""
     answer_key: str = "answer"
-    """Column the built-in rewards compare with."""
+    """Column that the built-in rewards compare with."""
     response_key: str = "response"
-    """Column with the text to learn, for sft."""
+    """Column with the text to train on, for sft."""
     chosen_key: str = "chosen"
-    """Column with the preferred answer, for dpo: text, or the messages that follow the prompt. Rows
-    without a column for the prompt hold whole conversations with the same beginning."""
+    """Column with the preferred answer, for dpo: text, or the messages that follow the prompt. If
+    rows have no prompt column, both answers are whole conversations with a common beginning."""
     rejected_key: str = "rejected"
-    """Column with the other answer, likewise."""
+    """Column with the rejected answer, in the same form."""
     label_key: str = "label"
     """Column that says whether the answer in `response_key` is good, for dpo with preference.loss:
     kto: true or false."""
@@ -76,14 +76,15 @@ class DatasetConfig(Section):
     batch_size: Count = 32
     """Prompts a step (for sft: examples, for pretrain: sequences)."""
     shuffle: bool = True
-    """Whether each epoch has its own order, drawn from `seed`."""
+    """Whether each epoch has its own random order, which depends on `seed`."""
     max_length: Count | None = None
-    """Most prompt tokens (for sft: tokens in all); longer rows are dropped and counted. For
-    pretrain the tokens of every sequence; null: the model's context, held-out ones as trained."""
+    """Maximum number of prompt tokens (for sft: of all tokens); longer rows are dropped and
+    counted. For pretrain: the length of every sequence; null: the model's context; held-out
+    sequences have the length of the trained ones."""
     mask_documents: bool = True
-    """For pretrain: a token sees its own document alone, not what is packed beside it."""
+    """For pretrain: a token attends only to its own document, not to others packed beside it."""
     limit: Count | None = None
-    """Reads only this many rows; of token shards, sequences."""
+    """Reads only this many rows (for token shards: sequences)."""
 
     @property
     def uses_chat(self) -> bool:

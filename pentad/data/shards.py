@@ -146,7 +146,7 @@ def map_indexed(path: Path) -> np.ndarray:
     ids = np.memmap(path, INDEX_TYPES[code], "r")
     if (known := int(lengths.sum(dtype=np.int64))) != len(ids):
         rule = f"has {len(ids)} numbers, and {index.name} counts {known}"
-        raise UserError(Problem(where, rule, "one of the two is not whole: copy them again"))
+        raise UserError(Problem(where, rule, "one of the two is incomplete: copy them again"))
     return ids
 
 

@@ -239,7 +239,7 @@ KINDS = {
 
 
 def open_store(address: Mapping[str, Any], prompt_of: PromptOf) -> GroupStore:
-    """The store that another process made."""
+    """Opens the store that another process created."""
     kind = address["kind"]
     if kind not in KINDS:
         raise RunError(f"store {kind} cannot be opened by another process than the one it is in")

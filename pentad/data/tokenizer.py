@@ -114,8 +114,8 @@ def rendered(inner: Any, messages: Sequence[Mapping[str, Any]], **options: Any) 
 
 
 def is_plain_decoder(inner: Any) -> bool:
-    """Whether transformers decodes with what lies beneath it and adds nothing but time: it looks
-    at every id. Where it would mend spaces, callers that want that do not ask this."""
+    """Whether the underlying tokenizers library decodes as transformers does, which is faster.
+    Cleaning up spaces is not considered: callers that want it must not use this."""
     own = (getattr(type(inner), name, None) for name in ("decode", "_decode"))
     plain = ["PreTrainedTokenizerBase.decode", "TokenizersBackend._decode"]
     return [getattr(method, "__qualname__", "") for method in own] == plain
@@ -248,7 +248,7 @@ def tokenizer_class(folder: Path) -> Any:
 def resolve_stop_ids(
     eos_id: int | None, config: Mapping[str, Any], vocab_size: int, where: str
 ) -> tuple[int, ...]:
-    """The tokenizer's own end first, then those of the generation config, each once."""
+    """Distinct stop ids: the tokenizer's end token, then those of the generation config."""
     more = config.get("eos_token_id")
     listed = more if isinstance(more, list) else [more]
     given = [i for i in [eos_id, *listed] if i is not None]

@@ -110,7 +110,7 @@ def _write_config(folder: Path, vocab: dict[str, int], *, eos: str, **changes: o
 
 
 def split_of(digits: str) -> str:
-    """Which set a string belongs to: of ten, one is held out, two warm up, seven train."""
+    """The set of a string: of ten strings, one is held out, two are for SFT, seven for RL."""
     bucket = derive_seed("sort-digits", digits) % 10
     return "valid" if bucket == 0 else "sft" if bucket <= 2 else "train"
 

@@ -1,20 +1,4 @@
-"""Rows packed for one forward pass, and the turn between the two alignments.
-
-Outside, entry t of a column belongs to token ids[t]. Inside, it belongs to the hidden state that
-predicts: position t of a sequence says something about token t + 1. So everything moves one place
-to the left on the way in and back on the way out; the last position of a sequence predicts nothing
-(label -1, columns 0), and a sequence's first token gets 0 on the way out.
-
-Where tokens are dealt over ranks (cp, tp) or all microbatches are to have one size, a microbatch is
-filled up with sequences that are never trained; what is shifted is shifted before the tokens are
-dealt.
-
-Where rows share their first tokens (`ops.tree`), the model computes fewer tokens than the rows
-have: ids, positions and labels are those of the tree, and its outputs are spread to whole rows.
-
-Shapes: T packed tokens of whole rows (of this rank's share), U those that the model computes (T
-without a tree), S sequences, C columns.
-"""
+"""Packs rows for one forward pass, and converts columns between token and label alignment."""
 
 from __future__ import annotations
 

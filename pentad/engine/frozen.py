@@ -131,7 +131,7 @@ def restored_tags(base: FrozenBase | None, saved: Mapping[str, Any] | None) -> l
     own_dtype, _, own = base.digest.partition(":")
     if dtype == own_dtype and digest != own:
         raise RunError(
-            f"the checkpoint's adapter stands on the weights of {saved['base']} with digest "
+            f"the checkpoint's adapter was trained on the weights of {saved['base']} with digest "
             f"{digest}, and those of {base.path} have {own}: the folder has changed, or it is "
             "another model; give the one that the run was started with"
         )

@@ -215,7 +215,7 @@ class OpenStep:
         return clip_scale(norm, self.optimizer.keys.gradient_clipping) / self.count
 
     def why_skipped(self, norm: float) -> str:
-        """Empty when the weights may move."""
+        """Why the update is skipped; empty if it is applied."""
         if self.count == 0:
             return "nothing to train: the counts of all rows sum to 0"
         if self.count < 0:

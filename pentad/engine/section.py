@@ -41,11 +41,11 @@ ScheduleName = Annotated[
 
 class MicrobatchConfig(Section):
     n_mbs: Annotated[int, Field(ge=1, le=1000000)] | None = None
-    """Microbatches a step is cut into, at least. Raised to the number of pipeline stages. null: 1,
-    or on a GPU as many as its memory asks for, where there is no pipeline (a note says so)."""
+    """Minimum number of microbatches per step. Raised to the number of pipeline stages. null: 1; on
+    a GPU without a pipeline as many as its memory requires, with a note."""
     max_tokens_per_mb: Count | None = None
-    """Most tokens one forward pass takes; more microbatches are made where needed. null: derived
-    from the longest sequence the run can meet."""
+    """Maximum number of tokens in a forward pass; more microbatches are made if necessary. null:
+    derived from the longest possible sequence of the run."""
 
     @property
     def fewest(self) -> int:
@@ -56,7 +56,7 @@ class OptimizerConfig(Section):
     type: Literal["adamw"] = "adamw"
     """The optimizer; its state is kept in `param_dtype`."""
     lr: NonNegative = 1e-6
-    """Peak learning rate. 0 trains nothing, which is a good test of everything else."""
+    """Peak learning rate. 0 trains nothing, which tests everything else."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay on matrices; norms, biases and embeddings are not decayed."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -70,7 +70,7 @@ class OptimizerConfig(Section):
     warmup_steps_proportion: Share = 0.0
     """Share of all steps over which the learning rate rises from 0."""
     min_lr_ratio: Share = 0.0
-    """Where linear and cosine end, as a share of `lr`."""
+    """Final learning rate of linear and cosine, as a share of `lr`."""
     gradient_clipping: Positive | None = 1.0
     """Largest global gradient norm. null: no clipping."""
 
@@ -87,37 +87,40 @@ class ArchonConfig(Section):
     """Activation checkpointing. auto: selective; on a CPU none, unless the layout has a pipeline
     or `ac_selective` is given. Needs `gradient_checkpointing`."""
     ac_selective: Literal["op"] | Count | None = None
-    """What selective keeps: `op` (the results of expensive operations), or a stride n (every n-th
-    layer is recomputed). null: op, or 2 under a zero-bubble schedule, which op would hang."""
+    """Kept activations with selective: `op` (the results of expensive operations), or a stride n
+    (every n-th layer is recomputed). null: op, or 2 with zero-bubble schedules, which do not
+    support op."""
     ac_memory_budget: Share = 0.5
-    """For memory_budget: 0 recomputes most, 1 nothing. Needs compile."""
+    """For memory_budget: 0 recomputes the most, 1 nothing. Needs compilation."""
     ac_debug: bool = False
-    """Logs, once a layer, which operations are kept and which are computed again. Slow, and
-    without compile, which would hide them."""
+    """Logs for each layer which operations are kept and which are recomputed. Slow; it switches
+    compilation off, which would hide the operations."""
     keep_logits: bool | None = None
-    """Keeps the head's logits (4 bytes x tokens of a microbatch x vocabulary) for backward, which
-    computes them again otherwise. null: on a GPU without a sampler, where the run's plan with the
-    largest microbatch takes at most 80% of its memory. Not under a pipeline."""
+    """Keeps the head's logits (4 bytes x tokens of a microbatch x vocabulary) for backward instead
+    of recomputing them. null: on a GPU without a sampler, if the planned peak with the largest
+    microbatch is at most 80% of its memory. Not supported with a pipeline."""
     offload_params: bool = False
-    """Keeps parameters, gradients and optimizer state in host memory, where the optimizer then
-    runs; layers are brought to the device as they are used. On one device, too."""
+    """Keeps parameters, gradients and optimizer state in host memory and runs the optimizer there;
+    layers are copied to the device when they are used. Also works on one device."""
     enable_compile: Literal["auto"] | bool = "auto"
     """torch.compile per block. auto: on for CUDA unless the schedule is a zero-bubble one."""
     reshard_after_forward_policy: Literal["default", "always", "never"] = "default"
     """Whether parameters are sharded again between forward and backward. default: yes, but not
     in a pipeline and not on one rank (unless offloaded), where that only costs time."""
     use_deterministic_algorithms: bool = False
-    """Bitwise repeatable training, or a refusal that names the operation."""
+    """Bitwise repeatable training; an operation without a deterministic version is an error that
+    names it."""
     dp_replicate: Count = 1
     """Replicas among the data-parallel ranks; the rest of `d` shards."""
     moe_aux_loss_coef: NonNegative = 0.0
-    """Weight of the load-balancing loss of a mixture, which is 1 in each layer when all experts
-    are equally busy. A mean over each microbatch, so it depends on how a step is cut."""
+    """Weight of the load-balancing loss of a mixture, which is 1 in each layer if all experts get
+    equally many tokens. It is a mean over each microbatch, so it depends on how a step is split."""
     moe_z_loss_coef: NonNegative = 0.0
-    """Weight of the mean square of the routers' log-partition; as `moe_aux_loss_coef`."""
+    """Weight of the mean square of the routers' log-partition; like `moe_aux_loss_coef` a mean over
+    each microbatch."""
     moe_bias_rate: NonNegative = 0.0
-    """How far the selection bias of an expert moves at each step, towards equal load. Needs a
-    family whose files have a place for it: glm4_moe has one, Qwen3-MoE has none."""
+    """How much the selection bias of an expert changes per step, towards equal load. Needs a family
+    whose files can store the bias: glm4_moe can, Qwen3-MoE cannot."""
 
     @property
     def balances(self) -> bool:
@@ -228,7 +231,7 @@ class ArchonConfig(Section):
         if not splits_backward(self.pp_schedule):
             # Experts are gathered within their block, in backward but not in every forward.
             if keeps_products and reshards and moe:
-                rule = "experts of a pipeline would be gathered anew, which ac_selective = op "
+                rule = "experts of a pipeline would be gathered again, which ac_selective = op "
                 where = f"{key}reshard_after_forward_policy = always"
                 yield Problem(where, f"{rule}cannot replay", f"leave it out, or {stride}")
             return
@@ -257,11 +260,11 @@ class LoraConfig(Section):
     """A layer computes x W^T + alpha / rank * (x A^T) B^T, never merged."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Which matrices have factors: all-linear, or some of q k v o gate up down experts. gate and up
-    are named together. Router, embedding and head have none. A critic trains its head besides, and
-    with [] the head alone."""
+    must be named together. Router, embedding and head have none. A critic also trains its head;
+    with [] only the head."""
     experts: Literal["shared_outer", "each"] = "shared_outer"
-    """Factors of the experts of a mixture. shared_outer: those of a layer share the factor on the
-    side of the hidden size. each: every expert has two of its own."""
+    """Factors of the experts of a mixture. shared_outer: the experts of a layer share the factor on
+    the side of the hidden size. each: every expert has its own two factors."""
     init_path: str | None = None
     """PEFT folder that the factors start from. null: A is random, B is 0."""
 
@@ -272,14 +275,14 @@ class LoraConfig(Section):
 
 class ModelConfig(Section):
     path: str | None = None
-    """Folder with config.json, safetensors and a tokenizer, or a name of the Hugging Face hub,
-    OWNER/NAME or OWNER/NAME@REVISION, whose files are taken from its cache or downloaded. For the
+    """Folder with config.json, safetensors and a tokenizer, or a name on the Hugging Face Hub,
+    OWNER/NAME or OWNER/NAME@REVISION, whose files are read from its cache or downloaded. For the
     critic, null means the actor's."""
     init_from_scratch: bool = False
     """Starts from random weights; only config.json and the tokenizer are read."""
     training_backend: Backend | None = None
-    """What trains the model: archon, fsdp or megatron. null: as `allocation_mode` says, and archon
-    where that is left open."""
+    """Training backend: archon, fsdp or megatron. null: that of `allocation_mode`, or archon if
+    that is unset."""
     checkpoint_load_path: str | None = None
     """Megatron folder (torch_dist or legacy) that training starts from; `path` then gives only
     config.json and the tokenizer. null: the weights in `path`."""
@@ -290,23 +293,23 @@ class ModelConfig(Section):
     reduce_dtype: ParamDType = "float32"
     """Type in which gradients are summed over ranks."""
     gradient_checkpointing: bool = True
-    """Switches activation checkpointing as a whole; `archon.ac_mode` says which kind."""
+    """Switches activation checkpointing on or off; `archon.ac_mode` selects the kind."""
     pad_to_maximum: Literal["auto"] | bool = "auto"
-    """Fills every microbatch up to `mb_spec.max_tokens_per_mb` with tokens that are never trained,
-    so that all have one shape. auto: no, shapes may differ."""
+    """Pads every microbatch to `mb_spec.max_tokens_per_mb` with tokens that are never trained, so
+    that all have one shape. auto: no padding, shapes may differ."""
     enable_tree_training: bool | None = None
-    """Computes the tokens that samples of a group begin with in common, such as their prompt, once
-    for all of them, where they are at least 64 and a tenth of a pass: the same gradient, less time
-    and memory. null: with archon, but not under c, `strict`, or losses and biases that balance
-    experts, where true is refused."""
+    """Computes the common first tokens of the samples of a group, such as their prompt, only once,
+    if they are at least 64 and a tenth of a pass: the same gradient with less time and memory.
+    null: with archon, except with c, `strict`, or losses and biases that balance experts, where
+    true is rejected."""
     mb_spec: MicrobatchConfig = MicrobatchConfig()
-    """How a step is cut into microbatches."""
+    """How a step is split into microbatches."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer and its schedule."""
     archon: ArchonConfig = ArchonConfig()
     """The training engine."""
     lora: LoraConfig | None = None
-    """Trains low-rank factors beside frozen weights, which are held once, in `dtype`, without
+    """Trains low-rank factors beside frozen weights, which are stored once, in `dtype`, without
     gradients and optimizer state. null: all weights are trained."""
 
     def compute_dtype(self, device: str) -> Literal["float32", "bfloat16"]:
@@ -339,20 +342,21 @@ class EngineSettings:
 
     model: ModelConfig = ModelConfig()
     total_steps: int | None = None
-    """Optimizer steps of the run, which warm-up and decay are shares of. None: it only scores."""
+    """Optimizer steps of the run; warm-up and decay are shares of it. None: the engine only scores.
+    """
     temperature: float = 1.0
     """Log-probs and entropies are those of softmax(logits / temperature)."""
     strict: bool = False
-    """Log-probs that equal the strict sampler's bit for bit: a token's do not depend on its batch.
-    On ranks that hold whole layers, uncompiled."""
+    """Log-probs are bitwise those of the strict sampler: they do not depend on the batch of a
+    token. For ranks that hold whole layers, uncompiled."""
     balance_data: bool = True
-    """Rows are dealt to ranks and microbatches by cost; otherwise in their order."""
+    """Rows are assigned to ranks and microbatches by cost; otherwise in their order."""
     max_row_tokens: int | None = None
-    """The longest sequence there will be, where that is known: no microbatch is smaller."""
+    """Longest possible sequence, if known: no microbatch is smaller."""
     publish_dtype: DType | None = None
-    """For the weights handed to samplers and saved; None: the compute dtype."""
+    """Dtype of published and saved weights; None: the compute dtype."""
     logprob_bytes: int | None = None
-    """Room for one chunk of logits; None: `ops.logprob.CHUNK_BYTES`."""
+    """Memory for one chunk of logits; None: `ops.logprob.CHUNK_BYTES`."""
 
     def settled(self, device: str, layout: Layout) -> EngineSettings:
         """With a choice for every key that is left to the engine."""

@@ -55,7 +55,7 @@ def transformers_maker(
 
 
 def match_layout(model: HfModel, layout: Layout) -> dict[str, str]:
-    """How tp cuts the model's modules, by transformers' plan; UserError where it cannot."""
+    """How tp splits the model's modules by transformers' plan; UserError if it cannot."""
     where = f"layout = {layout}"
     if layout.pp > 1 or layout.ep > 1:
         rule = "the backend fsdp cuts by d, t and c only"

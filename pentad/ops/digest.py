@@ -41,7 +41,7 @@ class WeightDigest:
     """What is known of a set of named tensors; `hex()` is the digest of the set."""
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]] = ()) -> None:
-        """`weights` must keep their values until they are hashed, when first asked about."""
+        """`weights` must not change until they are hashed, which happens at the first query."""
         self.weights = weights
 
     @cached_property

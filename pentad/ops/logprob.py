@@ -218,8 +218,8 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _live(*grads: Tensor | None) -> Tensor | None:
-    """The tokens that a gradient comes from, such as those of answers and not of prompts; None:
-    all. Only where to ask is no wait for the device."""
+    """Indices of the tokens that have a gradient, such as those of answers; None: all. Computed
+    only if that needs no device synchronization."""
     is_live_T = torch.stack([g != 0 for g in grads if g is not None]).any(0)
     return None if is_live_T.all() else is_live_T.nonzero()[:, 0]
 

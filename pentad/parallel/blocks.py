@@ -219,10 +219,7 @@ def _recomputing(index: int, model: ModelConfig) -> Callable[..., Any]:
 
 @cache
 def _inductor_within(budget: float) -> Callable[..., Any]:
-    """The default backend, with the choice of what is kept left to it.
-
-    One for each budget: graphs are shared only among blocks with the same backend.
-    """
+    """The default compile backend, which also chooses the activations to keep."""
 
     def compile_within(graph: Any, inputs: Any) -> Any:
         from torch._functorch import config  # both are slow to import, and not for all

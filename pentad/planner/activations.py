@@ -125,7 +125,7 @@ def experts_kept(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
 
 
 def layer_norms_kept(dims: ModelDims, width: float, c: int) -> float:
-    """The norms of half a layer, before its work and after it."""
+    """Activations kept by the norms of half a layer, before and after its computation."""
     return (dims.pre_norms + dims.post_norms) * norm_kept(width, c)
 
 

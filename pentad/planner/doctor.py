@@ -119,7 +119,7 @@ def check_requirements() -> Iterator[Finding]:
         remedy = "pip install " + " ".join(f"'{requirement}'" for requirement in missing)
         yield Finding("packages", "fail", ", ".join(missing.values()), remedy)
     else:
-        yield Finding("packages", "ok", "all dependencies are there")
+        yield Finding("packages", "ok", "all dependencies are installed")
 
 
 def read_requirement(line: str) -> tuple[str, str, str]:
@@ -284,7 +284,7 @@ def check_optional() -> Iterator[Finding]:
 
 
 def what_runs() -> Iterator[Finding]:
-    """Which backends and modes this machine is good for."""
+    """Backends and modes that this machine can run."""
     try:
         gpus = find_gpus()
     except GpuQueryError:

@@ -73,7 +73,8 @@ def _splits(files: Any) -> Iterator[tuple[str, list[str]]]:
 
 
 def found_rows(files: Sequence[str]) -> Choices:
-    """By config (the folder) and split (in the file's name), where a card declares nothing."""
+    """Row files by config (folder) and split (in the file name), for dataset cards without a
+    declaration."""
     by_place: Choices = {}
     for file in sorted(files):
         path = Path(file)

@@ -62,7 +62,7 @@ def choose_device(config: Config, gpu_memory_gib: float | None = None) -> Device
         return Device("cuda", smallest.memory_bytes, f"{len(gpus)} x {smallest.name} found")
     if config.cluster.n_gpus_per_node is None:
         return Device("cpu", host_memory()[1], f"{why}: planned for this machine's CPU and memory")
-    source = f"{why}: {DEFAULT_GPU_GIB:.0f} GiB each are assumed, --gpu-memory says otherwise"
+    source = f"{why}: {DEFAULT_GPU_GIB:.0f} GiB each are assumed, --gpu-memory changes it"
     return Device("cuda", int(DEFAULT_GPU_GIB * GIB), source, False)
 
 

@@ -64,8 +64,8 @@ def propose(plan: RunPlan) -> list[Remedy]:
 
 
 def propose_adapter(plan: RunPlan) -> list[Remedy]:
-    """Where all weights do not fit these devices: factors beside frozen ones, and what they still
-    want; nothing where that is not enough."""
+    """A LoRA adapter with the further overrides it needs, if training all weights does not fit
+    these devices; nothing if the adapter does not fit either."""
     if plan.fits or not _takes_adapter(plan.config):
         return []
     found, fits = _taken(plan, [ADAPTER], (*CHEAP, recompute_steps))

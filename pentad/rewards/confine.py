@@ -203,10 +203,7 @@ def close_all_but(*kept: int) -> None:
 
 
 def apply(limits: Limits, scratch: str, cpu_s: int, *, is_enclosed: bool = False) -> None:
-    """Confines this process for good. Raises OSError if a protection is not to be had.
-
-    `cpu_s` is a last resort for the case that no process is left to watch the clock.
-    """
+    """Confines this process permanently. Raises OSError if a protection is not available."""
     _set_rlimits(limits, cpu_s, is_enclosed)
     prefer_for_oom()
     if limits.allow_processes:

@@ -271,7 +271,7 @@ class RewardFunction:
         return name in self.takes.names or self.takes.takes_any
 
     def _columns(self, prompt: Prompt) -> dict[str, Any]:
-        """What the function takes of the row; a parameter's own meaning comes first."""
+        """Columns of the row that the function takes; reserved parameter names are excluded."""
         columns = {k: v for k, v in prompt.fields.items() if k not in self.takes.known}
         if self.answer_field in prompt.fields:
             columns["answer"] = prompt.fields[self.answer_field]

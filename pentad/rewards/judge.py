@@ -120,7 +120,7 @@ class Judge:
             said = json.loads(answer.read())["choices"][0]["message"]["content"]
         numbers = NUMBER.findall(said)
         if not numbers:
-            raise ValueError(f"it said {said[-80:]!r}, which has no number")
+            raise ValueError(f"its answer was {said[-80:]!r}, which has no number")
         return float(numbers[-1]) / self.keys.scale
 
     def close(self) -> None:

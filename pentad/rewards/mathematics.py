@@ -18,7 +18,7 @@ DELIMITERS = ("$", BOX, "\\(", "\\[")
 
 
 def result_of(completion: str) -> str | None:
-    """What the completion comes to, in the library's notation; of several boxes the last."""
+    """The result of the completion in the library's notation; with several boxes, the last one."""
     found = parse(completion[max(0, completion.rfind(BOX)) :], parsing_timeout=None)
     return str(found[0]) if found else None
 
@@ -32,7 +32,7 @@ def math(completion: str, answer: object) -> dict[str, Any]:
     """
     expected = parse(as_latex(str(answer)), parsing_timeout=None, raise_on_error=True)
     if not expected:
-        raise ValueError(f"the expected answer {str(answer)[:80]!r} is no mathematics")
+        raise ValueError(f"the expected answer {str(answer)[:80]!r} is not mathematics")
     readings = [completion]
     if completion.count(BOX) > 1:
         readings.append(completion[completion.rfind(BOX) :])

@@ -310,7 +310,7 @@ class Sandbox:
             self._later(self._abandon(worker, task))
             raise
         except WorkerLost as failure:
-            log.warning("a reward worker is lost, and started again: %s", failure)
+            log.warning("a reward worker died and is restarted: %s", failure)
             worker.lost_at = worker.lost_at or time.monotonic()
             self._later(self._replace(worker))
             return JobFailed("lost", str(failure))
@@ -320,7 +320,7 @@ class Sandbox:
         self.idle.put_nowait(worker)
         if worker.lost_at is not None:
             away_s, worker.lost_at = time.monotonic() - worker.lost_at, None
-            log.warning("a reward worker answers again %.1f s after it was lost", away_s)
+            log.warning("a reward worker was replaced %.1f s after it died", away_s)
         if failed is not None:
             return failed
         return answer.decode(errors="replace") if capture == "stdout" else _value_of(answer)

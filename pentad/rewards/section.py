@@ -18,26 +18,26 @@ MODELS = (JUDGE, REWARD_MODEL)
 
 class JudgeConfig(Section):
     url: str = ""
-    """OpenAI-compatible address, up to and with its /v1."""
+    """OpenAI-compatible address, including /v1."""
     model: str = ""
-    """The name to ask for."""
+    """Name of the model at that address."""
     template: str = ""
-    """The question, one message of a user. {completion}, {prompt}, {answer} and columns of the row
-    are put in where their names stand in braces."""
+    """The question to the judge, one user message. {completion}, {prompt}, {answer} and columns of
+    the row in braces are replaced by their values."""
     scale: Annotated[float, Field(gt=0)] = 1.0
-    """The last number that the judge says is divided by this."""
+    """The last number in the judge's answer is divided by this."""
     cache: str | None = None
-    """File of verdicts, read at the start and added to. null: they are kept for this run alone."""
+    """File of verdicts, read at the start and extended. null: they are kept for this run only."""
     api_key_env: str | None = None
-    """Environment variable with the key of the address."""
+    """Environment variable with the API key."""
     max_tokens: Count = 512
     """Longest answer of the judge."""
     timeout_s: Seconds = 120.0
-    """For one answer."""
+    """Time limit for one answer."""
     max_retries: Annotated[int, Field(ge=0, le=100)] = 3
-    """Questions after the first, each after twice the time, before a sample has no reward."""
+    """Number of retries, each after twice the previous wait, before a sample has no reward."""
     max_concurrent: Annotated[int, Field(ge=1, le=1024)] = 16
-    """Questions under way at once."""
+    """Maximum number of concurrent requests."""
 
 
 class RewardModelConfig(Section):
@@ -45,38 +45,39 @@ class RewardModelConfig(Section):
     """Folder, or name of the Hugging Face hub: a model that `pentad reward-model` trained, or
     another with one output for a sequence."""
     device: str = "auto"
-    """Where it computes. auto: the first GPU, in a run of one process; on a CPU where there is
-    none. Runs with processes of their own for training or sampling name it: cpu, or cuda:N."""
+    """Device of the model. auto: the first GPU in a one-process run, or the CPU without a GPU. Runs
+    with separate processes for training or sampling must set it: cpu, or cuda:N."""
     scale: float = 1.0
-    """What its output is multiplied by."""
+    """Factor of its output."""
     max_tokens: Count = 16384
-    """Most tokens of one pass over the answers of a prompt."""
+    """Maximum number of tokens in one pass over the answers of a prompt."""
 
 
 class RewardConfig(Section):
     fn: str | tuple[str, ...] | None = None
-    """A built-in reward (exact_match, numeric, gsm8k, math, code, sort_digits), judge, which asks
-    the model that `judge` names, reward_model, which is the model of `model`, or your own:
-    `package.module:function` or `path/to/file.py:function`. Or a list of them, which add up."""
+    """A built-in reward (exact_match, numeric, gsm8k, math, code, sort_digits), judge (asks the
+    model in `judge`), reward_model (the model in `model`), or your own function:
+    `package.module:function` or `path/to/file.py:function`. Or a list of these, which are added up.
+    """
     judge: JudgeConfig = JudgeConfig()
-    """The model that `fn: judge` asks for rewards."""
+    """The model that `fn: judge` calls."""
     model: RewardModelConfig = RewardModelConfig()
     """The model of `fn: reward_model`."""
     weights: tuple[float, ...] | None = None
-    """What the value of each function of `fn` is multiplied by. null: 1 each."""
+    """Factor of each function of `fn`. null: 1 each."""
     timeout_s: Seconds = 10.0
-    """After this long the process of a reward is ended and the sample counts as failed."""
+    """Time limit of a reward; its process is then killed and the sample counts as failed."""
     num_workers: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Processes that compute rewards. null: half the cores, at most 8."""
     memory_mb: Count = 1024
     """Memory limit of each of them."""
     on_failure: Literal["drop", "zero"] = "drop"
-    """What a reward that failed twice does, where the sample is not the cause: drop, the group is
-    given up and counted; zero, the sample is scored 0 and marked."""
+    """What happens if a reward fails twice and the sample is not the cause. drop: the group is
+    dropped and counted. zero: the sample is scored 0 and marked."""
     allow_processes: bool = False
-    """Whether a reward of your own may start processes."""
+    """Whether your own reward may start processes."""
     allow_weaker: bool = False
-    """Continues where this machine lacks a protection that rewards are run under."""
+    """Continues if this machine lacks a protection of the reward processes."""
 
     @property
     def functions(self) -> tuple[str, ...]:

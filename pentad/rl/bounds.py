@@ -220,7 +220,8 @@ def logprob_gap(gaps: np.ndarray, is_fresh: np.ndarray) -> tuple[float | None, b
 
 
 def gap_of(differences: np.ndarray) -> float:
-    """Between log-probs under the same weights: mean size, or the shift of all. NaN with a NaN."""
+    """The larger of the mean absolute difference of log-probs and the weighted mean shift; both are
+    of the same weights. NaN if any is NaN."""
     return float(max(np.abs(differences).mean(), SHIFT_FACTOR * abs(differences.mean())))
 
 

@@ -73,30 +73,8 @@ def correction_weights(
     segments: Segments,
     correction: Correction,
 ) -> tuple[Tensor, Tensor]:
-    """Per token the weight for data drawn by another policy than the one the gradient is taken at,
-    and whether the ratio was outside [floor, cap]; 1 off the mask.
-
-    With behaviour b (the sampler's `rollout_logprobs`) and proximal policy p (the one the loss's
-    own ratio is taken against: the trainer's log-probs at the start of the update; where the loss
-    has no ratio, the policy that is differentiated), the ratio p/b weighs each token's loss:
-
-        token      w_t = p_t / b_t
-        sequence   w_t = prod_u p_u / b_u            over the trained tokens u of the sequence
-        geometric  w_t = (prod_u p_u / b_u)^(1/n)
-
-        tis        clamp(w, floor, cap)              https://fengyao.notion.site/off-policy-rl
-        mis        w if floor <= w <= cap else 0     https://arxiv.org/abs/2510.18855 (IcePop)
-
-        sampler_ratio  no weight: the loss's own ratio is taken against b, so its clip bounds the
-                       whole distance from the sampler. https://arxiv.org/abs/1707.06347 read
-                       literally; verl's bypass mode, AReaL without its decoupled loss, slime's
-                       rollout log-probs.
-
-    Decoupled PPO (https://arxiv.org/abs/2110.00641) is the weight times the clipped objective whose
-    ratio is taken against p. Ours always bounds the weight, and weighs the policy term only; the KL
-    and entropy terms keep weight 1. Rejected tokens stay in the count that divides the loss, so
-    rejecting never enlarges the rest. Weights carry no gradient.
-    """
+    """Per token: the importance weight of the gradient's policy over the sampling policy, and
+    whether the ratio was outside [floor, cap]; 1 outside the mask."""
     log_T = masked_difference(proximal_T, behaviour_T, mask_T).detach()
     if correction.level == "sequence":
         log_T = segments.spread(segments.sum(log_T))

@@ -326,7 +326,8 @@ class SftLoss:
 
 
 class RewardLoss:
-    """-value, per token: weights that are slopes of a loss give its gradient."""
+    """The negative value per token; with the slopes of a loss as weights, its gradient is that of
+    the loss."""
 
     needs_entropy = False
     columns: tuple[str, ...] = ("weights",)

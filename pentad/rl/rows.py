@@ -258,7 +258,7 @@ def _problem_of(sample: Sample, needed: set[str], has_reward: bool) -> str:
     if sample.mask.shape != sample.ids.shape:
         return f"its mask has {sample.mask.size} entries for {sample.ids.size} tokens"
     if sample.mask.size and sample.mask[0]:
-        return "its first token is marked as sampled, but nothing stands before it"
+        return "its first token is marked as sampled, but no token precedes it"
     columns = {**sample.columns, "rollout_logprobs": sample.rollout_logprobs}
     for name in sorted(needed.union(name for name in CARRIED if name in columns)):
         if name not in columns:

@@ -33,8 +33,8 @@ SWITCHES = {
 
 class AlgorithmConfig(Section):
     name: AlgorithmName = "grpo"
-    """The algorithm. It decides advantages, loss and corrections; the other keys of this block
-    override single parts of it and are null as long as its own choice holds."""
+    """The algorithm. It defines advantages, loss and corrections; the other keys of this block
+    override single choices and are null otherwise."""
     eps_clip: Positive | None = None
     """Clip range of the importance ratio below 1 (and above, unless `eps_clip_higher`)."""
     eps_clip_higher: Positive | None = None
@@ -47,14 +47,14 @@ class AlgorithmConfig(Section):
     kl_estimator: KlEstimator | None = None
     """Estimator of the KL term."""
     kl_in: KlPlace | None = None
-    """Whether the KL term is part of the loss or taken from the reward of each token."""
+    """Whether the KL term is part of the loss or subtracted from the reward of each token."""
     kl_weighted: bool | None = None
     """Weights the KL term of a token by the ratio of the policy over the sampler's, so that value
     and gradient are those of KL(policy || reference) on data of any age. For k3 in the loss."""
     entropy_coef: NonNegative | None = None
     """Weight of the entropy bonus."""
     loss_norm: LossNorm | None = None
-    """What the loss is a mean over."""
+    """Unit of averaging in the loss."""
     gamma: Share | None = None
     """Discount of future rewards."""
     lam: Share | None = None
@@ -65,20 +65,20 @@ class AlgorithmConfig(Section):
     """Clip range of the value loss."""
     correction: CorrectionKind | None = None
     """Correction for data of an older or differently computed policy: truncated (tis) or masked
-    (mis) importance weights, or the clipped ratio taken against the sampler's log-probs. null: one
-    that fits the algorithm if `max_staleness` or `updates_per_batch` asks for it, else none."""
+    (mis) importance weights, or the clipped ratio against the sampler's log-probs. null: chosen for
+    the algorithm if `max_staleness` or `updates_per_batch` requires one, else none."""
     allow_uncorrected: bool | None = None
-    """Lets `correction: none` pass with `max_staleness` above 0 or `updates_per_batch` above 1."""
+    """Allows `correction: none` with `max_staleness` above 0 or `updates_per_batch` above 1."""
     correction_level: CorrectionLevel | None = None
-    """Whether the weight is that of a token, of a sequence, or the sequence's geometric mean."""
+    """Level of the weight: the token, the sequence, or the geometric mean over the sequence."""
     correction_cap: Annotated[float, Field(ge=1)] | None = None
-    """Largest weight that is let through."""
+    """Largest weight."""
     correction_floor: Share | None = None
-    """Smallest weight that is let through."""
+    """Smallest weight."""
     rejection: RejectionLevel | None = None
-    """Drops tokens, whole sequences by their ratio or by its geometric mean per token, where the
-    policy has moved too far from the sampler's; beside the weight of `correction`, at a level of
-    its own. They stay in the count that divides the loss. null: none."""
+    """Drops tokens, or whole sequences by their ratio or its geometric mean per token, if the
+    policy has moved too far from the sampler's. Independent of `correction`. Dropped tokens still
+    count in the divisor of the loss. null: none."""
     rejection_cap: Annotated[float, Field(ge=1)] | None = None
     """Largest ratio that is kept. null: 2."""
     rejection_floor: Share | None = None
@@ -88,13 +88,13 @@ class AlgorithmConfig(Section):
     dynamic_filter: bool | None = None
     """Replaces groups whose rewards are all equal, which carry no signal, by further prompts."""
     overlong_buffer: Count | None = None
-    """Tokens before the most that a sample may have (`gconfig.max_sampled_tokens`) over which the
-    overlong penalty rises. null: a fifth of them."""
+    """Number of tokens before the length limit (`gconfig.max_sampled_tokens`) over which the
+    overlong penalty rises. null: a fifth of the limit."""
     overlong_penalty: NonNegative | None = None
     """Penalty at the full length."""
     mask_truncated: bool | None = None
-    """Does not train samples that the length limit cut off; their rewards still count in the
-    baseline of their group (the overlong filter of DAPO)."""
+    """Does not train truncated samples; their rewards still count in the baseline of their group
+    (the overlong filter of DAPO)."""
     tau_pos: Positive | None = None
     """SAPO: steepness of the gate where the advantage is positive. null: 1."""
     tau_neg: Positive | None = None
@@ -103,15 +103,15 @@ class AlgorithmConfig(Section):
     """M2PO: largest mean square of the log-ratios between trainer and sampler over the tokens of
     a batch that are trained. null: 0.04."""
     cov_share: Share | None = None
-    """Clip-Cov and KL-Cov: the share of a batch's tokens that are taken out or penalised."""
+    """Clip-Cov and KL-Cov: share of a batch's tokens that are detached or penalised."""
     cov_low: NonNegative | None = None
-    """Clip-Cov: tokens are taken from those whose covariance is at least this. null: 1."""
+    """Clip-Cov: lowest covariance of tokens that can be detached. null: 1."""
     cov_high: Positive | None = None
-    """Clip-Cov: and at most this. null: 5."""
+    """Clip-Cov: highest covariance of tokens that can be detached. null: 5."""
     cov_kl_coef: NonNegative | None = None
     """KL-Cov: weight of the penalty. null: 1."""
     reward_scale: float | None = None
-    """Every reward is multiplied by it."""
+    """Factor of every reward."""
     reward_clip: Positive | None = None
     """Scaled rewards are clipped to plus or minus this; in `distill` (where null is 10) a token's
     log-prob less the teacher's."""
@@ -167,7 +167,7 @@ class AlgorithmSettings:
 
     name: str
     facts: AlgorithmFacts
-    """What it is, before any number is chosen."""
+    """Facts of the algorithm, independent of its settings."""
 
     eps_clip: float = 0.2
     """The ratio may fall to 1 - eps_clip; from 1 on there is no lower bound."""
@@ -199,7 +199,7 @@ class AlgorithmSettings:
     """The clip is centred at log-probs recomputed by the trainer; the sampler's enter by the
     correction."""
     allow_uncorrected: bool = False
-    """Off-policy data may go without a correction."""
+    """Off-policy data may be trained without a correction."""
     dynamic_filter: bool = False
     """Groups without signal are replaced before they are trained."""
     overlong_buffer: int | None = None
@@ -217,7 +217,7 @@ class AlgorithmSettings:
     reward_clip: float | None = None
     """For distillation: largest difference of a token's log-probs."""
     max_reward: float = 1e6
-    """A reward beyond it, scaled and clipped, stops the run: no sum of squares would hold it."""
+    """A larger reward, after scaling and clipping, stops the run: its square could overflow."""
 
     @classmethod
     def of(cls, name: str, facts: AlgorithmFacts, given: Mapping[str, Any]) -> AlgorithmSettings:
@@ -275,9 +275,9 @@ class PreferenceConfig(Section):
     labelled good or bad one by one. reward trains a reward model on pairs; `pentad reward-model`
     sets it."""
     beta: Positive = 0.1
-    """How strongly the policy is held to the reference; the smaller, the further it may move."""
+    """Strength of the pull towards the reference; the smaller, the further the policy may move."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """dpo: the share of pairs whose labels are taken to be the wrong way round."""
+    """dpo: assumed share of pairs with swapped labels."""
     desirable_weight: Positive = 1.0
     """kto: weight of good answers. Choose it so that good and bad ones weigh about the same."""
     undesirable_weight: Positive = 1.0
@@ -288,19 +288,20 @@ class GuardsConfig(Section):
     """When a run that trains something else than it should is stopped."""
 
     max_logprob_gap: Positive | None = 0.3
-    """Largest mean difference of a token's log-prob between trainer and sampler, on samples drawn
-    with the weights that are trained (ten times as much where all are older); a shift of all
-    log-probs counts three times. null: any."""
+    """Largest mean difference of a token's log-prob between trainer and sampler, on samples from
+    the trained weights (ten times as much if all samples are from older weights); a shift of all
+    log-probs counts three times. null: no limit."""
     patience_steps: Count = 5
-    """Steps in a row past a bound (one log-prob reported for all tokens, gradients that are not
-    finite) that stop the run; of log-prob differences, as many of the last twice as many."""
+    """Number of consecutive steps past a bound that stops the run (one log-prob reported for all
+    tokens, non-finite gradients); for log-prob differences, this many of the last twice as many
+    comparisons."""
     max_nonfinite_share: Share = 0.5
     """Also stops when more than this share of the last 20 steps had no finite gradient."""
     max_rollbacks: NonNegativeInt = 2
-    """How often a run that would stop, since `patience_steps` gradients in a row were not finite,
-    goes back to the weights and optimizer state of its newest recovery checkpoint instead (of an
-    older one if that has not helped). Steps, data and learning rate continue: what was trained
-    since is not trained again."""
+    """How often a run with `patience_steps` consecutive non-finite gradients is rolled back to the
+    weights and optimizer state of its newest recovery checkpoint (or an older one, if that did not
+    help) instead of ending. Steps, data and learning rate continue: batches since that checkpoint
+    are not trained again."""
     replica_check_steps: Count | None = 100
-    """Steps after which ranks compare what several of them hold copies of, weights and optimizer
-    state, bit by bit; a difference ends the run before it is saved. null: never."""
+    """Interval in steps at which ranks compare their copies of weights and optimizer state bitwise;
+    a difference ends the run before that step is saved. null: never."""

@@ -109,7 +109,7 @@ def check_samples(
     """
     problems = []
     if len(samples) < num or (len(samples) > num and not own_prompts):
-        problems.append(f"returned {len(samples)} samples where {num} were asked for")
+        problems.append(f"returned {len(samples)} samples where {num} were requested")
     prompt_ids = () if own_prompts else prompt.ids
     begin = np.array(prompt_ids, dtype=np.int64).tobytes()
     for index, sample in enumerate(samples):

@@ -47,7 +47,7 @@ class Environment(Protocol):
     """The other side of a multi-turn sample. One object serves one sample, then is closed."""
 
     async def reset(self, fields: Mapping[str, Any]) -> object:
-        """Begins, with the dataset row the prompt was made of."""
+        """Starts an episode with the dataset row of the prompt."""
         ...
 
     async def step(self, text: str) -> Step: ...
@@ -64,11 +64,7 @@ ASKED, ANSWERED = "@@asked@@", "@@answered@@"
 def observation_ids(
     observations: Sequence[str], role: str, ending_id: int | None, tokenizer: RolloutTokenizer
 ) -> list[int]:
-    """What stands between an answer and the next one, if the environment says `observations`, each
-    a message of `role`.
-
-    A tokenizer without a chat template takes them as they are.
-    """
+    """Token ids between two answers: `observations`, rendered as messages of `role`."""
     if tokenizer.chat_template is None:
         return tokenizer.encode("\n".join(observations), add_special_tokens=False)
     messages = [{"role": role, "content": observation} for observation in observations]

@@ -23,16 +23,16 @@ class GenerationConfig(Section):
     n_samples: Count = 8
     """Samples per prompt: the size of a group."""
     max_new_tokens: Count = 256
-    """Longest answer; with several turns, of each of them."""
+    """Maximum length of an answer; with several turns, of each turn."""
     max_sampled_tokens: Count | None = None
-    """Most tokens sampled in one sample, all its turns together: what the overlong penalty and
-    `loss_norm: constant` count against. null: `max_new_tokens` in single_turn, else no limit."""
+    """Maximum number of sampled tokens of one sample, over all turns: the limit for the overlong
+    penalty and `loss_norm: constant`. null: `max_new_tokens` in single_turn, else no limit."""
     temperature: NonNegative = 1.0
     """Sampling temperature; the trainer computes log-probs at the same one."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling. Training needs 1: the trainer cannot reproduce a cut distribution."""
+    """Nucleus sampling. Training needs 1: the trainer cannot reproduce a truncated distribution."""
     top_k: NonNegativeInt = 0
-    """Draws from the k likeliest tokens, 0 from all. Training needs 0."""
+    """Samples from the k most likely tokens; 0: from all. Training needs 0."""
     stop: tuple[str, ...] = ()
     """Texts that end an answer."""
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
@@ -53,16 +53,17 @@ class WorkflowConfig(Section):
     agent: str | None = None
     """As `rollout.agent`."""
     name: str | None = None
-    """How records name it. null: as `workflow`."""
+    """Name in the records. null: as `workflow`."""
     weight: Positive = 1.0
-    """Its share of the prompts, beside the weights of the others."""
+    """Share of the prompts, relative to the weights of the others."""
     data: DataBlock = DatasetConfig()
-    """Its training prompts, or their path alone. How rows are read, their order and `max_length`
-    are as in `train_dataset` where it is not said."""
+    """Its training prompts, or only their path. Keys that are not set, such as format and
+    `max_length`, are taken from `train_dataset`."""
     valid: DataBlock | None = None
     """Its held-out prompts. null: none."""
     reward: RewardConfig | None = None
-    """How its answers are scored. null: as it scores them itself, else by the block `reward`."""
+    """How its answers are scored. null: by the environment itself if it gives rewards, else by the
+    block `reward`."""
 
 
 class RolloutConfig(Section):
@@ -73,50 +74,49 @@ class RolloutConfig(Section):
     `package.module:Class`, a workflow of your own."""
     agent: str | None = None
     """For `workflow: agent`: `package.module:function` or `path/to/file.py:function`, a function
-    that talks to the policy as to an OpenAI server."""
+    that calls the policy through an OpenAI-compatible API."""
     workflows: tuple[WorkflowConfig, ...] = ()
-    """Several environments in one run, in place of `workflow`, `agent`, `train_dataset.path` and
-    `valid_dataset`: each group is of one of them, in turns by weight."""
+    """Several environments in one run, instead of `workflow`, `agent`, `train_dataset.path` and
+    `valid_dataset`: each group has one of them, by weight."""
     history: Literal["sampled", "template"] = "sampled"
-    """What a policy that speaks several turns with an environment reads of its earlier ones.
-    sampled: the tokens that it drew, thinking included. template: what the chat template writes,
-    Qwen3's without the thinking before the last question; where that is not how the tokens so far
-    begin, the turn begins a sequence of its own, and all sequences of an episode are trained with
-    its reward."""
+    """What the policy reads of its earlier turns. sampled: the tokens that it sampled, thinking
+    included. template: the turns as rendered by the chat template (Qwen3's removes the thinking
+    before the last question); if the rendering does not start with the tokens so far, the turn
+    starts a new sequence, and all sequences of an episode are trained with its reward."""
     max_concurrent_groups: Count | None = None
-    """Groups in flight. null: one batch, times one more for each step of staleness."""
+    """Maximum number of groups in flight. null: one batch, plus one for each step of staleness."""
     deadline_s: Seconds = 600.0
     """A group that takes longer is aborted and counts as failed."""
     tool_timeout_s: Seconds = 30.0
-    """A call of an environment in a process of its own (reset, a tool, a step, the reward) that
-    takes longer ends that process and its episode."""
+    """Time limit of a call of an environment in its own process (reset, a tool, a step, the
+    reward); beyond it the process is killed and the episode ends."""
     max_retries: NonNegativeInt = 2
     """Attempts after the first before a failing group is dropped and counted."""
     max_batch_tokens: Count | None = None
-    """Most tokens the sampler runs in one forward pass. null: 8192; of the embedded sampler on a
-    GPU 32768, fewer of a wide model or where little memory is free, and of them 8192 in prompts
-    that continue from cached tokens; `max_running` where that is more."""
+    """Maximum number of tokens in a forward pass of the sampler. null: 8192; for the embedded
+    sampler on a GPU 32768, less for wide models or little free memory, of which at most 8192 in
+    prompts that continue from cached tokens; at least `max_running`."""
     max_running: Annotated[int, Field(ge=1, le=1000000)] | None = None
-    """Most sequences that a sampler decodes together. null: as many as it gets at once, at least
-    256 and at most 1024; what does not fit the key-value cache waits."""
+    """Maximum number of sequences decoded together. null: as many as are requested at once, from
+    256 to 1024; sequences that do not fit the key-value cache wait."""
     kv_cache_gb: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    """Memory of the key-value cache. null: derived from what is free."""
+    """Memory of the key-value cache. null: derived from the free memory."""
     kv_cache_dtype: CacheDtype = "auto"
     """Format of the key-value cache. auto: as the model computes. int8 (embedded sampler) and fp8:
     half of the memory of bf16, and decoding reads half as much; log-probs of sampler and trainer
     then differ by more than the rounding of 16 bits (docs/embedded-engine.md has the figures)."""
     on_update: Literal["continue", "reprefill"] = "continue"
-    """What new weights do to answers under way: they continue with the cache of the old weights, or
-    their cache is computed anew."""
+    """What happens to answers in progress when new weights are installed: they continue with the
+    cache of the old weights, or their cache is recomputed."""
     replay_routes: bool = False
-    """For a mixture of experts: the sampler reports where it sent each token, and training sends it
-    to the same experts, so that rounding cannot choose others."""
+    """For a mixture of experts: the sampler returns the experts of each token, and training routes
+    it to the same ones, so that rounding cannot select others."""
     weight_deltas: bool = True
-    """Weights that travel by disk: only tensors that changed since the version that the sampler
-    holds are written; what it ends with is proven whole. false: all of them, every time."""
+    """For weights published by disk: only tensors that changed since the sampler's version are
+    written, and the result is verified as a whole. false: always all tensors."""
     restarts: NonNegativeInt = 3
-    """How often an embedded sampler or a scorer in a process of its own, or a server that the run
-    started, is started again in a row, without an answer gained in between, before the run ends."""
+    """Number of consecutive restarts of an embedded sampler, a scorer or a server that the run
+    started, without an answer in between, after which the run ends."""
     server: ServerConfig = ServerConfig()
     """The servers of a rollout component `vllm` or `sglang`."""
 

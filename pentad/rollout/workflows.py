@@ -262,7 +262,8 @@ class Talk:
         return sample
 
     def samples(self) -> list[Sample]:
-        """One a sequence. All have the text of the whole conversation, which is what is judged."""
+        """One sample per sequence. All have the text of the whole conversation, which the reward
+        scores."""
         text, samples = "\n".join(self.texts), []
         for transcript, turns in (*self.earlier, (self.transcript, self.turns)):
             finish = self.finish if transcript is self.transcript else "stop"
@@ -330,7 +331,7 @@ class Said:
 
 @dataclass(slots=True)
 class EpisodeFailed:
-    """What the policy had said in an episode that failed afterwards."""
+    """An episode failed after an answer; contains the tokens that the policy had sampled."""
 
     part: str
     """WORKFLOW_FAILED, WORKFLOW_LATE, or the part of an `EpisodeOver`."""

@@ -121,7 +121,7 @@ def _serve(group: dist.ProcessGroup, service: RankService) -> None:
         try:
             method, arguments = broadcast_value(None, group)
         except RuntimeError as error:
-            raise RunError(f"connection closed: rank 0 is gone ({error})") from error
+            raise RunError(f"connection closed: rank 0 ended ({error})") from error
         if method == STOP:
             is_whole = arguments["is_whole"]
             service.close(is_failed=not is_whole)

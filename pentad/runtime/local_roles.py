@@ -92,5 +92,5 @@ def environment_of(spec: RoleSpec) -> dict[str, str]:
 
 
 def own_environment(spec: RoleSpec) -> dict[str, str]:
-    """What a process of the spec has besides what any process of this program has."""
+    """Environment variables that only a process of this spec has."""
     return {"CUDA_VISIBLE_DEVICES": visible_devices(spec.devices), **spec.environment}

@@ -83,7 +83,7 @@ def name_rank(rank: int, world: int, step: int | None) -> str:
 
 
 def is_one_machine() -> bool:
-    """Whether all ranks are on this machine, as far as torchrun, or who else started them, says."""
+    """Whether all ranks are on this machine, by the variables of torchrun or another launcher."""
     world = os.environ.get("WORLD_SIZE", "1")
     return os.environ.get("LOCAL_WORLD_SIZE", world) == world
 

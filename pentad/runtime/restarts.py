@@ -211,7 +211,7 @@ class RestartPolicy:
         on = f" on {listed(sorted(self.slots_here))}" if len(self.slots_here) > 1 else ""
         failed = f"{self._place} failed {self.num_in_all} times in a row{on}"
         diagnosis = (
-            f"{failed}, so its data or what it computes is the likely cause, and the run is not "
+            f"{failed}, so its data or computation is the likely cause, and the run is not "
             "started again"
         )
         return Decision("stop", f"{failed}: {NOT_AGAIN}", diagnosis, tuple(self.retired))
@@ -232,7 +232,7 @@ _generation = 0
 
 @contextmanager
 def in_generation(number: int) -> Iterator[None]:
-    """Within it the run of this process is in this generation of its learners."""
+    """Context in which this process belongs to the given generation of learners."""
     global _generation
     before, _generation = _generation, number
     try:

@@ -12,17 +12,17 @@ class ClusterConfig(Section):
     n_nodes: Count = 1
     """Machines the run may use."""
     n_gpus_per_node: Count | None = None
-    """Devices on each machine. null: as many as are found (one on a machine without a GPU)."""
+    """Devices on each machine. null: the number found (one on a machine without a GPU)."""
     n_cpus_per_node: Count | None = None
-    """CPU cores that a Slurm job asks for on each machine. null: all of them, and no other job
-    beside it (--exclusive)."""
+    """CPU cores that a Slurm job requests on each machine. null: the whole machine (--exclusive).
+    """
     memory_gb_per_node: Positive | None = None
-    """Host memory in GiB that a Slurm job asks for on each machine. null: all of it."""
+    """Host memory in GiB that a Slurm job requests on each machine. null: all of it."""
     share_gpus: bool = False
-    """Lets rollout and training that + gives devices of their own share them, each in its own
-    process, where there are not enough for both: hybrid and async on one GPU."""
+    """Lets components joined by `+` share devices, each in its own process, if there are not enough
+    for both: hybrid and async on one GPU."""
     allow_idle: bool = False
-    """Lets a layout leave half of the devices of a cluster of a given size idle, or more."""
+    """Accepts a layout that leaves half or more of the devices of a cluster of given size idle."""
 
     def count_devices(self) -> int | None:
         """Devices of all machines; None without GPUs, where processes share the cores."""
@@ -37,8 +37,8 @@ class ClusterConfig(Section):
 
 class SchedulerConfig(Section):
     type: Literal["local", "ray", "slurm"] = "local"
-    """Who starts the processes: this machine, a Ray cluster, or Slurm."""
+    """Where processes are started: this machine, a Ray cluster, or Slurm."""
     processes: Literal["auto", "one", "separate"] = "auto"
-    """Whether scheduler, trainer and sampler are one process or several. auto: one where one rank
-    trains, one embedded sampler samples, both on this machine, and they share a device or there
-    are not two; else several."""
+    """Whether scheduler, trainer and sampler are one process or several. auto: one if there is one
+    training rank and one embedded sampler on this machine and they share a device or there is only
+    one; else several."""

@@ -177,8 +177,8 @@ def rename(name: str) -> None:
 
 
 def overwrite(region: int, text: bytes) -> None:
-    """Has /proc say something else of this process, as far as there is room; the memory is read for
-    nothing else any more."""
+    """Replaces the command line that /proc shows for this process, as far as it fits; nothing else
+    reads that memory."""
     fields = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()
     start, end = int(fields[region]), int(fields[region + 1])
     size = end - start

@@ -335,7 +335,7 @@ def flaw_of(answer: Generation, max_new_tokens: int, vocab_size: int) -> str | N
         counts = f"{len(answer.logprobs)} log-probs and {len(answer.versions)} versions"
         return f"{counts} came for {num} ids"
     if not 1 <= num <= max_new_tokens:
-        return f"{num} tokens came where 1 to {max_new_tokens} were asked for"
+        return f"{num} tokens came where 1 to {max_new_tokens} were requested"
     ids, logprobs, versions = map(np.array, (answer.ids, answer.logprobs, answer.versions))
     outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     if len(outside):

@@ -74,8 +74,7 @@ class HttpLink:
         return True
 
     def wake(self) -> bool:
-        """False where it is not to be used again: closed, or with something that was not asked
-        for."""
+        """Whether the connection can be reused: it is open and has no unexpected data."""
         if time.monotonic() - self.idle_since > IDLE_S or self.writer.is_closing():
             return False
         poll = select.poll()

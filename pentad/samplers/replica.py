@@ -292,8 +292,8 @@ class Replica:
         self._end_pending(RunError("the sampler was closed"))
 
     async def _apply(self, method: str, **arguments: Any) -> None:
-        """For a state that a new process is given too: a lost one needs it no more. A process that
-        runs and fails at it is an error."""
+        """Applies a state that a new process also receives, so a lost process is ignored. An error
+        of a running process is raised."""
         if (sampler := self.sampler) is None:
             return
         try:
@@ -355,7 +355,8 @@ class Replica:
             )
 
     async def _start_again(self) -> ProcessSampler | None:
-        """A process with the newest weights; None where it failed before it had them."""
+        """Restarts the process with the newest weights; None if it failed before they were
+        installed."""
         sampler = None
         try:
             sampler = await self.start(self.policy.generation)

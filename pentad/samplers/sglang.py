@@ -208,7 +208,7 @@ class Sglang(LoadingDialect):
             num = f"{len(found)} log-probs and {len(read.output_ids)} ids came for {total} tokens"
             raise InfraFailure(f"{self.where}: {num}")
         if got != read.output_ids:
-            raise InfraFailure(f"{self.where}: the log-probs are those of other tokens")
+            raise InfraFailure(f"{self.where}: the log-probs belong to other tokens")
         return meta
 
     async def abort(self, call_ids: Sequence[str]) -> bool:

@@ -130,7 +130,7 @@ class WeightReceiver:
         mine = str(torch.cuda.get_device_properties(self.device).uuid)
         if mine not in handles:
             raise RuntimeError(
-                f"the weights lie on GPU {', '.join(handles)}, this worker on {mine}"
+                f"the weights are on GPU {', '.join(handles)}, this worker on {mine}"
             )
         return take(self, opened(handles[mine], self.device))
 

@@ -254,4 +254,4 @@ async def serve(
             helper.cancel()
         listener.close()
     if not stop.is_set():
-        raise RunError("the HTTP server ended by itself")
+        raise RunError("the HTTP server ended unexpectedly")

@@ -153,7 +153,7 @@ class ChangedOnly:
     failure, nor of a server that gives its weights another name than they were given."""
 
     def __init__(self, is_on: bool, label: Callable[[], Awaitable[str]]) -> None:
-        """`label`: asks the server what it calls its weights."""
+        """`label`: queries the server for the version of its weights."""
         self.is_on = is_on
         self.label = label
         self.held: Mapping[str, str] = {}

@@ -223,7 +223,7 @@ def share_on_gpu(version: int, flat: Tensor, num_tensors: int, digest: str) -> P
 
 
 def open_on_gpu(published: PublishedWeights) -> dict[str, Tensor]:
-    """The publisher's own memory: to be read before the receipt, and written never."""
+    """Maps the publisher's memory: read it before the receipt is sent, never write it."""
     found = [n for n in range(torch.cuda.device_count()) if gpu_uuid(n) == published.place]
     if not found:
         where = f"lie on {published.place}, not on our GPU"

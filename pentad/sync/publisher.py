@@ -56,11 +56,7 @@ def take_snapshot(
     on_host: bool = False,
     hashed: bool = True,
 ) -> Snapshot:
-    """Call it where the learner runs; `copy` when the learner will move on before the install.
-
-    `on_host` for weights that are gathered from several ranks: no one device need hold them all.
-    Not `hashed` where they are compared in place: the digest is then computed on demand.
-    """
+    """Call it in the learner's process; `copy` if training continues before the install is done."""
     if not hashed and not copy and not on_host:
         pairs: TensorPairs
         if isinstance(weights, NativeWeights):

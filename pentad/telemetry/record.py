@@ -60,16 +60,18 @@ class Collective:
     over layers and microbatches; passes computed again count again. Null without it."""
 
     all_to_all_dispatch_ms: float | None = measured(
-        "sending pairs of a token and an expert to where the expert is, from when this rank is "
+        "time of sending (token, expert) pairs to the experts' ranks, from when this rank is "
         "ready to the arrival of the last; a shared expert may be computed meanwhile",
         "ms",
     )
-    all_to_all_combine_ms: float | None = measured("bringing their results back", "ms")
-    dispatch_bytes: int | None = about("sent to other ranks, weights of pairs included", "bytes")
+    all_to_all_combine_ms: float | None = measured(
+        "time of returning the results of the experts", "ms"
+    )
+    dispatch_bytes: int | None = about("pairs sent to other ranks, with their weights", "bytes")
     combine_bytes: int | None = about("results sent to other ranks", "bytes")
     pairs_computed: int | None = about(
         "pairs of a token and an expert that arrived at their expert and were computed, on all "
-        "ranks and in all layers; passes computed again count again",
+        "ranks and in all layers; recomputed passes count again",
         "pairs",
     )
     dispatch_bw_gbps: float | None = measured("dispatch_bytes over its time", "GB/s")
@@ -117,7 +119,9 @@ class Infra:
     recover_stall_ms: float | None = measured(
         "time that training waited for the last recovery checkpoint", "ms"
     )
-    recover_commit_ms: float | None = measured("time from its start to its commit", "ms")
+    recover_commit_ms: float | None = measured(
+        "time from the start of that checkpoint to its commit", "ms"
+    )
     num_failed_recovers: int | None = measured(
         "recovery checkpoints that failed since the last good one", "attempts"
     )
@@ -127,13 +131,13 @@ class Infra:
         "steps",
     )
     waiting_upload_step: int | None = measured(
-        "the newest committed one that the store does not have yet; null: it has all", "steps"
+        "the newest committed checkpoint that the store lacks; null: it has all", "steps"
     )
     num_failed_uploads: int | None = measured(
         "uploads that failed after all retries, in this start of the run", "attempts"
     )
     uploaded_gb: float | None = measured(
-        "sent to the store and acknowledged, in this start of the run", "GB"
+        "data that the store has acknowledged, in this start of the run", "GB"
     )
     publish_gather_ms: float | None = measured(
         "time of the learner in the last confirmed publish, until its weights may change again; "
@@ -148,7 +152,7 @@ class Infra:
         "ms",
     )
     publish_install_ms: float | None = measured(
-        "from the weights at hand to the receipt, the pause included", "ms"
+        "time from the arrival of the weights to the receipt, including the pause", "ms"
     )
     publish_mb: float | None = measured(
         "amount written or sent to one sampler: less than the weights if only changes are sent, 0 "
@@ -177,8 +181,8 @@ class Rl:
 
     reward_mean: float | None = about("mean reward of the trained samples")
     reward_std: float | None = about("standard deviation over samples")
-    reward_min: float | None = about("lowest")
-    reward_max: float | None = about("highest")
+    reward_min: float | None = about("lowest reward of a sample")
+    reward_max: float | None = about("highest reward of a sample")
     reward_parts: dict[str, float] | None = about("mean of each named part of the reward")
     environments: dict[str, dict[str, float]] | None = about(
         "by name: num_groups, num_samples, reward_mean and length_mean of the groups trained; null "
@@ -188,8 +192,8 @@ class Rl:
     advantage_mean: float | None = about("mean advantage of trained tokens")
     advantage_std: float | None = about("standard deviation over tokens")
     length_mean: float | None = about("mean sampled tokens of a sample", "tokens")
-    length_min: float | None = about("fewest", "tokens")
-    length_max: float | None = about("most", "tokens")
+    length_min: float | None = about("fewest sampled tokens of a sample", "tokens")
+    length_max: float | None = about("most sampled tokens of a sample", "tokens")
     prompt_length_mean: float | None = about("mean tokens of a prompt", "tokens")
     truncated_share: float | None = about("samples that ended at the length limit", "share")
     kl_ref: float | None = about("divergence from the reference policy, k3", "nats/token")
@@ -200,14 +204,16 @@ class Rl:
     ratio_p95: float | None = about("importance ratio, 95th percentile")
     ratio_max: float | None = about("importance ratio, largest")
     outside_clip_share: float | None = about("tokens with a ratio outside the clip band", "share")
-    effective_sample_size: float | None = about("of the ratios, over the tokens trained", "share")
+    effective_sample_size: float | None = about(
+        "effective sample size of the importance ratios, over the trained tokens", "share"
+    )
     corrected_share: float | None = about("tokens the off-policy correction changed", "share")
     rejected_share: float | None = about("tokens that algorithm.rejection left out", "share")
     correction_weight_mean: float | None = about("mean weight of the off-policy correction")
     logprob_diff_mean: float | None = about("mean |trainer - sampler| log-prob of a token", "nats")
-    logprob_diff_p95: float | None = about("95th percentile of it", "nats")
-    logprob_diff_p99: float | None = about("99th percentile of it", "nats")
-    logprob_diff_max: float | None = about("largest", "nats")
+    logprob_diff_p95: float | None = about("95th percentile of that difference", "nats")
+    logprob_diff_p99: float | None = about("99th percentile of that difference", "nats")
+    logprob_diff_max: float | None = about("largest such difference", "nats")
     rerouted_share: float | None = about(
         "routes of the sampler that the trainer would have chosen differently, over tokens and "
         "layers of some samples of the step; null unless routes are replayed",

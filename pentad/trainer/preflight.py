@@ -297,7 +297,7 @@ def vocabulary_problems(
 
 
 def token_problems(config: Config, tokenizer: Tokenizer) -> list[Problem]:
-    """Reference and teacher judge the actor's ids: to them these must mean the same tokens."""
+    """Reference and teacher score the actor's token ids, so their tokenizers must map ids alike."""
     problems = []
     for key, path in frozen_paths(config).items():
         if path is None or not any((Path(path) / name).is_file() for name in TOKENIZER_FILES):

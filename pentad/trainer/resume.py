@@ -66,7 +66,7 @@ def resume(context: RunContext, handler: RecoverHandler, check: Check) -> Checkp
         _check_place(context)
     redone = context.recorder.resume(0 if checkpoint is None else checkpoint.step + 1)
     for change in context.folder.changes:
-        log.info("the config differs from the start before: %s", change, extra=NOTICE)
+        log.info("the config differs from the previous start: %s", change, extra=NOTICE)
     _report(context, checkpoint, redone)
     return checkpoint
 
@@ -130,7 +130,7 @@ def roll_back(
     bounds.rolled_back(step, to)
     context.steps.rolled_back_to = to + 1
     log.warning(
-        "step %d: %s. The weights and the optimizer state of step %d are put back (rollback %d "
+        "step %d: %s. The weights and the optimizer state of step %d are restored (rollback %d "
         "of guards.max_rollbacks = %d); steps and data continue",
         step + 1,
         sentence.partition(":")[0],

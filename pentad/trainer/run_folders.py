@@ -144,8 +144,8 @@ def take_folder(config: Config, *, fresh: bool) -> Iterator[RunFolder]:
 
 
 def _superseded_store(config: Config) -> Store | None:
-    """Whose checkpoints a fresh start gives up; StoreError, before anything is moved, where it does
-    not answer."""
+    """The store whose checkpoints a fresh start discards; raises StoreError before anything is
+    moved if it does not answer."""
     remote = config.remote
     if remote is None:
         return None

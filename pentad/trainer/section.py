@@ -21,14 +21,14 @@ SwitchName = Annotated[Literal["on", "auto", "off", "disabled"], BeforeValidator
 
 class ReferenceConfig(Section):
     path: str | None = None
-    """Folder or name of the reference model of the KL term. null: the actor as it was at the
-    start."""
+    """Folder or name of the reference model of the KL term. null: the actor before the first step.
+    """
 
 
 class TeacherConfig(Section):
     path: str | None = None
-    """Folder or name of the teacher of the algorithm `distill`; its vocabulary must be the
-    actor's."""
+    """Folder or name of the teacher of the algorithm `distill`; it must have the actor's
+    vocabulary."""
 
 
 class FrequencyConfig(Section):
@@ -51,15 +51,16 @@ class EvaluatorConfig(FrequencyConfig):
 
 class SaverConfig(FrequencyConfig):
     mode: Literal["auto", "sync", "async"] = "auto"
-    """Whether training waits while a save is written (sync) or continues, with a copy of it in host
-    memory (async); of exports and recovery checkpoints. auto: async, unless the host cannot hold
-    the copies, which is said."""
+    """Whether training waits while a save is written (sync) or continues with a copy in host memory
+    (async); for exports and recovery checkpoints. auto: async, or sync with a warning if the host
+    memory is too small for the copies."""
     keep_last: Count | None = None
-    """HF folders that stay, the newest; older ones are removed once a newer one is whole. null:
-    all, or where keep_best is set, the last one."""
+    """Number of newest HF folders to keep; older ones are removed once a newer one is complete.
+    null: all, or with keep_best only the last one."""
     keep_best: Count | None = None
-    """HF folders that stay for their held-out evaluation besides: accuracy (mean reward where
-    nothing is right or wrong), in SFT the loss. Steps without one are never the best."""
+    """Number of HF folders to keep for the best held-out evaluation, in addition: accuracy (mean
+    reward if the reward has no part `correct`), in SFT the loss. Steps without an evaluation are
+    never the best."""
 
     @property
     def is_periodic(self) -> bool:
@@ -69,16 +70,16 @@ class SaverConfig(FrequencyConfig):
 
 class RecoverConfig(FrequencyConfig):
     mode: SwitchName = "auto"
-    """Whether the state of the run is saved, and a run that stopped resumes where it was when it is
-    started again. auto and on do; off and disabled do not."""
+    """Whether the state of the run is saved so that the same command resumes it. auto and on: yes;
+    off and disabled: no."""
     retries: NonNegativeInt = 3
-    """How often a run that lost a process, or failed for a reason that may pass, is started again
-    from its last checkpoint without a step gained in between. A step that fails three times in a
-    row over ranks ends the run before."""
+    """Maximum number of restarts from the last checkpoint without progress in between, after a lost
+    process or a failure that may pass. A step that fails three times in a row over ranks ends the
+    run earlier."""
     keep_last: Count = 2
-    """Recovery checkpoints that are kept, the newest ones."""
+    """Number of newest recovery checkpoints to keep."""
     allow: tuple[str, ...] = ()
-    """Keys that may differ from those the run began with although they change what it trains."""
+    """Keys that may change at a resume although they affect training."""
 
     @property
     def is_on(self) -> bool:
@@ -87,18 +88,18 @@ class RecoverConfig(FrequencyConfig):
 
 class ElasticConfig(Section):
     enabled: bool = False
-    """Whether a run that lost ranks for good continues with those that are left, in the largest
-    layout that they allow, and takes them in again when they return. `plan --world N` shows it."""
+    """Whether a run that lost ranks for good continues with the remaining ones, in the largest
+    layout they allow, and uses the lost ones again when they return. `plan --world N` shows it."""
     min_ranks: Count = 1
-    """With fewer ranks that train the run waits."""
+    """Minimum number of training ranks; with fewer the run waits."""
     wait_timeout_s: Seconds = 3600.0
-    """A run that waits for ranks for longer ends."""
+    """Time limit of that wait; then the run ends."""
     drop_grace_s: NonNegative = 0.0
-    """How long a rank that is away may take to return before the others continue without it."""
+    """How long the run waits for a missing rank to return before the others continue without it."""
     slot_failures: Count = 2
-    """A rank whose process died, hung or raised so often, without a checkpoint gained in between,
-    counts as away. One that merely failed once is started again."""
+    """Number of failures (death, hang or exception) without a new checkpoint in between after which
+    a rank's slot is retired. With fewer failures its process is restarted."""
     heartbeat_interval_s: Annotated[float, Field(ge=0.05, le=60)] = 0.5
-    """How often each rank shows that it runs; `stall_abort_s` without a sign is a hang."""
+    """Interval of each rank's heartbeat; `stall_abort_s` without one is a hang."""
     standbys: bool = True
-    """Whether processes that have imported everything wait to take the place of lost ones."""
+    """Whether spare processes that have imported everything wait to replace lost ones."""

@@ -1,8 +1,4 @@
-"""Blocks of HF tensors that this rank writes: which they are, and their bytes from its shards.
-
-Every element of every tensor is written by one of the ranks that hold it, and no rank gathers
-anything. Publishes (`sync`) and exports (`checkpoint`) write the same blocks.
-"""
+"""Blocks of HF tensors that this rank writes, and their bytes from its shards."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ class DcpFolder:
         return out
 
     def _hits(self, name: str, box: Box) -> list[tuple[StoredBlock, Box]]:
-        """The blocks that make up the box, each with what of it they hold."""
+        """The blocks that cover the box, each with the part that it contains."""
         both = [(block, intersect(block.box, box)) for block in self.blocks[name]]
         hits = [(block, inside) for block, inside in both if inside is not None]
         found = sum(math.prod(box_shape(inside)) for _, inside in hits)

@@ -123,7 +123,7 @@ class SafeFile:
         while done < len(view):
             count = os.preadv(self.handle.fileno(), [view[done:]], offset + done)
             if count == 0:
-                raise RunError(f"{self.path}: ended within {name}; it was cut while it was read")
+                raise RunError(f"{self.path}: ended within {name}; it was truncated while read")
             done += count
 
 

@@ -159,7 +159,7 @@ def _factor_of(source: Spec, factor: str, *, is_shared: bool) -> Spec:
             return Glu(*both)
         case Stack(each):
             return Stack(_factor_of(as_spec(each), factor, is_shared=is_shared))
-    raise AssertionError(f"no factors for weights that lie in files as {source}")
+    raise AssertionError(f"no factors for weights that are stored as {source}")
 
 
 def merged(base: WeightMap, adapter: WeightMap | None) -> WeightMap:

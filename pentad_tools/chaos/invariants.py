@@ -59,7 +59,7 @@ def check_equal(trial: ChaosRun, whole: ChaosRun | None) -> None:
 
 
 def check_near(trial: ChaosRun, whole: ChaosRun | None) -> None:
-    """The same samples in every step, and losses that differ by the order of sums alone."""
+    """The same samples in every step, and losses equal up to the order of summation."""
     assert whole is not None, "given where it is asked for"
     for mine, theirs in zip(trial.lines, whole.lines, strict=True):
         step, apart = mine["step"], abs(mine["loss"] / theirs["loss"] - 1)

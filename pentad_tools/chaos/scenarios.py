@@ -483,9 +483,9 @@ OF_STORAGE = (
         Scenario(name, partial(kill_in_save, at=at), RECOVERED, "any", is_soaked=True)
         for name, at in (("kill-in-write", "write"), ("kill-before-commit", "commit"))
     ),
-    spoiled("torn-checkpoint", "is cut short", cut, "the checkpoint is set aside as"),
+    spoiled("torn-checkpoint", "is cut short", cut, "the checkpoint is renamed to"),
     spoiled("flipped-bit", "has a flipped bit", flip, "does not have the digest"),
-    spoiled("garbled-commit", "has a broken COMMIT", garble, "the checkpoint is set aside as"),
+    spoiled("garbled-commit", "has a broken COMMIT", garble, "the checkpoint is renamed to"),
     spoiled("lost-checkpoint", "is gone", lose, "recorded since is done again"),
 )
 SCENARIOS = (*OF_RANKS, *OF_STORAGE, *OF_ROLLOUT)

@@ -175,8 +175,8 @@ def actor_of(allocation: str) -> Component:
 
 
 def read_cases(subject: ParallelSubject, texts: list[str]) -> list[LayoutCase]:
-    """Layouts such as archon:d2t2, also without the backend; refused as a run would refuse them,
-    all at once."""
+    """Parses layouts such as archon:d2t2, with or without the backend; reports all errors together,
+    as a run does."""
     texts = [text if ":" in text.split("(")[0] else f"archon:{text}" for text in texts]
     problems = [problem for text in texts for problem in case_problems(subject, text)]
     if problems:

@@ -170,7 +170,7 @@ def test_code_that_raises_on_every_slot_ends_the_run_and_gives_slots_back(
     given = ["train_dataset.max_length=48", "train_dataset.batch_size=6", "total_train_steps=4"]
     more = [*ELASTIC, "saver.mode=sync", "elastic.slot_failures=1", "allocation_mode=archon:d2"]
     config, notes = config_of(texts, tmp_path, "pretrain", "met", *given, *more)
-    sentence = "step 2 failed with the same error on slots 0 and 1, so its data or what it computes"
+    sentence = "step 2 failed with the same error on slots 0 and 1, so its data or computation"
     with pytest.raises(RunError, match=sentence):
         run_pretrain(config, notes, device="cpu")
     records = tmp_path / "logs/me/default/met"
@@ -290,12 +290,14 @@ def test_too_few_ranks_are_waited_for_and_not_for_ever(task, tmp_path):
     waiting.join()
     assert met.num_steps == 3
     log = (records / "log.txt").read_text()
-    assert "1 of 2 slots are there, elastic.min_ranks = 2 (slot 1: gone)" in log
+    assert "1 of 2 slots are available, elastic.min_ranks = 2 (slot 1: gone)" in log
 
     slots.drop(0, "gone"), slots.drop(1, "gone")
     more = ["elastic.wait_timeout_s=1", "total_train_steps=4"]
     config, notes = config_of(task, tmp_path, "sft", "met", *given, *ELASTIC, *more)
-    with pytest.raises(RunError, match="0 of 2 slots are there, elastic.min_ranks = 2 .*waited"):
+    with pytest.raises(
+        RunError, match="0 of 2 slots are available, elastic.min_ranks = 2 .*waited"
+    ):
         run_sft(config, notes, device="cpu")
     assert not learners()
     end = json.loads((records / "exit.json").read_text())

@@ -109,7 +109,7 @@ def test_each_is_named_and_the_one_before_is_used(lab, capsys, command, forgerie
     for step, file in enumerate(files, start=1):
         assert f"{file}: does not hold what a run saves (" in said
         damaged = root / f"recover_info/globalstep{step}.damaged"
-        assert f"the checkpoint is set aside as {damaged}\n" in said
+        assert f"the checkpoint is renamed to {damaged}\n" in said
         assert str(file) in (damaged / "why.txt").read_text()
     assert "resumed after step 1 from" in said
     assert [record["step"] for record in steps_of(again)] == [*range(1, num_steps + 2)]

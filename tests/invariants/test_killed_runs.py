@@ -168,7 +168,7 @@ def test_configs_that_differ_are_accepted_or_refused_by_key(rl):
     assert refusal in said and "force it with recover.allow=[actor.optimizer.lr]" in said
     rl.run("other", "telemetry.tensorboard=true", "actor.mb_spec.n_mbs=2")
     said = rl.log("other").read_text()
-    assert "differs from the start before: telemetry.tensorboard was false, is true" in said
+    assert "differs from the previous start: telemetry.tensorboard was false, is true" in said
     assert len(rl.steps("other")) == STEPS
     rl.run("other", "recover.mode=off", code=2)
     assert "belongs to a run with another config" in rl.log("other").read_text()

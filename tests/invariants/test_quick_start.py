@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
 
 
 def test_the_quick_start_trains_as_it_is_written(task, tmp_path, monkeypatch):
-    (command,) = re.findall(r"    (pentad train --resource (?:.*\\\n)+.*)", PAGE.read_text())
+    (command,) = re.findall(r"^(pentad train --resource (?:.*\\\n)+.*)", PAGE.read_text(), re.M)
     words = shlex.split(command.replace("\\\n", " "))[1:]
     (tmp_path / "task").symlink_to(task)
     monkeypatch.chdir(tmp_path)

@@ -76,7 +76,7 @@ def test_examples_go_on_from_a_checkpoint_with_the_data_that_follow(lab, monkeyp
     assert steps == list(range(10)), "no batch twice"
     assert all(torch.equal(begun[8][name], x) for name, x in seen[2].items()), "bitwise"
     said = (summary.records / "log.txt").read_text()
-    assert "The weights and the optimizer state of step 2 are put back (rollback 2 of" in said
+    assert "The weights and the optimizer state of step 2 are restored (rollback 2 of" in said
 
 
 def test_a_policy_goes_on_from_a_checkpoint_and_samplers_with_it(lab, monkeypatch):

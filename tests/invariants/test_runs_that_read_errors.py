@@ -97,7 +97,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_stops_until_it_is_given_up(lab,
             run(lab, 4)
         text = str(raised.value)
         assert text.startswith(f"no recovery checkpoint of the run can be used: {root}/{INFO}")
-        assert f"`pentad verify-checkpoint {root} --restore` puts back what is whole" in text
+        assert f"`pentad verify-checkpoint {root} --restore` restores intact ones" in text
         assert "--fresh begins at step 1 and gives up 3 trained steps" in text
         assert [record["step"] for record in steps_of(first)] == [1, 2, 3]
         assert not (root / "earlier").exists() and first.model.is_dir()

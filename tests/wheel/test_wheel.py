@@ -34,7 +34,7 @@ def test_it_is_the_wheel_that_is_used(tmp_path):
 def test_help_lists_the_commands_and_doctor_finds_nothing_missing(tmp_path):
     assert " train " in pentad(tmp_path, "--help")
     said = pentad(tmp_path, "doctor")
-    assert "all dependencies are there" in said and "Runs can start here." in said
+    assert "all dependencies are installed" in said and "Runs can start here." in said
     assert "pip install -e" not in said  # there is no checkout
 
 

@@ -8,14 +8,14 @@ from pentad.rollout.workflows import MultiTurn
 
 
 class GuessTheDigit:
-    """One object plays one episode."""
+    """One object per episode."""
 
     async def reset(self, fields: Mapping[str, Any]) -> None:
         """`fields` is the row of the dataset."""
         self.secret = int(fields["answer"])
 
     async def step(self, text: str) -> Step:
-        """The answer to one turn of the policy, whether the episode is over, and the reward."""
+        """The observation, whether the episode is over, and the reward."""
         digits = [int(letter) for letter in text if letter in "0123456789"]
         if not digits:
             return Step("Say a digit.", is_done=False, reward_parts={"correct": 0.0})
@@ -25,7 +25,7 @@ class GuessTheDigit:
         return Step(hint, is_done=is_right, reward_parts=parts)
 
     async def close(self) -> None:
-        """Called when the episode is over, whatever happened in it."""
+        """Called once at the end of the episode, also after an error."""
 
 
 def workflow() -> MultiTurn:

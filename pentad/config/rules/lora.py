@@ -1,4 +1,4 @@
-"""The rules of `actor.lora`: what an adapter goes with, and what is not built."""
+"""Rules of `actor.lora`: supported combinations, and those that are not implemented."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def samplers_of_adapters(config: Config, facts: RunFacts) -> Iterator[Problem]:
     if config.actor.lora is None or rollout is None or not facts.samples(config):
         return
     if rollout.backend == "sglang":
-        rule = "SGLang does not say which factors it holds, so what it draws from is not known"
+        rule = "SGLang cannot report which factors it holds, so the sampling policy is not known"
         remedy = "sample with embedded or vllm, or leave actor.lora out"
         yield Problem(f"allocation_mode = {config.allocation_mode}", rule, remedy)
     if config.only is not None:

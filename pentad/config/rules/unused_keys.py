@@ -77,7 +77,7 @@ def given(config: Config, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def rest_of(block: str, *names: str) -> tuple[str, ...]:
-    """The keys of a block but those named."""
+    """The keys of a block except those named."""
     but = {f"{block}.{name}" for name in names}
     return tuple(key for key in fields() if key.startswith(f"{block}.") and key not in but)
 

@@ -103,7 +103,7 @@ class Membership:
     def _too_few(self, present: list[int], away: dict[int, str]) -> str:
         least = self.config.elastic.min_ranks
         return (
-            f"{len(present)} of {self.count} slots are there, elastic.min_ranks = {least} "
+            f"{len(present)} of {self.count} slots are available, elastic.min_ranks = {least} "
             f"({reasons(away)})"
         )
 

@@ -64,7 +64,7 @@ def fit_torchrun(config: Config, rank: Rank) -> tuple[Config, Rank, str]:
     """The layout for the ranks that torchrun's agents came together with, fewer than it asks for or
     not, and what changed, in words. A rank that it has no use for ends here."""
     if shares_store() and not is_one_machine():
-        rule = "the agents keep one store over restarts, with the addresses of ranks that are gone"
+        rule = "the agents keep one store over restarts, with the addresses of dead ranks"
         remedy = "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all machines (scripts/launch.sh does)"
         raise UserError(Problem("elastic.enabled = true under torchrun", rule, remedy))
     fitted = fit_world(config, rank.world)

@@ -417,7 +417,7 @@ def newest_step(config: Config) -> int:
 
 
 def release(error: BaseException | None) -> None:
-    """The tensors and samples of a failed generation hang on the frames of its exceptions."""
+    """Clears the frames of exceptions, which keep tensors of a failed generation alive."""
     seen: set[int] = set()
     found = [error]
     while found:

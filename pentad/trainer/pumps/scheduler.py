@@ -152,7 +152,7 @@ class Watchdog:
         return text + ", ".join([f"{drawn - before:,.0f} tokens", *state.working])
 
     def report(self) -> str:
-        """What works, what each pump waits for, and which groups have not ended."""
+        """Active components, what each pump waits for, and unfinished groups."""
         ledger = self.state.ledger
         waits = [f"{what} is under way" for what in self.state.working]
         waits += [f"{pump} waits for {what}" for pump, what in sorted(self.state.waiting.items())]

@@ -130,7 +130,7 @@ def check_weights(config: Config, role: Role) -> None:
         lora = config.actor.lora
         is_new = role == "critic" and config.critic.lora is not None
         if is_new and VALUE_HEAD in reader.infos:
-            rule = f"it has a head of its own ({VALUE_HEAD}), and with critic.lora it starts anew"
+            rule = f"it has its own head ({VALUE_HEAD}), and with critic.lora it starts anew"
             remedy = "give a folder without one, or leave critic.lora out"
             raise UserError(Problem(f"critic.path = {folder}", rule, remedy))
         if role == "actor" and lora is not None and lora.init_path is not None:

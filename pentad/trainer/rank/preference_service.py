@@ -1,8 +1,4 @@
-"""What every rank of a preference run has: pairs or labelled answers, and the reference.
-
-A step computes log-probs under the policy and the reference, from them one slope per sequence
-(`rl.preferences`), and trains with these as weights.
-"""
+"""The service of every rank in a preference run: pairs or labelled answers, and the reference."""
 
 from __future__ import annotations
 

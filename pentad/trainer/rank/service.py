@@ -146,7 +146,7 @@ class EngineService:
                 more = f" and {len(found) - 1} more" if len(found) > 1 else ""
                 raise RunError(
                     f"step {step}: rank {one} and rank {other} hold different copies of the "
-                    f"{role}'s {name}{more}: the memory or the sums of one of them went wrong. "
+                    f"{role}'s {name}{more}: one of them has a memory or arithmetic error. "
                     "This step is not saved; start again from the last checkpoint, and if it "
                     "comes again leave out the machine of one of the two"
                 )
@@ -310,7 +310,7 @@ class LearnerService(EngineService):
         self.update.begin()
 
     def add(self, gids: list[int], last: bool) -> None:
-        """The next groups of the batch; `last` says that no more will come."""
+        """Adds the next groups of the batch; `last`: there are no further ones."""
         assert self.store is not None, "it is opened before the first batch"
         self.update.add(self.store.get(gids), last=last)
 

@@ -65,7 +65,7 @@ class BatchUpdate:
         seed: int = 0,
         base_tag: str | None = None,
     ) -> None:
-        """`base_tag`: that of the frozen weights, where an adapter is trained."""
+        """`base_tag`: tag of the frozen weights if an adapter is trained."""
         self.learner = learner
         self.base_tag = base_tag
         self.critic = critic

@@ -84,7 +84,10 @@ def check_eval(config: Config) -> Subject:
     dims = checks.attempt(lambda: dims_of(path))
     adapter, addresses = adapter_of(config), config.rollout.server.addresses
     if adapter is not None and addresses:
-        rule, remedy = f"the server at {addresses[0]} draws from what it holds", "let it load that"
+        rule, remedy = (
+            f"the server at {addresses[0]} uses its own weights",
+            "let it load that",
+        )
         checks.problems.append(Problem(f"actor.lora.init_path = {adapter}", rule, remedy))
     tokenizer = checks.attempt(lambda: tokenizer_of(config))
     [keys], stream = environments(config), None

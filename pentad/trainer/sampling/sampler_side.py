@@ -148,7 +148,7 @@ def _serve(weights_dir: WeightsDir, learner: LearnerClient) -> None:
     """These learners publish to it from now on."""
 
     def release(version: int) -> None:
-        """The learner need not keep the weights of this version on the GPU any more."""
+        """Lets the learner free the weights of this version on the GPU."""
         ask = partial(learner.query, "release", version=version)
         asyncio.get_running_loop().run_in_executor(None, ask)
 

@@ -154,7 +154,7 @@ class RecoverHandler(Periodic):
                 self._restore(checkpoint, check)
             except Damaged as error:
                 place = quarantine(checkpoint, str(error))
-                log.warning("%s; the checkpoint is set aside as %s", error, place)
+                log.warning("%s; the checkpoint is renamed to %s", error, place)
                 continue
             self.last_saved = checkpoint.step
             return checkpoint
@@ -168,7 +168,7 @@ class RecoverHandler(Periodic):
         more = f" and {len(found) - 1} more are" if found.keys() - {place} else " is"
         return (
             f"no recovery checkpoint of the run can be used: {place}{more} set aside as damaged; "
-            f"`pentad verify-checkpoint {self.root} --restore` puts back what is whole; --fresh "
+            f"`pentad verify-checkpoint {self.root} --restore` restores intact ones; --fresh "
             f"begins at step 1 and gives up {step + 1} trained steps: their records, models and "
             "checkpoints are moved to earlier/"
         )
@@ -210,11 +210,13 @@ class RecoverHandler(Periodic):
                 return checkpoint.step
             except Damaged as error:
                 aside = quarantine(checkpoint, str(error))
-                log.warning("%s; the checkpoint is set aside as %s", error, aside)
+                log.warning("%s; the checkpoint is renamed to %s", error, aside)
             except Unreadable as error:  # read again, it may be whole
                 raise Transient(str(error)) from error
         if found:
-            raise RunError(f"no recovery checkpoint in {self.root} is whole to go back to")
+            raise RunError(
+                f"no recovery checkpoint in {self.root} is intact: cannot roll back"
+            )
         return None
 
     def _place(self, role: str, step: int) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def test_what_was_set_aside_and_is_whole_is_put_back(root: Path, place: str):
     set_aside(root)
     assert list_aside(root) == [(2, ".damaged")]
     code, said = verify(f"{root}/{place}", "--restore")
-    assert (code, "the checkpoint is put back" in said) == (0, True), said
+    assert (code, "the checkpoint is restored" in said) == (0, True), said
     assert tree(root) == before
     assert [one.step for one in find_checkpoints(root, pytest.fail)] == [2, 1]
 
@@ -193,7 +193,7 @@ def test_nothing_to_put_back_a_step_that_is_there_and_a_run_that_writes_are_refu
     save(lambda job: run_job(job, QuickDisk()), root, 2)
     before = tree(root)
     code, said = verify(root, "--restore")
-    assert (code, "cannot be put back" in said) == (1, True), said
+    assert (code, "cannot be restored" in said) == (1, True), said
     assert tree(root) == before
 
 

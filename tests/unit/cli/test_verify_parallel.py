@@ -189,8 +189,9 @@ def test_every_number_that_differs_is_a_fault(change, expected):
 def test_the_example_of_the_docs_agrees(capfd, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     page = (Path(__file__).parents[3] / "docs" / "layouts.md").read_text()
-    block = page.partition("    $ pentad verify-parallel ")[2].partition("\n\nWithout ")[0]
-    words, *shown = [line.strip() for line in block.splitlines() if line.strip()]
+    block = page.partition("\npentad verify-parallel ")[2].partition("\n\nWithout ")[0]
+    lines = [line.strip() for line in block.splitlines() if not line.startswith("```")]
+    words, *shown = filter(None, lines)
     name, option, layouts = shlex.split(words)
     assert option == "--layouts"
     assert run_verify_parallel([name], layouts=[layouts], device="cpu") == 0

@@ -52,4 +52,4 @@ def test_the_errors_shown_on_the_page_are_the_errors(tmp_path):
     with pytest.raises(UserError) as caught:
         prepare(path, ["gconfig.temperature=0"], "plan")
     shown = "\n".join(f"* {problem}" for problem in caught.value.problems)
-    assert f"```\n2 problems, nothing was started:\n{shown}\n```" in configuration_page()
+    assert f"```text\n2 problems, nothing was started:\n{shown}\n```" in configuration_page()

@@ -35,7 +35,7 @@ def said(*words: str, command: str = "train") -> list[str]:
             "critic.lora",
         ),
         (["algorithm.kl_coef=0.1", "ref.path=Qwen/Qwen3-1.7B"], "holds the frozen weights of"),
-        (["allocation_mode=sglang:d1+archon:d1"], "SGLang does not say which factors it holds"),
+        (["allocation_mode=sglang:d1+archon:d1"], "SGLang cannot report which factors it holds"),
         (["only=rollout"], "a run of one side alone is not built with actor.lora"),
     ],
 )

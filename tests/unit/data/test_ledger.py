@@ -104,7 +104,7 @@ def seen(ledger: Ledger) -> tuple[object, ...]:
     [
         (lambda led: led.start(9), "group 9 cannot start: it was never admitted"),
         (lambda led: led.start(1), "group 1 of batch 0 cannot start: it is running, not planned"),
-        (lambda led: led.admit(0), "batch 0 takes no more groups: its slots are all held"),
+        (lambda led: led.admit(0), "batch 0 takes no more groups: all its slots are in use"),
         (lambda led: led.admit(2), "batch 2 cannot take a group while batch 1 has 2 free slots"),
         (lambda led: led.commit(0, 0), "group 0 cannot commit attempt 0: it never began"),
         (lambda led: led.commit(1, 1), "group 1 cannot commit attempt 1: it never began"),

@@ -17,7 +17,14 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text()
 AGENTS = (ROOT / "AGENTS.md").read_text()
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 COMMANDS = {command.name or command.callback.__name__ for command in app.registered_commands}
-BUILDER = next(filter(shutil.which, ("docker", "podman", "buildah")), None)
+
+
+def is_builder(name):
+    """A docker client without its daemon builds nothing."""
+    return shutil.which(name) and not subprocess.run([name, "info"], capture_output=True).returncode
+
+
+BUILDER = next(filter(is_builder, ("docker", "podman", "buildah")), None)
 
 
 def instructions(text):

@@ -24,7 +24,7 @@ def blocks(language: str) -> list[str]:
 def followed(tmp_path_factory):
     """The page followed in an empty folder: the folder, and what the run printed."""
     folder = tmp_path_factory.mktemp("page")
-    [python], [bash] = blocks("python"), blocks("bash")
+    [python], [bash, _] = blocks("python"), blocks("bash")
     with process_restored(), chdir(folder):
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "USER": "me", "LOGNAME": "me"}
         exec(compile(python, "preferences.md", "exec"), {"__name__": "page"})
@@ -49,7 +49,7 @@ def test_the_example_learns(followed):
 
 def test_a_reward_model_is_trained_and_scores_a_run(followed):
     folder, _ = followed
-    reward, [yaml] = re.search(r"```\n(pentad reward-model .*?)\n```", PAGE)[1], blocks("yaml")
+    reward, [yaml] = re.search(r"```bash\n(pentad reward-model .*?)\n```", PAGE)[1], blocks("yaml")
     (folder / "rl.yaml").write_text(yaml)
     words = "actor.path=models/tiny actor.init_from_scratch=true train_dataset.path=pairs.jsonl"
     words += " train_dataset.batch_size=2 gconfig.n_samples=2 gconfig.max_new_tokens=4"

@@ -1,4 +1,4 @@
-"""The quickstart and the two pages after it are followed literally: blocks run and print as shown.
+"""The quickstart and the three pages after it are followed: blocks run and print as shown.
 
 Sizes are the only change: the demo and the runs are a few steps. Numbers differ then, so shown and
 real output are compared with every number replaced.
@@ -16,7 +16,7 @@ import pytest
 from pentad.cli import demo
 
 ROOT = Path(__file__).parents[3]
-PAGES = ("quickstart.md", "own-task.md", "before-a-run.md")
+PAGES = ("quickstart.md", "quickstart-environments.md", "own-task.md", "before-a-run.md")
 PAGE = "".join((ROOT / "docs" / page).read_text() for page in PAGES)
 DEMO = "make demo\nsource .venv/bin/activate\n"
 SMALL_DEMO = ["total_train_steps=2", "train_dataset.batch_size=4", "gconfig.n_samples=4"]

@@ -42,6 +42,13 @@ def test_the_sections_are_those_people_look_for():
     assert named in (SECTIONS, f"{SECTIONS}, FAQ")
 
 
+def test_pages_are_short():
+    """Three are generated from the code."""
+    generated = {DOCS / f"{name}.md" for name in ("configuration", "map", "telemetry")}
+    long = {page for page in PAGES if len(page.read_text().splitlines()) > 150}
+    assert sorted(long - generated - {ROOT / "CHANGELOG.md"}) == []
+
+
 def test_the_site_asks_no_other_host():
     assert SITE["theme"]["font"] is False and SITE["strict"] is True
     links = SITE["validation"]["links"]

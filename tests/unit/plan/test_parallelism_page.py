@@ -19,12 +19,11 @@ def test_the_output_on_the_page_is_current(monkeypatch, capsys):
     # The page leaves out files, which depend on the disk of the machine, and notes.
     end = printed.index("", printed.index("Notes"))
     kept = printed[: printed.index("Files")] + printed[end + 1 :]
-    shown = PAGE.split("```")[1].strip("\n").splitlines()
+    shown = PAGE.partition("```text\n")[2].partition("```")[0].strip("\n").splitlines()
     assert shown == kept
 
 
 def test_the_error_on_the_page_is_current():
     words = ["actor.path=Qwen3-8B", "allocation_mode=sglang:d4+archon:d1p2e2"]
     (problem,) = layout_problems(read_config(None, words).config, None)
-    indented = "\n".join(f"    {line}" for line in str(problem).splitlines())
-    assert indented in PAGE
+    assert f"```text\n{problem}\n```" in PAGE

@@ -299,7 +299,7 @@ BREACHES = [
     ("no token of it is trained", put("mask", slice(None), False)),
     ("mask has shape", lambda samples: setattr(samples[1], "mask", samples[1].mask[:-1])),
     ("its reward is nan", lambda samples: setattr(samples[1], "reward", float("nan"))),
-    ("returned 3 samples where 4 were asked for", lambda samples: samples[:3]),
+    ("returned 3 samples where 4 were requested", lambda samples: samples[:3]),
 ]
 
 

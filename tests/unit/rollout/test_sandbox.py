@@ -175,7 +175,7 @@ def test_a_worker_that_is_killed_is_replaced_and_its_job_says_so(tmp_path, caplo
 
     with_pool(use, num_workers=1)
     lost, again = caplog.messages[-2:]
-    assert "a reward worker is lost" in lost and "a reward worker answers again" in again
+    assert "a reward worker died" in lost and "a reward worker was replaced" in again
 
 
 @pytest.mark.parametrize("kills_worker", [False, True])

@@ -127,7 +127,7 @@ def test_sentences_name_what_is_blamed_and_slots_that_are_not_come_back():
     )
     assert said[1].why.startswith("its process failed 2 times in a row, the last time: RuntimeErr")
     assert said[2].diagnosis == (
-        "step 5 failed with the same error on slots 1 and 2, so its data or what it computes is "
+        "step 5 failed with the same error on slots 1 and 2, so its data or computation is "
         "the likely cause and not a device, and the run is not started again"
     )
     assert said[2].give_back == (1,)

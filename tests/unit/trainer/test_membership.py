@@ -124,7 +124,9 @@ def test_too_few_are_waited_for_until_a_deadline(members, monkeypatch, caplog):
 
     clock = SimpleNamespace(monotonic=lambda: now.s, sleep=sleep)
     monkeypatch.setattr(membership, "time", clock)
-    with pytest.raises(RunError, match="5 of 8 slots are there, elastic.min_ranks = 6 .slot 0: go"):
+    with pytest.raises(
+        RunError, match="5 of 8 slots are available, elastic.min_ranks = 6 .slot 0: go"
+    ):
         group.form(0)
     assert len(caplog.messages) == 4, "every 30 s of 110"
     group.slots.join(0)

@@ -95,5 +95,5 @@ def test_a_file_that_is_cut_while_it_is_read_is_told(file):
         handle.truncate(file.path.stat().st_size - 30)
     last = max(file.offsets, key=file.offsets.get)
     box = tuple((0, n) for n in GIVEN[last].shape)
-    with pytest.raises(RunError, match=f"ended within {last}; it was cut while it was read"):
+    with pytest.raises(RunError, match=f"ended within {last}; it was truncated while read"):
         file.read(last, box)
