@@ -105,7 +105,10 @@ def failure_in(outcome: Mapping[str, Any]) -> OSError | RunError | None:
 
 
 class Writer:
-    """The parent's end. The process is started with the first job, and again after it was lost."""
+    """The parent's end. The process is started with the first job, and again after it was lost.
+
+    Once it is closed jobs fail: a thread that was left behind must not write beside the next run.
+    """
 
     def __init__(self, stall_s: float | None = None) -> None:
         """A process that has a job and neither reads nor writes for `stall_s` is ended: its jobs
@@ -113,6 +116,7 @@ class Writer:
         self.stall_s = stall_s
         self._lock = threading.Lock()
         self._process: _Process | None = None
+        self._is_closed = False
 
     @property
     def pid(self) -> int | None:
@@ -121,6 +125,10 @@ class Writer:
     def submit(self, job: WriterJob) -> Pending:
         """Returns at once. The memory of its spans must not change until the job is done."""
         with self._lock:
+            if self._is_closed:
+                pending = Pending()
+                pending.settle({}, RunError("the run has ended, and its writer with it"))
+                return pending
             if self._process is None or not self._process.is_alive:
                 self._process = _Process(self.stall_s)
             return self._process.send(job)
@@ -128,7 +136,7 @@ class Writer:
     def close(self, timeout_s: float | None = None) -> None:
         """Waits for the jobs under way; those that take longer than `timeout_s` fail."""
         with self._lock:
-            process, self._process = self._process, None
+            process, self._process, self._is_closed = self._process, None, True
         if process is not None:
             process.close(timeout_s)
 

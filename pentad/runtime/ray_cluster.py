@@ -51,12 +51,7 @@ class Cluster:
 
     def answers(self) -> bool:
         """Whether its head accepts connections now."""
-        host, _, port = self.address.rpartition(":")
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
-        except OSError:
-            return False
-        return True
+        return answers(self.address)
 
     def _watch(self) -> None:
         away_s = 0.0
@@ -94,6 +89,16 @@ class Cluster:
             atexit.unregister(shut_down)
             text = "Ray did not shut down within %g s; its processes end by themselves"
             log.warning(text, CALL_S)
+
+
+def answers(address: str) -> bool:
+    """Whether a port accepts connections; an address without one does not."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def beside(call: Callable[[], T]) -> Future[T]:

@@ -22,7 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import AuthenticationError, RayActorError, RayError
+from ray._private.authentication.authentication_token_setup import (
+    maybe_enable_token_auth_if_token_available,
+)
+from ray.exceptions import AuthenticationError, GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import (
     placement_group,
     placement_group_table,
@@ -41,6 +44,7 @@ from pentad.runtime.ray_cluster import (
     CALL_S,
     Cluster,
     ClusterLost,
+    answers,
     causes,
     last_line,
     own_folder,
@@ -265,7 +269,7 @@ class RayRuntime(Runtime):
             )
             for name in self.place
         }
-        nodes = {name: ray.get(answer, timeout=READY_S) for name, answer in asked.items()}
+        nodes = {name: answer_of(answer, f"the node of {name}") for name, answer in asked.items()}
         first = {node["host"]: name for name, node in reversed(nodes.items())}
         problems = [
             problem
@@ -288,7 +292,7 @@ class RayRuntime(Runtime):
                 asked = ray.remote(_own_gpus).options(
                     num_cpus=0, num_gpus=bundle.gpus, scheduling_strategy=self._at(name)
                 )
-                self.gpus_seen[index] = node, ray.get(asked.remote(), timeout=READY_S)
+                self.gpus_seen[index] = node, answer_of(asked.remote(), f"the node of {name}")
         ids = self.gpus_seen[index][1]
         return {"CUDA_VISIBLE_DEVICES": ",".join(ids[gpu] for gpu in bundle.members[name])}
 
@@ -296,6 +300,15 @@ class RayRuntime(Runtime):
         return PlacementGroupSchedulingStrategy(
             self.group, placement_group_bundle_index=self.place[name]
         )
+
+
+def answer_of(asked: Any, place: str) -> Any:
+    """The result of a short task; InfraFailure where its node does not start it."""
+    try:
+        return ray.get(asked, timeout=READY_S)
+    except GetTimeoutError as error:
+        text = f"{place} on Ray started no task within {READY_S:g} s; see ray.log and its own logs"
+        raise InfraFailure(text) from error
 
 
 def node_problems(
@@ -348,7 +361,7 @@ def joined_cluster(
         finally:
             cluster.is_left.set()
         return
-    named = os.environ.get("RAY_ADDRESS", OWN)
+    named = os.environ.get("RAY_ADDRESS") or OWN  # Ray too takes an empty one for none
     with ExitStack() as stack:
         with process_kept(RAY_SETTINGS), printed_to(log_file):
             if named != OWN:
@@ -361,22 +374,33 @@ def joined_cluster(
         yield cluster
 
 
+USE_TOKEN = (
+    "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file with the cluster's token where "
+    "that is not ~/.ray/auth_token"
+)
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
 
 
 def join_cluster(address: str) -> None:
+    where = f"RAY_ADDRESS = {address}"
+    if "://" in address:
+        rule = "over Ray Client no role of a run can be reached"
+        remedy = "give the address of the head itself, such as HOST:6379, or use `ray job submit`"
+        raise UserError(Problem(where, rule, remedy))
+    # `ray start` asks for the token where there is one, which a program brings by itself only to
+    # `auto`. A run that starts a cluster of its own leaves one.
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:
         context = ray.init(address=address, **QUIET)
-    except (ConnectionError, RayError, ValueError) as error:
+    except (ConnectionError, RayError, RuntimeError, ValueError) as error:
         rule = f"no Ray cluster answers there ({last_line(error)})"
         remedy = "start one with `ray start`, or unset it"
         if any(isinstance(one, AuthenticationError) for one in causes(error)):
-            rule = "the Ray cluster there refuses this program's token"
-            remedy = (
-                "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file with the cluster's "
-                "token where that is not ~/.ray/auth_token"
-            )
-        raise UserError(Problem(f"RAY_ADDRESS = {address}", rule, remedy)) from None
+            rule, remedy = "the Ray cluster there refuses this program's token", USE_TOKEN
+        elif answers(address):  # what refused a token may be known to Ray as a lost connection
+            rule = f"something answers there, and Ray could not join it ({last_line(error)})"
+            remedy = f"use the cluster's Ray and Python; where it requires a token, {USE_TOKEN}"
+        raise UserError(Problem(where, rule, remedy)) from None
     log.info("joined the Ray cluster at %s (nodes: %d)", context["gcs_address"], len(ray.nodes()))
 
 

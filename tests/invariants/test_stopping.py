@@ -132,17 +132,22 @@ def test_a_learner_that_hangs_ends_the_run(task, tmp_path, command):
     assert run.exports[0].name.endswith("globalstep0")
 
 
-def test_a_resumed_run_that_is_stopped_before_its_first_step_says_where_it_stands(lab, monkeypatch):
+def test_a_resumed_run_that_is_stopped_before_its_first_step_says_where_it_stands(
+    lab, monkeypatch, request
+):
     """Both where a task of the event loop waits and where a call of the learner does."""
 
     async def stop_soon(*args, **kwargs):
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(600)
 
+    end = threading.Event()
+
     def stop_now(*args):
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(600)
+        end.wait(600)
 
+    request.addfinalizer(end.set)  # a call that does not return is left behind
     words = r"stopped by SIGTERM before the first step; "
     for run in (lab.train, lab.sft):
         name = f"trial_name={run.__name__}"

@@ -120,3 +120,12 @@ def test_an_export_that_is_not_whole_is_removed_and_the_old_one_stays(
     with pytest.raises(RunError, match=words):
         run(PlaceJob(aside, target, {"weights": 5}, failure))
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_jobs_of_a_writer_that_was_closed_fail_and_start_no_process(tmp_path: Path):
+    """A call of the learner that a run did not wait for comes to its save after the run."""
+    writer = Writer()
+    writer.close()
+    with pytest.raises(RunError, match="the run has ended, and its writer with it"):
+        writer.submit(write_job(tmp_path, 2, 0)).wait(240)
+    assert writer.pid is None and list(tmp_path.iterdir()) == []

@@ -14,16 +14,16 @@ import pytest
 from pentad.config.load import read_config
 from pentad.config.resolve import resolve
 from pentad.core.bundles import Bundle
-from pentad.core.errors import RunError, UserError
+from pentad.core.errors import InfraFailure, RunError, UserError
 from pentad.trainer.sampling.samplers import ray_options
 
 ray = pytest.importorskip("ray")
-from ray.exceptions import AuthenticationError  # noqa: E402
+from ray.exceptions import AuthenticationError, GetTimeoutError  # noqa: E402
 
 from pentad.data import ray_blobs  # noqa: E402
 from pentad.runtime import ray_cluster  # noqa: E402
-from pentad.runtime.ray_cluster import Cluster, ClusterLost, within  # noqa: E402
-from pentad.runtime.ray_roles import joined_cluster  # noqa: E402
+from pentad.runtime.ray_cluster import Cluster, ClusterLost, own_folder, within  # noqa: E402
+from pentad.runtime.ray_roles import answer_of, joined_cluster  # noqa: E402
 
 
 @pytest.fixture
@@ -96,6 +96,40 @@ def test_a_named_cluster_that_does_not_answer_is_refused(inits, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "h:1")
     with pytest.raises(UserError, match="RAY_ADDRESS = h:1: no Ray cluster answers there .no head"):
         joined_cluster(BUNDLES).__enter__()
+
+
+def test_an_address_of_ray_client_is_refused_and_an_empty_one_names_no_cluster(inits, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "ray://h:10001")
+    with pytest.raises(UserError, match="ray://h:10001: over Ray Client .* such as HOST:6379"):
+        joined_cluster(BUNDLES).__enter__()
+    assert not inits
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    with joined_cluster(BUNDLES):
+        assert inits[0]["address"] == "local"
+
+
+@pytest.mark.parametrize("error", [ConnectionError("no"), RuntimeError("Version mismatch")])
+def test_a_head_that_answers_and_is_not_joined_is_not_called_absent(inits, monkeypatch, error):
+    """Ray tells of a refused token, in some of its releases, only that it failed to connect."""
+
+    def fail(**options):
+        raise error
+
+    monkeypatch.setattr(ray, "init", fail)
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{head.getsockname()[1]}")
+        said = f"something answers there, and Ray could not join it .{error}.; .*RAY_AUTH_MODE"
+        with pytest.raises(UserError, match=said):
+            joined_cluster(BUNDLES).__enter__()
+
+
+def test_a_node_that_starts_no_task_is_one_sentence(monkeypatch):
+    def wait(asked, timeout):
+        raise GetTimeoutError("Get timed out: some object(s) not ready.")
+
+    monkeypatch.setattr(ray, "get", wait)
+    with pytest.raises(InfraFailure, match="the node of learner-0 on Ray started no task within"):
+        answer_of(None, "the node of learner-0")
 
 
 def test_a_named_cluster_that_asks_for_a_token_is_refused_with_what_to_set(inits, monkeypatch):
@@ -212,3 +246,54 @@ def test_a_real_cluster_whose_head_is_killed_ends_the_program_in_time(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ended: the Ray cluster at " in done.stdout and "left: False" in done.stdout
     assert "Failed to connect to GCS within" not in done.stderr
+
+
+JOIN = """
+import ray
+from pentad.runtime.ray_roles import joined_cluster
+with joined_cluster([]) as cluster:
+    print("joined", cluster.address, ray.cluster_resources()["CPU"])
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["", pytest.param("disabled", marks=pytest.mark.full)])
+def test_a_head_started_by_hand_is_joined_by_its_address(mode):
+    """Whether or not it requires the token in the user's home, which any cluster of `ray.init`,
+    also that of a run, leaves there, and `ray start` takes up by itself."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ray_folder = Path(sys.executable).with_name("ray")
+    with own_folder() as folder:
+        (folder / ".ray").mkdir()
+        (folder / ".ray/auth_token").write_text("a token of sixteen and more")
+        given = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        given |= {"HOME": str(folder), "RAY_agent_register_timeout_ms": "300000"}
+        words = ["start", "--head", "--block", "--num-cpus=2", f"--port={port}"]
+        words += [f"--temp-dir={folder}", "--include-dashboard=false", "--disable-usage-stats"]
+        head = subprocess.Popen(
+            [ray_folder, *words],
+            env=given | ({"RAY_AUTH_MODE": mode} if mode else {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            said = ""
+            while "--block" not in said:
+                assert (line := head.stdout.readline()), f"the head did not start: {said}"
+                said += line
+            joined = subprocess.run(
+                [sys.executable, "-c", JOIN],
+                env=given | {"RAY_ADDRESS": f"127.0.0.1:{port}"},
+                capture_output=True,
+                text=True,
+                timeout=300,
+            )
+        finally:
+            head.terminate()
+            head.communicate(timeout=120)
+    assert "joined" in joined.stdout and joined.stdout.split()[-1] == "2.0", joined.stderr
