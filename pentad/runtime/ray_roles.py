@@ -22,9 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private.authentication.authentication_token_setup import (
-    maybe_enable_token_auth_if_token_available,
-)
 from ray.exceptions import AuthenticationError, GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import (
     placement_group,
@@ -381,15 +378,24 @@ USE_TOKEN = (
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
 
 
+def use_saved_token() -> None:
+    """`ray start` requires the token in the user's home if there is one, and any run that started
+    its own cluster leaves one. Ray itself presents it to the address `auto` only."""
+    try:
+        from ray._private.authentication import authentication_token_setup as setup
+    except ImportError:  # private, so another version may lack it: RAY_AUTH_MODE is the user's then
+        log.debug("this version of Ray does not say whether a token is saved")
+        return
+    setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+
+
 def join_cluster(address: str) -> None:
     where = f"RAY_ADDRESS = {address}"
     if "://" in address:
         rule = "over Ray Client no role of a run can be reached"
         remedy = "give the address of the head itself, such as HOST:6379, or use `ray job submit`"
         raise UserError(Problem(where, rule, remedy))
-    # `ray start` asks for the token where there is one, which a program brings by itself only to
-    # `auto`. A run that starts a cluster of its own leaves one.
-    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    use_saved_token()
     try:
         context = ray.init(address=address, **QUIET)
     except (ConnectionError, RayError, RuntimeError, ValueError) as error:
