@@ -16,6 +16,21 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 20,
 }
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+LINEAR: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 4,
+    "partial_rotary_factor": 0.5,
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 20,
+}
 OWN: dict[str, dict[str, Any]] = {
     "ernie4_5": {"use_bias": True},
     "gemma3_text": {
@@ -37,6 +52,10 @@ OWN: dict[str, dict[str, Any]] = {
         },
     },
     "phi3": {"sliding_window": 9},
+    "qwen3_5_moe_text": LINEAR | EXPERTS,
+    "qwen3_5_text": LINEAR | {"linear_conv_kernel_dim": 3},
+    "qwen3_next": LINEAR | EXPERTS | {"mlp_only_layers": [1]},
     "smollm3": {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": True},
 }
+LINEAR_FAMILIES = [name for name, own in OWN.items() if "linear_num_key_heads" in own]
 FAMILY_CONFIGS = {name: {"model_type": name, **SIZES, **own} for name, own in OWN.items()}

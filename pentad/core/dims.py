@@ -14,7 +14,8 @@ class LayerParts:
     """Parameter counts of one decoder layer by what cuts them: tp, ep/etp, or nothing."""
 
     q_and_o: int
-    """Query and output projections, biases included: cut by tp."""
+    """Query and output projections, biases and gates included, or all of a delta net but its norm:
+    cut by tp."""
     kv: int
     """Key and value projections, biases included: cut by tp up to the number of kv heads."""
     norms: int
@@ -110,6 +111,16 @@ class ModelDims:
     """Width of an expert of mixture layers that every token passes."""
     shared_expert_gate: bool = True
     """Whether that expert is weighed by a gate of its own."""
+    attn_gate: bool = False
+    """Whether each number of attention's result is weighed by a gate of its own."""
+    linear_layers: tuple[bool, ...] = ()
+    """Per layer, whether a gated delta net stands in attention's place; empty means nowhere."""
+    linear_key_heads: int = 0
+    linear_value_heads: int = 0
+    linear_key_dim: int = 0
+    linear_value_dim: int = 0
+    linear_conv: int = 0
+    """How many tokens, itself included, the convolution of a delta net sees."""
     moe_layers: tuple[bool, ...] = ()
     """Per layer, whether its ffn is a mixture; empty means nowhere."""
     num_mtp_layers: int = 0
@@ -120,6 +131,9 @@ class ModelDims:
 
     def is_moe(self, layer: int) -> bool:
         return bool(self.moe_layers) and self.moe_layers[layer]
+
+    def is_linear(self, layer: int) -> bool:
+        return bool(self.linear_layers) and self.linear_layers[layer]
 
     def window(self, layer: int) -> int | None:
         """How many tokens, itself included, a token of this layer may see; None: all before it."""
@@ -146,6 +160,23 @@ class ModelDims:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def linear_k_dim(self) -> int:
+        return self.linear_key_heads * self.linear_key_dim
+
+    @property
+    def linear_v_dim(self) -> int:
+        return self.linear_value_heads * self.linear_value_dim
+
+    @property
+    def num_linear_layers(self) -> int:
+        return sum(self.linear_layers)
+
+    @property
+    def num_cached_layers(self) -> int:
+        """Those with keys and values."""
+        return self.num_layers - self.num_linear_layers
+
+    @property
     def embedding_params(self) -> int:
         """The input table; an untied head has as many again."""
         return self.vocab_size * self.hidden_size
@@ -158,10 +189,15 @@ class ModelDims:
         mixture = self.is_moe(layer)
         width = self.hidden_size
         ffn_bias = (2 * self.intermediate_size + width) if self.mlp_bias else 0
+        is_linear = self.is_linear(layer)
+        num_q = 1 + self.attn_gate
+        q_and_o = (num_q + 1) * width * self.q_dim
+        q_and_o += num_q * self.qkv_bias * self.q_dim + self.out_bias * width
+        head_norms = self.linear_value_dim if is_linear else self._qk_norm_params
         return LayerParts(
-            q_and_o=2 * width * self.q_dim + self.qkv_bias * self.q_dim + self.out_bias * width,
-            kv=2 * self.kv_dim * (width + self.qkv_bias),
-            norms=2 * width * (self.pre_norms + self.post_norms) + self._qk_norm_params,
+            q_and_o=self._linear_params if is_linear else q_and_o,
+            kv=0 if is_linear else 2 * self.kv_dim * (width + self.qkv_bias),
+            norms=2 * width * (self.pre_norms + self.post_norms) + head_norms,
             dense_ffn=0 if mixture else 3 * width * self.intermediate_size + ffn_bias,
             router=self.num_experts * width if mixture else 0,
             shared_expert=self._shared_expert_params if mixture else 0,
@@ -169,6 +205,17 @@ class ModelDims:
             num_experts=self.num_experts if mixture else 0,
             num_experts_per_token=self.num_experts_per_token if mixture else 0,
         )
+
+    @property
+    def _linear_matrices(self) -> int:
+        """Of a delta net: projections to q, k, v, z, b and a, and out."""
+        rows = 2 * self.linear_k_dim + 3 * self.linear_v_dim + 2 * self.linear_value_heads
+        return rows * self.hidden_size
+
+    @property
+    def _linear_params(self) -> int:
+        mixed = 2 * self.linear_k_dim + self.linear_v_dim
+        return self._linear_matrices + mixed * self.linear_conv + 2 * self.linear_value_heads
 
     @property
     def _qk_norm_params(self) -> int:
@@ -197,7 +244,10 @@ class ModelDims:
         total = self.embedding_params  # the head, tied or not, is one matrix product
         for i in range(self.num_layers):
             part = self.layer_parts(i)
-            total += 2 * self.hidden_size * (self.q_dim + self.kv_dim) + part.router
+            q_and_o = (2 + self.attn_gate) * self.q_dim
+            attention = self.hidden_size * (q_and_o + 2 * self.kv_dim)
+            total += self._linear_matrices if self.is_linear(i) else attention
+            total += part.router
             if self.is_moe(i):
                 total += part.expert * part.num_experts_per_token + part.shared_expert
             else:
@@ -209,14 +259,18 @@ class ModelDims:
 
         Two products (scores, values) of 2 * q_dim FLOPs per visible pair, and backward costs
         twice forward: 12 * q_dim per pair. `causal` counts the pairs a token may see; the full
-        convention (torchtitan's) counts all of them.
+        convention (torchtitan's) counts all of them. A delta net reads its state twice and
+        writes it once per token: 18 * key width * value width per value head.
         """
         pairs = 0
         for layer in range(self.num_layers):
+            if self.is_linear(layer):
+                continue
             seen = min(self.window(layer) or seq_len, seq_len)
             full, corner = seq_len * seen, seen * (seen - 1) // 2
             pairs += full - corner if causal else full
-        return 12.0 * self.q_dim * pairs
+        states = self.num_linear_layers * self.linear_v_dim * self.linear_key_dim
+        return 12.0 * self.q_dim * pairs + 18.0 * states * seq_len
 
     def train_flops(self, seq_len: int, *, causal: bool = True) -> float:
         """Training FLOPs (forward and backward, no recomputation) of one sequence."""

@@ -20,7 +20,7 @@ from pentad.core.layout import Layout, divisors
 def check_fit(layout: Layout, dims: ModelDims) -> None:
     """Raises UserError with everything that does not fit."""
     where = f"layout = {layout}"
-    rules = (head_problems, width_problems, expert_problems)
+    rules = (head_problems, width_problems, expert_problems, delta_net_problems)
     raise_problems(problem for rule in rules for problem in rule(layout, dims, where))
 
 
@@ -37,6 +37,21 @@ def head_problems(layout: Layout, dims: ModelDims, where: str) -> Iterator[Probl
     else:
         rule = f"t{tp} must divide num_kv_heads = {kv_heads} or be a multiple"
     yield Problem(where, rule, _cut_remedy(dims, tp, cp))
+
+
+def delta_net_problems(layout: Layout, dims: ModelDims, where: str) -> Iterator[Problem]:
+    """Delta nets are cut by their key heads; their states pass from token to token."""
+    heads = dims.linear_key_heads
+    if not dims.linear_layers:
+        return
+    if heads % layout.tp:
+        rule = f"t{layout.tp} must divide linear_num_key_heads = {heads}"
+        fits = [t for t in divisors(heads) if heads_work(dims, t, layout.cp) and _cuts(dims, t)]
+        yield Problem(where, rule, f"t can be {list_of(fits)}")
+    if layout.cp > 1:
+        rule = f"c{layout.cp} deals tokens over ranks, and in the linear_attention layers of "
+        rule += f"{dims.family} (gated delta nets) a state passes from token to token"
+        yield Problem(where, rule, "use c1")
 
 
 def whole_kv_head_problems(tp: int, dims: ModelDims, where: str) -> Iterator[Problem]:
@@ -131,16 +146,29 @@ def balance_problems(
         )
 
 
-def strict_problems(layout: Layout, who: str) -> Iterator[Problem]:
+def strict_problems(layout: Layout, who: str, dims: ModelDims | None = None) -> Iterator[Problem]:
     """Where a layer is cut over ranks, its sums are made in another order than the sampler's."""
+    if dims is not None and dims.linear_layers:
+        rule = f"the linear_attention layers of {dims.family} (gated delta nets) add up in chunks "
+        rule += "in training and token by token in the sampler"
+        yield Problem("strict = true", rule, "leave it out")
     cut = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "etp": layout.etp}
     if given := ", ".join(f"{name} = {size}" for name, size in cut.items() if size > 1):
         rule = f"{who} has {given}: layers cut over ranks add up in another order than the sampler"
         yield Problem("strict = true", rule, "use data and pipeline parallelism only")
 
 
-def no_tree(layout: Layout, backend: str, *, strict: bool, balanced: bool) -> str | None:
+def no_tree(
+    layout: Layout,
+    backend: str,
+    *,
+    strict: bool,
+    balanced: bool,
+    dims: ModelDims | None = None,
+) -> str | None:
     """Why rows that begin alike are each computed whole; None: they are computed as a tree."""
+    if dims is not None and dims.linear_layers:
+        return f"the linear_attention layers of {dims.family} pass states along whole rows"
     if backend == "fsdp":
         return f"{backend} runs transformers' own layers, which know whole rows only"
     if layout.cp > 1:

@@ -38,6 +38,8 @@ on a GPU a pass of fewer is bound by its launches."""
 PASS_BYTES, PASS_SHARE = 2 * GIB, 0.125
 """And what the activations of a layer may take then, of all memory and of what is free, unless the
 pass is as small as on a CPU."""
+DELTA_CHUNK = 64
+"""Tokens of a chunk in which delta nets compute."""
 BLOCK_TOKENS = 16
 """Tokens in one block of the embedded sampler's cache."""
 EMBEDDED_SHARE = 0.5
@@ -78,7 +80,8 @@ class SamplerPass:
         """Hidden states, projections and the ffn's activations of one layer are held at once."""
         dims = self.dims
         ffn = dims.num_experts_per_token * dims.moe_intermediate_size if dims.num_experts else 0
-        return (5 * dims.hidden_size + 3 * max(ffn, dims.intermediate_size)) * self.itemsize
+        plain = (5 * dims.hidden_size + 3 * max(ffn, dims.intermediate_size)) * self.itemsize
+        return plain + (int(chunks_bytes(dims)) if dims.linear_layers else 0)
 
     def tokens(self, free_bytes: float | None) -> int:
         """`free_bytes` of a GPU, beside the cache; None: a CPU."""
@@ -93,8 +96,14 @@ class SamplerPass:
     def cache_bytes(self, free_bytes: float) -> int:
         """What a GPU gives the cache where no size is given: its share, unless the smallest pass
         needs more than the rest."""
+        free_bytes -= self.slots_bytes
         rest = free_bytes - self.tokens(None) * self.token_bytes
         return max(0, int(min(EMBEDDED_SHARE * free_bytes, rest)))
+
+    @property
+    def slots_bytes(self) -> int:
+        """What delta nets remember of all sequences that may run, and of padding."""
+        return (self.max_running + 1) * slot_bytes(self.dims, self.itemsize)
 
 
 def default_microbatch_tokens(longest: int, device: str, num_stages: int = 1) -> int:
@@ -110,7 +119,23 @@ def kv_token_bytes(dims: ModelDims, weight_bytes: int, cache_dtype: CacheDtype =
     """Keys and values of one token in all layers; in 8 bits a head has a float32 scale."""
     is_small = cache_dtype in EIGHT_BIT_CACHES
     head_bytes = dims.head_dim + 4 if is_small else dims.head_dim * weight_bytes
-    return 2 * dims.num_layers * dims.num_kv_heads * head_bytes
+    return 2 * dims.num_cached_layers * dims.num_kv_heads * head_bytes
+
+
+def chunks_bytes(dims: ModelDims) -> float:
+    """The delta rule in chunks, for a token: in float32 keys and values of every value head (q, k
+    and what is made of them, v, solved and new values), five matrices of a chunk, and its state."""
+    heads, keys, values = dims.linear_value_heads, dims.linear_key_dim, dims.linear_value_dim
+    kept = 6 * keys + 3 * values + 5 * DELTA_CHUNK + keys * values / DELTA_CHUNK
+    return 4 * heads * kept
+
+
+def slot_bytes(dims: ModelDims, weight_bytes: int) -> int:
+    """What all delta nets remember of one running sequence: the last inputs of their convolutions,
+    and states in float32."""
+    inputs = max(dims.linear_conv - 1, 0) * (2 * dims.linear_k_dim + dims.linear_v_dim)
+    states = dims.linear_v_dim * dims.linear_key_dim
+    return dims.num_linear_layers * (inputs * weight_bytes + 4 * states)
 
 
 def state_bytes(num_params: float, param_bytes: int, num_tags: int) -> float:

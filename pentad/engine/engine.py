@@ -202,7 +202,9 @@ class Engine:
         self.offloaded = Offload(self.device)
         self.cost = sequence_cost(self.dims)
         balanced = settings.model.archon.balances
-        why_not = no_tree(meshes.layout, backend, strict=settings.strict, balanced=balanced)
+        why_not = no_tree(
+            *(meshes.layout, backend), strict=settings.strict, balanced=balanced, dims=self.dims
+        )
         self.makes_trees = settings.model.enable_tree_training is not False and why_not is None
         self.meter = Meter()
         self.step: OpenStep | None = None

@@ -21,6 +21,7 @@ from pentad.engine.section import EngineSettings
 from pentad.models.balance import ExpertLoads
 from pentad.models.moe import Routes
 from pentad.ops.attention import build_attend
+from pentad.ops.delta import PackedMemory, RememberingAttend
 from pentad.ops.invariant import PackedAttend
 from pentad.ops.tree import build_tree_attend
 from pentad.parallel.context import UlyssesAttend
@@ -131,6 +132,8 @@ def run_part(
     )
     if settings.strict:
         attend = PackedAttend(packed.lengths, attend, meshes.device)
+    if dims.linear_layers:
+        attend = RememberingAttend(attend, PackedMemory(packed.lengths, meshes.device))
     if meshes.cp.size > 1:
         attend = UlyssesAttend(attend, meshes.cp)
     if packed.routes_TLk is not None:

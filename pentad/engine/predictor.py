@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from pentad.core.dims import ModelDims
 from pentad.core.errors import raise_problems
 from pentad.core.fit import strict_problems
 from pentad.core.layout import Layout
@@ -105,7 +106,7 @@ def wrap_model(
     """The decoder with everything the settings and the layout ask for around it."""
     meshes = meshes or build_meshes(Layout(), device)
     if settings.strict:
-        check_strict(meshes.layout)
+        check_strict(meshes.layout, decoder.dims)
     predictor = Predictor(
         decoder,
         settings.temperature,
@@ -135,8 +136,8 @@ def wrap_model(
     return predictor
 
 
-def check_strict(layout: Layout) -> None:
-    raise_problems(strict_problems(layout, "the layout"))
+def check_strict(layout: Layout, dims: ModelDims | None = None) -> None:
+    raise_problems(strict_problems(layout, "the layout", dims))
 
 
 def mixtures_of(decoder: Decoder) -> dict[int, Parts]:

@@ -22,7 +22,7 @@ from pentad.ops.pages import LARGEST, Pages
 
 
 class KVCache:
-    """Keys and values of all layers, block by block."""
+    """Keys and values of all layers that have some, block by block."""
 
     def __init__(
         self,
@@ -36,7 +36,9 @@ class KVCache:
         """In one of `EIGHT_BITS` it has scales, too."""
         self.num_blocks = num_blocks
         self.block_size = block_size
-        shape = (dims.num_layers, num_blocks, block_size, dims.num_kv_heads, dims.head_dim)
+        layers = [layer for layer in range(dims.num_layers) if not dims.is_linear(layer)]
+        self.index = {layer: n for n, layer in enumerate(layers)}
+        shape = (len(layers), num_blocks, block_size, dims.num_kv_heads, dims.head_dim)
         self.k = torch.zeros(shape, device=device, dtype=dtype)
         self.v = torch.zeros(shape, device=device, dtype=dtype)
         self.k_scale: Tensor | None = None
@@ -65,7 +67,8 @@ class KVCache:
         found: np.ndarray = self.routes[blocks].flatten(0, 1)[:num_tokens].cpu().numpy()
         return found
 
-    def layer(self, index: int) -> Pages:
+    def layer(self, number: int) -> Pages:
+        index = self.index[number]
         if self.k_scale is None or self.v_scale is None:
             return Pages(self.k[index], self.v[index])
         return Pages(self.k[index], self.v[index], self.k_scale[index], self.v_scale[index])

@@ -19,10 +19,12 @@ SCRATCH = 0
 class BlockPool:
     """Counts the holders of every block and finds prefixes."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, finds_prefixes: bool = True) -> None:
+        """`finds_prefixes`: whether keys and values are all that tokens leave behind."""
         assert num_blocks >= 2, f"{num_blocks} blocks: one is the scratch block, none is left"
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.finds_prefixes = finds_prefixes
         self.holders = [0] * num_blocks
         self.unused = list(range(num_blocks - 1, SCRATCH, -1))
         self.idle: OrderedDict[int, None] = OrderedDict()  # unheld but remembered, oldest first
@@ -86,6 +88,8 @@ class BlockPool:
 
     def remember(self, parent: int, tokens: Seq[int], block: int) -> int:
         """Notes what a full block holds; returns its node, the parent of the next block."""
+        if not self.finds_prefixes:
+            return parent
         key = (parent, tuple(tokens))
         hit = self.node_at.get(key)
         if hit is not None:  # an equal block is already known, this one stays private

@@ -101,7 +101,9 @@ class InferenceEngine:
         head, keys = model.head_weight, settings.rollout
         largest = SamplerPass(dims, head.dtype.itemsize, keys.max_sequences, keys.max_batch_tokens)
         num_blocks = count_blocks(model, settings, self.max_context, largest)
-        self.pool = BlockPool(num_blocks, settings.block_size)
+        # States stand at the ends of sequences alone: none can begin after another's block.
+        finds = not dims.linear_layers
+        self.pool = BlockPool(num_blocks, settings.block_size, finds_prefixes=finds)
         self.table = Table(settings.rollout.max_sequences, settings.block_size)
         self.runner = Runner(model, self.table, num_blocks, self.max_context, settings)
         has_room = head.is_cuda and self.runner.has_kernels

@@ -18,20 +18,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pentad.core.types import Attend
 from pentad.infer.attend import KVCache
 from pentad.infer.draw_kernel import draw_fused
 from pentad.infer.sampling import uniforms
 from pentad.infer.sequence import Table
+from pentad.infer.states import StateSlots, TokenMemory
 from pentad.infer.strict import head_logits, strict_logprobs
 from pentad.models.decoder import Decoder
 from pentad.models.moe import Routes
+from pentad.ops.delta import RememberingAttend
 from pentad.ops.fused import store
 from pentad.ops.invariant_kernels import Tiles, attend
 from pentad.ops.paged_decode import paged_decode
 
-IDS, POSITIONS, LENGTHS, PLACES, UNIFORMS, TEMPERATURES, WIDTH, ORIGINS = range(8)
+IDS, POSITIONS, LENGTHS, PLACES, UNIFORMS, TEMPERATURES, WIDTH, ORIGINS, ROWS = range(9)
 """Rows of the input buffer, int64 each; the two of reals hold their fp64 bits. ORIGINS says where
-in the step before a row was."""
+in the step before a row was, ROWS which of the table's it is."""
 
 
 def batch_sizes(max_rows: int) -> Iterator[int]:
@@ -127,12 +130,14 @@ class GraphDecoder:
         *,
         capture: bool,
         strict: bool = False,
+        slots: StateSlots | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
         self.table = table
         self.capture_graphs = capture
         self.strict = strict
+        self.slots = slots
         num_rows = len(table.sequences)
         self.sizes = list(batch_sizes(num_rows))
         max_blocks = -(-max_context // cache.block_size)
@@ -140,7 +145,7 @@ class GraphDecoder:
         pin = device.type == "cuda"
         self.hosts = [
             HostBuffers(
-                torch.zeros((8, num_rows), dtype=torch.int64, pin_memory=pin),
+                torch.zeros((9, num_rows), dtype=torch.int64, pin_memory=pin),
                 torch.zeros(num_rows * max_blocks, dtype=torch.int32, pin_memory=pin),
                 torch.zeros((2, num_rows), dtype=torch.int64, pin_memory=pin),
             )
@@ -183,6 +188,8 @@ class GraphDecoder:
         inputs[PLACES, :num] = inputs[PLACES, :num] * block_size + last % block_size
         inputs[UNIFORMS].view(np.float64)[:num] = uniforms(table.seed[rows], lengths)
         inputs[TEMPERATURES].view(np.float64)[:num] = table.temperature[rows]
+        inputs[ROWS, :num] = rows
+        inputs[ROWS, num:size] = len(table.sequences)  # the scratch slot
         width = int(table.num_blocks[rows].max())
         inputs[WIDTH, 0] = width
         if after is None:
@@ -204,11 +211,14 @@ class GraphDecoder:
         """One step over the static buffers; returns the logits."""
         ids, positions, lengths, places, uniform, temperature = self.inputs[:6, :size]
         width = self.inputs[WIDTH, :1]
-        core: DecodeAttend | StrictDecode
+        core: Attend
         if self.strict:
             core = StrictDecode(self.cache, places, self.blocks, width, positions)
         else:
             core = DecodeAttend(self.cache, places, self.blocks, width, lengths)
+        if self.slots is not None:
+            memory = TokenMemory(self.slots, self.inputs[ROWS, :size], positions)
+            core = RememberingAttend(core, memory)
         routes: Routes | None = None if self.cache.routes is None else {}
         hidden_SD = self.model(ids, positions, core, routes)
         if routes is not None:
@@ -231,13 +241,19 @@ class GraphDecoder:
         return logits_SV
 
     def capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """The warm-up computes the very step that is then replayed, so it leaves no trace."""
+        """The warm-up computes the very step that is then replayed, so it leaves no trace but in
+        states, for which it works on the scratch slot."""
         device = self.cache.k.device
+        rows = self.inputs[ROWS, :size]
+        own = rows.clone()
+        if self.slots is not None:
+            rows.fill_(self.slots.scratch)
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             self.body(size)
         torch.cuda.current_stream(device).wait_stream(side)
+        rows.copy_(own)
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
         # Other threads of this process (a learner) may use the device meanwhile.

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import importlib.util
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pentad.core.errors import raise_problems
+from pentad.core.fit import strict_problems
+from pentad.core.layout import Layout
 from pentad.core.types import Attend, TopTokens
 from pentad.infer.attend import KVCache, PagedAttend, StepRows
 from pentad.infer.host import apply_host, product
@@ -20,11 +23,13 @@ from pentad.infer.sampling import draw, likeliest, uniforms
 from pentad.infer.scheduler import Plan
 from pentad.infer.section import SamplerSettings
 from pentad.infer.sequence import Table
+from pentad.infer.states import StateSlots, StepMemory
 from pentad.infer.strict import StrictAttend, head_logits, strict_logprobs
 from pentad.models.decoder import Decoder
 from pentad.models.lora import apply_lora, blank_factors
 from pentad.models.moe import Experts, Routes
 from pentad.models.strict import apply_strict
+from pentad.ops.delta import RememberingAttend
 from pentad.ops.experts import can_group
 from pentad.ops.pages import EIGHT_BITS
 
@@ -64,6 +69,8 @@ class Runner:
         self.tops: dict[int, TopTokens] = {}
         """Row -> what it asked for of the last step."""
         self.cache: KVCache | None = None
+        self.slots: StateSlots | None = None
+        """Where the model has delta nets."""
         self.decoder: GraphDecoder | None = None
         self.is_fused = self.has_kernels and not settings.strict
         if (
@@ -73,6 +80,7 @@ class Runner:
 
             apply_fused(self.model)
         if settings.strict:
+            raise_problems(strict_problems(Layout(), "the sampler", model.dims))
             apply_strict(self.model)
         elif self.is_host:
             apply_host(self.model, joins=settings.lora is None)
@@ -112,6 +120,10 @@ class Runner:
         )
         if self.settings.rollout.replay_routes:
             self.cache.keep_routes(self.model.dims)
+        if self.model.dims.linear_layers:
+            num_rows = len(self.table.sequences)
+            kind: dict[str, Any] = {"device": self.device, "dtype": self.dtype}
+            self.slots = StateSlots(self.model.dims, num_rows, **kind)
         if self.has_kernels:
             from pentad.infer.graphs import GraphDecoder
 
@@ -122,11 +134,12 @@ class Runner:
                 self.max_context,
                 capture=self.captures_graphs,
                 strict=self.settings.strict,
+                slots=self.slots,
             )
 
     def sleep(self) -> None:
         """Frees the cache, and on a GPU the weights, which wait in host memory."""
-        self.cache = self.decoder = None
+        self.cache = self.decoder = self.slots = None
         if self.device.type == "cuda" and self.settings.lora is None:
             if self.is_fused:
                 from pentad.infer.fuse import part_all
@@ -173,6 +186,9 @@ class Runner:
             assert self.cache is not None
             sources, targets = np.array(plan.copies, np.int64).T
             self.cache.copy_blocks(self.put(sources), self.put(targets))
+        if plan.forks and self.slots is not None:
+            sources, targets = np.array(plan.forks, np.int64).T
+            self.slots.copy(self.put(sources), self.put(targets))
         last = np.cumsum(plan.counts) - 1
         ids, logprobs = [], []
         step = max(1, MAX_LOGITS // self.model.dims.vocab_size)
@@ -211,6 +227,9 @@ class Runner:
         places_T += position_T % size
         where_T = self.put(places_T)
         attend = self.build_attend(plan, where_T)
+        if self.slots is not None:
+            memory = StepMemory(self.slots, plan.rows, plan.starts, counts)
+            attend = RememberingAttend(attend, memory)
         routes: Routes | None = {} if self.settings.rollout.replay_routes else None
         hidden_TD: Tensor = self.model(self.put(ids_T), self.put(position_T), attend, routes)
         if routes is not None:

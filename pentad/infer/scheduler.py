@@ -37,6 +37,8 @@ class Plan:
     """For each of them, the i whose last token it follows."""
     copies: list[tuple[int, int]] = field(default_factory=list)
     """Blocks (from, to) to copy after the step."""
+    forks: list[tuple[int, int]] = field(default_factory=list)
+    """Rows (from, to) that continue alike after the step."""
 
     @property
     def is_decode(self) -> bool:
@@ -314,6 +316,7 @@ class RequestScheduler:
                 table.set_blocks_of([f.row for f in forked], [f.blocks for f in forked], size)
             self.num_reused += size * len(forked)
             self.running += forked
+            plan.forks += [(leader.row, follower.row) for follower in forked]
             rows += [follower.row for follower in forked]
             origins += [i] * len(forked)
             leader.followers = []

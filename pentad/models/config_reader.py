@@ -25,13 +25,15 @@ NEEDED = (
     "intermediate_size",
 )
 SHARED_EXPERTS = ("n_shared_experts", "shared_expert_intermediate_size")
+LINEAR_KEY_HEADS = "linear_num_key_heads"
 UNSUPPORTED = {
     "text_config": "it describes a model with several modalities",
     "kv_lora_rank": "it uses latent attention",
     **dict.fromkeys(SHARED_EXPERTS, "it has shared experts"),
-    "linear_num_key_heads": "it has linear attention layers",
+    LINEAR_KEY_HEADS: "it has linear attention layers",
     "quantization_config": "its weights are quantised",
 }
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 PART = "partial_rotary_factor"
 OLD_LENGTH = "original_max_position_embeddings"
 STRETCHED = {"llama3", "yarn", "longrope"}
@@ -110,6 +112,34 @@ def read_mixture(read: ConfigValues, num_layers: int) -> dict[str, Any]:
     }
 
 
+def read_linear(read: ConfigValues, num_layers: int) -> dict[str, Any]:
+    """The dimensions of gated delta nets, and which layers have one."""
+    kinds = read.hf.get("layer_types")
+    if kinds is None:
+        interval = read.whole("full_attention_interval", 4)
+        linear = tuple((layer + 1) % interval != 0 for layer in range(num_layers))
+    else:
+        names = kinds if isinstance(kinds, list | tuple) else []
+        known = len(names) == num_layers and all(n in (LINEAR, FULL) for n in names)
+        rule = f"must name {LINEAR} or {FULL} for each of {num_layers} layers"
+        read.must(known, "layer_types", kinds, rule)
+        linear = tuple(name == LINEAR for name in names)
+    key = "full_attention_interval" if kinds is None else "layer_types"
+    rule = f"names no {FULL} layer, and the sampler's cache is made of them"
+    read.must(not all(linear), key, read.hf.get(key), rule)
+    keys, values = read.whole(LINEAR_KEY_HEADS), read.whole("linear_num_value_heads")
+    rule = f"must be a multiple of {LINEAR_KEY_HEADS} = {keys}"
+    read.must(values % keys == 0, "linear_num_value_heads", values, rule)
+    return {
+        "linear_layers": linear if any(linear) else (),
+        "linear_key_heads": keys,
+        "linear_value_heads": values,
+        "linear_key_dim": read.whole("linear_key_head_dim"),
+        "linear_value_dim": read.whole("linear_value_head_dim"),
+        "linear_conv": read.whole("linear_conv_kernel_dim"),
+    }
+
+
 def from_layer(layer: int, first: int) -> bool:
     return layer >= first
 
@@ -169,6 +199,9 @@ class ConfigReader:
     """Whether `mixture` reads an expert that every token passes."""
     mixture: Callable[[ConfigValues, int], dict[str, Any]] = read_mixture
     """The dimensions of the experts, from the config and the number of layers."""
+    attn_gate: bool = False
+    linear: Callable[[ConfigValues, int], dict[str, Any]] | None = None
+    """The dimensions of layers with a delta net, where the family has them."""
 
     def __call__(self, hf: Mapping[str, Any]) -> ModelDims:
         """Old and new key names alike. Raises UserError for what dimensions cannot express: a
@@ -220,6 +253,8 @@ class ConfigReader:
             sliding_layers=sliding_layers,
             initializer_range=read.number("initializer_range", 0.02),
             **self.mixture(read, num_layers),
+            attn_gate=self.attn_gate,
+            **({} if self.linear is None else self.linear(read, num_layers)),
         )
 
     def _check(self, read: ConfigValues, dims: ModelDims) -> None:
@@ -242,7 +277,8 @@ class ConfigReader:
     def _refuse_unsupported(self, hf: Mapping[str, Any]) -> None:
         where = f"config.json: model_type = {hf.get('model_type') or 'missing'}"
         remedy = "use a plain decoder such as Qwen3 or Llama"
-        read_here = SHARED_EXPERTS if self.has_shared_experts else ()
+        read_here: tuple[str, ...] = SHARED_EXPERTS if self.has_shared_experts else ()
+        read_here += () if self.linear is None else (LINEAR_KEY_HEADS,)
         problems = [
             Problem(where, f"{key} = {_short(hf[key])}: {why}", remedy)
             for key, why in UNSUPPORTED.items()
@@ -264,7 +300,7 @@ class ConfigReader:
         if not self.partial_rotary and _rotary_factor(hf)[1] != 1.0:
             rule = f"{PART}: rotary over part of a head is not built for this family"
             problems.append(Problem(where, rule))
-        missing = [key for key in NEEDED if not hf.get(key)]
+        missing = [key for key in NEEDED if not (hf.get(key) or self.defaults.get(key))]
         if missing and not problems:
             rule = f"{', '.join(missing)} missing"
             problems.append(Problem(where, rule, "give the config.json of a decoder model"))
@@ -356,9 +392,6 @@ def _rope(read: ConfigValues) -> tuple[float, dict[str, Any]]:
     if rest.get("rope_type") in STRETCHED and read.hf.get(OLD_LENGTH) is not None:
         rest[OLD_LENGTH] = read.whole(OLD_LENGTH, most=MAX_POSITION)  # transformers lets it win
     return theta, rest
-
-
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def _ropes_by_layer(

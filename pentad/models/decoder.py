@@ -15,10 +15,20 @@ from torch.nn import functional as F
 
 from pentad.core.dims import ModelDims
 from pentad.core.types import Attend
+from pentad.models.delta_net import DeltaNet
 from pentad.models.families import map_of
 from pentad.models.language_model import FamilyModel
-from pentad.models.layers import MLPS, Attention, Embedding, Linear, Rotary, make_norm
+from pentad.models.layers import (
+    MLPS,
+    Attention,
+    Embedding,
+    GatedAttention,
+    Linear,
+    Rotary,
+    make_norm,
+)
 from pentad.models.moe import Moe, Routes
+from pentad.ops.delta import with_memory
 from pentad.weights.map import WeightMap
 
 
@@ -29,7 +39,7 @@ class Block(nn.Module):
     def __init__(self, dims: ModelDims, layer: int) -> None:
         super().__init__()
         self.attn_norm = _norm(dims, dims.pre_norms)
-        self.attn = Attention(dims, layer)
+        self.attn = make_attention(dims, layer)
         self.attn_post_norm = _norm(dims, dims.post_norms)
         self.ffn_norm = _norm(dims, dims.pre_norms)
         self.ffn = Moe(dims) if dims.is_moe(layer) else MLPS[dims.activation](dims)
@@ -57,6 +67,12 @@ class Block(nn.Module):
         y_TD = self.attn(self.attn_norm(x_TD), cos_Td, sin_Td, attend)
         x_TD = x_TD + self.attn_post_norm(y_TD)
         return x_TD, self.ffn_norm(x_TD)
+
+
+def make_attention(dims: ModelDims, layer: int) -> nn.Module:
+    if dims.is_linear(layer):
+        return DeltaNet(dims, layer)
+    return (GatedAttention if dims.attn_gate else Attention)(dims, layer)
 
 
 def _norm(dims: ModelDims, is_there: bool) -> nn.Module:
@@ -114,6 +130,8 @@ class Decoder(FamilyModel):
         """
         x_TD = ids_T if self.embed is None else self.look_up(ids_T)
         turns = self.rotary(positions_T, x_TD.dtype)
+        if self.dims.linear_layers:
+            attend = with_memory(attend, positions_T)
         for name, block in self.layers.items():
             given_Tk = None if routes is None else routes.get(int(name))
             turn = turns[self.dims.rope_kind(int(name))]

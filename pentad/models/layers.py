@@ -318,3 +318,18 @@ class Attention(nn.Module):
         if not self.wide_norm:
             return norm(x_THd)
         return norm(x_THd.flatten(-2)).unflatten(-1, (-1, self.head_dim))
+
+
+class GatedAttention(Attention):
+    """Attention whose result is weighed, number by number, by a gate of the input."""
+
+    def __init__(self, dims: ModelDims, layer: int) -> None:
+        super().__init__(dims, layer)
+        width = dims.num_heads * dims.head_dim
+        self.gate = Linear(dims.hidden_size, width, bias=dims.qkv_bias)
+
+    def forward(self, x_TD: Tensor, cos_Td: Tensor, sin_Td: Tensor, attend: Attend) -> Tensor:
+        q_THd, k_TKd, v_TKd = self.project(x_TD)
+        q_THd, k_TKd = self.turned(q_THd, k_TKd, cos_Td, sin_Td)
+        o_TQ = attend(self.layer, q_THd, k_TKd, v_TKd).flatten(-2)
+        return self.o(o_TQ * self.gate(x_TD).sigmoid())

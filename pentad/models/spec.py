@@ -19,6 +19,7 @@ from pentad.weights.map import (
     Condition,
     Expert,
     Glu,
+    GroupRows,
     Init,
     Padded,
     Planes,
@@ -127,6 +128,14 @@ POST_NORMS = (
 """Norms of the results of attention and ffn."""
 
 
+def around_zero(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """The rules, with norms whose weights lie around 0."""
+    return tuple(
+        replace(rule, init="zeros") if rule.target.endswith("norm.weight") else rule
+        for rule in rules
+    )
+
+
 def without(rules: tuple[Rule, ...], *targets: str) -> tuple[Rule, ...]:
     return tuple(rule for rule in rules if rule.target not in targets)
 
@@ -157,6 +166,57 @@ def shared_expert(hf: str) -> tuple[Rule, ...]:
     return (
         gated(FFN + "shared.", "2 S D", place, ".weight", is_moe, "normal"),
         Rule(FFN + "shared.down.weight", "D S", place + "down_proj.weight", is_moe),
+    )
+
+
+def is_linear(dims: ModelDims, layer: int) -> bool:
+    return dims.is_linear(layer)
+
+
+def _with_attention(rule: Rule) -> Rule:
+    """The rule, in layers without a delta net."""
+    if not rule.target.startswith(ATTN):
+        return rule
+    when = rule.when
+    return replace(rule, when=lambda dims, layer: when(dims, layer) and not dims.is_linear(layer))
+
+
+Q_AND_GATE: dict[str, str | Spec] = {
+    f"{ATTN}{name}.{kind}": GroupRows(f"{LAYER}self_attn.q_proj.{kind}", "Q+Q", part, "d")
+    for part, name in enumerate(("q", "gate"))
+    for kind in ("weight", "bias")
+}
+"""A head's queries and the gate of its result as one block of rows."""
+GATED_DECODER = with_sources(
+    (
+        *map(_with_attention, DECODER),
+        _with_attention(Rule(ATTN + "gate.weight", "Q D", "")),
+        _with_attention(Rule(ATTN + "gate.bias", "Q", "", has_bias, "zeros")),
+    ),
+    Q_AND_GATE,
+)
+"""`DECODER`, its attention gated, and left out in layers with a delta net."""
+
+
+def delta_net(projections: Mapping[str, Spec | str]) -> tuple[Rule, ...]:
+    """The rules of layers with a gated delta net; `projections` says where those to q, k, v, z, b
+    and a lie in files."""
+    place = LAYER + "linear_attn."
+    rows = {"q": "LK", "k": "LK", "v": "LV", "z": "LV", "b": "LH", "a": "LH"}
+    conv = [Rows(place + "conv1d.weight", "LK+LK+LV", part) for part in range(3)]
+    return (
+        *(
+            Rule(f"{ATTN}in_{name}.weight", f"{rows[name]} D", source, is_linear)
+            for name, source in projections.items()
+        ),
+        *(
+            Rule(f"{ATTN}conv_{name}", f"{rows[name]} 1 Lc", source, is_linear)
+            for name, source in zip("qkv", conv, strict=True)
+        ),
+        Rule(ATTN + "a_log", "LH", place + "A_log", is_linear, "log_uniform"),
+        Rule(ATTN + "dt_bias", "LH", place + "dt_bias", is_linear, "ones"),
+        Rule(ATTN + "norm.weight", "Lv", place + "norm.weight", is_linear, "ones"),
+        Rule(ATTN + "o.weight", "D LV", place + "out_proj.weight", is_linear),
     )
 
 
@@ -272,6 +332,7 @@ DECODER_SEAMS = (
 )
 """Seams of `decoder.Decoder`. A mixture layer has none: experts take each rank's own tokens."""
 DECODER_PLAN = {"V": "tp", "Q": "tp", "K": "tp", "F": "tp", "E": "ep", "M": "etp"}
+DELTA_PLAN = {**DECODER_PLAN, "LK": "tp", "LV": "tp", "LH": "tp"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,10 +120,12 @@ class PaddedAttend:
             )
             out.append(self._attend_bucket(q, k, v, window).transpose(1, 2).flatten(0, 1))
         o_PHd = out[0] if len(out) == 1 else torch.cat(out)
-        return o_PHd if self.slot_T is None else _unpad(o_PHd, self.slot_T)
+        return o_PHd if self.slot_T is None else from_slots(o_PHd, self.slot_T)
 
     def _pad(self, x_Tnd: Tensor) -> Tensor:
-        return x_Tnd if self.slot_T is None else _pad(x_Tnd, self.slot_T, int(self.plan.num_slots))
+        if self.slot_T is None:
+            return x_Tnd
+        return to_slots(x_Tnd, self.slot_T, int(self.plan.num_slots))
 
     def _attend_bucket(
         self, q_SHLd: Tensor, k_SKLd: Tensor, v_SKLd: Tensor, window: Window
@@ -214,12 +216,12 @@ class _Unpad(torch.autograd.Function):
         return out.index_copy_(0, ctx.saved_tensors[0], grad), None
 
 
-def _pad(x_Tnd: Tensor, slot_T: Tensor, num_slots: int) -> Tensor:
+def to_slots(x_Tnd: Tensor, slot_T: Tensor, num_slots: int) -> Tensor:
     result: Tensor = _Pad.apply(x_Tnd, slot_T, num_slots)
     return result
 
 
-def _unpad(x_Pnd: Tensor, slot_T: Tensor) -> Tensor:
+def from_slots(x_Pnd: Tensor, slot_T: Tensor) -> Tensor:
     result: Tensor = _Unpad.apply(x_Pnd, slot_T)
     return result
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from pentad.core.dims import ModelDims
 from pentad.core.layout import Layout
+from pentad.core.sizes import chunks_bytes
 from pentad.engine.section import ModelConfig
 
 WIDE = 4
@@ -46,7 +47,8 @@ def whole_layer(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) 
         # The compiler keeps nothing in float32, but what its products and the core read.
         return products(dims, layer, layout, keys) + read_by_products(dims, layer, layout, keys)
     ffn = experts_kept if dims.is_moe(layer) else mlp_kept
-    return attention_kept(dims, layout, keys) + ffn(dims, layout, keys)
+    mix = delta_net_kept if dims.is_linear(layer) else attention_kept
+    return mix(dims, layout, keys) + ffn(dims, layout, keys)
 
 
 def products(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
@@ -55,6 +57,10 @@ def products(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> 
     q, k = dims.q_dim / tp, kv_width(dims, tp)
     h = dims.hidden_size / tp
     kept = c * (h + q + 2 * k + q + h) + statistics_bytes(dims, tp)  # input, q, k, v, core, o
+    kept += c * q * dims.attn_gate
+    if dims.is_linear(layer):  # input, q, k, v, z, a, b, o
+        kept = c * (2 * h + mixed_width(dims, tp))
+        kept += c * (dims.linear_v_dim + 2 * dims.linear_value_heads) / tp
     if keys.lora is not None:  # what A makes of the inputs of seven matrices
         kept += 7 * c * keys.lora.rank
     if not dims.is_moe(layer):
@@ -68,7 +74,9 @@ def products(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> 
 def read_by_products(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
     """The two normed inputs, rotated q and k, and what `down` reads; of a mixture also its rows."""
     c, tp, h = keys.compute_bytes, layout.tp, dims.hidden_size
-    kept = c * (dims.q_dim / tp + kv_width(dims, tp) + h)
+    kept = c * ((1 + dims.attn_gate) * dims.q_dim / tp + kv_width(dims, tp) + h)
+    if dims.is_linear(layer):
+        kept = c * (h + dims.linear_v_dim / tp) + chunks_bytes(dims) / tp
     if dims.is_moe(layer):
         rows = dims.num_experts_per_token * (h + dims.moe_intermediate_size)
         return (kept + c * (h + rows + dims.shared_expert_size) / tp) / layout.cp
@@ -92,7 +100,28 @@ def attention_kept(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
         kept += norm_kept(q + k, c)
     kept += c * (q + k)  # rotated, read by the core
     kept += c * (k + q)  # v, and the core's result, which is the input of o
+    kept += c * 2 * q * dims.attn_gate  # its sigmoid, and their product
     return (kept + statistics_bytes(dims, tp)) / layout.cp
+
+
+def delta_net_kept(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
+    """First half of a layer with a delta net: norm, projections, convolution, chunks, norm."""
+    c, tp = keys.compute_bytes, layout.tp
+    mixed, values = mixed_width(dims, tp), dims.linear_v_dim / tp
+    kept = layer_norms_kept(dims, dims.hidden_size / tp, c) + c * dims.hidden_size
+    kept += WIDE * mixed * dims.linear_conv  # every token that the convolution sees
+    kept += 2 * c * mixed  # silu, before and after
+    is_narrow = c < WIDE
+    kept += is_narrow * WIDE * 2 * dims.linear_k_dim / tp  # q and k in float32
+    kept += chunks_bytes(dims) / tp
+    kept += norm_kept(values, c) + 3 * c * values  # weighed; z; the input of o
+    kept += (1 + is_narrow) * WIDE * values  # silu of z; z in float32
+    return kept
+
+
+def mixed_width(dims: ModelDims, tp: int) -> float:
+    """q, k and v of a delta net."""
+    return (2 * dims.linear_k_dim + dims.linear_v_dim) / tp
 
 
 def mlp_kept(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:

@@ -125,8 +125,13 @@ class SamplePlan:
         return self.pass_tokens * self.sampling.largest.token_bytes
 
     @property
+    def slots_bytes(self) -> int:
+        """What the delta nets of an embedded sampler remember of its sequences."""
+        return self.sampling.largest.slots_bytes if self.pass_tokens else 0
+
+    @property
     def device_bytes(self) -> float:
-        held = self.weights_bytes + self.kv_bytes + self.pass_bytes
+        held = self.weights_bytes + self.kv_bytes + self.pass_bytes + self.slots_bytes
         return PROCESS_BYTES[self.sampling.device] + held
 
     @property

@@ -295,7 +295,8 @@ def plan_sampler(
     if component.backend == "embedded":
         free = free_for_cache(sampling, [] if config.offload_train else near, device)
         cache = embedded_cache(sampling, free) if given is None else given * GIB
-        pass_tokens = sampling.largest.tokens(None if free is None else max(free - cache, 0.0))
+        rest = None if free is None else free - cache - sampling.largest.slots_bytes
+        pass_tokens = sampling.largest.tokens(None if rest is None else max(rest, 0.0))
     elif given is not None:
         cache = given * GIB
     else:

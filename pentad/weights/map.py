@@ -27,7 +27,7 @@ from pentad.weights.regions import (
 
 Condition = Callable[[ModelDims, int], bool]
 """Whether a rule holds for a model and a layer (0 for rules outside the layers)."""
-Init = Literal["normal", "ones", "zeros", "uniform"]
+Init = Literal["normal", "ones", "zeros", "uniform", "log_uniform"]
 Sizes = Mapping[str, int]
 Indices = Mapping[str, int]
 
@@ -45,7 +45,18 @@ def sizes_of(dims: ModelDims) -> dict[str, int]:
         "R": dims.num_experts,
         "M": dims.moe_intermediate_size,
         "S": dims.shared_expert_size,
+        **linear_sizes(dims),
     }
+
+
+def linear_sizes(dims: ModelDims) -> dict[str, int]:
+    """Those of delta nets: widths of all keys, values and value heads, and their shares that
+    belong to one key head, in which layouts cut them."""
+    if not dims.linear_key_heads:
+        return {}
+    widths = {"LK": dims.linear_k_dim, "LV": dims.linear_v_dim, "LH": dims.linear_value_heads}
+    shares = {f"{name}1": size // dims.linear_key_heads for name, size in widths.items()}
+    return {**widths, **shares, "Lv": dims.linear_value_dim, "Lc": dims.linear_conv}
 
 
 def size_of(token: str, sizes: Sizes) -> int:
@@ -86,6 +97,35 @@ class Rows:
         start = (sum(blocks[: self.part]), *whole.source_start[1:])
         source_shape = (sum(blocks), *shape[1:])
         return [replace(whole, source_shape=source_shape, source_start=start)]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRows:
+    """As `Rows`, where the blocks stand side by side anew for each head: GroupRows("q", "Q+Q", 1,
+    "d") is the second of two blocks of d rows, of every head. `unit` is a block's rows in one
+    head, or has one symbol for each block."""
+
+    source: str
+    of: str
+    part: int
+    unit: str
+
+    def regions(self, shape: Shape, sizes: Sizes, index: Indices) -> list[Region]:
+        blocks, names = self.of.split("+"), self.unit.split("+")
+        units = [sizes[name] for name in names * (len(blocks) // len(names))]
+        num, height = sizes[blocks[self.part]] // units[self.part], units[self.part]
+        assert num * height == shape[0], f"{self} does not give {shape[0]} rows"
+        (whole,) = One(self.source).regions((height, *shape[1:]), sizes, index)
+        rest = whole.source_start[1:]
+        return [
+            replace(
+                whole,
+                source_shape=(num * sum(units), *shape[1:]),
+                source_start=(group * sum(units) + sum(units[: self.part]), *rest),
+                target_start=(group * height, *rest),
+            )
+            for group in range(num)
+        ]
 
 
 @dataclass(frozen=True, slots=True)

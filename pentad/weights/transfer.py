@@ -362,9 +362,13 @@ class PairsReader:
         return tensor if box == full_box(tensor.shape) else tensor[slices(box)]
 
 
+DECAYS = (0.01, 16.0)
+"""Within these lie fresh decays of delta nets; their logs are the weights."""
+
+
 class RandomReader:
     """A reader that makes its tensors: normal with the config's range, uniform within one over the
-    root of the last dim, ones, or zeros."""
+    root of the last dim, logs of uniform ones, ones, or zeros."""
 
     where = "fresh weights"
 
@@ -386,6 +390,8 @@ class RandomReader:
         if source.init == "uniform":
             bound = source.shape[-1] ** -0.5
             whole.uniform_(-bound, bound, generator=generator)
+        elif source.init == "log_uniform":
+            whole.uniform_(*DECAYS, generator=generator).log_()
         else:
             whole.normal_(0, self.std, generator=generator)
         return whole[slices(box)]

@@ -62,6 +62,15 @@ DEEPSEEK_SIZES: dict[str, Any] = {
 """Where mixtures are of DeepSeek-V3's kind."""
 PARTIAL_ROTARY: dict[str, Any] = {"head_dim": 16, "partial_rotary_factor": 0.4}
 """Six numbers of a head, and not by an even division."""
+LINEAR_SIZES: dict[str, Any] = {
+    "linear_num_key_heads": 12,
+    "linear_num_value_heads": 24,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+"""As many key heads of delta nets as query heads: every tp must divide both."""
 TP_GRID = (1, 2, 4, 12)
 """One rank, fewer than, as many as, and more than the key heads; all divide the query heads."""
 EXPERT_GRID = ((1, 1), (2, 1), (2, 2), (3, 4))
@@ -119,7 +128,8 @@ def variants_of(family_keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         base |= DEEPSEEK_SIZES if "n_routed_experts" in family_keys else EXPERT_SIZES
     if "partial_rotary_factor" in family_keys:
         base |= PARTIAL_ROTARY
-    base |= {key: size for key, size in SHARED_SIZES.items() if key in family_keys}
+    for sizes in (SHARED_SIZES, LINEAR_SIZES if "linear_num_key_heads" in family_keys else {}):
+        base |= {key: size for key, size in sizes.items() if key in family_keys}
     out = {}
     for name, changes in VARIANTS.items():
         known = {key: value for key, value in changes.items() if key in family_keys}
@@ -145,6 +155,8 @@ def shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("n_routed_experts"):
         kept = {"routed_scaling_factor": config.get("routed_scaling_factor", 1.0)}
         out |= {**DEEPSEEK_SIZES, **kept}
+    if config.get("linear_num_key_heads"):
+        out |= LINEAR_SIZES
     if config.get("sliding_window"):
         out |= {"sliding_window": 5, "max_window_layers": 1}
     return out

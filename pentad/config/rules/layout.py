@@ -19,6 +19,7 @@ from pentad.core.errors import Problem
 from pentad.core.fit import (
     balance_problems,
     default_stages_per_rank,
+    delta_net_problems,
     expert_problems,
     head_problems,
     is_interleaved,
@@ -219,6 +220,7 @@ def heads_and_widths_divide(part: Placed) -> Iterator[Problem]:
     if part.dims is not None:
         yield from head_problems(part.component.layout(), part.dims, part.where)
         yield from width_problems(part.component.layout(), part.dims, part.where)
+        yield from delta_net_problems(part.component.layout(), part.dims, part.where)
 
 
 def experts_divide(part: Placed) -> Iterator[Problem]:
@@ -290,7 +292,8 @@ def trees_can_be_made(part: Placed) -> Iterator[Problem]:
         return
     is_strict = part.config.strict and component.role == "actor"
     layout, backend = component.layout(), component.backend
-    if why := no_tree(layout, backend, strict=is_strict, balanced=archon.balances):
+    balanced, dims = archon.balances, part.dims
+    if why := no_tree(layout, backend, strict=is_strict, balanced=balanced, dims=dims):
         yield Problem(f"{part.key}.enable_tree_training = true", why, "leave it out")
 
 

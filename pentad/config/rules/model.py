@@ -11,6 +11,8 @@ from pentad.config.schema import Config
 from pentad.config.topology import scorers
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
+from pentad.core.fit import strict_problems
+from pentad.core.layout import Layout
 from pentad.models.catalog import dims_of, known_dims, model_type
 from pentad.models.families import (
     is_known,
@@ -129,6 +131,14 @@ def routes_exist(config: Config, facts: RunFacts) -> Iterator[Problem]:
     if config.rollout.replay_routes and not any(map(dims.is_moe, range(dims.num_layers))):
         rule = f"the model in {config.actor.path} has no mixture of experts"
         yield Problem("rollout.replay_routes = true", rule, "leave it out")
+
+
+@RULES.add(commands=RUNS)
+def strict_layers_exist(config: Config, facts: RunFacts) -> list[Problem]:
+    dims = _folder_dims(config, facts)
+    if dims is None or not config.strict:
+        return []
+    return list(strict_problems(Layout(), "the actor", dims))
 
 
 @RULES.add(commands=RUNS)

@@ -3,7 +3,6 @@ head norms, gelu, windows on five of six layers, which have a rotary base of the
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from pentad.core.dims import ModelDims
@@ -14,6 +13,7 @@ from pentad.models.spec import (
     LAYER,
     POST_NORMS,
     ModelSpec,
+    around_zero,
     sizes,
     with_sources,
 )
@@ -28,10 +28,7 @@ DEFAULTS = {
     "rope_theta": 1e6,
 }
 BEFORE_FFN = {FFN_NORM: LAYER + "pre_feedforward_layernorm.weight"}
-RULES = tuple(
-    replace(rule, init="zeros") if rule.target.endswith("norm.weight") else rule
-    for rule in with_sources((*DECODER, *POST_NORMS), BEFORE_FFN)
-)
+RULES = around_zero(with_sources((*DECODER, *POST_NORMS), BEFORE_FFN))
 RELEASED: dict[str, Any] = {"tied": True, "head_dim": 256, "sliding_window": 512}
 
 

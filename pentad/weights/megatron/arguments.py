@@ -153,6 +153,8 @@ def unsayable(dims: ModelDims) -> list[Problem]:
 def _unsayable_layers(dims: ModelDims) -> Iterable[Problem]:
     where = f"config.json: model_type = {dims.family}"
     others = {
+        "gated delta nets": bool(dims.linear_layers),
+        "a gate on attention's result": dims.attn_gate,
         "norms after attention and ffn": dims.post_norms or not dims.pre_norms,
         "norms of queries and keys over all heads": dims.wide_qk_norm,
         "rotary settings of their own for layers with a window": bool(dims.sliding_rope),

@@ -148,7 +148,7 @@ def engines(config, command: str, device: torch.device) -> None:
         if config.component(role).backend != "fsdp":
             check_balance(made.model.archon, dims)
         if made.strict:
-            check_strict(layout)
+            check_strict(layout, dims)
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -94,6 +94,7 @@ def test_released_models_have_their_published_sizes():
         "GLM-4-32B-0414": 32.6,
         "OLMo-2-1124-7B": 7.3,
         "Olmo-3-1125-32B": 32.2,
+        "Qwen3-Next-80B-A3B": 80,
     }
     known = public_dims()
     for name, size in billions.items():

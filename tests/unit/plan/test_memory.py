@@ -48,6 +48,15 @@ GLM = {
     "rotary_dim": 16,
     "moe_layers": (False, True, True, True, True, True),
 }
+DELTA = {
+    "linear_layers": (True, True, True, False, True, True),
+    "linear_key_heads": 2,
+    "linear_value_heads": 4,
+    "linear_key_dim": 24,
+    "linear_value_dim": 32,
+    "linear_conv": 4,
+    "attn_gate": True,
+}
 MODES = [("none", "op"), ("full", "op"), ("selective", 2), ("selective", "op")]
 
 
@@ -84,6 +93,7 @@ def tiny(vocab_size: int, **extra) -> ModelDims:
     family = "qwen2_moe" if "shared_expert_size" in extra else family
     family = "glm4_moe" if "router_bias" in extra else family
     family = "glm4" if "post_norms" in extra else family
+    family = "qwen3_5_text" if "linear_layers" in extra else family
     return ModelDims(
         family=family,
         vocab_size=vocab_size,
@@ -122,8 +132,8 @@ def measure(dims: ModelDims, mode: str, selective: str | int, **extra) -> tuple[
 @pytest.mark.parametrize("vocab_size", [50, 4000])
 @pytest.mark.parametrize(
     "extra",
-    [{}, {"post_norms": True}, MOE, {**MOE, "shared_expert_size": 160}, GLM],
-    ids=["dense", "post norms", "moe", "shared", "glm"],
+    [{}, {"post_norms": True}, MOE, {**MOE, "shared_expert_size": 160}, GLM, DELTA],
+    ids=["dense", "post norms", "moe", "shared", "glm", "delta"],
 )
 def test_kept_and_peak_bytes_are_those_of_the_real_model(extra, vocab_size, mode, selective):
     dims = tiny(vocab_size, **extra)

@@ -1,0 +1,276 @@
+"""The gated delta rule over packed sequences, and the short convolution before it.
+
+A head holds a state S [k, v]. Each token shrinks it by exp(decay), replaces what S answers to its
+key by its value, in the measure beta, and reads it with its query:
+
+    S = exp(decay) S;  S = S + beta key (value - key S);  out = query S / sqrt(k)
+
+Over sequences this is done in chunks (https://arxiv.org/abs/2412.06464): within a chunk by matrix
+products and one triangular solve, all chunks at once; from chunk to chunk by a scan over states.
+A sequence begins with a chunk of its own, so no state reaches its neighbour. In float32, as
+transformers computes it.
+
+Shapes: T packed tokens, P padded slots, N chunks, C slots of a chunk, S sequences, H value heads,
+k and v width of a key and of a value, W width of the convolution, X channels of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pentad.core.sizes import DELTA_CHUNK as CHUNK
+from pentad.core.types import Attend
+from pentad.ops.attention import from_slots, to_slots
+
+EPS = 1e-6
+"""Added to the square of a key's and a query's length."""
+
+
+class Memory(Protocol):
+    """What layers with a delta net see of earlier tokens: of their own sequence, nothing else."""
+
+    def convolve(self, layer: int, x_TX: Tensor, weight_XW: Tensor) -> Tensor:
+        """Each channel's last W tokens, weighed and summed."""
+        ...
+
+    def recall(
+        self, layer: int, q_THk: Tensor, k_THk: Tensor, v_THv: Tensor, g_TH: Tensor, b_TH: Tensor
+    ) -> Tensor:
+        """The delta rule with decays g (logs) and measures b; queries and keys as projected."""
+        ...
+
+
+class RememberingAttend:
+    """An attention core with the memory that delta nets need beside it."""
+
+    def __init__(self, inner: Attend, memory: Memory) -> None:
+        self.inner = inner
+        self.memory = memory
+
+    def __call__(
+        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: int | None = None
+    ) -> Tensor:
+        how: dict[str, Any] = {} if window is None else {"window": window}
+        return self.inner(layer, q_THd, k_TKd, v_TKd, **how)
+
+
+def with_memory(attend: Attend, positions_T: Tensor) -> RememberingAttend:
+    """The core itself where it has a memory, else with that of packed rows: a sequence begins at
+    each position 0."""
+    if isinstance(attend, RememberingAttend):
+        return attend
+    starts = torch.nonzero(positions_T == 0).flatten().tolist()
+    assert starts and starts[0] == 0, "packed rows begin with the first token of a sequence"
+    lengths = np.diff([*starts, len(positions_T)])
+    return RememberingAttend(attend, PackedMemory(lengths.tolist(), positions_T.device))
+
+
+class ChunkPlan:
+    """Where packed tokens lie in chunks. The chunks of one step of the scan stand together, those
+    of longer sequences first, so that the sequences still under way are always the first ones."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        length_S = np.asarray(lengths, np.int64)
+        chunks_S = -(-length_S // CHUNK)
+        order = np.argsort(-chunks_S, kind="stable")
+        rank_S = np.empty_like(order)
+        rank_S[order] = np.arange(len(order))
+        under_way = np.searchsorted(-chunks_S[order], -np.arange(int(chunks_S.max())), "left")
+        first = np.cumsum(under_way) - under_way
+        place_T = np.arange(int(length_S.sum()))
+        place_T -= np.repeat(np.cumsum(length_S) - length_S, length_S)
+        chunk_T = first[place_T // CHUNK] + np.repeat(rank_S, length_S)
+        self.order = order
+        """Sequences, as the states of the scan stand."""
+        self.place_T = torch.from_numpy(place_T).to(device)
+        self.slot_T = torch.from_numpy(chunk_T * CHUNK + place_T % CHUNK).to(device)
+        self.num_slots = int(chunks_S.sum()) * CHUNK
+        self.counts = torch.from_numpy(under_way)
+        """How many sequences each step of the scan has; on the CPU, where it is read."""
+
+
+class PackedMemory:
+    """Implements `Memory` over whole packed sequences."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        self.plan = ChunkPlan(lengths, device)
+        self.num = len(lengths)
+
+    def convolve(self, layer: int, x_TX: Tensor, weight_XW: Tensor) -> Tensor:
+        wide_TX, width = widened(x_TX), weight_XW.shape[1]
+        weight_XW = weight_XW.to(wide_TX.dtype)
+        out_TX = wide_TX * weight_XW[:, -1]
+        for back in range(1, width):
+            earlier_TX = F.pad(wide_TX, (0, 0, back, 0))[: len(wide_TX)]
+            is_here_T1 = (self.plan.place_T >= back)[:, None]
+            earlier_TX = torch.where(is_here_T1, earlier_TX, 0.0)
+            out_TX = out_TX + earlier_TX * weight_XW[:, width - 1 - back]
+        return out_TX.to(x_TX.dtype)
+
+    def recall(
+        self, layer: int, q_THk: Tensor, k_THk: Tensor, v_THv: Tensor, g_TH: Tensor, b_TH: Tensor
+    ) -> Tensor:
+        shape = (self.num, v_THv.shape[1], k_THk.shape[2], v_THv.shape[2])
+        state_SHkv = torch.zeros(shape, dtype=torch.float32, device=v_THv.device)
+        return recall_chunks(self.plan, q_THk, k_THk, v_THv, g_TH, b_TH, state_SHkv)[0]
+
+
+def widened(x: Tensor) -> Tensor:
+    """In float32, if it is narrower."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def of_unit_length(x: Tensor) -> Tensor:
+    x = x.float()
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS)
+
+
+def spread(x_TKk: Tensor, num_heads: int) -> Tensor:
+    """Queries or keys for each value head of their group."""
+    return x_TKk.repeat_interleave(num_heads // x_TKk.shape[1], dim=1)
+
+
+def recall_chunks(
+    plan: ChunkPlan,
+    q_THk: Tensor,
+    k_THk: Tensor,
+    v_THv: Tensor,
+    g_TH: Tensor,
+    b_TH: Tensor,
+    state_SHkv: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The rule over whole runs of tokens; `state_SHkv` in the plan's order, from which they begin.
+    Returns the result and the states after the last tokens, in the same order."""
+    num_heads, dtype = v_THv.shape[1], q_THk.dtype
+    q_THk, k_THk = (spread(of_unit_length(x), num_heads) for x in (q_THk, k_THk))
+
+    def chunked(x: Tensor) -> Tensor:
+        """[T, H, w] to [N, H, C, w]; what is no token is 0, and changes no state."""
+        slots = to_slots(x, plan.slot_T, plan.num_slots)
+        # As products take it: each would make a copy, and keep it for backward.
+        return slots.unflatten(0, (-1, CHUNK)).transpose(1, 2).contiguous()
+
+    q, k, v = chunked(q_THk * q_THk.shape[-1] ** -0.5), chunked(k_THk), chunked(v_THv.float())
+    g, b = chunked(g_TH.float()[..., None]), chunked(b_TH.float()[..., None])
+    sums = g.cumsum(-2)  # [N, H, C, 1]: the decay since the chunk's beginning
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
+    pairs = (sums - sums.transpose(-1, -2)).masked_fill(later, float("-inf")).exp()
+    k_b = k * b
+    system = (k_b @ k.transpose(-1, -2)) * pairs
+    # Values, and what they owe to the chunk's first state, as one system of equations.
+    sides = torch.cat((v * b, k_b * sums.exp()), dim=-1)
+    solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+    values, owed = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+    whole = sums[:, :, -1:]
+    news, states, last = scan(
+        values, owed, k * (whole - sums).exp(), whole[:, :, 0, 0].exp(), state_SHkv, plan.counts
+    )
+    out = (q * sums.exp()) @ states + ((q @ k.transpose(-1, -2)) * pairs) @ news
+    out_THv = from_slots(out.transpose(1, 2).flatten(0, 1), plan.slot_T)
+    return out_THv.to(dtype), last
+
+
+def recall_token(
+    q_SHk: Tensor, k_SHk: Tensor, v_SHv: Tensor, g_SH: Tensor, b_SH: Tensor, state_SHkv: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The rule for one token of each sequence: the result, and the states after it."""
+    num_heads, dtype = v_SHv.shape[1], q_SHk.dtype
+    q_SHk, k_SHk = (spread(of_unit_length(x), num_heads) for x in (q_SHk, k_SHk))
+    state = state_SHkv * g_SH.float().exp()[..., None, None]
+    known_SHv = (state * k_SHk[..., None]).sum(-2)
+    change_SHv = (v_SHv.float() - known_SHv) * b_SH.float()[..., None]
+    state = state + k_SHk[..., None] * change_SHv[..., None, :]
+    out_SHv = (state * (q_SHk * q_SHk.shape[-1] ** -0.5)[..., None]).sum(-2)
+    return out_SHv.to(dtype), state
+
+
+# From chunk to chunk. An operation of its own: a compiler would write the loop out, and anew for
+# every number of chunks.
+
+
+@torch.library.custom_op("pentad::delta_scan", mutates_args=())
+def scan(
+    values: Tensor, owed: Tensor, keys: Tensor, decays: Tensor, state: Tensor, counts: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """values [N, H, C, v], owed and keys [N, H, C, k], decays [N, H], state [S, H, k, v]: the
+    values that are new [N, H, C, v], the state before each chunk, and those after the last."""
+    news, last = torch.empty_like(values, memory_format=torch.contiguous_format), state.clone()
+    states = values.new_empty((values.shape[0], *state.shape[1:]))
+    start = 0
+    for num in counts.tolist():
+        at, own = slice(start, start + num), last[:num]
+        states[at] = own
+        new = torch.sub(values[at], owed[at] @ own, out=news[at])
+        torch.add(own * decays[at, :, None, None], keys[at].transpose(-1, -2) @ new, out=last[:num])
+        start += num
+    return news, states, last
+
+
+@scan.register_fake
+def _(
+    values: Tensor, owed: Tensor, keys: Tensor, decays: Tensor, state: Tensor, counts: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    news = torch.empty_like(values, memory_format=torch.contiguous_format)
+    return news, values.new_empty((values.shape[0], *state.shape[1:])), torch.empty_like(state)
+
+
+@torch.library.custom_op("pentad::delta_scan_backward", mutates_args=())
+def scan_backward(
+    owed: Tensor,
+    keys: Tensor,
+    decays: Tensor,
+    counts: Tensor,
+    d_news: Tensor,
+    d_states: Tensor,
+    d_last: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of the new values and of the state behind each chunk, with all that reaches
+    them through later chunks, and that of the first states."""
+    d_values, d_after = torch.empty_like(d_news), torch.empty_like(d_states)
+    d_state = d_last.clone()
+    start = int(counts.sum())
+    for num in reversed(counts.tolist()):
+        start -= num
+        at, own = slice(start, start + num), d_state[:num]
+        d_after[at] = own
+        d_new = torch.add(d_news[at], keys[at] @ own, out=d_values[at])
+        back = owed[at].transpose(-1, -2) @ d_new
+        torch.add(own * decays[at, :, None, None], d_states[at] - back, out=d_state[:num])
+    return d_values, d_after, d_state
+
+
+@scan_backward.register_fake
+def _(
+    owed: Tensor,
+    keys: Tensor,
+    decays: Tensor,
+    counts: Tensor,
+    d_news: Tensor,
+    d_states: Tensor,
+    d_last: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(d_news), torch.empty_like(d_states), torch.empty_like(d_last)
+
+
+def _remember(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+    _, owed, keys, decays, _, counts = inputs
+    ctx.save_for_backward(owed, keys, decays, counts, *output[:2])
+
+
+def _differentiate(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    owed, keys, decays, counts, news, states = ctx.saved_tensors
+    parts = [grad.contiguous() for grad in grads]
+    d_values, d_after, d_state = scan_backward(owed, keys, decays, counts, *parts)
+    d_owed = -(d_values @ states.transpose(-1, -2))
+    d_keys = news @ d_after.transpose(-1, -2)
+    d_decays = (d_after * states).sum((-1, -2))
+    return d_values, d_owed, d_keys, d_decays, d_state, None
+
+
+scan.register_autograd(_differentiate, setup_context=_remember)
