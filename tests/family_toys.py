@@ -31,7 +31,32 @@ EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 20,
 }
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "head_dim": 4,
+    "q_lora_rank": 10,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.3,
+    "n_group": 4,
+    "topk_group": 2,
+}
+STRETCHED = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+    "original_max_position_embeddings": 64,
+}
 OWN: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {**LATENT, "first_k_dense_replace": 1, "rope_parameters": STRETCHED},
     "ernie4_5": {"use_bias": True},
     "gemma3_text": {
         "sliding_window": 7,
@@ -42,6 +67,12 @@ OWN: dict[str, dict[str, Any]] = {
     },
     # No biases: no gradient reaches that of a key's unturned half, and Adam would follow noise.
     "glm4": {"attention_bias": False, "partial_rotary_factor": 0.5},
+    "glm4_moe_lite": {
+        **LATENT,
+        "q_lora_rank": None,
+        "rope_interleave": False,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+    },
     "olmo2": {},
     "olmo3": {
         "sliding_window": 7,

@@ -54,9 +54,7 @@ def put_back(checkpoint: Checkpoint, disk: Disk = REAL_DISK) -> Path:
     plain = Checkpoint(root, step, checkpoint.manifest)
     taken = [folder for folder in plain.folders() if folder.exists()]
     if taken:
-        raise RunError(
-            f"{taken[0]} exists: {checkpoint.folders()[-1]} cannot be restored"
-        )
+        raise RunError(f"{taken[0]} exists: {checkpoint.folders()[-1]} cannot be restored")
     for old, new in reversed(list(zip(checkpoint.folders(), plain.folders(), strict=True))):
         disk.rename(old, new)
         disk.fsync_dir(new.parent)

@@ -19,7 +19,7 @@ class LayerParts:
     kv: int
     """Key and value projections, biases included: cut by tp up to the number of kv heads."""
     norms: int
-    """The layer norms and the q/k norms: whole on every tp rank."""
+    """The layer norms, the q/k norms and projections to latents: whole on every tp rank."""
     dense_ffn: int
     """Gate, up, down of a dense ffn: cut by tp; 0 in a mixture layer."""
     router: int
@@ -61,6 +61,14 @@ class ModelDims:
     head_dim: int
     """Explicit: not hidden_size / num_heads in general."""
     intermediate_size: int
+    kv_latent: int = 0
+    """Width of the latent that keys and values are made of (multi-head latent attention); 0: they
+    are made of the stream. Rotary then turns the last `rotary_dim` numbers of a head, which one key
+    has for all heads."""
+    q_latent: int = 0
+    """The same of queries; 0: of the stream."""
+    value_dim: int = 0
+    """Numbers of a head of values; 0 means as many as of keys."""
     tie_embeddings: bool = False
     padding_id: int | None = None
     """The token whose lookups give its row of the input table no gradient, as in transformers."""
@@ -105,6 +113,9 @@ class ModelDims:
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     router_scale: float = 1.0
     """What the weights of a token's experts are multiplied by."""
+    router_groups: int = 1
+    router_groups_per_token: int = 1
+    """Groups of experts, and how many of them a token's experts may be of."""
     router_bias: bool = False
     """Whether the files hold a bias that takes part in the choice of experts, and only there."""
     shared_expert_size: int = 0
@@ -177,6 +188,32 @@ class ModelDims:
         return self.num_layers - self.num_linear_layers
 
     @property
+    def v_dim(self) -> int:
+        return self.value_dim or self.head_dim
+
+    @property
+    def o_dim(self) -> int:
+        """What attention gives to its output projection."""
+        return self.num_heads * self.v_dim
+
+    @property
+    def plain_dim(self) -> int:
+        """The numbers of a head that rotary leaves as they are."""
+        return self.head_dim - self.turned_dim
+
+    @property
+    def latent_kv_dim(self) -> int:
+        """What is made of the latent: of each head the keys that are not turned, and the values."""
+        return self.num_heads * (self.plain_dim + self.v_dim)
+
+    def cache_shape(self, *, expanded: bool = False) -> tuple[int, int, int]:
+        """(heads, numbers of a key, of a value) that a sampler keeps of a token and layer. The
+        values of latent attention are made of the first numbers of its key."""
+        if self.kv_latent and not expanded:
+            return 1, self.kv_latent + self.rotary_dim, 0
+        return self.num_kv_heads, self.head_dim, self.head_dim
+
+    @property
     def embedding_params(self) -> int:
         """The input table; an untied head has as many again."""
         return self.vocab_size * self.hidden_size
@@ -189,15 +226,20 @@ class ModelDims:
         mixture = self.is_moe(layer)
         width = self.hidden_size
         ffn_bias = (2 * self.intermediate_size + width) if self.mlp_bias else 0
-        is_linear = self.is_linear(layer)
-        num_q = 1 + self.attn_gate
-        q_and_o = (num_q + 1) * width * self.q_dim
-        q_and_o += num_q * self.qkv_bias * self.q_dim + self.out_bias * width
-        head_norms = self.linear_value_dim if is_linear else self._qk_norm_params
+        q_and_o, kv, latents = self._projections
+        biases, to_latents = ((1 + self.attn_gate) * self.q_dim, 2 * self.kv_dim), 0
+        if self.kv_latent:  # biases are those of the latents, which are normed
+            cut = self.q_latent + self.kv_latent
+            biases, to_latents = (0, 0), latents + cut + self.qkv_bias * (cut + self.rotary_dim)
+        q_and_o += self.qkv_bias * biases[0] + self.out_bias * width
+        kv += self.qkv_bias * biases[1]
+        inner_norms = self._qk_norm_params + to_latents
+        if self.is_linear(layer):
+            q_and_o, kv, inner_norms = self._linear_params, 0, self.linear_value_dim
         return LayerParts(
-            q_and_o=self._linear_params if is_linear else q_and_o,
-            kv=0 if is_linear else 2 * self.kv_dim * (width + self.qkv_bias),
-            norms=2 * width * (self.pre_norms + self.post_norms) + head_norms,
+            q_and_o=q_and_o,
+            kv=kv,
+            norms=2 * width * (self.pre_norms + self.post_norms) + inner_norms,
             dense_ffn=0 if mixture else 3 * width * self.intermediate_size + ffn_bias,
             router=self.num_experts * width if mixture else 0,
             shared_expert=self._shared_expert_params if mixture else 0,
@@ -216,6 +258,16 @@ class ModelDims:
     def _linear_params(self) -> int:
         mixed = 2 * self.linear_k_dim + self.linear_v_dim
         return self._linear_matrices + mixed * self.linear_conv + 2 * self.linear_value_heads
+
+    @property
+    def _projections(self) -> tuple[int, int, int]:
+        """Elements of the matrices of attention: queries and output, keys and values, latents."""
+        width = self.hidden_size
+        if not self.kv_latent:
+            return (2 + self.attn_gate) * width * self.q_dim, 2 * width * self.kv_dim, 0
+        latents = width * (self.q_latent + self.kv_latent + self.rotary_dim)
+        q_and_o = (self.q_latent or width) * self.q_dim + width * self.o_dim
+        return q_and_o, self.kv_latent * self.latent_kv_dim, latents
 
     @property
     def _qk_norm_params(self) -> int:
@@ -244,9 +296,7 @@ class ModelDims:
         total = self.embedding_params  # the head, tied or not, is one matrix product
         for i in range(self.num_layers):
             part = self.layer_parts(i)
-            q_and_o = (2 + self.attn_gate) * self.q_dim
-            attention = self.hidden_size * (q_and_o + 2 * self.kv_dim)
-            total += self._linear_matrices if self.is_linear(i) else attention
+            total += self._linear_matrices if self.is_linear(i) else sum(self._projections)
             total += part.router
             if self.is_moe(i):
                 total += part.expert * part.num_experts_per_token + part.shared_expert
@@ -257,10 +307,10 @@ class ModelDims:
     def attention_flops(self, seq_len: int, *, causal: bool = True) -> float:
         """Training FLOPs of all attention cores over one sequence of `seq_len` tokens.
 
-        Two products (scores, values) of 2 * q_dim FLOPs per visible pair, and backward costs
-        twice forward: 12 * q_dim per pair. `causal` counts the pairs a token may see; the full
-        convention (torchtitan's) counts all of them. A delta net reads its state twice and
-        writes it once per token: 18 * key width * value width per value head.
+        Two products, of 2 * q_dim FLOPs for scores and 2 * o_dim for values per visible pair, and
+        backward costs twice forward: 12 * q_dim per pair where they are equal. `causal` counts the
+        pairs a token may see; the full convention (torchtitan's) counts all of them. A delta net
+        reads its state twice and writes it once per token: 18 * key width * value width per head.
         """
         pairs = 0
         for layer in range(self.num_layers):
@@ -270,7 +320,7 @@ class ModelDims:
             full, corner = seq_len * seen, seen * (seen - 1) // 2
             pairs += full - corner if causal else full
         states = self.num_linear_layers * self.linear_v_dim * self.linear_key_dim
-        return 12.0 * self.q_dim * pairs + 18.0 * states * seq_len
+        return 6.0 * (self.q_dim + self.o_dim) * pairs + 18.0 * states * seq_len
 
     def train_flops(self, seq_len: int, *, causal: bool = True) -> float:
         """Training FLOPs (forward and backward, no recomputation) of one sequence."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pentad.core.dims import ModelDims
+from pentad.core.errors import Problem
 from pentad.core.machine import GIB
 
 DeviceKind = Literal["cuda", "cpu"]
@@ -115,11 +116,19 @@ CacheDtype = Literal["auto", "bf16", "int8", "fp8"]
 EIGHT_BIT_CACHES = ("int8", "fp8")
 
 
-def kv_token_bytes(dims: ModelDims, weight_bytes: int, cache_dtype: CacheDtype = "auto") -> int:
-    """Keys and values of one token in all layers; in 8 bits a head has a float32 scale."""
+def kv_token_bytes(
+    dims: ModelDims,
+    weight_bytes: int,
+    cache_dtype: CacheDtype = "auto",
+    *,
+    expanded: bool = False,
+) -> int:
+    """Keys and values of one token in all layers; in 8 bits a head has a float32 scale. `expanded`:
+    of latent attention in strict mode."""
     is_small = cache_dtype in EIGHT_BIT_CACHES
-    head_bytes = dims.head_dim + 4 if is_small else dims.head_dim * weight_bytes
-    return 2 * dims.num_cached_layers * dims.num_kv_heads * head_bytes
+    heads, *widths = dims.cache_shape(expanded=expanded)
+    head_bytes = sum(n + 4 if is_small else n * weight_bytes for n in widths if n)
+    return dims.num_cached_layers * heads * head_bytes
 
 
 def chunks_bytes(dims: ModelDims) -> float:
@@ -136,6 +145,14 @@ def slot_bytes(dims: ModelDims, weight_bytes: int) -> int:
     inputs = max(dims.linear_conv - 1, 0) * (2 * dims.linear_k_dim + dims.linear_v_dim)
     states = dims.linear_v_dim * dims.linear_key_dim
     return dims.num_linear_layers * (inputs * weight_bytes + 4 * states)
+
+
+def latent_cache_problems(dims: ModelDims, is_small: bool) -> list[Problem]:
+    """Latents and turned keys differ in size, and 8 bits would have one scale for both."""
+    if not (is_small and dims.kv_latent):
+        return []
+    rule = f"the cache of {dims.family} holds latents, for which 8 bits are not built"
+    return [Problem("rollout.kv_cache_dtype", rule, "leave it at auto")]
 
 
 def state_bytes(num_params: float, param_bytes: int, num_tags: int) -> float:

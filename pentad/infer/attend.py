@@ -32,15 +32,21 @@ class KVCache:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        expanded: bool = False,
     ) -> None:
-        """In one of `EIGHT_BITS` it has scales, too."""
+        """In one of `EIGHT_BITS` it has scales, too. `expanded`: of latent attention the keys and
+        values of every head, not what they are made of."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         layers = [layer for layer in range(dims.num_layers) if not dims.is_linear(layer)]
         self.index = {layer: n for n, layer in enumerate(layers)}
-        shape = (len(layers), num_blocks, block_size, dims.num_kv_heads, dims.head_dim)
+        num_heads, width, v_width = dims.cache_shape(expanded=expanded)
+        shape = (len(layers), num_blocks, block_size, num_heads, width)
         self.k = torch.zeros(shape, device=device, dtype=dtype)
-        self.v = torch.zeros(shape, device=device, dtype=dtype)
+        if v_width:
+            self.v = torch.zeros(shape, device=device, dtype=dtype)
+        else:
+            self.v = self.k[..., : dims.kv_latent]
         self.k_scale: Tensor | None = None
         self.v_scale: Tensor | None = None
         if dtype in LARGEST:
@@ -74,7 +80,8 @@ class KVCache:
         return Pages(self.k[index], self.v[index], self.k_scale[index], self.v_scale[index])
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
-        for held in (self.k, self.v, self.k_scale, self.v_scale):
+        v = None if self.layer(0).is_latent else self.v
+        for held in (self.k, v, self.k_scale, self.v_scale):
             if held is not None:
                 bits = held.view(torch.uint8) if held.dtype in LARGEST else held
                 bits[:, targets] = bits[:, sources]
@@ -127,9 +134,15 @@ class Bucket:
         num_kv_heads, width = pages.k_BbKd.shape[-2:]
         num_heads = q_THd.shape[1]
         keys, values = (
-            x.view(self.num, self.num_places, num_kv_heads, width).transpose(1, 2)
+            x.view(self.num, self.num_places, *x.shape[-2:]).transpose(1, 2)
             for x in pages.read(self.blocks, q_THd.dtype)
         )
+        if pages.is_latent:  # all heads of all tokens take the place of queries of the one key head
+            q = q_THd.view(self.num, 1, self.length * num_heads, width)
+            mask = mask.repeat_interleave(num_heads, dim=2)
+            out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+            o_PHd = out.reshape(self.num * self.length, num_heads, -1)
+            return o_PHd if self.real_T is None else o_PHd.index_select(0, self.real_T)
         if self.length == 1:  # the query heads of one key-value head take the place of queries
             q = q_THd.reshape(self.num, num_kv_heads, num_heads // num_kv_heads, width)
             out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
@@ -193,7 +206,7 @@ class PagedAttend:
         if len(self.buckets) == 1 and self.buckets[0].real_T is None:
             (bucket,) = self.buckets  # its queries are all tokens in order
             return bucket.attend(q_THd, pages, bucket.mask(window, q_THd.dtype))
-        o_THd = torch.empty_like(q_THd)
+        o_THd = q_THd.new_empty(*q_THd.shape[:2], pages.v_BbKd.shape[-1])
         for bucket in self.buckets:
             q_PHd = q_THd.index_select(0, bucket.token_P)
             out = bucket.attend(q_PHd, pages, bucket.mask(window, q_THd.dtype))

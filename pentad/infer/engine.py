@@ -357,7 +357,9 @@ def count_blocks(
 ) -> int:
     """Blocks of the pool, the scratch block included."""
     weight, size, keys = model.head_weight, settings.block_size, settings.rollout
-    bytes_each = size * kv_token_bytes(model.dims, weight.dtype.itemsize, keys.kv_cache_dtype)
+    bytes_each = size * kv_token_bytes(
+        model.dims, weight.dtype.itemsize, keys.kv_cache_dtype, expanded=settings.strict
+    )
     if settings.kv_cache_tokens is not None:
         usable = settings.kv_cache_tokens // size
     elif keys.kv_cache_bytes is not None:

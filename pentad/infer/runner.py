@@ -16,6 +16,7 @@ from torch import Tensor
 from pentad.core.errors import raise_problems
 from pentad.core.fit import strict_problems
 from pentad.core.layout import Layout
+from pentad.core.sizes import latent_cache_problems
 from pentad.core.types import Attend, TopTokens
 from pentad.infer.attend import KVCache, PagedAttend, StepRows
 from pentad.infer.host import apply_host, product
@@ -26,6 +27,7 @@ from pentad.infer.sequence import Table
 from pentad.infer.states import StateSlots, StepMemory
 from pentad.infer.strict import StrictAttend, head_logits, strict_logprobs
 from pentad.models.decoder import Decoder
+from pentad.models.latent import apply_absorbed
 from pentad.models.lora import apply_lora, blank_factors
 from pentad.models.moe import Experts, Routes
 from pentad.models.strict import apply_strict
@@ -59,7 +61,10 @@ class Runner:
         self.settings = settings
         self.device = model.head_weight.device
         self.dtype = model.head_weight.dtype
-        self.has_kernels = wants_triton(settings, self.device)
+        raise_problems(latent_cache_problems(model.dims, settings.rollout.kv_cache_dtype))
+        self.holds_latents = bool(model.dims.kv_latent) and not settings.strict
+        # The kernels of decoding and prefill take no latents: those attend in plain torch.
+        self.has_kernels = wants_triton(settings, self.device) and not self.holds_latents
         is_static = self.device.type == "cuda" and never_asks_the_device(model, settings)
         self.captures_graphs = self.has_kernels and is_static and settings.cuda_graphs
         self.is_host = self.dtype == torch.float32 and self.device.type == "cpu"
@@ -84,6 +89,8 @@ class Runner:
             apply_strict(self.model)
         elif self.is_host:
             apply_host(self.model, joins=settings.lora is None)
+        if self.holds_latents:
+            apply_absorbed(self.model)
         if settings.lora is not None:
             apply_lora(self.model, settings.lora)
             blank_factors(self.model.requires_grad_(False), self.device)
@@ -117,6 +124,7 @@ class Runner:
             self.settings.block_size,
             device=self.device,
             dtype=EIGHT_BITS.get(self.settings.rollout.kv_cache_dtype, self.dtype),
+            expanded=self.settings.strict,
         )
         if self.settings.rollout.replay_routes:
             self.cache.keep_routes(self.model.dims)

@@ -34,6 +34,10 @@ UNSUPPORTED = {
     "quantization_config": "its weights are quantised",
 }
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+REMEDIES = {
+    "quantization_config": "give a folder with the weights dequantised to bfloat16 and without it"
+}
+"""Where another model is not the first thing to try."""
 PART = "partial_rotary_factor"
 OLD_LENGTH = "original_max_position_embeddings"
 STRETCHED = {"llama3", "yarn", "longrope"}
@@ -170,6 +174,8 @@ class ConfigReader:
     norm_offset: float = 0.0
     activation: tuple[str, Literal["silu", "gelu_tanh"]] = ("hidden_act", "silu")
     """The key that names the activation, and the one that is built."""
+    attention: Callable[[ConfigValues], dict[str, Any]] | None = None
+    """The dimensions of latent attention, where the family has it."""
     scales: Callable[[ConfigValues, ModelDims], dict[str, Any]] = unscaled
     """`embed_scale` and `query_scale`, where they are not 1."""
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -209,6 +215,8 @@ class ConfigReader:
         self._refuse_unsupported(hf)
         read = ConfigValues({**self.defaults, **hf}, self.defaults.keys() - hf.keys())
         dims = self._read(read)
+        if self.attention is not None:
+            dims = replace(dims, **self.attention(read))
         dims = replace(dims, **self.scales(read, dims))
         self._check(read, dims)
         raise_problems(read.problems)
@@ -279,8 +287,9 @@ class ConfigReader:
         remedy = "use a plain decoder such as Qwen3 or Llama"
         read_here: tuple[str, ...] = SHARED_EXPERTS if self.has_shared_experts else ()
         read_here += () if self.linear is None else (LINEAR_KEY_HEADS,)
+        read_here += () if self.attention is None else ("kv_lora_rank",)
         problems = [
-            Problem(where, f"{key} = {_short(hf[key])}: {why}", remedy)
+            Problem(where, f"{key} = {_short(hf[key])}: {why}", REMEDIES.get(key, remedy))
             for key, why in UNSUPPORTED.items()
             if hf.get(key) and key not in read_here
         ]

@@ -18,6 +18,7 @@ from pentad.core.types import Attend
 from pentad.models.delta_net import DeltaNet
 from pentad.models.families import map_of
 from pentad.models.language_model import FamilyModel
+from pentad.models.latent import LatentAttention
 from pentad.models.layers import (
     MLPS,
     Attention,
@@ -72,6 +73,8 @@ class Block(nn.Module):
 def make_attention(dims: ModelDims, layer: int) -> nn.Module:
     if dims.is_linear(layer):
         return DeltaNet(dims, layer)
+    if dims.kv_latent:
+        return LatentAttention(dims, layer)
     return (GatedAttention if dims.attn_gate else Attention)(dims, layer)
 
 

@@ -53,6 +53,9 @@ class Router(nn.Module):
             dims.router_score,
             renormalise=dims.norm_topk_prob,
             scale=dims.router_scale,
+            num_groups=dims.router_groups,
+            groups_chosen=dims.router_groups_per_token,
+            group_size=dims.num_experts // dims.router_groups,
         )
         # A weight, though no gradient reaches it: files hold it, `balance.move_biases` moves it.
         bias_R = torch.empty(dims.num_experts) if dims.router_bias else None

@@ -21,7 +21,8 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Views of the memory of one layer."""
+    """Views of the memory of one layer. Values narrower than keys are those of latent attention:
+    the first numbers of the keys, without memory of their own."""
 
     k_BbKd: Tensor
     v_BbKd: Tensor
@@ -34,8 +35,15 @@ class Pages:
         """Largest number of the format; None where numbers are held as they are computed."""
         return None if self.k_scale_BbK is None else LARGEST[self.k_BbKd.dtype]
 
+    @property
+    def is_latent(self) -> bool:
+        return self.v_BbKd.shape[-1] < self.k_BbKd.shape[-1]
+
     def write(self, places_T: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> None:
         """Places count over all blocks: block * b + offset."""
+        if self.is_latent:
+            self.k_BbKd.flatten(0, 1).index_copy_(0, places_T, k_TKd)
+            return
         for pages, scales, new_TKd in (
             (self.k_BbKd, self.k_scale_BbK, k_TKd),
             (self.v_BbKd, self.v_scale_BbK, v_TKd),
@@ -51,6 +59,9 @@ class Pages:
     def read(self, blocks_S: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values of these blocks, [S, b, K, d] each."""
         found = []
+        if self.is_latent:
+            k_SbKd = self.k_BbKd.index_select(0, blocks_S)
+            return k_SbKd, k_SbKd[..., : self.v_BbKd.shape[-1]]
         for pages, scales in ((self.k_BbKd, self.k_scale_BbK), (self.v_BbKd, self.v_scale_BbK)):
             if scales is None:
                 found.append(pages.index_select(0, blocks_S))

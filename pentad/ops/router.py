@@ -2,7 +2,8 @@
 
     score  = softmax(logits) or sigmoid(logits), in fp32
     chosen = the k largest of logits, or of score + bias where there is a bias; of equal ones the
-             lower index
+             lower index; where experts are in groups, among those of the best groups, by the sum
+             of the two largest score + bias of each
     weight = score[chosen] * scale, divided by its sum first if asked for
 
 The bias takes part in the choice only (https://arxiv.org/abs/2408.15664): neither weights nor
@@ -49,9 +50,17 @@ class RouteRule:
     renormalise: bool = True
     """Weights of a token sum to `scale`."""
     scale: float = 1.0
+    num_groups: int = 1
+    groups_chosen: int = 1
+    group_size: int = 0
+    """Experts of a group."""
 
     def __post_init__(self) -> None:
         assert self.num_chosen > 0 and self.scale > 0, f"{self} weighs nothing"
+
+    @property
+    def is_grouped(self) -> bool:
+        return self.groups_chosen < self.num_groups
 
 
 def gate_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
@@ -98,6 +107,8 @@ def route(
 
     The experts of a token must be distinct. Gradients flow from the weights to the logits.
     """
+    if chosen_Tk is None and rule.is_grouped:  # the kernels know no groups
+        chosen_Tk = choose(logits_TE, compute_scores(logits_TE, rule), rule, bias_E)
     is_fused = HAS_TRITON and logits_TE.is_cuda and logits_TE.dtype == torch.float32
     if is_fused and logits_TE.shape[1] <= MAX_EXPERTS:
         return fused_route(logits_TE, rule, bias_E, chosen_Tk)
@@ -122,14 +133,28 @@ def reference_route(
     """`route` in plain torch, in the dtype of the logits."""
     scores_TE = compute_scores(logits_TE, rule)
     if chosen_Tk is None:
-        keys_TE = (logits_TE if bias_E is None else scores_TE + bias_E).detach()
-        # A stable sort: topk leaves the order of equal keys open.
-        order_TE = keys_TE.sort(dim=-1, descending=True, stable=True).indices
-        chosen_Tk = order_TE[:, : rule.num_chosen].contiguous()
+        chosen_Tk = choose(logits_TE, scores_TE, rule, bias_E)
     weights_Tk = scores_TE.gather(-1, chosen_Tk)
     if rule.renormalise:
         weights_Tk = weights_Tk / (weights_Tk.sum(-1, keepdim=True) + TINY)
     return weights_Tk * rule.scale, chosen_Tk
+
+
+def choose(logits_TE: Tensor, scores_TE: Tensor, rule: RouteRule, bias_E: Tensor | None) -> Tensor:
+    """The experts of each token."""
+    keys_TE = scores_TE if rule.is_grouped else logits_TE
+    keys_TE = (keys_TE if bias_E is None else scores_TE + bias_E).detach()
+    # Stable sorts: topk leaves the order of equal keys open.
+    if rule.is_grouped:  # of rows that strict mode has widened, only experts are in groups
+        keys_TGe = keys_TE[:, : rule.num_groups * rule.group_size].unflatten(
+            -1, (rule.num_groups, rule.group_size)
+        )
+        best_TG = keys_TGe.topk(2).values.sum(-1)
+        rest_TG = best_TG.sort(descending=True, stable=True).indices[:, rule.groups_chosen :]
+        is_out_TG = torch.zeros_like(best_TG, dtype=torch.bool).scatter_(1, rest_TG, True)
+        keys_TE = keys_TGe.masked_fill(is_out_TG[..., None], float("-inf")).flatten(1)
+    order_TE = keys_TE.sort(dim=-1, descending=True, stable=True).indices
+    return order_TE[:, : rule.num_chosen].contiguous()
 
 
 def compute_scores(logits_TE: Tensor, rule: RouteRule) -> Tensor:
@@ -193,6 +218,7 @@ def fused_route(
     """`route` in two Triton kernels, one for each direction."""
     num_chosen, num_experts = rule.num_chosen, logits_TE.shape[1]
     assert num_chosen <= num_experts, f"{num_chosen} of {num_experts} experts cannot be chosen"
+    assert chosen_Tk is not None or not rule.is_grouped, "`choose` comes first"
     is_softmax = rule.score == "softmax"
     weights_Tk, own_Tk = torch.ops.pentad.route(
         logits_TE, bias_E, chosen_Tk, num_chosen, is_softmax, rule.renormalise, rule.scale

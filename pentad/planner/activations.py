@@ -56,8 +56,9 @@ def products(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> 
     c, tp = keys.compute_bytes, layout.tp
     q, k = dims.q_dim / tp, kv_width(dims, tp)
     h = dims.hidden_size / tp
-    kept = c * (h + q + 2 * k + q + h) + statistics_bytes(dims, tp)  # input, q, k, v, core, o
-    kept += c * q * dims.attn_gate
+    made = dims.latent_kv_dim / tp if dims.kv_latent else 2 * k
+    kept = c * (h + q + made + q + h) + statistics_bytes(dims, tp)  # input, q, k and v, core, o
+    kept += c * (latent_width(dims) + q * dims.attn_gate)
     if dims.is_linear(layer):  # input, q, k, v, z, a, b, o
         kept = c * (2 * h + mixed_width(dims, tp))
         kept += c * (dims.linear_v_dim + 2 * dims.linear_value_heads) / tp
@@ -75,6 +76,9 @@ def read_by_products(dims: ModelDims, layer: int, layout: Layout, keys: ModelCon
     """The two normed inputs, rotated q and k, and what `down` reads; of a mixture also its rows."""
     c, tp, h = keys.compute_bytes, layout.tp, dims.hidden_size
     kept = c * ((1 + dims.attn_gate) * dims.q_dim / tp + kv_width(dims, tp) + h)
+    if dims.kv_latent:  # padded values, normed latents
+        normed = dims.q_latent + dims.kv_latent
+        kept += c * (kv_width(dims, tp) + normed + unpadded(dims, tp))
     if dims.is_linear(layer):
         kept = c * (h + dims.linear_v_dim / tp) + chunks_bytes(dims) / tp
     if dims.is_moe(layer):
@@ -101,6 +105,9 @@ def attention_kept(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
     kept += c * (q + k)  # rotated, read by the core
     kept += c * (k + q)  # v, and the core's result, which is the input of o
     kept += c * 2 * q * dims.attn_gate  # its sigmoid, and their product
+    if dims.kv_latent:  # latents and their norms, which every rank has whole; unpadded results
+        kept += c * latent_width(dims) + norm_kept(dims.q_latent + dims.kv_latent, c)
+        kept += c * unpadded(dims, tp)
     return (kept + statistics_bytes(dims, tp)) / layout.cp
 
 
@@ -171,6 +178,16 @@ def statistics_bytes(dims: ModelDims, tp: int) -> float:
 def kv_width(dims: ModelDims, tp: int) -> float:
     """k or v on one tp rank: whole heads are repeated once there are more ranks than heads."""
     return dims.head_dim * max(dims.num_kv_heads / tp, 1.0)
+
+
+def latent_width(dims: ModelDims) -> int:
+    """What the projections of latent attention make of a token before its heads."""
+    return dims.q_latent + dims.kv_latent + dims.rotary_dim if dims.kv_latent else 0
+
+
+def unpadded(dims: ModelDims, tp: int) -> float:
+    """The core's result without the padding of values; none where there is no padding."""
+    return dims.o_dim / tp if dims.o_dim < dims.q_dim else 0.0
 
 
 def rebuilt_bytes(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:

@@ -36,8 +36,11 @@ def num_factors(
 def layer_factors(dims: ModelDims, lora: LoraConfig, layer: int, layout: Layout) -> int:
     width, tp = dims.hidden_size, layout.tp
     kv = dims.kv_dim // min(tp, dims.num_kv_heads)
-    sides = {"q": width + dims.q_dim // tp, "o": dims.q_dim // tp + width}
-    sides |= dict.fromkeys(("k", "v"), width + kv)
+    sides = {"q": width + dims.q_dim // tp, "o": dims.o_dim // tp + width}
+    if dims.kv_latent:
+        sides |= latent_sides(dims, tp)
+    else:
+        sides |= dict.fromkeys(("k", "v"), width + kv)
     # A dense ffn is cut by tp, the expert that every token passes is whole.
     inner = dims.shared_expert_size if dims.is_moe(layer) else dims.intermediate_size // tp
     if inner:
@@ -46,6 +49,18 @@ def layer_factors(dims: ModelDims, lora: LoraConfig, layer: int, layout: Layout)
         sides["experts"] = expert_sides(dims, lora, layout)
     words = sides if lora.targets == "all-linear" else lora.targets
     return lora.rank * sum(sides.get(word, 0) for word in words)
+
+
+def latent_sides(dims: ModelDims, tp: int) -> dict[str, int]:
+    """Projections to latents, which are whole on every rank, and from them."""
+    width, queries, latent = dims.hidden_size, dims.q_latent, dims.kv_latent
+    sides = {
+        "kv_a": width + latent + dims.rotary_dim,
+        "kv_b": latent + dims.latent_kv_dim // tp,
+    }
+    if queries:
+        sides |= {"q": 0, "q_a": width + queries, "q_b": queries + dims.q_dim // tp}
+    return sides
 
 
 def expert_sides(dims: ModelDims, lora: LoraConfig, layout: Layout) -> int:

@@ -282,6 +282,7 @@ def plan_sampler(
         max_running=running,
         max_batch_tokens=config.rollout.max_batch_tokens,
         device=device.kind,
+        strict=config.strict,
     )
     near = [t for t in trainers if allocation.shares_devices(t.component, component)]
     if config.actor.lora is not None:

@@ -31,6 +31,7 @@ class Sampling:
     shares_weights: bool = False
     """Whether these are the learner's frozen ones, of the same process."""
     device: str = "cuda"
+    strict: bool = False
 
     @property
     def largest(self) -> SamplerPass:
@@ -48,5 +49,6 @@ def sampler_weights(sampling: Sampling) -> float:
 
 def kv_token_bytes(sampling: Sampling) -> float:
     """Keys and values of one token on one device; kv heads are repeated beyond their number."""
-    whole = sizes.kv_token_bytes(sampling.dims, sampling.weight_bytes, sampling.cache_dtype)
-    return whole / (min(sampling.tp, sampling.dims.num_kv_heads) * sampling.pp)
+    dims, how = sampling.dims, {"expanded": sampling.strict}
+    whole = sizes.kv_token_bytes(dims, sampling.weight_bytes, sampling.cache_dtype, **how)
+    return whole / (min(sampling.tp, dims.cache_shape(**how)[0]) * sampling.pp)

@@ -65,9 +65,7 @@ class Completions(Dialect):
         answer = await self.wire.post(PATH, body, timeout_s=None)
         choices = self.wire.read(PATH, CompletionsAnswer, answer).choices
         if len(choices) != 1:
-            raise InfraFailure(
-                f"{self.where}: {len(choices)} choices came where 1 was requested"
-            )
+            raise InfraFailure(f"{self.where}: {len(choices)} choices came where 1 was requested")
         choice = choices[0]
         return Generation(
             choice.token_ids,

@@ -406,7 +406,8 @@ def flags(settings: ServerSettings, port: int) -> list[str]:
         words["--device"] = "cpu"
     keys = settings.rollout
     if keys.kv_cache_bytes is not None:
-        held = keys.kv_cache_bytes * settings.tensor_parallel * settings.pipeline_parallel
+        ways = 1 if settings.dims.kv_latent else settings.tensor_parallel  # each has all latents
+        held = keys.kv_cache_bytes * ways * settings.pipeline_parallel
         words["--max-total-tokens"] = held // kv_token_bytes(
             settings.dims, DTYPE_BYTES[settings.dtype], keys.kv_cache_dtype
         )

@@ -183,9 +183,7 @@ class Vllm(LoadingDialect):
         self._check_error(GENERATE, answer)
         choices = self.wire.read(GENERATE, VllmAnswer, answer).choices
         if len(choices) != 1:
-            raise InfraFailure(
-                f"{self.where}: {len(choices)} choices came where 1 was requested"
-            )
+            raise InfraFailure(f"{self.where}: {len(choices)} choices came where 1 was requested")
         choice = choices[0]
         entries = choice.logprobs.content if choice.logprobs else []
         if [entry.id for entry in entries] != choice.token_ids:

@@ -22,7 +22,7 @@ RankCoords = Mapping[str, tuple[int, int]]
 """Axis -> (number of ranks, this rank); axes that are absent have one rank."""
 CutPlan = Mapping[str, str]
 
-UNITS = {"Q": "d", "K": "d", "LK": "LK1", "LV": "LV1", "LH": "LH1"}
+UNITS = {"Q": "d", "K": "d", "U": "u", "O": "o", "LK": "LK1", "LV": "LV1", "LH": "LH1"}
 """Symbols that are cut in whole units of another symbol."""
 REPEATED = {"K"}
 """Those among them that are repeated when there are more ranks than units."""

@@ -33,7 +33,9 @@ Indices = Mapping[str, int]
 
 
 def sizes_of(dims: ModelDims) -> dict[str, int]:
-    """The symbols of shapes. Q and K are the widths of all query and all key heads."""
+    """The symbols of shapes. Q and K are the widths of all query and all key heads; of latent
+    attention Lq and Lk those of the latents, Lr that of Lk and the turned key, U and O those of all
+    heads of keys and values made of the latent, and of all values."""
     return {
         "V": dims.vocab_size,
         "D": dims.hidden_size,
@@ -46,6 +48,13 @@ def sizes_of(dims: ModelDims) -> dict[str, int]:
         "M": dims.moe_intermediate_size,
         "S": dims.shared_expert_size,
         **linear_sizes(dims),
+        "Lq": dims.q_latent,
+        "Lk": dims.kv_latent,
+        "Lr": dims.kv_latent + dims.rotary_dim,
+        "U": dims.latent_kv_dim,
+        "u": dims.plain_dim + dims.v_dim,
+        "O": dims.o_dim,
+        "o": dims.v_dim,
     }
 
 

@@ -58,8 +58,20 @@ DEEPSEEK_SIZES: dict[str, Any] = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.7,
+    "n_group": 1,
+    "topk_group": 1,
 }
 """Where mixtures are of DeepSeek-V3's kind."""
+LATENT_SIZES: dict[str, Any] = {
+    "num_key_value_heads": 12,
+    "head_dim": 6,
+    "q_lora_rank": 22,
+    "kv_lora_rank": 18,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 14,
+}
+"""Where attention is latent; `head_dim` is what transformers calls the turned part."""
 PARTIAL_ROTARY: dict[str, Any] = {"head_dim": 16, "partial_rotary_factor": 0.4}
 """Six numbers of a head, and not by an even division."""
 LINEAR_SIZES: dict[str, Any] = {
@@ -116,6 +128,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "top-k as it is": {"norm_topk_prob": False},
     "head norms": {"use_qk_norm": True},
     "dense layers": {"first_k_dense_replace": 2},
+    "groups of experts": {"n_group": 4, "topk_group": 2, "n_routed_experts": 12},
 }
 
 
@@ -128,6 +141,8 @@ def variants_of(family_keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         base |= DEEPSEEK_SIZES if "n_routed_experts" in family_keys else EXPERT_SIZES
     if "partial_rotary_factor" in family_keys:
         base |= PARTIAL_ROTARY
+    if "kv_lora_rank" in family_keys:
+        base |= LATENT_SIZES
     for sizes in (SHARED_SIZES, LINEAR_SIZES if "linear_num_key_heads" in family_keys else {}):
         base |= {key: size for key, size in sizes.items() if key in family_keys}
     out = {}
@@ -157,6 +172,9 @@ def shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
         out |= {**DEEPSEEK_SIZES, **kept}
     if config.get("linear_num_key_heads"):
         out |= LINEAR_SIZES
+    if config.get("kv_lora_rank"):
+        rank = LATENT_SIZES["q_lora_rank"] if config.get("q_lora_rank") else None
+        out |= {**LATENT_SIZES, "q_lora_rank": rank}
     if config.get("sliding_window"):
         out |= {"sliding_window": 5, "max_window_layers": 1}
     return out

@@ -173,7 +173,10 @@ ASK = {"sampling_params": {"max_tokens": 4}}
         (versions([("3.0", 0, 4)]), "weights '3.0' drew tokens"),
         (versions([("9" * 5000, 0, 4)]), "which were never installed"),
         (lambda _: raw("[" * 100_000), "answered no JSON"),
-        (lambda _: {"choices": [good(ASK)["choices"][0]] * 2}, "2 choices came where 1 was requested"),
+        (
+            lambda _: {"choices": [good(ASK)["choices"][0]] * 2},
+            "2 choices came where 1 was requested",
+        ),
         (spoilt(token_ids=[10**30, 1, 2, 3]), "outside the vocabulary"),
         (lambda b: raw(json.dumps(good(b, logprobs=logprobs([-1e999] * 4)))), "no log-prob"),
         (spoilt(finish_reason="stop"), "it stopped at id 21, which ends no answer"),

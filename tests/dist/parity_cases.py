@@ -84,7 +84,7 @@ def make(model: str, layout: Layout, loss: str = "token", seed: int = 3, **setti
     settings.setdefault(
         "optimizer", OptimizerConfig(lr=1e-2, weight_decay=1.0, gradient_clipping=0.5)
     )
-    if CONFIGS[model]["model_type"] == "glm4_moe":
+    if CONFIGS[model]["model_type"] in ("glm4_moe", "deepseek_v3"):
         settings.setdefault("moe_bias_rate", 0.01)
     engine = build_engine(
         CONFIGS[model],

@@ -206,6 +206,12 @@ FAMILIES_HERE = [
     ("qwen3_5_text", Layout(tp=2)),
     ("qwen3_next", Layout(dp_shard=2, ep=2)),
 ]
+LATENT = [
+    ("deepseek_v3", Layout(cp=2, tp=2, ep=4)),
+    ("deepseek_v3", Layout(dp_shard=2, tp=2, ep=2, etp=2)),
+]
+FAMILIES += LATENT
+FAMILIES_HERE.append(LATENT[0])
 
 
 @pytest.mark.parametrize(
@@ -233,10 +239,11 @@ LORA = [
     ("moe", Layout(dp_shard=2, tp=2, ep=2, etp=2), {}),
     ("moe", Layout(dp_shard=2, cp=2, ep=4), {"experts": "each"}),
     ("six", Layout(dp_shard=4, ep=4), {"experts": "each"}),
+    ("deepseek_v3", Layout(dp_shard=2, tp=2), {"alpha": 4.0}),  # of latents, which tp does not cut
 ]
 
 
-@pytest.mark.parametrize(("model", "layout", "keys"), table(LORA, LORA[1:4]), ids=str)
+@pytest.mark.parametrize(("model", "layout", "keys"), table(LORA, [*LORA[1:4], LORA[5]]), ids=str)
 def test_factors_of_adapters(pool, model, layout, keys):
     check(pool, model, layout, lora=LoraConfig(rank=4, **keys))
 

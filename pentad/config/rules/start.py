@@ -26,6 +26,7 @@ from pentad.core.sizes import (
     DeviceKind,
     export_bytes,
     kv_token_bytes,
+    latent_cache_problems,
 )
 from pentad.models.catalog import known_dims
 from pentad.rewards.section import REWARD_MODEL
@@ -216,12 +217,18 @@ def cache_problems(config: Config, dims: ModelDims, kind: DeviceKind) -> list[Pr
         return []
     if problems := cache_format_problems(config, rollout.backend, kind):
         return problems
-    if size_gb is None or rollout.backend != "embedded":
+    if rollout.backend != "embedded":
+        return []
+    if problems := latent_cache_problems(dims, config.rollout.kv_cache_dtype):
+        return problems
+    if size_gb is None:
         return []
     prompt = config.train_dataset.max_length or 1  # a prompt has at least one token
     longest = longest_sample(config, prompt, dims.max_position)
     number_bytes = config.actor.bytes_on(kind)
-    block_bytes = BLOCK_TOKENS * kv_token_bytes(dims, number_bytes, config.rollout.kv_cache_dtype)
+    block_bytes = BLOCK_TOKENS * kv_token_bytes(
+        dims, number_bytes, config.rollout.kv_cache_dtype, expanded=config.strict
+    )
     num_blocks = size_gb * GIB // block_bytes - 1  # one is for scratch
     needed = -(-longest // BLOCK_TOKENS)
     if num_blocks >= needed:

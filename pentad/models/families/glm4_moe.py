@@ -26,15 +26,28 @@ RELEASED: dict[str, Any] = {"head_dim": 128, "attention_bias": True, "max_positi
 
 
 def mixture(read: ConfigValues, num_layers: int) -> dict[str, Any]:
-    """Like DeepSeek-V3's: scores by sigmoid, a selection bias in the files, weights scaled,
-    shared experts without a gate, and the first layers dense."""
+    """As DeepSeek-V3: scores by sigmoid, a selection bias in the files, perhaps a choice of groups
+    first, weights scaled, shared experts without a gate, and the first layers dense."""
     groups, groups_per_token = read.whole("n_group", 1), read.whole("topk_group", 1)
-    rule = f"must equal n_group = {groups}: a choice among some groups of experts is not built"
-    read.must(groups == groups_per_token, "topk_group", groups_per_token, rule)
+    num_experts, num_chosen = read.whole("n_routed_experts"), read.whole("num_experts_per_tok")
+    size, is_choice = num_experts // groups, groups_per_token < groups
+    given = read.hf.get("num_local_experts")
+    rule = f"must be n_routed_experts = {num_experts}, which transformers calls so too"
+    read.must(given in (None, num_experts), "num_local_experts", given, rule)
+    rule = f"must be at most n_group = {groups}"
+    read.must(groups_per_token <= groups, "topk_group", groups_per_token, rule)
+    rule = f"must divide n_routed_experts = {num_experts} into groups of at least 2"
+    fits = not is_choice or (num_experts % groups == 0 and size > 1)
+    read.must(fits, "n_group", groups, rule)
+    rule = f"must be at most the experts of topk_group = {groups_per_token} groups"
+    fits = not is_choice or num_chosen <= groups_per_token * size
+    read.must(fits, "num_experts_per_tok", num_chosen, rule)
     width, num_dense = read.expert_width, read.whole("first_k_dense_replace", 0, 0)
     return {
-        "num_experts": read.whole("n_routed_experts"),
-        "num_experts_per_token": read.whole("num_experts_per_tok"),
+        "num_experts": num_experts,
+        "num_experts_per_token": num_chosen,
+        "router_groups": groups if is_choice else 1,
+        "router_groups_per_token": groups_per_token if is_choice else 1,
         "moe_intermediate_size": width,
         "norm_topk_prob": read.flag("norm_topk_prob"),
         "router_score": "sigmoid",
@@ -47,20 +60,21 @@ def mixture(read: ConfigValues, num_layers: int) -> dict[str, Any]:
     }
 
 
+MIXTURE = (
+    *shared_expert("shared_experts"),
+    Rule(
+        FFN + "router.bias",
+        "R",
+        LAYER + "mlp.gate.e_score_correction_bias",
+        is_moe,
+        "zeros",
+        dtype="float32",
+    ),
+)
+
 SPEC = ModelSpec(
     family="glm4_moe",
-    rules=(
-        *DECODER,
-        *shared_expert("shared_experts"),
-        Rule(
-            FFN + "router.bias",
-            "R",
-            LAYER + "mlp.gate.e_score_correction_bias",
-            is_moe,
-            "zeros",
-            dtype="float32",
-        ),
-    ),
+    rules=(*DECODER, *MIXTURE),
     read_dims=ConfigReader(
         defaults=DEFAULTS,
         out_bias=False,

@@ -214,9 +214,7 @@ class RecoverHandler(Periodic):
             except Unreadable as error:  # read again, it may be whole
                 raise Transient(str(error)) from error
         if found:
-            raise RunError(
-                f"no recovery checkpoint in {self.root} is intact: cannot roll back"
-            )
+            raise RunError(f"no recovery checkpoint in {self.root} is intact: cannot roll back")
         return None
 
     def _place(self, role: str, step: int) -> dict[str, Any]:

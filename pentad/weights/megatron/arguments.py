@@ -152,6 +152,8 @@ def unsayable(dims: ModelDims) -> list[Problem]:
 
 def _unsayable_layers(dims: ModelDims) -> Iterable[Problem]:
     where = f"config.json: model_type = {dims.family}"
+    if dims.kv_latent:
+        yield Problem(where, "its latent attention has no Megatron tensors here", "use archon")
     others = {
         "gated delta nets": bool(dims.linear_layers),
         "a gate on attention's result": dims.attn_gate,
@@ -161,6 +163,7 @@ def _unsayable_layers(dims: ModelDims) -> Iterable[Problem]:
         "scaled embeddings or queries": (dims.embed_scale, dims.query_scale) != (1.0, 1.0),
         "norms with weights around 0, or gelu": bool(dims.norm_offset) or dims.activation != "silu",
         "rotary over neighbouring numbers": dims.rotary_pairs == "neighbours",
+        "a choice among some groups of experts": dims.router_groups > dims.router_groups_per_token,
     }
     for what, is_there in others.items():
         if is_there:

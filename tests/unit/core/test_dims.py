@@ -195,7 +195,12 @@ def test_a_value_that_is_none_is_told_with_its_key(bad):
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
-        ({"n_group": 4, "topk_group": 2}, "topk_group = 2: must equal n_group = 4"),
+        (
+            {"n_group": 4, "topk_group": 2},
+            "n_group = 4: must divide n_routed_experts = 7 into groups",
+        ),
+        ({"topk_group": 2}, "topk_group = 2: must be at most n_group = 1"),
+        ({"num_local_experts": 4}, "num_local_experts = 4: must be n_routed_experts = 7"),
         ({"n_shared_experts": 0}, "n_shared_experts = 0: must be a whole number of at least 1"),
         ({"routed_scaling_factor": 0}, "routed_scaling_factor = 0: must be a number above 0"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: turns 5 numbers of a head"),

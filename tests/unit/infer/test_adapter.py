@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from family_toys import FAMILY_CONFIGS
 from sections import sampler_settings
 
 from pentad.cli.recipe import adapter_keys, read_subject
@@ -34,6 +35,11 @@ CASES = {
     "dense": ({"model_type": "qwen3"}, ("down", "gate", "k", "o", "q", "up", "v"), "each"),
     "each": ({"model_type": "qwen3_moe", **EXPERTS}, ("experts", "q"), "each"),
     "shared": ({"model_type": "qwen3_moe", **EXPERTS}, ("experts", "q"), "shared_outer"),
+    "latent": (
+        {**FAMILY_CONFIGS["deepseek_v3"], "vocab_size": 41},
+        ("experts", "kv_a", "kv_b", "o", "q_a", "q_b"),
+        "each",
+    ),
 }
 
 

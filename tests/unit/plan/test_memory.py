@@ -88,22 +88,33 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self.sizes.pop(key, 0)
 
 
+LATENT = {
+    "kv_latent": 40,
+    "q_latent": 48,
+    "value_dim": 20,
+    "rotary_dim": 8,
+    "rotary_pairs": "neighbours",
+}
+
+
 def tiny(vocab_size: int, **extra) -> ModelDims:
     family = "qwen3_moe" if "num_experts" in extra else "qwen3"
     family = "qwen2_moe" if "shared_expert_size" in extra else family
     family = "glm4_moe" if "router_bias" in extra else family
     family = "glm4" if "post_norms" in extra else family
     family = "qwen3_5_text" if "linear_layers" in extra else family
+    family = "deepseek_v3" if "kv_latent" in extra else family
+    heads = {"num_kv_heads": 6} if "kv_latent" in extra else {"num_kv_heads": 2}
     return ModelDims(
         family=family,
         vocab_size=vocab_size,
         hidden_size=96,
         num_layers=6,
         num_heads=6,
-        num_kv_heads=2,
+        **heads,
         head_dim=32,
         intermediate_size=320,
-        qk_norm=family != "qwen2_moe",
+        qk_norm=family not in ("qwen2_moe", "deepseek_v3"),
         **extra,
     )
 
@@ -132,8 +143,8 @@ def measure(dims: ModelDims, mode: str, selective: str | int, **extra) -> tuple[
 @pytest.mark.parametrize("vocab_size", [50, 4000])
 @pytest.mark.parametrize(
     "extra",
-    [{}, {"post_norms": True}, MOE, {**MOE, "shared_expert_size": 160}, GLM, DELTA],
-    ids=["dense", "post norms", "moe", "shared", "glm", "delta"],
+    [{}, {"post_norms": True}, MOE, {**MOE, "shared_expert_size": 160}, GLM, DELTA, LATENT],
+    ids=["dense", "post norms", "moe", "shared", "glm", "delta", "latent"],
 )
 def test_kept_and_peak_bytes_are_those_of_the_real_model(extra, vocab_size, mode, selective):
     dims = tiny(vocab_size, **extra)

@@ -126,6 +126,8 @@ def test_config_and_engine_keep_no_logits_in_a_pipeline():
 def test_families_with_a_place_for_a_bias_are_known_without_torch(family):
     sizes = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 2, "intermediate_size": 8}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4}
+    heads |= {"qk_rope_head_dim": 4, "v_head_dim": 4, "first_k_dense_replace": 1}
     dims = dims_of({"model_type": family, **sizes, **heads})
     has_place = "layers.1.ffn.router.bias" in map_of(dims).entries
-    assert has_place == dims.router_bias == (family == "glm4_moe")
+    assert has_place == dims.router_bias
+    assert has_place == (family in ("glm4_moe", "glm4_moe_lite", "deepseek_v3"))
