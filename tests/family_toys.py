@@ -65,6 +65,12 @@ OWN: dict[str, dict[str, Any]] = {
         "rope_local_base_freq": 90.0,
         "tie_word_embeddings": True,
     },
+    "gpt_oss": {
+        "sliding_window": 7,
+        "layer_types": LAYER_TYPES,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     # No biases: no gradient reaches that of a key's unturned half, and Adam would follow noise.
     "glm4": {"attention_bias": False, "partial_rotary_factor": 0.5},
     "glm4_moe_lite": {

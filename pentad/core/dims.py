@@ -9,13 +9,17 @@ from typing import Any, Literal
 RopeKind = Literal["full", "sliding", "none"]
 
 
+CLAMP_SLOPE, CLAMP_LIMIT = 1.702, 7.0
+"""Constants of the activation `clamped`."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerParts:
     """Parameter counts of one decoder layer by what cuts them: tp, ep/etp, or nothing."""
 
     q_and_o: int
-    """Query and output projections, biases and gates included, or all of a delta net but its norm:
-    cut by tp."""
+    """Query and output projections, biases, gates and sinks included, or all of a delta net but its
+    norm: cut by tp."""
     kv: int
     """Key and value projections, biases included: cut by tp up to the number of kv heads."""
     norms: int
@@ -23,7 +27,8 @@ class LayerParts:
     dense_ffn: int
     """Gate, up, down of a dense ffn: cut by tp; 0 in a mixture layer."""
     router: int
-    """The gate of a mixture: whole on every rank; 0 in a dense layer."""
+    """The gate of a mixture, with the biases of the experts' results: whole on every rank; 0 in a
+    dense layer."""
     shared_expert: int
     """The expert every token passes, and its gate: whole on every tp rank; 0 without one."""
     expert: int
@@ -86,7 +91,11 @@ class ModelDims:
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
     """What is added to the weights of norms."""
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    attn_sinks: bool = False
+    """Whether each head has a logit that takes weight from a token's keys and gives no value."""
+    activation: Literal["silu", "gelu_tanh", "clamped"] = "silu"
+    """The last one is that of experts: (up + 1) * gate * sigmoid(CLAMP_SLOPE * gate), both
+    limited to CLAMP_LIMIT, as columns of one matrix that take turns."""
     embed_scale: float = 1.0
     """What the rows of the input table are multiplied by."""
     query_scale: float = 1.0
@@ -118,6 +127,8 @@ class ModelDims:
     """Groups of experts, and how many of them a token's experts may be of."""
     router_bias: bool = False
     """Whether the files hold a bias that takes part in the choice of experts, and only there."""
+    moe_bias: bool = False
+    """Whether the router and the experts have biases, which are trained."""
     shared_expert_size: int = 0
     """Width of an expert of mixture layers that every token passes."""
     shared_expert_gate: bool = True
@@ -232,6 +243,7 @@ class ModelDims:
             cut = self.q_latent + self.kv_latent
             biases, to_latents = (0, 0), latents + cut + self.qkv_bias * (cut + self.rotary_dim)
         q_and_o += self.qkv_bias * biases[0] + self.out_bias * width
+        q_and_o += self.attn_sinks * self.num_heads
         kv += self.qkv_bias * biases[1]
         inner_norms = self._qk_norm_params + to_latents
         if self.is_linear(layer):
@@ -241,9 +253,9 @@ class ModelDims:
             kv=kv,
             norms=2 * width * (self.pre_norms + self.post_norms) + inner_norms,
             dense_ffn=0 if mixture else 3 * width * self.intermediate_size + ffn_bias,
-            router=self.num_experts * width if mixture else 0,
+            router=self.num_experts * (width + self._router_biases) if mixture else 0,
             shared_expert=self._shared_expert_params if mixture else 0,
-            expert=3 * width * self.moe_intermediate_size if mixture else 0,
+            expert=(3 * width + 2 * self.moe_bias) * self.moe_intermediate_size if mixture else 0,
             num_experts=self.num_experts if mixture else 0,
             num_experts_per_token=self.num_experts_per_token if mixture else 0,
         )
@@ -273,6 +285,11 @@ class ModelDims:
     def _qk_norm_params(self) -> int:
         width = self.q_dim + self.kv_dim if self.wide_qk_norm else 2 * self.head_dim
         return self.qk_norm * width
+
+    @property
+    def _router_biases(self) -> int:
+        """For each expert one of its logit, and those of its result."""
+        return self.moe_bias * (1 + self.hidden_size)
 
     @property
     def _shared_expert_params(self) -> int:

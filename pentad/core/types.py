@@ -334,10 +334,13 @@ class Attend(Protocol):
         k_TKd: Tensor,
         v_TKd: Tensor,
         window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention within each sequence, rotary already applied; returns o_THd.
 
-        With a `window` a token sees itself and the window - 1 tokens before it. Models pass it
-        only for layers that have one, so a core that cannot do windows fails instead of ignoring.
+        With a `window` a token sees itself and the window - 1 tokens before it. `sinks` are one
+        logit for each query head, which takes weight from a token's keys and gives no value. Models
+        pass either only for layers that have it, so a core that cannot do it fails instead of
+        ignoring it.
         """
         ...

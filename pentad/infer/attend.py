@@ -19,6 +19,7 @@ from torch import Tensor
 from pentad.core.dims import ModelDims
 from pentad.models.moe import Routes
 from pentad.ops.pages import LARGEST, Pages
+from pentad.ops.sinks import attend_with_sinks
 
 
 class KVCache:
@@ -129,7 +130,9 @@ class Bucket:
             self.masks[window] = zeros.masked_fill_(hidden, float("-inf"))
         return self.masks[window]
 
-    def attend(self, q_THd: Tensor, pages: Pages, mask: Tensor) -> Tensor:
+    def attend(
+        self, q_THd: Tensor, pages: Pages, mask: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """Outputs of the bucket's real queries, in the order of `token_P`."""
         num_kv_heads, width = pages.k_BbKd.shape[-2:]
         num_heads = q_THd.shape[1]
@@ -145,11 +148,18 @@ class Bucket:
             return o_PHd if self.real_T is None else o_PHd.index_select(0, self.real_T)
         if self.length == 1:  # the query heads of one key-value head take the place of queries
             q = q_THd.reshape(self.num, num_kv_heads, num_heads // num_kv_heads, width)
-            out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+            if sinks is None:
+                out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+            else:
+                sinks = sinks.view(num_kv_heads, -1)
+                out = attend_with_sinks(q, keys, values, sinks, seen=mask)
             return out.reshape(self.num, num_heads, width)
         q = q_THd.view(self.num, self.length, num_heads, width).transpose(1, 2)
         gqa = num_heads != num_kv_heads
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=gqa)
+        if sinks is None:
+            out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=gqa)
+        else:
+            out = attend_with_sinks(q, keys, values, sinks, seen=mask)
         o_PHd = out.transpose(1, 2).reshape(-1, num_heads, width)
         return o_PHd if self.real_T is None else o_PHd.index_select(0, self.real_T)
 
@@ -195,21 +205,29 @@ class PagedAttend:
             )
 
     def __call__(
-        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: int | None = None
+        self,
+        layer: int,
+        q_THd: Tensor,
+        k_TKd: Tensor,
+        v_TKd: Tensor,
+        window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         self.cache.layer(layer).write(self.places_T, k_TKd, v_TKd)
-        return self.attend(layer, q_THd, window)
+        return self.attend(layer, q_THd, window, sinks)
 
-    def attend(self, layer: int, q_THd: Tensor, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, q_THd: Tensor, window: int | None, sinks: Tensor | None = None
+    ) -> Tensor:
         """The second half: all keys and values are in the cache."""
         pages = self.cache.layer(layer)
         if len(self.buckets) == 1 and self.buckets[0].real_T is None:
             (bucket,) = self.buckets  # its queries are all tokens in order
-            return bucket.attend(q_THd, pages, bucket.mask(window, q_THd.dtype))
+            return bucket.attend(q_THd, pages, bucket.mask(window, q_THd.dtype), sinks)
         o_THd = q_THd.new_empty(*q_THd.shape[:2], pages.v_BbKd.shape[-1])
         for bucket in self.buckets:
             q_PHd = q_THd.index_select(0, bucket.token_P)
-            out = bucket.attend(q_PHd, pages, bucket.mask(window, q_THd.dtype))
+            out = bucket.attend(q_PHd, pages, bucket.mask(window, q_THd.dtype), sinks)
             tokens = bucket.token_P
             if bucket.real_T is not None:
                 tokens = tokens.index_select(0, bucket.real_T)

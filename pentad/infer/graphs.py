@@ -61,11 +61,18 @@ class DecodeAttend:
         self.lengths_S = lengths_S
 
     def __call__(
-        self, layer: int, q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, window: int | None = None
+        self,
+        layer: int,
+        q_SHd: Tensor,
+        k_SKd: Tensor,
+        v_SKd: Tensor,
+        window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         pages = self.cache.layer(layer)
         store(pages, self.places_S, k_SKd, v_SKd)
-        return paged_decode(q_SHd, pages, self.blocks, self.width, self.lengths_S, window)
+        table = (self.blocks, self.width, self.lengths_S)
+        return paged_decode(q_SHd, pages, *table, window, sinks)
 
 
 class StrictDecode:
@@ -83,12 +90,18 @@ class StrictDecode:
         )
 
     def __call__(
-        self, layer: int, q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, window: int | None = None
+        self,
+        layer: int,
+        q_SHd: Tensor,
+        k_SKd: Tensor,
+        v_SKd: Tensor,
+        window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         pages = self.cache.layer(layer)
         store(pages, self.places_S, k_SKd.contiguous(), v_SKd.contiguous())
         k_PKd, v_PKd = pages.k_BbKd.flatten(0, 1), pages.v_BbKd.flatten(0, 1)
-        return attend(q_SHd.contiguous(), k_PKd, v_PKd, self.tiles, window)
+        return attend(q_SHd.contiguous(), k_PKd, v_PKd, self.tiles, window, sinks)
 
 
 @dataclass(frozen=True, slots=True)

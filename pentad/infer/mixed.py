@@ -55,21 +55,28 @@ class MixedAttend:
         return torch.from_numpy(array).to(self.cache.k.device)
 
     def __call__(
-        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: int | None = None
+        self,
+        layer: int,
+        q_THd: Tensor,
+        k_TKd: Tensor,
+        v_TKd: Tensor,
+        window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         pages = self.cache.layer(layer)
         store(pages, self.places_T, k_TKd, v_TKd)
         if self.fresh is not None and len(self.fresh_T) == len(q_THd):
-            return self.fresh(layer, q_THd, k_TKd, v_TKd.contiguous(), window=window)
+            return self.fresh(layer, q_THd, k_TKd, v_TKd.contiguous(), window, sinks)
         o_THd = torch.empty_like(q_THd)
         if len(self.single_T):
             q_SHd = q_THd.index_select(0, self.single_T)
-            out = paged_decode(q_SHd, pages, self.blocks, self.width, self.lengths_S, window)
+            table = (self.blocks, self.width, self.lengths_S)
+            out = paged_decode(q_SHd, pages, *table, window, sinks)
             o_THd.index_copy_(0, self.single_T, out)
         if self.fresh is not None:
             q, k, v = (x.index_select(0, self.fresh_T) for x in (q_THd, k_TKd, v_TKd))
-            o_THd.index_copy_(0, self.fresh_T, self.fresh(layer, q, k, v, window=window))
+            o_THd.index_copy_(0, self.fresh_T, self.fresh(layer, q, k, v, window, sinks))
         if self.later is not None:
-            out = self.later.attend(layer, q_THd.index_select(0, self.later_T), window)
+            out = self.later.attend(layer, q_THd.index_select(0, self.later_T), window, sinks)
             o_THd.index_copy_(0, self.later_T, out)
         return o_THd

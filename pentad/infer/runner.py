@@ -306,7 +306,7 @@ def never_asks_the_device(model: Decoder, settings: SamplerSettings) -> bool:
     return all(
         weight.dtype == torch.bfloat16 and can_group(weight[0, :1], weight)
         for module in experts
-        for weight in (module.gate_up.flatten(1, 2), module.down)
+        for weight in module.matrices
     )
 
 

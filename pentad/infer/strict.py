@@ -41,16 +41,23 @@ class StrictAttend:
         self.tiles = None
 
     def __call__(
-        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: int | None = None
+        self,
+        layer: int,
+        q_THd: Tensor,
+        k_TKd: Tensor,
+        v_TKd: Tensor,
+        window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         cache = self.cache
         cache.layer(layer).write(self.places_T, k_TKd, v_TKd)
         k_PKd, v_PKd = cache.k[layer].flatten(0, 1), cache.v[layer].flatten(0, 1)
         if not q_THd.is_cuda:
-            return invariant.attend_spans(q_THd, k_PKd, v_PKd, self.spans, window)
+            return invariant.attend_spans(q_THd, k_PKd, v_PKd, self.spans, window, sinks)
         kernels = invariant.kernels()
         if self.tiles is None:
             group = q_THd.shape[1] // k_TKd.shape[1]
             self.tiles = kernels.tiles_of(self.spans, group, q_THd.device)
-        result: Tensor = kernels.attend(q_THd.contiguous(), k_PKd, v_PKd, self.tiles, window)
+        q_THd = q_THd.contiguous()
+        result: Tensor = kernels.attend(q_THd, k_PKd, v_PKd, self.tiles, window, sinks)
         return result

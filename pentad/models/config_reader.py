@@ -35,9 +35,9 @@ UNSUPPORTED = {
 }
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 REMEDIES = {
-    "quantization_config": "give a folder with the weights dequantised to bfloat16 and without it"
+    "quantization_config": "give a folder with 16-bit weights: transformers reads this one "
+    "with dequantize=True in its quantization config, and save_pretrained writes it"
 }
-"""Where another model is not the first thing to try."""
 PART = "partial_rotary_factor"
 OLD_LENGTH = "original_max_position_embeddings"
 STRETCHED = {"llama3", "yarn", "longrope"}
@@ -49,7 +49,11 @@ ROPE_NUMBERS = {
 }
 
 
-ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
+ACTIVATIONS = {
+    "silu": ("silu", "swish"),
+    "gelu_tanh": ("gelu_pytorch_tanh",),
+    "clamped": ("silu",),
+}
 """What is built -> its names in configs."""
 
 
@@ -172,7 +176,8 @@ class ConfigReader:
     wide_qk_norm: bool = False
     """Whether the norms of queries and keys go over all heads as one vector."""
     norm_offset: float = 0.0
-    activation: tuple[str, Literal["silu", "gelu_tanh"]] = ("hidden_act", "silu")
+    attn_sinks: bool = False
+    activation: tuple[str, Literal["silu", "gelu_tanh", "clamped"]] = ("hidden_act", "silu")
     """The key that names the activation, and the one that is built."""
     attention: Callable[[ConfigValues], dict[str, Any]] | None = None
     """The dimensions of latent attention, where the family has it."""
@@ -248,6 +253,7 @@ class ConfigReader:
             pre_norms=self.pre_norms,
             post_norms=self.post_norms,
             norm_offset=self.norm_offset,
+            attn_sinks=self.attn_sinks,
             activation=self.activation[1],
             norm_eps=read.number("rms_norm_eps", 1e-6),
             rope_theta=theta,

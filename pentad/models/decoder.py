@@ -165,7 +165,12 @@ class Decoder(FamilyModel):
 
 
 def causal_attend(
-    layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: int | None = None
+    layer: int,
+    q_THd: Tensor,
+    k_TKd: Tensor,
+    v_TKd: Tensor,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention over one sequence, written out: the reference other cores are held against."""
     num_tokens, num_heads = q_THd.shape[:2]
@@ -175,5 +180,10 @@ def causal_attend(
     distance = torch.arange(num_tokens, device=q_THd.device)
     distance = distance[:, None] - distance[None, :]
     hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
-    probs = scores.float().masked_fill(hidden, float("-inf")).softmax(-1).to(q_THd.dtype)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    scores = scores.to(wide).masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        sinks_HT1 = sinks[:, None, None].expand(-1, num_tokens, 1)
+        scores = torch.cat([scores, sinks_HT1.to(wide)], dim=-1)
+    probs = scores.softmax(-1)[..., :num_tokens].to(q_THd.dtype)
     return torch.einsum("hqk,khd->qhd", probs, v_THd)

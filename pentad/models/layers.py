@@ -285,6 +285,7 @@ class Attention(nn.Module):
         widths = (width, kv_width) if dims.wide_qk_norm else (dims.head_dim, dims.head_dim)
         self.q_norm = make_norm(widths[0], dims) if dims.qk_norm else None
         self.k_norm = make_norm(widths[1], dims) if dims.qk_norm else None
+        self.sinks = nn.Parameter(torch.empty(dims.num_heads)) if dims.attn_sinks else None
         self.query_scale = dims.query_scale
         self.rotate = ROTATIONS[dims.rotary_pairs]
 
@@ -297,6 +298,8 @@ class Attention(nn.Module):
         if self.query_scale != 1.0:
             q_THd = q_THd * self.query_scale
         how: dict[str, Any] = {} if self.window is None else {"window": self.window}
+        if self.sinks is not None:
+            how["sinks"] = self.sinks
         return self.o(attend(self.layer, q_THd, k_TKd, v_TKd, **how).flatten(-2))
 
     def project(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,15 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from pentad.core.dims import ModelDims
 from pentad.models.layers import GateUp, Linear
-from pentad.ops.experts import run_experts, sort_pairs, sum_rows, take_rows, take_weights
-from pentad.ops.gated import silu_mul
+from pentad.ops.experts import (
+    add_rows,
+    grouped_linear,
+    run_experts,
+    sort_pairs,
+    sum_rows,
+    take_rows,
+    take_weights,
+)
+from pentad.ops.gated import clamped_mul, silu_mul
 from pentad.ops.router import RouteRule, add_loss, balance_loss, gate_logits, route, z_loss
 
 Routes = dict[int, Tensor]
@@ -39,6 +47,38 @@ class Experts(nn.Module):
         ends_E = sizes_E.cumsum(0, dtype=torch.int32)
         return run_experts(x_ND, self.gate_up, self.down, ends_E, weights_N)
 
+    @property
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """What rows are multiplied by: [E, O, I] each."""
+        return self.gate_up.flatten(1, 2), self.down
+
+
+class ClampedExperts(Experts):
+    """Experts whose gate and up take turns, as rows of one matrix: gate_up [E, 2M, D], with a bias
+    for each row. The biases of their results are their mixture's."""
+
+    linear = staticmethod(grouped_linear)
+    mul: ClassVar[Callable[..., Tensor]] = staticmethod(clamped_mul)
+
+    def __init__(self, dims: ModelDims) -> None:
+        super().__init__(dims)
+        rows = 2 * dims.moe_intermediate_size
+        self.gate_up = nn.Parameter(torch.empty(dims.num_experts, rows, dims.hidden_size))
+        self.gate_up_bias = nn.Parameter(torch.empty(dims.num_experts, rows))
+
+    def forward(self, x_ND: Tensor, sizes_E: Tensor, weights_N: Tensor | None = None) -> Tensor:
+        ends_E = sizes_E.cumsum(0, dtype=torch.int32)
+        h_NG = self.linear(x_ND, self.gate_up, ends_E)
+        h_NG = add_rows(h_NG, self.gate_up_bias, ends_E)
+        return self.linear(self.mul(h_NG, weights_N), self.down, ends_E)
+
+    @property
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        return self.gate_up, self.down
+
+
+EXPERTS: dict[str, type[Experts]] = {"silu": Experts, "clamped": ClampedExperts}
+
 
 class Router(nn.Module):
     """Chooses and weighs each token's experts, in float32 whatever the dtype of its weight."""
@@ -60,6 +100,8 @@ class Router(nn.Module):
         # A weight, though no gradient reaches it: files hold it, `balance.move_biases` moves it.
         bias_R = torch.empty(dims.num_experts) if dims.router_bias else None
         self.register_buffer("bias", bias_R)
+        self.offset = nn.Parameter(torch.empty(dims.num_experts)) if dims.moe_bias else None
+        """Added to the logits, and trained as they are."""
         # What follows is set by `models.balance`, and off here.
         self.aux_loss_coef = self.z_loss_coef = 0.0
         self.loss_scale: Tensor | None = None
@@ -67,11 +109,14 @@ class Router(nn.Module):
     def forward(self, x_TD: Tensor, chosen_Tk: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Weights (float32) and indices of the chosen experts, both [T, k]; a given choice is
         kept and weighed, with the same gradients."""
-        logits_TR = gate_logits(x_TD, self.weight)
+        logits_TR = self.moved(gate_logits(x_TD, self.weight))
         weights_Tk, chosen_Tk = route(logits_TR, self.rule, self.bias, chosen_Tk)
         if (self.aux_loss_coef or self.z_loss_coef) and torch.is_grad_enabled():
             weights_Tk = add_loss(weights_Tk, self.own_loss(logits_TR, chosen_Tk))
         return weights_Tk, chosen_Tk
+
+    def moved(self, logits_TR: Tensor) -> Tensor:
+        return logits_TR if self.offset is None else logits_TR + self.offset.to(logits_TR.dtype)
 
     def own_loss(self, logits_TR: Tensor, chosen_Tk: Tensor) -> Tensor:
         """In units of the summed loss: as many times the mean as there are tokens here."""
@@ -150,7 +195,11 @@ class Moe(nn.Module):
     def __init__(self, dims: ModelDims) -> None:
         super().__init__()
         self.router = Router(dims)
-        self.experts = Experts(dims)
+        self.experts = EXPERTS[dims.activation](dims)
+        # Here and not among the experts: each is added once, where its token is, however experts
+        # are dealt and cut.
+        rows = (dims.num_experts, dims.hidden_size)
+        self.down_bias = nn.Parameter(torch.empty(rows)) if dims.moe_bias else None
         self.shared = SharedExpert(dims) if dims.shared_expert_size else None
         self.dispatch: Dispatch = dispatch_local
 
@@ -158,4 +207,13 @@ class Moe(nn.Module):
         """The mixture's result, and the experts that were chosen (those given, if any)."""
         weights_Tk, chosen_Tk = self.router(x_TD, chosen_Tk)
         beside = None if self.shared is None else partial(self.shared.begin, x_TD)
-        return self.dispatch(x_TD, weights_Tk, chosen_Tk, self.experts, beside), chosen_Tk
+        y_TD = self.dispatch(x_TD, weights_Tk, chosen_Tk, self.experts, beside)
+        if self.down_bias is not None:
+            y_TD = y_TD + self.biases(weights_Tk, chosen_Tk, self.down_bias)
+        return y_TD, chosen_Tk
+
+    def biases(self, weights_Tk: Tensor, chosen_Tk: Tensor, bias_RD: Tensor) -> Tensor:
+        """Those of each token's experts, with their weights."""
+        zeros_TR = weights_Tk.new_zeros(len(weights_Tk), len(bias_RD))
+        weights_TR = zeros_TR.scatter(1, chosen_Tk, weights_Tk).to(bias_RD.dtype)
+        return weights_TR @ bias_RD

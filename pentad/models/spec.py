@@ -42,6 +42,10 @@ def has_out_bias(dims: ModelDims, layer: int) -> bool:
     return dims.out_bias
 
 
+def has_sinks(dims: ModelDims, layer: int) -> bool:
+    return dims.attn_sinks
+
+
 def has_qk_norm(dims: ModelDims, layer: int) -> bool:
     return dims.qk_norm
 

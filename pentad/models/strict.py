@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pentad.core.swap import swap_classes
 from pentad.models.decoder import Decoder
 from pentad.models.layers import GateUp, GeluMlp, Linear, Mlp, Norm, OffsetNorm, Rotary
-from pentad.models.moe import Beside, Experts, Moe, Router, SharedExpert
+from pentad.models.moe import Beside, ClampedExperts, Experts, Moe, Router, SharedExpert
 from pentad.ops import invariant
 from pentad.ops.experts import sort_pairs, take_rows, take_weights
 from pentad.ops.router import add_loss, route
@@ -66,7 +66,7 @@ class StrictRotary(Rotary):
 
 class StrictRouter(Router):
     def forward(self, x_TD: Tensor, chosen_Tk: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        logits_TR = invariant.wide_linear(x_TD, self.weight)
+        logits_TR = self.moved(invariant.wide_linear(x_TD, self.weight))
         if logits_TR.is_cuda:  # one row of scores is one row of a program's tile
             weights_Tk, chosen_Tk = route(logits_TR, self.rule, self.bias, chosen_Tk)
         else:
@@ -99,6 +99,21 @@ class StrictExperts(Experts):
         return invariant.grouped_linear(a_NM, self.down, ends_E)
 
 
+class StrictClampedExperts(ClampedExperts):
+    linear = staticmethod(invariant.grouped_linear)
+    mul = staticmethod(invariant.clamped_mul)
+
+
+class StrictMoe(Moe):
+    def biases(self, weights_Tk: Tensor, chosen_Tk: Tensor, bias_RD: Tensor) -> Tensor:
+        """One choice after the other, in order."""
+        parts = [
+            weights_T[:, None].to(bias_RD.dtype) * bias_RD.index_select(0, chosen_T)
+            for weights_T, chosen_T in zip(weights_Tk.unbind(1), chosen_Tk.unbind(1), strict=True)
+        ]
+        return sum(parts[1:], start=parts[0])
+
+
 STRICT: dict[type[nn.Module], type[nn.Module]] = {
     Linear: StrictLinear,
     GateUp: StrictGateUp,
@@ -110,6 +125,8 @@ STRICT: dict[type[nn.Module], type[nn.Module]] = {
     Rotary: StrictRotary,
     Router: StrictRouter,
     Experts: StrictExperts,
+    ClampedExperts: StrictClampedExperts,
+    Moe: StrictMoe,
 }
 
 

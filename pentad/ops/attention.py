@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pentad.ops import flash4
+from pentad.ops.sinks import attend_with_sinks, scaled_by_sinks, sink_gradients
 
 VARLEN_OPTIONS = frozenset[str]()
 if torch.backends.cuda.is_built():  # its import takes a second: not where it has no kernel
@@ -78,7 +79,12 @@ def flash_kind(
 
 
 def reference_attention(
-    q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, lengths: Sequence[int], window: Window = None
+    q_THd: Tensor,
+    k_TKd: Tensor,
+    v_TKd: Tensor,
+    lengths: Sequence[int],
+    window: Window = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """What every implementation computes, written plainly with one T x T mask."""
     num_rep = q_THd.shape[1] // k_TKd.shape[1]
@@ -92,7 +98,11 @@ def reference_attention(
     if window is not None:
         sees_TT &= distance_TT < window
     scores_HTT = q_THd.transpose(0, 1) @ k_HTd.transpose(1, 2) * q_THd.shape[-1] ** -0.5
-    p_HTT = scores_HTT.masked_fill(~sees_TT, float("-inf")).softmax(-1)
+    scores_HTT = scores_HTT.masked_fill(~sees_TT, float("-inf"))
+    if sinks is not None:
+        sinks_HT1 = sinks[:, None, None].expand(-1, len(seq_T), 1)
+        scores_HTT = torch.cat([scores_HTT, sinks_HT1], dim=-1)
+    p_HTT = scores_HTT.softmax(-1)[..., : len(seq_T)]
     return (p_HTT @ v_HTd).transpose(0, 1)
 
 
@@ -109,7 +119,13 @@ class PaddedAttend:
         self.bands: dict[tuple[int, int], Tensor] = {}
 
     def __call__(
-        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: Window = None
+        self,
+        layer: int,
+        q_THd: Tensor,
+        k_TKd: Tensor,
+        v_TKd: Tensor,
+        window: Window = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         q_PHd, k_PKd, v_PKd = (self._pad(x) for x in (q_THd, k_TKd, v_TKd))
         out: list[Tensor] = []
@@ -118,7 +134,7 @@ class PaddedAttend:
             q, k, v = (
                 x[part].unflatten(0, (num, length)).transpose(1, 2) for x in (q_PHd, k_PKd, v_PKd)
             )
-            out.append(self._attend_bucket(q, k, v, window).transpose(1, 2).flatten(0, 1))
+            out.append(self._attend_bucket(q, k, v, window, sinks).transpose(1, 2).flatten(0, 1))
         o_PHd = out[0] if len(out) == 1 else torch.cat(out)
         return o_PHd if self.slot_T is None else from_slots(o_PHd, self.slot_T)
 
@@ -128,15 +144,18 @@ class PaddedAttend:
         return to_slots(x_Tnd, self.slot_T, int(self.plan.num_slots))
 
     def _attend_bucket(
-        self, q_SHLd: Tensor, k_SKLd: Tensor, v_SKLd: Tensor, window: Window
+        self, q_SHLd: Tensor, k_SKLd: Tensor, v_SKLd: Tensor, window: Window, sinks: Tensor | None
     ) -> Tensor:
         length = q_SHLd.shape[2]
+        is_whole = window is None or window >= length
+        band = None if is_whole else self._band(length, window or 0, q_SHLd.device)
+        if sinks is not None:
+            return attend_with_sinks(q_SHLd, k_SKLd, v_SKLd, sinks, is_causal=is_whole, seen=band)
         # A branch: torch takes no comparison that a compiler has left symbolic.
         how: dict[str, Any] = {"enable_gqa": True} if q_SHLd.shape[1] != k_SKLd.shape[1] else {}
-        if window is None or window >= length:
-            return F.scaled_dot_product_attention(q_SHLd, k_SKLd, v_SKLd, is_causal=True, **how)
-        band = self._band(length, window, q_SHLd.device)
-        return F.scaled_dot_product_attention(q_SHLd, k_SKLd, v_SKLd, attn_mask=band, **how)
+        return F.scaled_dot_product_attention(
+            q_SHLd, k_SKLd, v_SKLd, attn_mask=band, is_causal=is_whole, **how
+        )
 
     def _band(self, length: int, window: int, device: torch.device) -> Tensor:
         if (length, window) not in self.bands:
@@ -241,15 +260,21 @@ class VarlenAttend:
         self.max_length = 1 << (max(lengths) - 1).bit_length()
 
     def __call__(
-        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: Window = None
+        self,
+        layer: int,
+        q_THd: Tensor,
+        k_TKd: Tensor,
+        v_TKd: Tensor,
+        window: Window = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if self.is_flash4:
             result: Tensor = flash4.flash4(
-                q_THd, k_TKd, v_TKd, self.bounds_S, self.max_length, window or 0
+                q_THd, k_TKd, v_TKd, self.bounds_S, self.max_length, window or 0, sinks
             )[0]
             return result
         bounds, most = self.bounds_S, self.max_length
-        return varlen(q_THd, k_TKd, v_TKd, bounds, bounds, most, most, window)
+        return varlen(q_THd, k_TKd, v_TKd, bounds, bounds, most, most, window, sinks)
 
 
 def varlen(
@@ -261,8 +286,13 @@ def varlen(
     max_q: int,
     max_k: int,
     window: Window,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """torch's kernel. Queries are the last tokens of their sequence, where it has more keys."""
+    if sinks is not None:
+        bounds = (bounds_q, bounds_k, max_q, max_k, window or 0)
+        result: Tensor = varlen_sinks(q_QHd, k_NKd, v_NKd, sinks, *bounds)[0]
+        return result
     # The kernel counts the tokens to the left, without the token itself.
     left = -1 if window is None else window - 1
     options: dict[str, Any] = {"window_size": (left, 0)}
@@ -273,17 +303,107 @@ def varlen(
     return packed
 
 
+# The same kernel by its operator, which also gives the log-sum-exp that sinks need.
+
+
+def _how(window: int) -> tuple[bool, dict[str, int]]:
+    """(whether plain causal, limits), as `varlen_attn` gives them; 0 is no window."""
+    return window == 0, {"window_size_left": window - 1, "window_size_right": 0}
+
+
+@torch.library.custom_op("pentad::varlen_sinks", mutates_args=(), device_types="cuda")
+def varlen_sinks(
+    q_QHd: Tensor,
+    k_NKd: Tensor,
+    v_NKd: Tensor,
+    sinks: Tensor,
+    bounds_q: Tensor,
+    bounds_k: Tensor,
+    max_q: int,
+    max_k: int,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """Attention with sinks and, for its gradient, the log-sum-exp with them: [H, Q]."""
+    is_causal, limits = _how(window)
+    out_QHd, lse_HQ, *_ = torch.ops.aten._flash_attention_forward(
+        *(q_QHd, k_NKd, v_NKd, bounds_q, bounds_k, max_q, max_k, 0.0, is_causal, False), **limits
+    )
+    out_QHd, total_QH = scaled_by_sinks(out_QHd, lse_HQ.t(), sinks)
+    return out_QHd, total_QH.t().contiguous()
+
+
+@varlen_sinks.register_fake
+def _(q_QHd: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return flash4.results_of(q_QHd)
+
+
+@torch.library.custom_op("pentad::varlen_sinks_backward", mutates_args=(), device_types="cuda")
+def varlen_sinks_backward(
+    grad_QHd: Tensor,
+    q_QHd: Tensor,
+    k_NKd: Tensor,
+    v_NKd: Tensor,
+    out_QHd: Tensor,
+    total_HQ: Tensor,
+    bounds_q: Tensor,
+    bounds_k: Tensor,
+    max_q: int,
+    max_k: int,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    is_causal, limits = _how(window)
+    no_seed = torch.zeros(2, dtype=torch.uint64, device=q_QHd.device)  # nothing is dropped
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+        *(grad_QHd, q_QHd, k_NKd, v_NKd, out_QHd, total_HQ, bounds_q, bounds_k, max_q, max_k),
+        *(0.0, is_causal, no_seed, no_seed.new_empty(0)),
+        **limits,
+    )
+    return found
+
+
+@varlen_sinks_backward.register_fake
+def _(
+    grad_QHd: Tensor, q_QHd: Tensor, k_NKd: Tensor, v_NKd: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(x.new_empty(x.shape) for x in (q_QHd, k_NKd, v_NKd))  # type: ignore[return-value]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q_QHd, k_NKd, v_NKd, sinks, bounds_q, bounds_k, *ctx.limits = inputs
+    ctx.save_for_backward(q_QHd, k_NKd, v_NKd, *output, bounds_q, bounds_k, sinks)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad_QHd: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad_QHd is None:
+        return (None,) * 9
+    *saved, sinks = ctx.saved_tensors
+    grads = varlen_sinks_backward(grad_QHd.contiguous(), *saved, *ctx.limits)
+    dsinks = sink_gradients(grad_QHd, saved[3], saved[4].t(), sinks).sum(0)
+    return (*grads, dsinks.to(sinks.dtype), *(None,) * 5)
+
+
+varlen_sinks.register_autograd(_backward, setup_context=_save)
+
+
 class EqualAttend:
-    """Attention over sequences of one length by cuDNN; layers with a window use `packed`."""
+    """Attention over sequences of one length by cuDNN; layers with a window or sinks use
+    `packed`."""
 
     def __init__(self, lengths: Sequence[int], packed: VarlenAttend) -> None:
         self.num, self.length, self.packed = len(lengths), lengths[0], packed
 
     def __call__(
-        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: Window = None
+        self,
+        layer: int,
+        q_THd: Tensor,
+        k_TKd: Tensor,
+        v_TKd: Tensor,
+        window: Window = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        if window is not None and window < self.length:
-            return self.packed(layer, q_THd, k_TKd, v_TKd, window)
+        if sinks is not None or (window is not None and window < self.length):
+            return self.packed(layer, q_THd, k_TKd, v_TKd, window, sinks)
         # By name: `scaled_dot_product_attention` prefers another kernel.
         result: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
             *(x.unflatten(0, (self.num, -1)).transpose(1, 2) for x in (q_THd, k_TKd, v_TKd)),

@@ -132,6 +132,32 @@ def run_experts(
     return grouped_linear(weighted_silu_mul(h_NG, weights_N), down_EDM, ends_E)
 
 
+def add_rows(x_NO: Tensor, rows_EO: Tensor, ends_E: Tensor) -> Tensor:
+    """x + rows[e] for the rows of each expert e."""
+    result: Tensor = _AddRows.apply(x_NO, rows_EO, ends_E)
+    return result
+
+
+class _AddRows(torch.autograd.Function):
+    """Backward adds up each expert's run of rows in one order, which an indexed sum has not."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NO: Tensor, rows_EO: Tensor, ends_E: Tensor) -> Tensor:
+        ctx.save_for_backward(ends_E)
+        ctx.dtype = rows_EO.dtype
+        places_N = torch.arange(len(x_NO), dtype=ends_E.dtype, device=x_NO.device)
+        expert_N = torch.searchsorted(ends_E, places_N, right=True)
+        return x_NO + rows_EO.index_select(0, expert_N)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (ends_E,) = ctx.saved_tensors
+        sizes_E = ends_E.diff(prepend=ends_E.new_zeros(1)).long()
+        wide_NO = grads[0].to(torch.promote_types(grads[0].dtype, torch.float32))
+        sums_EO = torch.segment_reduce(wide_NO, "sum", lengths=sizes_E, unsafe=True)
+        return grads[0], sums_EO.to(ctx.dtype), None
+
+
 def grouped_linear(x_ND: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Tensor:
     """x @ weight[e]^T for the rows of each expert e."""
     if can_group(x_ND, weight_EOD):

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from pentad.core.kept import kept_folder, last_time, note_seconds, seconds_of
+from pentad.ops.sinks import scaled_by_sinks, sink_gradients
 from pentad.telemetry.log import NOTICE
 
 if TYPE_CHECKING:
@@ -168,17 +169,25 @@ def _bounds(bounds_q: Tensor, bounds_k: Tensor, max_q: int, max_k: int) -> dict[
 
 @torch.library.custom_op("pentad::flash4", mutates_args=(), device_types="cuda")
 def flash4(
-    q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, bounds_S: Tensor, max_length: int, window: int
+    q_THd: Tensor,
+    k_TKd: Tensor,
+    v_TKd: Tensor,
+    bounds_S: Tensor,
+    max_length: int,
+    window: int,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention and, for its gradient, the log-sum-exp of every query."""
     limits = (bounds_S, bounds_S, max_length, max_length, window)
-    return attend(q_THd, k_TKd, v_TKd, *limits)
+    out_THd, lse_HT = attend(q_THd, k_TKd, v_TKd, *limits)
+    if sinks is None:
+        return out_THd, lse_HT
+    out_THd, total_TH = scaled_by_sinks(out_THd, lse_HT.t(), sinks)
+    return out_THd, total_TH.t().contiguous()
 
 
 @flash4.register_fake
-def _(
-    q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, bounds_S: Tensor, max_length: int, window: int
-) -> tuple[Tensor, Tensor]:
+def _(q_THd: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return results_of(q_THd)
 
 
@@ -218,16 +227,20 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q_THd, k_TKd, v_TKd, bounds_S, ctx.max_length, ctx.window = inputs
-    ctx.save_for_backward(q_THd, k_TKd, v_TKd, *output, bounds_S)
+    q_THd, k_TKd, v_TKd, bounds_S, ctx.max_length, ctx.window, sinks = inputs
+    ctx.save_for_backward(q_THd, k_TKd, v_TKd, *output, bounds_S, sinks)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad_THd: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad_THd is None:
-        return (None,) * 6
-    grads = flash4_backward(grad_THd.contiguous(), *ctx.saved_tensors, ctx.max_length, ctx.window)
-    return (*grads, None, None, None)
+        return (None,) * 7
+    *saved, sinks = ctx.saved_tensors
+    grads = flash4_backward(grad_THd.contiguous(), *saved, ctx.max_length, ctx.window)
+    if sinks is None:
+        return (*grads, None, None, None, None)
+    dsinks = sink_gradients(grad_THd, saved[3], saved[4].t(), sinks).sum(0)
+    return (*grads, None, None, None, dsinks.to(sinks.dtype))
 
 
 flash4.register_autograd(_backward, setup_context=_save)

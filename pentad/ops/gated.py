@@ -8,11 +8,14 @@ Shapes: T rows (of experts: N), F width (of experts: M), G = 2F.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from pentad.core.dims import CLAMP_LIMIT, CLAMP_SLOPE
 
 try:
     from pentad.ops.gated_kernel import silu_mul as kernel_silu_mul
@@ -34,6 +37,55 @@ def silu_mul(h_TG: Tensor) -> Tensor:
         return result
     gate, up = h_TG.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def clamped_mul(
+    h_NG: Tensor,
+    weights_N: Tensor | None,
+    sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid,
+) -> Tensor:
+    """As `weighted_silu_mul`, of gate and up that take turns: both limited, and the product is
+    (up + 1) * gate * sigmoid(CLAMP_SLOPE * gate)."""
+    result: Tensor = _Clamped.apply(h_NG, weights_N, sigmoid)
+    return result
+
+
+class _Clamped(torch.autograd.Function):
+    """Backward recomputes from the inputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, h_NG: Tensor, weights_N: Tensor | None, sigmoid: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.save_for_backward(h_NG, weights_N)
+        gate, up = _limited(h_NG)
+        a_NM = (up + 1) * (gate * sigmoid(gate * CLAMP_SLOPE))
+        if weights_N is None:
+            return a_NM
+        y_NM = a_NM * weights_N[:, None]
+        return y_NM if y_NM.dtype == a_NM.dtype else y_NM.to(a_NM.dtype)  # as in `_Gated`
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        h_NG, weights_N = ctx.saved_tensors
+        gate, up = _limited(h_NG)
+        s_NM = (gate * CLAMP_SLOPE).sigmoid_()
+        glu_NM, up = gate.mul_(s_NM), up.add_(1)
+        d_NM, dweights_N = grads[0], None
+        if weights_N is not None:
+            if ctx.needs_input_grad[1]:
+                dweights_N = (d_NM * glu_NM).mul_(up).sum(-1, dtype=weights_N.dtype)
+            d_NM = d_NM.clone().mul_(weights_N[:, None])
+        dup_NM = (d_NM * glu_NM).masked_fill_(h_NG[:, 1::2].abs() > CLAMP_LIMIT, 0)
+        # The slope of g * sigmoid(c g) is s + c g s (1 - s).
+        s_NM.addcmul_(glu_NM.mul_(CLAMP_SLOPE), 1 - s_NM)
+        dgate_NM = up.mul_(s_NM).mul_(d_NM).masked_fill_(h_NG[:, ::2] > CLAMP_LIMIT, 0)
+        return torch.stack([dgate_NM, dup_NM], dim=-1).flatten(-2), dweights_N, None
+
+
+def _limited(h_NG: Tensor) -> tuple[Tensor, Tensor]:
+    """Gate and up, which take turns, within their limits."""
+    return h_NG[:, ::2].clamp(max=CLAMP_LIMIT), h_NG[:, 1::2].clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
 
 
 def weighted_silu_mul(h_NG: Tensor, weights_N: Tensor | None) -> Tensor:

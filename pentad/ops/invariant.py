@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from pentad.core.errors import Problem, UserError
 from pentad.ops import experts as plain_experts
+from pentad.ops.gated import clamped_mul as plain_clamped_mul
 from pentad.ops.logprob import token_logprobs as plain_logprobs
 from pentad.ops.spans import Spans, packed_spans
 
@@ -255,6 +256,15 @@ def silu_mul(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
     return by_tiles(F.silu, widened(gate_TF))[:, :width] * up_TF
 
 
+def clamped_mul(h_NG: Tensor, weights_N: Tensor | None) -> Tensor:
+    """As `gated.clamped_mul`. Places as in `silu_mul`."""
+
+    def sigmoid(x_NM: Tensor) -> Tensor:
+        return by_tiles(torch.sigmoid, widened(x_NM))[:, : x_NM.shape[-1]]
+
+    return plain_clamped_mul(h_NG, weights_N, torch.sigmoid if h_NG.is_cuda else sigmoid)
+
+
 def gelu_mul(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
     """gelu(gate) * up, gelu by tanh. Places as in `silu_mul`."""
 
@@ -352,7 +362,12 @@ def scale_of(temperature: float) -> float:
 
 
 def attend_spans(
-    q_THd: Tensor, k_PKd: Tensor, v_PKd: Tensor, spans: Spans, window: int | None
+    q_THd: Tensor,
+    k_PKd: Tensor,
+    v_PKd: Tensor,
+    spans: Spans,
+    window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of every query over its sequence, on a CPU; without gradient.
 
@@ -372,7 +387,7 @@ def attend_spans(
         # Filled up with copies of the last one: the shape is always the same.
         some = np.concatenate([some, np.repeat(some[-1:], num_together - len(some))])
         _attend_tiles(
-            q_THd, k_PKd, v_PKd, spans, span_N[some], offset_N[some], window, out_THd
+            q_THd, k_PKd, v_PKd, spans, span_N[some], offset_N[some], window, sinks, out_THd
         )  # fmt: skip
     return out_THd
 
@@ -385,6 +400,7 @@ def _attend_tiles(
     span_N: np.ndarray,
     offset_N: np.ndarray,
     window: int | None,
+    sinks: Tensor | None,
     out_THd: Tensor,
 ) -> None:
     """Blocks of keys in their order, with a running maximum. A block that a query sees nothing of
@@ -399,6 +415,9 @@ def _attend_tiles(
     position_B1R1 = torch.from_numpy(np.repeat(position_NQ, group, axis=1))[:, None, :, None]
     top = q_BRd.new_full((*q_BRd.shape[:2], 1), float("-inf"), dtype=torch.float32)
     total, acc = torch.zeros_like(top), torch.zeros_like(q_BRd, dtype=torch.float32)
+    if sinks is not None:  # as a key that comes first and has no value
+        sinks_KR1 = sinks.float().view(num_kv, group).repeat(1, QUERIES)[..., None]
+        top, total = sinks_KR1.repeat(num, 1, 1), torch.ones_like(total)
     first = 0 if window is None else max(0, int(position_NQ.min()) - window + 1) // BLOCK
     for b in range(first, int(position_NQ.max()) // BLOCK + 1):
         places = torch.from_numpy(spans.places(span_N, b * BLOCK, BLOCK)).flatten()
@@ -435,20 +454,27 @@ class PackedAttend:
         self.device = device
 
     def __call__(
-        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: int | None = None
+        self,
+        layer: int,
+        q_THd: Tensor,
+        k_TKd: Tensor,
+        v_TKd: Tensor,
+        window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        def exact(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
+        def exact(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, sinks: Tensor | None) -> Tensor:
             if not q_THd.is_cuda:
-                return attend_spans(q_THd, k_TKd, v_TKd, self.spans, window)
+                return attend_spans(q_THd, k_TKd, v_TKd, self.spans, window, sinks)
             if self.tiles is None:
                 group = q_THd.shape[1] // k_TKd.shape[1]
                 self.tiles = kernels().tiles_of(self.spans, group, self.device)
             q, k, v = (x.contiguous() for x in (q_THd, k_TKd, v_TKd))
-            result: Tensor = kernels().attend(q, k, v, self.tiles, window)
+            result: Tensor = kernels().attend(q, k, v, self.tiles, window, sinks)
             return result
 
-        def plain(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
-            return self.plain(layer, q_THd, k_TKd, v_TKd, window=window)
+        def plain(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, sinks: Tensor | None) -> Tensor:
+            options: dict[str, Any] = {} if sinks is None else {"sinks": sinks}
+            return self.plain(layer, q_THd, k_TKd, v_TKd, window=window, **options)
 
-        result: Tensor = _WithPlainGradient.apply(exact, plain, q_THd, k_TKd, v_TKd)
+        result: Tensor = _WithPlainGradient.apply(exact, plain, q_THd, k_TKd, v_TKd, sinks)
         return result

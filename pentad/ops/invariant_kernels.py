@@ -27,6 +27,7 @@ ROWS = 64
 """Queries times heads of a tile of attention."""
 KEYS = 64
 CHUNK = 4096
+LOG2_E = 1.4426950408889634
 
 
 def norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -226,7 +227,14 @@ def tiles_of(spans: Spans, group: int, device: torch.device) -> Tiles:
     )  # fmt: skip
 
 
-def attend(q_THd: Tensor, k_PKd: Tensor, v_PKd: Tensor, tiles: Tiles, window: int | None) -> Tensor:
+def attend(
+    q_THd: Tensor,
+    k_PKd: Tensor,
+    v_PKd: Tensor,
+    tiles: Tiles,
+    window: int | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     num_heads, head_dim = q_THd.shape[1:]
     num_kv = k_PKd.shape[1]
     assert q_THd.is_contiguous() and k_PKd.is_contiguous() and v_PKd.is_contiguous()
@@ -243,8 +251,11 @@ def attend(q_THd: Tensor, k_PKd: Tensor, v_PKd: Tensor, tiles: Tiles, window: in
         tiles.row_N,
         tiles.table,
         tiles.width,
-        head_dim**-0.5 * 1.4426950408889634,
+        q_THd if sinks is None else sinks,
+        head_dim**-0.5 * LOG2_E,
         NO_WINDOW if window is None else window,
+        HAS_SINKS=sinks is not None,
+        LOG2_E=LOG2_E,
         PIECE=tiles.piece,
         STRIDE=tiles.stride,
         NUM_KV=num_kv,
@@ -271,8 +282,11 @@ def _attend(
     row_ptr: tl.tensor,
     table_ptr: tl.tensor,
     width_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     scale: tl.tensor,
     window: tl.tensor,
+    HAS_SINKS: tl.constexpr,
+    LOG2_E: tl.constexpr,
     PIECE: tl.constexpr,
     STRIDE: tl.constexpr,
     NUM_KV: tl.constexpr,
@@ -301,6 +315,9 @@ def _attend(
     top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     acc = tl.zeros((ROWS, WIDE), dtype=tl.float32)
+    if HAS_SINKS:  # as a key that comes first and has no value
+        top = tl.load(sinks_ptr + head * GROUP + r % GROUP).to(tl.float32) * LOG2_E
+        total += 1.0
     for base in range(begin, last + 1, KEYS):
         p = base + tl.arange(0, KEYS)
         is_key = p <= last

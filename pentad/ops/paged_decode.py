@@ -39,6 +39,7 @@ def reference_decode(
     blocks_SB: Tensor,
     lengths_S: Tensor,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """What the kernel computes, sequence by sequence."""
     block_size, num_kv_heads = pages.k_BbKd.shape[1:3]
@@ -52,7 +53,10 @@ def reference_decode(
             for x in pages.read(blocks, torch.float32)
         )
         scores = torch.einsum("hd,phd->hp", q_SHd[s].float(), k) * q_SHd.shape[-1] ** -0.5
-        out[s] = torch.einsum("hp,phd->hd", scores.softmax(-1), v).to(q_SHd.dtype)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.float()[:, None]], dim=-1)
+        weights = scores.softmax(-1)[:, : len(k)]
+        out[s] = torch.einsum("hp,phd->hd", weights, v).to(q_SHd.dtype)
     return out
 
 
@@ -63,6 +67,7 @@ def paged_decode(
     width: Tensor,
     lengths_S: Tensor,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Row s of the table is `blocks[s * width : (s + 1) * width]`; `width` has one element."""
     num_seqs, num_heads, head_dim = q_SHd.shape
@@ -92,8 +97,10 @@ def paged_decode(
         blocks,
         width,
         lengths_S,
+        q_SHd if sinks is None else sinks,
         head_dim**-0.5,
         NO_WINDOW if window is None else window,
+        HAS_SINKS=sinks is not None,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -148,8 +155,10 @@ def _attend(
     blocks_ptr: tl.tensor,
     width_ptr: tl.tensor,
     lengths_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     scale: tl.tensor,
     window: tl.tensor,
+    HAS_SINKS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -181,6 +190,8 @@ def _attend(
 
     top = tl.full([WIDE_GROUP], float("-inf"), tl.float32)
     total = tl.zeros([WIDE_GROUP], tl.float32)
+    if HAS_SINKS:
+        top, total = _with_sink(top, total, sinks_ptr + head, g < GROUP, split)
     acc = tl.zeros([WIDE_GROUP, WIDE_DIM], tl.float32)
     for begin in range(start, end, PLACES):
         place = begin + tl.arange(0, PLACES)
@@ -209,6 +220,15 @@ def _attend(
         tl.store(part_acc_ptr + part[:, None] * HEAD_DIM + d[None, :], acc, mask=q_mask)
         tl.store(part_max_ptr + part, top, mask=g < GROUP)
         tl.store(part_sum_ptr + part, total, mask=g < GROUP)
+
+
+@triton.jit
+def _with_sink(
+    top: tl.tensor, total: tl.tensor, sink_ptr: tl.tensor, mask: tl.tensor, split: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """The sinks as keys that come first, of the first split alone, and have no value."""
+    sink = tl.load(sink_ptr, mask=mask, other=0.0).to(tl.float32)
+    return tl.where(split == 0, sink, top), tl.where(split == 0, 1.0, total)
 
 
 INT8_PAIRS = tl.constexpr("""{
@@ -281,8 +301,10 @@ def _attend_8(
     blocks_ptr: tl.tensor,
     width_ptr: tl.tensor,
     lengths_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     scale: tl.tensor,
     window: tl.tensor,
+    HAS_SINKS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -318,6 +340,8 @@ def _attend_8(
 
     top = tl.full([WIDE_GROUP], float("-inf"), tl.float32)
     total = tl.zeros([WIDE_GROUP], tl.float32)
+    if HAS_SINKS:
+        top, total = _with_sink(top, total, sinks_ptr + head, g < GROUP, split)
     acc_even = tl.zeros([WIDE_GROUP, WIDE_DIM], tl.float32)
     acc_odd = tl.zeros([WIDE_GROUP, WIDE_DIM], tl.float32)
     for begin in range(start, end, PLACES):

@@ -187,10 +187,16 @@ class WholeRowAttend:
         self.first_U = send(plan.first_U, device)
 
     def __call__(
-        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: Window = None
+        self,
+        layer: int,
+        q_THd: Tensor,
+        k_TKd: Tensor,
+        v_TKd: Tensor,
+        window: Window = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         q, k, v = (spread(x, self.rows) for x in (q_THd, k_TKd, v_TKd))
-        return self.whole(layer, q, k, v, window).index_select(0, self.first_U)
+        return self.whole(layer, q, k, v, window, sinks).index_select(0, self.first_U)
 
 
 class TreeAttend:
@@ -205,12 +211,18 @@ class TreeAttend:
         )
 
     def __call__(
-        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: Window = None
+        self,
+        layer: int,
+        q_THd: Tensor,
+        k_TKd: Tensor,
+        v_TKd: Tensor,
+        window: Window = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         bounds = (self.bounds_q, self.bounds_k, self.max_q, self.max_k)
-        if not self.is_flash4:
+        if not self.is_flash4 or sinks is not None:
             k_EKd, v_EKd = (spread(x, self.keys) for x in (k_TKd, v_TKd))
-            return varlen(q_THd, k_EKd, v_EKd, *bounds, window)
+            return varlen(q_THd, k_EKd, v_EKd, *bounds, window, sinks)
         keys = (self.keys.source, self.keys.order, self.keys.bounds)
         result: Tensor = tree_flash4(q_THd, k_TKd, v_TKd, *keys, *bounds, window or 0)[0]
         return result

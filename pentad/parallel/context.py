@@ -34,6 +34,7 @@ class UlyssesAttend:
         k_TKd: Tensor,
         v_TKd: Tensor,
         window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         num, num_heads = self.cp.size, q_THd.shape[1]
         repeats = max(1, num // k_TKd.shape[1])
@@ -48,6 +49,8 @@ class UlyssesAttend:
         sizes = [part.shape[2] for part in parts]
         q, k, v = self._to_heads(torch.cat(parts, dim=2)).split(sizes, dim=1)
         options: dict[str, Any] = {} if window is None else {"window": window}
+        if sinks is not None:
+            options["sinks"] = sinks.chunk(num)[self.cp.rank]
         return self._to_tokens(self.inner(layer, q, k, v, **options))
 
     def _to_heads(self, x_tNhd: Tensor) -> Tensor:

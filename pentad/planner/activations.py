@@ -67,6 +67,7 @@ def products(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> 
     if not dims.is_moe(layer):
         return (kept + c * (2 * dims.intermediate_size / tp + h)) / layout.cp
     rows = dims.num_experts_per_token * 2 * dims.moe_intermediate_size
+    rows += dims.moe_bias * dims.hidden_size  # the biases of the token's experts
     if dims.shared_expert_size:
         rows += 2 * dims.shared_expert_size + dims.hidden_size
     return (kept + (c * rows + WIDE * dims.num_experts) / tp) / layout.cp
@@ -151,6 +152,7 @@ def experts_kept(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
     h, width = dims.hidden_size, dims.moe_intermediate_size
     kept = layer_norms_kept(dims, h, c) + c * h
     kept += WIDE * dims.num_experts + INDEX_BYTES * chosen  # probabilities; order of the rows
+    kept += dims.moe_bias * c * dims.num_experts  # weights of the experts' biases
     kept += chosen * c * (h + 3 * width)  # rows sorted by expert; gate, up, their weighted product
     if layout.ep > 1:
         kept += chosen * c * h  # rows as received, before they are sorted

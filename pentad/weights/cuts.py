@@ -22,11 +22,20 @@ RankCoords = Mapping[str, tuple[int, int]]
 """Axis -> (number of ranks, this rank); axes that are absent have one rank."""
 CutPlan = Mapping[str, str]
 
-UNITS = {"Q": "d", "K": "d", "U": "u", "O": "o", "LK": "LK1", "LV": "LV1", "LH": "LH1"}
+UNITS = {
+    "Q": "d",
+    "K": "d",
+    "2M": "2",
+    "U": "u",
+    "O": "o",
+    "LK": "LK1",
+    "LV": "LV1",
+    "LH": "LH1",
+}
 """Symbols that are cut in whole units of another symbol."""
 REPEATED = {"K"}
 """Those among them that are repeated when there are more ranks than units."""
-KIND_OF_HEADS = {"Q": "query heads", "K": "key-value heads"}
+KIND_OF_UNITS = {"Q": "query heads", "K": "key-value heads", "2M": "pairs of gate and up"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +77,7 @@ def cut_symbol(symbol: str, axis: str, num: int, rank: int, sizes: Sizes) -> tup
         start = rank * num_units // num
         stop = start + 1
     else:
-        what = KIND_OF_HEADS.get(symbol, "key heads of delta nets")
+        what = KIND_OF_UNITS.get(symbol, "key heads of delta nets")
         fits = [n for n in range(1, num_units + 1) if num_units % n == 0]
         remedy = f"use one of {', '.join(map(str, fits))}"
         raise UserError(Problem(f"{axis} = {num}", f"cannot cut {num_units} {what}", remedy))

@@ -33,9 +33,10 @@ Indices = Mapping[str, int]
 
 
 def sizes_of(dims: ModelDims) -> dict[str, int]:
-    """The symbols of shapes. Q and K are the widths of all query and all key heads; of latent
-    attention Lq and Lk those of the latents, Lr that of Lk and the turned key, U and O those of all
-    heads of keys and values made of the latent, and of all values."""
+    """The symbols of shapes. Q and K are the widths of all query and all key heads; 2M are rows of
+    gate and up that take turns. Of latent attention Lq and Lk are the widths of the latents, Lr
+    that of Lk and the turned key, U and O those of all heads of keys and values made of the latent,
+    and of all values."""
     return {
         "V": dims.vocab_size,
         "D": dims.hidden_size,
@@ -46,6 +47,9 @@ def sizes_of(dims: ModelDims) -> dict[str, int]:
         "E": dims.num_experts,
         "R": dims.num_experts,
         "M": dims.moe_intermediate_size,
+        "2M": 2 * dims.moe_intermediate_size,
+        "H": dims.num_heads,
+        "2": 2,
         "S": dims.shared_expert_size,
         **linear_sizes(dims),
         "Lq": dims.q_latent,
@@ -139,14 +143,17 @@ class GroupRows:
 
 @dataclass(frozen=True, slots=True)
 class Transposed:
-    """The target is the source with its two dims exchanged."""
+    """The target is the source with its last two dims exchanged."""
 
     source: str
 
     def regions(self, shape: Shape, sizes: Sizes, index: Indices) -> list[Region]:
-        rows, cols = shape
-        runs = (DimRun(1, 0, rows), DimRun(0, 1, cols))
-        return [Region(self.source.format(**index), (cols, rows), (0, 0), (0, 0), runs)]
+        *lead, rows, cols = shape
+        row = len(lead)
+        source_dims = (*range(row), row + 1, row)
+        runs = tuple(DimRun(at, dim, shape[dim]) for dim, at in enumerate(source_dims))
+        zeros = (0,) * len(shape)
+        return [Region(self.source.format(**index), (*lead, cols, rows), zeros, zeros, runs)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,12 @@ EXPERT_SIZES: dict[str, Any] = {
     "moe_intermediate_size": 27,
     "mlp_only_layers": [1],
 }
+LOCAL_EXPERT_SIZES: dict[str, Any] = {
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 76,
+}
+"""Where `intermediate_size` is the width of every expert: `etp` deals pairs of gate and up."""
 SHARED_SIZES: dict[str, Any] = {"shared_expert_intermediate_size": 35}
 DEEPSEEK_SIZES: dict[str, Any] = {
     "n_routed_experts": 5,
@@ -139,6 +145,8 @@ def variants_of(family_keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     base = {**SIZES, "rope_parameters": PLAIN_ROPE}
     if has_experts:
         base |= DEEPSEEK_SIZES if "n_routed_experts" in family_keys else EXPERT_SIZES
+    elif "num_local_experts" in family_keys:
+        base |= LOCAL_EXPERT_SIZES
     if "partial_rotary_factor" in family_keys:
         base |= PARTIAL_ROTARY
     if "kv_lora_rank" in family_keys:
@@ -167,6 +175,8 @@ def shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
     if has_experts:
         out |= {key: size for key, size in SHARED_SIZES.items() if config.get(key)}
         out |= {**EXPERT_SIZES, "decoder_sparse_step": config.get("decoder_sparse_step", 1)}
+    if config.get("num_local_experts") and "moe_intermediate_size" not in config:
+        out |= LOCAL_EXPERT_SIZES
     if config.get("n_routed_experts"):
         kept = {"routed_scaling_factor": config.get("routed_scaling_factor", 1.0)}
         out |= {**DEEPSEEK_SIZES, **kept}

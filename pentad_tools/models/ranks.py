@@ -91,9 +91,9 @@ class EmbeddingOverRanks(nn.Module):
 class ExpertsOverRanks:
     """A dispatch: each (ep, etp) rank runs the pairs that chose its experts, on its columns."""
 
-    def __init__(self, ranks: Sequence[tuple[int, Tensor, Tensor]]) -> None:
+    def __init__(self, ranks: Sequence[tuple[int, dict[str, Tensor]]]) -> None:
         self.ranks = ranks
-        """(first expert, gate_up, down) of every rank."""
+        """(first expert, parts of the experts' parameters) of every rank."""
 
     def __call__(
         self,
@@ -104,11 +104,11 @@ class ExpertsOverRanks:
         beside: Beside | None = None,
     ) -> Tensor:
         total = torch.zeros_like(x_TD) if beside is None else beside()()
-        for first, gate_up, down in self.ranks:
-            local = {"gate_up": gate_up, "down": down}
-            for e in range(len(down)):
+        for first, local in self.ranks:
+            num = len(local["down"])
+            for e in range(num):
                 token_N, slot_N = torch.where(chosen_Tk == first + e)
-                sizes_E = torch.tensor([len(token_N) if n == e else 0 for n in range(len(down))])
+                sizes_E = torch.tensor([len(token_N) if n == e else 0 for n in range(num)])
                 y_ND = functional_call(experts, local, (x_TD[token_N], sizes_E))
                 total = total.index_add(0, token_N, y_ND * weights_Tk[token_N, slot_N, None])
         return total
@@ -147,13 +147,13 @@ class SimulatedLayout:
                 rank[name] = torch.zeros_like(rank[name])
         return SumOverRanks(module, ranks)
 
-    def dispatch(self, prefix: str) -> ExpertsOverRanks:
+    def dispatch(self, prefix: str, experts: Experts) -> ExpertsOverRanks:
         per_rank = -(-self.weight_map.dims.num_experts // self.ep)
         ranks = []
         for e, t in itertools.product(range(self.ep), range(self.etp)):
             at = {"ep": (self.ep, e), "etp": (self.etp, t)}
-            both = [self.part(f"{prefix}.{name}", **at) for name in ("gate_up", "down")]
-            ranks.append((e * per_rank, both[0], both[1]))
+            names = [name for name, _ in experts.named_parameters()]
+            ranks.append((e * per_rank, {n: self.part(f"{prefix}.{n}", **at) for n in names}))
         return ExpertsOverRanks(ranks)
 
     def spread(self, model: Decoder) -> None:
@@ -162,7 +162,8 @@ class SimulatedLayout:
             assert isinstance(block, Block), f"layer {i} is no Block: its ranks are not simulated"
             block.add_module("attn", self.summed(f"layers.{i}.attn", block.attn))
             if isinstance(block.ffn, Moe):
-                block.ffn.dispatch = self.dispatch(f"layers.{i}.ffn.experts")
+                prefix = f"layers.{i}.ffn.experts"
+                block.ffn.dispatch = self.dispatch(prefix, block.ffn.experts)
             else:
                 block.add_module("ffn", self.summed(f"layers.{i}.ffn", block.ffn))
         dims = self.weight_map.dims

@@ -103,7 +103,7 @@ def bend(engine: Engine) -> None:
     layout."""
     with torch.no_grad():
         for name, tensor in state_of(engine).items():
-            if tensor.ndim == 1 or name.endswith("lora.b"):
+            if tensor.ndim == 1 or name.endswith(("lora.b", "bias")):
                 gen = torch.Generator().manual_seed(len(name) + sum(map(ord, name)))
                 noise = 0.3 * torch.randn(tensor.shape, generator=gen)
                 part = engine.cuts[name].take(noise) if name in engine.cuts else noise
@@ -136,7 +136,7 @@ def train_step(
     engine = make(model, layout, loss, **settings)
     _other = make(model, beside, loss, **settings) if beside else None
     rows = group_rows() if grouped else make_rows(num_rows)
-    chosen = engine.routes(rows) if scores and model in ("moe", "six", "glm") else None
+    chosen = engine.routes(rows) if scores and model in ("moe", "six", "glm", "gpt_oss") else None
     for row, given in zip(rows, routes or chosen or [], strict=False):
         row.routes = torch.arange(given.shape[-1]).expand_as(given) if crowd else given
     scored = engine.forward(rows) if scores else None

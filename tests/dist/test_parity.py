@@ -210,15 +210,22 @@ LATENT = [
     ("deepseek_v3", Layout(cp=2, tp=2, ep=4)),
     ("deepseek_v3", Layout(dp_shard=2, tp=2, ep=2, etp=2)),
 ]
-FAMILIES += LATENT
-FAMILIES_HERE.append(LATENT[0])
+OSS = [
+    ("gpt_oss", Layout(dp_shard=2, ep=2)),
+    ("gpt_oss", Layout(tp=2, etp=2)),
+    ("gpt_oss", Layout(dp_shard=2, tp=2, ep=2, etp=2)),
+    ("gpt_oss", Layout(cp=2, tp=2, ep=4)),
+]
+FAMILIES += LATENT + OSS
+FAMILIES_HERE += [LATENT[0], OSS[3]]
 
 
 @pytest.mark.parametrize(
     ("model", "layout"), table(FAMILIES, [one for one in FAMILIES if one not in FAMILIES_HERE])
 )
 def test_families(pool, model, layout):
-    """Norms over a width that is cut, key heads that two ranks hold, norms behind the sums."""
+    """Norms over a width that is cut, key heads that two ranks hold, norms behind the sums; sinks
+    and experts' biases."""
     check(pool, model, layout)
 
 

@@ -160,8 +160,11 @@ def _unsayable_layers(dims: ModelDims) -> Iterable[Problem]:
         "norms after attention and ffn": dims.post_norms or not dims.pre_norms,
         "norms of queries and keys over all heads": dims.wide_qk_norm,
         "rotary settings of their own for layers with a window": bool(dims.sliding_rope),
+        "attention sinks": dims.attn_sinks,
+        "biases of experts, or a limited activation": dims.moe_bias or dims.activation == "clamped",
         "scaled embeddings or queries": (dims.embed_scale, dims.query_scale) != (1.0, 1.0),
-        "norms with weights around 0, or gelu": bool(dims.norm_offset) or dims.activation != "silu",
+        "norms with weights around 0, or gelu": bool(dims.norm_offset)
+        or dims.activation == "gelu_tanh",
         "rotary over neighbouring numbers": dims.rotary_pairs == "neighbours",
         "a choice among some groups of experts": dims.router_groups > dims.router_groups_per_token,
     }

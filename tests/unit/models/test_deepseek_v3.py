@@ -225,7 +225,7 @@ REFUSED = {
     ),
     "quantised": (
         {"quantization_config": {"quant_method": "fp8"}},
-        "its weights are quantised; give a folder with the weights dequantised to bfloat16",
+        "its weights are quantised; give a folder with 16-bit weights",
     ),
 }
 

@@ -44,6 +44,9 @@ def edits(draw: random.Random) -> list[dict]:
         *({name: 5.0} for name in ("attn_logit_softcapping", "final_logit_softcapping")),
         {"original_max_position_embeddings": 32},
         {"use_bidirectional_attention": True},
+        {"num_local_experts": draw.choice([3, 6])},
+        {"num_experts_per_tok": draw.choice([1, 3])},
+        {"swiglu_limit": draw.choice([7.0, 5.0])},
     ]
 
 

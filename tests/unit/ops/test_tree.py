@@ -32,7 +32,7 @@ def test_each_token_of_a_row_is_one_of_the_tree():
     assert plan.first_U[:5].tolist() == [0, 1, 2, 3, 4]
 
 
-def varlen_reference(q, k, v, bounds_q, bounds_k, max_q, max_k, window) -> Tensor:
+def varlen_reference(q, k, v, bounds_q, bounds_k, max_q, max_k, window, sinks=None) -> Tensor:
     """What the flash kernels compute: queries are the last tokens of their sequence."""
     out = []
     spans = zip(bounds_q[:-1], bounds_q[1:], bounds_k[:-1], bounds_k[1:], strict=True)
@@ -40,7 +40,7 @@ def varlen_reference(q, k, v, bounds_q, bounds_k, max_q, max_k, window) -> Tenso
         assert q1 - q0 <= max_q and k1 - k0 <= max_k
         before = q.new_zeros(k1 - k0 - (q1 - q0), *q.shape[1:])
         whole = reference_attention(
-            torch.cat((before, q[q0:q1])), k[k0:k1], v[k0:k1], [int(k1 - k0)], window
+            torch.cat((before, q[q0:q1])), k[k0:k1], v[k0:k1], [int(k1 - k0)], window, sinks
         )
         out.append(whole[len(before) :])
     return torch.cat(out)

@@ -71,6 +71,21 @@ def test_paged_decode(
     torch.testing.assert_close(out, wanted, atol=ATOL[dtype], rtol=0)
 
 
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "min_programs"), [(None, 1), (7, 40)])
+def test_paged_decode_with_sinks(monkeypatch, dtype, form, window, min_programs):
+    """In one pass over a sequence, and in splits, some of which are empty."""
+    monkeypatch.setattr(paged_decode, "MIN_PROGRAMS", min_programs)
+    pages = pages_of(12, 4, 2, 16, dtype=dtype, form=form)
+    q, sinks = rand(3, 6, 16, dtype=dtype), 3 * rand(6, dtype=dtype)
+    blocks = torch.randperm(12).view(3, 4).to(DEVICE, torch.int32)
+    lengths, row = torch.tensor([1, 9, 16], device=DEVICE), torch.tensor([4], device=DEVICE)
+    out = paged_decode.paged_decode(q, pages, blocks.flatten(), row, lengths, window, sinks)
+    wanted = paged_decode.reference_decode(q, pages, blocks, lengths, window, sinks)
+    torch.testing.assert_close(out, wanted, atol=ATOL[dtype], rtol=0)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norm(dtype):
     x, weight = rand(5, 48, dtype=dtype), rand(48, dtype=dtype)

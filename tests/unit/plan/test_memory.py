@@ -57,6 +57,13 @@ DELTA = {
     "linear_conv": 4,
     "attn_gate": True,
 }
+OSS = {
+    **MOE,
+    "moe_layers": (True,) * 6,
+    "attn_sinks": True,
+    "moe_bias": True,
+    "activation": "clamped",
+}
 MODES = [("none", "op"), ("full", "op"), ("selective", 2), ("selective", "op")]
 
 
@@ -103,6 +110,7 @@ def tiny(vocab_size: int, **extra) -> ModelDims:
     family = "glm4_moe" if "router_bias" in extra else family
     family = "glm4" if "post_norms" in extra else family
     family = "qwen3_5_text" if "linear_layers" in extra else family
+    family = "gpt_oss" if "moe_bias" in extra else family
     family = "deepseek_v3" if "kv_latent" in extra else family
     heads = {"num_kv_heads": 6} if "kv_latent" in extra else {"num_kv_heads": 2}
     return ModelDims(
@@ -143,8 +151,8 @@ def measure(dims: ModelDims, mode: str, selective: str | int, **extra) -> tuple[
 @pytest.mark.parametrize("vocab_size", [50, 4000])
 @pytest.mark.parametrize(
     "extra",
-    [{}, {"post_norms": True}, MOE, {**MOE, "shared_expert_size": 160}, GLM, DELTA, LATENT],
-    ids=["dense", "post norms", "moe", "shared", "glm", "delta", "latent"],
+    [{}, {"post_norms": True}, MOE, {**MOE, "shared_expert_size": 160}, GLM, DELTA, LATENT, OSS],
+    ids=["dense", "post norms", "moe", "shared", "glm", "delta", "latent", "oss"],
 )
 def test_kept_and_peak_bytes_are_those_of_the_real_model(extra, vocab_size, mode, selective):
     dims = tiny(vocab_size, **extra)

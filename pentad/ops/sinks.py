@@ -1,0 +1,108 @@
+"""Attention sinks: a learned logit for each query head, which takes weight from a query's keys and
+gives no value (https://arxiv.org/abs/2309.17453, https://arxiv.org/abs/2508.10925).
+
+A kernel without sinks gives out and lse, the log-sum-exp of the scores of a query. With a sink s
+the log-sum-exp is l = log(exp(lse) + exp(s)), and the result is out * exp(lse - l). Backward of the
+same kernel, given that result and l, makes the gradients of queries, keys and values: it rebuilds
+the weights as exp(score - l). The sink's own weight is exp(s - l), and its gradient minus that
+weight times the product of the result and its gradient.
+
+Shapes: S sequences, H query heads, K key-value heads, L queries, P keys, d head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HOST_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+HOST_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def scaled_by_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """The results [..., d] of a kernel and their log-sum-exp [...], both with the sinks."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype))
+    return (out * (lse - total).exp()[..., None]).to(out.dtype), total
+
+
+def sink_gradients(grad: Tensor, out: Tensor, total: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient of the sink of every query, from results with sinks; not yet summed."""
+    weight = (sinks.to(total.dtype) - total).exp()
+    return -weight * (grad.to(total.dtype) * out.to(total.dtype)).sum(-1)
+
+
+def attend_with_sinks(
+    q_SHLd: Tensor,
+    k_SKPd: Tensor,
+    v_SKPd: Tensor,
+    sinks_H: Tensor,
+    *,
+    is_causal: bool = False,
+    seen: Tensor | None = None,
+) -> Tensor:
+    """`F.scaled_dot_product_attention` with sinks. `seen` says which keys a query sees: a boolean
+    mask, or numbers that are added to the scores. Sinks may have a column for each query."""
+    sinks = sinks_H if sinks_H.ndim > 1 else sinks_H[:, None]
+    mask = seen
+    if seen is not None and seen.dtype == torch.bool:
+        zeros = torch.zeros(seen.shape, dtype=q_SHLd.dtype, device=seen.device)
+        mask = zeros.masked_fill(~seen, float("-inf"))
+    if q_SHLd.device.type == "cpu":
+        result: Tensor = _OnHost.apply(q_SHLd, k_SKPd, v_SKPd, sinks, mask, is_causal)
+        return result
+    return _written_out(q_SHLd, k_SKPd, v_SKPd, sinks, mask, is_causal)
+
+
+def _written_out(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: Tensor | None, is_causal: bool
+) -> Tensor:
+    """In plain torch, for devices and types without a kernel that gives log-sum-exps."""
+    k, v = _for_each_head(q, k, v)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = (q @ k.transpose(-1, -2)).to(wide) * q.shape[-1] ** -0.5
+    if is_causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    if mask is not None:
+        scores = scores + mask
+    column = sinks.to(wide)[..., None].expand(*scores.shape[:-1], 1)
+    weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
+    return weights.to(v.dtype) @ v
+
+
+def _for_each_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values, repeated for the query heads that share them."""
+    group = q.shape[1] // k.shape[1]
+    if group == 1:
+        return k, v
+    return k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+
+
+class _OnHost(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+    ) -> Tensor:
+        wide = _for_each_head(q, k, v)
+        out, lse = HOST_KERNEL(q, *wide, 0.0, is_causal, attn_mask=mask)
+        out, total = scaled_by_sinks(out, lse, sinks)
+        ctx.save_for_backward(q, k, v, out, total, sinks, mask)
+        ctx.is_causal = is_causal
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, total, sinks, mask = ctx.saved_tensors
+        given = (grads[0], q, *_for_each_head(q, k, v), out, total)
+        dq, *wide = HOST_BACKWARD(*given, 0.0, ctx.is_causal, attn_mask=mask)
+        dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in wide)
+        dsinks = sink_gradients(grads[0], out, total, sinks).sum_to_size(sinks.shape)
+        return dq, dk, dv, dsinks.to(sinks.dtype), None, None
