@@ -66,7 +66,7 @@ from pentad.runtime.rank import pulse
 from pentad.weights.boxes import box_of
 from pentad.weights.hf import FolderPlan
 from pentad.weights.map import WeightMap
-from pentad.weights.megatron.arguments import unsayable
+from pentad.weights.megatron.model_args import unsayable
 from pentad.weights.peft import Adapter
 from pentad.weights.regions import Box, Region
 from pentad.weights.transfer import Shard, TensorInfo

@@ -28,7 +28,7 @@ from pentad.models.spec import MEGATRON_PLAN, padded_vocab
 from pentad.weights import transfer
 from pentad.weights.cuts import split_dims
 from pentad.weights.hf import HfFolder
-from pentad.weights.megatron.arguments import unsayable
+from pentad.weights.megatron.model_args import unsayable
 from pentad.weights.transfer import whole_shards
 from pentad_tools.models.cases import (
     EXPERT_GRID,

@@ -21,7 +21,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def environment():
-    """For processes in which megatron-core computes on the CPU."""
-    paths = [str(ROOT / "tests" / "megatron_cpu"), str(PACKAGE)]
+    """For processes in which megatron-core computes on the CPU, with the package of this checkout,
+    whichever the environment has."""
+    paths = [str(ROOT / "tests" / "megatron_cpu"), str(PACKAGE), str(ROOT)]
     quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     return {**os.environ, **quiet, "PYTHONPATH": os.pathsep.join(paths)}

@@ -18,6 +18,7 @@ sys.path += [str(HERE), str(HERE / "unit" / "engine")]
 
 from engine_toys import CONFIG, PolicyLoss, ValueLoss, make_rows  # noqa: E402
 from sections import engine_settings  # noqa: E402
+from transformers_loop import TransformersLoop  # noqa: E402
 
 from pentad.checkpoint.folders import find_checkpoints, info_folder, state_folder  # noqa: E402
 from pentad.checkpoint.job import CommitJob, run_job  # noqa: E402
@@ -32,6 +33,10 @@ from pentad.parallel.cuts import local  # noqa: E402
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, gradient_clipping=1.0)
 
 
+def config_of(case):
+    return {**CONFIG, "num_hidden_layers": 4, **case["model"]}
+
+
 def engine_of(case, backend, **more):
     layout = Layout(**case.get("layout", {})) if backend != "alone" else Layout()
     settings = engine_settings(
@@ -39,7 +44,7 @@ def engine_of(case, backend, **more):
     )
     settings = replace(settings, temperature=case.get("temperature", 1.0))
     return build_engine(
-        {**CONFIG, "num_hidden_layers": 4, **case["model"]},
+        config_of(case),
         settings,
         layout=layout,
         init_from_scratch=True,
@@ -77,23 +82,42 @@ def step(engine, case, number, loss):
     rows = rows_of(case, 12, number)
     first = engine.accumulate(rows[:5], loss, last=False)
     second = engine.accumulate(rows[5:], loss, last=True)
+    gradients = gradients_of(engine) if number == 0 else None
     result = engine.end_step()
     return {
         "sums": [first.loss_sum, second.loss_sum],
         "loss": result.loss,
         "norm": result.grad_norm,
+        "gradients": gradients,
         "balance": [(one.layer, list(one.loads)) for one in result.balance],
     }
 
 
+@torch.no_grad()
+def gradients_of(engine):
+    """Whole sums by the names of the files: read as weights are, in whose place they lie."""
+    kept = {}
+    for name, gradient in engine.step.whole.shards.items():
+        place = local(engine.masters[name])
+        kept[name] = place.clone()
+        place.copy_(local(gradient))
+    found = {name: x.clone() for name, x in engine.iter_weights()}
+    for name, weight in kept.items():
+        local(engine.masters[name]).copy_(weight)
+    return found
+
+
 def parity(case):
+    """Three steps of each backend, and of transformers where it can take them."""
     loss = ValueLoss() if case.get("value_head") else PolicyLoss(0.1)
     found = {}
     for backend in ("archon", "megatron"):
         engine = engine_of(case, backend)
+        first = {name: x.clone() for name, x in engine.iter_weights()}
         column = "values" if case.get("value_head") else "logprobs"
         before = [out[column] for out in engine.forward(rows_of(case, 4, 9))]
         engine.save_tag("ref")
+        engine.offload()  # weights, moments and gradients leave, and come back where they are used
         steps = [step(engine, case, number, loss) for number in range(3)]
         after = [out[column] for out in engine.forward(rows_of(case, 4, 9))]
         ref = [out[column] for out in engine.forward(rows_of(case, 4, 9), "ref")]
@@ -105,7 +129,39 @@ def parity(case):
             "after": torch.cat(after),
             "weights": weights,
         }
+    is_plain = not any(case.get(key) for key in ("value_head", "routes", "close"))
+    if is_plain and dist.get_rank() == 0:
+        found["transformers"] = steps_of_transformers(case, first, loss)
     return found
+
+
+def steps_of_transformers(case, weights, loss):
+    loop = TransformersLoop(config_of(case), weights, OPTIMIZER, case.get("temperature", 1.0))
+    before = loop.logprobs(rows_of(case, 4, 9))
+    rows = [rows_of(case, 12, number) for number in range(3)]
+    steps = [loop.step((one[:5], one[5:]), loss) for one in rows]
+    return {
+        "steps": steps,
+        "before": before,
+        "after": loop.logprobs(rows_of(case, 4, 9)),
+        "weights": loop.named(lambda weight: weight),
+    }
+
+
+def beside(case):
+    """Whether two engines of other layouts, in turns, take the steps that each takes alone."""
+    layouts = {"actor": case, "critic": {**case, **case["critic"], "value_head": True}}
+    losses = {"actor": PolicyLoss(0.1), "critic": ValueLoss()}
+    alone = {}
+    for role, of_role in layouts.items():
+        engine = engine_of(of_role, "megatron")
+        alone[role] = [step(engine, of_role, number, losses[role]) for number in (1, 2)]
+    engines = {role: engine_of(of_role, "megatron") for role, of_role in layouts.items()}
+    turns = {role: [] for role in layouts}
+    for number in (1, 2):
+        for role, engine in engines.items():
+            turns[role].append(step(engine, layouts[role], number, losses[role]))
+    return alone == turns
 
 
 def keep(engine, root):
@@ -135,8 +191,10 @@ def parts_of(engine):
 
 
 def moved(case):
-    """archon (or fsdp) -> megatron -> back, and megatron -> megatron: what differs, and whether a
-    step after a restore is the step that follows the save."""
+    """archon (or fsdp) -> megatron, of another layout where the case has one, -> back, and
+    megatron -> megatron: what differs, and whether a step after a restore is the step that follows
+    the save."""
+    mine = {**case, "layout": case.get("there", case["layout"])}
     loss, root = PolicyLoss(0.1), Path(case["root"])
     other = case.get("other", "archon")
     origin = engine_of(case, other)
@@ -144,17 +202,17 @@ def moved(case):
     step(origin, case, 0, loss)
     step(origin, case, 1, loss)
     keep(origin, root / "first")
-    there = restored(case, "megatron", root / "first")
+    there = restored(mine, "megatron", root / "first")
     keep(there, root / "second")
     back = restored(case, other, root / "second")
-    mine, theirs = parts_of(origin), parts_of(back)
-    again = restored(case, "megatron", root / "second")
-    steps = [step(engine, case, 2, loss) for engine in (there, again)]
+    first, last = parts_of(origin), parts_of(back)
+    again = restored(mine, "megatron", root / "second")
+    steps = [step(engine, mine, 2, loss) for engine in (there, again)]
     same = [parts_of(there), parts_of(again)]
     return {
-        "names": mine.keys() == theirs.keys(),
-        "num": len(mine),
-        "differ": [name for name in mine if not torch.equal(mine[name], theirs[name])],
+        "names": first.keys() == last.keys(),
+        "num": len(first),
+        "differ": [name for name in first if not torch.equal(first[name], last[name])],
         "resumed": steps[0] == steps[1] and all(map(torch.equal, *(x.values() for x in same))),
     }
 

@@ -50,6 +50,7 @@ def plain_splits(function):
 def replace_cuda():
     import torch
     from megatron.core.tensor_parallel import random
+    from torch.utils import _device
 
     cuda = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
@@ -58,6 +59,8 @@ def replace_cuda():
     cuda.current_stream = cuda.default_stream = cuda.stream = lambda *args: Nothing()
     cuda.get_rng_state = lambda *args: torch.zeros(0, dtype=torch.uint8)
     cuda.set_rng_state = lambda *args, **kwargs: None
+    # `with torch.device(...)` knows constructors by the functions themselves: those of before.
+    _device._device_constructors()
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     for name in ("zeros", "ones", "empty", "tensor", "full", "arange"):
         setattr(torch, name, on_the_host(getattr(torch, name)))

@@ -14,6 +14,7 @@ from pentad.config.schema import Config
 from pentad.core.errors import Problem
 from pentad.core.machine import installed
 from pentad.models.catalog import known_dims
+from pentad.weights.megatron.model_args import unsayable
 
 RULES = Rules()
 VERSIONS = ("0.16",)
@@ -60,6 +61,14 @@ def megatron_needs_a_gpu(config: Config, facts: RunFacts) -> Iterator[Problem]:
         rule = "megatron-core computes on GPUs, and this run computes on cpu"
         remedy = "use archon; docs/megatron-training.md says how its tests run on a CPU"
         yield Problem(where, rule, remedy)
+
+
+@RULES.add(commands=RUNS)
+def megatron_has_the_layers(config: Config, facts: RunFacts) -> list[Problem]:
+    """What a config.json says and Megatron has no word for; roles of one model share it."""
+    dims = [part.dims for part in megatron_parts(config, facts)]
+    found = [problem for one in dims if one is not None for problem in unsayable(one)]
+    return list({str(problem): problem for problem in found}.values())
 
 
 @RULES.add(commands=RUNS)

@@ -13,7 +13,7 @@ from pentad.core.layout import Layout
 from pentad.engine.megatron.core import TransformerConfig, virtual_stages
 from pentad.engine.section import EngineSettings
 from pentad.parallel.pipeline import Pipeline
-from pentad.weights.megatron.arguments import model_args
+from pentad.weights.megatron.model_args import model_args
 
 RECOMPUTED: dict[str, dict[str, Any]] = {
     "none": {},

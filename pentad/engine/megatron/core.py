@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,8 +48,10 @@ __all__ = [
     "virtual_stages",
 ]
 
-_JOINED: list[tuple[object, Layout, int | None]] = []
-"""The world, layout and stages a rank that the groups were made for."""
+Key = tuple[object, Layout, int | None]
+"""The world, layout and stages a rank that groups are made for."""
+_MADE: dict[Key, dict[str, Any]] = {}
+"""What Megatron's module of process groups holds for each."""
 
 
 def virtual_stages(pipeline: Pipeline | None) -> int | None:
@@ -56,14 +60,27 @@ def virtual_stages(pipeline: Pipeline | None) -> int | None:
 
 
 def join_groups(layout: Layout, pipeline: Pipeline | None, device: torch.device) -> None:
-    """Megatron's process groups, which it keeps for the process: engines of one layout share them.
-    Ranks stand in Megatron's default order, which is ours."""
+    """Puts the groups of a layout in Megatron's place for them, of which a process has one: engines
+    of one layout share groups, and actor and critic may have two. Ranks stand in Megatron's default
+    order, which is ours."""
     if not dist.is_initialized():
         solo_mesh(device)
-    stages = virtual_stages(pipeline)
-    wanted = (dist.group.WORLD, layout, stages)
-    if [wanted] == _JOINED and parallel_state.model_parallel_is_initialized():
-        return
+    wanted = (dist.group.WORLD, layout, virtual_stages(pipeline))
+    for key in [key for key in _MADE if key[0] is not dist.group.WORLD]:
+        del _MADE[key]
+    if wanted not in _MADE:
+        _make_groups(layout, virtual_stages(pipeline))
+        _MADE[wanted] = _held()
+    vars(parallel_state).update(_MADE[wanted])
+
+
+def _held() -> dict[str, Any]:
+    """Its module keeps groups, ranks and sizes in variables, and nothing else in such."""
+    kept = vars(parallel_state).items()
+    return {name: x for name, x in kept if re.fullmatch("_[A-Z_]+", name)}
+
+
+def _make_groups(layout: Layout, stages: int | None) -> None:
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -77,4 +94,3 @@ def join_groups(layout: Layout, pipeline: Pipeline | None, device: torch.device)
     )
     # Nothing is drawn, as there is no dropout and weights are given; layers ask for the state.
     tensor_parallel.model_parallel_cuda_manual_seed(0)
-    _JOINED[:] = [wanted]

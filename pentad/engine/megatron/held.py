@@ -71,6 +71,8 @@ class MegatronModel(HeldModel):
         )
         stages = [self._build_stage(n, device) for n in self._stages()]
         self.chunks = [DistributedDataParallel(self.config, sums, gpt) for gpt in stages]
+        self.is_dropped = False
+        """Whether the gradients in the buffers count no more."""
         self.shared: dict[str, SharedWeight] = {}
         """By name, what modules hold of each weight."""
         self.cuts: dict[str, Cut] = {}
@@ -160,17 +162,28 @@ class MegatronModel(HeldModel):
     def follow(self) -> None:
         """Modules take over what the weights are now, wherever ranks keep shares of them or another
         dtype."""
+        self._make_ready()
         follow_masters(self.shared, self.parameters)
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's share of Megatron's sums: over data-parallel ranks, over tp where tokens are
         dealt, over the two ends of a tied embedding."""
+        self._make_ready()
         finalize_model_grads(self.chunks)
         return {name: weight.share(weight.gradient) for name, weight in self.shared.items()}
 
     def drop_gradients(self) -> None:
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
+        """Noted alone: the buffers may have left the device until the next pass."""
+        self.is_dropped = True
+
+    def _make_ready(self) -> None:
+        """Before Megatron computes: other engines of the process may have put groups of another
+        layout in place, and gradients may be those of a step that has ended."""
+        join_groups(self.meshes.layout, self.pipeline, self.meshes.device)
+        if self.is_dropped:
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            self.is_dropped = False
 
     def rest(self) -> None:
         """Weights are always in place."""

@@ -34,7 +34,7 @@ from pentad.rl.section import AlgorithmSettings
 from pentad.telemetry.log import NOTICE
 from pentad.trainer.rank.update import BatchUpdate
 from pentad.weights import transfer
-from pentad.weights.megatron.arguments import unsayable
+from pentad.weights.megatron.model_args import unsayable
 from pentad.weights.peft import fit_problems, read_adapter, spec_problems
 
 Role = Literal["actor", "critic"]

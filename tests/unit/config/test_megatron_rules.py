@@ -1,12 +1,27 @@
 """What a recipe with `megatron:` is told before anything starts."""
 
+import json
+
 import pytest
 
 from pentad.config.rules import megatron
 from pentad.config.rules.check import check, noted
 from pentad.config.rules.rule import RunFacts
 from pentad.config.schema import Config
+from pentad.core.errors import UserError
 from pentad.planner.prepare import prepare
+
+SMALL = {
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 2048,
+}
 
 
 def config_of(*overrides: str) -> Config:
@@ -30,6 +45,28 @@ def config_of(*overrides: str) -> Config:
 def test_keys_that_megatron_cannot_take_are_named(given, said):
     with pytest.raises(Exception, match=said):
         config_of(given)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "olmo2"}, "it has norms after attention and ffn, which Megatron's layers"),
+        ({"model_type": "gemma3_text"}, "it has scaled embeddings or queries, which Megatron's"),
+        ({"model_type": "llama", "attention_bias": True}, "biases on q, k, v and o: Megatron has"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "dynamic",
+        ),
+    ],
+    ids=["norms", "scales", "biases", "rope"],
+)
+def test_a_plan_names_what_megatron_s_layers_lack(tmp_path, config, said):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | config))
+    with pytest.raises(UserError) as refused:
+        config_of(f"actor.path={tmp_path}")
+    said_of_it = [str(one) for one in refused.value.as_problems()]
+    assert sum(said in one for one in said_of_it) == 1, said_of_it
+    config_of(f"actor.path={tmp_path}", "allocation_mode=embedded:d1+archon:d2t2")
 
 
 @pytest.mark.parametrize("layout", ["d2c2", "p2t2", "(attn:d4|ffn:e2)"])

@@ -10,7 +10,8 @@ from megatron_models import MODELS, config_of, hf_folder, run, tensors_of
 from pentad.core.errors import UserError
 from pentad.models.conversion_files import RECORD
 from pentad.models.families import dims_of
-from pentad.weights.megatron.arguments import NOT_ALONE, command_line, model_args
+from pentad.weights.megatron.arguments import NOT_ALONE, command_line
+from pentad.weights.megatron.model_args import model_args
 
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 = {**LLAMA3, "original_max_position_embeddings": 8192}
