@@ -201,7 +201,7 @@ class RestartPolicy:
             return Decision("stop", why, give_back=tuple(self.retired))
         both = listed(sorted((first, slot)))
         diagnosis = (
-            f"{self._place} failed with the same error on {both}, so its data or what it computes "
+            f"{self._place} failed with the same error on {both}, so its data or computation "
             "is the likely cause and not a device, and the run is not started again"
         )
         why = f"the same error came on {both}: {NOT_AGAIN}"

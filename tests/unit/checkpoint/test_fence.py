@@ -23,7 +23,9 @@ def test_a_late_writer_is_refused_and_the_next_generation_commits(tmp_path):
     old = run_job(write_job(tmp_path, b"old", first))
     second = raise_fence(tmp_path)
     assert (first, second, read_fence(tmp_path)) == (2, 3, 3)
-    with pytest.raises(RunError, match="written by generation 2 of the learners, and 3 has begun"):
+    with pytest.raises(
+        RunError, match="written by generation 2 of the learners, and 3 has started"
+    ):
         run_job(commit_job(tmp_path, first, old))
     with pytest.raises(RunError, match="it is ignored"):
         run_job(write_job(tmp_path, b"older", first))
@@ -43,7 +45,7 @@ def test_a_commit_that_is_overtaken_just_before_its_mark_leaves_none(tmp_path, m
         raise_fence(tmp_path)
 
     monkeypatch.setattr(jobs, "_settle_names", overtaken)
-    with pytest.raises(RunError, match="3 has begun"):
+    with pytest.raises(RunError, match="3 has started"):
         run_job(commit_job(tmp_path, first, old))
     assert not find_checkpoints(tmp_path, report=print)
 
@@ -63,7 +65,7 @@ def test_a_commit_that_another_generation_overtook_removes_nothing_of_it(
         run_job(commit_job(tmp_path, second, new))
 
     monkeypatch.setattr(jobs, place, overtaken)
-    with pytest.raises(RunError, match="3 has begun"):
+    with pytest.raises(RunError, match="3 has started"):
         run_job(commit_job(tmp_path, first, old))
     (found,) = find_checkpoints(tmp_path, report=print)
     path = tmp_path / "default/recover_checkpoint/globalstep3/x"
