@@ -63,16 +63,16 @@ class DecodeAttend:
     def __call__(
         self,
         layer: int,
-        q_SHd: Tensor,
-        k_SKd: Tensor,
-        v_SKd: Tensor,
+        q_THd: Tensor,
+        k_TKd: Tensor,
+        v_TKd: Tensor,
         window: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         pages = self.cache.layer(layer)
-        store(pages, self.places_S, k_SKd, v_SKd)
+        store(pages, self.places_S, k_TKd, v_TKd)
         table = (self.blocks, self.width, self.lengths_S)
-        return paged_decode(q_SHd, pages, *table, window, sinks)
+        return paged_decode(q_THd, pages, *table, window, sinks)
 
 
 class StrictDecode:
@@ -92,16 +92,16 @@ class StrictDecode:
     def __call__(
         self,
         layer: int,
-        q_SHd: Tensor,
-        k_SKd: Tensor,
-        v_SKd: Tensor,
+        q_THd: Tensor,
+        k_TKd: Tensor,
+        v_TKd: Tensor,
         window: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         pages = self.cache.layer(layer)
-        store(pages, self.places_S, k_SKd.contiguous(), v_SKd.contiguous())
+        store(pages, self.places_S, k_TKd.contiguous(), v_TKd.contiguous())
         k_PKd, v_PKd = pages.k_BbKd.flatten(0, 1), pages.v_BbKd.flatten(0, 1)
-        return attend(q_SHd.contiguous(), k_PKd, v_PKd, self.tiles, window, sinks)
+        return attend(q_THd.contiguous(), k_PKd, v_PKd, self.tiles, window, sinks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ class StateSlots:
 
 
 class TokenMemory:
-    """Implements `ops.delta.Memory` over one new token of each of some rows."""
+    """Implements `ops.delta.DeltaMemory` over one new token of each of some rows."""
 
     def __init__(self, slots: StateSlots, rows_S: Tensor, positions_S: Tensor) -> None:
         self.slots = slots
@@ -111,7 +111,7 @@ class RunMemory(TokenMemory):
 
 
 class StepMemory:
-    """Implements `ops.delta.Memory` over any step: single tokens and runs, each in its own way."""
+    """Implements `ops.delta.DeltaMemory` over any step: single tokens and runs, each apart."""
 
     def __init__(
         self, slots: StateSlots, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray

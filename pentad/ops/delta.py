@@ -32,7 +32,7 @@ EPS = 1e-6
 """Added to the square of a key's and a query's length."""
 
 
-class Memory(Protocol):
+class DeltaMemory(Protocol):
     """What layers with a delta net see of earlier tokens: of their own sequence, nothing else."""
 
     def convolve(self, layer: int, x_TX: Tensor, weight_XW: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class Memory(Protocol):
 class RememberingAttend:
     """An attention core with the memory that delta nets need beside it."""
 
-    def __init__(self, inner: Attend, memory: Memory) -> None:
+    def __init__(self, inner: Attend, memory: DeltaMemory) -> None:
         self.inner = inner
         self.memory = memory
 
@@ -96,7 +96,7 @@ class ChunkPlan:
 
 
 class PackedMemory:
-    """Implements `Memory` over whole packed sequences."""
+    """Implements `DeltaMemory` over whole packed sequences."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self.plan = ChunkPlan(lengths, device)
