@@ -75,9 +75,9 @@ def scales(read: ConfigValues, dims: ModelDims) -> dict[str, Any]:
     weight, factor = scaling.get("mscale_all_dim"), scaling.get("factor")
     if not scaling or not weight or read.problems:
         return {}
-    is_given = isinstance(factor, int | float)
-    read.must(is_given, "rope_parameters.factor", factor, "must be given beside mscale_all_dim")
-    stretch = math.log(factor) if is_given and factor > 1 else 0.0
+    rule = "must be given beside mscale_all_dim"
+    read.must(factor is not None, "rope_parameters.factor", factor, rule)
+    stretch = math.log(max(float(factor or 1.0), 1.0))
     return {"query_scale": (0.1 * weight * stretch + 1.0) ** 2}
 
 
