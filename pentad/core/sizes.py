@@ -147,12 +147,12 @@ def slot_bytes(dims: ModelDims, weight_bytes: int) -> int:
     return dims.num_linear_layers * (inputs * weight_bytes + 4 * states)
 
 
-def latent_cache_problems(dims: ModelDims, is_small: bool) -> list[Problem]:
+def latent_cache_problems(dims: ModelDims, cache_dtype: CacheDtype) -> list[Problem]:
     """Latents and turned keys differ in size, and 8 bits would have one scale for both."""
-    if not (is_small and dims.kv_latent):
+    if cache_dtype not in EIGHT_BIT_CACHES or not dims.kv_latent:
         return []
     rule = f"the cache of {dims.family} holds latents, for which 8 bits are not built"
-    return [Problem("rollout.kv_cache_dtype", rule, "leave it at auto")]
+    return [Problem(f"rollout.kv_cache_dtype = {cache_dtype}", rule, "leave it at auto")]
 
 
 def state_bytes(num_params: float, param_bytes: int, num_tags: int) -> float:

@@ -54,9 +54,16 @@ class RememberingAttend:
         self.memory = memory
 
     def __call__(
-        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: int | None = None
+        self,
+        layer: int,
+        q_THd: Tensor,
+        k_TKd: Tensor,
+        v_TKd: Tensor,
+        window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        how: dict[str, Any] = {} if window is None else {"window": window}
+        given = {"window": window, "sinks": sinks}
+        how: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         return self.inner(layer, q_THd, k_TKd, v_TKd, **how)
 
 
