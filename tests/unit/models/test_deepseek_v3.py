@@ -67,7 +67,7 @@ def compare(config: dict, folder, dtype: torch.dtype, tolerance: float) -> None:
     config = {key: value for key, value in config.items() if key != "model_type"}
     torch.manual_seed(2)
     read = transformers.AutoConfig.for_model("deepseek_v3", **copy.deepcopy(config))
-    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    plain = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
     theirs = transformers.AutoModelForCausalLM.from_config(read, dtype=dtype, **plain).eval()
     with torch.no_grad():
         for tensor in theirs.state_dict().values():  # with the bias of each router
