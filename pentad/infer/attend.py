@@ -44,7 +44,8 @@ class KVCache:
         num_heads, width, v_width = dims.cache_shape(expanded=expanded)
         shape = (len(layers), num_blocks, block_size, num_heads, width)
         self.k = torch.zeros(shape, device=device, dtype=dtype)
-        if v_width:
+        self.has_values = v_width > 0  # latents hold their own
+        if self.has_values:
             self.v = torch.zeros(shape, device=device, dtype=dtype)
         else:
             self.v = self.k[..., : dims.kv_latent]
@@ -81,7 +82,7 @@ class KVCache:
         return Pages(self.k[index], self.v[index], self.k_scale[index], self.v_scale[index])
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
-        v = None if self.layer(0).is_latent else self.v
+        v = self.v if self.has_values else None
         for held in (self.k, v, self.k_scale, self.v_scale):
             if held is not None:
                 bits = held.view(torch.uint8) if held.dtype in LARGEST else held

@@ -186,7 +186,9 @@ def test_after_new_weights_states_are_computed_again():
     async def scenario():
         drawn = asyncio.Event()
         task = asyncio.create_task(sampler.generate(request, lambda *_: drawn.set()))
-        await drawn.wait()
+        waiting = asyncio.create_task(drawn.wait())
+        await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
+        assert drawn.is_set(), task.result()
         await sampler.install(1, list(iter_hf(new)))
         found = await task
         again = await sampler.generate(replace(request, id="b"))
