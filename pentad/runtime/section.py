@@ -14,8 +14,8 @@ class ClusterConfig(Section):
     n_gpus_per_node: Count | None = None
     """Devices on each machine. null: the number found (one on a machine without a GPU)."""
     n_cpus_per_node: Count | None = None
-    """CPU cores that a Slurm job requests on each machine. null: the whole machine (--exclusive).
-    """
+    """CPU cores that a Slurm job requests on each machine. null: the whole machine
+    (--exclusive)."""
     memory_gb_per_node: Positive | None = None
     """Host memory in GiB that a Slurm job requests on each machine. null: all of it."""
     share_gpus: bool = False

@@ -21,8 +21,8 @@ SwitchName = Annotated[Literal["on", "auto", "off", "disabled"], BeforeValidator
 
 class ReferenceConfig(Section):
     path: str | None = None
-    """Folder or name of the reference model of the KL term. null: the actor before the first step.
-    """
+    """Folder or name of the reference model of the KL term. null: the actor before the first
+    step."""
 
 
 class TeacherConfig(Section):

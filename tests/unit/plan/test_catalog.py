@@ -51,6 +51,13 @@ PUBLISHED = {
     "phi-4": (14.7, None),
     "Phi-3-mini-4k-instruct": (3.82, None),
     "SmolLM3-3B": (3.08, None),
+    "DeepSeek-V3": (671, None),
+    "DeepSeek-R1": (671, None),
+    "Moonlight-16B-A3B": (16, 15.29),
+    "GLM-4.7-Flash": (30, None),
+    "gpt-oss-20b": (20.91, None),
+    "gpt-oss-120b": (116.83, None),
+    "Qwen3-Next-80B-A3B": (80, 79),
 }
 
 
