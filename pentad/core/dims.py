@@ -262,7 +262,7 @@ class ModelDims:
 
     @property
     def _linear_matrices(self) -> int:
-        """Of a delta net: projections to q, k, v, z, b and a, and out."""
+        """Elements of a delta net's projections to q, k, v, z, b and a, and out."""
         rows = 2 * self.linear_k_dim + 3 * self.linear_v_dim + 2 * self.linear_value_heads
         return rows * self.hidden_size
 

@@ -84,7 +84,7 @@ class RunMemory(TokenMemory):
         first = np.cumsum(counts) - counts
 
         def places(sequences: np.ndarray, at: np.ndarray) -> Tensor:
-            """Of inputs by their place in the run, those before it among what the slots hold."""
+            """Inputs by their place in the run; those before it come from the slots."""
             held = rank[sequences] * back + back + at
             found = np.where(at < 0, held, num_held + first[sequences] + at)
             return torch.from_numpy(found).to(device)

@@ -22,7 +22,7 @@ from pentad.core.types import Attend
 from pentad.models.layers import ROTATIONS, Linear, Norm
 
 LATENT_EPS = 1e-6
-"""Of the norms of latents, whatever `rms_norm_eps` is: transformers gives them none."""
+"""Epsilon of the norms of latents: transformers does not give them `rms_norm_eps`."""
 
 
 class LatentAttention(nn.Module):
@@ -72,7 +72,7 @@ class LatentAttention(nn.Module):
 
 
 class AbsorbedAttention(LatentAttention):
-    """Of a sampler: one key head of the latent and the turned key, whose latents are the values."""
+    """In a sampler: one key head of the latent and the turned key, whose latents are the values."""
 
     def forward(self, x_TD: Tensor, cos_Td: Tensor, sin_Td: Tensor, attend: Attend) -> Tensor:
         q_THd, latent_TC, turned_T1d = self.project(x_TD, cos_Td, sin_Td)
