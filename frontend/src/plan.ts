@@ -32,7 +32,7 @@ export function plan(): Page {
         alike(p.processes).map(([one, last]) => [upTo(one.name, last.name), upTo((one.runs ?? []).join(", "), (last.runs ?? []).join(", ")), one.node ?? "any", (one.devices ?? []).join(", ") || "–", (one.shares_with ?? []).join(", ") || "–", one.started_by])),
         p.device.kind === "cuda" && devices(p)),
       p.trainers.map((trainer: Json) => memory(trainer, device)),
-      p.samplers.length > 0 && panel("Samplers", "memory of a device, and room for sequences at once", p.samplers.map((s: Json) => sampler(s, device)), legendOf(["weights", "key-value cache", "a pass"])),
+      p.samplers.length > 0 && panel("Samplers", "memory of a device, and room for sequences at once", p.samplers.map((s: Json) => sampler(s, device)), legendOf(["weights", "key-value cache", "a pass", ...(p.samplers.some((s: Json) => s.slots_bytes) ? ["states"] : [])])),
       p.remedies.length > 0 && !p.fits && panel("What would help", "each on top of those before it", table(["overrides", "peak", ""], p.remedies.map((r: Json) => [h("code", null, r.overrides.join(" ")), gib(r.peak_bytes), r.fits ? "fits" : ""]), [1])),
       p.notes.length > 0 && panel("Notes", "", h("ul", null, p.notes.map((text: string) => h("li", null, text)))));
   }
@@ -81,7 +81,7 @@ function stat(label: string, value: string, note: string): HTMLElement {
 }
 
 function sampler(s: Json, device: number): HTMLElement {
-  const parts = { weights: s.weights_bytes, "key-value cache": s.kv_bytes, "a pass": s.pass_bytes ?? 0 };
+  const parts = { weights: s.weights_bytes, "key-value cache": s.kv_bytes, "a pass": s.pass_bytes ?? 0, states: s.slots_bytes ?? 0 };
   const text = `${gib(total(parts))}, room for ${num(s.num_running, 6)} sequences`;
   return stack(s.component, parts, device, text, scaleOf(total(parts), device));
 }

@@ -431,6 +431,8 @@ def describe_sampler(sampler: SamplePlan) -> str:
     room, wanted = sampler.num_running, sampler.sampling.num_sequences
     text = f"{sampler.component.role} ({sampler.component}), GiB per device: weights "
     text += f"{gib(sampler.weights_bytes)}, key-value cache {gib(sampler.kv_bytes)}"
+    if sampler.slots_bytes:
+        text += f", states of delta nets {gib(sampler.slots_bytes)}"
     if sampler.pass_tokens:
         text += f", a forward pass of {sampler.pass_tokens:,} tokens {gib(sampler.pass_bytes)}"
     held = counted(room, "sequence", "sequences")
@@ -482,7 +484,9 @@ def as_dict(plan: RunPlan, remedies: list[Remedy]) -> dict[str, Any]:
         ],
         "samplers": [
             placed(sampler)
-            | picked(sampler, "weights_bytes kv_bytes pass_tokens pass_bytes num_running")
+            | picked(
+                sampler, "weights_bytes kv_bytes slots_bytes pass_tokens pass_bytes num_running"
+            )
             for sampler in plan.samplers
         ],
         "host_bytes_per_node": plan.host_bytes,

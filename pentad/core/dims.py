@@ -314,9 +314,9 @@ class ModelDims:
         for i in range(self.num_layers):
             part = self.layer_parts(i)
             total += self._linear_matrices if self.is_linear(i) else sum(self._projections)
-            total += part.router
             if self.is_moe(i):
-                total += part.expert * part.num_experts_per_token + part.shared_expert
+                experts = 3 * self.moe_intermediate_size * part.num_experts_per_token
+                total += self.hidden_size * (self.num_experts + experts) + part.shared_expert
             else:
                 total += 3 * self.hidden_size * self.intermediate_size
         return total

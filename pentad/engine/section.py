@@ -300,8 +300,8 @@ class ModelConfig(Section):
     enable_tree_training: bool | None = None
     """Computes the common first tokens of the samples of a group, such as their prompt, only once,
     if they are at least 64 and a tenth of a pass: the same gradient with less time and memory.
-    null: with archon, except with c, `strict`, or losses and biases that balance experts, where
-    true is rejected."""
+    null: with archon, except with c, `strict`, gated delta nets, or losses and biases that
+    balance experts, where true is rejected."""
     mb_spec: MicrobatchConfig = MicrobatchConfig()
     """How a step is split into microbatches."""
     optimizer: OptimizerConfig = OptimizerConfig()

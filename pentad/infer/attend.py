@@ -141,12 +141,10 @@ class Bucket:
             x.view(self.num, self.num_places, *x.shape[-2:]).transpose(1, 2)
             for x in pages.read(self.blocks, q_THd.dtype)
         )
-        if pages.is_latent:  # all heads of all tokens take the place of queries of the one key head
-            q = q_THd.view(self.num, 1, self.length * num_heads, width)
-            mask = mask.repeat_interleave(num_heads, dim=2)
+        if self.length == 1 and pages.is_latent:  # and of one key head of latents
+            q = q_THd.view(self.num, 1, num_heads, width)
             out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
-            o_PHd = out.reshape(self.num * self.length, num_heads, -1)
-            return o_PHd if self.real_T is None else o_PHd.index_select(0, self.real_T)
+            return out.reshape(self.num, num_heads, -1)
         if self.length == 1:  # the query heads of one key-value head take the place of queries
             q = q_THd.reshape(self.num, num_kv_heads, num_heads // num_kv_heads, width)
             if sinks is None:
@@ -157,11 +155,13 @@ class Bucket:
             return out.reshape(self.num, num_heads, width)
         q = q_THd.view(self.num, self.length, num_heads, width).transpose(1, 2)
         gqa = num_heads != num_kv_heads
+        if pages.is_latent:  # shared as they are: repeated, values as wide would be copies
+            gqa, keys, values = False, *(x.expand(-1, num_heads, -1, -1) for x in (keys, values))
         if sinks is None:
             out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=gqa)
         else:
             out = attend_with_sinks(q, keys, values, sinks, seen=mask)
-        o_PHd = out.transpose(1, 2).reshape(-1, num_heads, width)
+        o_PHd = out.transpose(1, 2).reshape(-1, num_heads, out.shape[-1])
         return o_PHd if self.real_T is None else o_PHd.index_select(0, self.real_T)
 
 

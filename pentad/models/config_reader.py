@@ -218,6 +218,8 @@ class ConfigReader:
         """Old and new key names alike. Raises UserError for what dimensions cannot express: a
         number that silently means another model is worse than none."""
         self._refuse_unsupported(hf)
+        if hf.get("rope_parameters") is None:  # to transformers, null is left out
+            hf = {key: value for key, value in hf.items() if key != "rope_parameters"}
         read = ConfigValues({**self.defaults, **hf}, self.defaults.keys() - hf.keys())
         dims = self._read(read)
         if self.attention is not None:

@@ -147,11 +147,11 @@ class PaddedAttend:
         self, q_SHLd: Tensor, k_SKLd: Tensor, v_SKLd: Tensor, window: Window, sinks: Tensor | None
     ) -> Tensor:
         length = q_SHLd.shape[2]
-        is_whole = window is None or window >= length
+        # Chosen by a branch: torch takes no comparison that a compiler has left symbolic.
+        is_whole = True if window is None or window >= length else False  # noqa: SIM210
         band = None if is_whole else self._band(length, window or 0, q_SHLd.device)
         if sinks is not None:
             return attend_with_sinks(q_SHLd, k_SKLd, v_SKLd, sinks, is_causal=is_whole, seen=band)
-        # A branch: torch takes no comparison that a compiler has left symbolic.
         how: dict[str, Any] = {"enable_gqa": True} if q_SHLd.shape[1] != k_SKLd.shape[1] else {}
         return F.scaled_dot_product_attention(
             q_SHLd, k_SKLd, v_SKLd, attn_mask=band, is_causal=is_whole, **how

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+MAX_SCORES = 1 << 28
+"""Scores held at once where there is no gradient."""
 HOST_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 HOST_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -52,7 +54,21 @@ def attend_with_sinks(
     if q_SHLd.device.type == "cpu":
         result: Tensor = _OnHost.apply(q_SHLd, k_SKPd, v_SKPd, sinks, mask, is_causal)
         return result
-    return _written_out(q_SHLd, k_SKPd, v_SKPd, sinks, mask, is_causal)
+    if is_causal or torch.is_grad_enabled():  # backward needs all scores
+        return _written_out(q_SHLd, k_SKPd, v_SKPd, sinks, mask, is_causal)
+    return in_parts(q_SHLd, k_SKPd, v_SKPd, sinks, mask)
+
+
+def in_parts(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: Tensor | None) -> Tensor:
+    """Some queries after the others, so that no more than `MAX_SCORES` scores are held."""
+    num, heads, length = q.shape[:3]
+    step = max(1, MAX_SCORES // (num * heads * k.shape[2]))
+    parts = []
+    for part in (slice(at, at + step) for at in range(0, length, step)):
+        own_sinks = sinks[:, part] if sinks.shape[1] > 1 else sinks
+        own_mask = mask if mask is None or mask.shape[-2] == 1 else mask[..., part, :]
+        parts.append(_written_out(q[:, :, part], k, v, own_sinks, own_mask, is_causal=False))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def _written_out(

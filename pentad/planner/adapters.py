@@ -37,7 +37,9 @@ def layer_factors(dims: ModelDims, lora: LoraConfig, layer: int, layout: Layout)
     width, tp = dims.hidden_size, layout.tp
     kv = dims.kv_dim // min(tp, dims.num_kv_heads)
     sides = {"q": width + dims.q_dim // tp, "o": dims.o_dim // tp + width}
-    if dims.kv_latent:
+    if dims.is_linear(layer):
+        sides = {"o": dims.linear_v_dim // tp + width}
+    elif dims.kv_latent:
         sides |= latent_sides(dims, tp)
     else:
         sides |= dict.fromkeys(("k", "v"), width + kv)

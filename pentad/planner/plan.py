@@ -368,6 +368,9 @@ def add_neighbours(
                 phase.device["sampler weights"] = sampler.weights_bytes
                 phase.device["kv cache"] = sampler.kv_bytes
                 held = sampler.weights_bytes + sampler.kv_bytes
+                if sampler.slots_bytes:
+                    phase.device["sampler states"] = sampler.slots_bytes
+                    held += sampler.slots_bytes
                 if is_embedded and (name == "rollout" or training.overlaps or keeps_passes):
                     phase.device["sampler pass"] = sampler.pass_bytes
                     held += sampler.pass_bytes

@@ -73,8 +73,8 @@ def correction_weights(
     segments: Segments,
     correction: Correction,
 ) -> tuple[Tensor, Tensor]:
-    """Per token: the importance weight of the gradient's policy over the sampling policy, and
-    whether the ratio was outside [floor, cap]; 1 outside the mask."""
+    """Per token: the importance weight of the proximal policy, to which the loss's ratio is taken,
+    over the sampling policy, and whether it was outside [floor, cap]; 1 outside the mask."""
     log_T = masked_difference(proximal_T, behaviour_T, mask_T).detach()
     if correction.level == "sequence":
         log_T = segments.spread(segments.sum(log_T))

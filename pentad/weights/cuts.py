@@ -35,7 +35,13 @@ UNITS = {
 """Symbols that are cut in whole units of another symbol."""
 REPEATED = {"K"}
 """Those among them that are repeated when there are more ranks than units."""
-KIND_OF_UNITS = {"Q": "query heads", "K": "key-value heads", "2M": "pairs of gate and up"}
+KIND_OF_UNITS = {
+    "Q": "query heads",
+    "K": "key-value heads",
+    "U": "query heads",
+    "O": "query heads",
+    "2M": "pairs of gate and up",
+}
 
 
 @dataclass(frozen=True, slots=True)

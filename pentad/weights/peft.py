@@ -43,7 +43,8 @@ SUFFIXES = {
     "head": "lm_head",
 }
 """Word of a recipe -> last name of its modules; those of `experts` are gate, up and down."""
-WORDS = {suffix: word for word, suffix in SUFFIXES.items()}
+WORDS = {suffix: word for word, suffix in SUFFIXES.items()} | {"out_proj": "o"}
+"""The output of a delta net is an `o`, too."""
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)")
 OUTER = {"gate_proj": A, "up_proj": A, "down_proj": B}
 """The factor of an expert's matrix on the side of the hidden dimension."""

@@ -308,6 +308,14 @@ def transformers_own_models(part: Placed) -> Iterator[Problem]:
             rule = "the fsdp backend does not balance experts: that needs a model file"
             where = f"{part.key}.archon.{key} = {value:g}"
             yield Problem(where, rule, "leave it out, or use archon")
+    if part.dims is not None:
+        parts = {
+            "gated delta nets": part.dims.linear_layers,
+            "attention sinks": part.dims.attn_sinks,
+        }
+        for what in (what for what, has in parts.items() if has):
+            rule = f"{part.dims.family} has {what}, with which fsdp cannot pack rows"
+            yield Problem(f"{part.key}.path", rule, "use archon")
     if part.dims is not None and part.dims.num_experts and tp > 1:
         rule = f"t{tp} of fsdp would cut experts, for which transformers' plan is not built"
         yield Problem(part.where, rule, "use t1, or archon")

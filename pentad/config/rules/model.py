@@ -135,7 +135,7 @@ def routes_exist(config: Config, facts: RunFacts) -> Iterator[Problem]:
 
 @RULES.add(commands=RUNS)
 def strict_layers_exist(config: Config, facts: RunFacts) -> list[Problem]:
-    dims = _folder_dims(config, facts)
+    dims = _sampled_dims(config, facts)
     if dims is None or not config.strict:
         return []
     return list(strict_problems(Layout(), "the actor", dims))

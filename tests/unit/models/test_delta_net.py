@@ -5,6 +5,7 @@ tokens, one compiled graph, and what cannot be done with them is rejected by nam
 """
 
 import asyncio
+import math
 from dataclasses import replace
 
 import pytest
@@ -27,7 +28,9 @@ from pentad.models.registry import create_model, load_model
 from pentad.ops.attention import build_attend
 from pentad.ops.delta import PackedMemory, RememberingAttend, recall_token, scan
 from pentad.parallel.blocks import compile_run
+from pentad.planner.adapters import num_factors
 from pentad.weights.megatron.arguments import unsayable
+from pentad.weights.peft import word_of
 
 CPU = torch.device("cpu")
 FAMILY = "qwen3_5_text"
@@ -278,3 +281,13 @@ def test_adapters_are_for_matrices_with_a_tensor_of_their_own():
         lora_words(dims, LoraConfig(rank=4))
     chosen = lora_map_of(dims, LoraConfig(rank=4, targets=["k", "o"])).entries
     assert {"layers.0.attn.o.lora.a", "layers.1.attn.k.lora.a"} <= chosen.keys()
+    assert word_of("model.layers.0.linear_attn.out_proj") == "o"
+
+
+@pytest.mark.parametrize("family", LINEAR_FAMILIES)
+def test_plan_counts_the_factors_of_each_kind_of_layer(family):
+    dims = dims_of(FAMILY_CONFIGS[family])
+    for targets in (["o"], ["k", "v", "o"]):
+        lora = LoraConfig(rank=4, targets=targets)
+        entries = lora_map_of(dims, lora).entries.values()
+        assert num_factors(dims, lora) == sum(math.prod(entry.shape) for entry in entries)

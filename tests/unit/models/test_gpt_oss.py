@@ -114,6 +114,12 @@ def test_generation_is_transformers_over_cached_and_fresh_prefixes(theirs, kerne
         assert_logprobs(one.logprobs, logits, one.ids)
 
 
+def test_null_rotary_settings_are_those_that_are_left_out():
+    left_out = {key: value for key, value in CONFIG.items() if key != "rope_parameters"}
+    assert dims_of({**left_out, "rope_parameters": None}) == dims_of(left_out)
+    assert dims_of(left_out).rope_scaling["rope_type"] == "yarn"
+
+
 def test_adapters_are_for_projections_of_attention():
     dims = dims_of(CONFIG)
     with pytest.raises(UserError, match="gpt_oss holds experts in shared tensors.*q, k, v, o"):

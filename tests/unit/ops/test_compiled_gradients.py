@@ -50,6 +50,18 @@ CASES = {
 }
 
 
+def test_attention_with_a_window_is_one_graph_at_any_length():
+    torch._dynamo.reset()
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return PADDED._attend_bucket(*(x.transpose(0, 1)[None] for x in (q, k, v)), 8, None)
+
+    compiled = torch.compile(run, backend="eager", fullgraph=True, dynamic=True)
+    for length in (7, 9, 33):
+        qkv = (draw(length, 4, 6), draw(length, 2, 6), draw(length, 2, 6))
+        torch.testing.assert_close(compiled(*qkv), run(*qkv))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_gradients_are_those_of_plain_code(name):
     run, *inputs = CASES[name]

@@ -9,7 +9,7 @@ from pentad.ops import attention, flash4
 from pentad.ops.attention import PaddedAttend, build_attend, reference_attention
 from pentad.ops.experts import add_rows
 from pentad.ops.gated import clamped_mul
-from pentad.ops.sinks import _written_out, attend_with_sinks
+from pentad.ops.sinks import _written_out, attend_with_sinks, in_parts
 from pentad.ops.tree import Copies, TreeAttend, build_tree_attend, plan_tree
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -48,6 +48,18 @@ def test_gradients_are_those_of_finite_differences():
     given = [x.transpose(0, 1)[None].requires_grad_() for x in qkv]
     run = torch.autograd.gradcheck
     assert run(lambda *xs: attend_with_sinks(*xs, is_causal=True), (*given, sinks.requires_grad_()))
+
+
+def test_scores_in_parts_are_those_at_once(monkeypatch):
+    """Where no backward needs them all; queries with a mask of their own, or one for all."""
+    q, k, v, sinks = (x.detach() for x in tensors(6, kv_heads=4))
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    for mask in (None, torch.randn(6, 6).double(), torch.randn(1, 6).double()):
+        whole = _written_out(q, k, v, sinks[:, None], mask, is_causal=False)
+        monkeypatch.setattr("pentad.ops.sinks.MAX_SCORES", 2 * q.shape[1] * 6)
+        with torch.no_grad():
+            parts = in_parts(q, k, v, sinks[:, None], mask)
+        torch.testing.assert_close(parts, whole)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
