@@ -151,7 +151,7 @@ def crash_loop(trial: ChaosRun) -> None:
     trial.wait_end(1)
     trial.struck_at = None
     says(trial, f"rank {rank} of {trial.workload.world}, ", "SIGKILL")
-    says(trial, f"step {step} failed 3 times in a row, so its data or what it computes")
+    says(trial, f"step {step} failed 3 times in a row, so its data or computation")
     require(len(trial.lines) == step - 1, f"{len(trial.lines)} steps, not {step - 1}")
 
 

@@ -207,7 +207,7 @@ def test_what_was_set_aside_in_the_store_is_put_back_or_given_up(uploaded, tmp_p
     words = ["--restore", "--endpoint-url", store.remote.endpoint_url]
     result = CliRunner().invoke(app, ["verify-checkpoint", uri, *words])
     assert result.exit_code == 1
-    assert f"{store.place(info_folder(2))}: every byte is what was saved" in result.output
+    assert f"{store.place(info_folder(2))}: every byte is as saved" in result.output
     assert f"{store.place(info_folder(1))}: is damaged, and stays set aside" in result.output
     assert committed_steps(store.sizes()) == [2]
     assert committed_steps(store.sizes(), ASIDE) == [1]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from family_toys import FAMILY_CONFIGS
+from family_toys import FAMILY_CONFIGS, LINEAR_FAMILIES
 from sections import engine_settings, sampler_settings
 from tables import table
 
@@ -70,7 +70,7 @@ GLM = DENSE | {
     "routed_scaling_factor": 1.5,
 }
 MODELS = {"dense": DENSE, "mixture": MIXTURE, "shared": SHARED, "odd": ODD, "glm": GLM}
-MODELS |= FAMILY_CONFIGS
+MODELS |= {name: one for name, one in FAMILY_CONFIGS.items() if name not in LINEAR_FAMILIES}
 
 
 def learner_of(config, **settings):
