@@ -8,6 +8,7 @@ from torch import nn
 
 from pentad.models import families
 from pentad.models.families import dims_of
+from pentad.models.hf import config as hf_config
 from pentad.models.hf.config import measure, read_hf_config
 from pentad.models.hf.module import build_hf_map
 from pentad.models.language_model import LanguageModel, _is_decayed
@@ -44,7 +45,8 @@ FAMILIES = [
 @pytest.mark.parametrize(("family", "config"), FAMILIES)
 def test_a_family_decays_what_transformers_decays(family, config, monkeypatch):
     # Whether fsdp can pack rows of it or not, its tensors have names.
-    monkeypatch.setattr("pentad.models.hf.module.check_packable", lambda *_: None)
+    packable = hf_config.PACKABLE | {"linear_attention"}
+    monkeypatch.setattr(hf_config, "PACKABLE", packable)
     source = {"model_type": family, **config}
     dims = dims_of(source)
     model = build_model(dims, device="meta", dtype=torch.float32)
