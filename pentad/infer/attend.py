@@ -141,10 +141,6 @@ class Bucket:
             x.view(self.num, self.num_places, *x.shape[-2:]).transpose(1, 2)
             for x in pages.read(self.blocks, q_THd.dtype)
         )
-        if self.length == 1 and pages.is_latent:  # and of one key head of latents
-            q = q_THd.view(self.num, 1, num_heads, width)
-            out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
-            return out.reshape(self.num, num_heads, -1)
         if self.length == 1:  # the query heads of one key-value head take the place of queries
             q = q_THd.reshape(self.num, num_kv_heads, num_heads // num_kv_heads, width)
             if sinks is None:
@@ -152,7 +148,7 @@ class Bucket:
             else:
                 sinks = sinks.view(num_kv_heads, -1)
                 out = attend_with_sinks(q, keys, values, sinks, seen=mask)
-            return out.reshape(self.num, num_heads, width)
+            return out.reshape(self.num, num_heads, out.shape[-1])
         q = q_THd.view(self.num, self.length, num_heads, width).transpose(1, 2)
         gqa = num_heads != num_kv_heads
         if pages.is_latent:  # shared as they are: repeated, values as wide would be copies
