@@ -15,11 +15,11 @@ setup-tests: $(TESTS)
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found; set PYTHON=... to a Python of 3.11 or later"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --config-settings editable_mode=compat -e '.[all]'
 	touch $(STAMP)
 
 $(TESTS): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --config-settings editable_mode=compat -e '.[test]'
 	touch $(TESTS)
 
 demo: setup
@@ -88,7 +88,7 @@ $(VERIFIERS)/.installed: constraints.txt
 # reasoning-gym fits the environment of the tests; it brings a dozen packages that nothing else uses.
 WITH_REASONING_GYM := tests/contracts/test_environment_packages.py tests/invariants/test_recipes.py
 test-environments: setup-tests $(ENVIRONMENTS)/.installed $(VERIFIERS)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[reasoning-gym]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --config-settings editable_mode=compat -e '.[reasoning-gym]'
 	PENTAD_TEST_ENVIRONMENTS=$(ENVIRONMENTS) PENTAD_TEST_VERIFIERS=$(VERIFIERS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WITH_SERVERS) $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WITH_REASONING_GYM) -k reasoning_gym
 
@@ -112,7 +112,7 @@ test-servers-gpu: setup
 QUEUE := .venv-transfer-queue
 $(QUEUE)/.installed: pyproject.toml
 	test -x $(QUEUE)/bin/python || $(PYTHON) -m venv $(QUEUE)
-	$(QUEUE)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test,transfer-queue]'
+	$(QUEUE)/bin/python -m pip install --quiet --disable-pip-version-check --config-settings editable_mode=compat -e '.[test,transfer-queue]'
 	$(QUEUE)/bin/python -c 'import transfer_queue'
 	touch $@
 
@@ -159,7 +159,7 @@ docs: setup
 # The pages as a site in build/site; a page without a place in mkdocs.yml and a dead link are failures.
 SITE := $(VENV)/.installed-site
 $(SITE): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[site]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --config-settings editable_mode=compat -e '.[site]'
 	touch $@
 
 setup-site: $(SITE)

@@ -322,7 +322,7 @@ async def installs(sampler: EmbeddedSampler) -> float:
     model = sampler.engine.model
     for factors in factors_of(model):
         for factor in factors.parameters():
-            factor.data = 0.01 * torch.randn_like(factor)
+            factor.data.normal_(std=0.01)  # in place: kernels read copies of this memory
     pairs = [(n, t.clone()) for n, t in iter_hf(model, torch.float32, model.adapter_map)]
     times = []
     for version in range(1, 8):

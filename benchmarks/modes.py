@@ -48,6 +48,7 @@ from pentad.cli.demo import recipe  # noqa: E402
 from pentad.core.types import Group, Prompt  # noqa: E402
 from pentad.data.toy import write_model  # noqa: E402
 from pentad.planner.prepare import prepare  # noqa: E402
+from pentad.rollout.drafts import Draft  # noqa: E402
 from pentad.rollout.executor import Hold  # noqa: E402
 from pentad.runtime import local_roles  # noqa: E402
 from pentad.runtime.roles import RoleSpec  # noqa: E402
@@ -60,12 +61,15 @@ SEPARATE = "scheduler.processes=separate"
 CASES = {
     "colocate": ("mode=colocate",),
     "colocate, 2 threads": ("mode=colocate",),
+    "colocate, oversample 1.5": ("mode=colocate", "rollout.oversample=1.5"),
+    "colocate, oversample 2": ("mode=colocate", "rollout.oversample=2"),
     "hybrid K=1, threads": ("mode=hybrid", "max_staleness=1", "scheduler.processes=one"),
     "hybrid K=0": ("mode=hybrid", SEPARATE),
     "hybrid K=1": ("mode=hybrid", "max_staleness=1", SEPARATE),
     "async K=1": ("mode=async", "max_staleness=1", SEPARATE),
     "async K=2": ("mode=async", "max_staleness=2", SEPARATE),
 }
+BASES = ("colocate", "colocate, 2 threads")
 GATES = ("rollout", "train", "publish")
 """What a step waits for or does; the rest is saving and recording."""
 WARM = 2
@@ -243,7 +247,7 @@ class TimedRun(Simulation):
         """By replica: tokens left and the future of each sequence."""
         self.num_tokens = 0
 
-    async def rollout(self, prompt: Prompt, attempt: int, hold: Hold) -> Group:
+    async def rollout(self, prompt: Prompt, attempt: int, hold: Hold, draft: Draft) -> Group:
         own = self.lengths[prompt.gid % len(self.lengths)]
         place = min(range(len(self.running)), key=lambda n: len(self.running[n]))
         version = self.replicas[place].version
@@ -353,7 +357,7 @@ def main() -> None:
                 records = pool.submit(run_case, name, words, given.device).result()
             runs.append(read_case(name, records))
             print(f"{name}: {runs[-1].speed:.0f} tokens/s, {runs[-1].seconds:.0f} s", flush=True)
-    bases = [run.speed for run in runs if run.name.startswith("colocate")] or [runs[0].speed]
+    bases = [run.speed for run in runs if run.name in BASES] or [runs[0].speed]
     least = min(run.seconds for run in runs)
     marks = [least * share for share in (0.25, 0.5, 1.0)]
     when = "reward at " + ", ".join(f"{mark:.0f}" for mark in marks) + " s"

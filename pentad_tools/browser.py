@@ -1,5 +1,5 @@
-"""Chromium without a window, driven by its DevTools protocol over two pipes: for tests of the page
-and the pictures of the docs. Needs no package; `find_browser` says whether there is one."""
+"""Headless Chromium, controlled by the DevTools protocol over two pipes, for tests of the page and
+pictures of the docs. Needs no package; `find_browser` returns its path if installed."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def find_browser() -> str | None:
 
 
 class PageError(Exception):
-    """What the browser or a script on the page refused."""
+    """An error from the browser or from a script on the page."""
 
 
 class Browser:
-    """One page in a browser of its own; a context manager."""
+    """One page in a separate browser process; a context manager."""
 
     def __init__(self, program: str, *, timeout_s: float = 60.0) -> None:
         self.timeout_s = timeout_s
@@ -44,7 +44,7 @@ class Browser:
         command = [program, *OPTIONS, f"--user-data-dir={self._profile.name}", "about:blank"]
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()
-        # The protocol wants its pipes as 3 and 4; a shell puts them there.
+        # The protocol uses file descriptors 3 and 4, which a shell can set.
         moved = ["bash", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "browser", *command]
         self._child = Child.start(
             moved, pass_fds=(theirs_in, theirs_out), stderr=subprocess.DEVNULL
@@ -74,7 +74,7 @@ class Browser:
         self._profile.cleanup()
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """The answer of the protocol's method."""
+        """Calls a protocol method and returns its result."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
         if self._session is not None:
@@ -108,7 +108,7 @@ class Browser:
         self.call("Page.navigate", url=address)
 
     def run(self, script: str) -> Any:
-        """The value of an expression on the page, awaited."""
+        """Evaluates an expression on the page, awaits it and returns its value."""
         found = self.call(
             "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
         )
@@ -118,7 +118,7 @@ class Browser:
         return found["result"].get("value")
 
     def wait_for(self, script: str, timeout_s: float = 60.0) -> None:
-        """Until the expression is true on the page."""
+        """Waits until the expression is true on the page."""
         end = time.monotonic() + timeout_s
         while not self.run(f"Boolean({script})"):
             if time.monotonic() > end:
@@ -127,7 +127,7 @@ class Browser:
             time.sleep(0.05)
 
     def press(self, key: str) -> None:
-        """A key by its name, such as Tab or ArrowLeft."""
+        """Presses a key by its name, such as Tab or ArrowLeft."""
         code = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowRight": 39}[key]
         text = {"text": "\r"} if key == "Enter" else {}
         for kind in ("keyDown", "keyUp"):
@@ -149,7 +149,7 @@ class Browser:
         self.call("Emulation.setEmulatedMedia", features=[feature])
 
     def picture(self, path: Path, *, is_whole: bool = False) -> None:
-        """A PNG of the window, or of the whole page."""
+        """Saves a PNG of the window, or of the whole page."""
         given: dict[str, Any] = {"captureBeyondViewport": True} if is_whole else {}
         if is_whole:
             size = self.call("Page.getLayoutMetrics")["cssContentSize"]
@@ -158,7 +158,7 @@ class Browser:
         path.write_bytes(base64.b64decode(found["data"]))
 
     def faults(self) -> list[str]:
-        """Exceptions and errors that the page reported so far."""
+        """Exceptions and errors reported by the page so far."""
         found = []
         for event in self.events:
             params = event.get("params", {})

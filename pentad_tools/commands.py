@@ -1,6 +1,6 @@
 """Commands of `pentad` that measure, verify and inject faults; `pentad.cli.main` adds them by name.
 
-They import their work when they run, as those of the product do.
+Each command imports its code when it runs, to keep the start-up of the CLI fast.
 """
 
 from __future__ import annotations
@@ -119,13 +119,18 @@ def chaos(
 
 
 def verify_model(
-    model: Annotated[str, Argument(help="A family, a model file, or a HF folder.")],
+    model: Annotated[
+        str | None, Argument(help="A family, a model file, or a HF folder.", show_default=False)
+    ] = None,
+    table: Annotated[
+        bool, Option("--table", help="Try the most used model types; print them as Markdown.")
+    ] = False,
     json: Findings = False,
 ) -> None:
     """Compare a model file with transformers, on the CPU."""
-    from pentad_tools.models.model_commands import run_verify_model
+    from pentad_tools.models.model_commands import run_types_table, run_verify_model
 
-    raise Exit(run_verify_model(model, json))
+    raise Exit(run_types_table(model) if table else run_verify_model(model, json))
 
 
 def new_model(

@@ -42,7 +42,7 @@ row, and none imports `pentad_tools`; `tests/test_house.py` keeps it so. Written
 
 
 def map_page() -> str:
-    """One line per module, package by package in the order of the layers."""
+    """The module map: one line per module, ordered by layers of packages."""
     blocks = [MAP.strip()]
     for number, row in enumerate(ROWS):
         for room in row.split():
@@ -137,7 +137,7 @@ The tables below are generated from `pentad/config/schema.py` by `make docs`.
 
 
 def configuration_page() -> str:
-    """docs/configuration.md."""
+    """The configuration reference, docs/configuration.md."""
     blocks = [CONFIGURATION, "## Top level", _keys_table(RecipeConfig)]
     pages: dict[type[Section], str] = {}
     for name, field in fields().items():
@@ -153,7 +153,7 @@ def configuration_page() -> str:
 
 
 def _keys_table(section: type[Section]) -> str:
-    if not section.model_fields:  # it takes any names
+    if not section.model_fields:  # a free-form mapping
         return f"{section.__doc__} Values are true, false, numbers or texts."
     rows = ["| key | takes | default | meaning |", "|---|---|---|---|"]
     for name, field in section.model_fields.items():
@@ -173,7 +173,7 @@ def _cell(text: str) -> str:
 
 
 def telemetry_page() -> str:
-    """docs/telemetry.md."""
+    """The reference of step records, docs/telemetry.md."""
     lines = [TELEMETRY, *_fields_table("", StepRecord)]
     for block, cls in BLOCKS.items():
         lines += [f"\n## `{block}`\n"]

@@ -1,4 +1,4 @@
-"""The pictures of the docs: each view of `pentad view`, light and dark, from runs on this machine.
+"""Takes the pictures of the docs: each view of `pentad view`, light and dark, from local runs.
 
     pentad demo
     pentad train runs/logs/*/demo-grpo/seed1/config.yaml trial_name=rloo algorithm.name=rloo
@@ -32,7 +32,7 @@ READY = {
 
 
 def start_view(places: list[Path]) -> tuple[Child, str]:
-    """The process that serves the page, and its address."""
+    """Starts the server of the page; returns process and address."""
     program = [sys.executable, "-m", "pentad.cli.main", "view", *map(str, places), "--port", "0"]
     child = Child.start(bound(program), stdout=subprocess.PIPE)
     assert child.stdout is not None, "it was started with a pipe"
@@ -43,7 +43,7 @@ def start_view(places: list[Path]) -> tuple[Child, str]:
 
 
 def views_of(address: str) -> dict[str, str]:
-    """Name of a picture -> the page's address for it."""
+    """Maps the name of each picture to the page's URL for it."""
     with urllib.request.urlopen(f"{address}api/runs") as answer:
         runs = json.load(answer)["runs"]
     complete = {run["id"] for run in runs if run["state"] == "complete"}

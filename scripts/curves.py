@@ -1,19 +1,22 @@
 """Draws the curves of the recipes from their runs: `python scripts/curves.py RUNS`.
 
-RUNS is the folder of `make recipes` (runs). One panel for each recipe that was run: mean reward of
-a step, and held-out accuracy. Colours are readable on a light and on a dark page.
+RUNS is the folder of `make recipes` (runs). One panel for each recipe: mean reward of a step, and
+held-out accuracy. The curves are kept in a file beside the picture, so a recipe that is not in RUNS
+keeps its panel. Colours are readable on a light and on a dark page.
 """
 
 from __future__ import annotations
 
+import json
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
 
 from pentad.telemetry.steps import read_lines
 
 TARGET = Path(__file__).parents[1] / "docs" / "pictures" / "curves-recipes.svg"
+DATA = TARGET.with_suffix(".json")
 NAMES = sorted(path.stem for path in (Path(__file__).parents[1] / "recipes").glob("*.yaml"))
 GREY, FRAME, REWARD, ACCURACY = "#7b8794", "#a9b2bd", "#4a72d4", "#c98a1a"
 FONT = "font-family='Helvetica, Arial, sans-serif'"
@@ -55,7 +58,7 @@ def averaged(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     found = []
     for number, (step, _) in enumerate(points):
         recent = [value for _, value in points[max(0, number - WINDOW + 1) : number + 1]]
-        found.append((step, sum(recent) / len(recent)))
+        found.append((step, round(sum(recent) / len(recent), 3)))
     return found
 
 
@@ -118,14 +121,18 @@ def svg(curves: list[Curve]) -> str:
 
 
 def main(runs: str = "runs") -> None:
+    kept = json.loads(DATA.read_text()) if DATA.exists() else {}
     found = {name: read_curve(name, Path(runs)) for name in NAMES}
-    curves = [curve for curve in found.values() if curve is not None]
-    if not curves:
+    run = {name: asdict(curve) for name, curve in found.items() if curve is not None}
+    if not run:
         raise SystemExit(f"{runs} has no run of a recipe; make recipes")
-    TARGET.write_text(svg(curves))
-    missing = [name for name, curve in found.items() if curve is None]
+    curves = {name: {**kept, **run}[name] for name in NAMES if name in kept or name in run}
+    lines = [f"{json.dumps(name)}: {json.dumps(curve)}" for name, curve in curves.items()]
+    DATA.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    TARGET.write_text(svg([Curve(**curve) for curve in curves.values()]))
+    missing = [name for name in NAMES if name not in curves]
     print(
-        f"{TARGET}: {len(curves)} recipes"
+        f"{TARGET}: {', '.join(run)} drawn from {runs}, {len(curves)} recipes in all"
         + (f"; no run of {', '.join(missing)}" if missing else "")
     )
 

@@ -1,4 +1,4 @@
-"""How large the code is: `python scripts/size.py [FOLDER ...]` counts lines by room and by kind.
+"""How large the code is: `python scripts/size.py [FOLDER ...]` counts lines by package and by kind.
 
 `--table` prints the table of docs/architecture.md: lines and files, what a script can count of the
 design, and how many functions of the package two steps of SFT and of GRPO execute. `--limits`
@@ -122,7 +122,7 @@ def print_table() -> None:
     for (name, *before), now in zip(BEFORE, rows, strict=True):
         cells = (" / ".join(f"{number:,}" for number in numbers) for numbers in (before, now))
         print(f"| {name} | {' | '.join(cells)} |")
-    print("\n| room | files | lines |\n|---|---|---|")
+    print("\n| package | files | lines |\n|---|---|---|")
     for name, room in sorted(rooms.items(), key=lambda item: -item[1]["lines"]):
         if name:
             print(f"| `{name}` | {room['files']} | {room['lines']:,} |")

@@ -58,6 +58,7 @@ STRETCHED = {
 OWN: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**LATENT, "first_k_dense_replace": 1, "rope_parameters": STRETCHED},
     "ernie4_5": {"use_bias": True},
+    "exaone4": {"sliding_window": 7, "layer_types": LAYER_TYPES},
     "gemma3_text": {
         "sliding_window": 7,
         "layer_types": LAYER_TYPES,
@@ -79,6 +80,31 @@ OWN: dict[str, dict[str, Any]] = {
         "rope_interleave": False,
         "mlp_layer_types": ["sparse", "dense", "sparse"],
     },
+    "granite": {
+        "embedding_multiplier": 2.5,
+        "attention_multiplier": 0.6,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 0.8,
+    },
+    "hunyuan_v1_dense": {
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "rope_theta": 1e3,
+            "factor": 1.0,
+            "alpha": 9.0,
+        },
+    },
+    "ministral": {"sliding_window": 7, "layer_types": LAYER_TYPES},
+    "ministral3": {
+        "sliding_window": 9,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 5,
+            "llama_4_scaling_beta": 0.3,
+        },
+    },
     "olmo2": {},
     "olmo3": {
         "sliding_window": 7,
@@ -92,6 +118,7 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": LINEAR | EXPERTS,
     "qwen3_5_text": LINEAR | {"linear_conv_kernel_dim": 3},
     "qwen3_next": LINEAR | EXPERTS | {"mlp_only_layers": [1]},
+    "seed_oss": {"attention_bias": False, "attention_out_bias": True},
     "smollm3": {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": True},
 }
 LINEAR_FAMILIES = [name for name, own in OWN.items() if "linear_num_key_heads" in own]

@@ -457,3 +457,9 @@ def test_no_folder_of_tests_is_passed_over(pytestconfig: pytest.Config):
     for path in Path(__file__).parent.rglob("test_*.py"):
         parts = path.relative_to(Path(__file__).parent).parts[:-1]
         assert not [p for p in parts if any(fnmatch(p, glob) for glob in passed_over)], path
+
+
+def test_test_files_have_names_of_their_own():
+    """pytest imports them by name: of two with one name the second is not collected."""
+    found = Counter(path.name for path in Path(__file__).parent.rglob("test_*.py"))
+    assert len(found) > 100 and [name for name, times in found.items() if times > 1] == []

@@ -1,8 +1,8 @@
-"""Functions and classes of a Python session, as names that a recipe can hold.
+"""Names functions and classes of a Python session so that a recipe can hold them.
 
-One that stands in a file is named by it. One of a notebook, or of the script that runs, is written
-to a file of its own together with the functions, imports and plain values that it uses, so that the
-processes that score can import it. What cannot be written so is refused, by name.
+A function in a file is named by the file. One of a notebook, or of the running script, is written
+to a separate file together with the functions, imports and plain values that it uses, so that the
+reward processes can import it. What cannot be written is rejected, by name.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def spec_of(given: Callable[..., Any], folder: Path, what: str) -> str:
 
 
 class Shipped:
-    """The source of a function or class of this session with what it uses."""
+    """The source of a function or class of this session with its dependencies."""
 
     def __init__(self, given: Any, what: str) -> None:
         self.given = given
@@ -90,14 +90,14 @@ class Shipped:
 
 
 def names_in(source: str) -> Iterator[str]:
-    """Names that the source reads, in their order."""
+    """Names that the source reads, in order of appearance."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             yield node.id
 
 
 def is_plain(value: object) -> bool:
-    """Whether its text means the same elsewhere."""
+    """Whether the value's text has the same meaning in another process."""
     try:
         return bool(ast.literal_eval(repr(value)) == value)
     except (ValueError, SyntaxError, MemoryError, RecursionError):

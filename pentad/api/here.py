@@ -15,11 +15,11 @@ from pentad.rollout.agents import give_reward
 from pentad.rollout.workflows import Context, Generator, SingleTurn
 
 REWARDS: dict[str, Callable[..., Any]] = {}
-"""By name, of this session."""
+"""Rewards of this session, by name."""
 
 
 class ScoredHere(SingleTurn):
-    """One answer a sample, scored by `reward` in a thread."""
+    """One answer per sample, scored by `reward` in a thread."""
 
     def __init__(self, reward: Callable[..., Any]) -> None:
         self.reward = reward
@@ -39,7 +39,7 @@ class ScoredHere(SingleTurn):
 
 
 def __getattr__(name: str) -> Callable[[], ScoredHere]:
-    """`pentad.api.here:NAME` in `rollout.workflow`."""
+    """Resolves `pentad.api.here:NAME` in `rollout.workflow`."""
     if name.startswith("__"):
         raise AttributeError(name)
 

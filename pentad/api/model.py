@@ -1,4 +1,4 @@
-"""A model to sample from and to judge, in this process."""
+"""A model to sample from and to score, in this process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pentad.trainer.sampling.evaluate import check_eval, run_eval
 
 T = TypeVar("T")
 TextOrChat = str | Sequence[Mapping[str, Any]]
-"""Text as it is, or chat messages."""
+"""Plain text, or chat messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class SampledText:
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish: str
-    """stop, or length where it was cut."""
+    """stop, or length if it was truncated."""
 
 
 def load(
@@ -44,7 +44,7 @@ def load(
     dtype: str = "auto",
     template_args: Mapping[str, Any] | None = None,
 ) -> LoadedModel:
-    """The model in a folder, or by a name of the hub."""
+    """The model in a folder, or by its name on the Hub."""
     folder = local_model(str(path), f"model = {path}")
     tokenizer = load_tokenizer(folder, key="model", template_args=template_args or {})
     problems = vocabulary_problems(folder, dims_of(folder), tokenizer, key="model")
@@ -55,7 +55,7 @@ def load(
 
 
 class LoadedModel:
-    """Its weights are loaded at the first use."""
+    """A model of a folder; its weights are loaded at the first use."""
 
     def __init__(
         self, folder: str, tokenizer: Tokenizer, device: str, dtype: str, args: dict[str, Any]
@@ -89,7 +89,7 @@ class LoadedModel:
         seed: int = 1,
     ) -> list[list[SampledText]]:
         """n answers to each prompt; one text is one prompt. The same seed gives the same answers,
-        whatever else is asked."""
+        whatever else is sampled."""
         given: Sequence[TextOrChat] = [prompts] if isinstance(prompts, str) else prompts
         params = SamplingParams(
             max_new_tokens=max_new_tokens,
@@ -128,7 +128,7 @@ class LoadedModel:
     def score(
         self, rows: RowsOrPath, reward: Reward, *, overrides: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Judges answers to rows, as `pentad eval`: accuracy with its interval, mean reward and
+        """Scores answers to rows, as `pentad eval`: accuracy with its interval, mean reward and
         length. `overrides` are keys by dotted name, such as evaluator.n_samples."""
         keys = {"actor.path": str(self.folder), "template_args": self.template_args}
         given = _Given({**keys, "actor.dtype": self.dtype}, overrides)

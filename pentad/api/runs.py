@@ -1,8 +1,7 @@
-"""Runs from Python: the commands that train as functions, with rows, rewards and environments of
-the session.
+"""Training commands as Python functions, with rows, rewards and environments of the session.
 
-What is given as an object becomes a file beside the run's records, named in its config: the run is
-checked, recorded and resumed as if a recipe had named these files.
+Objects become files beside the run's records, named in its config: the run is checked, recorded and
+resumed as if a recipe had named these files.
 """
 
 from __future__ import annotations
@@ -46,10 +45,11 @@ def train(
     fresh: bool = False,
     device: str = "auto",
 ) -> RunSummary:
-    """Reinforcement learning, as `pentad train`; returns where records and model are.
+    """Reinforcement learning, as `pentad train`; returns the folders of records and model.
 
     `recipe` is a YAML file or the same keys as a dict, `overrides` further ones by dotted key.
-    `on_step` is given the record of each step. With `in_process` the reward runs in this process.
+    `on_step` is called with the record of each step. With `in_process` the reward runs in this
+    process.
     """
     given = _Given(recipe, overrides)
     given.set_rows("train_dataset", dataset)
@@ -89,7 +89,7 @@ reward_model = OnExamples("reward-model", "Training of a reward model on prefere
 
 
 class _Given:
-    """A recipe and what a call adds to it, as overrides."""
+    """A recipe and the overrides that a call adds."""
 
     def __init__(self, recipe: RecipeOrPath, overrides: Mapping[str, Any] | None) -> None:
         if not isinstance(recipe, str | Path | Mapping):
@@ -110,13 +110,13 @@ class _Given:
             yield path
 
     def read(self) -> Config:
-        """As far as it can be read; `prepare` reports what cannot."""
+        """The recipe as far as it can be read; `prepare` reports problems."""
         with self.file() as path:
             return read_config(path, self.overrides).config
 
     @property
     def folder(self) -> Path:
-        """For what is written down of this run."""
+        """The folder for files of this run's objects."""
         config = self.read()
         return Path(config.fileroot) / "given" / config.experiment_name / config.trial_name
 
@@ -197,8 +197,8 @@ def _run(
 
 @contextmanager
 def apart_from_loop() -> Iterator[None]:
-    """Lets a run have event loops and signals of its own in a cell of a notebook, whose loop waits
-    for the cell: an interrupted cell stops the run as ctrl-C does."""
+    """Lets a run have its own event loops and signal handlers in a notebook cell, whose event loop
+    waits for the cell: an interrupted cell stops the run as ctrl-C does."""
     outer = asyncio._get_running_loop()
     if outer is None:
         yield

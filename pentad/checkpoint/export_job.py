@@ -1,7 +1,8 @@
-"""Jobs of an export: every rank writes its blocks into the files of one folder, then it is renamed.
+"""Jobs of an export: every rank writes its blocks into the files of one folder, which is then
+renamed.
 
 The files are laid out beforehand (`weights.hf.FolderPlan`), so ranks write without waiting for each
-other. Neither torch nor numpy: the jobs run in this process or in a `Writer`'s.
+other. Needs neither torch nor numpy: the jobs run in this process or in a `Writer`'s.
 """
 
 from __future__ import annotations
@@ -29,28 +30,29 @@ from pentad.weights.runs import Runs
 
 COMPARED_BYTES = 1 << 18
 FLUSH_BYTES = 128 << 20
-"""How much is written before the disk is asked to catch up."""
+"""Number of bytes after which the file is flushed to disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSpec:
-    """Bytes that one rank writes into a file that several may write into."""
+    """Bytes that one rank writes into a file that several ranks may write."""
 
     path: str
     """Relative to the job's folder."""
     runs: Runs
     content: FileSegment
-    """Lazy bytes are asked for twice, to be written and to be compared, by several threads."""
+    """Lazy bytes are read twice, to be written and to be compared, by several threads."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportJob:
-    """The blocks of one rank in the files of a folder, durable, each read back and compared. What
-    it leaves when it fails is for a `PlaceJob` to remove: others may be writing there."""
+    """Writes the blocks of one rank into the files of a folder, durably; each is read back and
+    compared. After a failure a `PlaceJob` removes the files, because other ranks may still be
+    writing."""
 
     is_export: ClassVar[bool] = True
     aside: Path
-    """Where all ranks write the folder before it takes its place."""
+    """The folder that all ranks write before it is renamed."""
     blocks: tuple[BlockSpec, ...]
 
     @property
@@ -72,9 +74,9 @@ class ExportJob:
 
 
 def _write_blocks(path: Path, blocks: list[BlockSpec], disk: Disk) -> None:
-    """All are written before one is read: a file that other machines write into too is opened for
-    one of the two at a time, so that no page of it is written back with their part as it was read.
-    The disk works meanwhile."""
+    """Writes all blocks before reading any: a file that other machines write too is opened for one
+    of the two at a time, so that stale pages are not written over their parts. The disk writes
+    meanwhile."""
     with ThreadPoolExecutor(NUM_THREADS) as pool, ThreadPoolExecutor(1) as flusher:
         fd, flushes, waiting = disk.open_shared(path), [], 0
         try:
@@ -102,7 +104,7 @@ def _write_blocks(path: Path, blocks: list[BlockSpec], disk: Disk) -> None:
 
 
 def _is_written(path: Path, block: BlockSpec) -> bool:
-    """Whether the file holds its bytes; in pieces that stay in the processor's cache."""
+    """Whether the file holds its bytes; compared in pieces that stay in the processor's cache."""
     view = view_of(block.content)
     with path.open("rb", buffering=0) as file:
         number = file.fileno()
@@ -116,8 +118,8 @@ def _is_written(path: Path, block: BlockSpec) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PlaceJob:
-    """Renames a folder that all ranks have written into the place of `target`. If that or a rank
-    failed, what was written is removed and the old folder stays."""
+    """Renames a folder that all ranks have written to `target`. If that or a rank failed, the
+    written folder is removed and the old one stays."""
 
     is_export: ClassVar[bool] = True
     aside: Path
@@ -125,9 +127,9 @@ class PlaceJob:
     sizes: Mapping[str, int]
     """Bytes of each file."""
     failure: OSError | RunError | None = None
-    """What a rank failed with."""
+    """The error of a rank."""
     visible_s: float = 10.0
-    """How long files of other machines may take to appear in a shared folder."""
+    """Time limit for files of other machines to appear in a shared folder."""
 
     @property
     def where(self) -> Path:

@@ -1,29 +1,29 @@
-"""HF exports: every rank writes the blocks it holds into safetensors files laid out beforehand.
+"""HF exports: every rank writes its blocks into safetensors files laid out beforehand.
 
-No rank gathers a tensor. All write into one folder beside the target, which rank 0 renames into
-place when all are done. Beside training a rank stages its own blocks in host memory, and its writer
-process writes them.
+No rank gathers a tensor. All write into one folder beside the target, which rank 0 renames when all
+are done. If asynchronous, a rank stages its blocks in host memory, and its writer process writes
+them.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from pentad.checkpoint.export_job import BlockSpec, ExportJob, PlaceJob
-from pentad.checkpoint.job import FileSegment, Span, run_job
+from pentad.checkpoint.job import FileSegment, FileSpan, Span, run_job
 from pentad.checkpoint.rank_saver import Outcomes, RankSaver
 from pentad.checkpoint.writer import Pending, Writer, failure_in
 from pentad.core.errors import RunError, UserError
 from pentad.core.group_values import gather_values
 from pentad.runtime.rank import pulse
 from pentad.weights.blocks import WeightBlock, plan_blocks, staged_bytes
-from pentad.weights.hf import FolderPlan
+from pentad.weights.hf import Carried, FolderPlan
 from pentad.weights.map import WeightMap
 from pentad.weights.peft import Adapter, write_adapter
 from pentad.weights.runs import Runs, runs_of
@@ -34,12 +34,16 @@ class Exportable(Protocol):
     """A learner whose weights are exported; `engine.engine.Engine`."""
 
     def weights_to_save(self) -> dict[str, Shard]:
-        """This rank's memory of weights that are those of a step."""
+        """This rank's memory of the weights, which must be those of a completed step."""
         ...
 
     def published(self) -> tuple[WeightMap, dict[str, TensorInfo]]: ...
 
     def plan_export(self) -> FolderPlan: ...
+
+    def carried(self) -> dict[str, Carried]:
+        """Tensors that an export copies from the source folder besides the weights."""
+        ...
 
 
 class AdapterLearner(Protocol):
@@ -51,25 +55,26 @@ class AdapterLearner(Protocol):
 
 
 GiveBlock = Callable[[WeightBlock], FileSegment]
-"""Where the bytes of a block are."""
+"""Returns the bytes of a block."""
 
 
 class Exporter(RankSaver):
-    """One per role and rank; all ranks make the same calls. At most one export is in flight."""
+    """Exports of one role on one rank; all ranks make the same calls. At most one export is in
+    progress."""
 
     def __init__(self, writer: Writer | None = None) -> None:
         super().__init__(writer)
         self.blocks: list[WeightBlock] | None = None
         self.number = 0
-        """Names the folder beside the target: the same on all ranks and never the same twice."""
+        """Names the folder beside the target: the same on all ranks and never reused."""
         self.is_async = False
         self.is_abandoned = False
         self.place = PlaceJob(Path(), Path(), {})
-        """What follows when all ranks have written."""
+        """The job that renames the folder when all ranks have written."""
 
     def export(self, learner: Exportable, folder: str | Path, *, is_async: bool) -> None:
-        """Returns when the weights may change. Not asynchronous, the folder is whole then, or it
-        fails on all ranks; asynchronous, `outcomes` says what became of it."""
+        """Starts an export; when it returns the weights may change. If synchronous, the folder is
+        complete then, or it fails on all ranks; if asynchronous, `outcomes` has the result."""
         self.finish()
         shards = learner.weights_to_save()
         weight_map, infos = learner.published()
@@ -85,10 +90,13 @@ class Exporter(RankSaver):
 
         def make_job() -> ExportJob:
             is_first = self.rank == 0
-            plan = learner.plan_export() if is_first else FolderPlan.around(infos)
+            others = learner.carried()
+            every = {**infos, **{name: one.info for name, one in others.items()}}
+            plan = learner.plan_export() if is_first else FolderPlan.around(every)
             self.place = PlaceJob(aside, target, plan.sizes())
             give = self._stage(shards) if is_async else self._lazily(shards)
             own = [BlockSpec(path, Runs(0, len(data)), data) for path, data in plan.small_parts()]
+            own += _copies(plan, others)
             return ExportJob(aside, tuple([*(own if is_first else ()), *self._specs(plan, give)]))
 
         self.begin(make_job, is_async=is_async)
@@ -96,11 +104,11 @@ class Exporter(RankSaver):
             raise failure
 
     def abandon(self) -> None:
-        """The process is about to end: an export under way does not replace its target any more."""
+        """Called before the process ends: an export in progress no longer replaces its target."""
         self.is_abandoned = True
 
     def conclude(self, outcomes: Outcomes) -> Outcomes:
-        """Puts the folder in its place, or removes it: the one outcome of all ranks."""
+        """Renames the folder, or removes it: one result for all ranks."""
         done = Pending()
         if self.rank == 0:
             failures = [failure for one in outcomes if (failure := failure_in(one)) is not None]
@@ -147,7 +155,7 @@ class Exporter(RankSaver):
         return lambda block: Span(memory, block.offset, block.size_bytes)
 
     def _lazily(self, shards: Mapping[str, Shard]) -> GiveBlock:
-        """Each block when it is written: as it lies in a shard, or in memory of the thread."""
+        """Each block when it is written: as a view of a shard, or copied by the thread."""
         assert self.blocks is not None
         device, own = _gpu_of(shards), threading.local()
         size = max((block.size_bytes for block in self.blocks), default=0)
@@ -173,7 +181,7 @@ class AdapterExporter(RankSaver):
     rank; all ranks make the same calls."""
 
     def export(self, learner: AdapterLearner, folder: str | Path, *, is_async: bool) -> None:
-        """The folder is whole when this returns, or it fails on all ranks."""
+        """Writes an export; the folder is complete when this returns, or it fails on all ranks."""
         error: str | None = None
         adapter, base_names = learner.adapter()
         if self.rank == 0:
@@ -187,15 +195,23 @@ class AdapterExporter(RankSaver):
             raise RunError(error)
 
     def outcomes(self) -> Outcomes:
-        """An export that returned is whole."""
+        """Outcomes of earlier exports: none are pending, as an export is complete on return."""
         return [{"files": {}, "error": None, "system": None}]
 
     def abandon(self) -> None:
-        """None is under way between two calls."""
+        """No cleanup needed between calls."""
+
+
+def _copies(plan: FolderPlan, others: Mapping[str, Carried]) -> Iterator[BlockSpec]:
+    where = plan.places()
+    for name, one in others.items():
+        file, start, info = where[name]
+        span = FileSpan(one.file, one.start, info.size_bytes)
+        yield BlockSpec(file, Runs(start, info.size_bytes), span)
 
 
 def export_model(learner: Exportable, folder: str | Path) -> None:
-    """One export, whole on return; all ranks call it."""
+    """Makes one export, complete on return; all ranks call it."""
     Exporter().export(learner, folder, is_async=False)
 
 

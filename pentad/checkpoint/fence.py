@@ -1,4 +1,5 @@
-"""The lock that keeps a checkpoint while it is read; the fence against earlier generations."""
+"""The lock on a checkpoint that is being read, and the fence against writers of earlier
+generations."""
 
 from __future__ import annotations
 
@@ -12,19 +13,21 @@ from pentad.core.files import REAL_DISK, Disk, write_atomic
 
 
 def holding(commit: Path) -> AbstractContextManager[None]:
-    """Keeps a checkpoint while it is read, by its COMMIT file; all readers share it."""
+    """Locks a checkpoint while it is read, by its COMMIT file; readers share the lock."""
     return lock.holding(commit, fcntl.LOCK_SH)
 
 
 FENCE = ".generation"
-"""In the folder of a trial: a number that each life of the learners raises before it restores.
-Every save and commit carries the number of its own, and looks again before it counts."""
+"""Name of a file in the folder of a trial: a number that each generation of the learners increases
+before it restores. Every save and commit carries the number of its generation, and compares it
+before it counts."""
 FIRST = 1
-"""Number of the first life, which finds no folder and writes no file before its first save."""
+"""Number of the first generation, which finds no folder and writes no file before its first
+save."""
 
 
 def read_fence(root: Path) -> int:
-    """0 before the first."""
+    """The number; 0 before the first generation."""
     try:
         text = (root / FENCE).read_text()
     except FileNotFoundError:
@@ -43,12 +46,12 @@ def raise_fence(root: Path, disk: Disk = REAL_DISK) -> int:
 
 
 def is_late(root: Path, generation: int | None) -> bool:
-    """Whether a later generation has begun: what lies in the folders is no longer this one's."""
+    """Whether a later generation has begun, to which the folders belong then."""
     return generation is not None and read_fence(root) > generation
 
 
 def refuse_late(root: Path, generation: int | None) -> None:
-    """RunError for a writer of an earlier generation; None: one that has no number."""
+    """Raises RunError for a writer of an earlier generation; None is not checked."""
     if is_late(root, generation):
         raise RunError(
             f"{root}: written by generation {generation} of the learners, and "

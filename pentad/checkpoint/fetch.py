@@ -1,4 +1,4 @@
-"""Checkpoints in a store: which are whole, verified or fetched without trusting a byte of them."""
+"""Checkpoints in a store: found, verified and fetched; every byte is verified."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TRIES = 3
 """Attempts for a range whose digest does not match: the bytes may have changed in transit."""
 
 ASIDE = f"{COMMIT}.{DAMAGED}"
-"""What COMMIT becomes in the store where a checkpoint is set aside."""
+"""Suffix of COMMIT in the store if a checkpoint is set aside."""
 
 log = logging.getLogger(__name__)
 Notify = Callable[[str], None]
@@ -48,18 +48,18 @@ Write = Callable[[memoryview, int], None]
 
 
 class Vanished(Damaged):
-    """A checkpoint that was removed from the store while it was read."""
+    """A checkpoint was removed from the store while it was read."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteCheckpoint:
-    """A committed one: COMMIT and manifest fit each other; its objects are not yet verified."""
+    """A committed checkpoint: COMMIT matches the manifest; its objects are not verified yet."""
 
     store: Store
     step: int
     manifest: Manifest
     data: bytes
-    """The manifest as it is there."""
+    """The bytes of the manifest."""
 
     @property
     def place(self) -> str:
@@ -73,13 +73,13 @@ def step_of_key(key: str) -> int | None:
 
 
 def committed_steps(keys: Iterable[str], mark: str = COMMIT) -> list[int]:
-    """Steps with a COMMIT, or this mark in its place, among the keys, newest first."""
+    """Steps with a COMMIT, or with this name in its place, among the keys, newest first."""
     found = {step_of_key(key) for key in keys if key.endswith(f"/{mark}")}
     return sorted((step for step in found if step is not None), reverse=True)
 
 
 def read_remote(store: Store, step: int) -> RemoteCheckpoint | None:
-    """The committed checkpoint of a step; None without COMMIT, Damaged where it does not fit."""
+    """The committed checkpoint of a step; None without COMMIT, Damaged if it does not match."""
     folder = info_folder(step)
     try:
         marker = store.read(f"{folder}/{COMMIT}", MAX_COMMIT_BYTES)
@@ -97,7 +97,7 @@ def read_remote(store: Store, step: int) -> RemoteCheckpoint | None:
 
 
 def read_aside(store: Store, step: int) -> RemoteCheckpoint:
-    """One that was set aside; raises Damaged where its manifest is none."""
+    """A checkpoint that was set aside; Damaged if its manifest is invalid."""
     place, data = store.place(path := f"{info_folder(step)}/{MANIFEST}"), store.read(path)
     if data is None:
         raise Damaged(f"{place}: is missing")
@@ -105,7 +105,7 @@ def read_aside(store: Store, step: int) -> RemoteCheckpoint:
 
 
 def put_back(found: RemoteCheckpoint) -> str:
-    """Commits one that was set aside, and found whole, again; returns where it is."""
+    """Commits an intact checkpoint again that was set aside; returns its address."""
     commit = f"{info_folder(found.step)}/{COMMIT}"
     if not found.store.put_once(commit, commit_marker(found.data)):
         raise RunError(f"{found.store.place(commit)}: is there already")
@@ -114,7 +114,7 @@ def put_back(found: RemoteCheckpoint) -> str:
 
 
 def remote_damage(found: RemoteCheckpoint) -> list[str]:
-    """Reads every byte; a sentence for each object that is not what was uploaded."""
+    """Reads every byte; returns a message for each object that is not as uploaded."""
 
     def sentence(path: str) -> str:
         try:
@@ -130,7 +130,7 @@ def remote_damage(found: RemoteCheckpoint) -> list[str]:
 
 
 def fetch(found: RemoteCheckpoint, root: Path, disk: Disk = REAL_DISK) -> Checkpoint:
-    """Makes a local checkpoint of it, verified, COMMIT last; raises Damaged and leaves nothing."""
+    """Makes a verified local copy, COMMIT last; raises Damaged and leaves nothing."""
     local = Checkpoint(root, found.step, found.manifest)
     for folder in local.folders():
         remove_tree(disk, folder)  # of a fetch or save that was not finished
@@ -152,14 +152,15 @@ def fetch(found: RemoteCheckpoint, root: Path, disk: Disk = REAL_DISK) -> Checkp
 
 
 def set_aside(store: Store, step: int, name: str, why: str, mark: str = COMMIT) -> None:
-    """COMMIT, or this mark in its place, becomes COMMIT.NAME, with the reason; the objects stay."""
+    """Replaces COMMIT, or this name in its place, by COMMIT.NAME with the reason; the objects
+    stay."""
     folder = info_folder(step)
     store.put(f"{folder}/{COMMIT}.{name}", f"{why}\n".encode())
     store.delete([f"{folder}/{mark}"])
 
 
 def give_up(store: Store) -> None:
-    """Whatever is committed there belongs to a run that is started anew."""
+    """Sets all committed checkpoints of a run aside that is started anew."""
     keys = store.sizes(f"{INFO}/")
     for mark in (COMMIT, ASIDE):
         for step in committed_steps(keys, mark):
@@ -175,8 +176,8 @@ def fetch_newest(
     report: Notify = log.warning,
     steps: Sequence[int] | None = None,
 ) -> Checkpoint | None:
-    """The newest whole one after a step, of those that are committed, or of `steps`; damaged ones
-    are named, set aside, and passed over."""
+    """Fetches the newest intact checkpoint after a step, among the committed ones or `steps`;
+    damaged ones are reported, set aside and skipped."""
     for step in committed_steps(store.sizes(f"{INFO}/")) if steps is None else steps:
         if step <= newer_than:
             return None
@@ -255,14 +256,14 @@ def _check_size(found: RemoteCheckpoint, path: str) -> None:
 
 
 def _lost(found: RemoteCheckpoint, why: str) -> Damaged:
-    """Whether an object is missing, or all of the checkpoint is gone."""
+    """Whether an object is missing, or the whole checkpoint."""
     if found.store.head(f"{info_folder(found.step)}/{COMMIT}") is None:
         return Vanished(f"{found.place} was removed while it was read")
     return Damaged(why)
 
 
 def _read_span(found: RemoteCheckpoint, path: str, span: list[PieceEntry], write: Write) -> None:
-    """Reads neighbouring pieces and hands their bytes on; raises Damaged for the first bad one."""
+    """Reads neighbouring pieces and passes their bytes on; Damaged for the first bad one."""
     first = span[0].offset
     length = span[-1].offset + span[-1].length - first
     for attempt in range(1, TRIES + 1):
@@ -277,7 +278,7 @@ def _read_span(found: RemoteCheckpoint, path: str, span: list[PieceEntry], write
 
 
 def _bad_piece(chunks: Iterator[bytes], span: list[PieceEntry], write: Write) -> PieceEntry | None:
-    """The first piece whose digest does not fit."""
+    """The first piece with a wrong digest."""
     rest, bad = memoryview(b""), None
     for piece in span:
         digest, done = hashlib.sha256(), 0

@@ -1,7 +1,7 @@
-"""What is on disk: the manifests of committed checkpoints, their verification and their removal.
+"""Checkpoints on disk: manifests of committed checkpoints, their verification and their removal.
 
-Only wrong bytes are damage. An error of the storage says nothing about them, nor does a manifest of
-a later version: both end what was asked for, and nothing is changed.
+Only wrong bytes are damage. A storage error or a manifest of a later version says nothing about
+them: both end the operation, and nothing is changed.
 
 The trial's root holds `ROLE/recover_checkpoint/globalstepG/` (state) and
 `recover_info/globalstepG/` (everything else, `manifest.json` and `COMMIT`). A checkpoint exists
@@ -35,31 +35,31 @@ NUM_READERS = 8
 MAX_MANIFEST_BYTES = 1 << 30
 MAX_COMMIT_BYTES = 4096
 MAX_FILE_BYTES = 1 << 60
-"""What the manifest may say; more would not fit a file's offsets."""
+"""Largest valid size in a manifest; more would not fit a file's offsets."""
 
 log = logging.getLogger(__name__)
 
 
 class Damaged(RunError):
-    """Bytes of a committed checkpoint are not those that were written; names file and piece."""
+    """Bytes of a committed checkpoint differ from the written ones; names file and piece."""
 
 
 class Missing(Damaged):
-    """A file that is not there."""
+    """A file is missing."""
 
 
 class LaterFormat(ValueError):
-    """A manifest of a later version, which this one cannot judge."""
+    """A manifest of a later version, which this version cannot read."""
 
 
 class Unreadable(RunError):
-    """Nothing is known of the bytes of a checkpoint, so it is left as it is."""
+    """The bytes of a checkpoint cannot be read, so it is left unchanged."""
 
 
 @contextmanager
 def from_storage(place: Path) -> Iterator[None]:
-    """Within, a file or folder of a checkpoint is read: what is not there, or is no file, is
-    damage; any other error of the operating system is none."""
+    """While active, files of a checkpoint are read: a missing file, or a path that is no file, is
+    damage; any other error of the operating system is not."""
     try:
         yield
     except OSError as error:
@@ -80,18 +80,18 @@ def info_folder(step: int) -> str:
 
 
 def folder_of(role: str) -> str:
-    """Where the exports and states of a role lie: those of the actor in `default`."""
+    """The folder of a role's exports and states; `default` for the actor."""
     return "default" if role == "actor" else role
 
 
 def state_folder(role: str, step: int) -> str:
-    """By a role, or by the name of its folder."""
+    """The folder of a state, by role or by folder name."""
     return f"{folder_of(role)}/{STATE}/globalstep{step}"
 
 
 @dataclass(frozen=True, slots=True)
 class PieceEntry:
-    """One run of bytes with a digest of its own, such as one tensor's."""
+    """A range of bytes with a separate digest, such as one tensor's."""
 
     name: str
     offset: int
@@ -103,11 +103,11 @@ class PieceEntry:
 class FileEntry:
     size: int
     pieces: tuple[PieceEntry, ...]
-    """In the order of the file, without gaps."""
+    """In file order, without gaps."""
 
     @property
     def sha256(self) -> str:
-        """Over the digests of the pieces."""
+        """Digest over the digests of the pieces."""
         digests = b"".join(bytes.fromhex(piece.sha256) for piece in self.pieces)
         return hashlib.sha256(digests).hexdigest()
 
@@ -117,7 +117,7 @@ class FileEntry:
 
     @classmethod
     def from_json(cls, value: Any) -> FileEntry:
-        """ValueError for anything that `to_json` would not give."""
+        """Parses an entry; raises ValueError for anything that `to_json` would not write."""
         pieces = []
         end = 0
         for name, offset, length, digest in value["pieces"]:
@@ -139,10 +139,10 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What one checkpoint consists of."""
+    """The content of one checkpoint."""
 
     step: int
-    """Counted from 0: the last finished one."""
+    """The last finished step, counted from 0."""
     files: Mapping[str, FileEntry]
     """By path relative to the trial's root."""
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -159,7 +159,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
-        """ValueError with the reason for anything that `to_bytes` would not give."""
+        """Parses a manifest; raises ValueError for anything that `to_bytes` would not write."""
         try:
             body = json.loads(data)
             digest = body.pop("digest")
@@ -183,7 +183,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A committed one: COMMIT and manifest fit each other; its files are not yet verified."""
+    """A committed checkpoint: COMMIT matches the manifest; its files are not verified yet."""
 
     root: Path
     step: int
@@ -197,19 +197,19 @@ class Checkpoint:
         return info_folder(self.step)
 
     def place(self, path: str) -> Path:
-        """Where a file of the manifest is."""
+        """The path of a file of the manifest."""
         folder, _, name = path.rpartition("/")
         return self.root / f"{folder}{self.suffix}" / name
 
     def folders(self) -> list[Path]:
-        """Every folder that holds files of it; that with COMMIT last."""
+        """Every folder that holds files of the checkpoint; the one with COMMIT last."""
         parents = {str(Path(path).parent) for path in self.manifest.files} - {self.info}
         return [self.root / f"{path}{self.suffix}" for path in [*sorted(parents), self.info]]
 
 
 def read_checkpoint(root: Path, step: int, suffix: str = "") -> Checkpoint | None:
     """The committed checkpoint of a step, or with a suffix one that was set aside; None without
-    COMMIT, Damaged where it does not fit, Unreadable where that is not known."""
+    COMMIT, Damaged if it does not match, Unreadable if that is not known."""
     folder = root / f"{info_folder(step)}{suffix}"
     aside = folder / f"{COMMIT}.{DAMAGED}"
     commit = aside if suffix else folder / COMMIT
@@ -246,8 +246,8 @@ def read_manifest(data: bytes, place: Path | str, step: int) -> Manifest:
 def find_checkpoints(
     root: str | Path, report: Callable[[str], None] = log.warning
 ) -> list[Checkpoint]:
-    """Committed ones, newest first; `report` gets a sentence for everything that is passed over.
-    Raises Unreadable where storage fails: a list without what it holds would be a false one."""
+    """Committed checkpoints, newest first; `report` gets a sentence for each one skipped.
+    Unreadable if the storage fails, because the list would be incomplete."""
     root = Path(root)
     found = []
     for step in list_steps(root):
@@ -264,17 +264,17 @@ def find_checkpoints(
 
 
 def list_steps(root: Path) -> list[int]:
-    """Newest first; those that were never committed too."""
+    """Newest first; includes steps that were never committed."""
     return _steps(root / INFO)[::-1]
 
 
 def commit_marker(manifest: bytes) -> bytes:
-    """What COMMIT holds."""
+    """The content of COMMIT."""
     return hashlib.sha256(manifest).hexdigest().encode() + b"\n"
 
 
 def damage(checkpoint: Checkpoint) -> list[str]:
-    """Verifies every byte; a sentence for each piece that is not what was written."""
+    """Verifies every byte; returns a sentence for each piece that differs from the written one."""
     files = checkpoint.manifest.files.items()
     with ThreadPoolExecutor(NUM_READERS) as pool:
         tasks = [
@@ -308,7 +308,7 @@ def read_json(checkpoint: Checkpoint, path: str) -> dict[str, Any]:
 
 
 def json_object(data: bytes, place: Path) -> dict[str, Any]:
-    """Raises Damaged where it is none."""
+    """Parses a JSON object; raises Damaged for anything else."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -320,8 +320,8 @@ def json_object(data: bytes, place: Path) -> dict[str, Any]:
 
 @contextmanager
 def reading(place: Path) -> Iterator[None]:
-    """Within, values of a verified file are taken out: one that is missing or of another type is
-    damage. Nothing else is done there, or a defect of ours would pass for one of the file."""
+    """While active, values are read from a verified file: a missing value or one of another type is
+    damage. Nothing else is done there, so that a programming error is not reported as damage."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -330,7 +330,7 @@ def reading(place: Path) -> Iterator[None]:
 
 
 def check_size(checkpoint: Checkpoint, path: str) -> None:
-    """Before memory is made for what the manifest says; raises Damaged."""
+    """Checks sizes of the manifest before memory is allocated; raises Damaged."""
     place, wanted = checkpoint.place(path), checkpoint.manifest.files[path].size
     with from_storage(place):
         found = place.stat().st_size
@@ -344,7 +344,7 @@ def prune(
     may_delete: Callable[[Checkpoint], bool] = lambda checkpoint: True,
     disk: Disk = REAL_DISK,
 ) -> list[Path]:
-    """Removes all but the newest `keep_last` checkpoints, and what older saves left unfinished."""
+    """Removes all but the newest `keep_last` checkpoints, and remains of unfinished saves."""
     assert keep_last >= 1, "the newest checkpoint is never removed"
     root = Path(root)
     found = find_checkpoints(root, report=lambda sentence: None)
@@ -362,7 +362,7 @@ def prune(
 
 
 def remove_checkpoint(checkpoint: Checkpoint, disk: Disk = REAL_DISK) -> None:
-    """COMMIT first, durably: what a crash leaves is no checkpoint."""
+    """Removes COMMIT first, durably, so that a crash leaves no checkpoint."""
     folder = checkpoint.root / checkpoint.info
     disk.unlink(folder / COMMIT)
     disk.fsync_dir(folder)
@@ -371,7 +371,7 @@ def remove_checkpoint(checkpoint: Checkpoint, disk: Disk = REAL_DISK) -> None:
 
 
 def _runs(entry: FileEntry) -> Iterator[tuple[PieceEntry, ...]]:
-    """Pieces that one thread reads one after the other: about RUN_BYTES."""
+    """Groups of pieces that one thread reads in sequence: about RUN_BYTES each."""
     run: list[PieceEntry] = []
     for piece in entry.pieces:
         run.append(piece)
@@ -385,7 +385,7 @@ def _runs(entry: FileEntry) -> Iterator[tuple[PieceEntry, ...]]:
 def file_damage(
     place: Path, entry: FileEntry, pieces: tuple[PieceEntry, ...] | None = None
 ) -> Iterator[str]:
-    """A sentence for each piece, or each of those given, that is not what was written."""
+    """A sentence for each piece, of all or of these, that differs from the written one."""
     try:
         fd = os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -445,7 +445,7 @@ def _steps(folder: Path) -> list[int]:
 
 
 def list_folders(folder: Path) -> list[str]:
-    """Names of the folders in a folder, which may not be there; Unreadable where storage fails."""
+    """Names of the folders in a folder, which may be missing; Unreadable if the storage fails."""
     try:
         with from_storage(folder), os.scandir(folder) as entries:
             return [entry.name for entry in entries if entry.is_dir()]
@@ -465,7 +465,7 @@ def _read_small(path: Path, limit: int) -> bytes:
 
 
 def _check_path(path: str, step: int) -> None:
-    """A file of this step, within the root."""
+    """Checks that a path is in a folder of this step, within the root."""
     found = re.fullmatch(rf"(?:{INFO}|[^/.\0][^/\0]*/{STATE})/globalstep{step}/([^/\0]+)", path)
     if found is None or found[1] in (".", "..", COMMIT, MANIFEST) or not path.isprintable():
         raise ValueError(f"{path!r} is no file of step {step}")

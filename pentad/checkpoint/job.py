@@ -1,6 +1,6 @@
 """Jobs of a writer: files as lists of byte ranges, their digests, and the commit that joins them.
 
-Neither torch nor numpy: a job runs in this process (`run_job`) or in a `Writer`'s.
+Needs neither torch nor numpy: a job runs in this process (`run_job`) or in a `Writer`'s.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from pentad.core.faults import hit
 from pentad.core.files import REAL_DISK, Disk, make_folders, write_atomic
 
 NUM_THREADS = 4
-"""Each takes a piece, computes its digest and writes it."""
+"""Each thread takes a piece, computes its digest and writes it."""
 CHUNK_BYTES = 8 << 20
-"""What is summed and written in one go."""
+"""Number of bytes hashed and written at once."""
 POLL_S = 0.02
 NUM_PARENTS = 4
 """Folders above the root that a run makes."""
 
 
 class Memory:
-    """Host memory that a writer process can map, too."""
+    """Host memory that a writer process can map too."""
 
     def __init__(self, size: int) -> None:
         if sys.platform == "linux":
@@ -58,7 +58,7 @@ class Memory:
 
     @classmethod
     def received(cls, fd: int) -> Memory:
-        """That of another process, to be read."""
+        """Maps the memory of another process for reading."""
         memory = cls.__new__(cls)
         memory._hold(fd, os.fstat(fd).st_size, mmap.PROT_READ)
         return memory
@@ -70,7 +70,8 @@ class Memory:
         self.view = memoryview(b"" if self._map is None else self._map)
 
     def close(self) -> None:
-        """The pages stay mapped while anything, such as a tensor, still refers to them."""
+        """Closes it; the pages stay mapped while an object, such as a tensor, still refers to
+        them."""
         if self.fd < 0:
             return
         os.close(self.fd)
@@ -89,15 +90,24 @@ class Span:
     length: int
 
 
+@dataclass(frozen=True, slots=True)
+class FileSpan:
+    """Bytes of a file, read when they are written."""
+
+    path: Path
+    start: int
+    length: int
+
+
 Lazy = Callable[[], memoryview]
-"""Gives its bytes when they are written; they must hold until the next one is taken. Only for jobs
+"""Returns its bytes when they are written; they must stay valid until the next call. Only for jobs
 that run in this process."""
-FileSegment = bytes | Span | Lazy
+FileSegment = bytes | Span | FileSpan | Lazy
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes of a file that get a digest of their own, such as those of one tensor."""
+    """Bytes of a file with a separate digest, such as those of one tensor."""
 
     name: str
     segments: tuple[FileSegment, ...]
@@ -111,24 +121,24 @@ class FileSpec:
 
 
 class WriterJob(Protocol):
-    """What a writer does, in one go."""
+    """Interface to the work of a writer, done in one call."""
 
     is_export: ClassVar[bool]
-    """Exports wait for exports, and state for state (`Writer`)."""
+    """Exports wait for exports only, and state for state (`Writer`)."""
 
     @property
     def where(self) -> Path:
-        """What its failures name."""
+        """The path that errors name."""
         ...
 
     def run(self, disk: Disk) -> dict[str, Any]:
-        """The result, with `files` (sizes by path)."""
+        """Runs the job; the result has `files` (sizes by path)."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class WriteJob:
-    """Files of one rank, durable. If it fails, they are removed again."""
+    """Writes the files of one rank, durably. If it fails, they are removed."""
 
     is_export: ClassVar[bool] = False
     root: Path
@@ -148,24 +158,24 @@ class WriteJob:
 
 @dataclass(frozen=True, slots=True)
 class CommitJob:
-    """Joins what the ranks wrote: the small files, the manifest and COMMIT; then the hint for
-    people; then removes older checkpoints. If it fails, nothing of the step stays."""
+    """Joins the files of the ranks: writes the small files, the manifest and COMMIT, then a hint
+    for users; then removes older checkpoints. If it fails, nothing of the step stays."""
 
     is_export: ClassVar[bool] = False
     root: Path
     info: str
     """`recover_info/globalstepG`."""
     written: Mapping[str, Any]
-    """Sizes and digests by path: what the write jobs of all ranks gave as `files`."""
+    """Sizes and digests by path: the `files` of the write jobs of all ranks."""
     files: tuple[FileSpec, ...]
     failure: OSError | RunError | None = None
-    """What a rank failed with: then the files of the others are removed, and it is raised."""
+    """The error of a rank: then the files of the others are removed, and it is raised."""
     facts: dict[str, Any] = field(default_factory=dict)
     visible_s: float = 10.0
-    """How long files of other machines may take to appear in a shared folder."""
+    """Time limit for files of other machines to appear in a shared folder."""
     keep_last: int = 2
     keep_steps: tuple[int, ...] = ()
-    """Steps whose checkpoints are not removed, however old."""
+    """Steps whose checkpoints are never removed."""
     generation: int | None = None
 
     @property
@@ -177,8 +187,8 @@ class CommitJob:
 
 
 def run_job(job: WriterJob, disk: Disk = REAL_DISK) -> dict[str, Any]:
-    """Runs it here. The result: `bytes`, `ms` and `files` (sizes and digests by path), and of a
-    commit `notes`: what failed after it and does no harm. Raises OSError or RunError."""
+    """Runs a job here. The result: `bytes`, `ms` and `files` (sizes and digests by path), and for a
+    commit `notes`: harmless failures after it. Raises OSError or RunError."""
     begun = time.monotonic()
     with naming(job.where):
         result = job.run(disk)
@@ -237,7 +247,7 @@ def _commit(job: CommitJob, disk: Disk) -> dict[str, Any]:
 
 
 def _settle_names(root: Path, info: Path, disk: Disk) -> None:
-    """Makes the names of the folders durable that others made: up to the root by other ranks,
+    """Makes names of folders that other processes made durable: up to the root by other ranks,
     above it by the user who started the run (who may not be allowed to read all of them)."""
     for folder in _chain(root, info):
         disk.fsync_dir(folder)
@@ -247,8 +257,7 @@ def _settle_names(root: Path, info: Path, disk: Disk) -> None:
 
 
 def _is_withdrawn(info: Path, disk: Disk) -> bool:
-    """Whether a COMMIT that may be there although its save failed is gone for good: no data is
-    removed under one."""
+    """Whether a COMMIT of a failed save is certainly gone: data are removed only then."""
     try:
         if (info / COMMIT).exists():
             disk.unlink(info / COMMIT)
@@ -259,7 +268,7 @@ def _is_withdrawn(info: Path, disk: Disk) -> bool:
 
 
 def check_written(root: Path, sizes: Mapping[str, int], visible_s: float) -> None:
-    """RunError unless the files of all ranks are here, in the sizes that were written."""
+    """Raises RunError unless the files of all ranks exist with their written sizes."""
     deadline = time.monotonic() + visible_s
     for path, size in sizes.items():
         while not (root / path).exists():
@@ -276,7 +285,7 @@ def check_written(root: Path, sizes: Mapping[str, int], visible_s: float) -> Non
 
 
 def _tidy(job: CommitJob, disk: Disk) -> list[str]:
-    """What follows a commit; it stands, whatever fails here."""
+    """Cleans up after a commit, which stays valid whatever fails here."""
     notes = []
     try:
         hint = f"{job.info}/step_info.json"
@@ -315,7 +324,7 @@ def _chain(root: Path, folder: Path) -> list[Path]:
 
 def _chains(root: Path, paths: list[str]) -> list[Path]:
     """The folders of the files with those between them and the root, deepest first: another rank
-    may have made them and not come to its fsync."""
+    may have made them and not synced them yet."""
     found = {folder for path in paths for folder in _chain(root, (root / path).parent)}
     return sorted(found, key=lambda folder: (-len(folder.parts), folder))
 
@@ -334,7 +343,7 @@ def _write_file(path: Path, file: FileSpec, disk: Disk) -> FileEntry:
 
 
 def _write_in_threads(fd: int, pieces: tuple[Piece, ...], disk: Disk) -> list[PieceEntry]:
-    """A piece is the work of one thread, which sums and writes it."""
+    """Each thread hashes and writes whole pieces."""
 
     def write(piece: Piece, start: int) -> PieceEntry:
         digest = hashlib.sha256()
@@ -356,7 +365,8 @@ def _write_in_threads(fd: int, pieces: tuple[Piece, ...], disk: Disk) -> list[Pi
 
 
 def _write_in_order(fd: int, pieces: tuple[Piece, ...], disk: Disk) -> Iterator[PieceEntry]:
-    """One part at a time, summed beside its writing: the next may come in the same memory."""
+    """Writes one part at a time, hashing while it is written: the next part may reuse its
+    memory."""
     end = 0
     with ThreadPoolExecutor(1) as pool:
         for piece in pieces:
@@ -383,18 +393,25 @@ def view_of(segment: FileSegment) -> memoryview:
             return memoryview(segment)
         case Span():
             return segment.memory.view[segment.start : segment.start + segment.length]
+        case FileSpan():
+            with segment.path.open("rb") as file:
+                file.seek(segment.start)
+                data = file.read(segment.length)
+            if len(data) < segment.length:
+                raise RunError(f"{segment.path}: ended within a tensor; it was truncated")
+            return memoryview(data)
         case _:
             return segment().cast("B")
 
 
 def _length(segment: FileSegment) -> int:
     assert not callable(segment)
-    return segment.length if isinstance(segment, Span) else len(segment)
+    return segment.length if isinstance(segment, Span | FileSpan) else len(segment)
 
 
 def _give_back(root: Path, paths: Iterable[str], disk: Disk) -> None:
-    """Removes the files, with the folders that hold nothing else; what cannot be removed stays for
-    the next start."""
+    """Removes the files, with folders that hold nothing else; remains are left to the next
+    start."""
     paths = list(paths)
     for path in paths:
         with suppress(OSError):

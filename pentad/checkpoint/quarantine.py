@@ -1,9 +1,8 @@
-"""Checkpoints that are set aside as damaged, those that are put back, and what interrupted saves
-left.
+"""Checkpoints set aside as damaged, those put back, and remains of interrupted saves.
 
 `globalstepG` becomes `globalstepG.damaged` in every folder that holds files of the checkpoint, and
-its COMMIT `COMMIT.damaged`. Whatever is interrupted between two renames is set aside again, whole,
-by the next start.
+its COMMIT `COMMIT.damaged`. If that is interrupted between two renames, the next start completes
+it.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ def list_aside(root: Path) -> list[tuple[int, str]]:
 
 
 def put_back(checkpoint: Checkpoint, disk: Disk = REAL_DISK) -> Path:
-    """Gives a checkpoint that was set aside, and found whole, its names again; returns its info
-    folder. COMMIT comes last."""
+    """Gives an intact checkpoint that was set aside its names back; returns its info folder. COMMIT
+    comes last."""
     root, step = checkpoint.root, checkpoint.step
     plain = Checkpoint(root, step, checkpoint.manifest)
     taken = [folder for folder in plain.folders() if folder.exists()]
@@ -67,9 +66,9 @@ def put_back(checkpoint: Checkpoint, disk: Disk = REAL_DISK) -> Path:
 
 
 def sweep_uncommitted(root: str | Path, disk: Disk = REAL_DISK) -> list[Path]:
-    """Removes what interrupted saves and removals left, and returns it; for the holder of the run
-    lock. A checkpoint whose COMMIT does not fit is not removed but set aside, with a warning.
-    Nothing is touched before all have been read."""
+    """Removes remains of interrupted saves and removals, and returns them; for the holder of the
+    run lock. A checkpoint whose COMMIT does not match is not removed but set aside, with a warning.
+    Nothing is changed before all have been read."""
     root = Path(root)
     found = [(step, folders, _judge(root, step)) for step, folders in folders_by_step(root).items()]
     removed = []
@@ -94,7 +93,7 @@ def _judge(root: Path, step: int) -> Checkpoint | Damaged | None:
 
 
 def _remove_leftovers(folder: Path, disk: Disk) -> list[Path]:
-    """Receipts and files written aside by a process that was killed between two operations."""
+    """Removes receipts and temporary files of a process that was killed between two operations."""
     found = [path for glob in (".*.receipt", ".*.aside-*") for path in folder.glob(glob)]
     for path in found:
         disk.unlink(path)

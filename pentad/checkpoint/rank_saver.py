@@ -1,4 +1,4 @@
-"""What every rank writes of one save, staged in host memory or not, and how it ended on each."""
+"""The part of a save on each rank: staging in host memory, writing, and outcomes of all ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class HostMemory:
             self.thread.start()
 
     def take(self, size: int, *, pins: bool) -> Memory:
-        """At least so many bytes, whose last content is not needed any more."""
+        """Memory of at least this many bytes; the previous content may be overwritten."""
         self.prepare(size, pins=pins)
         self._wait()
         if self.failure is not None:
@@ -93,7 +93,7 @@ class RankSaver:
     """One per learner and rank; all ranks make the same calls. At most one save is in flight."""
 
     def __init__(self, writer: Writer | None = None) -> None:
-        """Every rank at the same time: several ranks get process groups of their own."""
+        """Every rank calls it at the same time: several ranks get separate process groups."""
         self.writer = writer
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1
         self.group = None if is_alone else dist.new_group(backend="gloo")
@@ -139,7 +139,7 @@ class RankSaver:
             self.pending = None
 
     def close(self, *, is_failed: bool = False) -> None:
-        """After a failure other ranks are not waited for."""
+        """Closes the saver; after a failure it does not wait for other ranks."""
         if is_failed and self.pending is not None:
             self.pending.settled()
         elif not is_failed:
@@ -147,7 +147,7 @@ class RankSaver:
         self.memory.close()
 
     def conclude(self, outcomes: Outcomes) -> Outcomes:
-        """What follows once all ranks have written, in the thread that gathers."""
+        """Follow-up once all ranks have written, in the gathering thread."""
         return outcomes
 
     def _gather(self, own: Pending, gathering: Future[Outcomes]) -> None:

@@ -1,8 +1,8 @@
 """State of a committed checkpoint, every byte verified: restored to any layout from any layout, or
-written as a HF folder without its run, its ranks and their devices.
+written as an HF folder without its run, its ranks and their devices.
 
-Each rank reads what its tensors hold. A backend that names and cuts tensors otherwise says where
-the parts of its tensors lie among the saved ones.
+Each rank reads only the parts of its tensors. A backend that names or splits tensors differently
+maps the parts of its tensors to the saved ones.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from pentad.core.folders import STATE, RecoveryPath
 from pentad.models.hf_weights import hf_metadata
 from pentad.models.language_model import LanguageModel
 from pentad.models.registry import build_whole, save_model
+from pentad.models.towers import tower_of
 from pentad.parallel.cuts import local
 from pentad.weights.boxes import box_of
 from pentad.weights.dcp import DcpFolder, Demand
@@ -47,7 +48,7 @@ from pentad.weights.regions import Region, clip_all
 from pentad.weights.transfer import TensorInfo, target_block
 
 OF_A_RANK = "rng."
-"""How names of state begin that belongs to one rank: another world may not have it."""
+"""Prefix of state that belongs to one rank: another world may not have it."""
 COUNTER_TYPES = {
     **dict.fromkeys(("num_steps", "num_skipped"), int),
     **dict.fromkeys(("backend", "model", "dtype"), str),
@@ -55,7 +56,7 @@ COUNTER_TYPES = {
     "value_head": bool,
     "hf_config": dict,
 }
-"""What is read out of the counters."""
+"""Types of the values in counters."""
 
 Sources = Mapping[str, Sequence[Region]]
 
@@ -69,7 +70,7 @@ class Restorable(Stateful, Protocol):
 
 
 class ManifestVerifier:
-    """Holds what is read against the digests in a checkpoint's manifest."""
+    """Compares bytes that are read with the digests in a checkpoint's manifest."""
 
     def __init__(self, checkpoint: Checkpoint, folder: str) -> None:
         self.checkpoint = checkpoint
@@ -110,7 +111,7 @@ def open_index(
     place: Path,
     verifier: ManifestVerifier | None = None,
 ) -> DcpFolder:
-    """What an index says of a role's tensors, held against the manifest; raises Damaged."""
+    """The index of a role's tensors, compared with the manifest; raises Damaged."""
     files = manifest.files.items()
     sizes = {
         path.removeprefix(f"{folder}/"): entry.size
@@ -124,13 +125,13 @@ def open_index(
 
 
 def read_counters(checkpoint: Checkpoint, folder: str) -> dict[str, Any]:
-    """What `Stateful.state_counters` gave when the state was saved; raises Damaged."""
+    """The saved `Stateful.state_counters`; raises Damaged."""
     path = f"{folder}/{COUNTERS}"
     return checked_counters(read_json(checkpoint, path), checkpoint.place(path))
 
 
 def checked_counters(counters: dict[str, Any], place: Path) -> dict[str, Any]:
-    """Raises Damaged for what a run would not save."""
+    """Raises Damaged for counters that a run would not save."""
     with reading(place):
         for name, kind in COUNTER_TYPES.items():
             if type(counters[name]) is not kind:
@@ -143,7 +144,7 @@ def checked_counters(counters: dict[str, Any], place: Path) -> dict[str, Any]:
 
 def restore_learner(learner: Restorable, checkpoint: Checkpoint, folder: str) -> dict[str, Any]:
     """The same call on every rank. A learner that failed here can be restored again, and until
-    then refuses to train and to save. Returns the counters."""
+    then does neither train nor save. Returns the counters."""
     counters = read_counters(checkpoint, folder)
     learner.begin_restore(counters)
     restore(learner.state_tensors(), checkpoint, folder, learner.state_sources(counters))
@@ -165,7 +166,7 @@ def restore(
 def fill_state(
     tensors: Mapping[str, Tensor], saved: DcpFolder, sources: Sources | None = None
 ) -> None:
-    """As `restore`, from any DCP folder."""
+    """Like `restore`, from any DCP folder."""
     demands = [
         demand
         for name, tensor in tensors.items()
@@ -209,11 +210,11 @@ def _check(name: str, shape: tuple[int, ...], dtype: torch.dtype, saved: DcpFold
 
 ACTOR = folder_of("actor")
 BATCH_BYTES = 1 << 30
-"""How much is read in one go: tensors that lie in one piece of a file are read together."""
+"""Number of bytes read at once: tensors that are contiguous in a file are read together."""
 
 
 def find_recovery(given: RecoveryPath) -> Checkpoint:
-    """The checkpoint that a path names: of its step, else the newest."""
+    """The checkpoint that a path names: that of its step, else the newest."""
     found = find_checkpoints(given.root)
     if not found:
         raise UserError(Problem(str(given.root), "holds no committed recovery checkpoint"))
@@ -234,7 +235,7 @@ def export_hf(
     dtype: str | None = None,
     model: str | None = None,
 ) -> dict[str, Any]:
-    """Writes the folder, every byte verified on the way; returns the counters of the state."""
+    """Writes the folder and verifies every byte; returns the counters of the state."""
     folder = state_folder(role, checkpoint.step)
     if not any(path.startswith(f"{folder}/") for path in checkpoint.manifest.files):
         states = (path.split("/") for path in checkpoint.manifest.files if f"/{STATE}/" in path)
@@ -253,9 +254,11 @@ def export_hf(
     if wanted not in DTYPES:
         raise UserError(Problem(f"--dtype {wanted}", f"use one of {', '.join(DTYPES)}"))
     config, head = counters["hf_config"], counters["value_head"]
-    whole = build_whole(config, counters["backend"], model=model, value_head=head)
     prefix = "model." if tag == "actor" else f"tags.{tag}."
     folders = [Path(path) for path in counters["companions"] if Path(path).is_dir()]
+    # The folder of a text tower says how its tensors are named.
+    given = folders[-1] if folders and tower_of(config) else config
+    whole = build_whole(given, counters["backend"], model=model, value_head=head)
     save_model(
         whole,
         target,

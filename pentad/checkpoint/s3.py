@@ -1,8 +1,8 @@
-"""Objects of one run in an S3-compatible store: the only file that knows boto3.
+"""Objects of one run in an S3-compatible store: the only file that imports boto3.
 
-Every request is tried again by ourselves, a bounded number of times, where trying again can help:
-the store is busy (503), a connection was reset or stalls, a body was cut. Whatever is sent carries
-its SHA256, which the store checks before it acknowledges.
+Every request is retried here, a bounded number of times, if a retry can help: the store is busy
+(503), a connection was reset or stalls, a body was cut. Everything sent carries its SHA256, which
+the store checks before it acknowledges.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from pentad.core.errors import RunError
 from pentad.core.remote import Remote
 
 DIGEST = "pentad-sha256"
-"""Metadata of an object: the digest of its content as the manifest has it."""
+"""Metadata of an object: the digest of its content from the manifest."""
 MAX_PARTS = 10_000
 MIN_PART_BYTES = 5 << 20
 PROBE = ".pentad-probe"
-"""Written and removed again before a run starts."""
+"""An object that is written and removed before a run starts."""
 BATCH = 1000
 """Keys in one request to delete."""
 CHUNK = 1 << 20
 MAX_PAUSE_S = 20.0
 PASSING = {"SlowDown", "RequestTimeout", "InternalError", "BadDigest", "IncompleteBody"}
 PASSING |= {"ConditionalRequestConflict", "OperationAborted", "XAmzContentSHA256Mismatch"}
-"""Errors below 500 (and above) that another attempt may not meet."""
+"""Error codes outside 500 to 599 for which a retry may help."""
 
 
 class StoreError(RunError):
-    """A store that did not do a request, after all attempts."""
+    """A request to the store failed in all attempts."""
 
 
 class Gone(StoreError):
-    """An object that is not there, or not whole."""
+    """An object is missing, or incomplete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Part:
 
 
 class Throttle:
-    """Lets so many bytes a second through, over all threads."""
+    """Limits the number of bytes per second, over all threads."""
 
     def __init__(self, mb_s: float | None) -> None:
         self.rate = None if mb_s is None else mb_s * 1e6
@@ -100,7 +100,7 @@ class Store:
         self.throttle = Throttle(remote.bandwidth_mb_s)
         self.num_retries = 0
         self.num_bytes = 0
-        """Acknowledged by the store."""
+        """Number of bytes acknowledged by the store."""
         self.lock = threading.Lock()
         style = {} if remote.endpoint_url is None else {"addressing_style": "path"}
         settings = Config(
@@ -122,7 +122,7 @@ class Store:
 
     @property
     def part_bytes(self) -> int:
-        """Small under a cap, so that a part does not fill the line for long."""
+        """Small with a bandwidth limit, so that a part does not occupy the line for long."""
         rate = self.remote.bandwidth_mb_s
         capped = self.remote.part_bytes if rate is None else int(rate * 1e6)
         return max(MIN_PART_BYTES, min(self.remote.part_bytes, capped))
@@ -144,7 +144,7 @@ class Store:
         return Head(found["ContentLength"], digest, found.get("ChecksumSHA256", ""))
 
     def read(self, key: str, max_bytes: int = 1 << 30) -> bytes | None:
-        """A small object; None where there is none."""
+        """A small object; None if it does not exist."""
         head = self.head(key)
         if head is None:
             return None
@@ -153,7 +153,7 @@ class Store:
         return b"".join(self.stream(key, 0, head.size))
 
     def stream(self, key: str, start: int, length: int) -> Iterator[bytes]:
-        """The bytes of a range. A cut body is continued where it ended."""
+        """The bytes of a range. A cut body is continued at its end."""
         end, attempt = start + length, 1
         while start < end:
             try:
@@ -184,7 +184,8 @@ class Store:
         self._count(len(data))
 
     def put_once(self, key: str, data: bytes) -> bool:
-        """Creates an object; False where there is one already, be it by a lost answer to us."""
+        """Creates an object; False if it exists already, perhaps by an own attempt whose answer was
+        lost."""
         try:
             self.put(key, data, IfNoneMatch="*")
         except StoreError as error:
@@ -210,7 +211,7 @@ class Store:
                 raise StoreError(f"{self.place(failed['Key'])}: {failed.get('Message')}")
 
     def uploads(self) -> dict[str, list[str]]:
-        """Key -> ids of multipart uploads that were begun and not completed, the newest first."""
+        """Key -> ids of incomplete multipart uploads, newest first."""
         markers = ("KeyMarker", "UploadIdMarker")
         listed = self._listed(
             self.client.list_multipart_uploads, "Uploads", markers, Prefix=self.prefix
@@ -232,13 +233,13 @@ class Store:
         return str(answer["UploadId"])
 
     def sent_parts(self, key: str, upload: str) -> dict[int, dict[str, Any]]:
-        """Number -> what the store knows of a part that it has acknowledged."""
+        """Number -> the store's entry for an acknowledged part."""
         request = {"Key": self.prefix + key, "UploadId": upload}
         listed = self._listed(self.client.list_parts, "Parts", ("PartNumberMarker",), **request)
         return {one["PartNumber"]: one for one in listed}
 
     def send_part(self, key: str, upload: str, number: int, data: bytes, sha256: bytes) -> str:
-        """The part's ETag. The store refuses bytes that have another digest."""
+        """The part's ETag. The store rejects bytes that have another digest."""
         self.throttle.take(len(data))
         answer = self._try(
             self.client.upload_part,
@@ -252,7 +253,7 @@ class Store:
         return str(answer["ETag"])
 
     def complete(self, key: str, upload: str, parts: Sequence[Part], tags: Sequence[str]) -> None:
-        """Makes the object of its parts; a lost answer is found out by looking at the object."""
+        """Joins the parts to an object; if the answer is lost, the object is checked."""
         listed = [
             {"PartNumber": number, "ETag": tag, "ChecksumSHA256": _base64(part.sha256)}
             for number, (part, tag) in enumerate(zip(parts, tags, strict=True), start=1)
@@ -305,7 +306,7 @@ class Store:
                 attempt += 1
 
     def _pause(self, error: Exception, attempt: int, where: str) -> None:
-        """Waits before another attempt; raises where none would help or all are used up."""
+        """Waits before another attempt; raises if none would help or all are used up."""
         if _status(error) == 404 and _code(error) != "NoSuchBucket":
             raise Gone(f"{where} is not there") from error
         if _status(error) == 416:
@@ -321,7 +322,7 @@ class Store:
 
 
 def checksum_of(parts: Sequence[Part]) -> str:
-    """What the store says of an object that was sent in these parts; of one part, sent whole."""
+    """The store's checksum for an object that was sent in these parts; for one part, sent whole."""
     if len(parts) == 1:
         return _base64(parts[0].sha256)
     digests = b"".join(part.sha256 for part in parts)
@@ -346,13 +347,13 @@ def _status(error: BaseException | None) -> int | None:
 
 
 def _code(error: BaseException | None) -> str:
-    """The store's word for what is wrong."""
+    """The store's error code."""
     code = error.response.get("Error", {}).get("Code", "") if isinstance(error, ClientError) else ""
     return str(code)
 
 
 def explain(error: Exception, remote: Remote) -> str:
-    """One sentence: the place, what is wrong with it, and what to do."""
+    """Error message with the address, the problem, and the remedy."""
     at = remote.uri if remote.endpoint_url is None else f"{remote.uri} at {remote.endpoint_url}"
     status, code = _status(error), _code(error)
     if isinstance(error, NoCredentialsError | PartialCredentialsError | CredentialRetrievalError):

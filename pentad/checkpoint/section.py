@@ -32,7 +32,7 @@ class CheckpointConfig(Section):
     """How long the end of a run waits for an upload; the next start resumes it."""
 
     def remote(self, place: str) -> Remote | None:
-        """The store, at a place under its prefix; None where there is none."""
+        """The store, with its prefix; None without `remote_uri`."""
         if self.remote_uri is None:
             return None
         return Remote(

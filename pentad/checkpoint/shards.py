@@ -1,8 +1,9 @@
-"""Saving state as a DCP folder that any layout and stock torch can read: who writes what, and how.
+"""Saves state as a DCP folder that any layout and stock torch can read: which rank writes which
+blocks, and how.
 
 Ranks agree on a plan by DCP's own planner, once; a rank's file then consists of the bytes that
-`torch.save` writes around a tensor, and of the tensor's, staged in host memory or taken as they are
-written.
+`torch.save` writes around a tensor, and of the tensor's bytes, staged in host memory or read while
+they are written.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from pentad.weights.regions import Box, Shape, box_shape, show
 log = logging.getLogger(__name__)
 
 ALIGN = 64
-"""Where a tensor begins: a multiple of every item size."""
+"""Alignment of tensors: a multiple of every item size."""
 
 
 def aligned(size: int) -> int:
@@ -54,7 +55,7 @@ def aligned(size: int) -> int:
 
 @torch.no_grad()
 def copy_to(memory: Tensor, tensors: Iterable[tuple[int, Tensor]]) -> None:
-    """Each (start, tensor) into the bytes; on return the tensors may change."""
+    """Copies each (start, tensor) into the bytes; on return the tensors may change."""
     devices = set()
     for start, tensor in tensors:
         room = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -67,7 +68,7 @@ def copy_to(memory: Tensor, tensors: Iterable[tuple[int, Tensor]]) -> None:
 
 COUNTERS = "counters.json"
 PIECE_BYTES = 32 << 20
-"""How much of a tensor has a digest of its own: a reader of a part reads whole pieces."""
+"""Bytes of a tensor with one digest: a reader of a part reads whole pieces."""
 
 
 class Stateful(Protocol):
@@ -97,7 +98,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """What this rank writes, and on rank 0 the index of what all write."""
+    """The items that this rank writes, and on rank 0 the index of all."""
 
     items: tuple[Item, ...]
     index: bytes | None
@@ -109,7 +110,7 @@ class ShardPlan:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A save of which this rank has done its part, but for the writing."""
+    """A save that this rank has staged and not written yet."""
 
     pending: Pending
     num_bytes: int
@@ -117,7 +118,8 @@ class Staged:
 
 
 class StateSaver(RankSaver):
-    """One per learner and rank; all ranks make the same calls. At most one save is in flight."""
+    """Saves the state of one learner on one rank; all ranks make the same calls. At most one save
+    is in progress."""
 
     def __init__(self, writer: Writer | None = None) -> None:
         super().__init__(writer)
@@ -125,7 +127,7 @@ class StateSaver(RankSaver):
         self._planned: list[tuple[Any, ...]] = []
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Plans, and begins to make the memory that an asynchronous save needs."""
+        """Plans, and starts to allocate the memory of an asynchronous save."""
         pins = any(local(tensor).is_cuda for tensor in tensors.values())
         self.memory.prepare(self._plan_for(tensors).staged_bytes, pins=pins)
 
@@ -139,9 +141,9 @@ class StateSaver(RankSaver):
         counters: Mapping[str, Any] | None = None,
         generation: int | None = None,
     ) -> Staged:
-        """Returns when the state may change again. What the writing fails with is the pending's,
-        so that all ranks come back; `outcomes` has it of all. `counters` are written beside the
-        tensors; `generation` is that of the learners."""
+        """Saves the state; when it returns the state may change. A write error is in the pending
+        result, so that all ranks return; `outcomes` has those of all. `counters` are written beside
+        the tensors; `generation` is that of the learners."""
         self.finish()
         plan = self._plan_for(tensors)
         step = step_of(Path(folder).name)
@@ -200,7 +202,7 @@ class StateSaver(RankSaver):
 
 
 Give = Callable[[int, Tensor, int, int], FileSegment]
-"""(number of the item, its tensor, start, stop) -> those of its bytes."""
+"""(number of the item, its tensor, start, stop) -> that range of its bytes."""
 
 
 def save_learner(
@@ -212,7 +214,7 @@ def save_learner(
     is_async: bool,
     generation: int | None = None,
 ) -> Staged:
-    """All that a learner continues from; the same call on every rank."""
+    """Saves the whole state of a learner; the same call on every rank."""
     return saver.save(
         learner.state_tensors(),
         root,
@@ -228,7 +230,7 @@ def file_name(rank: int) -> str:
 
 
 def plan_shards(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> ShardPlan:
-    """Every block of every tensor is written by one of the ranks that hold it."""
+    """Assigns every block of every tensor to one of the ranks that hold it, which writes it."""
     # Where there are fewer rows than ranks, some hold nothing of a tensor.
     held = {n: t for n, t in tensors.items() if local(t).numel() or not t.numel()}
     rank = 0 if group is None else dist.get_rank(group)
@@ -271,7 +273,7 @@ def _item(write: WriteItem) -> Item:
 
 
 def _index(plans: Sequence[SavePlan], metadata: Metadata) -> bytes:
-    """`.metadata`: where each block lies in which file, as stock DCP has it."""
+    """`.metadata`: the file and position of each block, as in stock DCP."""
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for rank, plan in enumerate(plans):
         start = 0

@@ -1,4 +1,4 @@
-"""The tiers of a run's checkpoints: local folders, and a store where one is configured."""
+"""The tiers of a run's checkpoints: local folders, and a store if one is configured."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.05
 STOPPED_S = 10.0
-"""How long a signal lets an upload at the end of a run take."""
+"""Seconds that an upload at the end of a run may still take after a signal."""
 
 
 @dataclass(frozen=True, slots=True)
 class UploadStatus:
-    """What became of the checkpoints that were handed over."""
+    """The state of uploads."""
 
     last_step: int | None = None
-    """Newest whole one in the store, as far as is known."""
+    """Newest complete step in the store, as far as known."""
     waiting_step: int | None = None
-    """Newest one that is not there yet."""
+    """Newest step that is not in the store yet."""
     num_bytes: int = 0
-    """Sent and acknowledged in this run."""
+    """Bytes sent and acknowledged in this run."""
     num_retries: int = 0
     num_failures: int = 0
     """Attempts at a checkpoint that failed after all retries; each is reported."""
@@ -57,11 +57,12 @@ class UploadStatus:
 
 
 class Tiers:
-    """Rank 0's: `find` at the start, `after_commit` for every checkpoint, `close` at the end.
+    """The checkpoints of rank 0: `find` at the start, `after_commit` for every checkpoint, `close`
+    at the end.
 
-    Without a `remote` there is no process, `find` looks at the local folders alone, and the
-    committer prunes them. With one the uploader prunes both tiers, and the committer none
-    (`keep_committed`): a local copy is removed only when the store has it or a newer one.
+    Without a `remote` there is no process, `find` reads the local folders only, and the committer
+    prunes them. With one the uploader prunes both tiers, and the committer none (`keep_committed`):
+    a local copy is removed only when the store has it or a newer one.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Tiers:
         report: Callable[[str], None] = log.warning,
     ) -> None:
         """`remote`: of this run, with user, experiment and trial in it; `keep_last`: local;
-        `is_again`: the run was here a moment ago, so that nothing newer is in the store alone."""
+        `is_again`: this process ran before, so the store has nothing newer."""
         self.root = root
         self.remote = remote
         self.keep_last = keep_last
@@ -84,7 +85,8 @@ class Tiers:
         self.known = UploadStatus()
         self.held = ExitStack()
         self.fetched: set[int] = set()
-        """Steps that the store gave already: if they could not be restored, they cannot be."""
+        """Steps already fetched from the store: if they could not be restored, fetching again does
+        not help."""
         self.process: Child | None = None
         """The uploader."""
         self.is_closed = False
@@ -102,7 +104,7 @@ class Tiers:
         return found
 
     def set_aside(self) -> dict[str, int]:
-        """Checkpoints of both tiers that were set aside as damaged: place -> step, newest first."""
+        """Checkpoints of both tiers that were set aside as damaged: path -> step, newest first."""
         found = {
             str(self.root / f"{info_folder(step)}{suffix}"): step
             for step, suffix in list_aside(self.root)
@@ -174,8 +176,8 @@ class Tiers:
             self._learn({"error": f"the uploader cannot be started: {error}"}, self.known)
 
     def make_room(self) -> list[int]:
-        """Removes older local checkpoints on a full disk: all but the newest, of a run with a store
-        those that the store has or has a newer one of. The steps of those removed."""
+        """Removes older local checkpoints on a full disk: all but the newest; with a store, only
+        those that it has or has a newer one of. Returns the removed steps."""
         stored = self.status().last_step
         limit = sys.maxsize if self.remote is None else -1 if stored is None else stored
         removed = prune(self.root, 1, lambda checkpoint: checkpoint.step <= limit)
@@ -186,9 +188,9 @@ class Tiers:
             return self.known
 
     def close(self, timeout_s: float = 600.0) -> bool:
-        """Waits for uploads; whether the store has everything. A signal ends the wait within
-        STOPPED_S, a second one at once. What is missing is reported, and uploaded by the next start
-        of the run."""
+        """Waits for uploads; returns whether the store has everything. A signal ends the wait
+        within STOPPED_S, a second one at once. Missing checkpoints are reported, and uploaded by
+        the next start of the run."""
         self.is_closed = True
         self.held.close()
         process = self.process
@@ -205,7 +207,7 @@ class Tiers:
         return waiting is None
 
     def _wait(self, process: Child, timeout_s: float) -> str:
-        """Until the uploader has ended, or is ended; the last signal that came, "" without one."""
+        """Waits until the uploader has ended, or ends it; the last signal, "" without one."""
         names: list[str] = []
         deadline = awake_s() + timeout_s
         with handling_signals(lambda number, _: names.append(signal.Signals(number).name)):
@@ -218,7 +220,7 @@ class Tiers:
 
     @property
     def keep_committed(self) -> int:
-        """How many local ones a committer keeps; with a store it removes none."""
+        """Number of local checkpoints that a committer keeps; with a store it removes none."""
         return self.keep_last if self.remote is None else sys.maxsize
 
     @property
@@ -255,7 +257,7 @@ class Tiers:
             self._learn({"error": text}, base)
 
     def _learn(self, facts: dict[str, Any], base: UploadStatus) -> None:
-        """Takes over what the uploader says; `base` is what was known before it started."""
+        """Updates the status by the uploader's messages; `base`: the status before it started."""
         with self.lock:
             known = self.known
             if "bytes" in facts:

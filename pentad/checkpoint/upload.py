@@ -1,9 +1,9 @@
-"""The uploader: sends committed checkpoints to a store, beside training.
+"""The uploader: sends committed checkpoints to a store during training.
 
-`python -m pentad.checkpoint.upload`, started by `tiers.py`: settings and steps come as lines of
-JSON, its state goes back the same way. It is bound to its parent, and nothing of it ends a run:
-what fails is counted, reported, and begun again later. A checkpoint counts as uploaded when its
-COMMIT object was created, which happens once, after every object was found whole by its HEAD.
+`python -m pentad.checkpoint.upload`, started by `tiers.py`: settings and steps arrive as lines of
+JSON, its state is sent back the same way. It ends with its parent and never ends a run: failures
+are counted, reported and retried later. A checkpoint counts as uploaded when its COMMIT object was
+created, which happens once, after the HEAD of every object was checked.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from pentad.core.remote import Remote
 from pentad.runtime.process import NICENESS, die_with_parent
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
-"""Between two attempts at one checkpoint."""
+"""Pauses between two attempts at one checkpoint, in seconds."""
 
 
 class Taken(RunError):
-    """The store has another checkpoint under the same step."""
+    """The store has another checkpoint of the same step."""
 
 
 @dataclass(slots=True)
 class Sending:
-    """An object on its way: its parts, and what is still to be acknowledged."""
+    """An object being sent: its parts, and those not acknowledged yet."""
 
     path: str
     entry: FileEntry
@@ -63,7 +63,7 @@ class Sending:
 
 
 def upload(store: Store, checkpoint: Checkpoint) -> None:
-    """Sends what the store lacks, then manifest and COMMIT; raises RunError or OSError."""
+    """Sends missing objects, then manifest and COMMIT; raises RunError or OSError."""
     data = (checkpoint.root / checkpoint.info / MANIFEST).read_bytes()
     if is_taken(store, checkpoint, commit_marker(data)):
         return
@@ -85,7 +85,7 @@ def upload(store: Store, checkpoint: Checkpoint) -> None:
 
 
 def is_taken(store: Store, checkpoint: Checkpoint, marker: bytes) -> bool:
-    """Whether this very checkpoint is committed there; raises Taken if it is another."""
+    """Whether this checkpoint is committed in the store; raises Taken if it is another."""
     found = store.read(f"{checkpoint.info}/{COMMIT}", MAX_COMMIT_BYTES)
     if found not in (None, marker):
         place = store.place(checkpoint.info)
@@ -102,7 +102,7 @@ def begin(
     begun: dict[str, list[str]],
     pool: ThreadPoolExecutor,
 ) -> Sending:
-    """Verifies a file while its parts are cut, and starts to send those the store lacks."""
+    """Verifies a file while splitting it into parts, and starts to send missing ones."""
     head = store.head(path)
     if head is not None and (head.size, head.digest) == (entry.size, entry.sha256):
         return Sending(path, entry, [])
@@ -125,7 +125,8 @@ def begin(
 
 
 def plan_parts(place: Path, entry: FileEntry, part_bytes: int) -> list[Part]:
-    """Cuts a file and digests its parts, verifying its pieces in the same pass; raises Damaged."""
+    """Splits a file into parts with digests, verifying its pieces in the same pass; raises
+    Damaged."""
     parts: list[Part] = []
     part, begin_at, at = hashlib.sha256(), 0, 0
     with place.open("rb", buffering=0) as file:
@@ -157,7 +158,7 @@ def finish(store: Store, sending: Sending) -> None:
 
 
 def check_object(store: Store, sending: Sending) -> None:
-    """Its HEAD says what was meant to be there; raises StoreError."""
+    """Compares an object's HEAD with the plan; raises StoreError."""
     head, entry = store.head(sending.path), sending.entry
     wanted = checksum_of(sending.parts) if sending.parts else ""
     if head is None or (head.size, head.digest) != (entry.size, entry.sha256):
@@ -175,7 +176,7 @@ def _send_whole(store: Store, place: Path, sending: Sending) -> str:
 def _send_part(
     store: Store, place: Path, sending: Sending, number: int, known: dict[str, Any] | None
 ) -> str:
-    """The ETag of a part; one that an earlier attempt sent is not sent again."""
+    """Sends a part and returns its ETag; a part that an earlier attempt sent is not sent again."""
     part = sending.parts[number - 1]
     data: bytes | None = None
     if known is not None and known["Size"] == part.length:
@@ -197,8 +198,8 @@ def _read(place: Path, part: Part) -> bytes:
 
 
 def prune_remote(store: Store, keep_last: int) -> list[int]:
-    """Removes what is older than the newest `keep_last` whole ones, COMMIT first, with what was
-    begun and never committed; returns the steps that stay. Without a whole one nothing goes."""
+    """Removes checkpoints older than the newest `keep_last` complete ones, COMMIT first, and
+    uncommitted uploads; returns the remaining steps. Without a complete one nothing is removed."""
     by_step: dict[int, list[str]] = {}
     for key in store.sizes():
         step = step_of_key(key)
@@ -225,7 +226,7 @@ def prune_remote(store: Store, keep_last: int) -> list[int]:
 
 
 def _is_whole(store: Store, step: int, by_step: dict[int, list[str]]) -> bool:
-    """As far as it can be seen without reading the data."""
+    """Whether the checkpoint is complete, judged without reading the data."""
     try:
         found = read_remote(store, step)
     except Damaged:
@@ -234,7 +235,8 @@ def _is_whole(store: Store, step: int, by_step: dict[int, list[str]]) -> bool:
 
 
 class Uploader:
-    """What waits, and what became of it. The newest goes first; older ones are then not needed."""
+    """Waiting checkpoints and their outcomes. The newest is sent first; older ones are then not
+    needed."""
 
     def __init__(self, store: Store, root: Path, keep_last: int, emit: Callable[..., None]) -> None:
         self.store = store
@@ -251,7 +253,7 @@ class Uploader:
             self.changed.notify()
 
     def close(self) -> None:
-        """What waits is tried once more, then `run` returns."""
+        """Tries waiting checkpoints once more, then `run` returns."""
         with self.changed:
             self.is_closing = True
             self.changed.notify()
@@ -294,7 +296,7 @@ class Uploader:
         return None
 
     def _prune(self) -> None:
-        """A local copy goes only where the store has it, or a newer one, whole."""
+        """Removes local copies if the store has them, or a newer checkpoint, complete."""
         kept = prune_remote(self.store, self.store.remote.retention)
         prune(self.root, self.keep_last, lambda local: bool(kept) and local.step <= kept[0])
 

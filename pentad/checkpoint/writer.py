@@ -1,8 +1,8 @@
 """The background process that runs a trainer process's jobs: `python -m pentad.checkpoint.writer`.
 
-State is written in the order it came, and beside it exports in theirs: a long export does not hold
-up the state of a later step. Their bytes stay where they are: the process gets the memory's file
-descriptors and maps them. It ends with its parent, in the middle of a job too, and ignores the
+States are written in their order, and exports beside them in theirs: a long export does not delay
+the state of a later step. Their bytes are not copied: the process gets the memory's file
+descriptors and maps them. It ends with its parent, even in the middle of a job, and ignores the
 signals that a terminal or a scheduler sends to all processes of a run.
 """
 
@@ -31,14 +31,15 @@ from pentad.runtime.process import NICENESS, Child, die_with_parent
 log = logging.getLogger(__name__)
 
 HEADER = struct.Struct("<Q?")
-"""The number of a job, and whether it is an export; without file descriptors it is the end."""
+"""The number of a job, and whether it is an export; a message without file descriptors is the
+end."""
 MAX_FDS = 250
 Lane = queue.SimpleQueue[tuple[int, list[int]] | None]
 """Jobs by number, with the file descriptors of their memory; None: the end."""
 
 
 class Pending:
-    """A job that was handed over."""
+    """A submitted job."""
 
     def __init__(self) -> None:
         self.error: OSError | RunError | None = None
@@ -53,16 +54,16 @@ class Pending:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is done and did not fail."""
+        """Whether the job is done and did not fail."""
         return self.is_done and self.error is None
 
     @property
     def seconds(self) -> float:
-        """Since it was handed over, until it was done."""
+        """Seconds from submission until the job was done."""
         return (self._ended if self.is_done else time.monotonic()) - self._begun
 
     def wait(self, timeout: float | None = None) -> dict[str, Any]:
-        """The result, or what the job failed with; TimeoutError if it is not done by then."""
+        """The result, or the job's error; TimeoutError if it is not done by then."""
         if not self._done.wait(timeout):
             raise TimeoutError(f"the writer is not done after {timeout:g} s")
         if self.error is not None:
@@ -70,7 +71,7 @@ class Pending:
         return self._result
 
     def settled(self, timeout: float | None = None) -> None:
-        """Waits until it is done, however it ended, or for so long."""
+        """Waits until the job is done, successful or not, or for the given time."""
         self._done.wait(timeout)
 
     def settle(self, result: dict[str, Any], error: OSError | RunError | None = None) -> None:
@@ -78,7 +79,7 @@ class Pending:
         self._done.set()
 
     def settle_by(self, function: Callable[[], dict[str, Any]]) -> None:
-        """Runs it: its result, or whatever it raises, is that of the job."""
+        """Runs a function: its result or exception becomes that of the job."""
         try:
             self.settle(function())
         except (OSError, RunError) as error:
@@ -98,21 +99,20 @@ class Pending:
 
 
 def failure_in(outcome: Mapping[str, Any]) -> OSError | RunError | None:
-    """What the job of an outcome failed with."""
+    """The error in the outcome of a job."""
     if outcome["error"] is None:
         return None
     return OSError(*outcome["system"]) if outcome["system"] else RunError(outcome["error"])
 
 
 class Writer:
-    """The parent's end. The process is started with the first job, and again after it was lost.
-
-    Once it is closed jobs fail: a thread that was left behind must not write beside the next run.
-    """
+    """The parent's end of the writer. The process starts with the first job, and again after it was
+    lost. After `close` jobs fail: a thread that is still running must not write beside the next
+    run."""
 
     def __init__(self, stall_s: float | None = None) -> None:
-        """A process that has a job and neither reads nor writes for `stall_s` is ended: its jobs
-        fail with the reason. None: it is waited for."""
+        """A process that has a job and neither reads nor writes for `stall_s` is killed: its jobs
+        fail with the reason. None: no limit."""
         self.stall_s = stall_s
         self._lock = threading.Lock()
         self._process: _Process | None = None
@@ -123,7 +123,8 @@ class Writer:
         return None if self._process is None else self._process.child.pid
 
     def submit(self, job: WriterJob) -> Pending:
-        """Returns at once. The memory of its spans must not change until the job is done."""
+        """Submits a job and returns at once. The memory of its spans must not change until the job
+        is done."""
         with self._lock:
             if self._is_closed:
                 pending = Pending()
@@ -134,7 +135,7 @@ class Writer:
             return self._process.send(job)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Waits for the jobs under way; those that take longer than `timeout_s` fail."""
+        """Waits for jobs in progress; those that take longer than `timeout_s` fail."""
         with self._lock:
             process, self._process, self._is_closed = self._process, None, True
         if process is not None:
@@ -209,7 +210,7 @@ class _Process:
         self._socket.close()
 
     def _fail(self) -> None:
-        """It ended: jobs that it has not answered are lost."""
+        """Called when the process ended: jobs without an answer are lost."""
         self.child.wait()
         words = f"the process that writes checkpoints {self.child.ended()}"
         self.child.end()
@@ -220,7 +221,7 @@ class _Process:
 
 
 def encode(job: WriterJob) -> tuple[Memory, list[Memory]]:
-    """The pickled job, and the memories that its spans lie in: those go by file descriptor."""
+    """The pickled job, and the memory of its spans, which is sent as file descriptors."""
     memories: list[Memory] = []
 
     class JobPickler(pickle.Pickler):
@@ -248,7 +249,7 @@ def decode(letter: Memory, memories: list[Memory]) -> WriterJob:
 
 
 def main(fd: int, parent: int) -> None:
-    """Runs jobs until the parent hangs up or ends."""
+    """Runs jobs until the parent closes the connection or ends."""
     die_with_parent(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -274,7 +275,7 @@ def main(fd: int, parent: int) -> None:
 
 
 def _receive(connection: socket.socket, lanes: tuple[Lane, Lane]) -> None:
-    """Also while a job runs, so that the end of the parent is seen at once."""
+    """Receives also during a job, so that the end of the parent is noticed at once."""
     try:
         while True:
             data, fds, _, _ = socket.recv_fds(connection, HEADER.size, MAX_FDS)
@@ -288,7 +289,7 @@ def _receive(connection: socket.socket, lanes: tuple[Lane, Lane]) -> None:
 
 
 def _answer(fds: list[int]) -> tuple[dict[str, Any], OSError | RunError | None]:
-    """The result of the job, or what it failed with."""
+    """Answers with the result of the job, or its error."""
     memories = [Memory.received(fd) for fd in fds]
     try:
         return run_job(decode(memories[0], memories[1:])), None

@@ -57,7 +57,7 @@ def run_convert(
     base: str | None = None,
     **settings: Any,
 ) -> None:
-    """Converts and says what became of it."""
+    """Converts, and prints the result."""
     if merge or base is not None or is_adapter(source):
         check_merge(source, to=to, merge=merge)
         merge_adapter(source, target, base=base, dtype=settings["dtype"], force=force)
@@ -117,7 +117,7 @@ def _convert_recovery(
     model: str | None,
     **settings: Any,
 ) -> None:
-    """A recovery checkpoint of ours becomes a HF folder; other formats are made from that."""
+    """Converts a recovery checkpoint to an HF folder; other formats are made from that."""
     # Here, since it imports torch.distributed.checkpoint, which other conversions do without.
     from pentad.checkpoint.restore import ACTOR, export_hf, find_recovery
 
@@ -148,7 +148,7 @@ def _convert_recovery(
 
 
 def check_merge(source: str, *, to: str | None, merge: bool) -> None:
-    """Refuses the options of a merge where nothing is merged, and an adapter without them."""
+    """Rejects the options of a merge if nothing is merged, and an adapter without them."""
     if not is_adapter(source):
         rule = f"is for adapters, and {source} has no {ADAPTER}"
         raise UserError(Problem("--merge or --base", rule, "give the PEFT folder as SRC"))
@@ -164,7 +164,7 @@ def check_merge(source: str, *, to: str | None, merge: bool) -> None:
 def merge_adapter(
     source: str, target: str, *, base: str | None, dtype: str | None, force: bool
 ) -> None:
-    """Writes the base with the adapter merged, and says what rounding took away."""
+    """Writes the base with the adapter merged, and prints the rounding loss."""
     adapter = read_adapter(source)
     model = base or adapter.base
     model = local_model(model, f"{source}: its base, {model}") if model else ""

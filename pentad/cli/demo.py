@@ -28,10 +28,10 @@ NUM_TRAIN, NUM_SFT, NUM_VALID = 8000, 2000, 500
 def run_demo(
     *, seed: int, fileroot: str, device: str, steps: int | None = None, fresh: bool = False
 ) -> None:
-    """A demo that was interrupted is resumed; one that is complete starts anew."""
+    """Runs the demo. An interrupted demo is resumed; a complete one starts anew."""
     console = Console(highlight=False, soft_wrap=True)
     chosen = pick_device(device)
-    # The model is too small to share between cores, and one thread gives one result everywhere.
+    # The model is too small to share between cores, and one thread repeats bit for bit.
     torch.set_num_threads(1)
     # Two users, or two seeds, must not write over each other's data.
     root = Path(fileroot) / "demo" / user_name() / f"seed{seed}"
@@ -68,7 +68,7 @@ def run_demo(
 
 
 def live_page(config: Config, console: Console) -> AbstractContextManager[None]:
-    """The page of the run as long as it runs, where what serves it is installed."""
+    """Serves the page of the run while it runs, if the extra `serve` is installed."""
     try:
         import pentad.cli.view  # noqa: F401
     except UserError as error:
@@ -78,7 +78,8 @@ def live_page(config: Config, console: Console) -> AbstractContextManager[None]:
 
 
 def is_complete(config: Config) -> bool:
-    """Whether this user's last demo of the seed did all its steps; `config` is its warm-up's."""
+    """Whether this user's last demo with the seed did all its steps; `config` is that of its
+    warm-up."""
     file = run_path(config.fileroot, "demo-grpo", config.trial_name, config.user) / "exit.json"
     return file.exists() and read_object(file).get("end") == "complete"
 
@@ -89,7 +90,7 @@ def recipe(name: str) -> Path:
 
 
 def closing(summary: RunSummary) -> str:
-    """What there is to look at, and as the last line what was achieved."""
+    """The files to look at, and as the last line the result."""
     before, after = summary.evals[0], summary.evals[-1]
     return "\n".join(
         [

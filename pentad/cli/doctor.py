@@ -1,4 +1,5 @@
-"""Prints what `pentad.planner.doctor` and the reward pool found on this machine."""
+"""`pentad doctor`: prints the findings of `pentad.planner.doctor` and of the reward pool on this
+machine."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ MARKS = {
 
 
 def run_doctor(json: bool) -> int:
-    """0 when runs can start here, 1 when something must be mended first."""
+    """Returns 0 if runs can start here, 1 if something must be fixed first."""
     findings = [*examine(), check_isolation()]
     healthy = is_healthy(findings)
     if json:
@@ -34,7 +35,7 @@ def run_doctor(json: bool) -> int:
 
 
 def check_isolation() -> Finding:
-    """Whether untrusted programs can be run here, found by trying to break out."""
+    """Whether untrusted programs can be run here, tested by attempts to break out."""
     try:
         missing = asyncio.run(what_is_missing())
     except (UserError, WorkerLost) as failure:

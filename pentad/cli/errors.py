@@ -1,7 +1,7 @@
-"""Turns what went wrong into sentences on stderr and an exit code.
+"""Turns exceptions into error messages on stderr and an exit code.
 
-2: bad input, nothing was started. 1: the run could not continue; its first cause is the last thing
-printed. 130: interrupted. With PENTAD_TRACEBACK=1 the traceback comes first.
+2: bad input, nothing was started. 1: the run could not continue; its first cause is printed last.
+130: interrupted. With PENTAD_TRACEBACK=1 the traceback comes first.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 
 
 def reporting(command: Callable[..., None]) -> Callable[..., None]:
-    """Wraps a command so that it ends in an exit code and a sentence, never in a traceback. With
-    `--device cpu` it counts no GPUs."""
+    """Wraps a command so that it ends with an exit code and a message, never with a traceback. With
+    `--device cpu` GPUs are not counted."""
 
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
@@ -68,7 +68,8 @@ def reporting(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _not_installed(package: str) -> Problem:
-    """The command that installs a package at the version Pentad asks for, where it does."""
+    """The command that installs a missing package at the required version, if it is one that Pentad
+    uses."""
     lines = importlib.metadata.requires("pentad") or []
     wanted = [line.partition(";")[0].strip() for line in lines if "extra ==" not in line]
     names = {line: re.match(r"[\w.-]+", line) for line in wanted}
@@ -79,8 +80,8 @@ def _not_installed(package: str) -> Problem:
 
 @contextmanager
 def leaving() -> Iterator[None]:
-    """For the whole program: ctrl-C outside any command ends in a sentence too, and ctrl-C while
-    libraries tidy up ends it with the exit code it has, without their tracebacks."""
+    """For the whole program: ctrl-C outside any command also ends with a sentence; ctrl-C while
+    libraries clean up keeps the exit code and shows no traceback."""
     code = 0
     try:
         yield

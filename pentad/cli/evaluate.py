@@ -1,4 +1,5 @@
-"""`pentad eval`: a model's answers to a dataset, judged; the figures printed, the answers kept."""
+"""`pentad eval`: samples a model's answers to a dataset and scores them; prints the figures, writes
+the answers to a file."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def run_eval_command(
 
 @contextmanager
 def kept_answers(out: Path | None) -> Iterator[IO[str] | None]:
-    """The file the answers go to; it has its name only when all of them are in it."""
+    """The file of the answers; it gets its name only when it is complete."""
     if out is None:
         yield None
         return
@@ -71,7 +72,7 @@ def kept_answers(out: Path | None) -> Iterator[IO[str] | None]:
 
 @contextmanager
 def progress(total: int) -> Iterator[Progress]:
-    """A bar on stderr where that is a terminal."""
+    """A progress bar on stderr if that is a terminal."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
         bar.add_task("prompts", total=total)
@@ -79,7 +80,7 @@ def progress(total: int) -> Iterator[Progress]:
 
 
 def lines_of(found: Answered, answer_key: str) -> Iterator[dict[str, Any]]:
-    """One record a sample, or one that says why there are none."""
+    """One record per sample, or one with the reason why there are none."""
     prompt = found.prompt
     head = {"gid": prompt.gid, "prompt": prompt.text, "answer": prompt.fields.get(answer_key)}
     if found.group is None:
@@ -141,7 +142,7 @@ def table_of(config: Config, evaluation: Evaluation, max_new_tokens: int) -> Tab
 
 
 def notes_on(evaluation: Evaluation, max_new_tokens: int) -> Iterator[str]:
-    """What makes the figures differ from what one may think they are."""
+    """Caveats about the figures."""
     for reason, num in evaluation.num_left_out.items():
         yield f"note: {num} rows were left out ({reason}) and count nowhere."
     for failure, num in evaluation.failures.items():

@@ -1,8 +1,7 @@
-"""`pentad export`: the model of a run with a card, in its folder and on the hub."""
+"""`pentad export`: the model of a run with a model card, in its folder and on the Hub."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from pentad.config.aliases import config_from_record
 from pentad.config.schema import Config
 from pentad.core.errors import Problem, UserError
 from pentad.core.files import write_atomic
-from pentad.core.folders import step_of
+from pentad.core.folders import read_object, step_of
 from pentad.core.hub import HUB_NAME
 from pentad.planner.hub_rows import CARD
 from pentad.telemetry.model_card import model_card
@@ -44,23 +43,23 @@ def run_export(run: str, *, step: int | None, push: str | None, public: bool) ->
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest = read_object(folder / "manifest.json")
         _ = manifest["config"]["actor"]["path"], manifest["starts"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, KeyError, TypeError) as error:
         remedy = "give the folder of a run's records, runs/logs/USER/EXPERIMENT/TRIAL"
         raise UserError(Problem(f"run = {folder}", "has no manifest of a run", remedy)) from error
     return dict(manifest)
 
 
 def recorded(folder: Path, values: Mapping[str, Any]) -> Config:
-    """The config of the run, whose files are where its records are now."""
+    """The config of the run, with paths changed to where its records are now."""
     place = folder.resolve()
     fileroot = {"fileroot": str(place.parents[3])} if place.parents[2].name == "logs" else {}
     return config_from_record({**values, **fileroot})
 
 
 def exported(folder: Path, config: Config, step: int | None) -> Path:
-    """The HF folder of a step, counted from 1, or the last that is there."""
+    """The HF folder of a step, counted from 1, or the newest."""
     root = checkpoint_path(config)
     steps = {
         found + 1: path

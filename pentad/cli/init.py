@@ -1,4 +1,5 @@
-"""`pentad init`: a folder with a recipe, a reward or environment, and data, which runs at once."""
+"""`pentad init`: writes a folder with a recipe, a reward or environment, and data, which runs at
+once."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ NUM_TRAIN, NUM_VALID = 512, 64
 
 @dataclass(frozen=True, slots=True)
 class FirstTask:
-    """What a starter is for, the file it copies, its keys, and how a row of its data is drawn."""
+    """A kind of task: its description, the file to copy, its keys, and a function that makes a row
+    of data."""
 
     says: str
     draw: Callable[[random.Random], dict[str, Any]]
@@ -74,7 +76,8 @@ TASKS = {
 
 
 def run_init(folder: str | None, task: str | None, model: str | None, device: str | None) -> None:
-    """Asks for what was not given where there is a terminal, writes the folder, says what next."""
+    """Asks for missing options if there is a terminal, writes the folder, prints the next
+    commands."""
     if sys.stdin.isatty():
         folder = folder or typer.prompt("Folder", default="mytask")
         task = task or typer.prompt(f"Task ({', '.join(TASKS)})", default="math")
@@ -128,7 +131,7 @@ def _is_folder(model: str) -> bool:
 
 
 def _has_template(model: str) -> bool:
-    """A folder says whether its tokenizer has a chat template; a hub name is taken to have one."""
+    """Whether the tokenizer in a folder has a chat template; a Hub name is assumed to have one."""
     if not _is_folder(model):
         return True
     folder = Path(model).expanduser()

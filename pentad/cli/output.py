@@ -1,4 +1,4 @@
-"""What commands print with: consoles of a known width, and tables without trailing spaces."""
+"""Consoles of a known width, and tables without trailing spaces, for the output of commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ PLAIN_WIDTH = 100
 
 
 def make_console() -> Console:
-    """As wide as the terminal up to a limit; without one plain text of a fixed width."""
+    """A console as wide as the terminal up to a limit; without a terminal plain text of a fixed
+    width."""
     if sys.stdout.isatty():
         console = Console(highlight=False)
         return Console(highlight=False, width=min(console.width, MAX_WIDTH))
@@ -31,7 +32,7 @@ def make_table(
     no_wrap: bool = False,
     show_header: bool = True,
 ) -> Table:
-    """`right`: the titles of columns of numbers."""
+    """Creates a table; `right`: the titles of columns of numbers."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=show_header)
     for title in titles:
         justify = "right" if title in right else "left"
@@ -42,7 +43,7 @@ def make_table(
 
 
 def print_parts(*parts: RenderableType, min_width: int = 0) -> None:
-    """Without the spaces that tables pad their last column with."""
+    """Prints without the spaces with which tables pad their last column."""
     console = make_console()
     console.width = max(console.width, min_width)
     with console.capture() as captured:

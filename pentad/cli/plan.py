@@ -1,4 +1,5 @@
-"""Prints a plan: placement, memory by phase, batch, files, and what would make it fit."""
+"""`pentad plan`: prints placement, memory by phase, batch, files, and remedies if it does not
+fit."""
 
 from __future__ import annotations
 
@@ -33,10 +34,11 @@ from pentad.planner.plan import build_plan, choose_device, thumb_of
 from pentad.planner.remedies import Remedy, propose, propose_adapter, propose_host
 
 MAX_DATA_BYTES = 512 << 20
-"""A larger dataset is not counted: a plan must stay quick."""
+"""Larger datasets are not counted, to keep `plan` quick."""
 MAX_STAGE_ROWS = 32
 ON_EXAMPLES_NAMES = {"log-prob": "forward", "publish": "export"}
-"""Phases of a run without a sampler: held-out rows and a reference have a forward pass alone."""
+"""Names of phases of a run without a sampler: held-out rows and a reference need only a forward
+pass."""
 
 
 def run_plan(
@@ -46,8 +48,8 @@ def run_plan(
     as_json: bool = False,
     world: int | None = None,
 ) -> int:
-    """Prints the plan; 0 when it fits, 1 when it does not. `world`: as if so many ranks were left
-    that train."""
+    """Prints the plan; returns 0 if it fits, 1 if not. `world`: as if that many training ranks were
+    left."""
     refused = refusals(config)  # of the layout that the run starts with
     if world is not None:
         config, note = left_with(config, world)
@@ -59,6 +61,10 @@ def run_plan(
         said = " (train needs a reward)" if command == "sft" else ""
         notes.append(f"{where} has no sampler: planned for {command}{said}")
     if reason := uncounted(config):
+        # Here, since it needs transformers: its class says whether its model can be trained.
+        from pentad.trainer.rank.learners import check_models
+
+        check_models(config)
         show_places(config, [*notes, reason], as_json)
         return 0
     plan = make_plan(config, notes, gpu_memory)
@@ -83,7 +89,7 @@ def run_plan(
 
 
 def make_plan(config: Config, notes: Sequence[str], gpu_memory: float | None) -> RunPlan:
-    """For a model whose size is known."""
+    """The plan of a model whose size is known."""
     is_stream = config.task == "pretrain"
     num_rows, said = (None, []) if is_stream else count_all(config)
     plan = build_plan(config, choose_device(config, gpu_memory), num_rows)
@@ -93,7 +99,7 @@ def make_plan(config: Config, notes: Sequence[str], gpu_memory: float | None) ->
 
 
 def left_with(config: Config, world: int) -> tuple[Config, str]:
-    """The config of an elastic run that has so many ranks left, and what changed."""
+    """The config of an elastic run with this many ranks left, and its changes."""
     actor = config.component("actor")
     fitted = fit_world(config, world)
     where = f"--world {world}"
@@ -118,12 +124,12 @@ def left_with(config: Config, world: int) -> tuple[Config, str]:
 
 
 def refusals(config: Config) -> list[str]:
-    """What can be planned and is not built."""
-    return [f"a run refuses it today: {problem}" for problem in noted(config)]
+    """Settings that can be planned and are not implemented."""
+    return [f"a run rejects it today: {problem}" for problem in noted(config)]
 
 
 def show_places(config: Config, notes: list[str], as_json: bool) -> None:
-    """The placement of a run whose memory is not known."""
+    """Prints the placement of a run whose memory is not known."""
     found = topology(config)
     allocation = found.allocation
     rows = [(c.role, str(c), list(allocation.devices(c))) for c in allocation]
@@ -141,8 +147,8 @@ def show_places(config: Config, notes: list[str], as_json: bool) -> None:
 
 
 def count_all(config: Config) -> tuple[int | None, list[str]]:
-    """Prompts of an epoch where the data can be read here, and notes on each of several
-    environments and on data that cannot."""
+    """Prompts of an epoch if the data can be read here, with notes on each environment and on
+    unreadable data."""
     found = [(one, *count_rows(one.data, one.data_key)) for one in environments(config)]
     notes = [note for _, _, said in found for note in said]
     if not config.rollout.workflows:
@@ -158,7 +164,7 @@ def count_all(config: Config) -> tuple[int | None, list[str]]:
 
 
 def count_rows(data: DatasetConfig, block: str = "train_dataset") -> tuple[int | None, list[str]]:
-    """Rows of the training data where it can be read here, and a note where it cannot."""
+    """Rows of the training data if they can be read here, else a note."""
     if data.path is None:
         return None, []
     path = Path(data.path).expanduser()
@@ -175,7 +181,7 @@ def count_rows(data: DatasetConfig, block: str = "train_dataset") -> tuple[int |
 
 
 def gib(size: float) -> str:
-    """Bytes as GiB with as many digits as mean something."""
+    """Bytes as GiB with as many digits as are significant."""
     value = size / GIB
     return f"{value:.1f}" if value >= 0.95 else f"{value:.2g}"
 
@@ -185,7 +191,7 @@ def billions(count: float) -> str:
 
 
 class Page:
-    """One plan on paper."""
+    """Prints one plan."""
 
     def __init__(self, plan: RunPlan, remedies: list[Remedy], console: Console) -> None:
         self.plan = plan
@@ -222,7 +228,7 @@ class Page:
             self.say(line)
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]], *right: str) -> None:
-        """`right`: the columns of numbers."""
+        """Prints a table; `right`: the columns of numbers."""
         self.console.print(make_table(columns, rows, right=right))
 
     def heading_line(self) -> None:
@@ -235,7 +241,7 @@ class Page:
         self.say(f"{plan.device.word} memory {memory} GiB ({plan.device.source})")
 
     def placement(self) -> None:
-        """One table: the processes that a run starts, and their GPUs."""
+        """Prints a table of the processes of a run and their GPUs."""
         plan, placed = self.plan, topology_of(self.plan)
         limit, count = placed.facts.num_devices, plan.allocation.num_devices
         processes = counted(len(placed.processes), "process", "processes")
@@ -251,7 +257,7 @@ class Page:
             self.say(self.describe_part(component))
 
     def describe_part(self, component: Component) -> str:
-        """A component and how it is cut over its devices."""
+        """A component and its division over its devices."""
         plan, role = self.plan, component.role
         if role == "actor" and any(t.role == "critic" for t in plan.trainers):
             role += "" if plan.allocation.find("critic") else " and critic"
@@ -368,8 +374,8 @@ class Page:
 
 
 def process_rows(processes: Sequence[RunProcess]) -> list[tuple[str, str, str, str, str, str]]:
-    """Name, roles, machine, GPUs, sharers, starter; processes that differ in their numbers alone
-    are one row."""
+    """Name, roles, machine, GPUs, sharers, starter; processes that differ only in their numbers are
+    one row."""
 
     def likeness(one: RunProcess) -> tuple[object, ...]:
         words = tuple(role.split()[0] for role in one.runs)
@@ -402,7 +408,7 @@ def machine_of(alike: Sequence[RunProcess]) -> str:
 
 
 def gpus_of(alike: Sequence[RunProcess]) -> str:
-    """By their numbers; on Ray, which chooses, how many."""
+    """GPU numbers; on Ray, which chooses them, their count."""
     if alike[0].bundle is not None and alike[0].num_gpus:
         return f"{alike[0].num_gpus} each" if len(alike) > 1 else str(alike[0].num_gpus)
     return span(sorted({device for one in alike for device in one.devices}))
@@ -413,7 +419,7 @@ def counted(number: int, one: str, many: str) -> str:
 
 
 def describe_layout(layout: Layout) -> str:
-    """Ranks, and the axes over which they are cut."""
+    """The number of ranks, and the axes of the layout."""
     names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     cut = [f"{name}={size}" for name in names if (size := getattr(layout, name)) > 1]
     experts = [f"{name}={size}" for name in ("ep", "etp") if (size := getattr(layout, name)) > 1]
@@ -458,7 +464,7 @@ def describe_steps(plan: RunPlan) -> str:
 
 
 def as_dict(plan: RunPlan, remedies: list[Remedy]) -> dict[str, Any]:
-    """The same figures for programs; sizes in bytes."""
+    """The figures as JSON values; sizes in bytes."""
     model = picked(plan.dims, "num_params num_active_params")
     batch = picked(plan.batch, "prompts samples num_rows steps_per_epoch total_steps")
     allocation = {"text": plan.config.allocation_mode, "num_devices": plan.allocation.num_devices}

@@ -1,4 +1,4 @@
-"""What commands that take a recipe have in common: the recipe, overrides, and switches.
+"""Common options of commands that take a recipe: the recipe, overrides, and switches.
 
 A switch such as `--max-staleness 2` is another way to write the override `max_staleness=2`.
 """
@@ -72,7 +72,7 @@ EVAL_OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What the command line says about the config."""
+    """The config as given on the command line."""
 
     path: Path | None
     overrides: list[str]
@@ -97,7 +97,7 @@ class Recipe:
 
 
 def takes_recipe(command: Callable[..., None], *, switches: bool = True) -> Callable[..., None]:
-    """Gives a command that wants a `Recipe` first the options a recipe is written with."""
+    """Adds the options of a recipe to a command whose first argument is a `Recipe`."""
 
     @functools.wraps(command)
     def wrapped(words: list[str] | None, config: Path | None, **options: Any) -> None:
@@ -126,7 +126,7 @@ def read_recipe(words: list[str], config: Path | None, options: Mapping[str, obj
 
 
 def read_subject(words: list[str], options: Mapping[str, object]) -> Recipe:
-    """What `eval` is to look at: a recipe, or the folder of a model; options by name set keys."""
+    """The subject of `eval`: a recipe, or the folder of a model; named options set keys."""
     if not words or OVERRIDE.match(words[0]):
         remedy = "name a model's folder or a YAML file, for example: pentad eval models/m --data d"
         raise UserError(Problem("model", "is not given", remedy))

@@ -1,4 +1,4 @@
-"""`pentad replay`: a recorded step trained again, its numbers beside those of the record."""
+"""`pentad replay`: trains a recorded step again and prints its numbers beside the record."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pentad.trainer.sources.replay import Replay, ReplayedNumber, run_replay
 def run_replay_command(
     run: str, step: int, *, layout: str | None, device: str, dump: str | None
 ) -> int:
-    """0 when the numbers are those of the record, 1 otherwise."""
+    """Returns 0 if the numbers equal those of the record, 1 otherwise."""
     found = run_replay(Path(run).expanduser(), step, layout=layout, device=device, dump=dump or "")
     print("\n".join(report(found, step)))
     if dump:

@@ -1,5 +1,5 @@
-"""`pentad verify-checkpoint --restore`: checkpoints that were set aside as damaged are verified,
-and those that are whole get their names back."""
+"""`pentad verify-checkpoint --restore`: verifies checkpoints that were renamed as damaged, and
+gives intact ones their names back."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from pentad.checkpoint.s3 import Store
 
 Found = tuple[FoundCheckpoint, Callable[[], object]]
-"""A checkpoint, and what puts it back."""
+"""A checkpoint, and the function that restores its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Aside:
-    """A checkpoint that was set aside."""
+    """A checkpoint that was renamed as damaged."""
 
     step: int
     suffix: str
@@ -42,7 +42,7 @@ class Aside:
 
 
 def run_restore(place: str, endpoint_url: str | None, region: str | None) -> int:
-    """0 when everything that was set aside there is whole, and put back; 1 otherwise."""
+    """Returns 0 if all of them are intact and were renamed back; 1 otherwise."""
     folder, step, suffix = split_aside(place)
     if "://" in place:
         every = remote_asides(open_store(place, folder, endpoint_url, region))
@@ -73,7 +73,7 @@ def _restore(aside: Aside) -> int:
 
 
 def split_aside(place: str) -> tuple[str, int | None, str]:
-    """The trial's root, and step and suffix if the place is the folder of one."""
+    """The trial's root, and step and suffix if the path is the folder of one checkpoint."""
     found = re.search(rf"\.{DAMAGED}(-[0-9]+)?/*$", place)
     suffix = found[0].rstrip("/") if found else ""
     plain = place[: found.start()] if found else place
@@ -100,7 +100,7 @@ def _read_local(root: Path, step: int, suffix: str) -> Found:
 
 
 def refuse_running(root: Path) -> None:
-    """UserError while a run writes there, as far as its locks tell."""
+    """Raises UserError while a run writes there, judged by its locks."""
     locks = [root.with_name(f".{root.name}.lock")]
     if len(root.parents) > 3 and root.parents[2].name == "checkpoints":
         locks.append(root.parents[3] / "logs" / root.relative_to(root.parents[2]) / NAME)

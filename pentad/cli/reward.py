@@ -22,11 +22,11 @@ from pentad.trainer.reward_trial import (
 )
 
 SHOWN = 300
-"""Characters of a value that are printed."""
+"""Maximum characters of a printed value."""
 
 
 def run_reward_command(config: Config, row: int, completion: str | None) -> None:
-    """Prints the row and what the reward says; RunError if it fails."""
+    """Prints the row and its reward; RunError if the reward fails."""
     trials = asyncio.run(_try(config, row, completion))
     first = trials[0]
     print(f"row {first.row} ({first.where})")

@@ -1,4 +1,4 @@
-"""How a command that trains goes from its recipe to its last line, here or as a Slurm job."""
+"""Runs a training command from its recipe to its last line, here or as a Slurm job."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def run_command(
     view: bool = False,
     most_steps: int | None = None,
 ) -> None:
-    """`view`: with a page beside it. `most_steps`: fewer than the recipe says, where it says more
-    or nothing."""
+    """Runs a command. `view`: serves the page of the run. `most_steps`: limits the number of
+    steps."""
     config, notes = prepare_run(recipe, command)
     given = config.total_train_steps
     if most_steps is not None and (given is None or given > most_steps):
@@ -66,7 +66,7 @@ def _run(config: Config, command: RunCommand, notes: list[str], fresh: bool) -> 
 
 @contextmanager
 def page_beside(config: Config) -> Iterator[None]:
-    """Serves the page of a run as long as it runs; of several ranks the first does."""
+    """Serves the page of a run while it runs; of several ranks, rank 0 does."""
     if config.scheduler.type == "slurm":
         rule = "--view shows a run of this machine"
         remedy = "leave it out, and open the records with `pentad view` when the job runs"
@@ -107,7 +107,8 @@ def show_summary(summary: RunSummary) -> None:
 
 
 def submit_job(config: Config, command: str, notes: list[str], fresh: bool) -> None:
-    """The config is written beside the script, so that what runs is what was asked for now."""
+    """Submits a Slurm job. The config is written beside the script, so that later edits of the
+    recipe do not change the job."""
     from pentad.config.load import dump_config
     from pentad.config.resolve import replaced
     from pentad.config.topology import topology

@@ -1,4 +1,4 @@
-"""`pentad serve`: one model behind an OpenAI-compatible address, on the embedded engine."""
+"""`pentad serve`: serves one model at an OpenAI-compatible address, with the embedded engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from pentad.core.errors import Problem, UserError
 from pentad.data.tokenizer import Tokenizer, load_tokenizer
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.section import SamplerSettings
-from pentad.models.families import dims_of, register
+from pentad.models.families import register
+from pentad.models.registry import dims_to_sample
 from pentad.planner.hub import local_model
 from pentad.trainer.preflight import vocabulary_problems
 from pentad.weights.peft import Adapter, read_adapter
@@ -44,18 +45,20 @@ from pentad.serve.service import Service
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 CLIENT_SHARE = 0.75
-"""Share of the requests under way for one address; at loopback all clients have one."""
+"""Maximum share of the concurrent requests for one address; at loopback all clients have one
+address."""
 
 
 class Seldom(logging.Filter):
-    """Lets the first few records of a kind pass each minute: clients must not fill a disk."""
+    """Passes the first few log records of a kind per minute, so that clients cannot fill a disk."""
 
     MOST, WINDOW_S, KINDS = 5, 60.0, 1000
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: dict[str, tuple[float, int]] = {}
-        """First line of the message, before its arguments -> start of the minute, records in it."""
+        """First line of the message, before its arguments -> start of the minute, number of records
+        in it."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         kind, now = str(record.msg).partition("\n")[0], time.monotonic()
@@ -154,7 +157,7 @@ def load_sampler(
     settings: SamplerSettings,
     adapter: Adapter | None = None,
 ) -> EmbeddedSampler:
-    problems = vocabulary_problems(model, dims_of(model), tokenizer, key="model")
+    problems = vocabulary_problems(model, dims_to_sample(model), tokenizer, key="model")
     problems += dtype_problems("--dtype", dtype)
     if problems:
         raise UserError(problems)
@@ -178,7 +181,7 @@ def check_key_given(api_key: str | None) -> None:
 async def until_signal(
     endpoints: Endpoints, guard: Guard, listener: socket.socket, drain_s: float
 ) -> None:
-    """The first signal drains, the second ends at once."""
+    """The first signal ends it after requests in progress, the second at once."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
     def drain() -> None:

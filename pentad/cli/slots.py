@@ -1,4 +1,4 @@
-"""`pentad slots`: shows the slots of an elastic run, drops and joins slots."""
+"""`pentad slots`: shows, drops and adds slots of an elastic run."""
 
 from __future__ import annotations
 

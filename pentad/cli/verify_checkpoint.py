@@ -1,5 +1,5 @@
-"""`pentad verify-checkpoint`: what recovery checkpoints hold, whether every byte is whole, and how
-two of them differ."""
+"""`pentad verify-checkpoint`: lists the contents of recovery checkpoints, verifies every byte, and
+compares two of them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from pentad.weights.dcp import DcpFolder
 
 MIN_WIDTH = 120
-"""Columns of the table: names and figures are not cut where a terminal, or none, is narrower."""
+"""Minimum width of the table: names and figures are not cut on a narrower terminal, or without
+one."""
 MAX_SHOWN = 20
 MAX_LINES = 200
 VALUE_CHARS = 60
@@ -44,7 +45,7 @@ VALUE_CHARS = 60
 
 @dataclass(frozen=True, slots=True)
 class FoundCheckpoint:
-    """A committed checkpoint, wherever it lies."""
+    """A committed checkpoint, local or in a store."""
 
     place: str
     manifest: Manifest
@@ -52,7 +53,7 @@ class FoundCheckpoint:
     read: Callable[[str], bytes]
     """The verified bytes of a small file."""
     open: Callable[[str], DcpFolder] | None = None
-    """The tensors of a role, where they can be read one by one."""
+    """The tensors of a role, if they can be read one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +62,13 @@ class Location:
 
     name: str
     steps: list[int]
-    """Newest first; those that were never committed too."""
+    """Newest first; includes steps that were never committed."""
     read: Callable[[int], FoundCheckpoint | None]
-    """None where there is no COMMIT, Damaged where it does not fit."""
+    """None without a COMMIT, Damaged if it does not match."""
 
 
 def run_verify_checkpoint(places: list[str], *, as_json: bool, **remote: str | None) -> int:
-    """0 when every byte is what was saved, 1 otherwise."""
+    """Returns 0 if every byte is as saved, 1 otherwise."""
     locations = [locate(place, **remote) for place in places]
     notes: list[str] = []
     faults: dict[str, list[str]] = {}
@@ -92,7 +93,7 @@ def run_verify_checkpoint(places: list[str], *, as_json: bool, **remote: str | N
 def _find(
     location: Location, limit: int | None, notes: list[str], faults: dict[str, list[str]]
 ) -> list[FoundCheckpoint]:
-    """The committed ones, newest first, verified; RunError where there is none."""
+    """Verified committed checkpoints, newest first; RunError if there is none."""
     out: list[FoundCheckpoint] = []
     for step in location.steps:
         place = f"{location.name}/{info_folder(step)}"
@@ -114,7 +115,7 @@ def _find(
 
 
 def locate(place: str, endpoint_url: str | None = None, region: str | None = None) -> Location:
-    """UserError where there is nothing like it."""
+    """Finds a trial or step; UserError if there is none at the path."""
     if "://" in place:
         return locate_remote(place, endpoint_url, region)
     path = Path(place).expanduser().absolute()
@@ -162,7 +163,7 @@ def locate_remote(place: str, endpoint_url: str | None, region: str | None) -> L
 
 
 def open_store(place: str, root: str, endpoint_url: str | None, region: str | None) -> Store:
-    """UserError where the address is none."""
+    """Opens a store; UserError for an invalid address."""
     try:
         from pentad.checkpoint.s3 import Store
     except ImportError as error:
@@ -190,8 +191,8 @@ def remote_checkpoint(one: RemoteCheckpoint) -> FoundCheckpoint:
 
 
 def unusable(found: FoundCheckpoint, notes: list[str]) -> list[str]:
-    """A sentence for each file that has the bytes it was saved with, and that a resume could not
-    use: an index, counters, or JSON that a run would not write."""
+    """A sentence for each intact file that a resume could not use: an index, counters, or JSON that
+    a run would not write."""
     if installed("torch") is None:
         notes.append(f"{found.place}: its indexes were not read, as torch is not installed")
         return []
@@ -219,7 +220,7 @@ def unusable(found: FoundCheckpoint, notes: list[str]) -> list[str]:
 
 
 def split_place(place: str) -> tuple[str, int | None]:
-    """The trial's root, and the step if the place is the folder of one."""
+    """The trial's root, and the step if the path is the folder of one."""
     parts = place.rstrip("/").split("/")
     step = step_of(parts[-1])
     above = parts if step is None else parts[:-1]
@@ -231,7 +232,7 @@ def split_place(place: str) -> tuple[str, int | None]:
 
 
 def summary(found: FoundCheckpoint) -> dict[str, Any]:
-    """What a checkpoint says of itself."""
+    """Facts of a checkpoint, from its manifest."""
     manifest = found.manifest
     return {
         "place": found.place,
@@ -246,13 +247,13 @@ def summary(found: FoundCheckpoint) -> dict[str, Any]:
 
 
 def ranks_of(manifest: Manifest) -> dict[str, int]:
-    """How many ranks saved the state of each role."""
+    """Number of ranks that saved the state of each role."""
     roles = [path.partition("/")[0] for path in manifest.files if path.endswith(".distcp")]
     return {role: roles.count(role) for role in dict.fromkeys(roles)}
 
 
 def tensors_of(manifest: Manifest) -> dict[str, dict[str, list[tuple[str, str]]]]:
-    """By role and name: where each stored part of a tensor lies in it, and its digest."""
+    """Maps role and tensor name to position and digest of each stored part."""
     out: dict[str, dict[str, list[tuple[str, str]]]] = {}
     for path, entry in manifest.files.items():
         role, _, rest = path.partition("/")
@@ -288,7 +289,7 @@ def show(found: list[FoundCheckpoint], faults: dict[str, list[str]], notes: list
 
 
 def _rows(manifest: Manifest) -> Iterator[tuple[str, str, str, str]]:
-    """For each role, and for what lies beside them: part, ranks, tensors, size."""
+    """Table rows (part, ranks, tensors, size) for each role and for the other files."""
     ranks, tensors = ranks_of(manifest), tensors_of(manifest)
     for part in sorted({path.partition("/")[0] for path in manifest.files}):
         sizes = [e.size for path, e in manifest.files.items() if path.startswith(f"{part}/")]
@@ -305,7 +306,7 @@ def _size(num_bytes: int) -> str:
 
 
 def differences(old: FoundCheckpoint, new: FoundCheckpoint) -> Iterator[str]:
-    """Lines on what differs: facts, the small JSON files, and tensors by name."""
+    """Differences in facts, in the small JSON files, and in tensors by name, as lines."""
     if old.manifest.step != new.manifest.step:
         yield f"step: {old.manifest.step}, {new.manifest.step}"
     for key, before, after in changed_keys(old.manifest.facts, new.manifest.facts):
@@ -335,7 +336,7 @@ def _tensor_differences(old: FoundCheckpoint, new: FoundCheckpoint) -> Iterator[
 
 
 def _reads_differently(old: FoundCheckpoint, new: FoundCheckpoint, role: str, name: str) -> str:
-    """For a tensor that the two cut in other places."""
+    """Compares a tensor that the two checkpoints split differently."""
     if old.open is None or new.open is None:
         return "is cut differently, and not compared, as one lies in a store"
     import torch

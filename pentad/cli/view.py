@@ -1,4 +1,4 @@
-"""`pentad view`: a page over the files of runs, alone or beside a run that trains."""
+"""`pentad view`: serves a page over the files of runs, alone or beside a training run."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ except ModuleNotFoundError as error:
     ) from error
 
 PORT = 8700
-"""Tried first where none is given."""
+"""The first port to try if none is given."""
 LOOPBACK = "127.0.0.1"
 DRAIN_S = 1.0
 
 
 def run_view(words: list[str], host: str, port: int | None, listener_fd: int | None) -> None:
-    """Serves until a signal comes. `listener_fd`: a socket that the starter listens at."""
+    """Serves until a signal arrives. `listener_fd`: a listening socket from the parent process."""
     overrides = [word for word in words if OVERRIDE.match(word)]
     given = [Path(word).expanduser().absolute() for word in words if word not in overrides]
     places = given or [Path("runs").absolute()]
@@ -62,7 +62,8 @@ def run_view(words: list[str], host: str, port: int | None, listener_fd: int | N
 
 
 def check_places(places: list[Path], overrides: Sequence[str] = ()) -> None:
-    """Every place has a run, or is a recipe that can be planned; all problems together."""
+    """Checks that every path has a run, or is a recipe that can be planned; reports all problems
+    together."""
     problems = []
     for place in places:
         if is_recipe(place):
@@ -83,7 +84,7 @@ def check_places(places: list[Path], overrides: Sequence[str] = ()) -> None:
 
 
 def listen(host: str, port: int | None) -> socket.socket:
-    """At the port, or where none is given at the usual one or any other."""
+    """Listens at the given port, or else at the usual one or any free one."""
     if port is not None:
         return bind(host, port)
     try:
@@ -93,7 +94,7 @@ def listen(host: str, port: int | None) -> socket.socket:
 
 
 def describe_address(listener: socket.socket, token: str | None) -> str:
-    """Where the page is; over SSH also how to reach it from there."""
+    """The address of the page; over SSH also the command that forwards it."""
     host, port = listener.getsockname()[:2]
     is_any = host in ("0.0.0.0", "::")
     shown = os.uname().nodename if is_any else f"[{host}]" if ":" in host else host
@@ -111,8 +112,8 @@ async def until_signal(app: ViewGuard, listener: socket.socket) -> None:
 
 
 def plan_of(recipe: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The plan of a recipe, or of the config of a run: for this machine's device where it needs no
-    GPUs, else for GPUs of the memory that is found here or known of the recipe."""
+    """The plan of a recipe, or of the config of a run: for this machine's device if it needs no
+    GPUs, else for GPUs with the memory found here or named by the recipe."""
     from pentad.cli.plan import as_dict, make_plan
 
     config, notes = prepare(recipe, list(overrides), "plan")
@@ -123,8 +124,8 @@ def plan_of(recipe: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def view_beside(config: Config) -> Child:
-    """Starts the page of a run that is about to begin, in a process that ends with this one, and
-    prints its address."""
+    """Starts the page of a run that is about to begin, in a child process, and prints its
+    address."""
     folder = run_path(config.fileroot, config.experiment_name, config.trial_name, config.user)
     listener = listen(LOOPBACK, None)
     print(describe_address(listener, None), flush=True)

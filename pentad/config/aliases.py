@@ -1,6 +1,6 @@
-"""Aliases of keys: read as the keys that they stand for while a recipe is read, and gone after it.
+"""Aliases of keys: replaced by the keys they stand for when a recipe is read.
 
-An alias that is given beside its key must say the same; else both values are reported.
+An alias given beside its key must have the same value; else both values are reported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DEFAULT_KL_COEF = 0.001
 
 @dataclass(frozen=True, slots=True)
 class KeySet:
-    """A key that an alias sets, and why, in words."""
+    """A key that an alias sets, and the reason in words."""
 
     key: str
     value: object
@@ -44,10 +44,8 @@ class Alias:
 
 
 def normalise(recipe: RecipeConfig, tree: Tree, *, samples: bool) -> Iterator[str]:
-    """Replaces the aliases of a tree by the keys that they stand for, with a note on each.
-
-    Where an alias could not be read, its keys are not known either.
-    """
+    """Replaces the aliases of a tree by the keys they stand for, with a note on each. If an alias
+    could not be read, its keys are not known either."""
     for alias in TABLE:
         if any(key.partition(".")[0] == alias.name for key in tree.bad):
             tree.bad.update(alias.stands_for)
@@ -113,7 +111,7 @@ def _parallelism(recipe: RecipeConfig, _: bool) -> Iterator[KeySet | Problem]:
 
 
 def _axes(sizes: ParallelismConfig, backend: str) -> str:
-    """The layout of a run that only trains."""
+    """The layout of a run without a sampler."""
     d, e = sizes.data_parallel, sizes.expert_parallel
     rest = f"p{sizes.pipeline_parallel}t{sizes.tensor_parallel}"
     if e == 1:
@@ -146,4 +144,4 @@ TABLE = (
     Alias("parallelism", ("allocation_mode",), _parallelism),
     Alias("resource", ("allocation_mode",), _resource),
 )
-"""In the order in which they are read."""
+"""In the order of reading."""

@@ -1,4 +1,5 @@
-"""Puts the schema into words: which keys there are, what a key takes, which key was meant."""
+"""Describes the schema in words: existing keys, the values of a key, the key that was probably
+meant."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from pentad.core.section import MAX_INT, Section, bounds_of, leaves
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """The block a field holds, also where it may be null."""
+    """The block of a field, even if it may be null."""
     for leaf in (annotation, *get_args(annotation)):
         if isinstance(leaf, type) and issubclass(leaf, Section):
             return leaf
@@ -26,7 +27,7 @@ def section_of(annotation: Any) -> type[Section] | None:
 def iter_fields(
     section: type[Section] = RecipeConfig, prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """(dotted key, field) of every key, blocks before what they hold."""
+    """(dotted key, field) of every key, blocks before their keys."""
     for name, field in section.model_fields.items():
         yield prefix + name, field
         inner = section_of(field.annotation)
@@ -47,12 +48,12 @@ def text_keys() -> frozenset[str]:
 
 
 def takes(field: FieldInfo) -> str:
-    """What a key takes, in words. Example: "an integer of at least 1 or null"."""
+    """The values of a key, in words. Example: "an integer of at least 1 or null"."""
     return join_or(_alternatives(field.annotation, field.metadata))
 
 
 def choices(field: FieldInfo) -> list[str]:
-    """The words a key takes, if it takes words of a list."""
+    """The allowed words of a key, if it has a list of them."""
     return [word for word in leaves(field.annotation) if isinstance(word, str)]
 
 
@@ -76,12 +77,12 @@ def nearest_keys(key: str, limit: int = 2) -> list[str]:
 
 
 def _cutoff(name: str) -> float:
-    """One wrong letter must still match, in names of two letters as well."""
+    """Similarity threshold: one wrong letter must match, even in names of two letters."""
     return 0.5 if len(name) < 4 else 0.65
 
 
 def show(value: object) -> str:
-    """A value as it would stand in YAML, on one line and not too long."""
+    """A value as in YAML, on one line and shortened."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, dict):

@@ -13,9 +13,9 @@ from pentad.rewards.section import RewardConfig
 @dataclass(frozen=True, slots=True)
 class EnvironmentKeys:
     name: str
-    """Empty where the run has one environment, which records do not name."""
+    """Empty if the run has one environment, which records do not name."""
     key: str
-    """The block that `workflow` and `agent` are in."""
+    """The block with `workflow` and `agent`."""
     workflow: str
     agent: str | None
     data: DatasetConfig
@@ -65,7 +65,7 @@ def _listed(config: Config, index: int) -> EnvironmentKeys:
 
 
 def as_only(config: Config, one: EnvironmentKeys) -> Config:
-    """The config as if this environment were the only one."""
+    """The config with this environment as the only one."""
     if not config.rollout.workflows:
         return config
     rollout = {"workflow": one.workflow, "agent": one.agent, "workflows": ()}

@@ -1,7 +1,7 @@
 """Loads a run's config from YAML and overrides, and writes it back; every mistake is reported.
 
-`planner.prepare` resumes from here: it resolves what was left open and checks the rules between
-keys.
+`planner.prepare` continues from here: it resolves keys that are not set and checks the rules
+between keys.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Reading:
     """A config as far as it could be read."""
 
     config: Config
-    """Where a value was unusable, the default stands in."""
+    """Unusable values are replaced by defaults."""
     problems: list[Problem]
     bad: frozenset[str]
-    """Keys whose value, or whose absence, is one of the problems."""
+    """Keys with a wrong or missing value."""
     is_read: bool = True
-    """False where the recipe could not be read: every key may be in it."""
+    """False if the recipe could not be read: every key may be in it."""
     notes: tuple[str, ...] = ()
-    """On keys that were read as others."""
+    """On keys that were read as other keys."""
     written: dict[str, str] = field(default_factory=dict)
     """`key = value` -> the alias that was written for it."""
 
@@ -75,7 +75,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 def read_config(
     path: str | Path | None, overrides: Sequence[str] = (), *, samples: bool = True
 ) -> Reading:
-    """Without `samples` it is for a command that only trains."""
+    """Reads the config of a command; without `samples`, of one that only trains."""
     tree = read_tree(path, overrides, RecipeConfig().model_dump(mode="json"), text_keys())
     notes = [*_move(tree), *normalise(_readable(tree), tree, samples=samples)]
     config = Config.model_validate(tree.values)
@@ -84,7 +84,7 @@ def read_config(
 
 
 def _readable(tree: Tree) -> RecipeConfig:
-    """What is left of a tree when all that cannot be used is taken out and reported."""
+    """The tree without unusable values, which are reported."""
     while True:
         try:
             return RecipeConfig.model_validate(tree.values)
@@ -98,13 +98,13 @@ def dump_config(config: Config) -> str:
 
 
 def record_values(config: Config) -> dict[str, Any]:
-    """Every key as records hold it: what lies in the hub's cache by its name and commit, which mean
-    the same on another machine."""
+    """Every key as in records: paths in the Hub's cache by their name and commit, which are valid
+    on any machine."""
     return with_hub_names(config.model_dump(mode="json"))
 
 
 def with_hub_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a config with the names of what lies in the hub's cache for the paths."""
+    """The values of a config with Hub names in place of paths in the Hub's cache."""
     named = copy.deepcopy(dict(values))
     for key in path_keys(len(named.get("rollout", {}).get("workflows", ()))):
         block, _, name = key.rpartition(".")
@@ -122,7 +122,8 @@ def with_hub_names(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _move(tree: Tree) -> Iterator[str]:
-    """Values of the blocks `model` and `training` go where their keys are here; a note on each."""
+    """Moves values of the blocks `model` and `training` to the keys they have here, with a note on
+    each."""
     for there, here in READ.items():
         block, name = there.split(".")
         values = tree.values.get(block)
@@ -149,14 +150,14 @@ def _move(tree: Tree) -> Iterator[str]:
 
 
 def _is_override(key: str, tree: Tree) -> bool:
-    """Whether it was given on the command line, alone or with its block."""
+    """Whether a key was given on the command line, directly or with its block."""
     parts = key.split(".")
     names = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
     return any(tree.sources.get(name) == COMMAND_LINE for name in names)
 
 
 def _take_out(error: ValidationError, tree: Tree) -> None:
-    """Turns validation errors into problems, and removes what caused them from the tree."""
+    """Turns validation errors into problems, and removes their values from the tree."""
     written = copy.deepcopy(tree.values)
     done: set[str] = set()
     items = error.errors(include_url=False)
@@ -202,8 +203,8 @@ def _where(key: str, value: object, tree: Tree) -> str:
 
 
 def _unknown_keys(key: str, value: object, tree: Tree) -> list[Problem]:
-    """Every key of a block is looked up where the block, or the last word of one of its keys, is
-    known from another system."""
+    """For a block that is known from another system, each of its unknown keys is looked up; so is a
+    block with such a key."""
     if not (isinstance(value, dict) and value and (is_block(key) or _has_known_words(key, value))):
         return [_unknown_key(key, value, tree)]
     return [
@@ -219,8 +220,8 @@ def _has_known_words(key: str, value: dict[str, object]) -> bool:
 
 
 def _meant(key: str) -> list[str]:
-    """A name that is nearly one of ours was misspelt, or is in the wrong block; another may be
-    known by its last word."""
+    """A name that nearly equals a key was misspelt, or is in the wrong block; others are looked up
+    by their last word."""
     near, word, here = nearest_keys(key), key.rpartition(".")[2], by_last_word(key)
     names = [name.rpartition(".")[2] for name in near]
     is_slip = difflib.get_close_matches(word, names, cutoff=0.75)
@@ -256,7 +257,8 @@ def _wrong_value(key: str, value: object, tree: Tree) -> Problem:
     field = fields().get(without_numbers(key))
     if field is None:  # of a block that takes any names
         return Problem(_where(key, value, tree), "must be true, false, a number or text")
-    near = difflib.get_close_matches(str(value), choices(field), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(value), choices(field), cutoff=0.5)
+    near.sort(key=lambda one: sorted(one) != sorted(str(value)))  # letters in another order first
     remedy = f"did you mean {near[0]}?" if near else ""
     expected = takes(field)
     if key == "algorithm.name" and (why := ELSEWHERE.get(str(value).lower())):

@@ -1,4 +1,4 @@
-"""Keys that people know from the systems Pentad follows and that it spells otherwise, or lacks."""
+"""Keys of the systems that Pentad follows which have another name here, or do not exist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LORA_NAMES = {
     **dict.fromkeys(("target_modules", "targets", "modules", "lora_target_modules"), "targets"),
     **dict.fromkeys(("lora_path", "adapter_path", "lora_adapter_path"), "init_path"),
 }
-"""Last word of a key of LoRA elsewhere -> its name in `actor.lora`."""
+"""Last word of a LoRA key elsewhere -> its name in `actor.lora`."""
 NO_LORA = {
     "dropout": "trainer and sampler would compute with different factors",
     "dora": "it scales by norms of merged weights, which no sampler computes unmerged",
@@ -24,7 +24,7 @@ NO_LORA = {
     "modules_to_save": "factors alone are trained, no module as a whole",
     "qlora": "the frozen weights are held in actor.dtype, not quantised",
 }
-"""Part of such a key -> why it is not offered."""
+"""Part of such a key -> why it is not supported."""
 
 TRL = {
     "model_name_or_path": ("actor.path", "a folder, or a name on the Hub"),
@@ -211,7 +211,7 @@ READ = {
     "runner.output_dir": "fileroot",
     "runner.experiment_name": "experiment_name",
 }
-"""Keys of other systems -> the key here that they set, value for value."""
+"""Keys of other systems -> the key here that gets their value unchanged."""
 
 IN_CONFIG_JSON = ("actor.path", "defined by the config.json of that folder")
 MOE_ENGINE = {
@@ -242,9 +242,9 @@ MOE_ENGINE = {
     "elastic.drop_grace": ("elastic.drop_grace_s", ""),
     "elastic.drop_grace_sec": ("elastic.drop_grace_s", ""),
 }
-"""Key of moe-engine that means something else, or stands elsewhere -> (key here, remark)."""
+"""Keys of moe-engine with another meaning or place here -> (key here, remark)."""
 
-BY_COMPILE = ("actor.archon.enable_compile", "fuses what can be fused")
+BY_COMPILE = ("actor.archon.enable_compile", "torch.compile fuses these operations")
 BY_AC = ("actor.archon.ac_mode", "full or selective; with selective, ac_selective takes a stride")
 RLINF = {
     "rollout.backend": ("allocation_mode", "sglang:d1|archon:d1"),
@@ -253,7 +253,7 @@ RLINF = {
         "train_dataset.max_length",
         "of prompts; answers: gconfig.max_new_tokens",
     ),
-    "actor.model.precision": ("actor.dtype", "float32 or bfloat16; fp16 is not trained in"),
+    "actor.model.precision": ("actor.dtype", "float32 or bfloat16; fp16 is rejected"),
     "actor.model.tensor_model_parallel_size": ("allocation_mode", "t: archon:d1t2"),
     "actor.model.pipeline_model_parallel_size": ("allocation_mode", "p: archon:d1p2"),
     "actor.model.sequence_parallel": ("allocation_mode", "always with t"),
@@ -290,7 +290,7 @@ NO_CHOICE = {
     "actor.mcore_gpt": "the model of actor.path is built from its config.json",
     "actor.spec_name": "the model of actor.path is built from its config.json",
     "actor.model.attention_softmax_in_fp32": "it always is",
-    "actor.model.batch_p2p_comm": "stages send as their schedule needs",
+    "actor.model.batch_p2p_comm": "the schedule determines the sends between stages",
     "actor.model.use_cpu_initialization": "weights are read straight into their shards",
     "megatron.ddp_bucket_size": "gradients are summed once a step, in buckets of Megatron's choice",
     "megatron.distributed_backend": "ranks communicate by NCCL on GPUs and by gloo on CPUs",
@@ -300,7 +300,7 @@ NO_CHOICE = {
     "megatron.tp_comm_overlap_cfg": NO_ENGINE,
     "megatron.transformer_impl": NO_ENGINE,
 }
-"""Key elsewhere -> why there is nothing to choose here."""
+"""Key elsewhere -> why it is fixed here."""
 
 SPELLED = {
     "model": "actor",
@@ -342,7 +342,7 @@ SPELLED = {
     "checkpoint.keep_last": "checkpoint.retention",
     "resource.ref": "resource.reference",
 }
-"""Key elsewhere -> key here, where the nearest name would not find it."""
+"""Key elsewhere -> key here, if the nearest name would not find it."""
 
 REMARKED = {**TRL, **VERL, **MOE_ENGINE, **RLINF}
 SPELLED.update(READ)
@@ -372,13 +372,13 @@ WORDS = {
     **dict.fromkeys(("betas", "adam_betas"), "actor.optimizer.beta1"),
     "target_modules": "actor.lora.targets",
 }
-"""Last word of a key elsewhere, in whatever block -> key here."""
+"""Last word of a key elsewhere, in any block -> key here."""
 TOO_COMMON = ("enable", "len", "model", "n", "name", "path")
-"""Last words that mean something else in every block."""
+"""Last words with a different meaning in every block."""
 
 
 def lora_answer(key: str, where: str) -> Problem | None:
-    """The answer to a key of LoRA that is not one of `actor.lora`; None of any other key."""
+    """The answer for a LoRA key that is not in `actor.lora`; None for any other key."""
     if not LORA.search(key) or hint(key):
         return None
     word = key.rpartition(".")[2]
@@ -395,7 +395,7 @@ def lora_answer(key: str, where: str) -> Problem | None:
 
 
 def hint(key: str) -> str:
-    """Where a key of another system is found here; empty where it is not known."""
+    """The key here for a key of another system; empty if it is not known."""
     if reason := NO_CHOICE.get(key):
         return f"{reason}: leave it out"
     here, remark = REMARKED.get(key, (SPELLED.get(key, ""), ""))
@@ -403,7 +403,8 @@ def hint(key: str) -> str:
 
 
 def by_last_word(key: str) -> str:
-    """The key here that the last word of an unknown one stands for, of the critic in its block."""
+    """The key here for the last word of an unknown one; in the block `critic` that of the
+    critic."""
     block, _, word = key.rpartition(".")
     here = "" if word in TOO_COMMON else WORDS.get(word, "")
     is_critic = block.partition(".")[0] == "critic"
@@ -411,7 +412,7 @@ def by_last_word(key: str) -> str:
 
 
 def is_block(key: str) -> bool:
-    """Whether a block of that name has keys that are known from elsewhere."""
+    """Whether a block of that name has keys known from other systems."""
     names = (*SPELLED, *NO_CHOICE)
     return not LORA.search(key) and any(name.startswith(f"{key}.") for name in names)
 

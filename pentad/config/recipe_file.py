@@ -1,7 +1,7 @@
 """Reads a YAML recipe and `dotted.key=value` overrides into one plain tree of values.
 
-Nothing here knows the schema. Every problem is collected; a value that cannot be read is left
-out of the tree and its key is remembered, so that the rest can still be checked.
+This module does not know the schema. Every problem is collected; a value that cannot be read is
+left out of the tree and its key is remembered, so that the rest can still be checked.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from typing import Any
 import yaml
 
 from pentad.core.errors import Problem
+from pentad.core.folders import what_else
 
 Keys = tuple[str | int, ...]
 COMMAND_LINE = "command line"
-"""Where an override comes from."""
+"""The source of an override."""
 MAX_DEPTH = 16
 MAX_RECIPE_BYTES = 1 << 20
 MAX_NODES = 20_000
-"""Values of a recipe when its aliases are written out: a few lines of them can stand for 9**9."""
+"""Maximum number of values when aliases are expanded: a few lines of them can stand for 9**9."""
 MAX_REFERENCES = 200
-"""Like it, of the `${...}` that stand for one another."""
+"""The same for nested `${...}` references."""
 MAX_CHAIN = 64
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -42,8 +43,8 @@ PLAIN_TYPES = {
     ),
     "tag:yaml.org,2002:merge": (r"<<", "<"),
 }
-"""What an unquoted word may be besides text. Stricter than YAML 1.1: `on`, `off`, `yes`, `no`,
-`0010`, `1:30` and dates stay the text they were written as; 1e-6 is a number."""
+"""Types of unquoted words besides text. Stricter than YAML 1.1: `on`, `off`, `yes`, `no`, `0010`,
+`1:30` and dates stay text; 1e-6 is a number."""
 
 TEXT = "tag:yaml.org,2002:str"
 OTHER_TYPES = (TEXT, "tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
@@ -53,11 +54,11 @@ YAML_TEXT = re.compile(
     + "|".join(PLAIN_TYPES[f"tag:yaml.org,2002:{t}"][0] for t in ("bool", "null"))
     + ")$"
 )
-"""What an override for a text begins with, or is, if it is YAML and not the text itself."""
+"""Patterns of an override for a text that are YAML and not the text itself."""
 
 
 class Loader(yaml.SafeLoader):
-    """YAML with the plain types above; a key given twice is an error."""
+    """YAML with the plain types above; a repeated key is an error."""
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}
 
@@ -77,7 +78,7 @@ class Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes every text that `Loader` or a YAML 1.1 reader would take for something else."""
+    """Quotes every text that `Loader` or a YAML 1.1 reader would read as something else."""
 
 
 def _represent_text(dumper: Dumper, text: str) -> yaml.ScalarNode:
@@ -94,7 +95,7 @@ for _tag, (_pattern, _first) in PLAIN_TYPES.items():
 
 @dataclass
 class Tree:
-    """What the user wrote: nested plain values, where each came from, and what was unreadable."""
+    """The user's input: nested plain values, their sources, and unreadable keys."""
 
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
@@ -105,7 +106,7 @@ class Tree:
     written: dict[str, str] = field(default_factory=dict)
     """`key = value` -> the alias that was written for it."""
     is_read: bool = True
-    """False where the recipe could not be read, so that nothing is known of what it says."""
+    """False if the recipe could not be read, so that its content is unknown."""
 
 
 def read_tree(
@@ -115,9 +116,7 @@ def read_tree(
     texts: Collection[str] = (),
 ) -> Tree:
     """The recipe with overrides applied; `${...}` may also refer to keys left at their default.
-
-    `texts` are the dotted keys whose values are texts: a number there stays what was written.
-    """
+    `texts`: dotted keys whose values are texts: a number there stays as written."""
     tree = Tree()
     if path is not None:
         _read_file(Path(path), tree, texts)
@@ -147,13 +146,17 @@ def write_override(key: str, value: Any) -> str:
 
 
 def _without_references(text: str) -> str:
-    """Has `${` read as text."""
+    """Makes `${` plain text."""
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
 
 
 def _read_file(path: Path, tree: Tree, texts: Collection[str]) -> None:
     where = f"recipe = {path}"
     try:
+        if other := what_else(path):
+            rule = f"{other}, not a file"
+            tree.problems.append(Problem(where, rule, "give the path of a YAML file"))
+            return
         with path.open("rb") as file:
             data = file.read(MAX_RECIPE_BYTES + 1)
         text = data.decode("utf-8")
@@ -193,7 +196,7 @@ def _load(
     source: str = "",
     sources: dict[str, str] | None = None,
 ) -> Any:
-    """The value of a YAML text that stands at these keys; `sources` gets the line of each key."""
+    """The value of a YAML text at these keys; `sources` gets the line of each key."""
     loader = Loader(text)
     try:
         node = loader.get_single_node()
@@ -210,7 +213,7 @@ def _load(
 
 
 def _bounded_nodes(node: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any, int]]:
-    """Like `_iter_nodes`; raises YAMLError where there is too much of it, or a foreign type."""
+    """Like `_iter_nodes`; raises YAMLError if there are too many, or a foreign type."""
     for count, found in enumerate(_iter_nodes(node, keys)):
         inner = found[1]
         if count >= MAX_NODES:
@@ -223,7 +226,7 @@ def _bounded_nodes(node: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any, int]
 
 
 def _is_of_type(node: Any) -> bool:
-    """Whether a value can be of the type it has; `!!bool x` names one that it cannot."""
+    """Whether a value can have its type; `!!bool x` has one that it cannot have."""
     tags = NUMBERS if node.tag == NUMBERS[1] else (node.tag,)
     return isinstance(node.value, str) and any(
         re.fullmatch(PLAIN_TYPES[tag][0], node.value) for tag in tags
@@ -284,7 +287,7 @@ def _apply_override(override: str, tree: Tree, texts: Collection[str]) -> None:
 
 
 def put(values: dict[str, Any], key: str, value: object) -> None:
-    """Sets a dotted key, with the blocks that it is in."""
+    """Sets a dotted key, and makes the blocks above it."""
     *outer, last = key.split(".")
     for name in outer:
         if not isinstance(values.get(name), dict):
@@ -294,12 +297,13 @@ def put(values: dict[str, Any], key: str, value: object) -> None:
 
 
 def _first_clause(error: Exception) -> str:
-    """What follows is advice to programmers."""
+    """First clause of an error message; the rest is advice to programmers."""
     return str(error).partition(":")[0].lower()
 
 
 def _refuse_half_characters(tree: Tree) -> None:
-    """Halves of surrogate pairs, which YAML's escapes and bytes of a command line can hold."""
+    """Reports halves of surrogate pairs, which YAML's escapes and bytes of a command line can
+    contain."""
     for keys, value in list(_iter_leaves(tree.values)):
         names = [value, *keys] if isinstance(value, str) else keys
         if any(isinstance(name, str) and _escaped(name) != name for name in names):
@@ -312,8 +316,8 @@ def _escaped(text: str) -> str:
 
 
 def _read_value(text: str, key: str, texts: Collection[str]) -> Any:
-    """The value of an override. Where a text is wanted it is the text, unless quotes, a bracket or
-    a word of YAML's says otherwise: `#` begins no comment there, and `*` no alias."""
+    """The value of an override. For a text key it is the text as written, unless quotes, a bracket
+    or a word of YAML's says otherwise: `#` begins no comment there, and `*` no alias."""
     bare = text.strip()
     if key in texts and not re.match(YAML_TEXT, bare):
         return bare
@@ -358,7 +362,7 @@ def _resolve_interpolations(tree: Tree, defaults: Mapping[str, Any]) -> None:
 
 
 def _without_bombs(tree: Tree, references: list[tuple[Keys, str]]) -> list[tuple[Keys, str]]:
-    """Leaves out, with one word, texts that stand for too many others, each of which does too."""
+    """Leaves out texts that refer to too many others, recursively, with one message."""
     texts = {dotted(keys): value for keys, value in references}
     sizes: dict[str, int] = {}
 
@@ -366,7 +370,7 @@ def _without_bombs(tree: Tree, references: list[tuple[Keys, str]]) -> list[tuple
         if depth > MAX_CHAIN:
             return MAX_REFERENCES
         if key not in sizes:
-            sizes[key] = 1  # a reference to itself is refused where it is looked up
+            sizes[key] = 1  # a reference to itself is rejected where it is looked up
             others = REFERENCE.findall(texts.get(key, ""))
             sizes[key] += sum(size(other, depth + 1) for other in others)
         return sizes[key]
@@ -389,7 +393,7 @@ def names_of(keys: Keys) -> Keys:
 
 
 def _leave_out(tree: Tree, keys: Keys, value: object, rule: str, remedy: str) -> None:
-    """Reports a value and drops the key that holds it (of a list, the whole list)."""
+    """Reports a value and drops its key (for a list, the whole list)."""
     names = names_of(keys)
     source = tree.sources.get(dotted(names))
     where = _escaped(f"{dotted(keys)} = {value}") + (f" ({source})" if source else "")
@@ -399,7 +403,7 @@ def _leave_out(tree: Tree, keys: Keys, value: object, rule: str, remedy: str) ->
 
 
 def drop(values: dict[str, Any], keys: Keys) -> None:
-    """Removes one key, if it is there."""
+    """Removes one key, if it exists."""
     place: Any = values
     for key in keys[:-1]:
         place = place.get(key) if isinstance(place, dict) else None

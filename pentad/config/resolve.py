@@ -1,7 +1,7 @@
-"""Chooses what a config leaves open, so that it fits what the config says.
+"""Chooses values for keys that a config does not set.
 
-What follows from the config and the number of devices is chosen here; what depends on their memory
-(microbatches, offloading) and compile on a GPU stay unset for the part that knows.
+Choices that follow from the config and the number of devices are made here; choices that depend on
+device memory (microbatches, offloading), and compile on a GPU, are made by the parts that know it.
 A resolved config resolves to itself.
 """
 
@@ -36,7 +36,7 @@ PATHS = (
     *("train_dataset.path", "valid_dataset.path", "groups_from"),
     *("rollout.server.python", "rollout.server.transfer_folder"),
 )
-"""Keys that take a file or folder of this machine."""
+"""Keys with a file or folder of this machine."""
 OF_THE_TASK = (
     "format",
     "prompt_key",
@@ -48,13 +48,13 @@ OF_THE_TASK = (
     "mask_documents",
     "chat_template",
 )
-"""Keys of a dataset that say how its rows are read. Held-out rows are read like trained ones."""
+"""Keys of a dataset that say how rows are read. Held-out rows are read like trained ones."""
 OF_THE_RUN = ("shuffle", "max_length")
-"""Keys of `train_dataset` that the data of all environments follow, besides."""
+"""Further keys of `train_dataset` that apply to the data of all environments."""
 
 
 def path_keys(num_workflows: int) -> tuple[str, ...]:
-    """PATHS, with those of so many environments."""
+    """PATHS, with those of this many environments."""
     blocks = [f"rollout.workflows.{i}.{part}" for i in range(num_workflows) for part in ROWS]
     return (*PATHS, *(f"{block}.path" for block in blocks))
 
@@ -63,7 +63,7 @@ ROWS = ("data", "valid")
 
 
 def resolve(config: Config, *, samples: bool = True) -> tuple[Config, list[str]]:
-    """The config with open values chosen, and a note on each choice that has a reason. Without
+    """The config with open values chosen, and a note on each choice with a reason. Without
     `samples` the command only trains."""
     draft = _Draft(config)
     _expand_homes(draft)
@@ -88,14 +88,14 @@ def resolve(config: Config, *, samples: bool = True) -> tuple[Config, list[str]]
 
 
 class _Draft:
-    """A config under way, with the notes made so far."""
+    """A config being resolved, with the notes so far."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.notes: list[str] = []
 
     def set(self, key: str, value: object, why: str = "") -> None:
-        """Without a reason it is the plain default and not worth a note."""
+        """Sets a value; without a reason it is the plain default and gets no note."""
         self.config = replaced(self.config, key.split("."), value)
         if why:
             self.notes.append(f"{key} = {show(value)}: {why}")
@@ -112,7 +112,7 @@ def replaced(section: Any, keys: list[str], value: object) -> Any:
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """For a process that may work in another folder."""
+    """Makes paths absolute, for a process with another working folder."""
     for key in path_keys(len(config.rollout.workflows)):
         path = value_at(config, key)
         if path is not None and is_made(path):
@@ -141,8 +141,8 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 def _choose_made_rows(draft: _Draft) -> None:
-    """A task of reasoning-gym as a workflow is its rows and its reward, in a single turn; one of
-    verifiers is its rows alone."""
+    """As a workflow, a task of reasoning-gym sets rows and reward of a single turn; one of
+    verifiers sets rows only."""
     config, task = draft.config, draft.config.rollout.workflow
     if not is_made(task):
         return
@@ -156,8 +156,8 @@ def _choose_made_rows(draft: _Draft) -> None:
 
 
 def _choose_workflows(draft: _Draft) -> None:
-    """The name of each of several environments, rows and reward where a package makes them, and
-    what its datasets leave open."""
+    """Sets the name of each of several environments, rows and reward of packages, and unset keys of
+    their datasets."""
     for index, one in enumerate(draft.config.rollout.workflows):
         key = f"rollout.workflows.{index}"
         draft.set(f"{key}.name", one.name or one.workflow)
@@ -174,7 +174,7 @@ def _choose_workflows(draft: _Draft) -> None:
 
 
 def _expand_homes(draft: _Draft) -> None:
-    """A shell does not expand the ~ of `actor.path=~/m`, nor is that of a recipe expanded."""
+    """Expands ~, which a shell does not expand in `actor.path=~/m`, nor in a recipe."""
     for key in path_keys(len(draft.config.rollout.workflows)):
         path = value_at(draft.config, key)
         if isinstance(path, str) and path.startswith("~"):
@@ -207,7 +207,7 @@ def _choose_allocation(draft: _Draft, samples: bool) -> None:
 def allocation_for_sizes(
     config: Config, sizes: Mapping[str, int], join: str, *, samples: bool
 ) -> str:
-    """The layout in which each role has so many devices; `join`: | where both sides share them."""
+    """The layout in which each role has this many devices; `join`: | if both sides share them."""
     backend = config.actor.training_backend or "archon"
     if not samples:
         return str(Allocation(((Component(backend, None, (("d", sizes["actor"]),)),),)))
@@ -223,7 +223,7 @@ def allocation_for_sizes(
 
 
 def _shares(config: Config, join: str) -> tuple[dict[str, int], str]:
-    """Devices of sampling and training where no key says so: all of them, by turns or by halves."""
+    """Devices of sampling and training if no key sets them: all of them in turns, or half each."""
     num = config.cluster.count_devices() or 1
     if num == 1:
         why = "there is one device" if join == "|" else f"mode = {config.mode}"
@@ -252,7 +252,7 @@ def _choose_mode(draft: _Draft) -> None:
 
 
 def _choose_offloading(draft: _Draft) -> None:
-    """What colocation does depends on the memory of the device (`planner.remedies`)."""
+    """Offloading in colocate depends on the memory of the device (`planner.remedies`)."""
     if draft.config.offload_train is None:
         draft.set("offload_train", False)
     if draft.config.offload_rollout is not None:
@@ -280,7 +280,7 @@ def _choose_correction(draft: _Draft) -> None:
 
 
 def _choose_start(draft: _Draft) -> None:
-    """A converted checkpoint is what training starts from."""
+    """Starts training from the converted checkpoint, if there is one."""
     convertor = draft.config.megatron.ckpt_convertor
     if not draft.config.megatron.use_hf_ckpt or draft.config.actor.checkpoint_load_path is not None:
         return
@@ -290,13 +290,14 @@ def _choose_start(draft: _Draft) -> None:
 
 
 def _choose_valid_dataset(draft: _Draft) -> None:
-    """What `valid_dataset` leaves open is as in `train_dataset`: the same task, on other rows."""
+    """Unset keys of `valid_dataset` are those of `train_dataset`: the same task, with other
+    rows."""
     if draft.config.valid_dataset is not None:
         _follow(draft, "train_dataset", "valid_dataset", OF_THE_TASK)
 
 
 def _follow(draft: _Draft, first: str, second: str, names: tuple[str, ...]) -> None:
-    """Keys that the second block of a dataset leaves open are as in the first."""
+    """Sets unset keys of the second dataset block to those of the first."""
     train, valid = value_at(draft.config, first), value_at(draft.config, second)
     given = set(valid.model_fields_set)
     if "prompt_key" in given:  # a column of text takes the place of one of messages,
@@ -323,7 +324,7 @@ def _follow(draft: _Draft, first: str, second: str, names: tuple[str, ...]) -> N
 
 
 def _choose_lora(draft: _Draft) -> None:
-    """Factors want a larger learning rate than weights, whatever their rank."""
+    """Default learning rate of LoRA: factors need a larger one than weights, for any rank."""
     models = {"actor": draft.config.actor}
     if draft.config.algorithm.facts.needs_critic:
         models["critic"] = draft.config.critic
@@ -335,7 +336,7 @@ def _choose_lora(draft: _Draft) -> None:
 
 
 def _choose_engine(draft: _Draft, role: str, model: ModelConfig) -> None:
-    """Checkpointing, compile and microbatches as the pipeline schedule wants them."""
+    """Chooses checkpointing, compile and microbatches that the pipeline schedule supports."""
     archon = model.archon
     key = f"{role}.archon"
     pp = draft.config.pipeline_size(role)

@@ -10,13 +10,13 @@ class RunProcess:
     """One process, or one server of several."""
 
     name: str
-    """Such as learner-0 or rollout-1."""
+    """For example learner-0 or rollout-1."""
     runs: tuple[str, ...]
     """The roles in it."""
     node: int | None = 0
-    """Machine, counted from the one the command is typed on; None: Ray or its address says."""
+    """Machine, counted from the one of the command; None: Ray or its address determines it."""
     devices: tuple[int, ...] = ()
-    """GPUs of that machine, or of its bundle; on a CPU none."""
+    """GPUs of that machine, or of its bundle; empty on a CPU."""
     num_gpus: int = 0
     shares_with: tuple[str, ...] = ()
     """Processes on the same GPUs."""
@@ -24,11 +24,11 @@ class RunProcess:
     bundle: int | None = None
     """On Ray: the bundle of the placement group."""
     cores: tuple[int, ...] = ()
-    """CPU cores it is kept on; none given: any."""
+    """CPU cores it is bound to; empty: any."""
 
 
 def holding(lead: RunProcess, threads: list[RunProcess]) -> RunProcess:
-    """With what runs as its threads."""
+    """Adds to a process the roles that run as its threads."""
     devices = {*lead.devices, *(device for one in threads for device in one.devices)}
     return replace(
         lead,
@@ -39,7 +39,7 @@ def holding(lead: RunProcess, threads: list[RunProcess]) -> RunProcess:
 
 
 def sharing(processes: list[RunProcess]) -> list[RunProcess]:
-    """With the names of those on the same GPUs."""
+    """Adds to each process the names of processes on the same GPUs."""
     users: dict[tuple[int | None, int | None, int], list[str]] = {}
     for one in processes:
         for device in one.devices:

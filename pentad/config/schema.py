@@ -249,7 +249,7 @@ class Config(Section):
 
     @property
     def parsed_allocation(self) -> Allocation | None:
-        """None where it cannot be parsed: the layout rules report what is wrong."""
+        """The parsed allocation; None if it is invalid, which the layout rules report."""
         return self.read_allocation()[0]
 
     @property
@@ -263,8 +263,8 @@ class Config(Section):
         return allocation.find(role) if allocation else None
 
     def component(self, role: str) -> Component:
-        """The component of a role, in a config that passed its rules; a critic without one of its
-        own shares the actor's."""
+        """Component of a role, in a config that passed its rules; a critic without its own
+        component shares the actor's."""
         found = self.allocation.find(role)
         if role == "critic":
             found = found or self.allocation.find("actor")
@@ -275,12 +275,12 @@ class Config(Section):
         return self.component(role).layout(model.archon.dp_replicate)
 
     def pipeline_size(self, role: str) -> int:
-        """Pipeline ranks of a role; a critic without devices of its own is on the actor's."""
+        """Pipeline ranks of a role; a critic without its own devices uses the actor's."""
         component = self.part(role) or self.part("actor")
         return component.size("p") if component else 1
 
     def backend(self, role: str) -> str | None:
-        """What a role computes with; a critic without devices of its own is on the actor's."""
+        """Backend of a role; a critic without its own devices uses the actor's."""
         component = self.part(role) or self.part("actor")
         return component.backend if component else None
 
@@ -307,8 +307,8 @@ class Config(Section):
 
     @property
     def has_examples(self) -> bool:
-        """Whether the recipe has what to imitate or compare, and nothing that scores answers: so
-        `plan` chooses a layout without a sampler."""
+        """Whether the recipe has examples for SFT or preferences and no reward: then `plan` chooses
+        a layout without a sampler."""
         if self.preference is not None or self._has_text:
             return True
         is_scored = self.reward.functions or self.algorithm.facts.needs_teacher
@@ -336,6 +336,17 @@ class Config(Section):
         return self.train_dataset.batch_size * each
 
     @property
+    def oversamples(self) -> bool:
+        """Whether a step starts more groups than it trains."""
+        return self.rollout.oversample > 1 and self.only is None
+
+    @property
+    def groups_started(self) -> int:
+        """Number of groups started per step."""
+        size = self.train_dataset.batch_size
+        return math.ceil(size * self.rollout.oversample) if self.oversamples else size
+
+    @property
     def num_running(self) -> int:
         """Sequences that one sampler decodes together: what it is given at once, within bounds.
 
@@ -346,14 +357,14 @@ class Config(Section):
             return self.rollout.max_running
         rollout = self.part("rollout")
         groups = self.rollout.max_concurrent_groups
-        groups = groups or self.train_dataset.batch_size * (self.max_staleness + 1)
+        groups = groups or self.groups_started * (self.max_staleness + 1)
         replicas = rollout.size("d") if rollout else 1
         wanted = max(FEWEST_RUNNING, min(1024, -(-groups * self.gconfig.n_samples // replicas)))
         return min(wanted, self.rollout.max_batch_tokens or wanted)
 
     @property
     def frozen_models(self) -> tuple[str, ...]:
-        """Those of `SCORERS` that the algorithm needs."""
+        """The frozen models of `SCORERS` that the algorithm needs."""
         needed = {
             "ref": self.algorithm.kl_coef if self.preference is None else not self.trains_reward,
             "teacher": self.algorithm.facts.needs_teacher,

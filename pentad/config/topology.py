@@ -25,7 +25,7 @@ Spot = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a topology depends on beside the config."""
+    """Inputs of a topology besides the config."""
 
     kind: DeviceKind
     num_devices: int | None
@@ -39,7 +39,7 @@ class Facts:
 def facts_of(
     config: Config, kind: DeviceKind | None = None, *, is_spread: bool | None = None
 ) -> Facts:
-    """As found here; `is_spread`: what a Ray cluster turned out to be."""
+    """The facts of this machine; `is_spread`: whether a Ray cluster has several nodes."""
     count = config.cluster.count_devices()
     if is_spread is None:
         is_spread = config.scheduler.type == "ray" or config.cluster.n_nodes > 1
@@ -54,7 +54,7 @@ def topology(config: Config, facts: Facts | None = None) -> Topology:
 
 
 def find_topology(config: Config, facts: Facts | None = None) -> Topology | None:
-    """None while the allocation is unset or wrong: the layout rules say what is wrong with it."""
+    """The topology; None if the allocation is unset or wrong, which the layout rules report."""
     written = config.parsed_allocation
     if written is None:
         return None
@@ -64,7 +64,7 @@ def find_topology(config: Config, facts: Facts | None = None) -> Topology | None
 
 
 def scorers(config: Config) -> tuple[str, ...]:
-    """Roles that score on devices of their own: follows from the config alone."""
+    """Roles that score on separate devices, according to the config."""
     placed = find_topology(config, Facts(kind="cpu", num_devices=None))
     return placed.scorers if placed else ()
 
@@ -271,7 +271,7 @@ class Topology:
 
     @cached_property
     def processes(self) -> tuple[RunProcess, ...]:
-        """What `plan` draws and a run starts."""
+        """Processes of the run, shown by `plan` and started by the run."""
         return tuple(self._drawing.processes())
 
     @cached_property
@@ -284,11 +284,11 @@ class Topology:
 
     @property
     def samplers(self) -> list[RunProcess]:
-        """Replicas that are processes of their own."""
+        """Samplers that are separate processes."""
         return self._drawing.samplers
 
     def scorer(self, role: str) -> list[RunProcess]:
-        """Its ranks, also where they are threads."""
+        """Ranks of a scorer, also if they are threads."""
         return [one for one in self._drawing.scorers if one.name.rpartition("-")[0] == role]
 
     @property
@@ -330,7 +330,7 @@ NO_MACHINE = "no machine has room"
 
 
 def size_of(part: Component) -> int:
-    """GPUs of one process of it."""
+    """Number of GPUs of one process of a role."""
     return part.world // part.size("d") if part.is_inference else 1
 
 
@@ -370,7 +370,7 @@ class _Drawing:
         return [*sharing([*trainers, *samplers, *judges]), *units, *rewards]
 
     def _learners(self) -> list[RunProcess]:
-        """One for each rank. Everything that trains is in it, the critic too."""
+        """Learner processes: one per rank, with everything that trains, the critic too."""
         actor = self.allocation.find("actor")
         if actor is None:
             return []
@@ -393,7 +393,7 @@ class _Drawing:
         ]
 
     def _samplers(self) -> list[RunProcess]:
-        """Those that are processes of their own."""
+        """Samplers that run as separate processes."""
         rollout = self.allocation.find("rollout")
         is_thread = self.placed.is_one_process and rollout and rollout.backend == "embedded"
         return [] if is_thread else list(self.replicas())
@@ -423,7 +423,7 @@ class _Drawing:
         return [facts.cores[size * (i + 1) : size * (i + 2)] for i in range(num)]
 
     def _scorers(self) -> list[RunProcess]:
-        """One for each rank."""
+        """Scorer processes, one per rank."""
         found: list[RunProcess] = []
         for role in self.placed.scorers:
             part = chosen(self.allocation.find(role), f"{role} of allocation_mode")
@@ -433,7 +433,7 @@ class _Drawing:
         return found
 
     def at(self, positions: range | tuple[int, ...], one: RunProcess) -> RunProcess:
-        """With its devices."""
+        """The process with its devices set."""
         has_gpus = self.placed.facts.kind == "cuda"
         num_gpus = len(positions) if has_gpus else 0
         if self.is_ray:
@@ -461,7 +461,7 @@ class _Drawing:
         )
 
     def bundle(self, positions: range | tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-        """The bundle of its GPUs; on a CPU each process has a bundle of its own."""
+        """The bundle of a process's GPUs; on a CPU each process has a separate bundle."""
         if self.placed.facts.kind == "cuda":
             found = [self.placed._bundle_of[position] for position in positions]
             return found[0][0], tuple(within for _, within in found)

@@ -1,4 +1,5 @@
-"""What a run asks of Ray: GPUs of one node that are given out together, and who uses which."""
+"""Ray bundles of a run: GPUs of one node that are allocated together, and the processes that use
+them."""
 
 from __future__ import annotations
 
@@ -13,14 +14,15 @@ class Bundle:
     cpus: float
     gpus: int
     members: Mapping[str, tuple[int, ...]]
-    """Processes in it, with the GPUs of the bundle that each of them sees."""
+    """Its processes, with the GPUs of the bundle visible to each."""
 
     @property
     def resources(self) -> dict[str, float]:
         return {"CPU": self.cpus, "GPU": self.gpus} if self.gpus else {"CPU": self.cpus}
 
     def gpu_share(self, name: str) -> float:
-        """What a process counts of the bundle's GPUs: an equal share of each that it sees."""
+        """The share of the bundle's GPUs that a process requests: an equal share of each visible
+        one."""
         users = [position for seen in self.members.values() for position in seen]
         own = self.members[name]
         if len(users) == len(set(users)):

@@ -1,4 +1,5 @@
-"""What this process computes with: its device, number formats by name, its garbage collector."""
+"""The compute settings of this process: its device, number formats by name, its garbage
+collector."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from pentad.core.machine import GpuQueryError, auto_dtype, find_gpus
 
 
 def pick_device(wanted: str = "auto") -> torch.device:
-    """The first GPU if there is one, unless another is named."""
+    """Returns the named device, else the first GPU if there is one."""
     has_gpu = torch.cuda.is_available()
     if wanted == "auto":
         return torch.device("cuda:0" if has_gpu else "cpu")
@@ -29,8 +30,8 @@ def pick_device(wanted: str = "auto") -> torch.device:
 
 
 def gpu_name(device: torch.device) -> str:
-    """Asked of the driver's program, where there is one: torch would take memory of the GPU to
-    answer, and the scheduler of a run has none."""
+    """Read from nvidia-smi, if there is one: torch would allocate GPU memory for it, and the
+    scheduler of a run uses none."""
     try:
         gpus = find_gpus()
     except GpuQueryError:
@@ -58,7 +59,8 @@ def dtype_problems(where: str, name: str) -> list[Problem]:
 
 
 WARM_STEPS = 2
-"""Steps after which a process holds what it will hold: models, compiled code, captured graphs."""
+"""Steps after which a process has all its lasting objects: models, compiled code, captured
+graphs."""
 
 YOUNG_OBJECTS = 10_000
 """New ones, less those that are gone, between two collections of a process with a frozen heap. A
@@ -66,7 +68,7 @@ step of a thousand answers makes some 20,000, nearly all of which go without a c
 
 is_frozen = False
 found_threshold = gc.get_threshold()
-"""What the process had before its heap was frozen."""
+"""The process's own setting before its heap was frozen."""
 
 
 def freeze_gc(num_steps: int) -> None:
@@ -89,7 +91,7 @@ def freeze_gc(num_steps: int) -> None:
 
 
 def unfreeze_gc() -> None:
-    """At the end of a run, for a process that continues: what it held can be collected again."""
+    """Makes objects collectable again at the end of a run, for a process that continues."""
     global is_frozen
     if is_frozen:
         gc.unfreeze()

@@ -1,4 +1,4 @@
-"""The dimensions of a decoder model, and what is counted from them: parameters and FLOPs."""
+"""The dimensions of a decoder model, and the counts derived from them: parameters and FLOPs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CLAMP_SLOPE, CLAMP_LIMIT = 1.702, 7.0
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """Parameter counts of one decoder layer by what cuts them: tp, ep/etp, or nothing."""
+    """Parameter counts of one decoder layer by the axis that splits them: tp, ep/etp, or none."""
 
     q_and_o: int
     """Query and output projections, biases, gates and sinks included, or all of a delta net but its
@@ -42,7 +42,7 @@ class LayerParts:
 
     @property
     def active(self) -> int:
-        """What one token passes through."""
+        """Parameters that one token uses."""
         return self.shared + self.expert * self.num_experts_per_token
 
     @property
@@ -54,10 +54,13 @@ class LayerParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDims:
-    """What a decoder is made of. Model files build from it; `plan` counts with it."""
+    """The dimensions of a decoder. Model files build from it; `plan` counts with it."""
 
     family: str
     """HF `model_type`, such as qwen3."""
+    tower_names: tuple[tuple[str, str], ...] = ()
+    """For the text tower of a multimodal folder: how the family's HF-on-disk names begin, and how
+    they begin there."""
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -67,16 +70,15 @@ class ModelDims:
     """Explicit: not hidden_size / num_heads in general."""
     intermediate_size: int
     kv_latent: int = 0
-    """Width of the latent that keys and values are made of (multi-head latent attention); 0: they
-    are made of the stream. Rotary then turns the last `rotary_dim` numbers of a head, which one key
-    has for all heads."""
+    """Width of the latent of keys and values (multi-head latent attention); 0: no latent. Rotary
+    then applies to the last `rotary_dim` numbers of a head, which one key has for all heads."""
     q_latent: int = 0
-    """The same of queries; 0: of the stream."""
+    """The same for queries; 0: no latent."""
     value_dim: int = 0
     """Numbers of a head of values; 0 means as many as of keys."""
     tie_embeddings: bool = False
     padding_id: int | None = None
-    """The token whose lookups give its row of the input table no gradient, as in transformers."""
+    """The token whose row of the input table gets no gradient from lookups, as in transformers."""
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -84,33 +86,42 @@ class ModelDims:
     """Whether queries and keys are normed, each head for itself..."""
     wide_qk_norm: bool = False
     """...or all heads as one vector."""
+    norms_turned: bool = False
+    """Whether they are normed after rotary, not before it."""
     pre_norms: bool = True
-    """Whether attention and ffn are given the normed stream, or the stream itself."""
+    """Whether the inputs of attention and ffn are normed."""
     post_norms: bool = False
     """Whether their results are normed before they are added to the stream."""
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
-    """What is added to the weights of norms."""
+    """Added to the weights of norms."""
     attn_sinks: bool = False
-    """Whether each head has a logit that takes weight from a token's keys and gives no value."""
+    """Whether each head has a logit that takes attention weight and gives no value."""
     activation: Literal["silu", "gelu_tanh", "clamped"] = "silu"
     """The last one is that of experts: (up + 1) * gate * sigmoid(CLAMP_SLOPE * gate), both
     limited to CLAMP_LIMIT, as columns of one matrix that take turns."""
     embed_scale: float = 1.0
-    """What the rows of the input table are multiplied by."""
+    """Factor of the rows of the input table."""
     query_scale: float = 1.0
-    """What queries are multiplied by, beside 1 / sqrt(head_dim)."""
+    """Factor of queries, besides 1 / sqrt(head_dim)."""
+    residual_scale: float = 1.0
+    """Factor of the results of attention and ffn before they are added to the stream."""
+    logit_scale: float = 1.0
+    query_growth: float = 0.0
+    query_growth_step: int = 0
+    """Queries of position p are multiplied by 1 + growth * log(1 + p // step), too."""
     rope_theta: float = 10000.0
     rope_scaling: Mapping[str, Any] = field(default_factory=dict)
     """HF `rope_scaling` / `rope_parameters` without theta; empty means none."""
     rotary_dim: int = 0
-    """How many numbers of a head are turned, from the first on; 0 means all."""
+    """How many numbers of a head are rotated, from the first on; 0 means all."""
     rotary_pairs: Literal["halves", "neighbours"] = "halves"
-    """Which numbers are turned together: j and j + half, or 2j and 2j + 1."""
+    """Which numbers are rotated together: j and j + half, or 2j and 2j + 1."""
     unturned_layers: tuple[bool, ...] = ()
     """Per layer, whether rotary is left out; empty means nowhere."""
     sliding_rope: Mapping[str, Any] = field(default_factory=dict)
-    """As `rope_scaling`, with `rope_theta`, of the layers with a window; empty: as the others."""
+    """Like `rope_scaling`, with `rope_theta`, for the layers with a window; empty: as the
+    others."""
     max_position: int = 32768
     sliding_window: int | None = None
     sliding_layers: tuple[bool, ...] = ()
@@ -121,22 +132,22 @@ class ModelDims:
     norm_topk_prob: bool = True
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     router_scale: float = 1.0
-    """What the weights of a token's experts are multiplied by."""
+    """Factor of the weights of a token's experts."""
     router_groups: int = 1
     router_groups_per_token: int = 1
     """Groups of experts, and how many of them a token's experts may be of."""
     router_bias: bool = False
-    """Whether the files hold a bias that takes part in the choice of experts, and only there."""
+    """Whether the files have a bias that is used only for the choice of experts."""
     moe_bias: bool = False
     """Whether the router and the experts have biases, which are trained."""
     shared_expert_size: int = 0
-    """Width of an expert of mixture layers that every token passes."""
+    """Width of the shared expert of mixture layers."""
     shared_expert_gate: bool = True
-    """Whether that expert is weighed by a gate of its own."""
+    """Whether the shared expert is multiplied by a gate."""
     attn_gate: bool = False
-    """Whether each number of attention's result is weighed by a gate of its own."""
+    """Whether attention's output is multiplied element by element by a gate."""
     linear_layers: tuple[bool, ...] = ()
-    """Per layer, whether a gated delta net stands in attention's place; empty means nowhere."""
+    """Per layer, whether it has a gated delta net instead of attention; empty means nowhere."""
     linear_key_heads: int = 0
     linear_value_heads: int = 0
     linear_key_dim: int = 0
@@ -146,10 +157,10 @@ class ModelDims:
     moe_layers: tuple[bool, ...] = ()
     """Per layer, whether its ffn is a mixture; empty means nowhere."""
     num_mtp_layers: int = 0
-    """Layers behind the last that files may hold to predict further tokens; never held here."""
+    """Layers for multi-token prediction after the last in some files; never loaded."""
     initializer_range: float = 0.02
     is_whole: bool = True
-    """False where a model has parts that dimensions do not describe: nothing may be counted."""
+    """False if dimensions do not describe some parts of the model: nothing may be counted."""
 
     def is_moe(self, layer: int) -> bool:
         return bool(self.moe_layers) and self.moe_layers[layer]
@@ -158,7 +169,8 @@ class ModelDims:
         return bool(self.linear_layers) and self.linear_layers[layer]
 
     def window(self, layer: int) -> int | None:
-        """How many tokens, itself included, a token of this layer may see; None: all before it."""
+        """Number of tokens, itself included, that a token of this layer attends to; None: all
+        before it."""
         slides = bool(self.sliding_layers) and self.sliding_layers[layer]
         return self.sliding_window if slides else None
 
@@ -170,7 +182,7 @@ class ModelDims:
 
     @property
     def turned_dim(self) -> int:
-        """The numbers of a head that rotary turns."""
+        """The numbers of a head that rotary rotates."""
         return self.rotary_dim or self.head_dim
 
     @property
@@ -195,7 +207,7 @@ class ModelDims:
 
     @property
     def num_cached_layers(self) -> int:
-        """Those with keys and values."""
+        """Number of layers with keys and values."""
         return self.num_layers - self.num_linear_layers
 
     @property
@@ -204,22 +216,22 @@ class ModelDims:
 
     @property
     def o_dim(self) -> int:
-        """What attention gives to its output projection."""
+        """Width of the attention output, the input of the output projection."""
         return self.num_heads * self.v_dim
 
     @property
     def plain_dim(self) -> int:
-        """The numbers of a head that rotary leaves as they are."""
+        """The numbers of a head that rotary does not change."""
         return self.head_dim - self.turned_dim
 
     @property
     def latent_kv_dim(self) -> int:
-        """What is made of the latent: of each head the keys that are not turned, and the values."""
+        """Outputs of the latent: of each head the unrotated part of keys, and the values."""
         return self.num_heads * (self.plain_dim + self.v_dim)
 
     def cache_shape(self, *, expanded: bool = False) -> tuple[int, int, int]:
-        """(heads, numbers of a key, of a value) that a sampler keeps of a token and layer. The
-        values of latent attention are made of the first numbers of its key."""
+        """(heads, numbers of a key, of a value) that a sampler caches per token and layer. The
+        values of latent attention are the first numbers of its key."""
         if self.kv_latent and not expanded:
             return 1, self.kv_latent + self.rotary_dim, 0
         return self.num_kv_heads, self.head_dim, self.head_dim
@@ -288,7 +300,7 @@ class ModelDims:
 
     @property
     def _router_biases(self) -> int:
-        """For each expert one of its logit, and those of its result."""
+        """Number of biases per expert: of the router logit and of the expert's result."""
         return self.moe_bias * (1 + self.hidden_size)
 
     @property
@@ -303,7 +315,8 @@ class ModelDims:
 
     @property
     def num_active_params(self) -> int:
-        """What one token uses, embedding and head included (the published convention)."""
+        """Parameters that one token uses, embedding and head included (the published
+        convention)."""
         layers = sum(self.layer_parts(i).active for i in range(self.num_layers))
         return self.embedding_params + layers + self.hidden_size + self.head_params
 

@@ -1,4 +1,4 @@
-"""The errors people see: one sentence each, saying where, which rule, and what to do."""
+"""Error classes for users: each message has the place, the violated rule, and the remedy."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong with what the user gave us.
-
-    Example: Problem("actor.path = models/qwen", "no such folder", "give a folder with config.json")
-    reads "actor.path = models/qwen: no such folder; give a folder with config.json."
+    """One problem of the user's input. Example: Problem("actor.path = models/qwen", "no such
+    folder", "give a folder with config.json") reads "actor.path = models/qwen: no such folder; give
+    a folder with config.json".
     """
 
     where: str
@@ -22,7 +21,7 @@ class Problem:
     rule: str
     """The rule that is broken, with the other value it depends on."""
     remedy: str = ""
-    """What would work."""
+    """A fix that works."""
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.rule}"
@@ -31,21 +30,25 @@ class Problem:
 
 
 class UserError(Exception):
-    """Bad input. Carries every problem found; the command line prints them without a traceback."""
+    """Bad input. Carries every problem found, each message once; the command line prints them
+    without a traceback."""
 
     def __init__(self, problems: str | Problem | Iterable[Problem | str]) -> None:
         if isinstance(problems, str | Problem):
             problems = [problems]
-        self.problems: list[Problem | str] = list(problems)
+        by_sentence: dict[str, Problem | str] = {}
+        for problem in problems:
+            by_sentence.setdefault(str(problem), problem)
+        self.problems = list(by_sentence.values())
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
     def as_problems(self) -> list[Problem]:
-        """Those that name a place, to be reported with others."""
+        """The problems with a place, to be reported with others."""
         return [problem for problem in self.problems if isinstance(problem, Problem)]
 
 
 def raise_problems(problems: Iterable[Problem | str]) -> None:
-    """One UserError with all of them; returns where there are none."""
+    """Raises one UserError with all problems; returns if there are none."""
     if found := list(problems):
         raise UserError(found)
 
@@ -55,13 +58,13 @@ class RunError(Exception):
 
 
 class Transient(RunError):
-    """A failure of the machinery (a process was lost, hung or crashed): started again from its last
+    """An infrastructure failure (a process was lost, hung or crashed): restarted from its last
     checkpoint, the run may continue."""
 
 
 class Crashed(Transient):
-    """An exception of the code, or of the operating system: it may pass, but not if it comes
-    again."""
+    """An exception of the code, or of the operating system: it may be transient, but not if it
+    occurs again."""
 
 
 NOT_PASSING = frozenset(
@@ -72,21 +75,21 @@ NOT_PASSING = frozenset(
         *("ENOEXEC", "EFBIG", "EOVERFLOW"),
     )
 )
-"""What the operating system answers for as long as nothing is set right."""
+"""Errors of the operating system that persist until a cause is removed."""
 
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""A disk without room: that may pass, and a user can see to it."""
+"""Errors of a full disk: transient, because the user can free space."""
 
 
 def may_pass(error: OSError) -> bool:
-    """Whether the same call may succeed a while later: storage or a network failed, or something
-    was used up."""
+    """Whether the same call may succeed later: storage or a network failed, or a resource was
+    exhausted."""
     return error.errno not in NOT_PASSING
 
 
 class WrongWeights(RunError):
-    """A sampler holds other weights than those it was handed: nothing may be drawn from it."""
+    """A sampler has other weights than the ones sent to it: it must not sample."""
 
 
 class Stopped(RunError):
@@ -94,12 +97,12 @@ class Stopped(RunError):
 
 
 class Interrupted(Stopped):
-    """A run that its user ended by ctrl-C, with what became of it."""
+    """A run that its user ended by ctrl-C, with the state that was saved."""
 
 
 def first_cause(failure: BaseException) -> BaseException:
-    """The failure that began it. Of groups, as TaskGroup raises, that is the first of our own
-    sentences, else whatever was raised first."""
+    """The failure that began it. In a group of exceptions, as TaskGroup raises, that is the first
+    of Pentad's own errors, else the first exception."""
     if not isinstance(failure, BaseExceptionGroup):
         return failure
     causes = [first_cause(one) for one in failure.exceptions]
@@ -108,14 +111,14 @@ def first_cause(failure: BaseException) -> BaseException:
 
 
 def visible(text: str, keep: str = "") -> str:
-    """Characters that a terminal would obey, or not show, as their escapes; except `keep`."""
+    """Escapes characters that a terminal would interpret, or not show; except `keep`."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
 def one_line(text: str, limit: int) -> str:
-    """One visible line, the middle left out when it is too long."""
+    """One visible line, shortened in the middle if it is too long."""
     half = (limit - 5) // 2
     if len(text) > 2 * limit:  # most of it will not be shown: do not escape all of it
         text = text[:limit] + text[-limit:]
@@ -124,15 +127,15 @@ def one_line(text: str, limit: int) -> str:
 
 
 class InfraFailure(Exception):
-    """A replica, a connection or the reward pool failed; the prompt itself is not to blame."""
+    """A replica, a connection or the reward pool failed; the prompt is not the cause."""
 
 
 class FlawedAnswer(InfraFailure):
-    """What a replica answered is no answer, though it lives: waiting for it would not help."""
+    """A replica that runs gave an invalid answer: waiting would not help."""
 
 
 class GivenUp(RunError):
-    """A part of the machinery that was started again as often as it may be: the run ends."""
+    """A component reached its limit of restarts: the run ends."""
 
 
 class DataFailure(Exception):
@@ -141,14 +144,14 @@ class DataFailure(Exception):
     def __init__(self, reason: str, detail: str, *, is_final: bool = False) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
-        """A short word for counting, such as too_long or reward_timeout."""
+        """A short name for counting, such as too_long or reward_timeout."""
         self.detail = detail
         self.is_final = is_final
-        """Fresh samples would fail the same way, so none are drawn."""
+        """New samples would fail the same way, so none are drawn."""
 
 
 def is_cancelled() -> bool:
-    """Whether this task itself was cancelled, not only something that it awaits."""
+    """Whether this task itself was cancelled, not only an awaited one."""
     import asyncio  # here, as it would make `pentad --help` a quarter slower
 
     task = asyncio.current_task()
@@ -157,7 +160,7 @@ def is_cancelled() -> bool:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """An error of the operating system that names no file names this one."""
+    """Adds this file to an error of the operating system that names none."""
     try:
         yield
     except OSError as error:

@@ -36,7 +36,7 @@ POLL_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class InjectedFault:
-    """One thing that goes wrong, `times` in all processes together."""
+    """A fault to inject `times` times in all processes together."""
 
     at: str
     do: str
@@ -56,7 +56,7 @@ class InjectedFault:
         return " ".join([*words, f"seconds={self.seconds:g}"])
 
     def claim(self, record: dict[str, Any]) -> bool:
-        """Whether this is one of the times, which it notes."""
+        """Counts an occurrence; whether the fault is still to be injected."""
         for number in range(self.times or 1):
             with suppress(FileExistsError):
                 aside = self.note.with_name(f"{self.note.name}.{os.getpid()}")
@@ -88,7 +88,7 @@ class InjectedFault:
 
 @dataclass(slots=True)
 class Where:
-    """Which rank this process is, and the step it works on."""
+    """Position of this process: its rank and current step."""
 
     rank: int = 0
     step: int | None = None
@@ -102,7 +102,7 @@ def is_armed() -> bool:
 
 
 def check_armed() -> str | None:
-    """What is to be said before a run in which faults happen; UserError where it makes no sense."""
+    """Warning about armed faults at the start of a run; UserError where they make no sense."""
     text = os.environ.get(VARIABLE)
     if not text:
         return None
@@ -130,7 +130,7 @@ def read_faults(text: str) -> tuple[InjectedFault, ...]:
 
 
 def read_fault(text: str) -> InjectedFault:
-    """UserError where it is not one."""
+    """Parses a fault; raises UserError for invalid text."""
     known = dict(word.partition("=")[::2] for word in text.split())
 
     def number(name: str) -> int | None:

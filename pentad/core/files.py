@@ -1,8 +1,8 @@
-"""Files and folders that are whole or not there: written beside their place and renamed into it.
+"""Files and folders that are complete or absent: written under a temporary name and renamed.
 
 Every operation that changes storage is a method of `Disk`, so that tests can record or fail any
-one. Reading does not go through it. Data is durable after `fsync`, a name in a folder after
-`fsync_dir` of that folder; nothing else is relied on, except that `rename` is atomic.
+one. Reading does not use it. Data is durable after `fsync`, a name in a folder after `fsync_dir` of
+that folder; nothing else is relied on, except that `rename` is atomic.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from pentad.core.lock import holding, is_held
 
 FILE_MODE = 0o644
 LEFT = re.compile(r"\.(?P<name>.+)\.(?P<state>writing|converting|replaced|removed)-[0-9]+")
-"""What a writer makes beside a folder: NAME, what becomes of it, and a number of the writer."""
+"""Temporary names beside a folder: NAME, the purpose, and a number of the writer."""
 
 
 class Disk:
-    """The real one. Paths are absolute; errors are the operating system's."""
+    """The real disk. Paths are absolute; errors are those of the operating system."""
 
     def make_dir(self, path: Path) -> None:
         path.mkdir()
 
     def create(self, path: Path) -> int:
-        """A new file, open for writing; one that is there already is an error."""
+        """A new file, open for writing; an existing one is an error."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
 
     def open_shared(self, path: Path) -> int:
-        """A file that several ranks write into; the first that comes makes it."""
+        """A file that several ranks write; the first one creates it."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
 
     def write(self, fd: int, data: memoryview, offset: int) -> None:
-        """All of the data, however many calls it takes."""
+        """Writes all of the data, in as many calls as necessary."""
         done = 0
         while done < len(data):
             done += os.pwrite(fd, data[done:], offset + done)
@@ -70,7 +70,7 @@ REAL_DISK = Disk()
 
 
 def make_folders(disk: Disk, folder: Path) -> None:
-    """The folder with those above it; names of new ones are durable when this returns."""
+    """Creates a folder with those above it; the names of new ones are durable when this returns."""
     if folder.is_dir():
         return
     make_folders(disk, folder.parent)
@@ -139,7 +139,7 @@ def atomic_folder(target: Path, disk: Disk = REAL_DISK) -> Iterator[Path]:
 
 
 def place_folder(aside: Path, target: Path, disk: Disk = REAL_DISK) -> None:
-    """Renames a folder into the place of the target. Where that fails, what was there stays."""
+    """Renames a folder to the target. If that fails, the old target stays."""
     old = target.with_name(f".{target.name}.replaced-{os.getpid()}")
     try:
         if target.exists():
@@ -157,14 +157,14 @@ def place_folder(aside: Path, target: Path, disk: Disk = REAL_DISK) -> None:
 
 
 def is_being_written(target: Path) -> bool:
-    """Whether a process is writing a folder that will take this place."""
+    """Whether a process is writing a folder that will be renamed to this path."""
     return any(map(is_held, target.parent.glob(f".{escape(target.name)}.writing-*")))
 
 
 def sweep(root: Path, name: str | None = None, disk: Disk = REAL_DISK) -> list[Path]:
-    """Removes what killed writers of folders left in `root` (`name`: writers of that one), and
-    returns it: the folders whose lock is not held, whichever process has their number now. A folder
-    that was moved away for one that never came gets its name back."""
+    """Removes folders of killed writers in `root` (`name`: writers of that target), and returns
+    them: those whose lock is not held. A folder that was moved away for one that was never
+    completed gets its name back."""
     left = [(path, found) for path in root.glob(".*-*") if (found := LEFT.fullmatch(path.name))]
     left = [(path, found) for path, found in left if name in (None, found["name"])]
     written = {
@@ -183,7 +183,7 @@ def sweep(root: Path, name: str | None = None, disk: Disk = REAL_DISK) -> list[P
 
 
 def remove_tree(disk: Disk, path: Path) -> None:
-    """A folder with all it holds, or a file. What is gone already is no error."""
+    """Removes a folder with its content, or a file. A missing one is no error."""
     with suppress(FileNotFoundError):
         if path.is_symlink() or not path.is_dir():
             disk.unlink(path)
@@ -194,6 +194,6 @@ def remove_tree(disk: Disk, path: Path) -> None:
 
 
 def file_digest(path: Path) -> bytes:
-    """Over all bytes, about a second a gigabyte."""
+    """Digest of all bytes of a file; takes about a second per gigabyte."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()

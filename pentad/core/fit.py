@@ -1,5 +1,5 @@
-"""How a layout cuts a model: which stage holds which layers, and the sentences on what cannot be,
-which are the same before a run and at its start.
+"""Fit of a layout to a model: layers of each stage, and errors for invalid layouts, which are equal
+before a run and at its start.
 
 Schedules are those of torch.distributed.pipelining, by class name without "Schedule".
 """
@@ -25,7 +25,7 @@ def check_fit(layout: Layout, dims: ModelDims) -> None:
 
 
 def head_problems(layout: Layout, dims: ModelDims, where: str) -> Iterator[Problem]:
-    """Attention heads are dealt over tp x cp; kv heads are dealt too, or whole ones repeated."""
+    """Problems of attention heads, which are sharded over tp x cp; kv heads may be repeated."""
     tp, cp = layout.tp, layout.cp
     ways, heads, kv_heads = tp * cp, dims.num_heads, dims.num_kv_heads
     if heads_work(dims, tp, cp):
@@ -55,7 +55,7 @@ def delta_net_problems(layout: Layout, dims: ModelDims, where: str) -> Iterator[
 
 
 def whole_kv_head_problems(tp: int, dims: ModelDims, where: str) -> Iterator[Problem]:
-    """The backend fsdp, which repeats no kv head; what `head_problems` finds is not said again."""
+    """Problems of the backend fsdp, which repeats no kv head, besides those of `head_problems`."""
     if dims.num_kv_heads % tp and dims.num_heads % tp == 0:
         rule = f"t{tp} of fsdp must divide num_kv_heads = {dims.num_kv_heads}"
         yield Problem(

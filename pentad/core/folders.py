@@ -6,7 +6,9 @@ import json
 import os
 import re
 import stat
+import struct
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,14 +19,27 @@ MAX_JSON_BYTES = 100_000_000
 """What the safetensors format allows a header; config files and indexes are far smaller."""
 MAX_ROW_BYTES = 32 << 20
 """Largest row of a dataset: no prompt, example or document is as long."""
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
 SUBFOLDERS = ("", "additional_chat_templates")
 """Where transformers looks for a tokenizer's files."""
+OF_FILES = (".json", ".jinja", ".txt", ".model", ".safetensors")
+"""Endings of the files of a model: transformers passes over a folder of such a name."""
 JsonPairs = list[tuple[str, Any]]
+
+
+def what_else(path: Path) -> str | None:
+    """Description of a path that is not a plain file (reading it may block), else None. OSError if
+    it does not exist."""
+    mode = path.stat().st_mode
+    if stat.S_ISREG(mode):
+        return None
+    return "is a folder" if stat.S_ISDIR(mode) else "is a pipe, a socket or a device"
 
 
 def open_file(path: Path) -> BinaryIO:
     """Opens a plain file, unbuffered; OSError where there is none."""
-    if not stat.S_ISREG(path.stat().st_mode):
+    if what_else(path) is not None:
         raise UserError(_not_plain(path))
     return path.open("rb", buffering=0)
 
@@ -36,19 +51,20 @@ def check_plain(folder: Path) -> None:
         entries = sorted(place.iterdir()) if place.is_dir() else []
         for path in entries:
             # A link to nowhere is missing, which is reported where the file is wanted.
-            mode = path.stat().st_mode if path.exists() else stat.S_IFREG
-            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            is_folder = path.is_dir() and path.suffix not in OF_FILES
+            if path.exists() and not is_folder and what_else(path) is not None:
                 problems.append(_not_plain(path))
     raise_problems(problems)
 
 
 def _not_plain(path: Path) -> Problem:
-    what = "is a folder" if path.is_dir() else "is a pipe, a socket or a device"
-    return Problem(str(path), f"{what}, not a file", "remove it from the model folder")
+    return Problem(
+        str(path), f"{what_else(path)}, not a file", "put a file in its place, or remove it"
+    )
 
 
 def parse_json(text: bytes, pairs: Callable[[JsonPairs], Any] | None = None) -> Any:
-    """What `json.loads` gives; ValueError for anything that it cannot read."""
+    """`json.loads` that raises ValueError for every kind of invalid input."""
     try:
         return json.loads(text, object_pairs_hook=pairs)
     except RecursionError:
@@ -56,7 +72,7 @@ def parse_json(text: bytes, pairs: Callable[[JsonPairs], Any] | None = None) -> 
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; UserError where it is none, FileNotFoundError where it is not."""
+    """The JSON object in a file; UserError if it has none, FileNotFoundError if it is missing."""
     try:
         with open_file(path) as handle:
             size = os.fstat(handle.fileno()).st_size
@@ -75,6 +91,38 @@ def read_object(path: Path) -> dict[str, Any]:
     return value
 
 
+def tensor_names(folder: Path) -> set[str]:
+    """The tensors of a HF folder by its index, or by the header of its one file; none where
+    neither can be read: loading the folder says what is wrong."""
+    try:
+        if (folder / INDEX).is_file():
+            return set(read_object(folder / INDEX)["weight_map"])
+        return set(_header(folder / SINGLE))
+    except UNREADABLE:
+        return set()
+
+
+def tensor_bytes(folder: Path) -> dict[str, int]:
+    """Bytes of each tensor by the headers of the folder's files; those that cannot be read are
+    left out."""
+    found: dict[str, int] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with suppress(*UNREADABLE):
+            ends = {name: entry["data_offsets"] for name, entry in _header(path).items()}
+            found |= {name: int(stop) - int(start) for name, (start, stop) in ends.items()}
+    return found
+
+
+UNREADABLE = (OSError, UserError, ValueError, KeyError, TypeError, AttributeError, struct.error)
+
+
+def _header(path: Path) -> dict[str, Any]:
+    with open_file(path) as handle:
+        (length,) = struct.unpack("<Q", handle.read(8))
+        header = parse_json(handle.read(min(length, MAX_JSON_BYTES)))
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}
+
+
 INFO, STATE = "recover_info", "recover_checkpoint"
 
 
@@ -86,7 +134,7 @@ def step_of(name: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class RecoveryPath:
-    """What a path says of a recovery checkpoint."""
+    """The parts of a path to a recovery checkpoint."""
 
     root: Path
     """The folder of the trial."""
@@ -95,7 +143,7 @@ class RecoveryPath:
 
 
 def recovery_path(path: Path) -> RecoveryPath | None:
-    """For a trial's root, `recover_info`, `ROLE/recover_checkpoint` and the folder of one step in
+    """Parses a trial's root, `recover_info`, `ROLE/recover_checkpoint` or the folder of one step in
     them; None for any other path."""
     path = path.absolute()
     if (path / INFO).is_dir():
@@ -110,7 +158,7 @@ def recovery_path(path: Path) -> RecoveryPath | None:
 
 
 def recovery_problem(where: str, path: Path) -> Problem | None:
-    """The sentence for a recovery checkpoint in the place of a model."""
+    """The problem of a path that is a recovery checkpoint where a model is expected."""
     if not path.is_dir() or recovery_path(path) is None:
         return None
     rule = "is a recovery checkpoint of a run, not a model"

@@ -41,7 +41,7 @@ class HubName:
 
     @property
     def download(self) -> str:
-        """The command that fetches all of it into the cache."""
+        """The command that downloads all files into the cache."""
         option = "" if self.kind == "model" else " --repo-type dataset"
         return f"hf download {self.repo}{option}" + (
             f" --revision {self.revision}" if self.revision else ""
@@ -63,7 +63,7 @@ def hub_name(text: str, kind: HubKind) -> HubName | None:
 
 
 def name_in_cache(path: str) -> HubName | None:
-    """The name, with its commit, of what lies at a path of the hub's cache; None elsewhere."""
+    """Name and commit of a path in the hub's cache; None for other paths."""
     found = IN_CACHE.search(path)
     if found is None or path[found.end() :].strip("/"):
         return None

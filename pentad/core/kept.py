@@ -1,4 +1,4 @@
-"""What this machine keeps between runs: a folder for compiled code, and how long compiling took."""
+"""Cache of this machine between runs: a folder for compiled code, and compile times."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def kept_folder() -> Path | None:
 
 
 def seconds_of(what: str) -> float | None:
-    """How long it took to compile this the last time here; None: unknown."""
+    """Seconds of the last compilation of `what` on this machine; None: unknown."""
     seconds = _read().get(what)
     return seconds if isinstance(seconds, float) else None
 
 
 def note_seconds(what: str, seconds: float) -> None:
-    """For the next time. A folder that cannot be written to costs a run nothing but that."""
+    """Stores a compile time for later runs. A folder that is not writable is ignored."""
     folder = kept_folder()
     if folder is None:
         return
@@ -36,7 +36,7 @@ def note_seconds(what: str, seconds: float) -> None:
 
 
 def last_time(what: str) -> str:
-    """In words, for a line that says that it is being compiled."""
+    """The last compile time in words, for the log line of a compilation."""
     seconds = seconds_of(what)
     return "not known here yet" if seconds is None else f"{seconds:.1f} s the last time"
 

@@ -54,7 +54,7 @@ Dims = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class AllocationProblem(Problem):
-    """A problem of an allocation string, pointing at the character where it lies."""
+    """A problem of an allocation string, with the position of the wrong character."""
 
     text: str = ""
     column: int = 0
@@ -66,7 +66,7 @@ class AllocationProblem(Problem):
 
 @dataclass(frozen=True, slots=True)
 class Coords:
-    """Where one rank stands: in the dense mesh, and in the expert mesh over the same ranks."""
+    """Coordinates of a rank in the dense mesh, and in the expert mesh over the same ranks."""
 
     pp: int
     dp_replicate: int
@@ -106,7 +106,7 @@ class Layout:
 
     @property
     def efsdp(self) -> int:
-        """Over how many ranks the weights of one expert group (ep x etp) are sharded."""
+        """Number of ranks that shard the weights of one expert group (ep x etp)."""
         return self.stage_world // (self.ep * self.etp)
 
     @property
@@ -156,7 +156,7 @@ class Component:
 
     @property
     def role(self) -> str:
-        """Its name, or what a component of its kind does in a run of two."""
+        """The component's name, or else its default role in an allocation of two."""
         return self.name or ("rollout" if self.is_inference else "actor")
 
     def size(self, letter: str) -> int:
@@ -208,7 +208,7 @@ class Allocation:
         return next((component for component in self if component.role == role), None)
 
     def devices(self, component: Component) -> range:
-        """The devices a component stands on, counted over the whole cluster."""
+        """The devices of a component, counted over the whole cluster."""
         start = 0
         for group in self.groups:
             if component in group:
@@ -221,28 +221,28 @@ class Allocation:
 
     @property
     def are_apart(self) -> bool | None:
-        """Whether rollout and training have devices of their own; None where one is missing."""
+        """Whether rollout and training have separate devices; None if one is missing."""
         rollout, actor = self.find("rollout"), self.find("actor")
         return None if not (rollout and actor) else not self.shares_devices(rollout, actor)
 
     def ordered(self, *roles: str) -> Allocation:
-        """With the groups of these roles first."""
+        """The allocation with the groups of these roles first."""
         first = [g for role in roles for g in self.groups if any(p.role == role for p in g)]
         return Allocation(tuple(dict.fromkeys([*first, *self.groups])))
 
     def stands_alone(self, role: str) -> bool:
-        """Whether the role has devices of its own, apart from those that train and sample."""
+        """Whether the role has separate devices, apart from those that train and sample."""
         part, others = self.find(role), [self.find("actor"), self.find("rollout")]
         return part is not None and not any(o and self.shares_devices(part, o) for o in others)
 
     def with_own(self, sizes: Mapping[str, int]) -> Allocation:
-        """With as many devices more for each role; every component has its name then."""
+        """The allocation with additional devices for each role; every component is then named."""
         named = [tuple(replace(part, name=part.role) for part in group) for group in self.groups]
         added = [(Component("archon", role, (("d", size),)),) for role, size in sizes.items()]
         return Allocation((*named, *added)) if added else self
 
     def joined(self, first: str, second: str) -> Allocation:
-        """With the first role on the devices of the second."""
+        """The allocation with the first role on the devices of the second."""
         moved, host = self.find(first), self.find(second)
         if not moved or not host or self.shares_devices(moved, host):
             return self
@@ -276,7 +276,7 @@ def parse_allocation(text: str, where: str = "allocation_mode") -> Allocation:
 
 
 class _Parser:
-    """Recursive descent over the grammar above, one method a rule."""
+    """Recursive-descent parser of the grammar above, one method per rule."""
 
     def __init__(self, text: str, where: str) -> None:
         self.text = "".join(" " if char.isspace() else char for char in text)
@@ -311,7 +311,7 @@ class _Parser:
             )
 
     def run_of(self, characters: str) -> str:
-        """What stands here of the given characters, blanks before it skipped."""
+        """Reads the following characters that are in `characters`, after skipping blanks."""
         self.peek()
         found = re.compile(f"[{characters}]*").match(self.text, self.at)
         assert found is not None, "an empty match is a match"
@@ -474,7 +474,7 @@ class _Parser:
             self.blame(columns["d"], rule, f"write d{ranks // width} there or leave it out")
 
     def check_names(self, allocation: Allocation, starts: list[int]) -> None:
-        """From three components on each has a name; two never have the same role."""
+        """Rejects duplicate roles, and unnamed components if there are three or more."""
         components = list(allocation)
         seen: set[str] = set()
         for component, start in zip(components, starts, strict=True):

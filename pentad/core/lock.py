@@ -1,8 +1,8 @@
-"""The lock of a folder: one program writes in it, on whichever machine.
+"""The lock of a folder: one program writes in it, on any machine.
 
-The operating system's lock ends with its holder. Where it does not reach other machines the file
-tells: it names its holder, who touches it every BEAT_S. A holder on another machine whose file
-stands still for SILENCE_S is gone.
+The operating system's lock ends with its holder. If it does not reach other machines the file does:
+it names its holder, which touches it every BEAT_S. A holder on another machine whose file is
+unchanged for SILENCE_S is dead.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ HOLDER = re.compile(r"process (\d+) on (\S+) since ")
 
 @contextmanager
 def holding(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
-    """Holds the lock of a file or folder: `is_held` sees it until it is left or the process ends.
-    There is none on a file system without locks."""
+    """Locks a file or folder: `is_held` is true until the context is left or the process ends.
+    There is no lock on a file system without locks."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with suppress(OSError):
@@ -56,8 +56,19 @@ def is_held(path: Path) -> bool:
     return False
 
 
+def is_alive(pid: int) -> bool:
+    """Whether this machine has such a process."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):  # another user's; the text was written over
+        return True
+    return True
+
+
 class FolderLock:
-    """Held until it is closed or the process ends."""
+    """A lock held until it is closed or the process ends."""
 
     def __init__(self, folder: Path, where: str, name: str = NAME) -> None:
         """Makes the folder. UserError about `where` if another program has the lock; OSError."""
@@ -106,11 +117,11 @@ class FolderLock:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 return False
             if is_here and known is not None:  # a file system without locks
-                return not Path(f"/proc/{known[1]}").exists()
+                return not is_alive(int(known[1]))
         return known is None or is_here or not self._is_touched(holder)
 
     def _is_touched(self, holder: str) -> bool:
-        """Whether a holder on another machine lives."""
+        """Whether a holder on another machine is alive."""
         text = "%s names %s: it counts as dead if it does not touch the file for %g s"
         log.info(text, self.path, holder, SILENCE_S)
         before, end = self._touched_at(), time.monotonic() + SILENCE_S

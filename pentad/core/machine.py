@@ -1,4 +1,5 @@
-"""What this machine has, asked without torch: GPUs, memory, disk, cores, installed packages."""
+"""The hardware and packages of this machine, without torch: GPUs, memory, disk, cores, installed
+packages."""
 
 from __future__ import annotations
 
@@ -23,14 +24,14 @@ MIB = 2**20
 CGROUP = Path("/sys/fs/cgroup")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 QUERY_TIMEOUT_S = 20.0
-"""nvidia-smi takes seconds where the driver is not kept loaded, and forever where it is broken."""
+"""nvidia-smi takes seconds if the driver is not kept loaded, and forever if it is broken."""
 
 RAY_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_agent_register_timeout_ms": "120000"}
 """For a cluster that a run starts: it sends no usage report, and may start on a busy machine."""
 
 
 def user_name() -> str:
-    """The login name; in a container that runs under a number without a name, that number."""
+    """The login name; in a container whose user has a number only, that number."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -50,7 +51,7 @@ class Gpu:
 
 
 class GpuQueryError(Exception):
-    """nvidia-smi is there and does not answer; the message says how."""
+    """nvidia-smi exists but fails; the message has the reason."""
 
 
 @cache
@@ -73,8 +74,8 @@ def find_gpus() -> tuple[Gpu, ...]:
 
 @contextmanager
 def gpus_hidden(is_hidden: bool) -> Iterator[None]:
-    """For a command that computes on the CPU: no GPU of the machine is counted, neither here nor in
-    the processes that it starts."""
+    """For a command that computes on the CPU: GPUs of the machine are not counted, neither here nor
+    in its child processes."""
     if not is_hidden:
         yield
         return
@@ -91,7 +92,7 @@ def gpus_hidden(is_hidden: bool) -> Iterator[None]:
 
 
 class NvmlMemory(ctypes.Structure):
-    """What the driver's library says of a GPU, in bytes."""
+    """Memory of a GPU from the driver's library, in bytes."""
 
     _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
 
@@ -106,8 +107,8 @@ def nvml() -> ctypes.CDLL | None:
 
 
 def gpu_memory_used(index: int) -> int | None:
-    """Bytes in use by all processes on one of this process's GPUs; None where it is unknown.
-    Asked of the driver: torch would take memory of its own for the question."""
+    """Bytes in use by all processes on one of this process's GPUs; None if unknown. Read from the
+    driver, because torch would allocate memory for it."""
     library, handle, memory = nvml(), ctypes.c_void_p(), NvmlMemory()
     if library is None:
         return None
@@ -161,7 +162,7 @@ def host_memory() -> tuple[int, int]:
 
 
 def _cached() -> int:
-    """Memory of the cgroup that holds files and is given back when needed."""
+    """Memory of the cgroup that caches files and is freed when needed."""
     try:
         lines = (CGROUP / "memory.stat").read_text().splitlines()
     except OSError:
@@ -221,8 +222,8 @@ def installed(package: str) -> str | None:
 
 @contextmanager
 def process_kept(settings: Mapping[str, str]) -> Iterator[None]:
-    """For a library that takes over SIGTERM, which is ours, and reads its settings from the
-    environment: both are afterwards as before."""
+    """For a library that replaces the SIGTERM handler and reads its settings from the environment:
+    both are restored afterwards."""
     before, handler = dict(os.environ), signal.getsignal(signal.SIGTERM)
     os.environ.update(settings)
     try:

@@ -1,4 +1,4 @@
-"""Where objects of a run lie in an S3-compatible store, and how they are reached."""
+"""Location of a run's objects in an S3-compatible store, and access to it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Remote:
 
     @property
     def prefix(self) -> str:
-        """Empty, or with a slash at its end."""
+        """Key prefix: empty, or with a slash at its end."""
         return split_uri(self.uri)[1]
 
 

@@ -1,4 +1,4 @@
-"""The three roles of a run as protocols: who samples, who learns, who scores."""
+"""The three roles of a run as protocols: sampler, learner, scorer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 NamedTensors: TypeAlias = "Iterable[tuple[str, Tensor]]"
 """(HF-on-disk name, full tensor), in layer order."""
 TensorPairs: TypeAlias = "Sequence[tuple[str, Tensor]]"
-"""The same, all of them at hand."""
+"""The same as a sequence."""
 
 
 class NativeWeights(Sequence["tuple[str, Tensor]"]):
-    """Weights of a learner of this process, by native name too; the pairs are made when they are
-    read. An adapter of a mixture has a pair for each expert, where native tensors hold all."""
+    """Weights of a learner of this process, also by native name; the pairs are made when they are
+    read. An adapter of a mixture has a pair for each expert, while native tensors hold all."""
 
     def __init__(
         self, native: Mapping[str, Tensor], num_pairs: int, pairs: Callable[[], NamedTensors]
@@ -42,8 +42,8 @@ class NativeWeights(Sequence["tuple[str, Tensor]"]):
 
 
 class SentWeights:
-    """Weights of a sender in this process that keeps them as they are until it has the receipt:
-    a receiver may compare bytes, which is quicker than to hash both sides."""
+    """Weights of a sender in this process that are unchanged until it has the receipt: a receiver
+    may compare bytes, which is faster than hashing both sides."""
 
     __slots__ = ()
     weights: TensorPairs
@@ -51,32 +51,32 @@ class SentWeights:
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """The receipt of a weight update: what arrived, to be held against what was sent."""
+    """The receipt of a weight update, for comparison with what was sent."""
 
     version: int
     num_tensors: int
     digest: str
-    """Empty where `is_same`."""
+    """Empty if `is_same`."""
     is_same: bool = field(default=False, kw_only=True)
-    """Byte for byte what was sent, by comparison: only of `SentWeights`."""
+    """Byte for byte equal to what was sent, by comparison: only for `SentWeights`."""
     install_s: float = field(default=0.0, compare=False)
-    """From the weights at hand to the receipt; 0 where it is not known."""
+    """From the received weights to the receipt; 0 if unknown."""
     pause_s: float = field(default=0.0, compare=False)
-    """How long no token was drawn for it; 0 where it is not known."""
+    """How long sampling was paused for it; 0 if unknown."""
     num_bytes: int = field(default=0, compare=False)
-    """Written or sent for it; 0 where the tensors themselves were at hand."""
+    """Number of bytes written or sent for it; 0 if the tensors themselves were shared."""
 
 
 class Sampler(Protocol):
-    """Continues prompts with the current policy. All methods may be called while others run."""
+    """Continues prompts with the current policy. All methods may be called concurrently."""
 
     capabilities: frozenset[str]
-    """Of: pause (while weights are replaced), sleep, abort, stop_strings, seeds (draws follow
-    them), routes, strict."""
+    """Any of: pause (while weights are replaced), sleep, abort, stop_strings, seeds (sampling
+    follows them), routes, strict."""
 
     @property
     def version(self) -> int:
-        """The weight version new tokens are drawn with."""
+        """The weight version of new tokens."""
         ...
 
     async def generate(self, request: Request) -> list[Generation]:
@@ -84,7 +84,8 @@ class Sampler(Protocol):
         ...
 
     async def abort(self, request_id: str) -> None:
-        """Ends one request at once; its generations return with finish "abort"."""
+        """Ends one request at once; its generations return with finish "abort" and what was drawn
+        of them, as far as the sampler knows it."""
         ...
 
     async def install(self, version: int, weights: NamedTensors) -> Installed:
@@ -92,12 +93,12 @@ class Sampler(Protocol):
         ...
 
     async def rewind(self) -> None:
-        """Versions begin anew: the learner was lost and resumes from an earlier one. No tokens are
+        """Versions restart: the learner was lost and resumes from an earlier one. No tokens are
         requested before the next install, which may be of any version."""
         ...
 
     async def sleep(self) -> None:
-        """Gives back device memory; requests wait for `wake`."""
+        """Frees device memory; requests wait for `wake`."""
         ...
 
     async def wake(self) -> None: ...
@@ -112,20 +113,20 @@ class Sampler(Protocol):
 
 
 class Learner(Protocol):
-    """Holds the trained weights. Synchronous: an SPMD group of ranks makes the same calls."""
+    """Holds the trained weights. Synchronous: all ranks make the same calls."""
 
     def forward(self, rows: Sequence[Row], tag: str = "actor") -> list[dict[str, Tensor]]:
         """Per row the token-aligned logprobs (and values) under the weights named `tag`."""
         ...
 
     def routes(self, rows: Sequence[Row], tag: str = "actor") -> list[Tensor]:
-        """The experts each token is sent to under the weights named `tag`, as `Row.routes`."""
+        """The experts of each token under the weights named `tag`, as `Row.routes`."""
         ...
 
     def begin_step(self) -> None: ...
 
     def accumulate(self, rows: Sequence[Row], loss: Loss, *, last: bool = True) -> Accumulated:
-        """Adds the gradient of the loss over the rows; any number of calls a step."""
+        """Adds the gradient of the loss over the rows; any number of calls per step."""
         ...
 
     def end_step(self) -> StepResult:
@@ -133,11 +134,11 @@ class Learner(Protocol):
         ...
 
     def save_tag(self, tag: str) -> None:
-        """Remembers the present weights as `tag` (ref, old_actor, teacher)."""
+        """Stores the present weights as `tag` (ref, old_actor, teacher)."""
         ...
 
     def load_tag(self, tag: str, weights: str | Path) -> None:
-        """Remembers the weights of a folder, of the same shape, as `tag`."""
+        """Stores the weights of a folder, of the same shapes, as `tag`."""
         ...
 
     def iter_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -146,7 +147,7 @@ class Learner(Protocol):
 
 
 class Scorer(Protocol):
-    """Adds something to finished groups: rewards, reference log-probs, values."""
+    """Adds columns to finished groups: rewards, reference log-probs, values."""
 
     async def score(self, group: Group) -> Group: ...
 

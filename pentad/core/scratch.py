@@ -28,8 +28,8 @@ OTHERS_WRITE = 0o022
 
 @contextmanager
 def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
-    """A folder of our own in `parent` (None: the temporary folder); those that dead owners left are
-    removed."""
+    """Creates a temporary folder in `parent` (None: the system's) and removes those of dead
+    owners."""
     sweep(prefix, parent)
     made = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=parent))
     lock = os.open(made / OWNER, os.O_RDWR | os.O_CREAT, 0o600)

@@ -1,7 +1,8 @@
-"""What a block of keys is: a frozen pydantic model whose fields are documented by texts.
+"""The base class of blocks of keys: a frozen pydantic model whose fields are documented by the
+texts under them.
 
-Every room has its blocks in `section.py`, beside the code that reads them; `config.schema` composes
-them. The class that a recipe fills is the class that the part reads.
+Every package has its blocks in `section.py`, beside the code that reads them; `config.schema`
+composes them. The class that a recipe fills is the class that the code reads.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pentad.core.errors import RunError
 T = TypeVar("T")
 
 MAX_INT = 2**63
-"""Integers are below it: what is larger fits no tensor, file or clock."""
+"""Integers are below it: larger ones fit no tensor, file or clock."""
 SHORT_NAMES = {
     "I1F1B": "Interleaved1F1B",
     "IZB": "InterleavedZeroBubble",
@@ -31,7 +32,7 @@ def long_name(value: object) -> object:
 
 
 ShortNames = BeforeValidator(long_name)
-"""Lets a key take the names of `SHORT_NAMES`, too."""
+"""Lets a key also accept the names of `SHORT_NAMES`."""
 Count = Annotated[int, Field(ge=1, lt=MAX_INT)]
 NonNegativeInt = Annotated[int, Field(ge=0, lt=MAX_INT)]
 Positive = Annotated[float, Field(gt=0)]
@@ -56,7 +57,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def refuse_boolean_numbers(cls, values: Any) -> Any:
-        """Stops true from passing as the number 1: as a word it fails like any other word."""
+        """Rejects true as the number 1, like any other word."""
         if not isinstance(values, dict):
             return values
         return {key: _as_word(cls.model_fields.get(key), value) for key, value in values.items()}
@@ -70,7 +71,7 @@ def _as_word(field: FieldInfo | None, value: Any) -> Any:
 
 
 def chosen(value: T | None, key: str) -> T:
-    """A value of a key that may be null in a recipe, and is not in a config that was prepared: it
+    """The value of a key that may be null in a recipe, and is never null in a prepared config: it
     was chosen there, or a rule of the command required it."""
     if value is None:
         raise RunError(f"{key} is not set, and the config was not checked for it")
@@ -78,7 +79,7 @@ def chosen(value: T | None, key: str) -> T:
 
 
 def leaves(annotation: Any) -> list[Any]:
-    """The plain types and literal values an annotation is made of."""
+    """The plain types and literal values in an annotation."""
     args = get_args(annotation)
     return [leaf for arg in args for leaf in leaves(arg)] if args else [annotation]
 

@@ -1,4 +1,4 @@
-"""Random seeds derived from what a thing is, never from when or where it runs."""
+"""Random seeds derived from the identity of an object, never from time or place."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def seed_globals(*parts: int | str) -> None:
-    """Seeds the generators that Python, NumPy and torch keep for a whole process, where they are
-    imported: code of the user's draws from them."""
+    """Seeds the process-wide generators of Python, NumPy and torch, if they are imported: user code
+    draws from them."""
     seed = derive_seed(*parts, "globals")
     random.seed(seed)
     if "numpy" in sys.modules:

@@ -1,4 +1,4 @@
-"""Which layout fewer ranks get: data parallelism gives way first, other axes where they must.
+"""Layouts for fewer ranks: data parallelism shrinks first, other axes only if necessary.
 
 1. p, t and c stay as they are while p*t*c ranks are left; d becomes as large as the ranks allow.
 2. Only where d1 is still too large do p, t and c shrink: their product stays the largest that fits,
@@ -56,7 +56,7 @@ def candidates(component: Component, world: int, replicas: int) -> Iterator[tupl
 
 
 def resized(component: Component, sizes: dict[str, int], ep: int, etp: int) -> Component:
-    """With other sizes, and the axes that are written."""
+    """The component with other axis sizes."""
     dense = sizes if component.ffn is not None else sizes | {"e": ep}
     dims = _dims(component.dims, dense)
     if "d" not in dict(dims) and sizes["d"] > 1:  # others left ranks for it

@@ -1,4 +1,4 @@
-"""Sizes that a run takes where none is given, and that a plan counts with: no torch."""
+"""Default sizes of a run, which a plan also counts with: no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROCESS_BYTES = {"cuda": int(1.5 * GIB), "cpu": int(0.4 * GIB)}
 OPTIMIZER_STATES = 2
 """AdamW: first and second moment, in the dtype of the master weights."""
 STAGING_HEADROOM = 1.25
-"""Host memory that must be free for what saves are staged in, over its size."""
+"""Host memory that must be free in addition to the staging memory of saves."""
 
 PUBLISH_BUCKET_BYTES = 64 << 20
 """The most of a shard, as float32, that a rank casts and hashes at a time for a publish."""
@@ -39,6 +39,8 @@ on a GPU a pass of fewer is bound by its launches."""
 PASS_BYTES, PASS_SHARE = 2 * GIB, 0.125
 """And what the activations of a layer may take then, of all memory and of what is free, unless the
 pass is as small as on a CPU."""
+DELTA_EPS = 1e-6
+"""Added to the squared norm of the queries and keys of a gated delta net."""
 DELTA_CHUNK = 64
 """Tokens of a chunk in which delta nets compute."""
 BLOCK_TOKENS = 16
@@ -57,12 +59,12 @@ MIN_TEMPERATURE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class RunSize:
-    """What engines depend on besides the config."""
+    """Values besides the config on which engines depend."""
 
     num_steps: int
     """Steps of the whole run; the learning rate may depend on it."""
     max_row_tokens: int
-    """The longest sequence the run can meet: no microbatch is smaller."""
+    """The longest possible sequence of the run: no microbatch is smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class SamplerPass:
         return plain + (int(chunks_bytes(dims)) if dims.linear_layers else 0)
 
     def tokens(self, free_bytes: float | None) -> int:
-        """`free_bytes` of a GPU, beside the cache; None: a CPU."""
+        """Tokens per pass: from `free_bytes` of a GPU besides the cache, or for a CPU if None."""
         if self.given is not None:
             return self.given
         least = max(PASS_TOKENS["cpu"], self.max_running)
@@ -95,15 +97,15 @@ class SamplerPass:
         return max(least, min(PASS_TOKENS["cuda"], room))
 
     def cache_bytes(self, free_bytes: float) -> int:
-        """What a GPU gives the cache where no size is given: its share, unless the smallest pass
-        needs more than the rest."""
+        """Size of the cache on a GPU if none is given: its share, unless the smallest pass needs
+        more than the rest."""
         free_bytes -= self.slots_bytes
         rest = free_bytes - self.tokens(None) * self.token_bytes
         return max(0, int(min(EMBEDDED_SHARE * free_bytes, rest)))
 
     @property
     def slots_bytes(self) -> int:
-        """What delta nets remember of all sequences that may run, and of padding."""
+        """States of delta nets for all sequences that may run, and for padding."""
         return (self.max_running + 1) * slot_bytes(self.dims, self.itemsize)
 
 
@@ -140,15 +142,15 @@ def chunks_bytes(dims: ModelDims) -> float:
 
 
 def slot_bytes(dims: ModelDims, weight_bytes: int) -> int:
-    """What all delta nets remember of one running sequence: the last inputs of their convolutions,
-    and states in float32."""
+    """State of all delta nets for one running sequence: the last inputs of their convolutions, and
+    states in float32."""
     inputs = max(dims.linear_conv - 1, 0) * (2 * dims.linear_k_dim + dims.linear_v_dim)
     states = dims.linear_v_dim * dims.linear_key_dim
     return dims.num_linear_layers * (inputs * weight_bytes + 4 * states)
 
 
 def latent_cache_problems(dims: ModelDims, cache_dtype: CacheDtype) -> list[Problem]:
-    """Latents and turned keys differ in size, and 8 bits would have one scale for both."""
+    """Latents and rotated keys differ in size, and 8 bits would have one scale for both."""
     if cache_dtype not in EIGHT_BIT_CACHES or not dims.kv_latent:
         return []
     rule = f"the cache of {dims.family} holds latents, for which 8 bits are not built"
@@ -156,7 +158,7 @@ def latent_cache_problems(dims: ModelDims, cache_dtype: CacheDtype) -> list[Prob
 
 
 def state_bytes(num_params: float, param_bytes: int, num_tags: int) -> float:
-    """What training continues from: master weights, AdamW's moments, further tags."""
+    """Bytes of the training state: master weights, AdamW's moments, further tags."""
     return (1 + OPTIMIZER_STATES + num_tags) * param_bytes * num_params
 
 

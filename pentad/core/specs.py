@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 MAX_NAMED = 8
-"""Functions of a file that an error lists."""
+"""Maximum number of functions of a file in an error."""
 
 
 def load(spec: str) -> Callable[..., Any]:
@@ -30,7 +30,7 @@ def load(spec: str) -> Callable[..., Any]:
 
 
 def _defined(module: object) -> str:
-    """The functions and classes of a module's own, in brackets."""
+    """The functions and classes defined in a module, in brackets."""
     own = [
         name
         for name, value in vars(module).items()
@@ -40,7 +40,7 @@ def _defined(module: object) -> str:
 
 
 def settled(value: Any) -> Any:
-    """What a call returned; if that is a coroutine, what it comes to."""
+    """The result of a call; a coroutine is awaited."""
     if not inspect.isawaitable(value):
         return value
     import asyncio  # here, since a plan names functions too and awaits none
@@ -91,7 +91,7 @@ def accepted(function: Callable[..., Any], given: Mapping[str, T]) -> dict[str, 
 
 
 def describe(spec: str) -> dict[str, Any]:
-    """The parameters of a function: those it must be given, those it may, whether it takes any."""
+    """The parameters of a function: required ones, optional ones, and whether it takes any."""
     parameters = inspect.signature(load(spec)).parameters.values()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return {

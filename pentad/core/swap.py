@@ -1,4 +1,4 @@
-"""The one way to give a built layer another implementation: another class, the same parameters."""
+"""Replaces the implementation of a built layer: another class, the same parameters."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import nn
 
 
 def swap_class(module: nn.Module, cls: type[nn.Module], **attributes: Any) -> None:
-    """Makes the module one of `cls`, a subclass of its class, with further attributes.
+    """Changes the module's class to `cls`, a subclass of its class, and sets further attributes.
 
     Parameters, buffers, hooks and names stay, so weight maps, FSDP and optimizers see the same
-    model. A class and not a `forward` of the instance: the compiler shares code among modules of
-    one class.
+    model. A class instead of a `forward` of the instance, because the compiler shares code among
+    modules of one class.
     """
     assert issubclass(cls, type(module)), f"{cls.__name__} is no {type(module).__name__}"
     module.__class__ = cls
@@ -22,7 +22,7 @@ def swap_class(module: nn.Module, cls: type[nn.Module], **attributes: Any) -> No
 
 
 def swap_classes(model: nn.Module, classes: Mapping[type[nn.Module], type[nn.Module]]) -> None:
-    """Every layer of exactly such a class."""
+    """Every layer of exactly this class."""
     for module in list(model.modules()):
         if type(module) in classes:
             swap_class(module, classes[type(module)])

@@ -30,22 +30,23 @@ class Prompt:
     """One dataset row, tokenised. Example: Prompt(17, (5, 9, 2), {"answer": "42"}, "6*7=")."""
 
     gid: int
-    """Ordinal in the prompt stream: the identity of the group that grows from it."""
+    """Ordinal in the prompt stream: the identity of its group."""
     ids: tuple[int, ...]
     fields: Mapping[str, Any]
-    """The dataset row as it was; rewards and workflows read from it."""
+    """The dataset row, for rewards and workflows."""
     text: str = ""
-    """What `ids` spell: rendered, where there is a chat template."""
+    """The text of `ids`: rendered, if there is a chat template."""
     epoch: int = 0
     messages: tuple[Mapping[str, Any], ...] = ()
     """The same as a conversation, before any template; a plain text is one message of a user."""
     environment: str = ""
-    """The name of the environment it is for; empty where a run has one."""
+    """The name of its environment; empty if the run has one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn. Log-probs are reported of the distribution after temperature."""
+    """How tokens are sampled. Reported log-probs are those of the distribution after
+    temperature."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -56,7 +57,7 @@ class SamplingParams:
     stop_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     num_top: int = 0
-    """How many of the likeliest tokens are reported at each place; the embedded engine's alone."""
+    """Number of likeliest tokens reported at each position; for the embedded engine only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,9 @@ class Request:
     seeds: tuple[int, ...]
     """Continuation i draws token t (counted from the start of the sequence) with randomness
     keyed by (seeds[i], t) alone, so results do not depend on what else is in the engine."""
+    drawn: tuple[Generation, ...] = ()
+    """What an earlier request drew of each continuation: it continues after these tokens, and its
+    generation begins with them. Empty: nothing is drawn yet."""
 
 
 TopTokens = list[tuple[int, float]]
@@ -85,25 +89,26 @@ class Generation:
     """Weight version that produced each token."""
     finish: FinishReason
     routes: np.ndarray | None = None
-    """[prompt and new tokens, mixture layers, k]: the experts that each token was sent to when the
-    one after it was drawn, from a sampler that records them. The last token's mean nothing."""
+    """[prompt and new tokens, mixture layers, k]: the experts of each token when the next one was
+    sampled, from a sampler that records them. The last token's have no meaning."""
     tops: list[TopTokens] = field(default_factory=list)
-    """One entry a new token, if `num_top` of them were requested."""
+    """One entry per new token, if `num_top` of them were requested."""
     arrays: tuple[np.ndarray, np.ndarray, np.ndarray] | None = field(
         default=None, init=False, repr=False, compare=False
     )
-    """What `columns` gave; a sampler that has arrays sets them. No argument, or
-    `dataclasses.replace` would give them on to answers with other lists."""
+    """The result of `columns`; a sampler with arrays sets it. Not an argument, because
+    `dataclasses.replace` would copy it to answers with other lists."""
     lists: tuple[list[int], list[float], list[int]] | None = field(
         default=None, init=False, repr=False, compare=False
     )
-    """What the arrays were made of."""
+    """The lists of which the arrays were made."""
 
     def __post_init__(self) -> None:
         self.lists = self.ids, self.logprobs, self.versions
 
     def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """ids, log-probs and versions as a sample has them, made once: three parties read them."""
+        """ids, log-probs and versions in the form of a sample, made once: three readers use
+        them."""
         lists = self.ids, self.logprobs, self.versions
         is_same = self.lists is not None and all(map(operator.is_, self.lists, lists))
         if self.arrays is None or not is_same or len(self.arrays[0]) != len(self.ids):
@@ -134,19 +139,19 @@ class Sample:
     """int64, weight version of each sampled token; -1 where mask is False."""
     finish: FinishReason
     text: str = ""
-    """The sampled part, decoded; for rewards and people, never re-encoded."""
+    """The sampled part, decoded; for rewards and for display, never re-encoded."""
     given_text: str | None = None
-    """The ids before the first sampled one, decoded, where they are not those of the prompt."""
+    """The ids before the first sampled one, decoded, if they are not those of the prompt."""
     turns: tuple[tuple[str, str], ...] = ()
-    """(role, words) of all that follows the prompt, for people; empty where it is one answer."""
+    """(role, text) of all messages after the prompt, for display; empty for a single answer."""
     environment: dict[str, Any] | None = None
-    """Attributes of its environment at the end, until it has a reward; None where it has none."""
+    """Final attributes of its environment, until it has a reward; None without one."""
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     columns: dict[str, np.ndarray] = field(default_factory=dict)
     """Further token-aligned float32 columns, such as ref_logprobs."""
     routes: np.ndarray | None = None
-    """[tokens, mixture layers, k]: the experts the sampler sent each token to, if recorded."""
+    """[tokens, mixture layers, k]: the experts of each token in the sampler, if recorded."""
 
     @property
     def num_sampled(self) -> int:
@@ -187,18 +192,16 @@ class Row:
     """float32 [L] each; "weights" is 0 where a token is not trained."""
     count: float = 0.0
     routes: Tensor | None = None
-    """int64 [L, mixture layers, k]: the experts each token is to be sent to, distinct; None: the
-    routers choose. The last token's may be any, nothing depends on it."""
+    """int64 [L, mixture layers, k]: the experts for each token, distinct; None: the routers choose.
+    The last token's have no effect."""
     group: int | None = None
-    """Rows of one group in a call answer one prompt: what they begin with in common is computed
-    once. None: computed alone."""
+    """Rows of one group in a call answer one prompt: their common first tokens are computed once.
+    None: computed alone."""
 
 
 class Segments(Protocol):
-    """Which tokens belong to one sequence, without saying where the tokens are.
-
-    The engine supplies one that also works when a sequence is spread over ranks.
-    """
+    """Interface to the assignment of tokens to sequences, independent of the sharding of tokens.
+    The engine's implementation also works when a sequence is spread over ranks."""
 
     @property
     def num(self) -> int: ...
@@ -214,7 +217,7 @@ class Segments(Protocol):
 
 @dataclass(slots=True)
 class TokenOutputs:
-    """What the model says about every token of a microbatch; columns are aligned with it."""
+    """The model's outputs for every token of a microbatch, with aligned columns."""
 
     logprobs_T: Tensor
     """At the temperature of the run."""
@@ -224,7 +227,7 @@ class TokenOutputs:
 
 
 class Loss(Protocol):
-    """A sum of per-token terms. Knows no ranks, no microbatches, no normaliser."""
+    """A sum of per-token terms. Independent of ranks, microbatches and the normaliser."""
 
     needs_entropy: bool
     """Whether the gradient flows through the entropy (it is always reported)."""
@@ -234,13 +237,13 @@ class Loss(Protocol):
     def __call__(
         self, outputs: TokenOutputs, columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the scalar sum and detached scalar sums worth reporting."""
+        """Returns the scalar sum and detached scalar sums for reports."""
         ...
 
 
 @dataclass(slots=True)
 class Accumulated:
-    """What one `accumulate` call saw, summed over its rows."""
+    """Results of one `accumulate` call, summed over its rows."""
 
     loss_sum: float
     count: float
@@ -252,7 +255,7 @@ class Accumulated:
 
 @dataclass(frozen=True, slots=True)
 class LayerBalance:
-    """How evenly the tokens of one step lay on the experts of one layer."""
+    """The load of the experts of one layer in one step."""
 
     layer: int
     loads: tuple[int, ...]
@@ -264,7 +267,7 @@ class LayerBalance:
 
     @property
     def std(self) -> float:
-        """Over the experts; 0 when all had as many."""
+        """Standard deviation over the experts; 0 if all have equally many tokens."""
         mean = self.mean
         return math.sqrt(sum((load - mean) ** 2 for load in self.loads) / len(self.loads))
 
@@ -291,41 +294,40 @@ class Work:
     """Moved by it."""
     num_calls: int = 0
     num_items: int = 0
-    """Handled by it, such as pairs that experts computed."""
+    """Number of processed items, such as pairs that experts computed."""
     block_bytes: int | None = None
-    """Shared memory of a block of the Triton kernel that did it; None: something else did."""
+    """Shared memory of a block of the Triton kernel that did it; None: another implementation."""
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What one optimizer step did."""
+    """The results of one optimizer step."""
 
     loss: float
     grad_norm: float
     lr: float
     skipped: bool
-    """True when the weights did not move: a gradient was not finite, or nothing was trained."""
+    """True if the weights did not change: a gradient was not finite, or nothing was trained."""
     num_tokens: int
     num_microbatches: int
     reason: str = ""
-    """Why it was skipped."""
+    """The reason."""
     balance: tuple[LayerBalance, ...] = ()
     """One entry for every mixture layer of the model."""
     work: dict[str, Work] = field(default_factory=dict, compare=False)
-    """What was measured on this rank: `route`; with expert parallelism `dispatch`, `combine`."""
+    """Measurements of this rank: `route`; with expert parallelism `dispatch`, `combine`."""
     num_pairs: int | None = None
-    """Pairs of a token and an expert that experts computed, on all ranks, counted where they had
-    arrived; passes computed again count again. None without expert parallelism."""
+    """Pairs of a token and an expert computed on all ranks, counted at their expert; recomputed
+    passes count again. None without expert parallelism."""
     left_out: tuple[int, ...] = ()
-    """Lengths of first tokens that were not computed again for rows that begin alike."""
+    """Lengths of first tokens that were shared by rows with a common prefix and not computed
+    again."""
 
 
 class Attend(Protocol):
-    """The attention core a model is run with: it alone knows which tokens may see which.
-
-    The learner passes one over packed sequences, the sampler one over its key-value cache,
-    context parallelism wraps either. T counts tokens of all sequences, flat.
-    """
+    """The attention core of a model: only it knows which tokens attend to which. The learner passes
+    one over packed sequences, the sampler one over its key-value cache, context parallelism wraps
+    either. T counts tokens of all sequences, flat."""
 
     def __call__(
         self,

@@ -2,8 +2,8 @@
 
 Arrow files (what HF `datasets` saves) are memory-mapped: any row is found at once and the file
 costs no memory. Parquet is compressed by row groups of often thousands of rows: opened for
-streaming, a few of them are kept unpacked, so shuffled access to a large file unpacks a group for
-most rows. Where that is too slow, save the data as Arrow or JSON lines.
+streaming, a few of them are kept decompressed, so shuffled access to a large file decompresses a
+group for most rows. If that is too slow, save the data as Arrow or JSON lines.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from pentad.data.stamp import Stamp
 ROW_GROUPS_KEPT = 8
 GIB = 1 << 30
 VALUE_BYTES = 16
-"""The widest value of a fixed width."""
+"""Size of the widest fixed-width value."""
 
 
 class FileRows:
-    """Rows of one file, numbered as they lie in it."""
+    """Rows of one file, numbered in file order."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -60,7 +60,7 @@ class TableRows(FileRows):
     def __init__(self, path: Path, table: pa.Table, stamp: Stamp | None = None) -> None:
         super().__init__(path)
         self.stamp = stamp
-        """Only of a mapped file."""
+        """Only for a mapped file."""
         self.table = table
 
     def __len__(self) -> int:
@@ -73,8 +73,8 @@ class TableRows(FileRows):
 
 
 class RowGroupCache:
-    """Row groups of streamed files in memory, the least recently used given up first: at most
-    ROW_GROUPS_KEPT of a file, and of all files together half of the memory that is available."""
+    """Decompressed row groups of streamed files, evicted by least recent use: at most
+    ROW_GROUPS_KEPT of a file, and half of the available memory for all files."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -114,7 +114,7 @@ row_groups = RowGroupCache()
 
 
 class ParquetRows(FileRows):
-    """A Parquet file read by row groups as they are needed."""
+    """A Parquet file whose row groups are read as needed."""
 
     def __init__(self, path: Path, limit: int | None) -> None:
         super().__init__(path)
@@ -163,7 +163,7 @@ def open_table(
 
 
 def open_parquet(path: Path) -> pq.ParquetFile:
-    """Texts stay as they are stored, as indices of a dictionary where there is one: a text that
+    """Opens a Parquet file. Texts stay dictionary-encoded if the file has a dictionary: a text that
     is repeated a billion times is in memory once."""
     meta = pq.read_metadata(path)
     columns = [meta.schema.column(i) for i in range(meta.num_columns)]
@@ -188,19 +188,19 @@ def check_room(path: Path, size: int, limit: int) -> None:
 
 
 def unpacked_bytes(file: pq.ParquetFile, groups: Sequence[int]) -> int:
-    """What row groups take in memory, from what the file says of its columns."""
+    """Decompressed size of row groups, from the file's column metadata."""
     meta = file.metadata
     columns = range(meta.num_columns)
     return sum(_column_bytes(meta.row_group(group).column(i)) for group in groups for i in columns)
 
 
 def _column_bytes(column: pq.ColumnChunkMetaData) -> int:
-    """What is stored, unpacked, and for each value a number or an index."""
+    """Decompressed size of a column: the stored values, and a number or an index per value."""
     return int(column.total_uncompressed_size + VALUE_BYTES * column.num_values)
 
 
 def read_arrow(path: Path) -> pa.Table:
-    """The stream format, as HF `datasets` writes it, or the file format."""
+    """Reads the stream format, which HF `datasets` writes, or the file format."""
     mapped = pa.memory_map(str(path))
     try:
         return pa.ipc.open_stream(mapped).read_all()

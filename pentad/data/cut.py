@@ -1,7 +1,7 @@
-"""Cuts off Python code of a model folder, such as a chat template, that does not come to an end.
+"""Interrupts Python code of a model folder, such as a chat template, that does not end.
 
-Counted is the processor time of the calling thread, so that a busy machine cuts off nothing. Where
-the system does not count it by thread (macOS), time of the clock counts.
+It limits the processor time of the calling thread, so that a busy machine interrupts nothing. On
+systems without time per thread (macOS) it limits elapsed time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ MAX_GROWTH_BYTES = 1 << 28
 """Growth of the process since the call began, once it has taken GROWING_CPU_S."""
 CHECK_S = 0.05
 IDLE_CHECKS = 40
-"""After so many without a call the watching thread ends; the next call starts another."""
+"""Number of checks without a call after which the watching thread ends; the next call starts
+another."""
 
 
 class CutOff(Exception):
@@ -50,7 +51,7 @@ class _Call:
 
 
 def clock_of(thread: int) -> Callable[[], float]:
-    """Processor seconds of the thread, for any other to read."""
+    """A clock of the thread's processor seconds, readable by any thread."""
     if not hasattr(time, "pthread_getcpuclockid"):
         return time.monotonic
     return partial(time.clock_gettime, time.pthread_getcpuclockid(thread))
@@ -88,7 +89,8 @@ class _Watch:
 
 
 def _raise_in(thread: int, kind: type[Exception] | None) -> None:
-    """Has it raised at the thread's next operation; None: takes back what was not raised yet."""
+    """Raises an exception at the thread's next operation; None: revokes one that was not raised
+    yet."""
     raised = None if kind is None else ctypes.py_object(kind)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
 
@@ -99,7 +101,7 @@ os.register_at_fork(after_in_child=lambda: _watch.__init__())  # type: ignore[mi
 
 @contextlib.contextmanager
 def cut_off() -> Iterator[None]:
-    """Raises CutOff in what is called within, unless it comes to an end in time."""
+    """Raises CutOff in the code within, unless it ends in time."""
     call = _Call()
     _watch.add(call)
     try:
@@ -109,7 +111,7 @@ def cut_off() -> Iterator[None]:
 
 
 def _resident_bytes() -> int:
-    """0 on systems that do not say."""
+    """Resident memory; 0 on systems that do not report it."""
     path = Path("/proc/self/statm")
     pages = int(path.read_text().split()[1]) if path.exists() else 0
     return pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,7 +1,7 @@
 """An endless sequence over data, in a seeded order of each epoch.
 
-What an ordinal stands for follows from the data, the settings and the ordinal alone: neither the
-number of ranks nor where a run was interrupted has a say.
+The example of an ordinal follows from the data, the settings and the ordinal alone, and not from
+the number of ranks or the point of an interruption.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pentad.data.render import DataSource
 from pentad.data.stamp import check_same_data
 
 TOO_LONG = "too_long"
-"""Why a row of the data is dropped."""
+"""The reason for dropping a row of the data."""
 
 
 def epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
@@ -40,39 +40,38 @@ def epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class OrderedData(ABC):
-    """Data of which every ordinal of an endless sequence has its place, shuffled by epoch."""
+    """Data with an endless sequence of ordinals, shuffled by epoch."""
 
     def __init__(self, source: DataSource) -> None:
         self.source = source
         self.warnings: set[str] = set()
         self.notes: list[str] = []
-        """What people should know of how rows are read."""
+        """Notes for the user on how rows are read."""
         self._order = lru_cache(maxsize=2)(lambda e: epoch_order(len(self), source.seed, e))
 
     @abstractmethod
     def __len__(self) -> int:
-        """Prompts or examples an epoch."""
+        """Prompts or examples per epoch."""
 
     @abstractmethod
     def summary(self) -> str:
-        """What was read, for people."""
+        """A description of the data for the user."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """All that decides what an ordinal stands for, as JSON values."""
+        """All values that determine the example of an ordinal, as JSON."""
 
     def place(self, ordinal: int) -> tuple[int, int]:
-        """Epoch, and the place in the data."""
+        """Epoch, and index in the data."""
         epoch, position = divmod(ordinal, len(self))
         return epoch, int(self._order(epoch)[position]) if self.source.data.shuffle else position
 
     def steps_per_epoch(self, size: int) -> int:
-        """Batches that draw all of an epoch at least once."""
+        """Number of batches that draw every row of an epoch at least once."""
         return math.ceil(len(self) / size)
 
     def run_warnings(self, size: int) -> list[str]:
-        """Before a run in batches of `size`: one that goes through the data more than once is
-        rarely meant."""
+        """Warnings before a run in batches of `size`: repeating the data is rarely intended."""
         if size <= len(self):
             return [*self.warnings]
         where = f"train_dataset.batch_size = {size}"
@@ -80,13 +79,13 @@ class OrderedData(ABC):
         return [*self.warnings, f"{where}: {rule}"]
 
     def check_state(self, saved: Mapping[str, Any]) -> None:
-        """UserError if an ordinal would now stand for something else."""
+        """Raises UserError if an ordinal of the saved state is now another example."""
         where = f"{self.source.key}.path = {self.source.path}"
         check_same_data(where, saved, self.state())
 
 
 class Examples(OrderedData):
-    """Rows that are learned from as they are."""
+    """Rows that are trained as they are."""
 
     @property
     @abstractmethod
@@ -95,7 +94,7 @@ class Examples(OrderedData):
 
     @abstractmethod
     def example(self, index: int) -> list[Row]:
-        """The rows of an example, by its place in the data."""
+        """The rows of an example, by its index in the data."""
 
     def batch(self, step: int, size: int) -> list[Row]:
         """The rows of one step: consecutive ordinals, so any step can be found again."""

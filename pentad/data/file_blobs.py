@@ -1,8 +1,8 @@
 """Blobs as files of one folder, mapped by their readers: in memory (/dev/shm) for one machine, in a
-folder that all machines see for several.
+shared folder for several.
 
-The folder is a `core.scratch` one: the next run on the machine removes what a killed one left in
-memory.
+The folder is a `core.scratch` one: the next run on the machine removes those that a killed run left
+in memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from pentad.data.packing import Buffer
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "pentad-store-"
 NUM_FOLDERS = 64
-"""Groups are spread over folders, by gid: one with thousands of files is slow to list."""
+"""Number of folders over which groups are spread, by gid: a folder with thousands of files is slow
+to list."""
 
 
 class FileBlobs:
@@ -32,7 +33,7 @@ class FileBlobs:
     def __init__(self, folder: Path, owned: ExitStack | None = None) -> None:
         self.folder = folder
         self.owned = owned or ExitStack()
-        """Removes the folder when it is closed, in the process that made it."""
+        """Removes the folder at close, in the process that made it."""
         self.address = {"kind": "files", "folder": str(folder)}
 
     def keys(self, gids: Iterable[int]) -> list[str]:
@@ -102,7 +103,7 @@ def _subfolder(gid: str) -> str:
 
 
 def _mapped(path: Path) -> Any | None:
-    """Private to the reader: no other process sees what it changes in its arrays."""
+    """A private mapping: changes to its arrays are invisible to other processes."""
     try:
         with path.open("rb") as file:
             if not os.fstat(file.fileno()).st_size:

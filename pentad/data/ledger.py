@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any, Literal
@@ -11,12 +11,12 @@ LiveState = Literal["planned", "running", "sampled", "ready", "leased"]
 
 
 class LedgerError(RuntimeError):
-    """A transition that must not happen: a defect of the caller, said in one sentence."""
+    """An invalid transition, which is a programming error of the caller."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptFunnel:
-    """Where all prompts drawn so far went: drawn = trained + sum of dropped + in_flight."""
+    """The state of all prompts drawn so far: drawn = trained + sum of dropped + in_flight."""
 
     drawn: int
     trained: int
@@ -30,14 +30,16 @@ class _Entry:
     slot: int
     state: LiveState
     num_attempts: int = 0
+    num_carries: int = 0
+    """How often it was cut off, to continue in a later step."""
 
 
 @dataclass(slots=True)
 class _Batch:
-    """A batch that is not fully trained."""
+    """A batch that is not completely trained."""
 
     free: list[int]
-    """A heap of the slots that no group holds."""
+    """A heap of the free slots."""
     slots: dict[int, int] = field(default_factory=dict)
     """Slot -> gid, for live and done groups."""
     num_drawn: int = 0
@@ -51,7 +53,7 @@ class Ledger:
         self.has_scorers = has_scorers
         self.next_gid = 0
         self._live: dict[int, _Entry] = {}
-        """In gid order: groups enter by ordinal, and only leave."""
+        """In gid order: groups are added by ordinal, and only removed."""
         self._batches: dict[int, _Batch] = {}
         """In order, without gaps; fully trained batches are forgotten."""
         self._first_batch = 0
@@ -61,7 +63,7 @@ class Ledger:
         self._trained = 0
         self._dropped: dict[str, int] = {}
         self.num_sampled = 0
-        """Groups that wait for their scores."""
+        """Groups that are waiting for their scores."""
 
     # -- planning -------------------------------------------------------------------------------
 
@@ -75,19 +77,14 @@ class Ledger:
                 f"batch {batch} cannot take a group while batch {older} has "
                 f"{self.num_missing(older)} free slots: batches are filled oldest first"
             )
-        if batch not in self._batches:
-            self._batches[batch] = _Batch(list(self._all_slots))
-        held = self._batches[batch]
-        slot = heappop(held.free)
         gid = self.next_gid
         self.next_gid += 1
-        held.slots[slot] = gid
-        held.num_drawn += 1
-        self._live[gid] = _Entry(batch, slot, "planned")
+        self._live[gid] = _Entry(*self._take_slot(batch, gid), "planned")
+        self._batches[batch].num_drawn += 1
         return gid
 
     def start(self, gid: int) -> int:
-        """A sampler begins the group; returns the number of this attempt."""
+        """Starts an attempt at the group; returns its number."""
         entry = self._expect(gid, "start", "planned")
         entry.state = "running"
         entry.num_attempts += 1
@@ -108,8 +105,8 @@ class Ledger:
         return True
 
     def score(self, gid: int, attempt: int) -> bool:
-        """The columns of all scorers are in the store. False, and no change, if the attempt is
-        over."""
+        """Marks a group as scored: all columns are in the store. False, and no change, if the
+        attempt is over."""
         self._check_begun(gid, attempt, "score")
         entry = self._live.get(gid)
         if entry is None or entry.state != "sampled" or attempt < entry.num_attempts - 1:
@@ -119,7 +116,7 @@ class Ledger:
         return True
 
     def fail(self, gid: int, attempt: int) -> bool:
-        """The attempt came to nothing: the group is planned again. False if it was over before."""
+        """Records a failed attempt: the group is planned again. False if it was over before."""
         self._check_begun(gid, attempt, "fail")
         entry = self._live.get(gid)
         if entry is None or attempt < entry.num_attempts - 1 or entry.state == "planned":
@@ -127,17 +124,32 @@ class Ledger:
         self._expect(gid, "fail", "running").state = "planned"
         return True
 
+    def carry(self, gid: int, attempt: int) -> None:
+        """Cuts the attempt off; it continues later, as the same attempt."""
+        entry = self._expect(gid, "carry", "running")
+        if attempt < entry.num_attempts - 1:
+            raise LedgerError(f"group {gid} cannot carry attempt {attempt}: it is over")
+        entry.state = "planned"
+        entry.num_attempts -= 1
+        entry.num_carries += 1
+
+    def reseat(self, gids: Sequence[int]) -> None:
+        """Groups that are planned or running leave their slots and take the oldest that are free
+        then, the first of them the first."""
+        entries = [self._expect(gid, "reseat", "planned", "running") for gid in gids]
+        for entry in entries:
+            self._vacate(entry)
+        for gid, entry in zip(gids, entries, strict=True):
+            entry.batch, entry.slot = self._take_slot(self.next_batch, gid)
+
     def drop(self, gid: int, reason: str) -> None:
-        """Ends the group untrained; its slot is free for the next ordinal."""
+        """Drops the group untrained; its slot is free for the next ordinal."""
         if not reason:
             raise LedgerError(f"group {gid} cannot be dropped without a reason")
         entry = self._expect(gid, "drop", "planned", "running", "sampled", "ready", "leased")
         del self._live[gid]
         self.num_sampled -= entry.state == "sampled"
-        batch = self._batches[entry.batch]
-        del batch.slots[entry.slot]
-        heappush(batch.free, entry.slot)
-        self._next_open = min(self._next_open, entry.batch)
+        self._vacate(entry)
         self._dropped[reason] = self._dropped.get(reason, 0) + 1
 
     # -- training -------------------------------------------------------------------------------
@@ -150,7 +162,8 @@ class Ledger:
         return wanted
 
     def ack(self, gids: Iterable[int]) -> None:
-        """The optimizer step that used these groups is done. All of them or, on error, none."""
+        """Acknowledges the optimizer step that used these groups; all of them or, on error,
+        none."""
         gids = self._all_leased(gids, "ack")
         for gid in gids:
             entry = self._live.pop(gid)
@@ -163,7 +176,7 @@ class Ledger:
             self._first_batch += 1
 
     def release(self, gids: Iterable[int]) -> None:
-        """Gives leased groups back untrained: they are ready again."""
+        """Returns leased groups untrained: they are ready again."""
         for gid in self._all_leased(gids, "release"):
             self._live[gid].state = "ready"
 
@@ -184,7 +197,7 @@ class Ledger:
         return self.groups_per_batch - len(self._batches.get(batch, _NO_BATCH).slots)
 
     def num_drawn(self, batch: int) -> int:
-        """Ordinals given to the batch so far, dropped ones included; 0 once it is trained."""
+        """Ordinals assigned to the batch so far, dropped ones included; 0 once it is trained."""
         return self._batches.get(batch, _NO_BATCH).num_drawn
 
     def are_ready(self, batch: int, slots: Iterable[int] | None = None) -> bool:
@@ -196,7 +209,7 @@ class Ledger:
         return True
 
     def gids_at(self, batch: int, slots: Iterable[int], *states: LiveState) -> list[int]:
-        """Those of the groups in these slots that are in one of the states, in slot order."""
+        """The groups in these slots that are in one of the states, in slot order."""
         held = self._batches.get(batch, _NO_BATCH).slots
         gids = [held[slot] for slot in sorted(slots) if slot in held]
         return [gid for gid in gids if gid in self._live and self._live[gid].state in states]
@@ -209,13 +222,17 @@ class Ledger:
         """The batch of a live group."""
         return self._live[gid].batch
 
+    def num_carries(self, gid: int) -> int:
+        """How often a live group was cut off."""
+        return self._live[gid].num_carries
+
     def funnel(self) -> PromptFunnel:
         return PromptFunnel(self.next_gid, self._trained, dict(self._dropped), len(self._live))
 
     # -- checkpoint -----------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
-        """The whole state as JSON values; taken between two events it is always consistent."""
+        """The whole state as JSON values; consistent at any time between two events."""
         return {
             "groups_per_batch": self.groups_per_batch,
             "next_gid": self.next_gid,
@@ -231,7 +248,7 @@ class Ledger:
                 for number, batch in self._batches.items()
             ],
             "live": [  # short, since one is taken after every step
-                [gid, entry.batch, entry.slot, entry.state, entry.num_attempts]
+                [gid, entry.batch, entry.slot, entry.state, entry.num_attempts, entry.num_carries]
                 for gid, entry in self._live.items()
             ],
         }
@@ -240,9 +257,9 @@ class Ledger:
     def restore(
         cls, snapshot: Mapping[str, Any], available: Collection[int], *, has_scorers: bool = False
     ) -> Ledger:
-        """Continues from a snapshot; of the groups in `available` the store holds the samples,
-        which are scored anew. LookupError, TypeError or ValueError for what `snapshot` would not
-        give."""
+        """Continues from a snapshot. The store has the samples of the groups in `available`,
+        which are scored anew. LookupError, TypeError or ValueError for what `snapshot` would
+        not return."""
         ledger = cls(int(snapshot["groups_per_batch"]), has_scorers=has_scorers)
         ledger.next_gid = int(snapshot["next_gid"])
         ledger._first_batch = int(snapshot["first_batch"])
@@ -254,9 +271,8 @@ class Ledger:
                 [], done, int(saved["num_drawn"]), len(done)
             )
         for saved in snapshot["live"]:
-            *place, state, attempts = saved
-            gid, batch, slot, num_attempts = map(int, (*place, attempts))
-            entry = _Entry(batch, slot, state, num_attempts)
+            gid, batch, slot, state, num_attempts, num_carries = read_live(saved)
+            entry = _Entry(batch, slot, state, num_attempts, num_carries)
             if entry.state in ("sampled", "ready", "leased") and gid in available:
                 entry.state = "sampled" if has_scorers else "ready"
                 ledger.num_sampled += has_scorers
@@ -274,8 +290,23 @@ class Ledger:
     def _all_slots(self) -> range:
         return range(self.groups_per_batch)
 
+    def _take_slot(self, batch: int, gid: int) -> tuple[int, int]:
+        """The lowest free slot of the batch, and which batch it is."""
+        held = self._batches.setdefault(batch, _Batch(list(self._all_slots)))
+        slot = heappop(held.free)
+        held.slots[slot] = gid
+        return batch, slot
+
+    def _vacate(self, entry: _Entry) -> None:
+        """Its slot is free for another group."""
+        batch = self._batches[entry.batch]
+        del batch.slots[entry.slot]
+        heappush(batch.free, entry.slot)
+        self._next_open = min(self._next_open, entry.batch)
+
     def _all_leased(self, gids: Iterable[int], verb: str) -> list[int]:
-        """Checked before anything changes, so that a verb applies to all of its groups or none."""
+        """Checked before anything changes, so that a transition applies to all of its groups or
+        none."""
         gids = list(gids)
         if len(set(gids)) < len(gids):
             raise LedgerError(f"{verb} names a group twice: {sorted(gids)}")
@@ -296,12 +327,20 @@ class Ledger:
         return entry
 
     def _check_begun(self, gid: int, attempt: int, verb: str) -> None:
-        """An attempt that never began can neither commit nor fail."""
+        """An attempt that was never started can neither commit nor fail."""
         if not 0 <= gid < self.next_gid:
             raise LedgerError(f"group {gid} cannot {verb}: it was never admitted")
         entry = self._live.get(gid)
         if attempt < 0 or (entry is not None and attempt >= entry.num_attempts):
             raise LedgerError(f"group {gid} cannot {verb} attempt {attempt}: it never began")
+
+
+def read_live(saved: Sequence[Any]) -> tuple[int, int, int, LiveState, int, int]:
+    """Gid, batch, slot, state, attempts and carries of a live group in a snapshot; snapshots from
+    before groups were carried do not have the last."""
+    gid, batch, slot, state, attempts, *carries = saved
+    (num_carries,) = carries or (0,)
+    return int(gid), int(batch), int(slot), state, int(attempts), int(num_carries)
 
 
 _NO_BATCH = _Batch([])

@@ -1,7 +1,7 @@
 """Prompts of several environments in one sequence, mixed by weight.
 
-Which environment a gid belongs to, and which of its prompts, follows from the weights and gid
-alone, so that a resumed run needs no cursor here either.
+The environment of a gid, and its prompt there, follow from the weights and the gid alone, so that a
+resumed run needs no cursor here either.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pentad.data.stamp import check_same_data
 
 
 class MixedPrompts(Prompts):
-    """Turns of several streams; each has its own epochs and its own order.
+    """Alternates between several streams; each has its own epochs and its own order.
 
     An epoch of the mixture ends when every row of every stream was drawn once. Rows of a stream
     that is small for its weight have been drawn more often by then.

@@ -31,19 +31,19 @@ PLAIN = ("finish", "given_text", "turns", "reward", "reward_parts")
 ARRAYS = ("ids", "mask", "rollout_logprobs", "versions", "routes")
 _plain_of, _held_by = attrgetter(*PLAIN), attrgetter(*ARRAYS)
 TEXT = "text"
-"""Bytes among the arrays: JSON is slow with long texts."""
+"""Texts are stored among the arrays: JSON is slow with long texts."""
 COLUMN = "columns/"
 
 Buffer = bytes | memoryview
 ScoredColumns = Mapping[str, Sequence[np.ndarray]]
-"""Name -> one token-aligned array a sample."""
+"""Name -> one token-aligned array per sample."""
 
 
 def pack_groups(groups: Sequence[Group]) -> list[Buffer]:
-    """The groups without their prompts, as pieces to be written one after the other; RunError for
-    what is no plain value."""
+    """Packs groups without their prompts, as pieces to be written one after the other; RunError for
+    values that are not plain data."""
     parts: dict[str, list[np.ndarray]] = {}
-    """Arrays alike in name, type and shape lie end to end, in the order of the samples."""
+    """Arrays of one name, type and shape are concatenated, in the order of the samples."""
     meta = []
     kinds: dict[tuple[str, np.dtype, tuple[int, ...]], tuple[str, list[np.ndarray]]] = {}
     """Key and parts of each kind: a name is written once, not for every sample."""
@@ -70,8 +70,8 @@ def pack_groups(groups: Sequence[Group]) -> list[Buffer]:
 
 
 def unpack_groups(data: Any, prompt_of: Callable[[int], Prompt]) -> Iterator[Group]:
-    """The groups that were packed, with the prompts of their gids; ValueError, TypeError or
-    LookupError for anything that `pack_groups` would not give. Arrays are views of the buffer."""
+    """Unpacks groups, with the prompts of their gids; ValueError, TypeError or LookupError for
+    anything that `pack_groups` would not write. Arrays are views of the buffer."""
     meta, arrays = unpack_arrays(data)
     at = dict.fromkeys(arrays, 0)
 
@@ -105,7 +105,7 @@ def unpack_column(data: Any) -> list[np.ndarray]:
 
 
 def add_column(group: Group, name: str, arrays: Sequence[np.ndarray]) -> None:
-    """RunError unless there is one value a token of every sample."""
+    """Adds a column. RunError unless every sample has one value per token."""
     ours, wanted = [len(array) for array in arrays], [len(s.ids) for s in group.samples]
     if ours != wanted:
         raise RunError(
@@ -116,7 +116,7 @@ def add_column(group: Group, name: str, arrays: Sequence[np.ndarray]) -> None:
 
 
 def pack_arrays(meta: Any, arrays: Mapping[str, np.ndarray]) -> list[Buffer]:
-    """A JSON value and named arrays; RunError for what is no plain value."""
+    """Packs a JSON value and named arrays; RunError for values that are not plain data."""
     described = [[key, a.dtype.str, a.shape] for key, a in arrays.items()]
     try:
         header = json.dumps([described, meta], default=_plain).encode()
@@ -168,7 +168,7 @@ def _arrays_of(sample: Sample) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of numpy, which a reward may return."""
+    """Converts numpy numbers, which a reward may return."""
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} is no plain value")

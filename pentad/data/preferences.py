@@ -1,7 +1,7 @@
 """Preferences as examples: pairs of a preferred and a rejected answer, or labelled answers.
 
-Prompts and answers are rendered and tokenised as for supervised fine-tuning (`data.sft`); trained
-are the tokens of the answer alone, also where the prompt is a conversation with earlier answers.
+Prompts and answers are rendered and tokenised as for supervised fine-tuning (`data.sft`). Only
+tokens of the answer are trained, even if the prompt is a conversation with earlier answers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pentad.data.tokenizer import Messages, Tokenizer
 
 
 class PairDataset(SftDataset):
-    """Rows [chosen, rejected] of each example."""
+    """The rows [chosen, rejected] of each example."""
 
     rows_per_example = 2
 
@@ -53,7 +53,7 @@ class PairDataset(SftDataset):
         return found[0]
 
     def _split(self, row: Mapping[str, Any], key: str) -> tuple[Messages, Messages]:
-        """The messages of the prompt, and those of an answer."""
+        """Splits messages into those of the prompt and those of an answer."""
         source, data = self.source, self.source.data
         if data.messages_key is not None or data.prompt_key in row:
             prompt = prompt_of(row, source)
@@ -74,8 +74,11 @@ class PairDataset(SftDataset):
 
 
 class RewardPairDataset(PairDataset):
-    """Pairs for a reward model. Predictions stand at the token they are made for, so the reward of
-    an answer, which follows from all its tokens, stands at one more, which the model reads last."""
+    """Pairs for a reward model.
+
+    Predictions are aligned with the token they predict, so the reward of an answer, which depends
+    on all its tokens, is at one further token, which the model reads last.
+    """
 
     @property
     def max_row_tokens(self) -> int:
@@ -86,13 +89,13 @@ class RewardPairDataset(PairDataset):
 
 
 class LabelDataset(PairDataset):
-    """One row for each example, and whether it is desired."""
+    """One row per example, and whether it is desired."""
 
     rows_per_example = 1
 
     def __init__(self, rows: DatasetRows, tokenizer: Tokenizer, source: DataSource) -> None:
         self.labels: dict[int, bool] = {}
-        """By the id of an example's sequence."""
+        """Labels by the id of an example's sequence."""
         super().__init__(rows, tokenizer, source)
         self.is_desired = np.array([self.labels[id(one[0])] for one in self.examples])
         self.labels.clear()
@@ -125,7 +128,7 @@ def prompt_of(row: Mapping[str, Any], source: DataSource) -> Messages:
 
 
 def with_place_for_reward(ids: np.ndarray) -> Row:
-    """The ids of a whole conversation as a row, with the place at which its reward is read."""
+    """The ids of a whole conversation as a row, with a position for its reward."""
     longer = torch.from_numpy(np.append(ids, ids[-1]).astype(np.int64))
     weights = torch.zeros(len(longer))
     weights[-1] = 1.0
@@ -135,7 +138,8 @@ def with_place_for_reward(ids: np.ndarray) -> Row:
 def open_preferences(
     source: DataSource, tokenizer: Tokenizer, kind: type[PairDataset]
 ) -> PairDataset:
-    """Answers that are messages go through the chat template, unless the recipe says otherwise."""
+    """Opens a dataset of preferences. Answers given as messages use the chat template, unless the
+    recipe says otherwise."""
     rows, data = source.open(streaming=True), source.data
     key = data.response_key if kind is LabelDataset else data.chosen_key
     if data.chat_template == "auto" and len(rows) and isinstance(rows.row(0).get(key), list):

@@ -1,12 +1,12 @@
-"""The prompt stream: an endless sequence of tokenised prompts in which every gid has its place.
+"""The prompt stream: an endless sequence of tokenised prompts, indexed by gid.
 
 `prompt(gid)` is a pure function of the data, the settings and gid: gid // len is the epoch, and the
 epoch's shuffled order gives the row. So a resumed run needs no cursor.
 
-Read at once (the default), all rows are tokenised at the start: broken rows stop the run then and
-there, over-long ones are left out and counted, and `len` is the number of prompts an epoch really
-has. Streaming, a row is read when its gid comes up: over-long and broken ones raise RejectedPrompt,
-whose reason the ledger counts, and `len` is the number of rows.
+Read at once (the default), all rows are tokenised at the start: broken rows stop the run
+immediately, over-long ones are left out and counted, and `len` is the true number of prompts per
+epoch. Streaming, a row is read when its gid is drawn: over-long and broken ones raise
+RejectedPrompt, whose reason the ledger counts, and `len` is the number of rows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BAD_ROW = "bad_row"
 
 
 class RejectedPrompt(Exception):
-    """The row of this gid cannot be a prompt; `reason` is the one to count it under."""
+    """The row of this gid cannot be a prompt; `reason`: the name under which it is counted."""
 
     def __init__(self, gid: int, reason: str, problem: Problem | str) -> None:
         self.gid = gid
@@ -81,11 +81,11 @@ class Prompts(OrderedData):
 
     @abstractmethod
     def lengths(self) -> list[int]:
-        """Tokens of each prompt; empty when streaming, where they are not known."""
+        """Tokens of each prompt; empty when streaming, because they are not known."""
 
     def first(self, num: int) -> list[Prompt]:
-        """The first `num` prompts, fewer where there are fewer, passing over rejected rows.
-        UserError if there is not one among the first thousand rows."""
+        """The first `num` prompts, or all if there are fewer, skipping rejected rows. UserError if
+        there is none among the first thousand rows."""
         found: list[Prompt] = []
         rejected = ""
         for gid in range(min(len(self), ROWS_TRIED)):
@@ -191,7 +191,7 @@ class PromptStream(Prompts):
         return kept
 
     def _tokenise(self, indices: Sequence[int]) -> list[_Tokenised | _Rejected]:
-        """What becomes of these rows, in their order."""
+        """Tokenises these rows, in their order."""
         source, limit = self.source, self.source.max_tokens
         found: dict[int, _Tokenised | _Rejected] = {}
         texts: dict[int, str] = {}

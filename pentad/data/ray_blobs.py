@@ -1,7 +1,7 @@
 """Blobs in the memory of Ray actors, the storage units, on any machine of a cluster.
 
-A group belongs to one unit, by gid. Ray starts a unit that died again, empty: what it held is
-missing until it is put again. The units end with the process that made them.
+A group belongs to one unit, by gid. Ray restarts a dead unit empty: its groups are missing until
+they are put again. The units end with the process that made them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from pentad.data.packing import Buffer
 RAYLET: Any = _raylet  # has no stubs
 NAMESPACE = "pentad"
 READY_S = 60.0
-"""How long the cluster may take to give what it has."""
+"""Time limit for the cluster to provide the units, in seconds."""
 ANSWER_S = 120.0
-"""How long a unit may take to answer, being started again included."""
+"""Time limit for a unit's answer, including a restart, in seconds."""
 
 
 class StorageUnit:
-    """What is in one actor."""
+    """The blobs of one actor."""
 
     def __init__(self) -> None:
         self.groups: dict[str, dict[str, bytes]] = {}
@@ -42,7 +42,7 @@ class StorageUnit:
         self.groups.setdefault(_gid(key), {})[key] = data.tobytes()
 
     def get(self, keys: Sequence[str]) -> list[np.ndarray | None]:
-        """Arrays, which readers map and do not unpickle."""
+        """Returns arrays, which readers map without unpickling."""
         found = [self.groups.get(_gid(key), {}).get(key) for key in keys]
         return [None if data is None else np.frombuffer(data, np.uint8) for data in found]
 
@@ -72,7 +72,7 @@ class RayBlobs:
         self._ask(lambda unit, mine: unit.put.remote(mine[0], joined), [key])
 
     def get(self, keys: Sequence[str]) -> list[Any | None]:
-        """Each a copy, the reader's own."""
+        """Returns copies that belong to the reader."""
         found: dict[str, Any] = {}
         for blobs, mine in self._ask(lambda unit, mine: unit.get.remote(mine), keys):
             found |= zip(mine, blobs, strict=True)
@@ -95,7 +95,8 @@ class RayBlobs:
     def _ask(
         self, call: Callable[[Any, list[str]], Any], keys: Iterable[str]
     ) -> list[tuple[Any, list[str]]]:
-        """The answers of the units that have these keys or gids, each with its share of them."""
+        """Calls the units that have these keys or gids, each with its share; returns their
+        answers."""
         shares: dict[int, list[str]] = {}
         for key in keys:
             shares.setdefault(self._unit(key), []).append(key)
@@ -111,7 +112,7 @@ class RayBlobs:
 
 
 def make_blobs(num_units: int) -> RayBlobs:
-    """Fresh units, spread over the machines of the cluster that this process has joined."""
+    """New units, spread over the machines of the cluster that this process has joined."""
     name = f"pentad-store-{secrets.token_hex(6)}"
     made = ray.remote(StorageUnit)
     units = [
@@ -141,14 +142,14 @@ def open_blobs(address: Mapping[str, Any]) -> RayBlobs:
 
 
 def cluster() -> dict[str, Any]:
-    """The cluster that this process is in, as part of an address. Where it asks for a token, Ray
-    finds that by itself, once it knows that it must."""
+    """The cluster that this process is in, as part of an address. If it requires a token, Ray finds
+    that by itself."""
     has_token = RAYLET.get_authentication_mode() == RAYLET.AuthenticationMode.TOKEN
     return {"cluster": ray.get_runtime_context().gcs_address, "has_token": has_token}
 
 
 def join(address: Mapping[str, Any]) -> None:
-    """Makes this process, unless it is in a cluster, a member of the address's."""
+    """Joins the cluster of the address, unless this process is in a cluster."""
     if ray.is_initialized():
         return
     where = address["cluster"]
@@ -162,8 +163,8 @@ def join(address: Mapping[str, Any]) -> None:
 
 
 def wait_cpus(num: int) -> None:
-    """TransferQueue takes a CPU of Ray for each unit and one for its controller, and waits for them
-    without an end: they are waited for here. UserError where the cluster does not have them."""
+    """Waits for the CPUs of TransferQueue, which takes one for each unit and one for its controller
+    and would wait without a limit. UserError if the cluster does not have them."""
     until = time.monotonic() + READY_S
     while (free := ray.available_resources().get("CPU", 0.0)) < num:
         if time.monotonic() >= until:

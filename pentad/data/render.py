@@ -1,7 +1,7 @@
-"""From a dataset row to the exact text a model sees: plain, or through the chat template, once.
+"""Renders a dataset row to the exact text a model reads: plain, or through the chat template, once.
 
-A row that cannot be rendered raises BadRow with the rule it breaks; who knows the file and line
-adds them.
+A row that cannot be rendered raises BadRow with the rule it breaks; callers that know the file and
+line add them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ from pentad.data.section import DatasetConfig
 from pentad.data.tokenizer import Messages, Tokenizer
 
 TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-"""A call of a tool in an answer, as Hermes and Qwen templates have it."""
+"""A tool call in an answer, in the format of Hermes and Qwen templates."""
+
+
+PICTURES = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns of rows with more than text."""
 
 
 class BadRow(ValueError):
@@ -38,20 +42,20 @@ class BadRow(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource:
-    """A dataset of a run: its block of keys, and what the run adds to them."""
+    """A dataset of a run: its block of keys, and values that the run adds."""
 
     data: DatasetConfig
     key: str = "train_dataset"
     """The name of the block, for errors."""
     environment: str = ""
-    """What its prompts are for, where a run has several environments."""
+    """The environment of its prompts, if a run has several."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """Those of the workflow: shown with every row, before those of the row."""
+    """The workflow's tools: shown with every row, before those of the row."""
     seed: int = 0
     room: int | None = None
-    """Tokens that the model's context has room for."""
+    """Tokens available in the model's context."""
     streaming: bool = False
-    """Prompts are read as they are needed."""
+    """Prompts are read when they are needed."""
 
     @property
     def path(self) -> str:
@@ -73,7 +77,7 @@ class DataSource:
 
 
 def check_source(source: DataSource, tokenizer: Tokenizer) -> None:
-    """What is wrong whatever the rows are."""
+    """Problems that do not depend on the rows."""
     where = f"{source.key}.chat_template = {str(source.data.chat_template).lower()}"
     if source.data.messages_key is not None and not source.data.uses_chat:
         rule = f"messages ({source.key}.messages_key = {source.data.messages_key}) need a template"
@@ -106,7 +110,7 @@ def check_workflow_tools(source: DataSource, tokenizer: Tokenizer) -> None:
 
 
 def plain_note(source: DataSource, tokenizer: Tokenizer) -> str | None:
-    """A sentence for text that a chat model gets without its template, where no key says so."""
+    """A note if a chat model gets plain text without its template, and no key requests that."""
     data, key = source.data, source.key
     if data.chat_template != "auto" or data.uses_chat or not tokenizer.has_chat_template:
         return None
@@ -117,7 +121,7 @@ def plain_note(source: DataSource, tokenizer: Tokenizer) -> str | None:
 
 
 def check_template(tokenizer: Tokenizer) -> None:
-    """Refuses a template that cannot be compiled, which is no row's fault."""
+    """Rejects a template that cannot be compiled, which is not the fault of a row."""
     try:
         tokenizer.render([{"role": "user", "content": "."}], for_answer=True)
     except TemplateSyntaxError as error:
@@ -131,7 +135,7 @@ def check_template(tokenizer: Tokenizer) -> None:
 
 
 def render_prompt(row: Mapping[str, Any], source: DataSource, tokenizer: Tokenizer) -> str:
-    """The text up to where the answer begins."""
+    """The text up to the start of the answer."""
     if not source.data.uses_chat:
         return text_of(row, source.data.prompt_key, source)
     messages = prompt_messages(row, source)
@@ -145,8 +149,8 @@ def render_prompt(row: Mapping[str, Any], source: DataSource, tokenizer: Tokeniz
 def encode_prompts(
     texts: Sequence[str], source: DataSource, tokenizer: Tokenizer
 ) -> list[list[int]]:
-    """Ids as the model expects them: a template brings its own special ids, plain text does not,
-    unless it is a template's text already."""
+    """Ids as the model expects them: a template adds its own special ids; plain text does not,
+    unless it is already rendered by a template."""
     return [
         [*prefix_of(text, source, tokenizer), *ids]
         for text, ids in zip(texts, tokenizer.encode_all(texts), strict=True)
@@ -154,13 +158,13 @@ def encode_prompts(
 
 
 def prefix_of(text: str, source: DataSource, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """What comes before the ids of this text."""
+    """The ids before the ids of this text."""
     is_there = source.data.uses_chat or prefix_warning(text, source, tokenizer) is not None
     return () if is_there else tokenizer.prefix_ids
 
 
 def prefix_warning(text: str, source: DataSource, tokenizer: Tokenizer) -> str | None:
-    """A sentence for plain text that brings what the tokenizer would put before it."""
+    """A warning for plain text that contains the tokenizer's prefix already."""
     prefix = tokenizer.prefix_text
     if source.data.uses_chat or not prefix or not text.startswith(prefix):
         return None
@@ -194,10 +198,19 @@ def render(
     except (BadRow, UserError):
         raise
     except Exception as error:  # a template may divide by zero, recurse, count too far
-        raise BadRow(f"the chat template refuses it: {error}") from error
+        raise BadRow(f"the chat template rejects it: {error}") from error
+
+
+def refuse_pictures(row: Mapping[str, Any], source: DataSource) -> None:
+    """BadRow for a row with more than text, of which a policy would see nothing."""
+    found = next((name for name in PICTURES if row.get(name)), None)
+    if found is not None:
+        rule = f'it has "{found}", and models are trained on text only'
+        raise BadRow(rule, f"remove the column, or the row, from {source.key}.path")
 
 
 def text_of(row: Mapping[str, Any], name: str, source: DataSource) -> str:
+    refuse_pictures(row, source)
     value = column_of(row, name, source)
     if not isinstance(value, str):
         kind = type(value).__name__
@@ -208,8 +221,8 @@ def text_of(row: Mapping[str, Any], name: str, source: DataSource) -> str:
 
 
 def whole_text(text: str) -> str:
-    """The text, unless it has half of a surrogate pair, which JSON can write and no tokenizer
-    reads."""
+    """The text; an error if it has half of a surrogate pair, which JSON can contain and no
+    tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -219,6 +232,7 @@ def whole_text(text: str) -> str:
 
 
 def messages_of(row: Mapping[str, Any], name: str, source: DataSource) -> Messages:
+    refuse_pictures(row, source)
     value = column_of(row, name, source)
     if not isinstance(value, list) or not value:
         raise BadRow(f'"{name}" is not a list of messages')
@@ -228,6 +242,12 @@ def messages_of(row: Mapping[str, Any], name: str, source: DataSource) -> Messag
             raise BadRow(f'message {number} of "{name}" is not an object with "role"')
         if message.get("content") is None and not message.get("tool_calls"):
             raise BadRow(f'message {number} of "{name}" has no "content"')
+        parts = message.get("content")
+        for part in parts if isinstance(parts, list) else ():
+            if not isinstance(part, dict) or part.get("type", "text") != "text":
+                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+                rule = f'message {number} of "{name}" has a part of type {kind}'
+                raise BadRow(f"{rule}, and models are trained on text only")
         # Columnar files fill keys that other rows have with null; templates test for presence.
         messages.append({key: item for key, item in message.items() if item is not None})
     return messages
@@ -247,7 +267,7 @@ def shown_tools(
     row: Mapping[str, Any], messages: Messages, source: DataSource, tokenizer: Tokenizer
 ) -> Messages:
     """The tools to render with `messages`, those before the first answer: the workflow's, then the
-    row's. Raises BadRow where the template would leave one out."""
+    row's. BadRow if the template would leave one out."""
     tools = [*source.tools, *row_tools(row, source)]
     names = [name_of(tool) for tool in tools]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -280,7 +300,7 @@ def row_tools(row: Mapping[str, Any], source: DataSource) -> list[dict[str, Any]
 
 
 def tools_warning(row: Mapping[str, Any], source: DataSource) -> str | None:
-    """A sentence for a row of plain text with tools, which nothing shows to the policy."""
+    """A warning for a row of plain text with tools, which are not shown to the policy."""
     name = source.data.tools_key
     if source.data.uses_chat or name is None or not row.get(name):
         return None
@@ -301,7 +321,7 @@ def name_of(tool: Mapping[str, Any]) -> str:
 
 
 def hidden_tools(messages: Messages, tokenizer: Tokenizer, tools: Messages) -> list[str]:
-    """The names of tools that the template does not show: each is rendered under a name that stands
+    """The names of tools that the template leaves out: each is rendered under a name that occurs
     nowhere else."""
     if not tools:
         return []

@@ -1,11 +1,12 @@
-"""Rows of a dataset on disk, by index: JSON lines here, Parquet and Arrow by way of arrow.py.
+"""Rows of a dataset on disk, by index: JSON lines here, Parquet and Arrow through arrow.py.
 
 A path is a file (.jsonl, .ndjson, .parquet, .arrow), a folder saved by HF `datasets`
 (`save_to_disk`), a folder of such files, or a pattern such as `data/train-*.parquet`. Rows keep
-their order: files by name, then lines. Nothing here knows prompts or tokens, or loads torch.
+their order: files by name, then lines. This module knows neither prompts nor tokens, and does not
+load torch.
 
-Opened for streaming, JSON lines cost 16 bytes of memory a row (where it begins, which line it is)
-and are parsed when they are read; otherwise all rows are parsed at once and every broken line is
+Opened for streaming, JSON lines cost 16 bytes of memory per row (its offset and line number) and
+are parsed when they are read; otherwise all rows are parsed at once and every broken line is
 reported at the start.
 """
 
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from pentad.core.errors import Problem, UserError, raise_problems
-from pentad.core.folders import MAX_ROW_BYTES
+from pentad.core.folders import MAX_ROW_BYTES, read_object, what_else
 from pentad.data.section import VERIFIERS, is_made
 from pentad.data.stamp import Stamp
 from pentad.data.verifiers_rows import VerifiersRows
@@ -40,22 +41,22 @@ SUFFIXES: dict[str, FileKind] = {
     ".arrow": "arrow",
 }
 STREAMS: dict[str, FileKind] = {".npy": "tokens", ".bin": "tokens", ".txt": "text", ".md": "text"}
-"""Files that have no rows; `data.shards` reads them."""
+"""File types without rows; `data.shards` reads them."""
 SPLIT = re.compile(r"(?<![a-z])(train|test|validation|valid|val|dev|eval)(?![a-z])")
-"""How published folders name their parts; reading two of them as one would mix test into train."""
+"""Names of splits in published folders; reading two of them as one would mix test into train."""
 MAX_PROBLEMS = 20
 
 
 class DatasetRows(Protocol):
     @property
     def digest(self) -> bytes:
-        """Changes when the rows do."""
+        """A digest that changes with the rows."""
         ...
 
     def __len__(self) -> int: ...
 
     def row(self, index: int) -> dict[str, Any]:
-        """UserError with file and line if it cannot be read."""
+        """The row; raises UserError with file and line if it cannot be read."""
         ...
 
     def where(self, index: int) -> str:
@@ -64,7 +65,7 @@ class DatasetRows(Protocol):
 
 
 class JsonLines:
-    """One JSON object a line; blank lines are passed over."""
+    """One JSON object per line; blank lines are skipped."""
 
     def __init__(self, path: Path, *, streaming: bool = False, limit: int | None = None) -> None:
         self.path = path
@@ -90,7 +91,7 @@ class JsonLines:
         return self._parse(index)
 
     def _open_again(self) -> None:
-        """Takes a file that was touched or put there anew, if its rows are the same."""
+        """Accepts a file that was touched or replaced, if its rows are the same."""
         again = JsonLines(self.path, streaming=True, limit=self.limit)
         if again.digest != self.digest:
             raise self.stamp.refusal()
@@ -137,7 +138,7 @@ class JsonLines:
 
 
 class Joined:
-    """Several files read as one."""
+    """Several files as one sequence."""
 
     def __init__(self, parts: Sequence[DatasetRows]) -> None:
         self.parts = parts
@@ -171,7 +172,7 @@ def open_rows(
     limit: int | None = None,
     key: str = "path",
 ) -> DatasetRows:
-    """The rows at `path`; `key` is the config key to name in errors. At least one row."""
+    """The rows at `path`; `key` is the config key that errors name. At least one row."""
     where = f"{key} = {path}"
     if is_made(path):
         return _made(path, limit, where)
@@ -203,7 +204,19 @@ def _made(path: str, limit: int | None, where: str) -> DatasetRows:
 def find_files(
     path: str, format: Format, where: str, suffixes: Mapping[str, FileKind] = SUFFIXES
 ) -> list[tuple[Path, FileKind]]:
-    """Which files hold the rows, in order, and how each is to be read."""
+    """The files with the rows, in order, and how to read each. Pipes and devices, of which reading
+    may never end, are rejected."""
+    found = _named_files(path, format, where, suffixes)
+    for file, _ in found:
+        if file.exists() and (other := what_else(file)):
+            remedy = "leave it out, or copy what it gives to a file"
+            raise UserError(Problem(where, f"{file.name} {other}, not a file", remedy))
+    return found
+
+
+def _named_files(
+    path: str, format: Format, where: str, suffixes: Mapping[str, FileKind]
+) -> list[tuple[Path, FileKind]]:
     root = Path(path).expanduser()
     if not root.exists() and any(character in path for character in "*?["):
         files = sorted(root.parent.glob(root.name))
@@ -212,7 +225,7 @@ def find_files(
         return [(file, _kind(file, format, where, suffixes)) for file in files]
     if not root.exists():
         raise UserError(Problem(where, "no such file or folder"))
-    if root.is_file():
+    if not root.is_dir():
         if format == "hf":
             rule = "format = hf reads a folder that datasets saved, and this is a file"
             raise UserError(Problem(where, rule, "leave format out"))
@@ -227,7 +240,7 @@ def find_files(
 
 
 def parse_row(line: bytes, where: str) -> dict[str, Any]:
-    """One line as an object, or a UserError that says what is wrong with it."""
+    """Parses one line as an object; raises UserError with its problem."""
     try:
         value = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -244,7 +257,8 @@ def parse_row(line: bytes, where: str) -> dict[str, Any]:
 
 
 def raise_first(problems: Sequence[Problem | str]) -> None:
-    """Raises them, alike ones as one, the first few in full; returns if there are none."""
+    """Raises these problems, equal ones as one, the first few in full; returns if there are
+    none."""
     alike: dict[object, list[Problem | str]] = {}
     for problem in problems:
         key = (problem.rule, problem.remedy) if isinstance(problem, Problem) else problem
@@ -274,10 +288,10 @@ def _kind(file: Path, format: Format, where: str, suffixes: Mapping[str, FileKin
 
 
 def _read_list(file: Path, name: str, where: str) -> list[Any]:
-    """A list in one of the files of a saved dataset; empty where it is not there."""
+    """A list in one of the files of a saved dataset; empty if the file has no such key."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8")).get(name) or []
-    except (OSError, ValueError, AttributeError) as error:
+        found = read_object(file).get(name) or []
+    except (OSError, UserError) as error:
         raise UserError(Problem(where, f"its {file.name} cannot be read: {error}")) from error
     if not isinstance(found, list):
         raise UserError(Problem(where, f"its {file.name} has {name} = {found}, not a list"))

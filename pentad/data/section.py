@@ -16,12 +16,12 @@ MADE = ("reasoning_gym:", f"{VERIFIERS}:")
 
 
 def is_made(path: str) -> bool:
-    """Whether rows are made by a package, and no file of this machine is meant."""
+    """Whether a package generates the rows, so that the path is no file."""
     return path.startswith(MADE)
 
 
 def with_absolute_python(spec: str) -> str:
-    """For a process that may work in another folder."""
+    """Makes the path of an environment absolute, for a process with another working folder."""
     head, _, query = spec.partition("?")
     options = dict(parse_qsl(query))
     if "python" not in options:

@@ -1,17 +1,17 @@
-"""Examples to imitate: a prompt and its response, or a conversation, as rows for the learner.
+"""Examples for supervised fine-tuning: a prompt and its response, or a conversation, as rows for
+the learner.
 
-Trained are the tokens the model itself would have to produce: the response and the id that ends
-it, in a conversation those of every assistant turn. Where a template writes no end, the id that
-begins the next turn ends this one, if it is a stop id (as in GLM). The text is cut where
-generation would begin and each piece is tokenised by itself, exactly as at sampling; so a
-merge of tokens across that border can not teach the model something it never sees.
+Trained tokens are those the model itself would have to produce: the response and the id that ends
+it; in a conversation those of every assistant turn. If a template writes no end, the id that begins
+the next turn ends this one, if it is a stop id (as in GLM). The text is split where generation
+would begin and each piece is tokenised separately, exactly as in sampling; so a merge of tokens
+across that border cannot teach the model a sequence it never reads.
 
-Some templates write earlier turns differently once later ones follow (Qwen3 leaves their thinking
-out). Such a conversation becomes several sequences: each turn is learned behind the text that the
-template shows when that turn is sampled, and turns share a sequence as long as one begins with the
-other.
+Some templates render earlier turns differently once later ones follow (Qwen3 leaves their thinking
+out). Such a conversation becomes several sequences: each turn is trained after the text that the
+template renders when that turn is sampled, and turns share a sequence if one begins with the other.
 
-All rows are tokenised at the start; what is kept is four bytes a token and one a mask.
+All rows are tokenised at the start; they take four bytes per token and one for the mask.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class TokenisedText:
 
 
 Pieces = list[tuple[str, bool]]
-"""Texts in their order, and whether each is what the assistant says."""
+"""Texts in order, each with whether the assistant produces it."""
 
 
 class AnswerTokeniser:
-    """Makes ids of prompts and answers as they are sampled, and marks what is trained."""
+    """Tokenises prompts and answers as in sampling, and marks the trained tokens."""
 
     def __init__(
         self, source: DataSource, tokenizer: Tokenizer, *, may_be_empty: bool = False
@@ -72,7 +72,7 @@ class AnswerTokeniser:
         self.tokenizer = tokenizer
         self.may_be_empty = may_be_empty
         self.counts: Counter[str] = Counter()
-        """What happened to examples or turns, by a short word: "dropped too_long"."""
+        """Counts of examples or turns, by a short name such as "dropped too_long"."""
         self.warnings: set[str] = set()
 
     def plain(self, row: Mapping[str, Any], response_key: str) -> TokenisedText:
@@ -89,7 +89,7 @@ class AnswerTokeniser:
     def chat(
         self, row: Mapping[str, Any], messages: Messages, num_given: int = 0
     ) -> list[TokenisedText]:
-        """A conversation, of which the assistant's turns after the first `num_given` messages are
+        """A conversation; the assistant's turns after the first `num_given` messages are
         trained."""
         ends = [i for i, message in enumerate(messages, 1) if message["role"] == "assistant"]
         ends = [end for end in ends if end > num_given]
@@ -104,8 +104,8 @@ class AnswerTokeniser:
     def _turns(
         self, messages: Messages, ends: Sequence[int], tools: Messages
     ) -> list[tuple[int, Pieces]]:
-        """The rendered conversation as sequences, each with how many messages it has. `ends`: how
-        many there are up to each turn of the assistant."""
+        """The rendered conversation as sequences, each with its number of messages. `ends`: the
+        number of messages up to each assistant turn."""
         found: list[tuple[int, Pieces]] = []
         done = ""
         for end in ends:
@@ -126,8 +126,8 @@ class AnswerTokeniser:
         return found
 
     def _last_stop(self, messages: Messages, tools: Messages) -> int:
-        """The id that ends the last turn where the template writes none: what a further user's turn
-        would begin with, if that stops generation, else the end of a text."""
+        """The id that ends the last turn if the template writes none: the first id of a further
+        user turn, if that stops generation, else the end of a text."""
         done = render(messages, self.tokenizer, for_answer=False, tools=tools)
         further = [*messages, {"role": "user", "content": "."}]
         try:
@@ -167,7 +167,7 @@ class AnswerTokeniser:
         return TokenisedText(np.array(ids, np.int32), np.array(mask))
 
     def _said(self, ids: list[int]) -> int:
-        """How many of a turn's ids the model says: those up to the first that ends it."""
+        """Number of a turn's ids that the model produces: those up to the first stop id."""
         stops = self.tokenizer.stop_ids
         said = next((i + 1 for i, token in enumerate(ids) if token in stops), len(ids))
         if self.tokenizer.decode(ids[said:]).strip():
@@ -178,7 +178,7 @@ class AnswerTokeniser:
 
 class SftDataset(Examples):
     rows_per_example = 1
-    """At least."""
+    """Minimum number of rows per example."""
 
     def __init__(self, rows: DatasetRows, tokenizer: Tokenizer, source: DataSource) -> None:
         super().__init__(source)
@@ -187,7 +187,7 @@ class SftDataset(Examples):
         self.texts = AnswerTokeniser(source, tokenizer)
         self.counts, self.texts.warnings = self.texts.counts, self.warnings
         self.examples = self._tokenise_all(rows)
-        """The sequences of each."""
+        """The sequences of each example."""
 
     def __len__(self) -> int:
         return len(self.examples)

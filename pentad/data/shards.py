@@ -1,7 +1,7 @@
-"""Token shards: files of ids that are mapped into memory, and texts that are written as one.
+"""Token shards: files of ids that are memory-mapped, and texts that are tokenised into one.
 
 A shard is a `.npy` file with one row of integers, or a `.bin` beside its `.idx` as Megatron writes
-them. JSON lines, Parquet, saved HF datasets and plain texts (`.txt`, `.md`: a document each) are
+them. JSON lines, Parquet, saved HF datasets and plain texts (`.txt`, `.md`: one document each) are
 tokenised once, into a `.npy` whose name is a digest of the texts and of the tokenizer; a later
 start finds it.
 """
@@ -23,6 +23,8 @@ import numpy as np
 
 from pentad.core.errors import Problem, UserError
 from pentad.core.files import file_digest
+from pentad.core.folders import open_file
+from pentad.core.machine import host_memory
 from pentad.data.render import BadRow, DataSource, text_of
 from pentad.data.rows import STREAMS, SUFFIXES, DatasetRows, FileKind, find_files, raise_first
 from pentad.data.stamp import Stamp
@@ -37,24 +39,24 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 DOCUMENTS_AT_ONCE = 1024
 BLOCK = 1 << 20
 MAX_BLOCKS = 64
-"""Blocks of ids that are looked at when a shard is opened, spread over it."""
+"""Number of blocks of ids that are checked when a shard is opened, spread over it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenShard:
     path: Path
     ids: np.ndarray
-    """One dimension, mapped; read where it is touched."""
+    """One dimension, memory-mapped."""
     stamp: Stamp
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What the blocks of a shard that were looked at hold."""
+    """Contents of the checked blocks of a shard."""
 
     digest: bytes
     ends: int
-    """How often the id that ends a document is among them."""
+    """Number of end-of-document ids in them."""
 
 
 class TextFiles:
@@ -73,6 +75,10 @@ class TextFiles:
         return len(self.files)
 
     def row(self, index: int) -> dict[str, Any]:
+        size, most = self.files[index].stat().st_size, host_memory()[1] // 2
+        if size > most:
+            rule = f"has {size:,} bytes of text, and half of the available memory is {most:,}"
+            raise UserError(Problem(self.where(index), rule, "split it into several files"))
         try:
             text = self.files[index].read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
@@ -87,7 +93,7 @@ class TextFiles:
 
 def find_data(source: DataSource) -> tuple[FileKind, list[Path]]:
     """The files to pretrain on, all of one kind. Texts in a folder of rows, such as a README.md,
-    are about them."""
+    are ignored."""
     where = f"{source.key}.path = {source.path}"
     root = Path(source.path).expanduser()
     has_rows = root.is_dir() and any(file.suffix in SUFFIXES for file in root.rglob("*"))
@@ -102,7 +108,7 @@ def find_data(source: DataSource) -> tuple[FileKind, list[Path]]:
 def open_texts(
     source: DataSource, kind: FileKind, files: list[Path], tokenizer: Tokenizer, cache: Path
 ) -> TokenShard:
-    """Texts as a shard in the folder `cache`."""
+    """Texts as a shard, cached in the folder `cache`."""
     column = source.data.text_key or "text"
     rows: DatasetRows = (
         TextFiles(files[: source.data.limit], column)
@@ -132,12 +138,12 @@ def reason_of(error: Exception) -> str:
 
 
 def map_indexed(path: Path) -> np.ndarray:
-    """The ids of a .bin, whose .idx knows their type."""
+    """The ids of a .bin, whose .idx has their type."""
     index, where = path.with_suffix(".idx"), f"token shard = {path}"
     if not index.exists():
         rule = f"there is no {index.name} beside it, which says the type of its numbers"
         raise UserError(Problem(where, rule, "copy it there, or write the ids with numpy.save"))
-    with index.open("rb") as file:
+    with open_file(index) as file:
         magic, version, code, sequences, _ = INDEX_HEADER.unpack(file.read(INDEX_HEADER.size))
     if magic != INDEX_MAGIC or version != 1 or code not in INDEX_TYPES:
         rule = f"{index.name} is no index of Megatron's that this version reads"
@@ -151,8 +157,8 @@ def map_indexed(path: Path) -> np.ndarray:
 
 
 def survey(shard: TokenShard, eos_id: int, vocab_size: int) -> Survey:
-    """UserError if the model has no row for an id. Of a large shard some blocks are looked at; what
-    is between them is when it is trained."""
+    """Checks a shard; raises UserError if an id is outside the model's vocabulary. Of a large shard
+    some blocks are checked here, the others when they are trained."""
     digest, ends, total = hashlib.blake2b(digest_size=16), 0, len(shard.ids)
     digest.update(f"{shard.ids.dtype} {total}".encode())
     num = min(MAX_BLOCKS, -(-total // BLOCK))
@@ -165,7 +171,8 @@ def survey(shard: TokenShard, eos_id: int, vocab_size: int) -> Survey:
 
 
 def check_ids(shard: TokenShard, ids: np.ndarray, start: int, vocab_size: int) -> None:
-    """UserError if the model has no row for one of these ids, the shard's from `start` on."""
+    """Raises UserError if one of these ids, at offset `start` of the shard, is outside the model's
+    vocabulary."""
     outside = (ids < 0) | (ids >= vocab_size)
     if outside.any():
         at = int(outside.argmax())
@@ -177,7 +184,7 @@ def check_ids(shard: TokenShard, ids: np.ndarray, start: int, vocab_size: int) -
 def tokenise(
     rows: DatasetRows, column: str, source: DataSource, tokenizer: Tokenizer, cache: Path
 ) -> Path:
-    """The shard of these texts; written if it is not there."""
+    """The shard of these texts; written if it is missing."""
     ids = tokenizer.prefix_ids, tokenizer.eos_id, tokenizer.vocab_size
     marks = column, len(rows), *ids  # the digest of a table is of all rows, whatever the limit
     where = f"{source.key}.path = {source.path}"
@@ -212,11 +219,8 @@ def tokenise(
 def documents(
     rows: DatasetRows, column: str, source: DataSource, tokenizer: Tokenizer
 ) -> Iterator[list[int]]:
-    """Ids of each text, with what the model expects before it and the id that ends it, where the
-    text does not bring them.
-
-    Every row is read before the last ids are given: UserError with all that are broken.
-    """
+    """Ids of each text, with the model's prefix and the id that ends a document, unless the text
+    has them. Every row is read before the last ids are returned: UserError with all broken ones."""
     problems: list[Problem | str] = []
     counts: Counter[str] = Counter()
     prefix = tokenizer.prefix_ids
@@ -245,7 +249,8 @@ def documents(
 
 
 def write_shard(file: Any, found: Iterator[list[int]], tokenizer: Tokenizer) -> None:
-    """A .npy; numpy leaves room in its header for the length, which is known at the end."""
+    """Writes a .npy; numpy reserves space in its header for the length, which is known at the
+    end."""
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     header = {"descr": dtype.str, "fortran_order": False, "shape": (0,)}
     file.truncate(0)

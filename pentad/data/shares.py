@@ -1,6 +1,6 @@
-"""Shares of a whole as whole numbers, and where each of them has its turns.
+"""Proportions as whole numbers, and an even order of turns.
 
-No numpy: rules of a config and plans read this as runs do.
+Without numpy, because config rules and plans read this too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import reduce
 from math import gcd, lcm
 
 MAX_CYCLE = 100_000
-"""Turns after which the order of environments repeats."""
+"""Number of turns after which the order of environments repeats."""
 
 
 def whole_shares(weights: Sequence[float]) -> tuple[int, ...]:
@@ -24,8 +24,8 @@ def whole_shares(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 class Turns:
-    """An endless sequence in which part i has `shares[i]` of every `sum(shares)` turns, as evenly
-    spread as whole turns allow: after n turns it has had its share of n, give or take one."""
+    """An endless sequence in which part i has `shares[i]` of every `sum(shares)` turns, spread as
+    evenly as possible: after n turns it has had its share of n, plus or minus one."""
 
     def __init__(self, shares: Sequence[int]) -> None:
         self.shares = tuple(shares)
@@ -41,7 +41,7 @@ class Turns:
         self.parts = [part for _, part in marks]
         seen = [0] * len(shares)
         self.earlier = [0] * self.length
-        """How many turns of the same part came before in the cycle."""
+        """For each turn of the cycle, the number of earlier turns of the same part."""
         self.places: list[list[int]] = [[] for _ in shares]
         for place, part in enumerate(self.parts):
             self.earlier[place] = seen[part]
@@ -49,13 +49,13 @@ class Turns:
             seen[part] += 1
 
     def at(self, turn: int) -> tuple[int, int]:
-        """The part whose turn it is, and how many turns it had before."""
+        """The part of a turn, and the number of its earlier turns."""
         cycle, place = divmod(turn, self.length)
         part = self.parts[place]
         return part, cycle * self.shares[part] + self.earlier[place]
 
     def until(self, counts: Sequence[int]) -> int:
-        """The fewest turns after which every part has had as many as this."""
+        """The smallest number of turns after which every part has had at least this many."""
         ends = []
         for part, count in enumerate(counts):
             cycles, rest = divmod(count - 1, self.shares[part])

@@ -1,4 +1,4 @@
-"""Whether data are still those that a run began with: while it reads them, and when it resumes."""
+"""Checks that data are unchanged: while a run reads them, and when it resumes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ if TYPE_CHECKING:  # `plan` reads rows, too, and does without it
 
 
 class Stamp:
-    """A file as it was opened. A run reads rows from it until its end, so it must stay the same."""
+    """A file as it was opened. A run reads rows from it until its end, so it must stay
+    unchanged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -52,7 +53,7 @@ def digest_of_arrays(arrays: Iterable[np.ndarray]) -> str:
 
 
 def check_same_data(where: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """UserError if an ordinal would now be another row than when `saved` was noted."""
+    """Raises UserError if an ordinal is now another row than when `saved` was written."""
     changes = [
         f"{name} was {saved.get(name)}, is {new}"
         for name, new in now.items()

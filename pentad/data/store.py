@@ -1,8 +1,8 @@
-"""The store: where the samples of ready groups lie until they are trained, by gid.
+"""The store: holds the samples of ready groups until they are trained, by gid.
 
-The ledger holds states and no payload, the store payload and no states. Of a gid the store has one
-attempt, the latest that was put: a zombie never overwrites its successor, and putting an attempt
-again changes nothing. Another process opens the same store from its address, which is JSON.
+The ledger holds states and no samples, the store samples and no states. For each gid the store has
+one attempt, the latest that was put: a stale attempt never overwrites its successor, and putting an
+attempt again changes nothing. Another process opens the same store from its address, which is JSON.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ PromptOf = Callable[[int], Prompt]
 Address = dict[str, Any]
 
 NUM_LOOKS = 5
-"""How often a group is looked up again when it was replaced between two looks."""
+"""How often a lookup is repeated if the group was replaced meanwhile."""
 LOOK_S = 0.2
 
 
 class MissingGroups(RunError):
-    """Groups that are not in the store."""
+    """Groups that the store does not have."""
 
     def __init__(self, gids: Sequence[int]) -> None:
         super().__init__(f"the samples of group {gids[0]} are not in the store")
@@ -51,28 +51,30 @@ class GroupStore(Protocol):
 
     def get(self, gids: Iterable[int]) -> list[Group]:
         """The groups in this order, with all columns written so far; MissingGroups if one is
-        not here. What the caller does to them does not change what another process gets."""
+        missing. Changes by the caller do not affect other processes."""
         ...
 
     def missing(self, gids: Iterable[int]) -> list[int]:
-        """Those of the groups that are not here."""
+        """The groups among these that are missing."""
         ...
 
     def write(self, gid: int, attempt: int, columns: ScoredColumns) -> bool:
-        """Adds columns to the group. False, and no change, if this attempt is not here."""
+        """Adds columns to the group. False, and no change, if this attempt is not the stored
+        one."""
         ...
 
     def delete(self, gids: Iterable[int]) -> None:
-        """Forgets the groups; nothing happens for one that is not here."""
+        """Deletes groups; missing ones are ignored."""
         ...
 
     def close(self) -> None:
-        """Ends the use of it; who made the store removes all that is in it."""
+        """Closes this end; the process that made the store removes its content."""
         ...
 
 
 class MemoryStore:
-    """Keeps the groups themselves, for the one process: what is got is what was put, not a copy."""
+    """Keeps the groups themselves, for a single process: `get` returns the stored objects, not
+    copies."""
 
     address: Address = {"kind": "memory"}
 
@@ -110,23 +112,23 @@ class MemoryStore:
 
 
 class Blobs(Protocol):
-    """Bytes under keys, which several processes share. A blob appears whole or not at all."""
+    """Bytes under keys, shared by several processes. A blob appears whole or not at all."""
 
     address: Address
     patience_s: float
-    """How long a reader in another process waits for what is not here: a part that died comes back
-    empty, and the maker of the store puts again what is needed."""
+    """How long a reader in another process waits for missing blobs: a dead part restarts empty, and
+    the maker of the store puts what is needed again."""
 
     def keys(self, gids: Iterable[int]) -> list[str]:
-        """All that is here of these groups."""
+        """The keys of these groups."""
         ...
 
     def put(self, key: str, data: Sequence[Buffer]) -> None:
-        """Writes the pieces one after the other, in place of what is there."""
+        """Writes the pieces one after the other, replacing an earlier blob."""
         ...
 
     def get(self, keys: Sequence[str]) -> list[Any | None]:
-        """A buffer for each; None for one that is not here."""
+        """One buffer per key; None for a missing key."""
         ...
 
     def delete(self, keys: Sequence[str]) -> None: ...
@@ -134,17 +136,20 @@ class Blobs(Protocol):
     def close(self) -> None: ...
 
     def describe(self, key: str) -> str:
-        """Where it is, for people."""
+        """The location, for messages."""
         ...
 
 
 class BlobStore:
-    """A store over shared bytes. Each attempt of a group, and each column that a scorer wrote for
-    it, is a blob of its own, so that writers in several processes never change one thing:
-    `gid.attempt` and `gid.attempt.column`. The highest attempt that is there is the group's."""
+    """A store over shared bytes.
+
+    Each attempt of a group, and each column that a scorer wrote for it, is a separate blob, so that
+    writers in several processes never change the same one: `gid.attempt` and `gid.attempt.column`.
+    The highest existing attempt is the group's.
+    """
 
     def __init__(self, blobs: Blobs, prompt_of: PromptOf, *, patience_s: float = 0.0) -> None:
-        """`patience_s`: how long `get` waits for what is not here."""
+        """`patience_s`: how long `get` waits for missing groups."""
         self.blobs = blobs
         self.prompt_of = prompt_of
         self.patience_s = patience_s
@@ -195,7 +200,7 @@ class BlobStore:
         self.blobs.close()
 
     def _look(self, gids: Sequence[int]) -> Iterator[Group]:
-        """Those of the groups that are here, each of its latest attempt."""
+        """The groups that exist, each at its latest attempt."""
         latest: dict[str, tuple[int, list[str]]] = {}
         for key in self.blobs.keys(gids):
             gid, number, *column = key.split(".", 2)

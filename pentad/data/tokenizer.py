@@ -1,8 +1,9 @@
-"""The tokenizer of a model folder: text to ids and back, chat rendering, and which ids end a text.
+"""The tokenizer of a model folder: text to ids and back, chat rendering, and the ids that end a
+text.
 
-Read from local files only, by transformers. What ends a text is what the tokenizer calls
-end-of-sequence together with every `eos_token_id` of generation_config.json (chat models stop at
-two); an id outside the vocabulary is refused, since a model that never stops is a slow surprise.
+Read from local files only, by transformers. A text ends with the tokenizer's end-of-sequence id or
+any `eos_token_id` of generation_config.json (chat models stop at two); an id outside the vocabulary
+is rejected, because a model that never stops wastes much time before it is noticed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ DIRECT = {
     "TokenizersBackend": ("glm4_moe", "llama", "qwen2_moe", "qwen3", "qwen3_moe"),
     "Qwen2Tokenizer": ("qwen2_moe", "qwen3", "qwen3_moe"),
 }
-"""Classes that tokenizer_config.json names, and models where transformers' search ends at them."""
+"""Classes that tokenizer_config.json names, and models for which transformers' search ends at
+them."""
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -45,12 +47,13 @@ class Tokenizer:
     stop_ids: tuple[int, ...]
     """Every id that ends a text, `eos_id` first."""
     prefix_ids: tuple[int, ...]
-    """What the model expects before any plain text, such as a begin-of-sequence id; often none."""
+    """The ids that the model expects before any plain text, such as a begin-of-sequence id; often
+    none."""
     prefix_text: str = ""
 
     @property
     def digest(self) -> bytes:
-        """Changes when the files that it is made of do."""
+        """A digest that changes with the tokenizer's files."""
         found = sorted(self.folder / name for name in (*TOKENIZER_FILES, *MORE_FILES))
         return b"".join(file_digest(file) for file in found if file.exists())
 
@@ -59,11 +62,11 @@ class Tokenizer:
         return bool(self.inner.chat_template)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of this text alone, nothing added."""
+        """The ids of this text alone, without special ids."""
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """As `encode`, many at once: the tokenizer then uses all cores."""
+        """Like `encode`, for many texts at once, on all cores."""
         if not texts:
             return []
         found = self.inner(list(texts), add_special_tokens=False, return_attention_mask=False)
@@ -100,7 +103,7 @@ class Tokenizer:
 
 
 def rendered(inner: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """The text of the chat template of a transformers tokenizer, which must come to an end."""
+    """Renders messages with a transformers chat template, with a time limit."""
     try:
         with cut_off():
             text = inner.apply_chat_template(messages, tokenize=False, **options)
@@ -175,7 +178,7 @@ def load_tokenizer(
 def check_template_args(
     inner: Any, template_args: Mapping[str, Any], folder: Path, key: str = "template_args"
 ) -> None:
-    """Refuses arguments that would change nothing, or what is rendered."""
+    """Rejects arguments that would change nothing, or what is rendered."""
     templates = inner.chat_template or ""
     text = "".join(templates.values()) if isinstance(templates, Mapping) else str(templates)
     own = signature(type(inner).apply_chat_template).parameters
@@ -195,7 +198,7 @@ MAX_EXPANSION = 64
 
 
 def check_expansion(folder: Path) -> None:
-    """Refuses a tokenizer whose replacements make much out of little, before it is used."""
+    """Rejects a tokenizer whose replacements make much out of little, before it is used."""
     file = folder / "tokenizer.json"
     if not file.exists():
         return
@@ -208,8 +211,8 @@ def check_expansion(folder: Path) -> None:
 
 
 def _expansion(part: Any) -> int:
-    """By how much a part and the parts within it can lengthen a text; level by level, as it may be
-    nested to any depth."""
+    """Factor by which a part and its nested parts can lengthen a text; iterative, as nesting may
+    have any depth."""
     level, factor = [part], 1
     while level:
         parts = [one for one in level if isinstance(one, dict)]

@@ -1,4 +1,4 @@
-"""What is pretrained on: one stream of tokens, cut into sequences of one length.
+"""Pretraining data: one stream of tokens, split into sequences of one length.
 
 A sequence begins with the last token of the one before it, as context, so that no token is left
 out between two of them; those that do not fill a last sequence are. Where documents are masked,
@@ -112,7 +112,7 @@ def _row(ids: np.ndarray) -> Row:
 def open_tokens(
     source: DataSource, tokenizer: Tokenizer, vocab_size: int, cache: Path
 ) -> TokenSequences:
-    """UserError with what is wrong with the data."""
+    """Opens the token stream; raises UserError if the data are invalid."""
     kind, files = find_data(source)
     if kind == "tokens":
         shards, limit = [open_shard(file) for file in files], source.data.limit

@@ -47,7 +47,7 @@ class TransferQueueBlobs:
         self._ask(lambda: tq.kv_put(key, self.partition, {FIELD: blob}, WHOLE))
 
     def get(self, keys: Sequence[str]) -> list[Any | None]:
-        """Keys that are gone are left out of an answer, so that one by one says which."""
+        """Gets values one by one: a batched answer would omit missing keys without naming them."""
         found = self._get(keys)
         if len(found) == len(keys):
             return list(found)

@@ -24,7 +24,7 @@ OURS = ("harness", "runtime", "size")
 
 
 def settings_of(spec: str, where: str) -> dict[str, Any]:
-    """What the worker is given for a name."""
+    """The worker's settings for a dataset name."""
     name, _, query = spec.partition(":")[2].partition("?")
     options = dict(parse_qsl(query))
     options.pop("python", None)
@@ -64,7 +64,7 @@ def environment_of(command: list[str]) -> dict[str, str]:
 
 
 def problem(where: str, said: str) -> Problem:
-    """A load that failed, with what helps where the package is missing."""
+    """The problem of a failed load, with the remedy if the package is missing."""
     remedy = ""
     if "No module named 'verifiers" in said:
         remedy = "install it in an environment of its own (pip install verifiers uv) and give its "

@@ -105,7 +105,7 @@ class EpisodeServer:
         self.say(number=number, **said)
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
-        """Until the other end is closed."""
+        """Serves requests until the other end closes."""
         async with self.environment.serving():
             self.say(ready=True)
             while line := await reader.readline():

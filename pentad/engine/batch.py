@@ -23,10 +23,8 @@ NO_LABEL = -1
 
 
 class PackedSegments:
-    """`core.types.Segments` over sequences that lie one after the other, dealt over cp ranks.
-
-    Each rank has all S sequences, with the tokens of its share: none of most of them.
-    """
+    """`core.types.Segments` of packed sequences, distributed over cp ranks. Each rank lists all S
+    sequences, with its share of the tokens: none of most of them."""
 
     def __init__(self, lengths_S: Tensor, num_tokens: int, cp: Axis = ALONE) -> None:
         self.lengths_S = lengths_S
@@ -84,7 +82,7 @@ class PackedRows:
     prediction-aligned."""
 
     num_rows: int
-    """0: nothing but filling, computed so that all ranks make the same calls."""
+    """0: filler tokens only, computed so that all ranks make the same calls."""
     lengths: list[int]
     """Lengths of all rows of the microbatch, padding rows included."""
     ids_U: Tensor
@@ -93,19 +91,19 @@ class PackedRows:
     columns: dict[str, Tensor]
     segments: PackedSegments
     num_real: int = 0
-    """How many of this share's U tokens are no filling; they come first."""
+    """How many of this share's U tokens are not filler; they come first."""
     routes_TLk: Tensor | None = None
-    """The experts of each token in each mixture layer, where the rows say them."""
+    """The experts of each token in each mixture layer, if the rows have them."""
     tree: RowTree | None = None
 
     @property
     def num_tokens(self) -> int:
-        """That the model computes, of the whole microbatch."""
+        """Tokens that the model computes for the whole microbatch."""
         return sum(self.lengths) if self.tree is None else self.tree.plan.num_tokens
 
 
 class RowTree:
-    """Rows that share their first tokens, and where whole rows find what was computed for them."""
+    """Rows that share their first tokens, and the map from whole rows to computed tokens."""
 
     def __init__(self, plan: TreePlan, device: torch.device) -> None:
         self.plan = plan
@@ -116,7 +114,7 @@ class RowTree:
 
 
 def check_rows(rows: Sequence[Row], columns: Sequence[str], vocab_size: int) -> None:
-    """Names the first row that does not fit; the packed form could no longer tell."""
+    """Raises for the first invalid row, by name; the packed form could no longer name it."""
     for i, row in enumerate(rows):
         if row.ids.ndim != 1 or row.ids.numel() == 0:
             raise RunError(f"row {i} has ids of shape {tuple(row.ids.shape)}, expected [L], L > 0")
@@ -139,7 +137,7 @@ def check_rows(rows: Sequence[Row], columns: Sequence[str], vocab_size: int) -> 
 
 
 def check_routes(rows: Sequence[Row], dims: ModelDims) -> None:
-    """Routes of all rows or of none, and such that the model has these experts."""
+    """Checks that all rows or none have routes, and that the model has these experts."""
     num_given = sum(row.routes is not None for row in rows)
     if num_given == 0:
         return
@@ -163,10 +161,8 @@ def check_routes(rows: Sequence[Row], dims: ModelDims) -> None:
 
 
 def fill_up(lengths: Sequence[int], multiple: int, at_least: int = 1) -> list[int]:
-    """The lengths, with more sequences where their sum is smaller than `at_least` or no multiple.
-
-    None of those is longer than the longest given: attention over filling must not cost most.
-    """
+    """The lengths, with more sequences if their sum is smaller than `at_least` or no multiple. None
+    of those is longer than the longest given: attention over filler must not dominate."""
     total = sum(lengths)
     missing = -(-max(total, at_least) // multiple) * multiple - total
     longest = max(lengths, default=missing)
@@ -185,8 +181,7 @@ def pack_rows(
     cp: Axis = ALONE,
     shared: Sequence[int] = (),
 ) -> PackedRows:
-    """One microbatch, filled up as `fill_up` says; of it, the share of this cp rank.
-
+    """Packs one microbatch, filled up by `fill_up`, and returns the share of this cp rank.
     `shared`: how many first tokens each row has in common with others of its group."""
     lengths = fill_up([row.ids.numel() for row in rows], multiple, at_least)
     length_S = np.asarray(lengths, dtype=np.int64)
@@ -249,7 +244,7 @@ def pack_rows(
 def _plan_tree(
     rows: Sequence[Row], shared: Sequence[int], num_filled: int, multiple: int, at_least: int
 ) -> TreePlan:
-    """Rows that have no other of their group here are whole."""
+    """Plans shared prefixes; rows without another row of their group here stay whole."""
     keys = [
         (-1 if row.group is None else row.group, n) for row, n in zip(rows, shared, strict=True)
     ]
@@ -271,7 +266,7 @@ def shift_in(x_T: Tensor, last_S: Tensor, fill: int = 0) -> Tensor:
 
 
 def split_out(x_T: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
-    """Prediction-aligned to token-aligned, one tensor a row, on the CPU."""
+    """Prediction-aligned to token-aligned, one tensor per row, on the CPU."""
     x_T = x_T.detach().cpu()
     out_T = torch.empty_like(x_T)
     out_T[1:] = x_T[:-1]

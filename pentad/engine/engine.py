@@ -55,7 +55,7 @@ from pentad.models.hf_weights import hf_metadata
 from pentad.models.joined import join_all_projections
 from pentad.models.lora import switched_off
 from pentad.models.moe import Routes
-from pentad.models.registry import build_whole, plan_export
+from pentad.models.registry import build_whole, carried_by, plan_export
 from pentad.ops.meter import Meter
 from pentad.parallel.blocks import compiling
 from pentad.parallel.collectives import gather_shared, reduce_ranks
@@ -64,7 +64,7 @@ from pentad.parallel.mesh import Meshes, build_meshes
 from pentad.runtime.environment import make_deterministic
 from pentad.runtime.rank import pulse
 from pentad.weights.boxes import box_of
-from pentad.weights.hf import FolderPlan
+from pentad.weights.hf import Carried, FolderPlan
 from pentad.weights.map import WeightMap
 from pentad.weights.megatron.model_args import unsayable
 from pentad.weights.peft import Adapter
@@ -88,15 +88,13 @@ def build_engine(
     weights: str | Path | None = None,
     backend: Backend = "archon",
 ) -> Engine:
-    """An engine for the model of a HF folder, or of a config when it starts from scratch.
+    """Builds an engine for the model of an HF folder, or of a config when it starts from scratch.
 
-    `weights` is the folder its weights are read from, HF or Megatron, if that is another one.
-
-    The model is built without memory, laid out, and only then given its weights, so that each rank
-    holds and reads no more than its part. `value_head` makes it a critic: values, no log-probs.
-    A layout of several ranks takes the process group this process is in; all ranks call alike.
-    The backend says which model is built: one that has a model file, transformers' own, or
-    Megatron's.
+    `weights` is the folder of the weights, HF or Megatron, if that is another one. The model is
+    built without memory, laid out, and only then loaded, so that each rank holds and reads only its
+    part. `value_head` makes it a critic: values, no log-probs. A layout of several ranks uses the
+    process group of this process; all ranks call alike. The backend selects the model: the family's
+    model file, transformers' own, or Megatron's.
     """
     device = torch.device(device)
     layout = layout or Layout()
@@ -136,7 +134,7 @@ def _build_held(
     value_head: bool,
     family: str | None,
 ) -> HeldModel:
-    """This rank's part of the model, laid out, with memory that is not yet filled."""
+    """This rank's part of the model, laid out, with uninitialised memory."""
     if backend == "megatron":
         # Here, since megatron-core is optional.
         from pentad.engine.megatron.held import MegatronModel
@@ -188,7 +186,7 @@ class Engine:
         self.parameters, self.cuts = held.parameters, held.cuts
         self.tensors = held.memory()
         self.boxes: dict[str, Box] = {}
-        """Which part of each whole tensor that is; known with the first publish."""
+        """Position of this rank's shards in the whole tensors; known with the first publish."""
         saves_memory = self.device.type == "cuda" and settings.model.gradient_checkpointing
         self.tags = WeightTags(self.tensors, "host" if saves_memory else "device")
         self.masters = {name: self.tensors[name] for name in self.parameters}
@@ -209,14 +207,14 @@ class Engine:
         self.meter = Meter()
         self.step: OpenStep | None = None
         self.is_half_moved = False
-        """Whether an optimizer step or a restore began and did not end: the weights are then of no
-        step."""
+        """Whether an optimizer step or a restore began and did not end: the weights then belong to
+        no step."""
         self.restoring: dict[str, Tensor] | None = None
-        """Random states to be restored, while that is under way."""
+        """Random states to be restored, during a restore."""
         self.num_steps = 0
-        """Calls of `end_step`: what the learning rate follows."""
+        """Calls of `end_step`; the learning rate depends on it."""
         self.num_skipped = 0
-        """Those of them in which the weights did not move."""
+        """Calls of `end_step` that did not change the weights."""
         log.info("initialized the engine with parallel dims: %s", meshes.layout)
 
     # Scoring
@@ -227,7 +225,7 @@ class Engine:
         return per_row(predicted, plan, rows, self.meshes, self.settings.model.min_tokens_per_mb)
 
     def routes(self, rows: Sequence[Row], tag: str = "actor") -> list[Tensor]:
-        """The experts each token is sent to under the weights named `tag`, as `Row.routes`."""
+        """The experts of each token under the weights named `tag`, as `Row.routes`."""
         if not any(self.dims.is_moe(layer) for layer in range(self.dims.num_layers)):
             raise RunError("the model has no mixture layer, so there are no routes")
         noted: list[Routes] = []
@@ -255,13 +253,14 @@ class Engine:
         return predicted, plan
 
     def _bundles(self, rows: Sequence[Row]) -> list[RowBundle] | None:
-        """Rows that begin alike; None where each is computed whole."""
+        """Bundles of rows with a common prefix; None if each is computed whole."""
         return find_bundles(rows) if self.makes_trees else None
 
     def _plan(
         self, rows: Sequence[Row], bundles: Sequence[RowBundle] | None = None
     ) -> MicrobatchPlan:
-        """What each data-parallel rank computes, without what would be empty on all of them."""
+        """The rows of each data-parallel rank, without microbatches that are empty on all of
+        them."""
         check_agreement(rows, self.meshes)
         lengths = [row.ids.numel() for row in rows]
         pipeline, num_ranks = self.held.pipeline, self.meshes.layout.dp
@@ -292,7 +291,7 @@ class Engine:
     # Training
 
     def begin_step(self) -> None:
-        """Starts a step; a step that was begun and not ended is given up with its gradient."""
+        """Starts a step; a step that was begun and not ended is discarded with its gradient."""
         if self.optimizer is None:
             raise RunError("this engine only scores: its settings have no optimizer")
         self.tags.require_actor("a step")
@@ -394,7 +393,7 @@ class Engine:
         return self.step
 
     def offload(self) -> None:
-        """Weights, optimizer and tags leave the device; whatever needs them brings them back."""
+        """Moves weights, optimizer and tags to the host; methods that need them bring them back."""
         if self.is_offloaded:
             return
         self.held.rest()
@@ -454,8 +453,8 @@ class Engine:
             yield name, tensor
 
     def native_weights(self) -> NativeWeights | None:
-        """An adapter's factors where they are, whole: only of one rank."""
-        if self.base is None or self.meshes.layout.world > 1:
+        """An adapter's whole factors, without copying; only with one rank of archon."""
+        if self.base is None or not self._is_lendable:
             return None
         self.onload()
         self._require_actor("handing out weights")
@@ -475,13 +474,13 @@ class Engine:
         return {name: Shard(x.detach(), self.boxes[name]) for name, x in self.tensors.items()}
 
     def published(self) -> tuple[WeightMap, dict[str, TensorInfo]]:
-        """What weights are called outside: the map, and name, shape and dtype of each tensor."""
+        """Published weights: the map, and name, shape and dtype of each tensor."""
         whole = self.held.whole
         return whole.trained_map, hf_metadata(whole, self._publish_dtype, whole.trained_map)
 
     def adapter(self) -> tuple[Adapter, list[str]]:
-        """What is trained beside frozen weights, of a step: whole, on every rank; and the names of
-        those weights."""
+        """The adapter of a step: its whole factors, on every rank, and the names of the frozen
+        weights."""
         assert self.base is not None, "all weights are trained"
         self._require_actor("saving")
         self._require_whole()
@@ -490,16 +489,21 @@ class Engine:
         return adapter, list(hf_metadata(self.held.whole))
 
     def shake_adapter(self, strength: float) -> None:
-        """For a test of who computes with the adapter: moves B off its values, which are put back
-        bit for bit by a strength of 0."""
+        """Perturbs B of the adapter, to test which components use it; strength 0 restores it
+        bitwise."""
         assert self.base is not None, "all weights are trained"
         self._require_actor("a test of the adapter")
         self.base.shake(self.tensors, self.cuts, strength)
 
+    @property
+    def _is_lendable(self) -> bool:
+        """Whether one rank holds all weights, under the names of a sampler's model."""
+        return self.meshes.layout.world == 1 and self.backend == "archon"
+
     def lend_base(self) -> dict[str, Tensor] | None:
-        """The frozen weights beside an adapter, by native name: from now on they stay in place.
-        None where there are none, or other ranks hold a part of them."""
-        if self.base is None or self.meshes.layout.world > 1:
+        """The frozen weights of an adapter, by native name: from now on they stay in place. None if
+        there are none, other ranks hold a part of them, or transformers' names are other ones."""
+        if self.base is None or not self._is_lendable:
             return None
         self.base.is_shared = True
         for decoder in self.held.decoders:
@@ -507,7 +511,7 @@ class Engine:
         return self.held.frozen()
 
     def weights_to_save(self) -> dict[str, Shard]:
-        """`weight_shards`, of a step."""
+        """`weight_shards`, after checking that they belong to a step."""
         self._require_actor("saving")
         self._require_whole()
         return self.weight_shards()
@@ -518,7 +522,7 @@ class Engine:
             raise RunError(f"{what}, so the weights are of no step")
 
     def plan_export(self) -> FolderPlan:
-        """The HF folder of an export, laid out around the weights."""
+        """Plans the HF folder of an export around the weights."""
         return plan_export(
             self.held.whole,
             dtype=self._publish_dtype,
@@ -526,6 +530,10 @@ class Engine:
             hf_config=self.hf_config,
             tokenizer_folder=self.tokenizer_folder,
         )
+
+    def carried(self) -> dict[str, Carried]:
+        """The tensors of other towers, which an export copies."""
+        return carried_by(self.held.whole, self.source_folder)
 
     @property
     def _publish_dtype(self) -> torch.dtype:
@@ -535,7 +543,7 @@ class Engine:
 
     def state_tensors(self) -> dict[str, Tensor]:
         """All tensors that training continues from, by the names of `engine.state`: live memory,
-        not copies, but for random states, which are those of now."""
+        not copies, except random states, which are current copies."""
         self._require_actor("the state")
         if self.restoring is None:
             self._require_whole()
@@ -552,7 +560,7 @@ class Engine:
         return state | (self.restoring or read_random(self.meshes.rank, self.device))
 
     def state_counters(self) -> dict[str, Any]:
-        """What belongs to the tensors and is none, as JSON: the same on every rank."""
+        """The state besides tensors, as JSON: the same on every rank."""
         return {
             "num_steps": self.num_steps,
             "num_skipped": self.num_skipped,
@@ -572,8 +580,9 @@ class Engine:
         }
 
     def begin_restore(self, counters: Mapping[str, Any]) -> None:
-        """Makes room for what is restored. From here to `end_restore` the weights are of no step:
-        the caller must write all of `state_tensors` in between."""
+        """Checks that the checkpoint is of this model, and allocates its tags. From here to
+        `end_restore` the weights belong to no step: the caller must write all of `state_tensors`
+        in between."""
         self._require_actor("restoring")
         if counters["model"] != model_digest(self.held.whole):
             raise RunError(
@@ -588,18 +597,16 @@ class Engine:
         self.restoring = read_random(self.meshes.rank, self.device)
 
     def state_sources(self, counters: Mapping[str, Any]) -> dict[str, tuple[Region, ...]] | None:
-        """Where the state of another backend has the parts of this one's; None: under its names."""
+        """Maps the parts of this backend's state to those of another backend's; None: the names are
+        equal."""
         if counters["backend"] == self.backend:
             return None
-        if self.base is not None:
-            raise RunError(
-                f"the checkpoint's adapter is of the backend {counters['backend']}, and it is "
-                f"restored by that one only, not by {self.backend}"
-            )
         head = self.held.whole.value_head is not None
-        saved = build_whole(self.hf_config, counters["backend"], value_head=head)
+        source = self.source_folder or self.hf_config
+        saved = build_whole(source, counters["backend"], value_head=head)
+        saved.adapter_map = None if self.base is None else saved.lora_map(self.base.lora)
         names = list(self.state_tensors())
-        return sources_between(names, self.held.whole.weight_map, saved.weight_map)
+        return sources_between(names, self.held.whole.trained_map, saved.trained_map)
 
     def end_restore(self, counters: Mapping[str, Any]) -> None:
         assert self.restoring is not None, "begin_restore comes first"

@@ -1,4 +1,5 @@
-"""What torch refuses in the middle of a run, in a sentence: memory, and operations that vary."""
+"""Explains torch's errors during a run in one sentence: out of memory, and operations without a
+deterministic version."""
 
 from __future__ import annotations
 
@@ -12,13 +13,14 @@ from pentad.core.errors import RunError
 from pentad.engine.section import ModelConfig
 
 VARIES = " does not have a deterministic implementation"
-"""How torch ends the name of an operation that it refuses."""
+"""Endings of torch's messages that name a nondeterministic operation."""
 
 
 @contextmanager
 def explain(phase: str, model: ModelConfig, num_tokens: int | None = None) -> Iterator[None]:
-    """Says in which phase memory ran out, how much was asked for and what would help; or which
-    operation cannot be repeated bit by bit. `num_tokens` of the microbatch, if one is at work."""
+    """Explains an exception: in which phase memory ran out, how much was requested and which keys
+    help; or which operation is not repeatable. `num_tokens`: those of the current microbatch, if
+    any."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -37,7 +39,7 @@ def explain(phase: str, model: ModelConfig, num_tokens: int | None = None) -> It
 
 
 def _sizes(said: str) -> str:
-    """What the allocator says of how much was asked for, and of what is held."""
+    """The requested and the allocated size in the allocator's message."""
     asked = re.search(r"Tried to allocate ([\d.]+ \w+)", said)
     device = re.search(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free", said)
     held = re.search(r"([\d.]+ \w+) is allocated by PyTorch", said)
@@ -47,7 +49,7 @@ def _sizes(said: str) -> str:
 
 
 def _remedies(model: ModelConfig, *, has_tokens: bool) -> str:
-    """Keys that are not yet what they could be."""
+    """Keys that could still be set to save memory."""
     found = []
     if has_tokens:
         found.append("lower mb_spec.max_tokens_per_mb")

@@ -33,8 +33,8 @@ PEAK_TFLOPS = {
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """How fast training went. MFU is null where no peak is known, or not what the model is made
-    of; neither is guessed."""
+    """Training throughput. MFU is null if the peak or the model's size is unknown; neither is
+    guessed."""
 
     tokens_per_s: float
     mfu_causal: float | None
@@ -64,9 +64,8 @@ def measure_throughput(
     num_devices: int = 1,
     left_out: Sequence[int] = (),
 ) -> Throughput:
-    """Throughput of training these sequences once; recomputation is not counted, and
-    neither are first tokens that were computed for another sequence (`left_out` has the lengths).
-    """
+    """Throughput of training these sequences once. Recomputation is not counted, nor are first
+    tokens that were computed for another sequence (`left_out` has their numbers)."""
     counts = Counter(lengths)
     counts.subtract(left_out)
     num_params = dims.num_matmul_params

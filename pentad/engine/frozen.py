@@ -1,4 +1,4 @@
-"""The frozen weights that an adapter stands on: where they are from, and the tags that they are."""
+"""The frozen weights under an adapter: their source, and the tags that refer to them."""
 
 from __future__ import annotations
 
@@ -11,43 +11,42 @@ import torch
 from torch import Tensor
 
 from pentad.core.device import DTYPES
-from pentad.core.dims import ModelDims
 from pentad.core.errors import RunError
 from pentad.core.seeds import derive_seed
 from pentad.engine.held import HeldModel
 from pentad.engine.section import LoraConfig, ModelConfig
-from pentad.models.families import lora_words
+from pentad.models.language_model import LanguageModel
 from pentad.ops.digest import digest_of
 from pentad.parallel.cuts import Cut
 from pentad.weights.peft import LoraSpec
 
 BASE = "base"
-"""The tag of the frozen weights alone, whatever others mean them too."""
+"""The tag of the frozen weights alone, besides any other tags for them."""
 SHAKE = 1e-2
 """Size of a test's B at strength 1."""
 
 
 @dataclass(eq=False)
 class FrozenBase:
-    """A reference that is the model before its first step costs nothing: it is the frozen weights
-    with the factors off."""
+    """The frozen weights of an adapter. A reference equal to the model before its first step needs
+    no copy: it is the frozen weights without the factors."""
 
     held: HeldModel
     lora: LoraConfig
     path: str
-    """The folder they were read from; empty: they are random."""
+    """The folder they were read from; empty: random weights."""
     digest: str
-    """Digest of their bytes in the dtype in which they are held, after its name."""
+    """Digest of their bytes in their dtype, prefixed by its name."""
     tags: list[str] = field(default_factory=list)
-    """Names under which the frozen weights alone are used."""
+    """Tags that refer to the frozen weights alone."""
     is_shared: bool = False
-    """A sampler of this process computes with the same tensors."""
+    """Whether a sampler of this process uses the same tensors."""
     kept: dict[str, Tensor] = field(default_factory=dict)
-    """Factors as they are, while a test has others in their place."""
+    """The original factors, while a test replaces them."""
 
     @classmethod
     def of(cls, held: HeldModel, model: ModelConfig, folder: str | Path | None) -> FrozenBase:
-        """All ranks call it."""
+        """Called on all ranks."""
         assert model.lora is not None, "without factors nothing is frozen"
         digest = digest_of(held.iter_hf(DTYPES[model.dtype], is_frozen=True)).hex()
         path = "" if folder is None else str(Path(folder).expanduser().absolute())
@@ -55,10 +54,10 @@ class FrozenBase:
 
     @property
     def spec(self) -> LoraSpec:
-        return spec_of_lora(self.held.whole.dims, self.lora)
+        return spec_of_lora(self.held.whole, self.lora)
 
     def takes(self, tag: str, num_steps: int) -> bool:
-        """Whether the model as it is now is the frozen weights alone, which `tag` then means."""
+        """Whether the present model is the frozen weights alone, so that `tag` needs no copy."""
         is_base = num_steps == 0 and self.lora.init_path is None
         if is_base and tag not in self.tags:
             self.tags.append(tag)
@@ -67,7 +66,7 @@ class FrozenBase:
         return is_base
 
     def load_tag(self, tag: str, weights: str | Path) -> None:
-        """Adds a tag for the frozen weights, which need no copy; other weights are refused."""
+        """Adds a tag for the frozen weights, which need no copy; other weights are rejected."""
         if str(Path(weights).expanduser().absolute()) != self.path:
             raise RunError(
                 f"the tag {tag} is to be {weights}, and beside an adapter a learner holds no other "
@@ -80,7 +79,8 @@ class FrozenBase:
     def shake(
         self, tensors: Mapping[str, Tensor], cuts: Mapping[str, Cut], strength: float
     ) -> None:
-        """Random B, the same on any layout; with strength 0 what was there before."""
+        """Sets B to random values, the same on any layout; strength 0 restores the original
+        ones."""
         if not strength:
             for name, tensor in self.kept.items():
                 tensors[name].copy_(tensor)
@@ -94,7 +94,7 @@ class FrozenBase:
             tensors[name].copy_(cuts[name].take(noise))
 
     def to_offload(self) -> Iterable[Tensor]:
-        """What leaves the device with the rest of the learner."""
+        """Tensors that are offloaded with the rest of the learner."""
         return [] if self.is_shared else self.held.frozen().values()
 
     def counters(self) -> dict[str, Any]:
@@ -102,16 +102,16 @@ class FrozenBase:
         return {**keys, "base": self.path, "digest": self.digest, "off": list(self.tags)}
 
 
-def spec_of_lora(dims: ModelDims, lora: LoraConfig) -> LoraSpec:
-    """What `actor.lora` means for a model, as files say it."""
-    words = lora_words(dims, lora)
+def spec_of_lora(model: LanguageModel, lora: LoraConfig) -> LoraSpec:
+    """The adapter of `actor.lora` for a model, in the form of PEFT files."""
+    words = model.lora_words(lora)
     experts = lora.experts if "experts" in words else "each"
     return LoraSpec(lora.rank, lora.alpha, tuple(sorted(words)), experts)
 
 
 def restored_tags(base: FrozenBase | None, saved: Mapping[str, Any] | None) -> list[str]:
-    """The tags of a checkpoint that are the frozen weights alone. RunError where it is of another
-    adapter, or of other frozen weights, than this engine."""
+    """The tags of a checkpoint that refer to the frozen weights alone. RunError if it has another
+    adapter, or other frozen weights, than this engine."""
     if base is None or saved is None:
         if base is None and saved is None:
             return []

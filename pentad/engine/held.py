@@ -40,21 +40,20 @@ TIED = "head.weight"
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """How the models of one kind come to be, for a given layout and settings."""
+    """How models of one kind are built, for a given layout and settings."""
 
     build: Callable[..., LanguageModel]
-    """Without memory; keywords choose the part of a pipeline stage."""
+    """Builds without memory; keywords select the part of a pipeline stage."""
     wrap: Callable[[LanguageModel], Predictor]
-    """Laid out, still without memory."""
+    """Applies the layout, still without memory."""
     pipeline: Pipeline | None = None
     offloads: bool = False
-    """Whether parameters lie on the host."""
+    """Whether parameters are in host memory."""
 
 
 def check_balance(archon: ArchonConfig, dims: ModelDims) -> None:
-    """Refuses what needs experts where there are none. A bias is part of the weights: it is refused
-    where the model's files have no place for it, since a saved model would route differently from
-    the one that was trained."""
+    """Rejects expert settings for a model without experts, and a bias that the model's files cannot
+    store: a saved model would route differently from the trained one."""
     bias = ("moe_bias_rate", archon.moe_bias_rate)
     raise_problems(balance_problems(dims, archon.router_losses, bias))
 
@@ -62,7 +61,7 @@ def check_balance(archon: ArchonConfig, dims: ModelDims) -> None:
 def decoder_maker(
     dims: ModelDims, settings: EngineSettings, meshes: Meshes, *, value_head: bool
 ) -> Maker:
-    """Builds models that have a model file."""
+    """Builds models of families with a model file."""
 
     def build(**stage: object) -> Decoder:
         dtype = DTYPES[settings.model.param_dtype]
@@ -84,10 +83,10 @@ def decoder_maker(
 
 
 class HeldModel:
-    """The parts of the model held here, in the order of their stages, on the device (parameters
-    on the host where they are offloaded).
+    """The parts of the model on this rank, in the order of their stages, on the device (parameters
+    on the host if they are offloaded).
 
-    Names are those of the whole model. The copy of a tied embedding is no parameter of its own:
+    Names are those of the whole model. The copy of a tied embedding is no separate parameter:
     `tied` moves weights and gradients between the two.
     """
 
@@ -95,7 +94,7 @@ class HeldModel:
         self.meshes = meshes
         self.pipeline = maker.pipeline
         self.whole = maker.build()
-        """The whole model without memory: what is saved and published, by name and shape."""
+        """The whole model without memory: names and shapes for saving and publishing."""
         decoders = [self.whole]
         if self.pipeline is not None:
             last = self.pipeline.num_stages - 1
@@ -115,7 +114,7 @@ class HeldModel:
             for name, p in part.decoder.named_parameters()
         ]
         self.holders = [module._parameters for part in self.parts for module in part.modules()]
-        """Where modules keep their parameters, whichever those are at the time."""
+        """The modules that hold parameters at any time."""
         self.factors = [one for part in self.parts for one in factors_of(part)]
         self.tied = TiedHead()
         is_tied = self.whole.dims.tie_embeddings and self.whole.has_lm_head
@@ -128,12 +127,12 @@ class HeldModel:
             named = [item for item in named if item[0] != TIED]
         named = [item for item in named if item[1].requires_grad]
         self.parameters: dict[str, Tensor] = {name: p for name, p, _ in named}
-        """Those that are trained."""
+        """The trained parameters."""
         self.cuts: dict[str, Cut] = {name: cut for name, _, cut in named}
 
     def memory(self) -> dict[str, Tensor]:
-        """What this rank holds of all that makes up the trained weights, by native name: a tensor
-        itself, or the memory behind a sharded one, which an optimizer may step."""
+        """This rank's memory of the trained weights, by native name: a tensor itself, or the memory
+        behind a sharded one, which an optimizer may update."""
         buffers = [pair for decoder in self.decoders for pair in kept_buffers(decoder).items()]
         buffers = buffers if self.whole.adapter_map is None else []
         return {
@@ -150,30 +149,31 @@ class HeldModel:
         return PipelinedPasses(schedule, self.parts, self.tied, settings, self.meshes)
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's shards of the gradient, by name; what several ranks hold is added up."""
+        """This rank's shards of the gradient, by name; copies on several ranks are summed."""
         self.tied.give_gradient()
         gradients = {n: local(p.grad) for n, p in self.parameters.items() if p.grad is not None}
         sum_copies(gradients, self.cuts, self.meshes.device)
         return gradients
 
     def drop_gradients(self) -> None:
-        """Twice a step: to walk the modules for it would take longer than all else there."""
+        """Drops gradients, twice a step; walking the modules would take longer than the rest of
+        that code."""
         for held in self.holders:
             for parameter in held.values():
                 if parameter is not None:
                     parameter.grad = None
 
     def rest(self) -> None:
-        """Puts the master weights in place, wherever a pass left gathered ones."""
+        """Puts the master weights back, wherever a pass left gathered ones."""
         for part in self.parts:
             reshard(part)
 
     def buffers(self) -> list[Tensor]:
-        """What modules keep beside the weights that are trained."""
+        """Tensors of modules besides the trained weights."""
         return []
 
     def frozen(self) -> dict[str, Tensor]:
-        """What is not trained, by native name: the memory of this rank."""
+        """Weights that are not trained, by native name: the memory of this rank."""
         return {
             name: local(tensor)
             for decoder in self.decoders
@@ -190,7 +190,7 @@ class HeldModel:
             load_weights(decoder, folder, seed=seed)
 
     def fill_factors(self, lora: LoraConfig | None, seed: int) -> None:
-        """Fresh ones, or those of a PEFT folder."""
+        """Fills the factors with fresh values, or from a PEFT folder."""
         if lora is None:
             return
         given = None if lora.init_path is None else read_adapter(lora.init_path).factors
@@ -200,8 +200,8 @@ class HeldModel:
     def iter_hf(
         self, dtype: torch.dtype, *, is_frozen: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors of what is trained (or frozen beside it) in layer order, on every rank:
-        all ranks iterate to the end."""
+        """Whole tensors of the trained weights (or the frozen ones beside them) in layer order, on
+        every rank: all ranks iterate to the end."""
         self.rest()
         if self.pipeline is None:
             model = self.decoders[0]
@@ -211,7 +211,7 @@ class HeldModel:
     def _iter_stages(
         self, pipeline: Pipeline, dtype: torch.dtype, is_frozen: bool
     ) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor from the rank of its stage to all ranks of the pipeline."""
+        """Sends each tensor from the rank of its stage to all ranks of the pipeline."""
         mine = pipeline.stages(self.meshes.pp.rank)
         streams = {
             n: iter_hf(d, dtype, d.weight_map if is_frozen else d.trained_map)

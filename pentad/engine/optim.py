@@ -1,4 +1,5 @@
-"""An optimizer step: what it has gathered, AdamW over named parameters, and the learning rate."""
+"""An optimizer step: the accumulated gradient, AdamW over named parameters, and the learning
+rate."""
 
 from __future__ import annotations
 
@@ -26,15 +27,15 @@ else:
 
 STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
 LARGE = 2**24
-"""Elements from which a tensor on a GPU has a launch of its own."""
+"""Number of elements from which a tensor on a GPU gets a separate launch."""
 Moved = tuple[Tensor, Tensor, dict[str, Tensor]]
 """A parameter, its gradient and its state."""
 
 
 class FusedAdamW:
-    """What `torch.optim.AdamW(fused=True)` computes, in the same calls. The class itself imports
-    torch's compiler at its first step, which takes seconds of every start. What is bfloat16,
-    parameters and state, is rounded stochastically (`ops.rounding`)."""
+    """The same computation as `torch.optim.AdamW(fused=True)`, by the same kernels. torch's class
+    imports its compiler at the first step, which takes seconds of every start. bfloat16 parameters
+    and state are rounded stochastically (`ops.rounding`)."""
 
     def __init__(
         self,
@@ -44,9 +45,9 @@ class FusedAdamW:
         cuts: Mapping[str, Cut] | None = None,
         seed: int = 0,
     ) -> None:
-        """Over this rank's memory of the parameters: every operation is elementwise. Weight decay
-        applies to those named in `decayed`. Random bits go by `seed`, the names, and where the
-        shards of `cuts` lie in whole tensors."""
+        """Covers this rank's shards: every operation is elementwise. Weight decay applies to the
+        parameters in `decayed`. Random bits depend on `seed`, the names, and the position of the
+        shards (`cuts`) in whole tensors."""
         self.lr, self.keys, self.seed = keys.lr, keys, seed
         self.names = {parameter: name for name, parameter in parameters.items()}
         self.places = {
@@ -70,8 +71,8 @@ class FusedAdamW:
 
     @torch.no_grad()
     def step(self, scale: float = 1.0, number: int = 0) -> None:
-        """Moves what has a gradient, by the gradient times `scale`; gradients are used up. The
-        `number` of the step gives it random bits of its own."""
+        """Updates the parameters that have a gradient, scaled by `scale`; gradients are consumed.
+        The step's `number` seeds its random bits."""
         for weight_decay, group in self.groups:
             moved = [(p, p.grad, self.state[p]) for p in group if p.grad is not None]
             alone = [one for one in moved if _is_rounded(one) or _is_large(one)]
@@ -105,7 +106,7 @@ class FusedAdamW:
     def _move_alone(
         self, moved: list[Moved], scale: float, weight_decay: float, number: int
     ) -> None:
-        """One tensor after the other."""
+        """Updates one tensor after the other."""
         if not moved:
             return
         beta1, beta2 = self.keys.beta1, self.keys.beta2
@@ -136,7 +137,7 @@ class FusedAdamW:
 
 
 def _is_rounded(moved: Moved) -> bool:
-    """Whether its numbers are too short for small steps."""
+    """Whether the tensor's dtype is too short for small steps."""
     return moved[0].dtype == torch.bfloat16
 
 
@@ -181,14 +182,14 @@ def compute_lr(keys: OptimizerConfig, step: int, total: int) -> float:
 
 
 def clip_scale(norm: float, max_norm: float | None) -> float:
-    """What the gradient is multiplied by so that its norm is at most `max_norm`, exactly."""
+    """The factor of the gradient that limits its norm to `max_norm`, exactly."""
     return 1.0 if max_norm is None or norm <= max_norm else max_norm / norm
 
 
 @dataclass(frozen=True, slots=True)
 class WholeGradient:
     shards: dict[str, Tensor]
-    """This rank's, by name."""
+    """This rank's shards, by name."""
     square: Tensor
     """Square of the norm over all ranks, on the device."""
 
@@ -202,7 +203,7 @@ class OpenStep:
     num_microbatches: int = 0
     left_out: list[int] = field(default_factory=list)
     whole: WholeGradient | None = None
-    """None before the last rows were added."""
+    """None until the last rows were added."""
 
     def add(self, loss_sum: float, count: float, num_tokens: int, num_microbatches: int) -> None:
         self.loss_sum += loss_sum
@@ -211,7 +212,7 @@ class OpenStep:
         self.num_microbatches += num_microbatches
 
     def scale(self, norm: float) -> float:
-        """What the gradient of the summed loss is multiplied by."""
+        """The factor of the gradient of the summed loss."""
         return clip_scale(norm, self.optimizer.keys.gradient_clipping) / self.count
 
     def why_skipped(self, norm: float) -> str:

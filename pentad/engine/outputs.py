@@ -1,4 +1,4 @@
-"""What microbatches gave, put together: per row and in sums, the same on every rank."""
+"""Results of microbatches, joined per row and in sums; the same on every rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Sums = tuple[Tensor, dict[str, Tensor]]
 
 
 def check_agreement(rows: Sequence[Row], meshes: Meshes) -> None:
-    """All ranks must be given the same rows: each takes its share of them."""
+    """Checks that all ranks received the same rows, of which each computes its share."""
     if meshes.world.size == 1:
         return
     digest = hashlib.blake2b(digest_size=7)
@@ -48,11 +48,9 @@ def per_row(
     meshes: Meshes,
     at_least: int = 1,
 ) -> list[dict[str, Tensor]]:
-    """Gives each row its own, token-aligned, on the CPU; after all work was sent to the device.
-
-    `predicted` are this rank's microbatches, of `at_least` so many tokens; `plan` says what those
-    of the others hold.
-    """
+    """Results by row, token-aligned, on the CPU; called after all work was sent to the device.
+    `predicted` are this rank's microbatches, with at least `at_least` tokens each; `plan` has the
+    rows of all ranks."""
     outputs: list[dict[str, Tensor]] = [{} for _ in rows]
     first = predicted[0] if predicted else ()
     names = [name for name, x_T in zip(NAMES, first, strict=False) if x_T is not None]
@@ -83,10 +81,8 @@ def routes_per_row(
 def _of_all(
     mine: Sequence[Tensor], plan: MicrobatchPlan, rows: Sequence[Row], meshes: Meshes, at_least: int
 ) -> Iterator[tuple[list[int], list[int], Tensor]]:
-    """(rows, lengths with filling, numbers of all tokens) of every microbatch of every rank.
-
-    `mine` is what this rank has of its microbatches' tokens.
-    """
+    """(rows, padded lengths, values of all tokens) of every microbatch of every rank. `mine` are
+    the values of this rank's microbatches."""
     if not mine:
         return
     cp = meshes.cp.size
@@ -126,7 +122,7 @@ def add_up(sums: Sequence[Sums], meshes: Meshes) -> tuple[float, dict[str, float
 
 
 def _add_up(sums: Sequence[Sums]) -> tuple[float, dict[str, float]]:
-    """Over this rank's microbatches, fetched from the device at once."""
+    """Sums over this rank's microbatches, fetched from the device at once."""
     if not sums:
         return 0.0, {}
     flat = [x.detach().double() for loss_sum, stats in sums for x in (loss_sum, *stats.values())]

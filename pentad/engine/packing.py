@@ -1,4 +1,4 @@
-"""How rows become microbatches: pure functions of the rows.
+"""Packs rows into microbatches: pure functions of the rows.
 
 A microbatch is bounded in tokens (memory) and balanced in cost (time), which differ: attention
 grows with the square of a length. Rows of a group that begin alike stay together where they can, as
@@ -21,20 +21,21 @@ from pentad.core.types import Row
 from pentad.engine.section import EngineSettings
 
 MicrobatchPlan = list[list[list[int]]]
-"""plan[rank][microbatch] = row indices, ascending. Every rank has as many microbatches."""
+"""plan[rank][microbatch] = row indices, ascending. All ranks have the same number of
+microbatches."""
 MIN_SHARED = 64
-"""Fewer common tokens are not worth a sequence of their own in attention: on an H200 a step of
-SmolLM2-135M whose rows share 27 of 58 tokens takes longer as trees."""
+"""Minimum number of common tokens for a shared prefix: on an H200 a step of SmolLM2-135M whose rows
+share 27 of 58 tokens takes longer as trees."""
 MIN_SAVED = 0.1
-"""Bundles are made where they leave out at least this share of a call's tokens."""
+"""Bundles are made if they save at least this share of a call's tokens."""
 PIECES_PER_BIN = 4
-"""Into so many pieces for each microbatch of each rank bundles are cut, where there are several:
-fewer could not be balanced."""
+"""Number of pieces per microbatch and rank into which bundles are cut if there are several
+microbatches: fewer could not be balanced."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowBundle:
-    """Rows whose first `shared` tokens are computed once. A row alone shares none."""
+    """Rows whose first `shared` tokens are computed once. A single row shares none."""
 
     rows: tuple[int, ...]
     shared: int = 0
@@ -51,13 +52,13 @@ class RowBundle:
         return self.shared * (len(self.rows) - 1)
 
     def cut(self, num: int) -> list[RowBundle]:
-        """Into so many with about as many rows each."""
+        """Splits a bundle into this number of pieces with about equally many rows."""
         parts = _parts(range(len(self.rows)), min(num, len(self.rows)))
         return [RowBundle(tuple(self.rows[i] for i in part), self.shared) for part in parts]
 
 
 def find_bundles(rows: Sequence[Row]) -> list[RowBundle]:
-    """Rows of a group by what they have in common; each row alone, where that saves little."""
+    """Bundles the rows of a group by their common tokens; rows stay single if that saves little."""
     of_group: dict[int, list[int]] = {}
     for i, row in enumerate(rows):
         if row.group is not None and row.routes is None:
@@ -79,7 +80,7 @@ def find_bundles(rows: Sequence[Row]) -> list[RowBundle]:
 
 
 def left_out(bundles: Sequence[RowBundle] | None, plan: MicrobatchPlan) -> list[int]:
-    """How many first tokens of each row another row of its microbatch has computed."""
+    """Number of leading tokens of each row that another row of its microbatch computes."""
     shared = {row: bundle for bundle in bundles or () if bundle.shared for row in bundle.rows}
     lengths = []
     for mb in itertools.chain.from_iterable(plan):
@@ -89,7 +90,7 @@ def left_out(bundles: Sequence[RowBundle] | None, plan: MicrobatchPlan) -> list[
 
 
 def num_common(ids: Sequence[np.ndarray]) -> int:
-    """With how many equal tokens all sequences begin."""
+    """Number of equal first tokens of all sequences."""
     num = min(map(len, ids))
     for other in ids[1:]:
         differs = ids[0][:num] != other[:num]
@@ -99,7 +100,7 @@ def num_common(ids: Sequence[np.ndarray]) -> int:
 
 
 def sequence_cost(dims: ModelDims) -> Callable[[int], float]:
-    """FLOPs of one sequence by its length: what a microbatch is balanced by."""
+    """FLOPs of one sequence by its length; microbatches are balanced by it."""
     linear = 6.0 * dims.num_matmul_params
     if dims.sliding_layers or dims.linear_layers:
         return lambda length: dims.train_flops(length)
@@ -115,9 +116,9 @@ def plan_call(
     take: Callable[[int], int] | None,
     bundles: Sequence[RowBundle] | None = None,
 ) -> MicrobatchPlan:
-    """What each data-parallel rank computes of a call's rows. `take` rounds a number of
-    microbatches up to one that a pipeline's schedule runs; without one, those that would be empty
-    on all ranks are left out."""
+    """The rows of each data-parallel rank in a call. `take` rounds the number of microbatches up to
+    one that a pipeline's schedule supports; without it, microbatches that would be empty on all
+    ranks are left out."""
     num, spec = settings.model.mb_spec.fewest, settings.model.mb_spec
     while True:
         plan = plan_microbatches(
@@ -147,13 +148,13 @@ def plan_microbatches(
     by_cost: bool = True,
     bundles: Sequence[RowBundle] | None = None,
 ) -> MicrobatchPlan:
-    """Deals rows to ranks and microbatches, by cost or in their order (`_in_order`).
+    """Distributes rows over ranks and microbatches, by cost or in their order (`_in_order`).
 
-    No microbatch exceeds `max_tokens`, except one that holds a single longer row. There are as
-    few microbatches as that allows (more, if `min_per_rank` says so), the same number on each
-    rank. Empty ones appear only where there are fewer rows than microbatches; each rank's
-    microbatches run from costly to cheap, so ranks meet similar ones at the same time.
-    Rows of a bundle stay together as far as that allows.
+    No microbatch exceeds `max_tokens`, except one that holds a single longer row. There are as few
+    microbatches as that allows (more, if `min_per_rank` says so), the same number on each rank.
+    Empty ones appear only if there are fewer rows than microbatches; each rank's microbatches run
+    from costly to cheap, so that ranks compute similar ones at the same time. Rows of a bundle stay
+    together as far as that allows.
     """
     assert num_ranks > 0 and min_per_rank > 0 and all(n > 0 for n in lengths)
     budget = max_tokens or max(sum(lengths), 1)
@@ -173,8 +174,8 @@ def plan_microbatches(
 def cut_bundles(
     bundles: Sequence[RowBundle], lengths: Sequence[int], budget: int, num_bins: int
 ) -> list[RowBundle]:
-    """Those that fit no microbatch in pieces that do; all in smaller ones where several
-    microbatches have too few to be balanced."""
+    """Cuts bundles that fit no microbatch; cuts all of them smaller if there are several
+    microbatches and too few bundles to balance them."""
     pieces: list[RowBundle] = []
     for bundle in bundles:
         if bundle.num_tokens(lengths) <= budget:
@@ -213,8 +214,8 @@ def _by_cost(
 def _in_order(
     lengths: Sequence[int], budget: int, num_ranks: int, min_per_rank: int
 ) -> MicrobatchPlan:
-    """Each rank an equal number of rows that follow each other, cut where the budget ends; ranks
-    that need fewer microbatches than others have empty ones at the end."""
+    """Gives each rank an equal number of consecutive rows, split at the token budget; ranks that
+    need fewer microbatches than others get empty ones at the end."""
     plan: MicrobatchPlan = []
     for rows in _parts(range(len(lengths)), num_ranks):
         cut: list[list[int]] = []
@@ -244,7 +245,8 @@ def _fill(
     num_bins: int,
     budget: int,
 ) -> list[list[int]] | None:
-    """Each row, longest first, into the cheapest bin with room; None when one finds no room."""
+    """Puts each row, longest first, into the cheapest bin with room; None if a row finds no
+    room."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     room = [budget] * num_bins
     heap = [(0.0, i) for i in range(num_bins)]
@@ -266,7 +268,8 @@ def _fill(
 
 
 def _deal(bins: list[list[int]], costs: Sequence[float], num_ranks: int) -> MicrobatchPlan:
-    """Bins by falling cost, dealt in turns back and forth, so that ranks' sums stay close."""
+    """Distributes bins of falling cost to ranks back and forth, so that the ranks' sums stay
+    close."""
     load = [sum(costs[row] for row in rows) for rows in bins]
     ranked = sorted(range(len(bins)), key=lambda i: (-load[i], i))
     plan: MicrobatchPlan = [[] for _ in range(num_ranks)]

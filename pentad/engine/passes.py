@@ -30,31 +30,32 @@ from pentad.parallel.storage import reshard
 
 
 class Passes(Protocol):
-    """How an engine computes. Every rank gets the same results, whatever it held of the model."""
+    """Interface to an engine's forward and backward passes over microbatches. Every rank gets the
+    same results, whatever part of the model it holds."""
 
     loads: ExpertLoads
-    """Counts what `train` sends to the experts held here."""
+    """Counts the tokens that `train` sends to the experts on this rank."""
 
     def forward(
         self, microbatches: Iterable[PackedRows], noted: list[Routes] | None = None
     ) -> list[Predicted]:
-        """Log-probs and values, without gradients. Where `noted` is given, it gets the experts that
-        each microbatch's tokens were sent to."""
+        """Log-probs and values, without gradients. `noted` receives the experts of each
+        microbatch's tokens."""
         ...
 
     def train(
         self, microbatches: Iterable[PackedRows], loss: Loss, *, last: bool
     ) -> tuple[list[Predicted], list[Sums]]:
-        """Adds up gradients; they are whole after the call with `last`."""
+        """Accumulates gradients; they are complete after the call with `last`."""
         ...
 
     def give_up(self) -> None:
-        """Before gradients are dropped that no `last` call has completed."""
+        """Called before incomplete gradients are dropped."""
         ...
 
 
 class WholePasses:
-    """The whole model is here: one microbatch after the other."""
+    """Passes of a rank with the whole model: one microbatch after the other."""
 
     def __init__(self, predictor: Predictor, settings: EngineSettings, meshes: Meshes) -> None:
         self.predictor = predictor
@@ -117,10 +118,8 @@ def run_part(
     settings: EngineSettings,
     meshes: Meshes,
 ) -> Predicted | Tensor:
-    """A model part over one microbatch, from its ids or from what the part before made of them.
-
-    `routes` are filled in, or followed where the rows have them.
-    """
+    """Runs a model part over one microbatch, from its ids or from the output of the part before.
+    `routes` are filled in, or followed if the rows have them."""
     dims, tree = part.decoder.dims, packed.tree
     build = build_attend if tree is None else partial(build_tree_attend, tree.plan, tree.rows)
     attend: Attend = build(
@@ -151,7 +150,7 @@ def run_part(
 
 
 def without_filling(routes: Routes, packed: PackedRows, meshes: Meshes) -> Routes:
-    """The choices of this rank's tokens that rows brought."""
+    """The routes of this rank's tokens, as the rows gave them."""
     num_here = len(packed.ids_U) // meshes.tp.size
     num_real = min(max(packed.num_real - meshes.tp.rank * num_here, 0), num_here)
     return {layer: chosen_Tk[:num_real] for layer, chosen_Tk in routes.items()}
@@ -160,7 +159,7 @@ def without_filling(routes: Routes, packed: PackedRows, meshes: Meshes) -> Route
 def apply_loss(
     packed: PackedRows, loss: Loss, predicted: Predicted
 ) -> tuple[Tensor, dict[str, Tensor], Predicted]:
-    """The loss, its statistics, and what of the prediction is reported per token."""
+    """The loss, its statistics, and the per-token results that are reported."""
     logprobs_T, entropy_T, values_T = predicted
     shown_T = entropy_T
     if entropy_T is not None and not loss.needs_entropy:

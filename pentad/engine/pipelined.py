@@ -1,7 +1,7 @@
 """Microbatches through a pipeline: each call is one run of its schedule.
 
-What is computed at the last stage (log-probs, entropies, values, loss, statistics) is sent to all
-pipeline ranks, so that they continue alike.
+Results of the last stage (log-probs, entropies, values, loss, statistics) are sent to all pipeline
+ranks, so that they continue alike.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class PipelinedPasses:
             self.schedule.run(compute, shapes, dtype, backward=backward, reduces=reduces)
 
     def _all_layers(self, known: Routes, packed: PackedRows) -> Routes:
-        """The choices of all mixture layers, of which each rank made those of its stages."""
+        """The routes of all mixture layers; each rank has those of its stages."""
         layers = [n for n in range(self.dims.num_layers) if self.dims.is_moe(n)]
         size = (packed.num_tokens // self.meshes.token_multiple, self.dims.num_experts_per_token)
         none_Tk = torch.zeros(size, dtype=torch.int64, device=self.meshes.device)

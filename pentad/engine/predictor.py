@@ -32,11 +32,11 @@ Predicted = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Predictor(nn.Module):
-    """One module around decoder and heads, so that whatever shards or casts weights around a
-    forward pass covers the heads too, which are used outside the decoder's own forward.
+    """One module around decoder and heads, so that FSDP and casts around a forward pass cover the
+    heads too, which are used outside the decoder's own forward.
 
-    Under tensor parallelism the decoder gives this rank's share of the tokens, and the head is cut
-    by vocabulary: all tp ranks return the same numbers for all tokens.
+    Under tensor parallelism the decoder returns this rank's share of the tokens, and the head is
+    split by vocabulary: all tp ranks return the same numbers for all tokens.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Predictor(nn.Module):
         self.tp: Axis = ALONE
         self.vocab: VocabShard = WHOLE_VOCAB
         self.cuts: dict[str, Cut] = {}
-        """Who holds what of each parameter, by native name."""
+        """Which ranks hold which part of each parameter, by native name."""
 
     def forward(
         self,
@@ -70,7 +70,7 @@ class Predictor(nn.Module):
         attend: Attend,
         routes: Routes | None = None,
     ) -> Predicted | Tensor:
-        """Predictions; hidden states from every pipeline stage but the last."""
+        """Predictions; hidden states on every pipeline stage but the last."""
         hidden_TD: Tensor = self.decoder(ids_T, positions_T, attend, routes)
         if not self.decoder.is_last:
             return hidden_TD
@@ -103,7 +103,7 @@ class Predictor(nn.Module):
 def wrap_model(
     decoder: Decoder, settings: EngineSettings, device: torch.device, meshes: Meshes | None = None
 ) -> Predictor:
-    """The decoder with everything the settings and the layout ask for around it."""
+    """Wraps the decoder as the settings and the layout require."""
     meshes = meshes or build_meshes(Layout(), device)
     if settings.strict:
         check_strict(meshes.layout, decoder.dims)
@@ -165,5 +165,5 @@ def vocab_shard(cut: Cut, tp: Axis) -> VocabShard:
 
 
 def present_cut(cuts: dict[str, Cut], name: str, tensor: Tensor) -> Tensor:
-    """How a laid out parameter shows to the outside."""
+    """The DTensor view of a laid-out parameter."""
     return cuts[name].present(local(tensor))

@@ -1,7 +1,7 @@
-"""The keys of the blocks `actor` and `critic`, and what an engine is given beside them.
+"""The keys of the blocks `actor` and `critic`, and the further settings of an engine.
 
-The class that a recipe fills is the class that engine and planner read. What it leaves open is
-chosen in one place, `EngineSettings.settled`, which knows the device and the layout.
+The class that a recipe fills is the class that engine and planner read. Keys left open are chosen
+in one place, `EngineSettings.settled`, which knows the device and the layout.
 """
 
 from __future__ import annotations
@@ -124,26 +124,27 @@ class ArchonConfig(Section):
 
     @property
     def balances(self) -> bool:
-        """Whether anything keeps the experts of a mixture equally busy."""
+        """Whether a loss or bias balances the load of the experts."""
         return any(self.router_losses.values()) or self.moe_bias_rate > 0
 
     @property
     def router_losses(self) -> dict[str, float]:
-        """Those by which routers are trained beside the loss, by key."""
+        """Coefficients of the routers' losses, by key."""
         return {name: getattr(self, name) for name in ("moe_aux_loss_coef", "moe_z_loss_coef")}
 
     def selection(self, pp: int) -> Literal["op"] | int:
-        """`ac_selective`, or what a pipeline of `pp` ranks makes of null."""
+        """`ac_selective`, or its default for a pipeline of `pp` ranks."""
         is_split = pp > 1 and splits_backward(self.pp_schedule)
         return self.ac_selective or (2 if is_split else "op")
 
     def reshards(self, pp: int, world: int) -> bool:
-        """A pipeline would gather too often; one rank has nothing to gather but from the host."""
+        """Whether parameters are resharded: a pipeline would gather too often; one rank gathers
+        only from the host."""
         policy, gathers = self.reshard_after_forward_policy, world > 1 or self.offload_params
         return pp == 1 and gathers if policy == "default" else policy == "always"
 
     def chosen(self, device: str, pp: int, world: int, *, strict: bool = False) -> ArchonConfig:
-        """These keys with a choice where they leave it to the engine."""
+        """These keys with defaults for those left to the engine."""
         is_cuda = device == "cuda"
         selects = is_cuda or self.ac_selective is not None
         mode = "selective" if selects else "none"
@@ -176,7 +177,7 @@ class ArchonConfig(Section):
     def compile_problems(
         self, prefix: str, *, compiles: bool | Literal["auto"], keeps: bool
     ) -> Iterator[Problem]:
-        """What needs compiled blocks, or blocks that are not. `keeps`: whether activation
+        """Problems of keys that need compilation, or do not support it. `keeps`: whether activation
         checkpointing is on."""
         is_budget = self.ac_mode == "memory_budget"
         if is_budget and keeps and compiles is False:
@@ -191,7 +192,8 @@ class ArchonConfig(Section):
     def stage_problems(
         self, prefix: str, where: str, *, pp: int, num_layers: int | None
     ) -> Iterator[Problem]:
-        """Stages that the schedule or the model does not have. `where`: what says `pp`."""
+        """Stages that the schedule or the model does not support. `where`: the key that sets
+        `pp`."""
         schedule, given = self.pp_schedule, self.stages_per_rank
         if given is not None and not takes_stages_per_rank(schedule, given):
             want = {"1F1B": "exactly 1", "ZBVZeroBubble": "exactly 2"}.get(schedule, "at least 2")
@@ -219,8 +221,8 @@ class ArchonConfig(Section):
     def schedule_problems(
         self, prefix: str, *, pp: int, compiles: bool, keeps: bool, reshards: bool, moe: bool
     ) -> Iterator[Problem]:
-        """What `pp_schedule` does not go with. A backward in two parts keeps its graph in between:
-        what frees or replays it would be wrong, or wait without end. `keeps`: whether activation
+        """Settings that `pp_schedule` does not support. A backward in two parts keeps its graph in
+        between: freeing or replaying it would be wrong, or hang. `keeps`: whether activation
         checkpointing is on. `prefix` of the keys: that of the block in the config, or none."""
         name, key = f"pp_schedule = {self.pp_schedule}", prefix
         if self.keep_logits:
@@ -261,7 +263,8 @@ class LoraConfig(Section):
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Which matrices have factors: all-linear, or some of q k v o gate up down experts, and of
     latent attention q_a q_b kv_a kv_b. gate and up are named together. Router, embedding and head
-    have none. A critic trains its head besides, and with [] the head alone."""
+    have none. A critic trains its head besides, and with [] the head alone. fsdp: the linear layers
+    of transformers' blocks, by these words or by their last names (c_fc), and no experts."""
     experts: Literal["shared_outer", "each"] = "shared_outer"
     """Factors of the experts of a mixture. shared_outer: the experts of a layer share the factor on
     the side of the hidden size. each: every expert has its own two factors."""
@@ -313,16 +316,16 @@ class ModelConfig(Section):
     gradients and optimizer state. null: all weights are trained."""
 
     def compute_dtype(self, device: str) -> Literal["float32", "bfloat16"]:
-        """In which forward and backward run on a device of this type."""
+        """The compute dtype of forward and backward on a device of this type."""
         return auto_dtype(device) if self.dtype == "auto" else self.dtype
 
     def bytes_on(self, device: str) -> int:
-        """Bytes of one number as it is computed with, sampled from and saved."""
+        """Bytes of one number in compute, sampling and saved files."""
         return DTYPE_BYTES[self.compute_dtype(device)]
 
     @property
     def compute_bytes(self) -> int:
-        """As `bytes_on`, where `dtype` is settled."""
+        """Like `bytes_on`, if `dtype` is settled."""
         return DTYPE_BYTES[self.dtype]
 
     @property
@@ -332,13 +335,13 @@ class ModelConfig(Section):
 
     @property
     def min_tokens_per_mb(self) -> int:
-        """What every microbatch is filled up to."""
+        """Minimum tokens of a microbatch, reached by padding."""
         return (self.mb_spec.max_tokens_per_mb or 1) if self.pad_to_maximum is True else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """What an engine must know besides its weights: its block of keys, and what the run adds."""
+    """Settings of an engine besides its weights: its block of keys, and the run's values."""
 
     model: ModelConfig = ModelConfig()
     total_steps: int | None = None
@@ -359,7 +362,7 @@ class EngineSettings:
     """Memory for one chunk of logits; None: `ops.logprob.CHUNK_BYTES`."""
 
     def settled(self, device: str, layout: Layout) -> EngineSettings:
-        """With a choice for every key that is left to the engine."""
+        """These settings with a choice for every key left to the engine."""
         model, archon, pp = self.model, self.model.archon, layout.pp
         tokens = model.mb_spec.max_tokens_per_mb
         if tokens is None and self.max_row_tokens is not None:

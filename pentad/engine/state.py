@@ -1,9 +1,9 @@
-"""What training continues from, by name: tensors that share this rank's memory, and its random
-states.
+"""The state that training continues from, by name: tensors that share this rank's memory, and its
+random states.
 
 `model.NAME`, `optimizer.exp_avg.NAME`, `optimizer.exp_avg_sq.NAME`, `optimizer.step.NAME` and
-`tags.TAG.NAME` are whole tensors to the outside, under a layout DTensors; `rng.RANK.KIND` belong to
-one rank.
+`tags.TAG.NAME` are whole tensors to callers, under a layout DTensors; `rng.RANK.KIND` belong to one
+rank.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ MT_WORDS = 624
 
 
 def present_all(tensors: Mapping[str, Tensor], cuts: Cuts) -> dict[str, Tensor]:
-    """Each as the tensor it is a part of, sharing memory: a DTensor under a layout. Cut are
-    parameters and what has their shape; not the optimizer's step counts, nor buffers."""
+    """Each shard as the whole tensor it belongs to, sharing memory: a DTensor under a layout.
+    Parameters and tensors of their shape are sharded; step counts of the optimizer and buffers are
+    not."""
     found = {name: tensor.detach() for name, tensor in tensors.items()}
     for name in cuts.keys() & found.keys():
         if found[name].ndim == len(cuts[name].shape):

@@ -1,4 +1,5 @@
-"""Weights copied under a name (ref, old_actor, teacher), and training state moved to the host."""
+"""Copies of weights under a name (ref, old_actor, teacher), and offloading of training state to the
+host."""
 
 from __future__ import annotations
 
@@ -43,10 +44,8 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 class WeightTags:
-    """Named copies of a fixed list of tensors, and which of them is in place.
-
-    "actor" is what is trained: it is in place except within `use`.
-    """
+    """Named copies of a fixed list of tensors, and which copy is in place. "actor" is the trained
+    one: it is in place except within `use`."""
 
     def __init__(self, tensors: Mapping[str, Tensor], memory: str) -> None:
         self.names = list(tensors)
@@ -56,16 +55,18 @@ class WeightTags:
         self.device = torch.device("cpu") if memory == "host" else self.tensors[0].device
         self.copies: dict[str, FlatCopy] = {}
         self.stash: FlatCopy | None = None
-        """Holds the actor's weights while others are in place; kept, since pinning is slow."""
+        """Holds the actor's weights while others are in place; never freed, because pinning memory
+        is slow."""
         self.current = "actor"
 
     def save(self, tag: str) -> None:
-        """The weights in place become `tag`, replacing what it was."""
+        """Saves the weights in place as `tag`, replacing its earlier copy."""
         self.require_actor(f"saving the tag {tag}")
         self._keep(tag)
 
     def load(self, tag: str, write: Callable[[], object]) -> None:
-        """What `write` puts in place becomes `tag`; the actor's weights stay what they are."""
+        """Saves the weights that `write` puts in place as `tag`; the actor's weights are
+        unchanged."""
         with self.borrow(tag):
             write()
             self._keep(tag)
@@ -98,7 +99,8 @@ class WeightTags:
 
     @contextmanager
     def borrow(self, name: str) -> Iterator[None]:
-        """Within, the tensors may be overwritten; afterwards they are the actor's again."""
+        """While active, the tensors may be overwritten; afterwards they hold the actor's weights
+        again."""
         self.require_actor(f"using the tag {name}")
         self.stash = self.stash or self._new()
         copy_all(self.stash.views, self.tensors)
@@ -113,12 +115,12 @@ class WeightTags:
         return dict(zip(self.names, self.copies[tag].views, strict=True))
 
     def memory(self) -> Iterator[Tensor]:
-        """All that is held besides the weights in place."""
+        """All tensors besides the weights in place."""
         for copy in filter(None, (*self.copies.values(), self.stash)):
             yield from copy.views
 
     def prepare(self, tags: Iterable[str]) -> None:
-        """Exactly these tags, their weights still to be written."""
+        """Allocates exactly these tags; their weights are written later."""
         self.copies = {tag: self.copies.get(tag) or self._new() for tag in tags}
 
     def _new(self) -> FlatCopy:
@@ -126,8 +128,9 @@ class WeightTags:
 
 
 class Offload:
-    """The storages that were moved, and host memory for each, which is kept: pinning is slow.
-    Tensors keep their identity and lose their memory, so modules, optimizer and views stay."""
+    """Storages that were moved to the host, and host memory for each, which is never freed: pinning
+    is slow. Tensors keep their identity and lose their memory, so modules, optimizer and views stay
+    valid."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -135,7 +138,7 @@ class Offload:
         self.away: dict[int, torch.UntypedStorage] = {}
 
     def leave(self, tensors: Iterable[Tensor]) -> None:
-        """Moves what lies on the device; of tensors that share memory the memory is moved once."""
+        """Moves storages from the device; memory shared by several tensors is moved once."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage.device.type == self.device.type and storage.nbytes():

@@ -1,7 +1,7 @@
 """Models of transformers laid out for an engine: the backend `fsdp`.
 
-Blocks are found by the classes that transformers keeps whole and stored by FSDP2; tp follows
-transformers' own plan, cp happens in the attention core as for every model.
+Blocks are found by the classes that transformers marks as not splittable, and sharded by FSDP2; tp
+follows transformers' own plan, cp is in the attention core as for every model.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pentad.models.families import ConfigLike
 from pentad.models.hf.config import read_hf_config
 from pentad.models.hf.module import HfModel, build_hf_model
 from pentad.models.language_model import LanguageModel
+from pentad.models.lora import apply_lora
 from pentad.parallel.blocks import apply_to_blocks, compiling
 from pentad.parallel.cuts import cut_parameters
 from pentad.parallel.mesh import Meshes
@@ -29,7 +30,7 @@ from pentad.parallel.styles import apply_styles, match_styles, plan_style_cuts
 def transformers_maker(
     source: ConfigLike, settings: EngineSettings, meshes: Meshes, *, value_head: bool
 ) -> Maker:
-    """Builds models of transformers; refuses those that cannot be trained this way."""
+    """Builds models of transformers; rejects those that cannot be trained this way."""
     config = read_hf_config(source)
     problems = []
     archon = settings.model.archon
@@ -43,9 +44,11 @@ def transformers_maker(
 
     def build(**stage: object) -> HfModel:
         assert not stage, "transformers' models are not cut into stages"
-        return build_hf_model(
-            config, dtype=DTYPES[settings.model.param_dtype], value_head=value_head
-        )
+        dtype, lora = DTYPES[settings.model.param_dtype], settings.model.lora
+        model = build_hf_model(config, dtype=dtype, value_head=value_head)
+        if lora is not None:
+            apply_lora(model, lora)
+        return model
 
     def wrap(model: LanguageModel) -> Predictor:
         assert isinstance(model, HfModel)
@@ -55,7 +58,8 @@ def transformers_maker(
 
 
 def match_layout(model: HfModel, layout: Layout) -> dict[str, str]:
-    """How tp splits the model's modules by transformers' plan; UserError if it cannot."""
+    """How tp splits the model's modules by transformers' plan; UserError if that is not
+    possible."""
     where = f"layout = {layout}"
     if layout.pp > 1 or layout.ep > 1:
         rule = "the backend fsdp cuts by d, t and c only"
@@ -77,7 +81,8 @@ def lay_out_hf(model: HfModel, settings: EngineSettings, meshes: Meshes) -> Pred
     keeps, room = settings.model.archon.keep_logits is True, settings.logprob_bytes
     predictor = Predictor(model, settings.temperature, room, keep_logits=keeps)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    cuts = plan_style_cuts(shapes, styles, meshes)
+    trained = () if model.adapter_map is None else model.adapter_map.entries
+    cuts = plan_style_cuts(shapes, styles, meshes, trained)
     cut_parameters(model, cuts)
     apply_styles(model, styles, meshes.tp)
     blocks = model.blocks

@@ -1,8 +1,10 @@
-"""An adapter in the sampler: its factors as products read them, made anew at each install.
+"""An adapter in the sampler: copies of its factors in the form that kernels need, renewed at each
+install.
 
-Factors are installed and compared in float32. Products read copies in their own dtype, which stay
-in place for captured graphs and are padded to a rank that kernels take. Those of several matrices
-of one input are side by side: a product of A and a kernel for B add them to the base's.
+Factors are installed and compared in float32. Products use copies in their own dtype, which keep
+their memory for captured graphs and are padded to a rank that the kernels support. Factors of
+several matrices with one input are concatenated: a product with A and a kernel for B add their
+output to the base's.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from pentad.ops.adapter_kernel import add_expanded, columns_of
 from pentad.ops.experts import grouped_linear
 
 RANK_STEP = 16
-"""Kernels and grouped products take ranks that are multiples of it; the rest is zeros."""
+"""Kernels and grouped products support multiples of this rank; the rest is filled with zeros."""
 FactorCopies = Iterator[tuple[Tensor, Tensor]]
-"""A part of a copy, and the factor it is a copy of."""
+"""A part of a copy, and the factor it copies."""
 
 
 def padded(rank: int) -> int:
@@ -31,11 +33,11 @@ def padded(rank: int) -> int:
 
 
 class JoinedFactors:
-    """Factors of matrices that take one input and are side by side; None: one without."""
+    """Concatenated factors of matrices with one input; None: a matrix without factors."""
 
     def __init__(self, parts: Sequence[Factors | None], widths: Sequence[int], like: Tensor):
         self.parts, self.widths = parts, list(widths)
-        """Outputs of each plane: gate and up are two planes of one part."""
+        """Number of outputs of each plane: gate and up are two planes of one part."""
         self.some = next(part for part in parts if part is not None)
         self.rank, size = self.some.a.shape[-2:]
         self.a_PrI = like.new_zeros(len(self.widths), padded(self.rank), size)
@@ -52,7 +54,7 @@ class JoinedFactors:
             at, row = at + planes, row + height
 
     def add(self, x_TI: Tensor, y_TO: Tensor) -> Tensor:
-        """To the product of the base, in place."""
+        """Adds the adapter's output to the product of the base, in place."""
         if not self.some.is_on or not len(x_TI):
             return y_TO
         h_TR = F.linear(x_TI, self.a_PrI.flatten(0, 1))
@@ -97,7 +99,7 @@ class JoinedAdapter:
 
     dense: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     other: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """FactorCopies with gaps, which would take the others the slow way too."""
+    """Copies with gaps, kept apart: one of them would make the copy of all slow."""
 
     def take(self, joined: JoinedFactors | JoinedExperts) -> None:
         for copy, factor in joined.copies():
@@ -106,15 +108,15 @@ class JoinedAdapter:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """After factors were written."""
+        """Renews the copies after factors were written."""
         for pairs in (self.dense, self.other):
             if pairs:
                 torch._foreach_copy_([copy for copy, _ in pairs], [factor for _, factor in pairs])
 
 
 def join_factors(model: Decoder) -> JoinedAdapter:
-    """Gives layers their factors in the form of kernels; widths that no kernel takes keep the plain
-    way."""
+    """Gives layers their factors in the form of kernels; layers with unsupported widths keep the
+    general path."""
     adapter, like = JoinedAdapter(), model.head_weight
     taken: set[Factors] = set()
     for module in model.modules():

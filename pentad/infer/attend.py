@@ -1,14 +1,15 @@
 """Attention over the paged key-value cache, in plain torch: any device, any dtype, any chunk.
 
-Shape letters: T tokens of the step (all sequences, flat), S sequences of a bucket, L queries and
-P places (tokens in the cache) of each, B blocks, b places of a block, H query heads, K key-value
+Shape letters: T tokens of the step (all sequences, flat), S sequences of a bucket, L queries and P
+places (tokens in the cache) of each, B blocks, b places of a block, H query heads, K key-value
 heads, d head width.
 
-Sequences of similar size are laid side by side in buckets, so padding at most doubles the work.
+Sequences of similar size are batched in buckets, so padding at most doubles the work.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,13 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pentad.core.dims import ModelDims
+from pentad.core.types import Attend
 from pentad.models.moe import Routes
 from pentad.ops.pages import LARGEST, Pages
 from pentad.ops.sinks import attend_with_sinks
 
 
 class KVCache:
-    """Keys and values of all layers that have some, block by block."""
+    """Keys and values of all attention layers, block by block."""
 
     def __init__(
         self,
@@ -34,13 +36,16 @@ class KVCache:
         device: torch.device,
         dtype: torch.dtype,
         expanded: bool = False,
+        shapes: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """In one of `EIGHT_BITS` it has scales, too. `expanded`: of latent attention the keys and
-        values of every head, not what they are made of."""
+        """A dtype in `EIGHT_BITS` adds scales. `expanded`: for latent attention the cache holds
+        keys and values of every head instead of the latents. `shapes`: heads and width of each
+        layer, if some layers have smaller ones."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         layers = [layer for layer in range(dims.num_layers) if not dims.is_linear(layer)]
         self.index = {layer: n for n, layer in enumerate(layers)}
+        self.shapes = shapes if len(set(shapes)) > 1 else ()
         num_heads, width, v_width = dims.cache_shape(expanded=expanded)
         shape = (len(layers), num_blocks, block_size, num_heads, width)
         self.k = torch.zeros(shape, device=device, dtype=dtype)
@@ -55,8 +60,8 @@ class KVCache:
             self.k_scale = torch.ones(shape[:-1], device=device)
             self.v_scale = torch.ones(shape[:-1], device=device)
         self.routes: Tensor | None = None
-        """[blocks, places, mixture layers, k]: the experts that the token of each place was sent
-        to; beside its keys and values, so that sequences that share them share it."""
+        """[blocks, places, mixture layers, k]: the experts of each cached token; stored like keys
+        and values, so that sequences that share a prefix share its routes."""
 
     def keep_routes(self, dims: ModelDims) -> None:
         num_layers = sum(map(dims.is_moe, range(dims.num_layers)))
@@ -70,16 +75,21 @@ class KVCache:
         self.routes.flatten(0, 1).index_copy_(0, places_T, chosen_TLk.to(self.routes.dtype))
 
     def read_routes(self, blocks: Tensor, num_tokens: int) -> np.ndarray:
-        """Those of the first tokens of a sequence that lies in these blocks."""
+        """The routes of the first tokens of a sequence in these blocks."""
         assert self.routes is not None
         found: np.ndarray = self.routes[blocks].flatten(0, 1)[:num_tokens].cpu().numpy()
         return found
 
     def layer(self, number: int) -> Pages:
         index = self.index[number]
+        k_BbKd, v_BbKd = self.k[index], self.v[index]
+        heads, width = self.shapes[index] if self.shapes else k_BbKd.shape[2:]
+        if self.shapes:
+            k_BbKd, v_BbKd = (x[:, :, :heads, :width] for x in (k_BbKd, v_BbKd))
         if self.k_scale is None or self.v_scale is None:
-            return Pages(self.k[index], self.v[index])
-        return Pages(self.k[index], self.v[index], self.k_scale[index], self.v_scale[index])
+            return Pages(k_BbKd, v_BbKd)
+        scales = self.k_scale[index][..., :heads], self.v_scale[index][..., :heads]
+        return Pages(k_BbKd, v_BbKd, *scales)
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         v = self.v if self.has_values else None
@@ -119,8 +129,8 @@ class Bucket:
         self.masks: dict[int | None, Tensor] = {}
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[S, 1, L, P]: 0 for the places a query may see, else -inf. Of one step: booleans would
-        be made into this anew by every layer."""
+        """[S, 1, L, P]: 0 for the places a query attends to, else -inf. Computed once per step:
+        every layer would convert booleans to this again."""
         if window not in self.masks:
             place_P = torch.arange(self.num_places, device=self.position_SL.device)
             distance = self.position_SL[:, None, :, None] - place_P
@@ -168,9 +178,9 @@ class StepRows:
     starts: np.ndarray
     counts: np.ndarray
     blocks: np.ndarray
-    """A row of the block table for each."""
+    """A row of the block table for each sequence."""
     places_T: Tensor
-    """Where the new tokens' keys and values go."""
+    """Cache places of the new tokens' keys and values."""
 
 
 class PagedAttend:
@@ -216,7 +226,7 @@ class PagedAttend:
     def attend(
         self, layer: int, q_THd: Tensor, window: int | None, sinks: Tensor | None = None
     ) -> Tensor:
-        """The second half: all keys and values are in the cache."""
+        """Attends; all keys and values are in the cache."""
         pages = self.cache.layer(layer)
         if len(self.buckets) == 1 and self.buckets[0].real_T is None:
             (bucket,) = self.buckets  # its queries are all tokens in order
@@ -230,6 +240,36 @@ class PagedAttend:
                 tokens = tokens.index_select(0, bucket.real_T)
             o_THd.index_copy_(0, tokens, out)
         return o_THd
+
+
+class OrderedAttend:
+    """The attention core for a model whose calls do not name their layer: the n-th call of a
+    forward pass uses the n-th layer of the cache."""
+
+    def __init__(self, core: Attend, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> None:
+        self.core = core
+        self.shapes = shapes
+        self.dtype = dtype
+        """The dtype of the model; some families compute parts of a layer in a wider one."""
+        self.num_calls = 0
+
+    def __call__(
+        self,
+        layer: int,
+        q_THd: Tensor,
+        k_TKd: Tensor,
+        v_TKd: Tensor,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        place, self.num_calls = self.num_calls, self.num_calls + 1
+        assert k_TKd.shape[1:] == self.shapes[place], f"call {place} has keys {k_TKd.shape}"
+        q, k, v = (x.to(self.dtype) for x in (q_THd, k_TKd, v_TKd))
+        return self.core(place, q, k, v, window, sinks).to(q_THd.dtype)
+
+    def check_whole(self) -> None:
+        num = len(self.shapes)
+        assert self.num_calls == num, f"{self.num_calls} calls of attention, where {num} were"
 
 
 def ceil_log2(numbers: np.ndarray) -> np.ndarray:

@@ -1,10 +1,10 @@
-"""Blocks of the key-value cache: who holds which, and which hold a prefix worth keeping.
+"""Blocks of the key-value cache: which sequences hold them, and which contain a reusable prefix.
 
-A block is `block_size` consecutive token places. Full blocks are remembered in a tree whose edges
-are the tokens of one block, so two sequences share a block exactly when all tokens up to its end
-are equal; nothing is trusted to a hash. The tree is emptied when the weights change, so a prefix
-computed by other weights is never found. Unheld blocks that are remembered stay usable until
-their memory is needed, the longest unused first.
+A block is `block_size` consecutive token places. Full blocks are stored in a tree whose edges are
+the tokens of one block, so two sequences share a block exactly when all tokens up to its end are
+equal; hashes are not relied on. The tree is emptied when the weights change, so a prefix computed
+by other weights is never found. Stored blocks without a holder stay usable until their memory is
+needed, the least recently used first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class BlockPool:
     """Counts the holders of every block and finds prefixes."""
 
     def __init__(self, num_blocks: int, block_size: int, *, finds_prefixes: bool = True) -> None:
-        """`finds_prefixes`: whether keys and values are all that tokens leave behind."""
+        """`finds_prefixes`: whether keys and values are the whole state of tokens (not with delta
+        nets)."""
         assert num_blocks >= 2, f"{num_blocks} blocks: one is the scratch block, none is left"
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -61,7 +62,7 @@ class BlockPool:
             self.holders[block] += 1
 
     def release(self, blocks: Seq[int]) -> None:
-        """Ends are given up first: a prefix outlives its continuations."""
+        """Releases blocks, the last of a sequence first: a prefix outlives its continuations."""
         for block in reversed(blocks):
             assert self.holders[block] > 0, f"block {block} was released twice"
             self.holders[block] -= 1
@@ -72,11 +73,11 @@ class BlockPool:
                     self.unused.append(block)
 
     def num_idle_in(self, blocks: Seq[int]) -> int:
-        """How many of these would stop being free by sharing them."""
+        """Number of these blocks that are free and would stop being free if shared."""
         return sum(self.holders[block] == 0 for block in blocks)
 
     def find_prefix(self, ids: Seq[int], max_tokens: int) -> tuple[list[int], int]:
-        """The remembered full blocks that `ids[:max_tokens]` begins with, and the last's node."""
+        """The stored full blocks that `ids[:max_tokens]` begins with, and the node of the last."""
         node, found, size = self.root, [], self.block_size
         for start in range(0, max_tokens - size + 1, size):
             hit = self.node_at.get((node, tuple(ids[start : start + size])))
@@ -87,7 +88,7 @@ class BlockPool:
         return found, node
 
     def remember(self, parent: int, tokens: Seq[int], block: int) -> int:
-        """Notes what a full block holds; returns its node, the parent of the next block."""
+        """Stores the tokens of a full block; returns its node, the parent of the next block."""
         if not self.finds_prefixes:
             return parent
         key = (parent, tuple(tokens))
@@ -100,7 +101,7 @@ class BlockPool:
         return self.last_node
 
     def forget_prefixes(self) -> None:
-        """After this no earlier block is found; nodes handed out before lead nowhere."""
+        """Forgets all prefixes; nodes returned before lead nowhere."""
         self.unused.extend(self.idle)
         self.idle.clear()
         self.node_at.clear()

@@ -1,7 +1,8 @@
-"""Drawing on a GPU: `sampling.draw` without truncation as two Triton kernels.
+"""Sampling on a GPU: `sampling.draw` without truncation as two Triton kernels.
 
-The logits are read once: the first kernel finds maximum and sum of every chunk of the vocabulary,
-the second picks the chunk and then the token inside it. Shape letters as in `sampling`.
+The logits are read once: the first kernel computes maximum and sum of every chunk of the
+vocabulary, the second selects the chunk and then the token inside it. Shape letters as in
+`sampling`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ CHUNK = 2048
 def draw_fused(
     logits_NV: Tensor, uniform_N: Tensor, temperature_N: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As `sampling.draw`; uniform in fp64, the rest of the arithmetic in fp32 and fp64 sums."""
+    """Like `sampling.draw`: uniform numbers and sums in fp64, the rest in fp32."""
     num_draws, vocab_size = logits_NV.shape
     assert logits_NV.is_contiguous()
     num_chunks = triton.cdiv(vocab_size, CHUNK)

@@ -1,6 +1,7 @@
-"""The engine: requests in, steps, finished sequences out. Synchronous; one thread at a time.
+"""The inference engine: requests in, steps, finished sequences out. Synchronous; one thread at a
+time.
 
-One step is: plan, run, record, and let go of what ended.
+One step is: plan, run, record, and release what has ended.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from pentad.infer.runner import Runner
 from pentad.infer.scheduler import Plan, RequestScheduler
 from pentad.infer.section import SamplerSettings
 from pentad.infer.sequence import Sequence, Table
-from pentad.models.decoder import Decoder
 from pentad.models.hf_weights import install_hf, iter_hf, native_tensors
+from pentad.models.language_model import LanguageModel
 from pentad.ops.digest import are_same, digest_of
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ Decode = Callable[[list[int]], str]
 
 @dataclass(slots=True)
 class Progress:
-    """One drawn token of a request that is listened to."""
+    """One sampled token of a request with a listener."""
 
     request_id: str
     index: int
@@ -56,7 +57,7 @@ class Progress:
 
 @dataclass(slots=True)
 class Report:
-    """What one or more steps brought."""
+    """The results of one or more steps."""
 
     finished: list[Sequence] = field(default_factory=list)
     progress: list[Progress] = field(default_factory=list)
@@ -64,11 +65,11 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """A step that was launched before the one ahead of it was recorded."""
+    """A step that was launched before the previous one was recorded."""
 
     launched: Launched
     version: int
-    """Version of the weights that draw its tokens."""
+    """Version of the weights that sample its tokens."""
 
 
 class InferenceEngine:
@@ -76,7 +77,7 @@ class InferenceEngine:
 
     def __init__(
         self,
-        model: Decoder,
+        model: LanguageModel,
         settings: SamplerSettings,
         *,
         decode: Decode | None = None,
@@ -136,18 +137,19 @@ class InferenceEngine:
             self.listened.add(request.id)
         for index in range(len(request.seeds)):
             self.num_arrived += 1
-            self.scheduler.add(
-                Sequence(
-                    request=request,
-                    index=index,
-                    arrival=self.num_arrived,
-                    limit=self.limits.total(request),
-                    ids=list(request.prompt_ids),
-                )
+            sequence = Sequence(
+                request=request,
+                index=index,
+                arrival=self.num_arrived,
+                limit=self.limits.total(request),
+                ids=list(request.prompt_ids),
             )
+            if request.drawn:
+                sequence.continue_from(request.drawn[index])
+            self.scheduler.add(sequence)
 
     def run(self, interrupt: threading.Event) -> Report:
-        """Steps until there is something to report, no work, or an interrupt."""
+        """Runs steps until there is something to report, no work, or an interrupt."""
         report = Report()
         while self.has_work and not (report.finished or report.progress):
             self.step(report)
@@ -156,8 +158,8 @@ class InferenceEngine:
         return report
 
     def step(self, report: Report) -> None:
-        """One step recorded. While it runs, the next one is launched if nothing speaks against it:
-        rows that turn out to have ended are left out when its results come."""
+        """Runs and records one step. Meanwhile the next step is launched if possible: rows that
+        turn out to have ended are left out when its results arrive."""
         hit("generate", step=self.version)
         ahead, self.ahead = self.ahead, None
         if ahead is not None:
@@ -178,7 +180,7 @@ class InferenceEngine:
         self.record(planned, ids, logprobs, self.version, report)
 
     def launch_ahead(self, current: Ahead) -> None:
-        """The step after the one under way, if it can be planned without its results."""
+        """Launches the step after the current one, if it can be planned without its results."""
         rows = self.scheduler.rows_ahead(current.launched.rows, current.launched.seats)
         launched = None if rows is None else self.runner.launch(rows, current.launched)
         if launched is not None:
@@ -214,8 +216,8 @@ class InferenceEngine:
             self.pool.forget_prefixes()
 
     def keep_routes(self, sequence: Sequence) -> None:
-        """Before its blocks go. Tokens that are computed twice keep the experts of the first time,
-        with which the tokens after them were drawn."""
+        """Keeps a sequence's routes before its blocks are freed. Recomputed tokens keep the experts
+        of the first time, with which the tokens after them were sampled."""
         num_computed = int(self.table.num_computed[sequence.row])
         known = sequence.routes
         if known is None or num_computed > len(known):
@@ -227,7 +229,7 @@ class InferenceEngine:
     def stopped_by_text(
         self, plan: Plan, done: dict[Sequence, FinishReason]
     ) -> dict[Sequence, FinishReason]:
-        """Sequences whose text now holds one of their stop strings."""
+        """Sequences whose text now contains one of their stop strings."""
         found: dict[Sequence, FinishReason] = {}
         for row in plan.drawn_rows[self.table.has_stop_strings[plan.drawn_rows]]:
             sequence = self.table.sequences[row]
@@ -237,7 +239,8 @@ class InferenceEngine:
         return found
 
     def holds_stop_string(self, sequence: Sequence) -> bool:
-        """Looks at as many last tokens as could spell the longest stop string, then at all."""
+        """Checks first the last tokens that could spell the longest stop string, then the whole
+        text."""
         assert self.decode is not None
         strings = sequence.request.params.stop_strings
         size = int(self.table.num_tokens[sequence.row])
@@ -266,6 +269,8 @@ class InferenceEngine:
         found = self.scheduler.find(lambda sequence: sequence.request.id == request_id)
         if found:
             self.end(dict.fromkeys(found, "abort"), report)
+        if not self.has_work:
+            self.ahead = None
         return report
 
     # Weights and memory.
@@ -273,8 +278,8 @@ class InferenceEngine:
     def install(
         self, version: int, weights: Seq[tuple[str, Tensor]], *, compares: bool = False
     ) -> Installed:
-        """Overwrites the weights; the receipt's digest is of what then lies in the model, unless
-        that is compared with the weights, by native name where the sender has them."""
+        """Overwrites the weights. The receipt has the digest of the model's weights afterwards,
+        unless they are compared directly with the sender's, by native name."""
         if version < self.version:
             raise UserError(
                 Problem(f"install of version {version}", f"version {self.version} is already here")
@@ -298,15 +303,15 @@ class InferenceEngine:
         return Installed(version, num_tensors, digest, is_same=is_same, pause_s=pause_s)
 
     def place(self, weights: Iterable[tuple[str, Tensor]]) -> int:
-        """Writes the weights; returns how many tensors they are."""
+        """Writes the weights; returns the number of tensors."""
         num_tensors = install_hf(self.model, weights)
         self.runner.refresh()
         return num_tensors
 
     @torch.no_grad()
     def _place_native(self, weights: Seq[tuple[str, Tensor]]) -> dict[str, Tensor] | None:
-        """Writes weights that their sender has by native name; returns where they are now. None
-        where they do not fit one by one, and nothing was written."""
+        """Writes weights that the sender provides by native name; returns their memory. None, with
+        nothing written, if they do not match one by one."""
         if not isinstance(weights, NativeWeights):
             return None
         own = native_tensors(self.model, self.model.trained_map)
@@ -320,7 +325,7 @@ class InferenceEngine:
         self.version = -1
 
     def sleep(self) -> None:
-        """Frees the device; sequences under way are computed again after `wake`."""
+        """Frees device memory; sequences in progress are recomputed after `wake`."""
         if not self.is_asleep:
             self.scheduler.preempt_all()
             self.pool.forget_prefixes()
@@ -353,12 +358,12 @@ def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[object, ...]]:
 
 
 def count_blocks(
-    model: Decoder, settings: SamplerSettings, max_context: int, largest: SamplerPass
+    model: LanguageModel, settings: SamplerSettings, max_context: int, largest: SamplerPass
 ) -> int:
     """Blocks of the pool, the scratch block included."""
     weight, size, keys = model.head_weight, settings.block_size, settings.rollout
     bytes_each = size * kv_token_bytes(
-        model.dims, weight.dtype.itemsize, keys.kv_cache_dtype, expanded=settings.strict
+        model.cache_dims, weight.dtype.itemsize, keys.kv_cache_dtype, expanded=settings.strict
     )
     if settings.kv_cache_tokens is not None:
         usable = settings.kv_cache_tokens // size

@@ -1,7 +1,7 @@
 """Fused layers for the sampler's own instance of a model: same weights and names, fewer kernels.
 
-Between matrix products a decoder runs dozens of small kernels a layer; while one token per
-sequence is decoded, their launches are most of the time. Forward only.
+Between matrix products a decoder runs dozens of small kernels per layer; when one token per
+sequence is decoded, their launches take most of the time. Forward only.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ class FusedMlp(Mlp):
 
 
 class FusedAttention(Attention):
-    """Its projections are one product, once `join_all` has laid their weights side by side."""
+    """Attention whose projections are one product, once `join_all` has placed their weights side by
+    side."""
 
     joined: tuple[Tensor, Tensor | None] | None = None
     """Weight and bias of all three; the parameters are views of them."""
     adapter: AddsFactors | None = None
-    """Factors of all three, which are added to that product (`infer.adapters`)."""
+    """Factors of all three, added to that product (`infer.adapters`)."""
 
     def project(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.joined is None:
@@ -49,17 +50,19 @@ class FusedAttention(Attention):
 
     @property
     def joins(self) -> bool:
-        """Whether one product can stand for the three: factors of each alone would be left out."""
+        """Whether one product can replace the three: factors of a single projection would be left
+        out."""
         adapted = any(hasattr(part, "lora") for part in (self.q, self.k, self.v))
         return self.adapter is not None or not adapted
 
     def turned(
         self, q_THd: Tensor, k_TKd: Tensor, cos_Td: Tensor, sin_Td: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The kernel norms single heads and turns the halves of whole ones."""
+        """Norms and rotates in one kernel where it can: it norms single heads and rotates the
+        halves of whole heads."""
         is_whole = self.rotate is rotate and cos_Td.shape[-1] == self.head_dim
         is_plain = self.q_norm is None or type(self.q_norm) is FusedNorm
-        if self.wide_norm or not (is_whole and is_plain):
+        if self.wide_norm or self.norms_turned or not (is_whole and is_plain):
             return super().turned(q_THd, k_TKd, cos_Td, sin_Td)
         q_weight = k_weight = None
         eps = 0.0
@@ -93,14 +96,14 @@ def apply_fused(model: Decoder) -> None:
 
 
 def join_all(model: Decoder) -> None:
-    """Anew whenever the weights have come to another place."""
+    """Joins the projections, again whenever the weights have moved in memory."""
     for module in model.modules():
         if isinstance(module, FusedAttention) and module.joins:
             module.joined = join_projections(module)
 
 
 def part_all(model: Decoder) -> None:
-    """Before the weights leave: nothing else holds on to their memory."""
+    """Undoes the joins before the weights are offloaded, so that nothing keeps their memory."""
     for module in model.modules():
         if isinstance(module, FusedAttention):
             module.joined = None

@@ -1,12 +1,12 @@
 """Decoding on a GPU: one token for each row, as one captured graph per padded batch size.
 
-All inputs of a step travel in one pinned buffer, the block table in a second, ids and log-probs
-come back in a third: one wait a step. Buffers stand still, so a graph captured once follows the
-batch; padded rows work on the scratch block. Without a GPU (or for models whose forward talks
-to the host) the same body runs uncaptured.
+All inputs of a step travel in one pinned buffer, the block table in a second; ids and log-probs
+return in a third: one synchronisation per step. Buffers keep their addresses, so a captured graph
+stays valid for every batch; padded rows use the scratch block. Without a GPU (or for models whose
+forward synchronises with the host) the same body runs uncaptured.
 
-A step can be launched before the ids of the one before it are known here: it takes them on the
-device. Two sets of host buffers take turns, so two steps can be under way.
+A step can be launched before the ids of the previous one are known on the host: it reads them on
+the device. Two sets of host buffers alternate, so two steps can be in progress.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from pentad.models.moe import Routes
 from pentad.ops.delta import RememberingAttend
 from pentad.ops.fused import store
 from pentad.ops.invariant_kernels import Tiles, attend
-from pentad.ops.paged_decode import paged_decode
+from pentad.ops.latent_decode import decode
 
 IDS, POSITIONS, LENGTHS, PLACES, UNIFORMS, TEMPERATURES, WIDTH, ORIGINS, ROWS = range(9)
-"""Rows of the input buffer, int64 each; the two of reals hold their fp64 bits. ORIGINS says where
-in the step before a row was, ROWS which of the table's it is."""
+"""Rows of the input buffer, int64 each; the two of real numbers hold their fp64 bits. ORIGINS is
+each row's index in the previous step, ROWS its index in the table."""
 
 
 def batch_sizes(max_rows: int) -> Iterator[int]:
@@ -72,11 +72,11 @@ class DecodeAttend:
         pages = self.cache.layer(layer)
         store(pages, self.places_S, k_TKd, v_TKd)
         table = (self.blocks, self.width, self.lengths_S)
-        return paged_decode(q_THd, pages, *table, window, sinks)
+        return decode(q_THd, pages, *table, window, sinks)
 
 
 class StrictDecode:
-    """The same by the kernel that training uses: one tile a row."""
+    """`DecodeAttend` with the kernel that training uses: one tile per row."""
 
     def __init__(
         self, cache: KVCache, places_S: Tensor, blocks: Tensor, width: Tensor, positions_S: Tensor
@@ -113,18 +113,18 @@ class HostBuffers:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step under way."""
+    """A step in progress."""
 
     rows: np.ndarray
     seats: np.ndarray
-    """Which sequence each row held, as `Table.num_seated` counts them."""
+    """The number of the sequence in each row, as `Table.num_seated` counts them."""
     outputs: Tensor
     logits_NV: Tensor
     """Valid until the next step is launched."""
     is_done: torch.cuda.Event | None
 
     def read(self) -> tuple[np.ndarray, np.ndarray]:
-        """Waits; ids and log-probs of the rows."""
+        """Waits for the step; ids and log-probs of the rows."""
         if self.is_done is not None:
             self.is_done.synchronize()
         num, out = len(self.rows), self.outputs.numpy()
@@ -171,8 +171,8 @@ class GraphDecoder:
         self.pool = torch.cuda.graph_pool_handle() if pin else None
 
     def launch(self, rows: np.ndarray, after: Launched | None = None) -> Launched:
-        """Computes the last token of each row and draws the next. With `after`, that last token is
-        the one the step before draws: the rows are among its rows."""
+        """Computes the last token of each row and samples the next. With `after`, that last token
+        is sampled by the previous step, whose rows include these."""
         size = next(size for size in self.sizes if size >= len(rows))
         self.hosts.reverse()
         host = self.hosts[0]
@@ -254,8 +254,8 @@ class GraphDecoder:
         return logits_SV
 
     def capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """The warm-up computes the very step that is then replayed, so it leaves no trace but in
-        states, for which it works on the scratch slot."""
+        """Captures a graph. The warm-up computes the same step that is then replayed, so it changes
+        nothing but states, for which it uses the scratch slot."""
         device = self.cache.k.device
         rows = self.inputs[ROWS, :size]
         own = rows.clone()

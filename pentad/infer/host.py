@@ -1,4 +1,4 @@
-"""Layers for the sampler's own instance of a model on a CPU: same weights and names, quicker
+"""Layers for the sampler's own instance of a model on a CPU: same weights and names, faster
 products of few rows, fewer operations. Forward only."""
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from pentad.models.layers import Attention, GateUp, Linear, Norm
 HAS_MKL = torch.backends.mkl.is_available()
 TURNED_ROWS = range(4, 97)
 TURNED_SIZE = 1 << 18
-"""From so many weights on, for so many rows, MKL is up to twice as fast at W x^T as at x W^T."""
+"""From this number of weights, and for these numbers of rows, MKL is up to twice as fast at W x^T
+as at x W^T."""
 
 
 def product(x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """x W^T + b; the memory of the result may be laid out by columns."""
+    """x W^T + b; the result may be in column-major order."""
     if len(x_TD) not in TURNED_ROWS or weight_ND.numel() < TURNED_SIZE or not HAS_MKL:
         return F.linear(x_TD, weight_ND, bias_N)
     y_TN = torch.mm(weight_ND, x_TD.t().contiguous()).t()
@@ -58,7 +59,7 @@ class HostNorm(Norm):
 
 
 class HostAttention(Attention):
-    """One product for q, k and v, whose weights are parts of one tensor."""
+    """Attention with one product for q, k and v, whose weights are parts of one tensor."""
 
     weight_ND: Tensor
     bias_N: Tensor | None
@@ -67,6 +68,9 @@ class HostAttention(Attention):
         heads_TNd = product(x_TD, self.weight_ND, self.bias_N).unflatten(-1, (-1, self.head_dim))
         num_kv = len(self.k.weight) // self.head_dim
         turned_TNd, v_TKd = heads_TNd.tensor_split((-num_kv,), dim=1)
+        if self.norms_turned:
+            q_THd, k_TKd = turned_TNd.tensor_split((-num_kv,), dim=1)
+            return self.core(*self.turned(q_THd, k_TKd, cos_Td, sin_Td), v_TKd, attend)
         if self.wide_norm or not isinstance(self.q_norm, HostNorm | None):
             halves = turned_TNd.tensor_split((-num_kv,), dim=1)
             norms = self.q_norm, self.k_norm
@@ -88,7 +92,8 @@ HOST: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def apply_host(model: Decoder, *, joins: bool = True) -> None:
-    """`joins`: projections of one input become one product, in memory of their own."""
+    """Replaces layers by those of this file. `joins`: projections of one input become one product,
+    with separate memory."""
     for module in list(model.modules()):
         if joins and type(module) is Attention:
             weight, bias = join_projections(module)

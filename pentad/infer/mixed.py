@@ -1,7 +1,7 @@
-"""Attention of a GPU step that prefills: each sequence goes to the kernel made for its kind.
+"""Attention of a GPU step with prefills: each sequence uses the kernel for its kind.
 
 One new token: the paged decode kernel. A prompt from its beginning: packed attention over the new
-keys and values alone. A later chunk: plain torch over the cache.
+keys and values only. A later chunk, and prompts of latent attention: plain torch over the cache.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from pentad.core.types import Attend
 from pentad.infer.attend import KVCache, PagedAttend, StepRows
 from pentad.ops.attention import build_attend
 from pentad.ops.fused import store
-from pentad.ops.paged_decode import paged_decode
+from pentad.ops.latent_decode import decode
 
 
 class MixedAttend:
-    """The attention core of one such step."""
+    """Attention core of a GPU step with prefills."""
 
     def __init__(self, cache: KVCache, rows: StepRows, dtype: torch.dtype) -> None:
-        """`dtype` is that of the queries."""
+        """`dtype`: that of the queries."""
         self.cache = cache
         self.places_T = rows.places_T
         starts, counts, blocks = rows.starts, rows.counts, rows.blocks
-        is_single, is_fresh = counts == 1, (starts == 0) & (counts > 1)
+        is_single = counts == 1
+        is_fresh = (starts == 0) & (counts > 1) & cache.has_values
         self.single_T = self.tokens_of(is_single, counts)
         self.fresh_T = self.tokens_of(is_fresh, counts)
         self.later_T = self.tokens_of(~is_single & ~is_fresh, counts)
@@ -67,11 +68,11 @@ class MixedAttend:
         store(pages, self.places_T, k_TKd, v_TKd)
         if self.fresh is not None and len(self.fresh_T) == len(q_THd):
             return self.fresh(layer, q_THd, k_TKd, v_TKd.contiguous(), window, sinks)
-        o_THd = torch.empty_like(q_THd)
+        o_THd = q_THd.new_empty(*q_THd.shape[:2], pages.v_BbKd.shape[-1])
         if len(self.single_T):
             q_SHd = q_THd.index_select(0, self.single_T)
             table = (self.blocks, self.width, self.lengths_S)
-            out = paged_decode(q_SHd, pages, *table, window, sinks)
+            out = decode(q_SHd, pages, *table, window, sinks)
             o_THd.index_copy_(0, self.single_T, out)
         if self.fresh is not None:
             q, k, v = (x.index_select(0, self.fresh_T) for x in (q_THd, k_TKd, v_TKd))

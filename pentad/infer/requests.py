@@ -1,4 +1,5 @@
-"""The limits of requests: what cannot be served is refused here and never enters a batch."""
+"""The limits of requests: requests that cannot be served are rejected here and never enter a
+batch."""
 
 from __future__ import annotations
 
@@ -11,23 +12,23 @@ from pentad.core.sizes import MIN_TEMPERATURE
 from pentad.core.types import Request, SamplingParams
 
 MIN_TOP_P = 1e-6
-"""Less may be 0 in fp32, which keeps no token."""
+"""Smaller values may be 0 in fp32, which keeps no token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """What the engine can hold."""
+    """The limits of an engine."""
 
     vocab_size: int
     max_context: int
-    """Most tokens of one sequence, prompt included."""
+    """Maximum tokens of one sequence, prompt included."""
     max_cached: int
-    """Tokens the whole key-value cache holds."""
+    """Number of tokens that the whole key-value cache holds."""
     can_decode: bool
     """Whether token ids can be turned into text, which stop strings need."""
 
     def total(self, request: Request) -> int:
-        """Number of tokens at which a continuation ends at the latest."""
+        """Maximum number of tokens of the request, prompt included."""
         wanted = len(request.prompt_ids) + request.params.max_new_tokens
         return min(wanted, self.max_context)
 

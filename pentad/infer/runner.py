@@ -1,11 +1,13 @@
-"""The runner: turns a plan into one forward pass and draws, on the model's device.
+"""The runner: executes a plan as one forward pass and samples, on the model's device.
 
-It owns the key-value memory and everything that depends on the device; it decides nothing.
+It owns the key-value memory and everything that depends on the device; it makes no scheduling
+decisions.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pentad.core.errors import raise_problems
+from pentad.core.errors import Problem, raise_problems
 from pentad.core.fit import strict_problems
 from pentad.core.layout import Layout
 from pentad.core.sizes import latent_cache_problems
 from pentad.core.types import Attend, TopTokens
-from pentad.infer.attend import KVCache, PagedAttend, StepRows
+from pentad.infer.attend import KVCache, OrderedAttend, PagedAttend, StepRows
 from pentad.infer.host import apply_host, product
 from pentad.infer.sampling import draw, likeliest, uniforms
 from pentad.infer.scheduler import Plan
@@ -27,6 +29,7 @@ from pentad.infer.sequence import Table
 from pentad.infer.states import StateSlots, StepMemory
 from pentad.infer.strict import StrictAttend, head_logits, strict_logprobs
 from pentad.models.decoder import Decoder
+from pentad.models.language_model import LanguageModel, bent
 from pentad.models.latent import apply_absorbed
 from pentad.models.lora import apply_lora, blank_factors
 from pentad.models.moe import Experts, Routes
@@ -40,15 +43,15 @@ if TYPE_CHECKING:
     from pentad.infer.graphs import GraphDecoder, Launched
 
 MAX_LOGITS = 1 << 26
-"""Most logits (rows x vocabulary) held at once."""
+"""Maximum number of logits (rows x vocabulary) held at once."""
 
 
 class Runner:
-    """A model with its cache."""
+    """A model with its key-value cache."""
 
     def __init__(
         self,
-        model: Decoder,
+        model: LanguageModel,
         table: Table,
         num_blocks: int,
         max_context: int,
@@ -63,47 +66,65 @@ class Runner:
         self.dtype = model.head_weight.dtype
         raise_problems(latent_cache_problems(model.dims, settings.rollout.kv_cache_dtype))
         self.holds_latents = bool(model.dims.kv_latent) and not settings.strict
-        # The kernels of decoding and prefill take no latents: those attend in plain torch.
-        self.has_kernels = wants_triton(settings, self.device) and not self.holds_latents
+        # No kernel is for transformers' modules: they attend in plain torch.
+        self.has_kernels = wants_triton(settings, self.device) and isinstance(model, Decoder)
+        if self.has_kernels and self.holds_latents:
+            from pentad.ops import latent_decode
+
+            self.has_kernels = latent_decode.takes(model.dims)
         is_static = self.device.type == "cuda" and never_asks_the_device(model, settings)
         self.captures_graphs = self.has_kernels and is_static and settings.cuda_graphs
         self.is_host = self.dtype == torch.float32 and self.device.type == "cpu"
         self.is_host &= not (self.has_kernels or settings.strict)
         self.resting: dict[str, Tensor] = {}
-        """Pinned host memory for the weights of a sleeping GPU; kept, since to pin takes long."""
+        """Pinned host memory for the weights of a sleeping GPU; never freed, because pinning is
+        slow."""
         self.tops: dict[int, TopTokens] = {}
-        """Row -> what it asked for of the last step."""
+        """Row -> its requested likeliest tokens of the last step."""
         self.cache: KVCache | None = None
         self.slots: StateSlots | None = None
-        """Where the model has delta nets."""
+        """The states of delta nets, if the model has some."""
         self.decoder: GraphDecoder | None = None
         self.is_fused = self.has_kernels and not settings.strict
+        self.adapter: JoinedAdapter | None = None
+        if isinstance(model, Decoder):
+            self.swap_layers(model)
+        else:
+            raise_problems(own_layers_problems(settings, model.dims.family))
+            self.add_factors(model)
+        self.refresh()
+        self.wake()
+
+    def swap_layers(self, model: Decoder) -> None:
+        """Replaces layers by those for the device and the settings."""
+        settings = self.settings
         if (
             self.is_fused
         ):  # Triton is optional: everything that needs it is imported where it is used
             from pentad.infer.fuse import apply_fused
 
-            apply_fused(self.model)
+            apply_fused(model)
         if settings.strict:
             raise_problems(strict_problems(Layout(), "the sampler", model.dims))
-            apply_strict(self.model)
+            apply_strict(model)
         elif self.is_host:
-            apply_host(self.model, joins=settings.lora is None)
+            apply_host(model, joins=settings.lora is None)
         if self.holds_latents:
-            apply_absorbed(self.model)
-        if settings.lora is not None:
-            apply_lora(self.model, settings.lora)
-            blank_factors(self.model.requires_grad_(False), self.device)
-        self.adapter: JoinedAdapter | None = None
+            apply_absorbed(model)
+        self.add_factors(model)
         if settings.lora is not None and self.is_fused:
             from pentad.infer.adapters import join_factors
 
-            self.adapter = join_factors(self.model)
-        self.refresh()
-        self.wake()
+            self.adapter = join_factors(model)
+
+    def add_factors(self, model: LanguageModel) -> None:
+        """Gives the model an adapter's factors, which wait for an install."""
+        if self.settings.lora is not None:
+            apply_lora(model, self.settings.lora)
+            blank_factors(model.requires_grad_(False), self.device)
 
     def refresh(self) -> None:
-        """After weights were installed."""
+        """Renews copies and joins after weights were installed."""
         if self.adapter is not None:
             self.adapter.refresh()
 
@@ -112,31 +133,35 @@ class Runner:
     def wake(self) -> None:
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(self.device, non_blocking=True)
+        model = self.model
         if self.is_fused:  # frozen weights that a learner holds too, it has joined
             from pentad.infer.fuse import join_all
 
-            join_all(self.model)
+            assert isinstance(model, Decoder)
+            join_all(model)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # of the parts that were joined
         self.cache = KVCache(
-            self.model.dims,
+            model.cache_dims,
             self.num_blocks,
             self.settings.block_size,
             device=self.device,
             dtype=EIGHT_BITS.get(self.settings.rollout.kv_cache_dtype, self.dtype),
             expanded=self.settings.strict,
+            shapes=model.cache_shapes,
         )
         if self.settings.rollout.replay_routes:
             self.cache.keep_routes(self.model.dims)
         if self.model.dims.linear_layers:
             num_rows = len(self.table.sequences)
             kind: dict[str, Any] = {"device": self.device, "dtype": self.dtype}
-            self.slots = StateSlots(self.model.dims, num_rows, **kind)
+            self.slots = StateSlots(self.model.dims, num_rows, self.has_kernels, **kind)
         if self.has_kernels:
             from pentad.infer.graphs import GraphDecoder
 
+            assert isinstance(model, Decoder)
             self.decoder = GraphDecoder(
-                self.model,
+                model,
                 self.cache,
                 self.table,
                 self.max_context,
@@ -146,12 +171,13 @@ class Runner:
             )
 
     def sleep(self) -> None:
-        """Frees the cache, and on a GPU the weights, which wait in host memory."""
+        """Frees the cache, and on a GPU the weights, which are kept in host memory."""
         self.cache = self.decoder = self.slots = None
         if self.device.type == "cuda" and self.settings.lora is None:
             if self.is_fused:
                 from pentad.infer.fuse import part_all
 
+                assert isinstance(self.model, Decoder)
                 part_all(self.model)
             for name, parameter in self.model.named_parameters():
                 if name not in self.resting:
@@ -168,7 +194,7 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
-        """Computes the planned tokens; ids and log-probs of the drawn rows."""
+        """Computes the planned tokens; returns ids and log-probs of the sampled rows."""
         self.tops = {}
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             if self.decoder is not None and plan.is_decode:
@@ -177,7 +203,7 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, rows: np.ndarray, after: Launched | None = None) -> Launched | None:
-        """One decode step that is not waited for; None where its draw needs the host or the step
+        """Launches one decode step without waiting; None if sampling needs the host or the step
         cannot be captured."""
         table, decoder = self.table, self.decoder
         needs_host = table.is_truncated[rows].any() or table.num_top[rows].any()
@@ -188,7 +214,7 @@ class Runner:
             return decoder.launch(rows, after)
 
     def compute(self, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
-        """Any mixture of prefill and decode."""
+        """Computes any mixture of prefill and decode."""
         hidden_TD = self.forward(plan)
         if plan.copies:
             assert self.cache is not None
@@ -204,10 +230,7 @@ class Runner:
             part = slice(start, start + step)
             ends, which = np.unique(last[plan.drawn_from[part]], return_inverse=True)
             hidden_ND = hidden_TD.index_select(0, self.put(ends))
-            if self.is_host:
-                logits_NV = product(hidden_ND, self.model.head_weight).contiguous()
-            else:
-                logits_NV = head_logits(self.model, hidden_ND, strict=self.settings.strict)
+            logits_NV = self.logits(hidden_ND)
             if len(ends) < len(which) or (np.diff(which) < 0).any():
                 logits_NV = logits_NV.index_select(0, self.put(which))
             drawn = self.draw(plan.drawn_rows[part], logits_NV)
@@ -216,6 +239,13 @@ class Runner:
         if not ids:
             return np.zeros(0, np.int64), np.zeros(0, np.float32)
         return np.concatenate(ids), np.concatenate(logprobs)
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        model = self.model
+        if not self.is_host:
+            return head_logits(model, hidden_ND, strict=self.settings.strict)
+        product_NV = product(hidden_ND, model.head_weight).contiguous()
+        return bent(product_NV, model.logit_scale, model.logit_cap)
 
     def decode(self, decoder: GraphDecoder, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         launched = decoder.launch(rows)
@@ -238,15 +268,20 @@ class Runner:
         if self.slots is not None:
             memory = StepMemory(self.slots, plan.rows, plan.starts, counts)
             attend = RememberingAttend(attend, memory)
+        ordered: OrderedAttend | None = None
+        if self.model.cache_shapes:
+            attend = ordered = OrderedAttend(attend, self.model.cache_shapes, self.dtype)
         routes: Routes | None = {} if self.settings.rollout.replay_routes else None
         hidden_TD: Tensor = self.model(self.put(ids_T), self.put(position_T), attend, routes)
+        if ordered is not None:
+            ordered.check_whole()
         if routes is not None:
             assert self.cache is not None
             self.cache.write_routes(where_T, routes)
         return hidden_TD
 
     def routes_of(self, blocks: list[int], num_tokens: int) -> np.ndarray:
-        """Where the first tokens of a sequence in these blocks were sent."""
+        """The routes of the first tokens of a sequence in these blocks."""
         assert self.cache is not None, "the runner is asleep"
         return self.cache.read_routes(self.put(np.array(blocks, np.int64)), num_tokens)
 
@@ -277,7 +312,7 @@ class Runner:
         return ids_N.cpu().numpy(), logprobs_N.cpu().numpy()
 
     def note_tops(self, rows: np.ndarray, logits_NV: Tensor) -> None:
-        """The likeliest tokens of the rows that ask for them."""
+        """Stores the likeliest tokens of the rows that request them."""
         wanted = self.table.num_top[rows]
         which = np.flatnonzero(wanted)
         if not len(which):
@@ -298,8 +333,16 @@ class Runner:
         return tensor if self.device.type == "cpu" else tensor.to(self.device)
 
 
-def never_asks_the_device(model: Decoder, settings: SamplerSettings) -> bool:
-    """Whether a forward pass never waits to learn a size: experts are grouped on the device."""
+def own_layers_problems(settings: SamplerSettings, family: str) -> Iterator[Problem]:
+    """Reports settings that need Pentad's own layers instead of transformers' modules."""
+    if settings.strict:
+        rule = f"needs a model file, and {family} has none"
+        yield Problem("strict = true", rule, "leave it out")
+
+
+def never_asks_the_device(model: LanguageModel, settings: SamplerSettings) -> bool:
+    """Whether a forward pass never waits for a size from the device: experts are grouped on the
+    device."""
     if not model.dims.num_experts or settings.strict:
         return True
     experts = [module for module in model.modules() if isinstance(module, Experts)]

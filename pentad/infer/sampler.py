@@ -1,8 +1,8 @@
 """The embedded sampler: `core.roles.Sampler` over an engine that steps in one worker thread.
 
-The engine is touched by the worker alone, between two awaits of `_drive`, which lives only while
-there is something to do. Requests given before the next step join it in the order they came;
-weights, aborts, sleep and wake act between two steps.
+Only the worker uses the engine, between two awaits of `_drive`, which runs only while there is
+work. Requests that arrive before the next step join it in their order; weights, aborts, sleep and
+wake take effect between two steps.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from pentad.infer.engine import Decode, InferenceEngine, Report
 from pentad.infer.requests import check_request
 from pentad.infer.section import SamplerSettings
 from pentad.infer.sequence import Sequence
-from pentad.models.decoder import Decoder
-from pentad.models.registry import load_model
+from pentad.models.language_model import LanguageModel
+from pentad.models.registry import load_to_sample
 from pentad.weights.hf import HfFolder
 from pentad.weights.peft import Adapter, fit_problems
 
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class OpenRequest:
-    """A request under way."""
+    """A request in progress."""
 
     request: Request
     on_token: OnToken | None
@@ -51,7 +51,7 @@ class OpenRequest:
 
 @dataclass(slots=True)
 class EngineCommand:
-    """Something to be done between two steps."""
+    """A command to run between two steps."""
 
     action: Callable[[], object]
     future: asyncio.Future[object]
@@ -60,19 +60,19 @@ class EngineCommand:
 class EmbeddedSampler:
     """Continues prompts in this process, with its own instance of the model.
 
-    Stop strings are looked for in the text of all new tokens; the tokens that spell one stay in
-    `ids`, and so does a stop id: what is trained is what was drawn.
+    Stop strings are searched in the text of all new tokens; the tokens that spell one stay in
+    `ids`, and so does a stop id: training uses exactly the sampled tokens.
     """
 
     def __init__(
         self,
-        model: Decoder,
+        model: LanguageModel,
         settings: SamplerSettings | None = None,
         *,
         decode: Decode | None = None,
         version: int = -1,
     ) -> None:
-        """The sampler owns `model` from here on. `version` is that of the weights it holds."""
+        """The sampler owns `model` from here on. `version`: that of its weights."""
         self.engine = InferenceEngine(
             model, settings or SamplerSettings(), decode=decode, version=version
         )
@@ -91,6 +91,8 @@ class EmbeddedSampler:
         self.commands: list[EngineCommand] = []
         self.driver: asyncio.Task[None] | None = None
         self.is_paused = False
+        self.num_wanted: int | None = None
+        """Requests that may still end before it holds."""
         self.num_installs = 0
         self.is_closed = False
         self.failure: RunError | None = None
@@ -107,12 +109,12 @@ class EmbeddedSampler:
         version: int = -1,
         adapter: Adapter | None = None,
     ) -> EmbeddedSampler:
-        """`adapter`: served beside the folder's weights, unmerged."""
+        """`adapter`: applied beside the folder's weights, unmerged."""
         if adapter is not None:
             raise_problems(fit_problems(adapter, HfFolder(folder).infos, "adapter", str(folder)))
         lora = None if adapter is None else LoraConfig(**asdict(adapter.spec))
         settings = (settings or SamplerSettings()).model_copy(update={"lora": lora})
-        model = load_model(folder, device=device, dtype=dtype)
+        model = load_to_sample(folder, device=device, dtype=dtype)
         sampler = cls(model, settings, decode=decode, version=version)
         if adapter is not None:
             sampler.engine.place(adapter.factors.items())
@@ -125,8 +127,9 @@ class EmbeddedSampler:
     async def generate(
         self, request: Request, on_token: OnToken | None = None, on_top: OnTop | None = None
     ) -> list[Generation]:
-        """`on_token(i, id, logprob)` reports tokens of the i-th generation as they are drawn.
-        `on_top(i, top)` reports the likeliest ones before, if the request asks for them."""
+        """`on_token(i, id, logprob)` is called for each token of the i-th generation as it is
+        sampled. If the request asks for them, `on_top(i, top)` is called before with the likeliest
+        ones."""
         self._check_serving()
         check_request(request, self.engine.limits)
         if request.id in self.open:
@@ -149,6 +152,14 @@ class EmbeddedSampler:
     async def abort(self, request_id: str) -> None:
         await self._do(partial(self.engine.abort, request_id))
 
+    def hold_after(self, num_requests: int | None) -> None:
+        """Samples until `num_requests` more requests have ended, then pauses until the next call;
+        None: no limit. The tokens of the other requests at that point depend on the requests only,
+        not on the timing of callers."""
+        self.num_wanted = num_requests
+        if self.open:
+            self._kick()
+
     async def pause(self) -> None:
         self.is_paused = True
         await self._do(lambda: None)  # a step under way is waited for
@@ -158,8 +169,8 @@ class EmbeddedSampler:
         self._kick()
 
     async def install(self, version: int, weights: NamedTensors) -> Installed:
-        """All tensors are held until the install is over; they are checked before the first is
-        written. The iterator is read here, in the caller's thread."""
+        """Installs weights. All tensors are held until the install is over; they are checked before
+        the first is written. The iterator is read here, in the caller's thread."""
         started = time.perf_counter()
         pairs = weights.weights if isinstance(weights, SentWeights) else list(weights)
         self.num_installs += 1
@@ -185,7 +196,7 @@ class EmbeddedSampler:
         return self.engine.stats()
 
     async def close(self) -> None:
-        """Open requests end with an error; further ones are refused."""
+        """Open requests end with an error; further ones are rejected."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -229,7 +240,7 @@ class EmbeddedSampler:
         return results[0]
 
     async def _drive(self) -> None:
-        """Runs commands and steps until there is neither, or the sampler is paused or asleep."""
+        """Runs commands and steps until there are none, or the sampler is paused or asleep."""
         try:
             await asyncio.sleep(0)  # callers that are ready submit before the first step
             while not self.is_closed and (self.inbox or self.commands or self._can_step):
@@ -249,7 +260,8 @@ class EmbeddedSampler:
 
     @property
     def _can_step(self) -> bool:
-        return self.engine.has_work and not self.is_paused and not self.engine.is_asleep
+        is_held = self.is_paused or self.num_wanted == 0
+        return self.engine.has_work and not is_held and not self.engine.is_asleep
 
     async def _in_worker(self, action: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.worker, action)
@@ -265,7 +277,7 @@ class EmbeddedSampler:
             command = self.commands.pop(0)
             try:
                 result = await self._in_worker(command.action)
-            except UserError as error:  # refused before anything changed
+            except UserError as error:  # rejected before anything changed
                 if not command.future.done():
                     command.future.set_exception(error)
                 continue
@@ -295,6 +307,8 @@ class EmbeddedSampler:
             entry.ended[sequence.index] = sequence
             if len(entry.ended) == len(entry.request.seeds):
                 self._close_entry(entry)
+                if self.num_wanted and all(s.finish != "abort" for s in entry.ended.values()):
+                    self.num_wanted -= 1
                 if not entry.future.done():
                     ordered = [entry.ended[i] for i in range(len(entry.ended))]
                     entry.future.set_result([s.generation() for s in ordered])
@@ -304,7 +318,8 @@ class EmbeddedSampler:
         self.engine.listened.discard(entry.request.id)
 
     def _fail(self, error: Exception) -> None:
-        """After this nothing is served; everybody gets the first cause."""
+        """Fails the sampler: nothing is served afterwards, and every request gets the first
+        cause."""
         self.failure = error if isinstance(error, RunError) else RunError(repr(error))
         if self.failure is not error:
             self.failure.__cause__ = error

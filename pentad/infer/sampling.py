@@ -1,11 +1,9 @@
-"""Drawing tokens: randomness keyed by (seed, position), and log-probs of what was drawn.
+"""Sampling of tokens: randomness keyed by (seed, position), and log-probs of the sampled tokens.
 
-Shape letters: N draws, V vocabulary, C chunks of the vocabulary.
-
-A draw uses one uniform number, a hash of the continuation's seed and the token's position, so it
-depends on no batch slot, neighbour or device state. The token is where the cumulative
-probability passes that number. Reported is the log-prob under softmax(logits / temperature),
-before top-k and top-p cut it, in fp32.
+Shape letters: N rows to sample, V vocabulary, C chunks of the vocabulary. A sample uses one uniform
+number, a hash of the continuation's seed and the token's position, so it depends on no batch slot,
+neighbour or device state. The token is where the cumulative probability exceeds that number. The
+reported log-prob is that under softmax(logits / temperature), before top-k and top-p, in fp32.
 """
 
 from __future__ import annotations
@@ -17,8 +15,8 @@ from torch.nn import functional as F
 
 CHUNK = 128
 HOST_LOGITS = 1 << 18
-"""Logits looked at together in host memory: more do not stay in its caches, and an array of several
-MiB is fresh memory every time."""
+"""Maximum number of logits processed at once in host memory: more do not stay in its caches, and an
+array of several MiB is newly mapped every time."""
 UNIFORM_BITS = 40
 """Resolution of the uniform numbers; (1 - 2**-40) * total stays below total in fp64."""
 
@@ -46,7 +44,8 @@ def draw(
     top_k_N: Tensor | None = None,
     top_p_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Ids and log-probs; temperature 0 takes the most likely id. No host synchronisation."""
+    """Samples ids and their log-probs; temperature 0 takes the most likely id. No host
+    synchronisation."""
     num_rows = max(1, HOST_LOGITS // logits_NV.shape[1])
     if logits_NV.device.type == "cpu" and len(logits_NV) > num_rows:
         given = (logits_NV, uniform_N, temperature_N, top_k_N, top_p_N)
@@ -70,7 +69,7 @@ def draw(
 
 
 def likeliest(logits_NV: Tensor, temperature_N: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """Ids and log-probs of the `num` likeliest tokens of each row, as `draw` reports them."""
+    """Ids and log-probs of the `num` likeliest tokens of each row, with log-probs as in `draw`."""
     logits_NV = logits_NV.float()
     scaled_NV = logits_NV / torch.where(temperature_N <= 0, 1.0, temperature_N)[:, None]
     values_Nk, ids_Nk = scaled_NV.topk(num, dim=-1)

@@ -1,11 +1,11 @@
-"""The scheduler: which tokens of which sequences the next step computes.
+"""The request scheduler: which tokens of which sequences the next step computes.
 
-First come, first served. Every step gives each running sequence that is past its prefill one
-token, then spends what is left of `max_batch_tokens` on prefills, in chunks if need be, and on
-admitting waiting requests. A request is prefilled once: its other continuations follow the
-first and start from its last logits, sharing full blocks and copying the last partial one.
-When blocks run out, the sequence that came last gives up its cache and waits to be computed
-again; nothing is ever allocated beyond the pool.
+First come, first served. Every step gives each running sequence that is past its prefill one token,
+then spends the rest of `max_batch_tokens` on prefills, in chunks if needed, and on admitting
+waiting requests. A request is prefilled once: its other continuations follow the first and start
+from its last logits, sharing full blocks and copying the last partial one. When blocks run out, the
+sequence that came last frees its cache and waits to be recomputed; nothing is ever allocated beyond
+the pool.
 
 A prefix becomes findable in the step that computes it: within a step every layer writes all new
 keys and values before any token attends.
@@ -34,7 +34,7 @@ class Plan:
     drawn_rows: np.ndarray
     """Rows that get a new token."""
     drawn_from: np.ndarray
-    """For each of them, the i whose last token it follows."""
+    """For each of them, the index in `rows` whose last token it follows."""
     copies: list[tuple[int, int]] = field(default_factory=list)
     """Blocks (from, to) to copy after the step."""
     forks: list[tuple[int, int]] = field(default_factory=list)
@@ -50,7 +50,8 @@ def arrival_of(sequence: Sequence) -> int:
 
 
 class RequestScheduler:
-    """Decides; counts no memory (BlockPool), remembers no tokens (Table), runs no model."""
+    """Plans steps. Memory is counted by BlockPool, tokens are held by Table, and the model is run
+    by the runner."""
 
     def __init__(
         self,
@@ -65,20 +66,20 @@ class RequestScheduler:
         self.pool = pool
         self.max_batch_tokens = max_batch_tokens
         self.max_later_tokens = max_later_tokens or max_batch_tokens
-        """Tokens of a step in prefills that continue an earlier one: their attention
-        gathers keys and values and masks every pair."""
+        """Maximum tokens per step in prefills that continue an earlier one: their attention gathers
+        keys and values and masks every pair."""
         self.admit_batch = admit_batch
-        """While others run, rows are given out at least so many at a time."""
+        """While others run, at least this many rows are assigned at a time."""
         self.before_release = before_release
-        """Called with a sequence that has a row and is about to lose it and its blocks."""
+        """Called with a sequence before it loses its row and its blocks."""
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.rows = np.zeros(0, np.int64)
         self.num_preemptions = 0
         self.num_prefilled = 0
-        """Prompt tokens computed, those computed again after a preemption included."""
+        """Number of prompt tokens computed, including those recomputed after a preemption."""
         self.num_reused = 0
-        """Prompt tokens whose keys and values were already there."""
+        """Number of prompt tokens whose keys and values were cached."""
 
     @property
     def has_work(self) -> bool:
@@ -119,7 +120,8 @@ class RequestScheduler:
     def record(
         self, plan: Plan, ids: np.ndarray, logprobs: np.ndarray, version: int
     ) -> list[tuple[Sequence, FinishReason]]:
-        """Notes what a step computed and drew; returns those that ended by id or by length."""
+        """Records the computed and sampled tokens of a step; returns sequences that ended by id or
+        by length."""
         table, rows = self.table, plan.drawn_rows
         table.num_computed[plan.rows] += plan.counts
         if not len(rows):
@@ -135,10 +137,8 @@ class RequestScheduler:
         return done
 
     def finish(self, ended: Mapping[Sequence, FinishReason]) -> None:
-        """Ends these sequences, wherever they are, and frees what they hold.
-
-        Followers end with their leader: only a whole request can be ended before its first draw.
-        """
+        """Ends these sequences, in any state, and frees their memory. Followers end with their
+        leader: only a whole request can be ended before its first token."""
         if any(sequence.row < 0 for sequence in ended):
             self.waiting = [s for s in self.waiting if s not in ended]
         for sequence, reason in ended.items():
@@ -187,8 +187,8 @@ class RequestScheduler:
     # A step that was launched before the one ahead of it was recorded.
 
     def rows_ahead(self, rows: np.ndarray, seats: np.ndarray) -> np.ndarray | None:
-        """The rows of the current step that get a further token, unless a stop id ends
-        them, with a block for it. None where that step should be waited for."""
+        """The rows of the current step that get a further token unless a stop id ends them, with a
+        block for it. None if the next step should wait for this one."""
         table, pool = self.table, self.pool
         if self.may_admit:
             return None
@@ -202,13 +202,13 @@ class RequestScheduler:
         return rows
 
     def plan_ahead(self, rows: np.ndarray) -> Plan:
-        """The plan of such a step, made when its results come: rows that have not ended."""
+        """The plan of such a step after its results arrived: without rows that have ended."""
         counts = np.ones(len(rows), np.int64)
         self.remember_filled(rows, counts)
         return Plan(rows, self.table.num_computed[rows], counts, rows, np.arange(len(rows)))
 
     def admit(self, budget: int, later: int) -> list[tuple[Sequence, int]]:
-        """Takes in waiting sequences in order until one does not fit."""
+        """Admits waiting sequences in order until one does not fit."""
         admitted: list[tuple[Sequence, int]] = []
         num_taken = 0
         while num_taken < len(self.waiting) and budget > 0 and self.table.free_rows:
@@ -243,12 +243,10 @@ class RequestScheduler:
         return admitted
 
     def take_blocks(self, sequence: Sequence, *, may_follow: bool) -> int | None:
-        """Seats a sequence with blocks for all its tokens; the tokens found, or None if no room,
-        or if there are some and it may not follow any.
-
-        While others run, a hundredth of the pool is left to them, so that the newcomer is not
-        preempted at once.
-        """
+        """Gives a sequence a row and blocks for all its tokens; returns the number of cached
+        tokens. None if there is no room, or if some are cached and it may not use them. While
+        others run, a hundredth of the pool is reserved for them, so that the new sequence is not
+        preempted at once."""
         pool, size = self.pool, len(sequence.ids)
         found, node = pool.find_prefix(sequence.ids, size - 1)
         if found and not may_follow:
@@ -267,7 +265,8 @@ class RequestScheduler:
         return computed
 
     def grow_running(self) -> None:
-        """A block for each sequence whose next token needs one; latecomers make room."""
+        """Takes a block for each sequence whose next token needs one; the latest sequences are
+        preempted if needed."""
         table, pool = self.table, self.pool
         full = table.num_tokens[self.rows] > table.num_blocks[self.rows] * pool.block_size
         if pool.num_free >= full.sum():
@@ -281,7 +280,7 @@ class RequestScheduler:
                 self.grow(np.array([row]))
 
     def grow(self, rows: np.ndarray) -> None:
-        """A block more for each; the caller has seen that there are as many."""
+        """Takes one more block for each; the caller has checked that there are enough."""
         blocks = [self.pool.take() for _ in rows]
         for row, block in zip(rows.tolist(), blocks, strict=True):
             sequence = self.table.sequences[row]
@@ -290,7 +289,7 @@ class RequestScheduler:
         self.table.add_blocks(rows, blocks)
 
     def fork_followers(self, plan: Plan) -> None:
-        """Where a prefill ends, its followers draw from the same logits."""
+        """At the end of a prefill, starts its followers from the same logits."""
         pool, table = self.pool, self.table
         rows: list[int] = []
         origins: list[int] = []
@@ -327,7 +326,7 @@ class RequestScheduler:
             self.seat_changed()
 
     def remember_blocks(self, sequence: Sequence, start: int, count: int) -> None:
-        """Makes the blocks that these tokens fill findable for others."""
+        """Makes the blocks that these tokens fill findable for other sequences."""
         size = self.pool.block_size
         for index in range(start // size, (start + count) // size):
             tokens = self.table.tokens[sequence.row, index * size : (index + 1) * size].tolist()
@@ -336,7 +335,7 @@ class RequestScheduler:
     # Giving up.
 
     def preempt(self, sequence: Sequence) -> None:
-        """Frees the blocks of a running sequence; it waits and will be computed again."""
+        """Frees the blocks of a running sequence, which waits to be recomputed."""
         self.running.remove(sequence)
         self.num_preemptions += 1
         for other in [sequence, *sequence.followers]:

@@ -1,6 +1,6 @@
 """Sequences: one continuation each, and the table that holds the running ones as arrays.
 
-A running sequence has a row in the table, where one numpy operation advances all of them; outside
+A running sequence has a row in the table, where one numpy operation advances all of them; otherwise
 (waiting, preempted, finished) it holds its own lists.
 """
 
@@ -19,33 +19,42 @@ class Sequence:
 
     request: Request
     index: int
-    """Which of the request's seeds."""
+    """Index of its seed in the request."""
     arrival: int
     """Order of service."""
     limit: int
-    """Number of tokens, prompt included, at which it ends."""
+    """Maximum number of tokens, prompt included."""
     ids: list[int]
-    """Prompt and what was drawn; stale while the sequence has a row."""
+    """Prompt and sampled tokens; stale while the sequence has a row."""
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     row: int = -1
     blocks: list[int] = field(default_factory=list)
     node: int = 0
-    """Prefix node of its last full block. After new weights it leads nowhere, so a cache that
-    mixes versions is never found."""
+    """Prefix node of its last full block. After new weights it leads nowhere, so a cache of mixed
+    versions is never found."""
     followers: list[Sequence] = field(default_factory=list)
-    """Other continuations of the request, which start where this one's prefill ends."""
+    """Other continuations of the request, which start at the end of this one's prefill."""
     finish: FinishReason | None = None
     routes: np.ndarray | None = None
-    """Routes of its first tokens, those kept when it last gave up its blocks."""
+    """Routes of its first tokens, kept when it last freed its blocks."""
     tops: list[TopTokens] = field(default_factory=list)
-    """One entry for every new token, if they were asked for."""
+    """One entry for every new token, if requested."""
     arrays: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
-    """New ids, `logprobs` and `versions`, as they lay in its row."""
+    """New ids, `logprobs` and `versions`, copied from its row."""
 
     @property
     def num_prompt(self) -> int:
         return len(self.request.prompt_ids)
+
+    def continue_from(self, drawn: Generation) -> None:
+        """Restores sampled tokens, as after a preemption: they are prefilled again. The experts of
+        the last token are unknown."""
+        self.ids += drawn.ids
+        self.logprobs, self.versions = list(drawn.logprobs), list(drawn.versions)
+        self.tops = list(drawn.tops)
+        if drawn.ids and drawn.routes is not None:
+            self.routes = drawn.routes[: len(self.ids) - 1]
 
     def generation(self) -> Generation:
         assert self.row < 0 and self.finish is not None, "the sequence is still running"
@@ -65,7 +74,7 @@ class Table:
         self.sequences: list[Sequence | None] = [None] * num_rows
         self.free_rows = list(range(num_rows - 1, -1, -1))
         self.num_tokens = np.zeros(num_rows, np.int64)
-        """Known tokens; all but the last few have their keys and values in the cache."""
+        """Number of known tokens; all but the last few have their keys and values in the cache."""
         self.num_computed = np.zeros(num_rows, np.int64)
         self.num_blocks = np.zeros(num_rows, np.int64)
         self.limit = np.zeros(num_rows, np.int64)
@@ -76,7 +85,7 @@ class Table:
         self.is_truncated = np.zeros(num_rows, bool)
         self.num_top = np.zeros(num_rows, np.int64)
         self.num_seated = np.zeros(num_rows, np.int64)
-        """How many sequences have left each row: tells two that had the same one apart."""
+        """How many sequences have left each row: distinguishes two that had the same one."""
         self.is_seated = np.zeros(num_rows, bool)
         self.has_stop_strings = np.zeros(num_rows, bool)
         self.has_followers = np.zeros(num_rows, bool)
@@ -87,7 +96,7 @@ class Table:
         self.blocks = np.zeros((num_rows, 64 // block_size + 1), np.int32)
 
     def seat(self, sequence: Sequence) -> None:
-        """Gives the sequence a row; nothing of it is computed yet."""
+        """Gives the sequence a row; none of its tokens is computed yet."""
         row = sequence.row = self.free_rows.pop()
         self.sequences[row] = sequence
         self.is_seated[row] = True
@@ -112,8 +121,8 @@ class Table:
         self.stops.put(row, params.stop_ids)
 
     def seat_beside(self, leader: Sequence, followers: list[Sequence]) -> None:
-        """Gives rows to further sequences of a request that has one and has drawn nothing: all but
-        their seeds is the same."""
+        """Gives rows to further sequences of a request that has one and has sampled nothing: they
+        differ in their seeds only."""
         rows = [self.free_rows.pop() for _ in followers]
         for row, follower in zip(rows, followers, strict=True):
             follower.row = row
@@ -134,7 +143,7 @@ class Table:
         self.has_followers[first] = True
 
     def unseat(self, sequence: Sequence) -> None:
-        """Takes the row back; the sequence gets its tokens."""
+        """Frees the row; the sequence gets its tokens."""
         row, prompt = sequence.row, sequence.num_prompt
         size = int(self.num_tokens[row])
         sequence.ids = self.tokens[row, :size].tolist()
@@ -151,7 +160,7 @@ class Table:
         sequence.row = -1
 
     def set_blocks(self, row: int, first: int, blocks: list[int]) -> None:
-        """Writes the block ids from place `first` on; the row holds as many as that reaches."""
+        """Writes the block ids from place `first` on; the row ends after them."""
         last = first + len(blocks)
         if last > self.blocks.shape[1]:
             self.blocks = widen(self.blocks, last)
@@ -159,7 +168,8 @@ class Table:
         self.num_blocks[row] = last
 
     def set_blocks_of(self, rows: list[int], blocks: list[list[int]], num_computed: int) -> None:
-        """All blocks of several rows that hold equally many, with that many tokens computed."""
+        """Sets all blocks of several rows that have equally many, with that many tokens
+        computed."""
         num = len(blocks[0])
         if num > self.blocks.shape[1]:
             self.blocks = widen(self.blocks, num)
@@ -168,7 +178,7 @@ class Table:
         self.num_computed[rows] = num_computed
 
     def add_blocks(self, rows: np.ndarray, blocks: list[int]) -> None:
-        """One more block for each of these rows."""
+        """Adds one block to each of these rows."""
         places = self.num_blocks[rows]
         if len(rows) and places.max() >= self.blocks.shape[1]:
             self.blocks = widen(self.blocks, int(places.max()) + 1)
@@ -182,7 +192,7 @@ class Table:
             self.versions = widen(self.versions, num_columns)
 
     def append(self, rows: np.ndarray, ids: np.ndarray, logprobs: np.ndarray, version: int) -> None:
-        """One more token for each of these rows."""
+        """Adds one token to each of these rows."""
         places = self.num_tokens[rows]
         self.reserve_columns(int(places.max()) + 1)
         self.tokens[rows, places] = ids
@@ -192,8 +202,8 @@ class Table:
 
 
 class StopSets:
-    """Which ids end which row, as a table of ids for each different set: a step looks up one
-    number a row, however many ids a set has."""
+    """Stop ids of each row, as one table per distinct set: a step looks up one number per row for
+    any size of set."""
 
     def __init__(self, num_rows: int) -> None:
         self.set_of_row = np.zeros(num_rows, np.int64)
@@ -211,7 +221,7 @@ class StopSets:
         self.set_of_row[row] = index
 
     def put_beside(self, row: int, others: list[int]) -> None:
-        """The set of `row` for others as well."""
+        """Gives the set of `row` to other rows as well."""
         index = self.set_of_row[row]
         self.num_users[index] += len(others)
         self.set_of_row[others] = index
@@ -243,7 +253,8 @@ class StopSets:
 
 
 def filled(routes_TLk: np.ndarray, num_tokens: int) -> np.ndarray:
-    """As long as the sequence: what was never computed goes to the first experts."""
+    """The routes, filled up to the sequence's length: tokens that were never computed get the first
+    experts."""
     num_layers, num_chosen = routes_TLk.shape[1:]
     missing = num_tokens - len(routes_TLk)
     any_k = np.arange(num_chosen, dtype=routes_TLk.dtype)
@@ -251,7 +262,7 @@ def filled(routes_TLk: np.ndarray, num_tokens: int) -> np.ndarray:
 
 
 def widen(array: np.ndarray, num_columns: int) -> np.ndarray:
-    """At least that many columns, and at least twice as many as before."""
+    """Extends the table to at least that many columns, and to at least twice its size."""
     wider = np.zeros((array.shape[0], max(num_columns, 2 * array.shape[1])), array.dtype)
     wider[:, : array.shape[1]] = array
     return wider

@@ -1,10 +1,9 @@
-"""What delta nets remember of running sequences: a slot for each row of the table.
+"""States of delta nets for running sequences: a slot for each row of the table.
 
 A slot has the last inputs of each layer's convolution and the states of its heads. A sequence that
-begins (at position 0) takes nothing from its slot, so slots are never cleared; what a step leaves
-in them is where the sequence's next token begins. Forward only.
-
-Shapes as in `ops.delta`; L layers with a delta net, R rows, w tokens that a convolution looks back.
+begins (at position 0) reads nothing from its slot, so slots are never cleared; the state after a
+step is where the sequence's next token starts. Forward only. Shapes as in `ops.delta`; L layers
+with a delta net, R rows, w tokens of a convolution's window.
 """
 
 from __future__ import annotations
@@ -21,8 +20,16 @@ class StateSlots:
     """The memory of all rows, and of a scratch row for padding."""
 
     def __init__(
-        self, dims: ModelDims, num_rows: int, *, device: torch.device, dtype: torch.dtype
+        self,
+        dims: ModelDims,
+        num_rows: int,
+        has_kernels: bool = False,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
+        """`has_kernels`: single tokens are computed by Triton kernels."""
+        self.has_kernels = has_kernels
         layers = [layer for layer in range(dims.num_layers) if dims.is_linear(layer)]
         self.index = {layer: n for n, layer in enumerate(layers)}
         self.scratch = num_rows
@@ -38,7 +45,7 @@ class StateSlots:
 
 
 class TokenMemory:
-    """Implements `ops.delta.DeltaMemory` over one new token of each of some rows."""
+    """Implements `ops.delta.DeltaMemory` for one new token of each of some rows."""
 
     def __init__(self, slots: StateSlots, rows_S: Tensor, positions_S: Tensor) -> None:
         self.slots = slots
@@ -52,6 +59,10 @@ class TokenMemory:
 
     def convolve(self, layer: int, x_SX: Tensor, weight_XW: Tensor) -> Tensor:
         held_RwX = self.slots.inputs[self.slots.index[layer]]
+        if self.slots.has_kernels:
+            from pentad.ops.delta_kernel import convolve_rows
+
+            return convolve_rows(held_RwX, self.rows_S, self.begins_S, x_SX, weight_XW)
         seen_SWX = torch.cat((self.taken(held_RwX), x_SX[:, None]), dim=1)
         held_RwX.index_copy_(0, self.rows_S, seen_SWX[:, 1:])
         return weighed(seen_SWX, weight_XW)
@@ -60,6 +71,11 @@ class TokenMemory:
         self, layer: int, q_SHk: Tensor, k_SHk: Tensor, v_SHv: Tensor, g_SH: Tensor, b_SH: Tensor
     ) -> Tensor:
         held_RHkv = self.slots.states[self.slots.index[layer]]
+        if self.slots.has_kernels:
+            from pentad.ops.delta_kernel import recall_rows
+
+            parts = (q_SHk, k_SHk, v_SHv, g_SH, b_SH)
+            return recall_rows(held_RHkv, self.rows_S, self.begins_S, *parts)
         state_SHkv = self.taken(held_RHkv)
         out_SHv, state_SHkv = recall_token(q_SHk, k_SHk, v_SHv, g_SH, b_SH, state_SHkv)
         held_RHkv.index_copy_(0, self.rows_S, state_SHkv)
@@ -67,7 +83,7 @@ class TokenMemory:
 
 
 class RunMemory(TokenMemory):
-    """The same over runs of several new tokens."""
+    """Implements `ops.delta.DeltaMemory` for runs of several new tokens."""
 
     def __init__(
         self, slots: StateSlots, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray
@@ -84,7 +100,7 @@ class RunMemory(TokenMemory):
         first = np.cumsum(counts) - counts
 
         def places(sequences: np.ndarray, at: np.ndarray) -> Tensor:
-            """Inputs by their place in the run; those before it come from the slots."""
+            """Index of each input in the run; earlier inputs are read from the slots."""
             held = rank[sequences] * back + back + at
             found = np.where(at < 0, held, num_held + first[sequences] + at)
             return torch.from_numpy(found).to(device)
@@ -111,7 +127,8 @@ class RunMemory(TokenMemory):
 
 
 class StepMemory:
-    """Implements `ops.delta.DeltaMemory` over any step: single tokens and runs, each apart."""
+    """Implements `ops.delta.DeltaMemory` for any step: single tokens and runs, handled
+    separately."""
 
     def __init__(
         self, slots: StateSlots, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray

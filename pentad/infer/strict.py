@@ -7,17 +7,18 @@ import torch
 from torch import Tensor
 
 from pentad.infer.attend import KVCache, StepRows
-from pentad.models.decoder import Decoder
+from pentad.models.language_model import LanguageModel, bent
 from pentad.ops import invariant
 from pentad.ops.logprob import compute_logits
 from pentad.ops.spans import Spans
 
 
-def head_logits(model: Decoder, hidden_ND: Tensor, *, strict: bool) -> Tensor:
+def head_logits(model: LanguageModel, hidden_ND: Tensor, *, strict: bool) -> Tensor:
     """Logits in fp32, as the learner computes them."""
     if strict:
         return invariant.exact_linear(hidden_ND, model.head_weight, wide=True)
-    return compute_logits(hidden_ND, model.head_weight)
+    product_NV = compute_logits(hidden_ND, model.head_weight)
+    return bent(product_NV, model.logit_scale, model.logit_cap)
 
 
 def strict_logprobs(logits_NV: Tensor, ids_N: Tensor, temperature_N: Tensor) -> Tensor:
@@ -27,7 +28,7 @@ def strict_logprobs(logits_NV: Tensor, ids_N: Tensor, temperature_N: Tensor) -> 
 
 
 class StrictAttend:
-    """The attention core of any step, whatever it mixes."""
+    """The attention core of any step, with any mixture of prefill and decode."""
 
     def __init__(self, cache: KVCache, rows: StepRows) -> None:
         self.cache = cache

@@ -1,8 +1,8 @@
-"""How tokens are spread over experts: losses and the bias that balance them, and what is measured.
+"""Balances the load of experts: losses, a selection bias, and measurements.
 
-All is off by default. The losses are means over the tokens one router sees at once, so unlike all
-other terms they depend on how a batch is cut into microbatches and ranks. The bias
-(https://arxiv.org/abs/2408.15664) moves once a step and needs no loss.
+All is off by default. The losses are means over the tokens that one router sees at once, so unlike
+all other terms they depend on how a batch is split into microbatches and ranks. The bias
+(https://arxiv.org/abs/2408.15664) changes once per step and needs no loss.
 
 Shapes: R experts of the model.
 """
@@ -23,24 +23,22 @@ from pentad.models.moe import Moe, Router, Routes
 
 
 def iter_routers(model: LanguageModel) -> Iterator[tuple[int, Router]]:
-    """(layer, router) of every mixture held here."""
+    """(layer, router) of every mixture on this rank."""
     for layer, block in model.blocks.items():
         if isinstance(block, Block) and isinstance(block.ffn, Moe):
             yield layer, block.ffn.router
 
 
 def apply_balance(model: LanguageModel, archon: ArchonConfig) -> None:
-    """Switches on the losses that the keys ask for."""
+    """Switches on the losses that the keys configure."""
     for _, router in iter_routers(model):
         router.aux_loss_coef = archon.moe_aux_loss_coef
         router.z_loss_coef = archon.moe_z_loss_coef
 
 
 def scale_losses(model: LanguageModel, count_per_token: float) -> None:
-    """The losses' weight among rows whose counts sum to so much for each of their tokens.
-
-    With it, what the step divides by its count is the mean of the losses over tokens.
-    """
+    """Scales the losses so that the step's division by its count gives the mean of the losses over
+    tokens."""
     routers = [one for _, one in iter_routers(model) if one.aux_loss_coef or one.z_loss_coef]
     if not routers:
         return
@@ -52,7 +50,7 @@ def scale_losses(model: LanguageModel, count_per_token: float) -> None:
 
 
 class ExpertLoads:
-    """Pairs that each expert of each layer was given, summed over the passes of a step."""
+    """Pairs assigned to each expert of each layer, summed over the passes of a step."""
 
     def __init__(self, dims: ModelDims, device: torch.device) -> None:
         self.layers = [layer for layer in range(dims.num_layers) if dims.is_moe(layer)]
@@ -64,7 +62,7 @@ class ExpertLoads:
         self.arrived = torch.zeros((), dtype=torch.int64, device=device)
 
     def add(self, routes: Routes) -> None:
-        """Counts a pass; passes that compute again what was counted must not be given."""
+        """Counts a pass; recomputed passes must not be counted again."""
         for layer, chosen_Tk in routes.items():
             flat_N = chosen_Tk.flatten()
             self.table_LR[layer].scatter_add_(0, flat_N, self.one.expand(flat_N.shape))
@@ -75,8 +73,8 @@ class ExpertLoads:
     def take(
         self, reduce: Callable[[Tensor], Tensor] = lambda x: x, num_arrived: int = 0
     ) -> dict[int, Tensor]:
-        """What was counted, layer by layer, made whole over ranks by `reduce`; counts anew.
-        `num_arrived` at experts of this rank: `arrived` is then that of all ranks."""
+        """Returns the counts of each layer, summed over ranks by `reduce`, and resets them.
+        `num_arrived`: pairs at experts of this rank; `arrived` is the sum over all ranks."""
         if not self.layers:
             return {}
         self.table_LR[-1, 0] = num_arrived
@@ -96,7 +94,7 @@ def move_biases(model: LanguageModel, loads: Mapping[int, Tensor], rate: float) 
 
 
 def measure_balance(loads: Mapping[int, Tensor]) -> tuple[LayerBalance, ...]:
-    """The balance of every layer; waits for the device once."""
+    """The balance of every layer; synchronises with the device once."""
     if not loads:
         return ()
     table = torch.stack(list(loads.values())).tolist()

@@ -10,7 +10,7 @@ from typing import Any
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.folders import read_object
-from pentad.models.families import planned_dims, public_configs, public_models
+from pentad.models.families import family_of, planned_dims, public_configs, public_models
 
 VARIANT = re.compile(r"(-(Base|Instruct|Thinking|Chat))?(-2507)?$")
 
@@ -27,7 +27,7 @@ def known_config(name: str) -> dict[str, Any] | None:
 
 
 def known_model(name: str) -> ModelDims | None:
-    """The dimensions of a public name."""
+    """The dimensions of a model with a public name."""
     full = full_name(name)
     return public_models()[full] if full else None
 
@@ -42,7 +42,7 @@ def dims_of(path: str, where: str = "actor.path") -> ModelDims:
     """Dimensions of a local folder with config.json, or of a public name of the catalog."""
     config = Path(path) / "config.json"
     if config.is_file():
-        return planned_dims(read_object(config))
+        return planned_dims(path)
     known = known_model(path)
     if known is not None:
         return known
@@ -54,7 +54,7 @@ def dims_of(path: str, where: str = "actor.path") -> ModelDims:
 
 
 def known_dims(path: str | None) -> ModelDims | None:
-    """As `dims_of`; None for a model that the rules on models refuse."""
+    """Like `dims_of`; None for a model that the rules on models reject."""
     try:
         return dims_of(path) if path else None
     except UserError:
@@ -62,8 +62,8 @@ def known_dims(path: str | None) -> ModelDims | None:
 
 
 def model_type(path: str) -> str | None:
-    """The `model_type` of a folder's config.json; None where it cannot be read."""
+    """The family of a folder's config.json, as it is named there; None where it cannot be read."""
     try:
-        return str(read_object(Path(path) / "config.json").get("model_type"))
+        return family_of(read_object(Path(path) / "config.json"))
     except (OSError, UserError):
         return None

@@ -1,7 +1,7 @@
-"""Reads a HF config.json into dimensions, as transformers reads it: no torch.
+"""Reads a HF config.json into dimensions, with transformers' defaults: no torch.
 
-What all families share stands here; a family's own file names, as fields of `ConfigReader`, where
-it differs.
+The common part of all families is here; a family's own file gives its differences as fields of
+`ConfigReader`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ REMEDIES = {
 PART = "partial_rotary_factor"
 OLD_LENGTH = "original_max_position_embeddings"
 STRETCHED = {"llama3", "yarn", "longrope"}
-"""Kinds of rotary scaling that ask for the length before the stretch."""
+"""Kinds of rotary scaling that need the original context length."""
+LEFT_OUT = {"rope_parameters", "rope_theta"}
+"""Keys that transformers takes as left out where they are null."""
 ROPE_KEYS = {"rope_theta", "rope_type", "type", PART}
 ROPE_NUMBERS = {
     *("factor", "low_freq_factor", "high_freq_factor", "attention_factor", OLD_LENGTH),
@@ -54,11 +56,11 @@ ACTIVATIONS = {
     "gelu_tanh": ("gelu_pytorch_tanh",),
     "clamped": ("silu",),
 }
-"""What is built -> its names in configs."""
+"""Supported activations -> their names in configs."""
 
 
 class ConfigValues:
-    """The values of a config. Wrong ones are collected, to be reported together."""
+    """The values of a config. Invalid ones are collected, to be reported together."""
 
     def __init__(self, hf: Mapping[str, Any], left_out: Set[str] = frozenset()) -> None:
         self.hf = hf
@@ -82,7 +84,7 @@ class ConfigValues:
         return int(value) if is_whole and is_bounded else least
 
     def flag(self, key: str | bool, default: bool = False) -> bool:
-        """A switch; one that a family fixes is its own value."""
+        """A switch; a family that fixes it gives its value."""
         if isinstance(key, bool):
             return key
         value = default if self.hf.get(key) is None else self.hf[key]
@@ -102,7 +104,7 @@ class ConfigValues:
 
 
 def read_mixture(read: ConfigValues, num_layers: int) -> dict[str, Any]:
-    """The dimensions of the experts, as Qwen names them; none where there are no experts."""
+    """The dimensions of the experts, by Qwen's key names; None without experts."""
     key = "num_experts" if read.hf.get("num_experts") else "num_local_experts"
     num_experts = read.whole(key, 0, 0)
     if not num_experts:
@@ -121,7 +123,7 @@ def read_mixture(read: ConfigValues, num_layers: int) -> dict[str, Any]:
 
 
 def read_linear(read: ConfigValues, num_layers: int) -> dict[str, Any]:
-    """The dimensions of gated delta nets, and which layers have one."""
+    """The dimensions of gated delta nets, and the layers that have one."""
     kinds = read.hf.get("layer_types")
     if kinds is None:
         interval = read.whole("full_attention_interval", 4)
@@ -152,7 +154,7 @@ def from_layer(layer: int, first: int) -> bool:
     return layer >= first
 
 
-def unscaled(read: ConfigValues, dims: ModelDims) -> dict[str, Any]:
+def nothing_more(read: ConfigValues, dims: ModelDims) -> dict[str, Any]:
     return {}
 
 
@@ -162,16 +164,16 @@ def turned_everywhere(read: ConfigValues, num_layers: int) -> tuple[bool, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigReader:
-    """How transformers reads the config of a family. A switch is the key that it reads, or what
-    always holds."""
+    """How transformers reads the config of a family. A switch is the name of its key, or a fixed
+    value."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What it takes for keys that a config leaves out, where it is not the plain value: no window,
-    as many key heads as heads, hidden_size / num_heads, and so on."""
+    """Defaults of keys that a config leaves out, if they differ from the plain ones: no window, as
+    many key heads as heads, hidden_size / num_heads, and so on."""
     qkv_bias: str | bool = "attention_bias"
     out_bias: str | bool = "attention_bias"
     mlp_bias: str | bool = "mlp_bias"
-    """False where the ffn never has a bias: a config that asks for one is refused."""
+    """False where the ffn never has a bias: a config that asks for one is rejected."""
     qk_norm: str | bool = False
     wide_qk_norm: bool = False
     """Whether the norms of queries and keys go over all heads as one vector."""
@@ -180,51 +182,50 @@ class ConfigReader:
     activation: tuple[str, Literal["silu", "gelu_tanh", "clamped"]] = ("hidden_act", "silu")
     """The key that names the activation, and the one that is built."""
     attention: Callable[[ConfigValues], dict[str, Any]] | None = None
-    """The dimensions of latent attention, where the family has it."""
-    scales: Callable[[ConfigValues, ModelDims], dict[str, Any]] = unscaled
-    """`embed_scale` and `query_scale`, where they are not 1."""
+    """The dimensions of latent attention, if the family has it."""
+    more: Callable[[ConfigValues, ModelDims], dict[str, Any]] = nothing_more
+    """Further dimensions, such as `embed_scale`, from the config and the others."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Keys of the family that must be unset, and what they would bring."""
+    """Keys of the family that must be unset, and what they would change."""
     pre_norms: bool = True
     post_norms: bool = False
-    """Whether attention and ffn are normed before them, and after them."""
+    """Whether attention and ffn have norms before and after them."""
     partial_rotary: bool = False
-    """Whether rotary turns the first part of a head only, as `partial_rotary_factor` says."""
+    """Whether rotary is applied only to the first part of a head, by `partial_rotary_factor`."""
     rotary_pairs: Literal["halves", "neighbours"] = "halves"
     ropes: Set[str] = frozenset()
-    """The kinds of rotary scaling that transformers takes; empty: all."""
+    """The supported kinds of rotary scaling; empty: all."""
     sliding_theta: tuple[str, float] | None = None
-    """Where layers with a window have rotary settings of their own: the key beside the settings
-    that older files have their theta under, and what is taken for it."""
+    """If layers with a window have separate rotary settings: the key of their theta in older files,
+    and its default."""
     unturned: Callable[[ConfigValues, int], tuple[bool, ...]] = turned_everywhere
-    """Per layer whether rotary is left out, from the config and the number of layers."""
+    """For each layer whether it has no rotary, from the config and the number of layers."""
     windows: Literal["none", "all", "by_layer"] = "by_layer"
-    """Whether no window is read whatever the config says, one is on every layer, or `layer_types`
-    chooses; where that is missing, `unturned` layers have it, or those that `slides` says, of the
-    layer and the number of `slides_key`."""
+    """Whether windows are ignored, on every layer, or chosen by `layer_types`; without that key,
+    `unturned` layers have one, or those for which `slides` (of the layer and the number at
+    `slides_key`) is true."""
     slides: Callable[[int, int], bool] = from_layer
     slides_key: tuple[str, int, int] = ("max_window_layers", 28, 0)
-    """The key of the number that `slides` is given, what is taken for it, and the least."""
+    """The key of the number for `slides`, its default, and its minimum."""
     window_switch: str | bool = "use_sliding_window"
     has_shared_experts: bool = False
-    """Whether `mixture` reads an expert that every token passes."""
+    """Whether `mixture` reads a shared expert."""
     mixture: Callable[[ConfigValues, int], dict[str, Any]] = read_mixture
     """The dimensions of the experts, from the config and the number of layers."""
     attn_gate: bool = False
     linear: Callable[[ConfigValues, int], dict[str, Any]] | None = None
-    """The dimensions of layers with a delta net, where the family has them."""
+    """The dimensions of layers with a delta net, if the family has them."""
 
     def __call__(self, hf: Mapping[str, Any]) -> ModelDims:
-        """Old and new key names alike. Raises UserError for what dimensions cannot express: a
-        number that silently means another model is worse than none."""
+        """Reads old and new key names. Raises UserError for settings that dimensions cannot
+        express: silently building another model would be worse."""
         self._refuse_unsupported(hf)
-        if hf.get("rope_parameters") is None:  # to transformers, null is left out
-            hf = {key: value for key, value in hf.items() if key != "rope_parameters"}
+        hf = {key: v for key, v in hf.items() if v is not None or key not in LEFT_OUT}
         read = ConfigValues({**self.defaults, **hf}, self.defaults.keys() - hf.keys())
         dims = self._read(read)
         if self.attention is not None:
             dims = replace(dims, **self.attention(read))
-        dims = replace(dims, **self.scales(read, dims))
+        dims = replace(dims, **self.more(read, dims))
         self._check(read, dims)
         raise_problems(read.problems)
         return dims
@@ -274,7 +275,7 @@ class ConfigReader:
         )
 
     def _check(self, read: ConfigValues, dims: ModelDims) -> None:
-        """What must hold between values."""
+        """Relations between values."""
         fits = dims.num_heads % dims.num_kv_heads == 0
         rule = f"must divide num_attention_heads = {dims.num_heads}"
         read.must(fits, "num_key_value_heads", dims.num_kv_heads, rule)
@@ -377,7 +378,7 @@ dims_from_hf = ConfigReader()
 
 
 def _padding_id(read: ConfigValues) -> int | None:
-    """As torch reads `padding_idx`, negative ones from the end; of no use beyond the vocabulary."""
+    """Like torch's `padding_idx`, negative ones from the end; None beyond the vocabulary."""
     given, size = read.hf.get("pad_token_id"), read.whole("vocab_size")
     if not isinstance(given, int) or isinstance(given, bool) or not -size <= given < size:
         return None
@@ -393,15 +394,15 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _rope_settings(hf: Mapping[str, Any]) -> tuple[str, Any]:
-    """(key, settings): as transformers has it, `rope_scaling` replaces `rope_parameters`."""
+def rope_settings(hf: Mapping[str, Any]) -> tuple[str, Any]:
+    """(key, settings): as in transformers, `rope_scaling` replaces `rope_parameters`."""
     key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     return key, hf.get(key) or {}
 
 
 def _rope(read: ConfigValues) -> tuple[float, dict[str, Any]]:
     """(theta, scaling); theta may lie beside the settings, and so may the original length."""
-    key, given = _rope_settings(read.hf)
+    key, given = rope_settings(read.hf)
     where = f"config.json: {key}"
     if isinstance(given, Mapping) and any(isinstance(value, Mapping) for value in given.values()):
         raise UserError(Problem(where, "rotary settings per layer type are not built"))
@@ -414,8 +415,8 @@ def _rope(read: ConfigValues) -> tuple[float, dict[str, Any]]:
 def _ropes_by_layer(
     read: ConfigValues, local_key: str, local_theta: float
 ) -> list[tuple[float, dict[str, Any]]]:
-    """As `_rope`, of layers without and with a window. In older files `rope_theta` and
-    `rope_scaling` are those of the first."""
+    """Like `_rope`, for layers without and with a window. In older files `rope_theta` and
+    `rope_scaling` are those of the first kind."""
     given, scaling = read.hf.get("rope_parameters"), read.hf.get("rope_scaling") or {}
     where = "config.json: rope_parameters"
     if given is None:
@@ -460,7 +461,7 @@ def _one_rope(
 
 def _rotary_factor(hf: Mapping[str, Any]) -> tuple[str, Any]:
     """(key, factor): among the rotary settings, else beside them, else the whole head."""
-    place, rope = _rope_settings(hf)
+    place, rope = rope_settings(hf)
     if isinstance(rope, Mapping) and rope.get(PART) is not None:
         return f"{place}.{PART}", rope[PART]
     return PART, 1.0 if hf.get(PART) is None else hf[PART]

@@ -1,8 +1,8 @@
 """Conversion between HF folders and Megatron's, and from one Megatron layout to another.
 
 Every source is read under HF-on-disk names and every output is filled from those, so each pair of
-formats and layouts is a conversion. The output says what it was made from; asked for again, it is
-found and nothing is done.
+formats and layouts is a conversion. The output records its source; a repeated request finds it and
+does nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from pentad.core.device import DTYPES
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, RunError, UserError, raise_problems
+from pentad.core.folders import INDEX as HF_INDEX
 from pentad.models.conversion_files import (
     RECORD,
     ConversionRecord,
@@ -39,7 +40,6 @@ from pentad.models.families import dims_of, map_of, path_of, read_config, spec_o
 from pentad.models.registry import column_of, open_weights, warn_left_out
 from pentad.models.spec import padded_vocab
 from pentad.weights import transfer
-from pentad.weights.hf import INDEX as HF_INDEX
 from pentad.weights.hf import (
     SHARD_BYTES,
     HfFolder,
@@ -76,13 +76,13 @@ from pentad.weights.megatron.stored import Form, Spelling
 from pentad.weights.transfer import Reader
 
 VERSION = 2
-"""Version of what is written for a request; a record of another version is another output."""
+"""Version of the output for a request; a record of another version does not match."""
 CONFIG = "config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """What is to be converted into what."""
+    """A conversion request."""
 
     source: str
     target: str
@@ -94,25 +94,25 @@ class Conversion:
     etp: int | None = None
     """null: as tp."""
     checkpoint: str | None = None
-    """Which one of a Megatron source is read; null: the one its tracker file names."""
+    """The checkpoint of a Megatron source; null: the one that its tracker file names."""
     iteration: int | None = None
-    """Under which a Megatron output is filed; null: as released weights."""
+    """Iteration number of a Megatron output; null: released weights."""
     spec: Spelling = "te"
     separate_layers: bool = False
-    """torch_dist with a key per layer also where all layers are alike."""
+    """torch_dist with a key per layer even if all layers are alike."""
     dtype: str | None = None
     vocab_divisor: int = 128
     """Megatron's `make_vocab_size_divisible_by`."""
     config: str | None = None
-    """HF folder or config.json of the model, where the source has none."""
+    """HF folder or config.json of the model, if the source has none."""
     model: str | None = None
-    """Its family, instead of the config's `model_type`."""
+    """Its family, overriding the config's `model_type`."""
     shard_bytes: int = SHARD_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """How a conversion ended."""
+    """The result of a conversion."""
 
     folder: Path
     status: Literal["written", "found"]
@@ -121,7 +121,7 @@ class Converted:
     size_bytes: int
     seconds: float
     command_line: str = ""
-    """What Megatron has to be started with besides `--use-checkpoint-args`."""
+    """Arguments that Megatron needs besides `--use-checkpoint-args`."""
 
 
 @dataclass(frozen=True)
@@ -130,14 +130,14 @@ class Opened:
 
     root: Path
     folder: Path
-    """Where its weights are: the root itself, or one checkpoint in it."""
+    """The folder of its weights: the root itself, or one checkpoint in it."""
     kind: FolderKind
     config: Path
     dims: ModelDims
     reader: Reader
 
     def files(self) -> dict[str, Path]:
-        """Everything the output depends on, by its name, wherever it lies."""
+        """All files on which the output depends, by name."""
         if isinstance(self.reader, HfFolder):
             paths = {*self.reader.file_of.values(), self.folder / HF_INDEX}
         elif self.kind == "torch_dist":
@@ -183,7 +183,7 @@ def convert(
     force: bool = False,
     progress: OnProgress = lambda what, done, total: None,
 ) -> Converted:
-    """Converts, or finds that it was done; raises before anything is written if it cannot be."""
+    """Converts, or finds an earlier result; problems are raised before anything is written."""
     started = time.monotonic()
     check_apart(Path(conversion.source), Path(conversion.target))
     opened = open_source(conversion)
@@ -220,7 +220,7 @@ def convert(
 
 
 def check_apart(source: Path, target: Path) -> None:
-    """Replacing a folder by what is made from it would lose it, --force or not."""
+    """Replacing a folder by its own conversion would lose it, with or without --force."""
     a, b = source.resolve(), target.resolve()
     if a == b or a in b.parents or b in a.parents:
         rule = f"lies within the source, {source}, or the source within it"
@@ -228,7 +228,8 @@ def check_apart(source: Path, target: Path) -> None:
 
 
 def _check_unharmed(opened: Opened, source: SourceFiles) -> None:
-    """Files that a conversion wrote are still those: a flipped bit has no other sign."""
+    """Checks that the files of an earlier conversion are unchanged: a flipped bit has no other
+    sign."""
     record = read_record(opened.root)
     known = record.files if record else {}
     inside = opened.folder.relative_to(opened.root)
@@ -245,7 +246,7 @@ def _check_unharmed(opened: Opened, source: SourceFiles) -> None:
 
 
 def _settled(conversion: Conversion, opened: Opened) -> Conversion:
-    """What follows from the source put in, so that worker processes find the same."""
+    """The request completed by values of the source, so that worker processes find the same."""
     source = str(Path(conversion.source).absolute())
     recipe = replace(conversion, source=source, target=str(Path(conversion.target).absolute()))
     recipe = replace(recipe, model=path_of(opened.dims.family), config=str(opened.config))
@@ -257,7 +258,7 @@ def _settled(conversion: Conversion, opened: Opened) -> Conversion:
 
 
 def _request(recipe: Conversion) -> dict[str, Any]:
-    """What is asked for, without where it lies and how it is run."""
+    """The request without paths and number of processes."""
     out = asdict(recipe)
     for place in ("source", "target", "config", "checkpoint"):
         del out[place]
@@ -277,7 +278,7 @@ def _ended(
 
 
 def build_output(recipe: Conversion) -> Output:
-    """The output of a recipe: what worker processes begin with."""
+    """The output of a request, as worker processes build it."""
     return _output(recipe, open_source(recipe))
 
 
@@ -330,7 +331,7 @@ def _refuse_axes(recipe: Conversion) -> None:
 
 
 def _form(recipe: Conversion, dims: ModelDims) -> Form:
-    """Megatron stacks the layers of a model whose layers are all alike."""
+    """Megatron stacks the layers of a model with equal layers."""
     mixed = any(dims.moe_layers) and not all(dims.moe_layers)
     return "separate" if mixed or recipe.separate_layers else "stacked"
 
@@ -345,14 +346,14 @@ def _dtype(recipe: Conversion) -> torch.dtype | None:
 
 
 def _check_source(weight_map: WeightMap, reader: Reader) -> None:
-    """Every tensor the output needs is there, none is left over, tied ones agree."""
+    """Checks that every needed tensor is present, none is left over, and tied ones agree."""
     nothing = transfer.Shard(torch.empty(0), ())
     transfer.check(dict.fromkeys(weight_map.entries, nothing), weight_map, reader)
     transfer.check_tied(weight_map, reader)
 
 
 def _hf_plan(recipe: Conversion, opened: Opened) -> list[HfFile]:
-    """The files of the HF folder the weights came from, as far as that is known."""
+    """The files of the HF folder that the weights came from, if known."""
     if isinstance(opened.reader, HfFolder):
         return hf_files_of(opened.reader)
     known = _hf_files_of_record(opened.root)
@@ -377,7 +378,7 @@ def _hf_files_of_record(root: Path) -> list[HfFile]:
 
 
 def _write_companions(recipe: Conversion, opened: Opened, root: Path) -> None:
-    """Config and tokenizer beside the weights, so that the folder is enough on the way back."""
+    """Writes config and tokenizer beside the weights, so that the folder can be converted back."""
     copy_companions(opened.companions(), root)
     config = read_config(opened.config)
     changes: dict[str, Any] = {}

@@ -1,8 +1,7 @@
-"""The files of a conversion: written beside the target by several processes, renamed when whole.
+"""The files of a conversion: written beside the target by several processes, renamed when complete.
 
-A finished folder carries a record of what it was made from, by which the same request finds it
-again and a changed file is noticed. A conversion that was stopped leaves a hidden folder, which the
-next one removes: it starts again.
+A finished folder has a record of its source, by which the same request finds it again and a changed
+file is noticed. An interrupted conversion leaves a hidden folder, which the next one removes.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from pentad.weights.megatron.outputs import Output
 RECORD = "pentad-convert.json"
 POLL_S = 0.2
 FULL_BYTES = 1 << 20
-"""A write that failed with less than that left on the disk failed for want of space."""
+"""A write that failed with less than this left on the disk counts as out of space."""
 
 Build = Callable[[Any], Output]
-"""Makes the output from its recipe in any process; importable by name."""
+"""Builds the output from its request in any process; importable by name."""
 OnProgress = Callable[[str, int, int], None]
-"""Called with the present work, bytes done, and bytes in all."""
+"""Called with the current work, bytes done, and bytes in total."""
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """One file of the output, as it lies on disk."""
+    """One file of the output on disk."""
 
     size_bytes: int
     digest: str
@@ -48,7 +47,7 @@ class WrittenFile:
 
 @dataclass(frozen=True, slots=True)
 class SourceFiles:
-    """The files a conversion reads: cheap to compare by size and time, certain by digest."""
+    """The files of the source: compared by size and time first, and by digest."""
 
     stats: dict[str, list[int]]
     """Path -> size in bytes, time of change in nanoseconds."""
@@ -57,7 +56,7 @@ class SourceFiles:
 
 @dataclass(frozen=True, slots=True)
 class ConversionRecord:
-    """What a converted folder was made from, and what it holds."""
+    """The source and the files of a converted folder."""
 
     identity: str
     request: dict[str, Any]
@@ -92,7 +91,7 @@ def read_source(files: Mapping[str, Path], progress: OnProgress) -> SourceFiles:
 
 
 def read_record(folder: Path) -> ConversionRecord | None:
-    """The record of an earlier conversion; None where there is none, or one we cannot read."""
+    """The record of an earlier conversion; None if there is none, or it cannot be read."""
     path = folder / RECORD
     if not path.is_file():
         return None
@@ -105,13 +104,13 @@ def read_record(folder: Path) -> ConversionRecord | None:
 
 
 def is_whole(folder: Path, record: ConversionRecord) -> bool:
-    """Every file is there with its size; contents were verified when they were written."""
+    """Whether every file exists with its size; contents were verified when they were written."""
     paths = [(folder / name, size) for name, (size, _) in record.files.items()]
     return all(path.is_file() and path.stat().st_size == size for path, size in paths)
 
 
 def check_target(target: Path, *, force: bool) -> None:
-    """Refuses a target that holds something else; nothing is ever written over by chance."""
+    """Rejects a target that holds something else; nothing is overwritten by accident."""
     if not target.exists() or force:
         return
     if not target.is_dir():
@@ -123,7 +122,8 @@ def check_target(target: Path, *, force: bool) -> None:
 
 @contextmanager
 def write_aside(target: Path) -> Iterator[Path]:
-    """An empty folder that becomes the target when the body ends, for one conversion at a time."""
+    """An empty folder that is renamed to the target when the body ends, for one conversion at a
+    time."""
     if is_being_written(target):
         rule = "another conversion is writing it right now"
         raise UserError(Problem(str(target), rule, "wait for it to end"))
@@ -147,7 +147,7 @@ def write_files(
     processes: int,
     progress: OnProgress,
 ) -> dict[str, WrittenFile]:
-    """Writes every file of the output. Other processes make the output anew: `build(recipe)`."""
+    """Writes every file of the output. Other processes build the output again: `build(recipe)`."""
     folder.mkdir(exist_ok=True)
     check_space(folder, output)
     total = sum(output.files.values())

@@ -1,17 +1,17 @@
 """The decoder: embedding, layers, final norm and heads, composed from `ModelDims`.
 
-It knows no ranks, no packing and no key-value cache: tokens are flat, their positions are given,
-and attention happens in the core it is called with. A pipeline stage is a decoder that holds
-some of the layers and perhaps neither embedding nor head.
+It knows no ranks, no packing and no key-value cache: tokens are flat, their positions are
+arguments, and attention is computed by the core it is called with. A pipeline stage is a decoder
+with some of the layers, which may lack embedding and head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from pentad.core.dims import ModelDims
 from pentad.core.types import Attend
@@ -26,6 +26,7 @@ from pentad.models.layers import (
     GatedAttention,
     Linear,
     Rotary,
+    Scale,
     make_norm,
 )
 from pentad.models.moe import Moe, Routes
@@ -34,17 +35,17 @@ from pentad.weights.map import WeightMap
 
 
 class Block(nn.Module):
-    """One layer: x + attn(norm(x)), then x + ffn(norm(x)); results may be normed before they are
-    added, too, or instead."""
+    """One layer: x + attn(norm(x)), then x + ffn(norm(x)); there may be norms of the results as
+    well, or instead."""
 
     def __init__(self, dims: ModelDims, layer: int) -> None:
         super().__init__()
         self.attn_norm = _norm(dims, dims.pre_norms)
         self.attn = make_attention(dims, layer)
-        self.attn_post_norm = _norm(dims, dims.post_norms)
+        self.attn_post_norm = _post_norm(dims)
         self.ffn_norm = _norm(dims, dims.pre_norms)
         self.ffn = Moe(dims) if dims.is_moe(layer) else MLPS[dims.activation](dims)
-        self.ffn_post_norm = _norm(dims, dims.post_norms)
+        self.ffn_post_norm = _post_norm(dims)
 
     def forward(
         self,
@@ -54,7 +55,7 @@ class Block(nn.Module):
         attend: Attend,
         chosen_Tk: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The hidden states, and of a mixture the experts that were chosen, or given."""
+        """Returns hidden states and, for a mixture, the chosen or given experts."""
         x_TD, h_TD = self.mix(x_TD, cos_Td, sin_Td, attend)
         if isinstance(self.ffn, Moe):
             y_TD, chosen_Tk = self.ffn(h_TD, chosen_Tk)
@@ -64,7 +65,7 @@ class Block(nn.Module):
     def mix(
         self, x_TD: Tensor, cos_Td: Tensor, sin_Td: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
-        """All that comes before the ffn: the hidden states, and what the ffn is given of them."""
+        """Everything before the ffn: the hidden states, and the input of the ffn."""
         y_TD = self.attn(self.attn_norm(x_TD), cos_Td, sin_Td, attend)
         x_TD = x_TD + self.attn_post_norm(y_TD)
         return x_TD, self.ffn_norm(x_TD)
@@ -82,8 +83,42 @@ def _norm(dims: ModelDims, is_there: bool) -> nn.Module:
     return make_norm(dims.hidden_size, dims) if is_there else nn.Identity()
 
 
+def _post_norm(dims: ModelDims) -> nn.Module:
+    """The norm applied to a layer's output before the residual addition."""
+    if dims.residual_scale == 1.0:
+        return _norm(dims, dims.post_norms)
+    assert not dims.post_norms, "results are normed or multiplied by a factor, not both"
+    return Scale(dims.residual_scale)
+
+
+def growth(dims: ModelDims, positions_T: Tensor) -> Tensor:
+    """Scale of the queries per position, in float32."""
+    return 1 + dims.query_growth * torch.log(1 + torch.floor(positions_T / dims.query_growth_step))
+
+
+class GrownAttend:
+    """An attention core whose queries are multiplied by a number for each token."""
+
+    def __init__(self, inner: Attend, scale_T: Tensor) -> None:
+        self.inner = inner
+        self.scale_T = scale_T
+
+    def __call__(
+        self,
+        layer: int,
+        q_THd: Tensor,
+        k_TKd: Tensor,
+        v_TKd: Tensor,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        given = {"window": window, "sinks": sinks}
+        how: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        return self.inner(layer, q_THd * self.scale_T[:, None, None], k_TKd, v_TKd, **how)
+
+
 class Decoder(FamilyModel):
-    """The model of a model file, or a pipeline stage of it."""
+    """The model of a family's file, or a pipeline stage of it."""
 
     def __init__(
         self,
@@ -126,22 +161,27 @@ class Decoder(FamilyModel):
         attend: Attend,
         routes: Routes | None = None,
     ) -> Tensor:
-        """Token ids (a later stage: the stage before's hidden_TD) to hidden_TD.
-
-        The last stage's output is after the final norm. `routes` records which experts were
-        chosen; entries it has already are followed instead.
-        """
+        """Token ids (in a later stage the hidden_TD of the stage before) to hidden_TD. The last
+        stage's output is after the final norm. `routes` records the chosen experts; existing
+        entries are followed instead."""
         x_TD = ids_T if self.embed is None else self.look_up(ids_T)
         turns = self.rotary(positions_T, x_TD.dtype)
         if self.dims.linear_layers:
             attend = with_memory(attend, positions_T)
+        if self.dims.query_growth:
+            attend = GrownAttend(attend, growth(self.dims, positions_T).to(x_TD.dtype))
         for name, block in self.layers.items():
             given_Tk = None if routes is None else routes.get(int(name))
             turn = turns[self.dims.rope_kind(int(name))]
             x_TD, chosen_Tk = block(x_TD, *turn, attend, given_Tk)
             if routes is not None and chosen_Tk is not None:
                 routes[int(name)] = chosen_Tk
-        return x_TD if self.norm is None else self.norm(x_TD)
+        return x_TD if self.norm is None else self.scaled(self.norm(x_TD))
+
+    def scaled(self, hidden_TD: Tensor) -> Tensor:
+        """Logits are a product with these: their factor goes before it. Values have none."""
+        is_plain = self.dims.logit_scale == 1.0 or not self.has_lm_head
+        return hidden_TD if is_plain else hidden_TD * self.dims.logit_scale
 
     def look_up(self, ids_T: Tensor) -> Tensor:
         assert self.embed is not None, "the first stage alone has the table"
@@ -159,10 +199,6 @@ class Decoder(FamilyModel):
         assert self.embed is not None
         return self.embed.weight
 
-    def logits(self, hidden_TD: Tensor) -> Tensor:
-        """[T, V], for samplers and tests; training fuses the head with the log-probs."""
-        return F.linear(hidden_TD, self.head_weight)
-
 
 def causal_attend(
     layer: int,
@@ -172,7 +208,7 @@ def causal_attend(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention over one sequence, written out: the reference other cores are held against."""
+    """Attention over one sequence, written out: the reference for other cores."""
     num_tokens, num_heads = q_THd.shape[:2]
     k_THd = k_TKd.repeat_interleave(num_heads // k_TKd.shape[1], dim=1)
     v_THd = v_TKd.repeat_interleave(num_heads // v_TKd.shape[1], dim=1)

@@ -1,5 +1,5 @@
-"""A gated delta net in attention's place: projections, convolution, decays, gated norm; what of
-earlier tokens it sees is the business of the given core's memory (`ops.delta`).
+"""A gated delta net in place of attention: projections, convolution, decays, gated norm; the memory
+of the given core provides earlier tokens (`ops.delta`).
 
 Shapes as in `ops.delta`; D hidden. Widths are read from the weights, so a rank with some of the
 heads computes those.
@@ -18,7 +18,7 @@ from pentad.ops.delta import RememberingAttend
 
 
 class DeltaNet(nn.Module):
-    """Called as `layers.Attention` is; it turns nothing."""
+    """Called like `layers.Attention`; without rotary."""
 
     def __init__(self, dims: ModelDims, layer: int) -> None:
         super().__init__()

@@ -19,12 +19,12 @@ from pentad.weights.map import WeightMap
 from pentad.weights.transfer import PairsReader, TensorInfo
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What torch.compile and activation checkpointing put into parameter names."""
+"""Prefixes of torch.compile and activation checkpointing in parameter names."""
 
 
 def native_tensors(model: LanguageModel, weight_map: WeightMap | None = None) -> dict[str, Tensor]:
-    """The model's weights by their native names, as the whole tensors they are parts of: those of
-    the map, which is `weight_map` or that of the model without factors."""
+    """The model's weights by their native names, as the whole tensors they are parts of: those in
+    `weight_map`, by default the model's map without factors."""
     out: dict[str, Tensor] = {}
     is_adapter = weight_map is not None and weight_map is model.adapter_map
     factors = () if model.adapter_map is None else model.adapter_map.entries
@@ -37,7 +37,7 @@ def native_tensors(model: LanguageModel, weight_map: WeightMap | None = None) ->
 
 
 def kept_buffers(model: LanguageModel) -> dict[str, Tensor]:
-    """Buffers that are weights: saved, and set by what is loaded; not tables a model computes."""
+    """Buffers that are weights: saved and loaded, unlike tables that a model computes."""
     entries = model.weight_map.entries
     return {name: x for name, x in model.named_buffers() if _native(name) in entries}
 
@@ -92,10 +92,8 @@ def iter_hf(
 
 
 def gather_whole(tensor: Tensor) -> Tensor:
-    """The whole tensor on every rank that holds a part of it; all of them must ask.
-
-    Without DTensor's own redistribution, which remembers process groups that may be gone.
-    """
+    """The whole tensor on every rank that holds a part of it; all of them must call. Does not use
+    DTensor's own redistribution, which caches process groups that may be gone."""
     spread = as_spread(tensor)
     if spread is None:
         return tensor
@@ -134,10 +132,10 @@ def _gather_rows(part: Tensor, lengths: list[int], group: dist.ProcessGroup) -> 
 
 
 def install_hf(model: LanguageModel, pairs: Iterable[tuple[str, Tensor]]) -> int:
-    """Overwrites all weights in place, of a model with factors those alone; every tensor exactly
-    once. Returns how many were taken.
+    """Overwrites all weights in place (with factors: only the factors), every tensor exactly once.
+    Returns their number.
 
-    All are held until the end; what does not fit is refused before anything is written.
+    All are held until the end; invalid ones are rejected before anything is written.
     """
     weight_map = model.trained_map
     return transfer.fill(native_shards(model, weight_map), weight_map, PairsReader(pairs))

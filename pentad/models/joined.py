@@ -11,15 +11,15 @@ from pentad.models.layers import Attention
 
 
 def join_projections(attention: Attention) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of q, k and v side by side."""
+    """Joins weight and bias of q, k and v."""
     parts = (attention.q, attention.k, attention.v)
     biases = [part.bias for part in parts if part.bias is not None]
     return join([part.weight for part in parts]), join(biases) if biases else None
 
 
 def join_all_projections(model: nn.Module) -> None:
-    """Before other instances of the model are made over the same tensors: joined there, they would
-    be copied."""
+    """Called before other instances of the model are made over the same tensors, because joining
+    them there would copy."""
     for module in model.modules():
         if isinstance(module, Attention):
             join_projections(module)
@@ -27,8 +27,8 @@ def join_all_projections(model: nn.Module) -> None:
 
 @torch.no_grad()
 def join(parameters: Sequence[Tensor]) -> Tensor:
-    """One tensor, of which the parameters are parts from now on: what is installed in them is seen
-    in it. Those that are such parts already stay where they are."""
+    """Joins parameters as parts of one tensor: values installed in them appear in it. Parameters
+    that are such parts already keep their memory."""
     tensors = [parameter.data for parameter in parameters]
     if _are_side_by_side(tensors):
         first = tensors[0]

@@ -1,19 +1,23 @@
-"""What engines ask of a model: `LanguageModel`, of which there are two kinds.
+"""The interface of models for engines: `LanguageModel`, with two implementations.
 
-`decoder.Decoder` is composed from a model file, `hf.module.HfModel` is a model of transformers.
-Both take flat tokens with their positions and the attention core to use, and know no ranks.
+`decoder.Decoder` is composed from a family's file, `hf.module.HfModel` is a model of transformers.
+Both take flat tokens with their positions and the attention core, and know no ranks.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from pentad.core.dims import ModelDims
-from pentad.models.families import spec_of
+from pentad.engine.section import LoraConfig
+from pentad.models.families import lora_map_of, lora_words, spec_of
 from pentad.weights.map import Entry, WeightMap
 
 BIAS_OR_NORM = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -26,14 +30,20 @@ def _is_decayed(entry: Entry) -> bool:
     return is_matrix and not any(BIAS_OR_NORM.search(name.lower()) for name in names)
 
 
+def bent(x: Tensor, scale: float, cap: float | None) -> Tensor:
+    """Logits from the head's product: scaled, then bent to cap * tanh(x / cap)."""
+    x = x if scale == 1.0 else x * scale
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
 def as_it_is(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
 class LanguageModel(nn.Module):
-    """A language model without its softmax: the T x V logits are the caller's business.
+    """A language model without its softmax: the caller computes the T x V logits.
 
-    Called with (ids_T, positions_T, attend, routes) it gives hidden_TD.
+    Called with (ids_T, positions_T, attend, routes) it returns hidden_TD.
     """
 
     def __init__(self, dims: ModelDims) -> None:
@@ -47,14 +57,17 @@ class LanguageModel(nn.Module):
         """Logits are the head's product times this..."""
         self.logit_cap: float | None = None
         """...bent to cap * tanh(x / cap), before the temperature."""
+        self.cache_shapes: tuple[tuple[int, int], ...] = ()
+        """(kv heads, width) of each call of the attention core, in their order, where calls do not
+        name their layer; empty: they do."""
         self.present: Callable[[str, Tensor], Tensor] = as_it_is
-        """How a parameter shows to the outside; under a layout, as a DTensor of the whole."""
+        """Converts a parameter to its global form; under a layout, to a DTensor of the whole."""
         self.adapter_map: WeightMap | None = None
         """The factors beside frozen weights, by their native names (`models.lora`)."""
 
     @property
     def blocks(self) -> Mapping[int, nn.Module]:
-        """The layers held here."""
+        """The layers on this rank."""
         raise NotImplementedError
 
     @property
@@ -64,8 +77,17 @@ class LanguageModel(nn.Module):
 
     @property
     def trained_map(self) -> WeightMap:
-        """The map of what is trained, published and saved: the factors, where there are any."""
+        """The map of trained, published and saved weights: the factors, if there are any."""
         return self.weight_map if self.adapter_map is None else self.adapter_map
+
+    def lora_words(self, lora: LoraConfig) -> Sequence[str]:
+        """The targets of an adapter, as words; UserError where there are no such matrices."""
+        raise NotImplementedError
+
+    def lora_map(self, lora: LoraConfig) -> WeightMap:
+        """The factors of an adapter, by the names that they get in this model; of a critic with
+        its head."""
+        raise NotImplementedError
 
     @property
     def hf_classes(self) -> tuple[str, str]:
@@ -74,13 +96,26 @@ class LanguageModel(nn.Module):
 
     @property
     def saved_config(self) -> Mapping[str, Any]:
-        """What the config of a saved folder says instead of the config it came with."""
+        """Keys of the saved config that replace those of the original one."""
         return {}
 
     @property
     def head_weight(self) -> Tensor:
         """[V, D]; the embedding itself where the two are tied."""
         raise NotImplementedError
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """[T, V], for tests; training fuses the head with the log-probs."""
+        return bent(F.linear(hidden_TD, self.head_weight), self.logit_scale, self.logit_cap)
+
+    @property
+    def cache_dims(self) -> ModelDims:
+        """The dimensions with the layers, heads and width that a sampler's cache needs."""
+        if not self.cache_shapes:
+            return self.dims
+        heads, widths = zip(*self.cache_shapes, strict=True)
+        shape = {"num_kv_heads": max(heads), "head_dim": max(widths)}
+        return replace(self.dims, num_layers=len(self.cache_shapes), **shape)
 
     @property
     def tables(self) -> set[str]:
@@ -90,21 +125,22 @@ class LanguageModel(nn.Module):
 
     @property
     def decayed(self) -> set[str]:
-        """Parameters that weight decay applies to: matrices that are no table, bias or norm. What
-        a parameter is, its tensors on disk say: here gate and up biases are a matrix, too."""
+        """Parameters with weight decay: matrices, but no tables, biases or norms. The kind of a
+        parameter follows from its tensors on disk: here gate and up biases are a matrix, too."""
         return {
             name for name, entry in self.trained_map.entries.items() if _is_decayed(entry)
         } - self.tables
 
     def map_for(self, names: Iterable[str]) -> WeightMap:
-        """The weight map, with those of a folder's names left out that carry nothing."""
+        """The weight map without the tensors in a folder that carry no information."""
         return self.weight_map
 
     def fill_tables(self) -> None:
-        """Computes what is no weight (rotary frequencies), once the model has memory."""
+        """Computes tables (rotary frequencies) once the model has memory."""
 
     def draw(self, name: str, seed: int) -> Tensor | None:
-        """A fresh weight, whole, by the seed and its name; None: as the weight map says."""
+        """A fresh whole weight, by the seed and its name; None: as the weight map initialises
+        it."""
         return None
 
     def values(self, hidden_TD: Tensor) -> Tensor:
@@ -114,7 +150,7 @@ class LanguageModel(nn.Module):
 
 
 class FamilyModel(LanguageModel):
-    """A model of a family that has a model file, which says what its saved folders are called."""
+    """A model of a family with a model file, which names the classes of saved folders."""
 
     @property
     def hf_classes(self) -> tuple[str, str]:
@@ -123,3 +159,9 @@ class FamilyModel(LanguageModel):
     @property
     def saved_config(self) -> Mapping[str, Any]:
         return spec_of(self.dims.family).saved_config
+
+    def lora_words(self, lora: LoraConfig) -> Sequence[str]:
+        return lora_words(self.dims, lora)
+
+    def lora_map(self, lora: LoraConfig) -> WeightMap:
+        return lora_map_of(self.dims, lora, value_head=self.value_head is not None)

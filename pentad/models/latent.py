@@ -1,12 +1,12 @@
 """Multi-head latent attention (DeepSeek-V3, https://arxiv.org/abs/2412.19437): keys and values of
-all heads are made of one latent a token, beside one turned key that all heads share.
+all heads are projected from one latent per token, beside one rotated key that all heads share.
 
-In training, and in strict mode, keys and values are expanded, and attention is that of any model.
-A sampler holds only the latent and the turned key. It scores queries that are multiplied by the
-heads' key matrices with the latents themselves, and multiplies the weighted sums of latents by the
-heads' value matrices (`AbsorbedAttention`): the same products in another order.
+In training, and in strict mode, keys and values are expanded, and attention is that of any model. A
+sampler caches only the latent and the rotated key. It scores queries multiplied by the heads' key
+matrices with the latents themselves, and multiplies the weighted sums of latents by the heads'
+value matrices (`AbsorbedAttention`): the same products in another order.
 
-Shapes: T tokens, D hidden, H heads, d head width (plain and turned part), C latent, v value width,
+Shapes: T tokens, D hidden, H heads, d head width (plain and rotated part), C latent, v value width,
 r rank of an adapter.
 """
 
@@ -26,8 +26,8 @@ LATENT_EPS = 1e-6
 
 
 class LatentAttention(nn.Module):
-    """As `layers.Attention`, around a given core. Values are padded with zeros to the width of
-    keys, so that every core takes them."""
+    """Like `layers.Attention`, around a given core. Values are padded with zeros to the width of
+    keys, so that every core supports them."""
 
     def __init__(self, dims: ModelDims, layer: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class LatentAttention(nn.Module):
     def project(
         self, x_TD: Tensor, cos_Td: Tensor, sin_Td: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries by heads, the normed latents, the turned keys."""
+        """Queries by heads, the normed latents, the rotated keys."""
         q_TQ = self.q_b(self.q_norm(self.q_a(x_TD))) if self.has_q_latent else self.q(x_TD)
         plain_THd, q_rot_THd = q_TQ.unflatten(-1, (-1, self.head_dim)).split(self.widths, dim=-1)
         q_THd = torch.cat((plain_THd, self.rotate(q_rot_THd, cos_Td, sin_Td)), dim=-1)
@@ -72,7 +72,8 @@ class LatentAttention(nn.Module):
 
 
 class AbsorbedAttention(LatentAttention):
-    """In a sampler: one key head of the latent and the turned key, whose latents are the values."""
+    """Latent attention of the sampler: one key head of latent and rotary key; latents are the
+    values."""
 
     def forward(self, x_TD: Tensor, cos_Td: Tensor, sin_Td: Tensor, attend: Attend) -> Tensor:
         q_THd, latent_TC, turned_T1d = self.project(x_TD, cos_Td, sin_Td)

@@ -28,7 +28,7 @@ Turn = tuple[Tensor, Tensor]
 
 class Rotary(nn.Module):
     """cos and sin of every position, once per forward, for each kind of layer. A layer without
-    rotary turns by no angle: cos is 1 and sin 0, which leaves every number as it is."""
+    rotary gets cos 1 and sin 0, which changes no number."""
 
     def __init__(self, dims: ModelDims) -> None:
         super().__init__()
@@ -72,8 +72,8 @@ def _with_sliding_rope(dims: ModelDims) -> ModelDims:
 
 
 def rotate(x_THd: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> Tensor:
-    """Turns the pairs (j, j + r/2) of each head by the angle of its position; where the r numbers
-    of cos and sin are fewer than a head's, the rest stays as it is."""
+    """Rotates the pairs (j, j + r/2) of each head by the angle of its position; if cos and sin have
+    r numbers, fewer than a head, the rest is unchanged."""
     width = cos_Td.shape[-1]
     part, rest = x_THd[..., :width], x_THd[..., width:]
     first, second = part.chunk(2, dim=-1)
@@ -83,7 +83,7 @@ def rotate(x_THd: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> Tensor:
 
 
 def rotate_neighbours(x_THd: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> Tensor:
-    """As `rotate`, of the pairs (2j, 2j + 1)."""
+    """Like `rotate`, for the pairs (2j, 2j + 1)."""
     half = cos_Td.shape[-1] // 2
     part, rest = x_THd[..., : 2 * half], x_THd[..., 2 * half :]
     cos, sin = cos_Td[:, None, :half], sin_Td[:, None, :half]
@@ -97,7 +97,7 @@ ROTATIONS = {"halves": rotate, "neighbours": rotate_neighbours}
 
 
 def frequencies(dims: ModelDims) -> tuple[Tensor, float]:
-    """The inverse frequencies, one for each pair that is turned, and the factor on cos and sin."""
+    """The inverse frequencies, one per rotated pair, and the factor of cos and sin."""
     return SCALINGS[_kind(dims)](dims, dims.rope_scaling)
 
 
@@ -106,7 +106,7 @@ def _kind(dims: ModelDims) -> str:
 
 
 def check_scaling(dims: ModelDims) -> None:
-    """Raises for a scaling that is not built or lacks a setting."""
+    """Raises for a scaling that is not supported or lacks a setting."""
     kind = _kind(dims)
     where = f"config.json: rope_type = {kind}"
     if kind in ("dynamic", "longrope"):
@@ -187,14 +187,16 @@ NEEDS = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_fr
 
 
 class Linear(nn.Linear):
-    """Without weights of its own: they come from a folder or from `registry.initialise`."""
+    """A projection without initialisation: weights come from a folder or from
+    `registry.initialise`."""
 
     def reset_parameters(self) -> None:
-        """Nothing: torch's random numbers on the meta device cost seconds, and mean nothing."""
+        """Does nothing: torch's random initialisation on the meta device takes seconds without
+        effect."""
 
 
 class Embedding(nn.Embedding):
-    """As `Linear`, without weights of its own."""
+    """Like `Linear`, without initialisation."""
 
     def reset_parameters(self) -> None:
         pass
@@ -218,12 +220,24 @@ class Norm(nn.Module):
 
 
 class OffsetNorm(Norm):
-    """A norm whose weights lie around 0: 1 is added to them, and the product is wide."""
+    """A norm whose weights are around 0: 1 is added to them, and the product is computed in
+    float32."""
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         wide = wide * torch.rsqrt(self.mean_square(wide) + self.eps)
         return (wide * (1.0 + self.weight.float())).to(x.dtype)
+
+
+class Scale(nn.Module):
+    """Multiplies by a constant."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
 
 
 def make_norm(size: int, dims: ModelDims) -> Norm:
@@ -232,8 +246,8 @@ def make_norm(size: int, dims: ModelDims) -> Norm:
 
 
 class GateUp(nn.Module):
-    """Two projections of one input on an own leading axis, gate first: weight [2, F, D]. Their
-    results lie side by side: [T, 2F]."""
+    """Two projections of one input on a separate leading axis, gate first: weight [2, F, D]. Their
+    results are concatenated: [T, 2F]."""
 
     def __init__(self, in_size: int, out_size: int, bias: bool) -> None:
         super().__init__()
@@ -269,7 +283,7 @@ MLPS: dict[str, type[Mlp]] = {"silu": Mlp, "gelu_tanh": GeluMlp}
 
 
 class Attention(nn.Module):
-    """Projections, head norms and rotary; who sees whom is the given core's business."""
+    """Projections, head norms and rotary; the given core computes attention."""
 
     def __init__(self, dims: ModelDims, layer: int) -> None:
         super().__init__()
@@ -282,6 +296,7 @@ class Attention(nn.Module):
         self.v = Linear(dims.hidden_size, kv_width, bias=dims.qkv_bias)
         self.o = Linear(width, dims.hidden_size, bias=dims.out_bias)
         self.wide_norm = dims.wide_qk_norm
+        self.norms_turned = dims.norms_turned
         widths = (width, kv_width) if dims.wide_qk_norm else (dims.head_dim, dims.head_dim)
         self.q_norm = make_norm(widths[0], dims) if dims.qk_norm else None
         self.k_norm = make_norm(widths[1], dims) if dims.qk_norm else None
@@ -311,7 +326,10 @@ class Attention(nn.Module):
     def turned(
         self, q_THd: Tensor, k_TKd: Tensor, cos_Td: Tensor, sin_Td: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Queries and keys, normed and turned."""
+        """Queries and keys with norms and rotary, in the order of the family."""
+        if self.norms_turned:
+            q_THd, k_TKd = self.rotate(q_THd, cos_Td, sin_Td), self.rotate(k_TKd, cos_Td, sin_Td)
+            return self.normed(q_THd, self.q_norm), self.normed(k_TKd, self.k_norm)
         q_THd, k_TKd = self.normed(q_THd, self.q_norm), self.normed(k_TKd, self.k_norm)
         return self.rotate(q_THd, cos_Td, sin_Td), self.rotate(k_TKd, cos_Td, sin_Td)
 
@@ -324,7 +342,7 @@ class Attention(nn.Module):
 
 
 class GatedAttention(Attention):
-    """Attention whose result is weighed, number by number, by a gate of the input."""
+    """Attention whose result is multiplied, element by element, by a gate of the input."""
 
     def __init__(self, dims: ModelDims, layer: int) -> None:
         super().__init__(dims, layer)

@@ -1,7 +1,8 @@
 """LoRA: factors beside frozen weights. A layer computes x W^T + scale * (x A^T) B^T, unmerged.
 
 Learner and sampler apply it to their instances of one model. Merged into 16-bit weights, a small
-update would be rounded away; unmerged, both sides compute with the same numbers in the same order.
+update would be lost in rounding; unmerged, both sides compute with the same numbers in the same
+order.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from torch.nn import functional as F
 
 from pentad.core.swap import swap_class
 from pentad.engine.section import LoraConfig
-from pentad.models.families import lora_map_of
 from pentad.models.hf_weights import native_shards
 from pentad.models.language_model import LanguageModel
 from pentad.models.layers import Linear
@@ -31,6 +31,8 @@ from pentad.weights import transfer
 from pentad.weights.transfer import RandomReader, Reader
 
 STRICT = (StrictLinear, StrictGateUp, StrictExperts)
+PAIRS = (".gate_up.lora", ".gate_up_lora")
+"""How places end whose factors are those of gate and up, on an axis of their own."""
 
 
 class AddsFactors(Protocol):
@@ -42,8 +44,11 @@ class GivesRows(Protocol):
 
 
 class Factors(nn.Module):
-    """A and B of one matrix, or of several that take one input and stand on leading axes: a pair
-    (gate and up), experts. Kept in float32; products are in the dtype of their input."""
+    """A and B of one matrix, or of several with one input on leading axes: a pair (gate and up),
+    experts.
+
+    Kept in float32; products are in the dtype of their input.
+    """
 
     def __init__(self, a: tuple[int, ...], b: tuple[int, ...], scale: float, strict: bool) -> None:
         super().__init__()
@@ -53,13 +58,13 @@ class Factors(nn.Module):
         self.scale = scale
         self.strict = strict
         self.num_planes = 1
-        """Two where gate and up stand on an axis of their own."""
+        """Two if gate and up have a separate axis."""
         self.is_on = True
         self.joined: AddsFactors | None = None
-        """In a sampler with kernels: what computes with copies of them instead."""
+        """In a sampler with kernels: computes with copies of the factors instead."""
 
     def add_to(self, y_TO: Tensor, x_TI: Tensor) -> Tensor:
-        """What they make of the input, added to what the frozen matrix made of it."""
+        """Adds the product of the factors with the input to the output of the frozen matrix."""
         if self.joined is not None:
             return self.joined.add(x_TI, y_TO)
         return y_TO + self(x_TI) if self.is_on else y_TO
@@ -81,7 +86,7 @@ class ExpertFactors(Factors):
     expert axis."""
 
     stacked: GivesRows | None = None
-    """As `joined`, for experts."""
+    """Like `joined`, for experts."""
 
     def rows(self, x_NI: Tensor, ends_E: Tensor) -> Tensor:
         if self.stacked is not None:
@@ -105,7 +110,7 @@ class ExpertFactors(Factors):
 
 
 class TrainedHead(Linear):
-    """The head of a critic, which is trained beside frozen weights: in float32, as factors are."""
+    """The head of a critic, trained beside frozen weights: in float32, like factors."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input.float(), self.weight)
@@ -157,10 +162,10 @@ MAKE_EXPERTS: Callable[[type], type[nn.Module]] = _adapted_experts
 
 
 def apply_lora(model: LanguageModel, lora: LoraConfig) -> None:
-    """Freezes the model and gives its layers factors without memory. After `apply_strict`, and
-    after whatever else gives layers another class."""
+    """Freezes the model and gives its layers factors without memory. Called after `apply_strict`,
+    and after everything else that changes the class of layers."""
     model.requires_grad_(False)
-    model.adapter_map = lora_map_of(model.dims, lora, value_head=model.value_head is not None)
+    model.adapter_map = model.lora_map(lora)
     if model.value_head is not None:
         swap_class(model.value_head, TrainedHead)
         wide = torch.empty_like(model.value_head.weight, dtype=torch.float32)
@@ -175,7 +180,7 @@ def apply_lora(model: LanguageModel, lora: LoraConfig) -> None:
         shapes = entries[name].shape, entries[f"{place}.b"].shape
         make, kind = (MAKE_EXPERTS, ExpertFactors) if isinstance(host, Experts) else (MAKE, Factors)
         factors = kind(*shapes, lora.scale, isinstance(host, STRICT))
-        factors.num_planes = 2 if "gate_up" in place else 1
+        factors.num_planes = 2 if place.endswith(PAIRS) else 1
         if key != "down_lora":  # one class for both matrices of experts
             swap_class(host, make(type(host)))
         host.add_module(key, factors)
@@ -183,7 +188,7 @@ def apply_lora(model: LanguageModel, lora: LoraConfig) -> None:
 
 @torch.no_grad()
 def blank_factors(model: nn.Module, device: torch.device) -> None:
-    """Memory for factors that wait for an install: until then they are NaN."""
+    """Memory for factors before an install: until then they are NaN."""
     for factors in factors_of(model):
         factors.to_empty(device=device)
         for factor in factors.parameters():
@@ -192,7 +197,7 @@ def blank_factors(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def share_weights(model: LanguageModel, tensors: Mapping[str, Tensor]) -> None:
-    """Makes a model without memory one over the tensors of another, by native name."""
+    """Lets a model without memory use the tensors of another, by native name."""
     for name, module in list(model.named_modules()):
         for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None:
@@ -209,7 +214,7 @@ def factors_of(model: nn.Module) -> list[Factors]:
 
 @contextmanager
 def switched_off(factors: list[Factors]) -> Iterator[None]:
-    """The frozen weights alone, for 0 bytes."""
+    """The frozen weights alone, without extra memory."""
     for one in factors:
         one.is_on = False
     try:
@@ -220,7 +225,8 @@ def switched_off(factors: list[Factors]) -> Iterator[None]:
 
 
 def fill_factors(model: LanguageModel, seed: int, reader: Reader | None = None) -> None:
-    """Fresh factors in place (B is 0, so the model is as it was), or those of a reader."""
+    """Sets the factors to fresh ones (B is 0, so the model is unchanged), or to those of a
+    reader."""
     assert model.adapter_map is not None, "apply_lora comes first"
     shards = native_shards(model, model.adapter_map)
     reader = reader or RandomReader(model.adapter_map, shards, seed)

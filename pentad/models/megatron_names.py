@@ -1,8 +1,8 @@
-"""Weights as the modules of Megatron-Core hold them: their map, and a model of names alone.
+"""Names of weights in Megatron-Core's modules: their map, and a model of names only.
 
-The map is the Megatron column of a family in a form that any layout cuts in blocks: gate and up lie
-on an own axis, and the vocabulary has no padding. Nothing here imports Megatron, so recovery
-checkpoints of its learners are read where it is not installed.
+The map is the Megatron column of a family in a form that any layout splits into blocks: gate and up
+have a separate axis, and the vocabulary has no padding. Nothing here imports Megatron, so recovery
+checkpoints of its learners can be read where it is not installed.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ TABLE = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
 VALUE_HEAD = "value_head.weight"
 SELECTION_BIAS = ".expert_bias"
-"""How names of the router's bias end: it is no parameter, and moves without a gradient."""
+"""Suffix of the router's bias: it is no parameter, and changes without a gradient."""
 PLAN = {"V": "tp", "Vp": "tp", "P": "tp", "Q": "tp", "F": "tp", "S": "tp", "M": "etp"}
-"""Symbol -> axis that cuts it. Experts are tensors of their own, dealt over ep by their number."""
+"""Symbol -> axis that splits it. Experts are separate tensors, distributed over ep by their
+number."""
 
 _MAPS: dict[str, WeightMap] = {}
 
@@ -61,7 +62,7 @@ def _build(dims: ModelDims) -> WeightMap:
 
 
 def _in_blocks(rule: Rule) -> Rule:
-    """A rank's gate and up rows are one block where the two have an axis of their own."""
+    """A rank's gate and up rows are one block if the two have a separate axis."""
     first, *rest = rule.shape.split()
     if "+" not in first:
         return rule
@@ -77,7 +78,7 @@ def _without_planes(source: str | Spec) -> str | Spec:
 
 
 def _as_native(entry: Entry, native: WeightMap) -> Entry:
-    """How a tensor is initialised and kept, the native tensor says."""
+    """Initialisation and dtype of a tensor, from the native one."""
     rule = native.entries[entry.regions[0].source].rule
     kept = replace(
         entry.rule,
@@ -89,8 +90,7 @@ def _as_native(entry: Entry, native: WeightMap) -> Entry:
 
 
 class NamedModel(FamilyModel):
-    """Weights by name, without the modules that compute with them; on the meta device the whole
-    model of a learner."""
+    """Weights by name, without modules; on the meta device the whole model of a learner."""
 
     def __init__(self, dims: ModelDims, tensors: Mapping[str, Tensor], *, lm_head: bool) -> None:
         super().__init__(dims)

@@ -1,6 +1,6 @@
-"""The mixture-of-experts ffn: router, stacked experts, and the seam where dispatch is replaced.
+"""The mixture-of-experts ffn: router, stacked experts, and the interface of dispatch.
 
-Shape suffixes: T tokens, D hidden, E experts held here, R experts of the model, k experts per
+Shape suffixes: T tokens, D hidden, E experts on this rank, R experts of the model, k experts per
 token, M expert width, N pairs of a token and one of its experts.
 """
 
@@ -28,12 +28,13 @@ from pentad.ops.gated import clamped_mul, silu_mul
 from pentad.ops.router import RouteRule, add_loss, balance_loss, gate_logits, route, z_loss
 
 Routes = dict[int, Tensor]
-"""Layer -> chosen_Tk, of the tokens of one forward pass. A layer that has an entry follows it; one
-that has none chooses, and its choice is entered."""
+"""Layer -> chosen_Tk, for the tokens of one forward pass. A layer with an entry follows it; a layer
+without one chooses and adds its choice."""
 
 
 class Experts(nn.Module):
-    """The experts' weights, gate and up on an own axis: gate_up [E, 2, M, D], down [E, D, M]."""
+    """The experts' weights, gate and up on a separate axis: gate_up [E, 2, M, D], down [E, D,
+    M]."""
 
     def __init__(self, dims: ModelDims) -> None:
         super().__init__()
@@ -42,20 +43,20 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(num, hidden, width))
 
     def forward(self, x_ND: Tensor, sizes_E: Tensor, weights_N: Tensor | None = None) -> Tensor:
-        """Runs rows sorted by expert, sizes_E[e] of them through expert e; each result times its
-        weight, if weights are given."""
+        """Runs rows sorted by expert, sizes_E[e] of them through expert e; results are multiplied
+        by their weights, if given."""
         ends_E = sizes_E.cumsum(0, dtype=torch.int32)
         return run_experts(x_ND, self.gate_up, self.down, ends_E, weights_N)
 
     @property
     def matrices(self) -> tuple[Tensor, Tensor]:
-        """What rows are multiplied by: [E, O, I] each."""
+        """The matrices of the products: [E, O, I] each."""
         return self.gate_up.flatten(1, 2), self.down
 
 
 class ClampedExperts(Experts):
-    """Experts whose gate and up take turns, as rows of one matrix: gate_up [E, 2M, D], with a bias
-    for each row. The biases of their results are their mixture's."""
+    """Experts with interleaved gate and up, as rows of one matrix: gate_up [E, 2M, D], with a bias
+    for each row. The biases of their outputs belong to the mixture."""
 
     linear = staticmethod(grouped_linear)
     mul: ClassVar[Callable[..., Tensor]] = staticmethod(clamped_mul)
@@ -101,14 +102,14 @@ class Router(nn.Module):
         bias_R = torch.empty(dims.num_experts) if dims.router_bias else None
         self.register_buffer("bias", bias_R)
         self.offset = nn.Parameter(torch.empty(dims.num_experts)) if dims.moe_bias else None
-        """Added to the logits, and trained as they are."""
+        """Added to the logits, and trained."""
         # What follows is set by `models.balance`, and off here.
         self.aux_loss_coef = self.z_loss_coef = 0.0
         self.loss_scale: Tensor | None = None
 
     def forward(self, x_TD: Tensor, chosen_Tk: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Weights (float32) and indices of the chosen experts, both [T, k]; a given choice is
-        kept and weighed, with the same gradients."""
+        """Weights (float32) and indices of the chosen experts, both [T, k]; given indices are kept
+        and weighed, with the same gradients."""
         logits_TR = self.moved(gate_logits(x_TD, self.weight))
         weights_Tk, chosen_Tk = route(logits_TR, self.rule, self.bias, chosen_Tk)
         if (self.aux_loss_coef or self.z_loss_coef) and torch.is_grad_enabled():
@@ -119,7 +120,7 @@ class Router(nn.Module):
         return logits_TR if self.offset is None else logits_TR + self.offset.to(logits_TR.dtype)
 
     def own_loss(self, logits_TR: Tensor, chosen_Tk: Tensor) -> Tensor:
-        """In units of the summed loss: as many times the mean as there are tokens here."""
+        """The auxiliary loss in units of the summed loss: the mean times the number of tokens."""
         loss = logits_TR.new_zeros(())
         if self.aux_loss_coef:
             loss = loss + self.aux_loss_coef * balance_loss(logits_TR, chosen_Tk, self.rule)
@@ -135,10 +136,10 @@ which gives the result."""
 
 
 class SharedExpert(nn.Module):
-    """The expert every token passes: mlp(x), or sigmoid(gate . x) * mlp(x). No axis but storage
-    cuts it: it takes each rank's own tokens, as the router does.
+    """The shared expert of every token: mlp(x), or sigmoid(gate . x) * mlp(x).
 
-    It is run in two halves, one while pairs travel to their experts, one while they come back.
+    Only FSDP shards it: it takes each rank's own tokens, as the router does. It is run in two
+    halves, one while pairs travel to their experts, one while they come back.
     """
 
     def __init__(self, dims: ModelDims) -> None:
@@ -153,7 +154,7 @@ class SharedExpert(nn.Module):
         return partial(self, x_TD, self(x_TD))
 
     def forward(self, x_TD: Tensor, a_TM: Tensor | None = None) -> Tensor:
-        """The first half, or given its result the second: one function, since that is compiled."""
+        """The first half, or given its result the second: one function, because it is compiled."""
         if a_TM is None:
             return silu_mul(self.gate_up(x_TD))
         y_TD: Tensor = self.down(a_TM)
@@ -161,7 +162,7 @@ class SharedExpert(nn.Module):
 
 
 class Dispatch(Protocol):
-    """Brings tokens to their experts and the weighted results back."""
+    """Sends tokens to their experts and returns the weighted results."""
 
     def __call__(
         self,
@@ -171,7 +172,7 @@ class Dispatch(Protocol):
         experts: Experts,
         beside: Beside | None = None,
     ) -> Tensor:
-        """`beside` is run where there is waiting, and its result added."""
+        """`beside` is run during waits, and its result is added."""
         ...
 
 
@@ -182,7 +183,7 @@ def dispatch_local(
     experts: Experts,
     beside: Beside | None = None,
 ) -> Tensor:
-    """All experts are here: sort the pairs by expert, run, add back."""
+    """Dispatch with all experts on this rank: sorts pairs by expert, runs experts, sums results."""
     pairs = sort_pairs(chosen_Tk, experts.down.shape[0])
     weights_N = take_weights(weights_Tk, pairs)
     y_TD = sum_rows(experts(take_rows(x_TD, pairs), pairs.sizes_E, weights_N), pairs)
@@ -190,7 +191,7 @@ def dispatch_local(
 
 
 class Moe(nn.Module):
-    """A layer's ffn as a mixture; `dispatch` is set anew where experts lie on several ranks."""
+    """A layer's ffn as a mixture; `dispatch` is replaced if experts are on several ranks."""
 
     def __init__(self, dims: ModelDims) -> None:
         super().__init__()
@@ -204,7 +205,7 @@ class Moe(nn.Module):
         self.dispatch: Dispatch = dispatch_local
 
     def forward(self, x_TD: Tensor, chosen_Tk: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The mixture's result, and the experts that were chosen (those given, if any)."""
+        """The mixture's result, and the chosen experts (the given ones, if any)."""
         weights_Tk, chosen_Tk = self.router(x_TD, chosen_Tk)
         beside = None if self.shared is None else partial(self.shared.begin, x_TD)
         y_TD = self.dispatch(x_TD, weights_Tk, chosen_Tk, self.experts, beside)
@@ -213,7 +214,7 @@ class Moe(nn.Module):
         return y_TD, chosen_Tk
 
     def biases(self, weights_Tk: Tensor, chosen_Tk: Tensor, bias_RD: Tensor) -> Tensor:
-        """Those of each token's experts, with their weights."""
+        """The biases of each token's experts, with their weights."""
         zeros_TR = weights_Tk.new_zeros(len(weights_Tk), len(bias_RD))
         weights_TR = zeros_TR.scatter(1, chosen_Tk, weights_Tk).to(bias_RD.dtype)
         return weights_TR @ bias_RD

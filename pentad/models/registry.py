@@ -1,10 +1,11 @@
-"""How models are made: fresh, from a HF or Megatron folder, and back into a HF folder."""
+"""Makes models: fresh, from a HF or Megatron folder, and saves them to a HF folder."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from pentad.models.families import (
     ConfigLike,
     class_of,
     dims_of,
+    family_of,
+    is_known,
     map_of,
     read_config,
     spec_of,
@@ -27,19 +30,29 @@ from pentad.models.hf_weights import hf_metadata, iter_hf, native_shards, native
 from pentad.models.language_model import LanguageModel
 from pentad.models.megatron_names import build_named
 from pentad.models.spec import MEGATRON_PLAN, megatron_sizes
+from pentad.models.towers import TEXT
 from pentad.weights import transfer
-from pentad.weights.hf import SHARD_BYTES, FolderPlan, HfFolder, plan_folder, save_folder
+from pentad.weights.files import SafeFile
+from pentad.weights.hf import (
+    SHARD_BYTES,
+    Carried,
+    FolderPlan,
+    HfFolder,
+    carried_tensors,
+    plan_folder,
+    save_folder,
+)
 from pentad.weights.map import WeightMap, sizes_of
 from pentad.weights.megatron.layout import find_weights
 from pentad.weights.megatron.stored import MegatronColumn
-from pentad.weights.regions import slices
+from pentad.weights.regions import full_box, slices
 from pentad.weights.transfer import RandomReader, Reader
 
 log = logging.getLogger(__name__)
 
 
 def column_of(dims: ModelDims, vocab_rows: int) -> MegatronColumn:
-    """A model's Megatron tensors, with so many rows of vocabulary."""
+    """A model's Megatron tensors, with this many rows of vocabulary."""
     weight_map = spec_of(dims.family).megatron_map(dims, vocab_rows)
     sizes = {**sizes_of(dims), **megatron_sizes(dims, vocab_rows)}
     return MegatronColumn(weight_map, MEGATRON_PLAN, sizes)
@@ -66,7 +79,7 @@ def open_weights(folder: str | Path, dims: ModelDims, checkpoint: str | None = N
 
 
 def warn_left_out(weight_map: WeightMap, reader: Reader) -> None:
-    """Warns of the layers that a folder holds to predict further tokens, and a model does not."""
+    """Warns of layers for multi-token prediction in a folder that the model does not have."""
     names = [name for name in reader.infos if name.startswith(weight_map.ignored_prefixes)]
     if names:
         log.warning(
@@ -115,7 +128,7 @@ def build_model(
 def build_whole(
     config: ConfigLike, backend: str, *, model: str | None = None, value_head: bool = False
 ) -> LanguageModel:
-    """The whole model of a backend without memory: its names, its shapes and its weight map."""
+    """The whole model of a backend without memory: its names, shapes and weight map."""
     if backend == "fsdp":
         # Here, since transformers takes seconds to import.
         from pentad.models.hf.config import read_hf_config
@@ -145,17 +158,60 @@ def create_model(
 
 
 @torch.no_grad()
-def blank_model(dims: ModelDims, *, device: DeviceLike, dtype: torch.dtype) -> Decoder:
-    """A model that waits for an install: until then its weights are NaN, and a sampler refuses to
-    draw from it."""
-    model = build_model(dims, device=device, dtype=dtype)
+def blank(model: LanguageModel) -> None:
+    """Sets all weights to NaN: samplers do not use them."""
     for tensor in native_tensors(model).values():
-        tensor.fill_(math.nan)
+        if tensor.is_floating_point():
+            tensor.fill_(math.nan)
+
+
+def blank_model(dims: ModelDims, *, device: DeviceLike, dtype: torch.dtype) -> Decoder:
+    """A model whose weights are NaN until the first install; samplers do not use those."""
+    model = build_model(dims, device=device, dtype=dtype)
+    blank(model)
+    return model
+
+
+def _has_model_file(folder: str | Path) -> bool:
+    return is_known(family_of(read_config(folder)))
+
+
+def dims_to_sample(folder: str | Path) -> ModelDims:
+    """The dimensions of a folder's model: those of its family, or, without a model file, those that
+    are known of transformers' own model."""
+    if _has_model_file(folder):
+        return dims_of(folder)
+    # Here and below, since transformers takes seconds to import.
+    from pentad.models.hf.config import dims_of_hf
+
+    return dims_of_hf(folder)
+
+
+def build_unfiled(folder: str | Path, *, device: DeviceLike, dtype: torch.dtype) -> LanguageModel:
+    """transformers' own model, for a folder whose family has no model file. Its weights are NaN
+    until they are installed or loaded."""
+    from pentad.models.hf.config import read_hf_config
+    from pentad.models.hf.module import build_hf_model
+
+    model = build_hf_model(read_hf_config(folder), dtype=dtype).to_empty(device=device)
+    model.fill_tables()
+    blank(model)
+    return model
+
+
+def load_to_sample(
+    folder: str | Path, *, device: DeviceLike, dtype: torch.dtype, seed: int = 0
+) -> LanguageModel:
+    """The model of a folder for a sampler: that of its model file, or transformers' own."""
+    if _has_model_file(folder):
+        return load_model(folder, device=device, dtype=dtype, seed=seed)
+    model = build_unfiled(folder, device=device, dtype=dtype)
+    load_weights(model, folder)
     return model
 
 
 def initialise(model: LanguageModel, seed: int) -> None:
-    """Fresh weights in place, whatever part of the model is held here."""
+    """Initialises the weights in place, for any part of the model."""
     shards, weight_map = native_shards(model), model.weight_map
     if all(_place_drawn(model, name, shard, seed) for name, shard in shards.items()):
         return
@@ -164,7 +220,7 @@ def initialise(model: LanguageModel, seed: int) -> None:
 
 @torch.no_grad()
 def _place_drawn(model: LanguageModel, name: str, shard: transfer.Shard, seed: int) -> bool:
-    """Whether the model draws its weights itself."""
+    """Whether the model initialises its weights itself."""
     drawn = model.draw(name, seed)
     if drawn is not None:
         shard.tensor.copy_(drawn[slices(shard.box)])
@@ -172,7 +228,7 @@ def _place_drawn(model: LanguageModel, name: str, shard: transfer.Shard, seed: i
 
 
 def load_weights(model: LanguageModel, folder: str | Path, *, seed: int = 0) -> list[str]:
-    """Streams a HF or Megatron folder into the model; each rank reads only what it holds.
+    """Streams a HF or Megatron folder into the model; each rank reads only its part.
 
     Returns the tensors that the folder lacks and that were initialised instead (value heads).
     """
@@ -218,14 +274,16 @@ def save_model(
 ) -> None:
     """A folder that transformers loads, in `dtype` (default: as held).
 
-    `weights` are those of `iter_hf(model, dtype)`, where they are elsewhere.
+    `weights` are those of `iter_hf(model, dtype)`, where they are elsewhere. A text tower is saved
+    with the other towers of `source_folder`.
 
     The config is that of `source_folder` or `hf_config`, with dtype and class set; tokenizer and
     generation config come from `tokenizer_folder`, then from `source_folder`.
     """
+    pairs = iter_hf(model, dtype) if weights is None else weights
     save_folder(
         folder,
-        iter_hf(model, dtype) if weights is None else weights,
+        chain(pairs, _carried_pairs(model, source_folder)),
         plan_export(
             model,
             dtype=dtype,
@@ -246,24 +304,58 @@ def plan_export(
     tokenizer_folder: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> FolderPlan:
-    """The folder of `save_model`, around the weights of `iter_hf(model, dtype)`."""
+    """Plans the folder of `save_model` around the weights of `iter_hf(model, dtype)`."""
     given = hf_config if hf_config is not None else source_folder
     assert given is not None, "give source_folder or hf_config: the saved folder needs a config"
     infos = hf_metadata(model, dtype)
+    others = carried_by(model, source_folder)
     return plan_folder(
-        infos,
+        {**infos, **{name: one.info for name, one in others.items()}},
         config_for(model, read_config(given), next(iter(infos.values())).dtype),
         companions=[path for path in (tokenizer_folder, source_folder) if path is not None],
         shard_bytes=shard_bytes,
     )
 
 
+def carried_by(model: LanguageModel, source_folder: str | Path | None) -> dict[str, Carried]:
+    """Tensors that an export of the model copies from its source folder."""
+    if not model.dims.tower_names:
+        return {}
+    if source_folder is None:
+        rule = "a text tower is saved with the other towers, and their folder is not there"
+        raise UserError(Problem("source folder", rule, "give the multimodal folder it came from"))
+    return carried_tensors(source_folder, model.weight_map)
+
+
+def _carried_pairs(
+    model: LanguageModel, source_folder: str | Path | None
+) -> Iterator[tuple[str, Tensor]]:
+    for name, one in carried_by(model, source_folder).items():
+        yield name, SafeFile(one.file).read(name, full_box(one.info.shape))
+
+
 def config_for(model: LanguageModel, config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The HF config of the model as it is: its class, its dtype, one label if it has a value."""
+    """The HF config of the model as it is: its class, its dtype, one label if it has a value. That
+    of a multimodal folder keeps all but the dtype."""
+    if model.dims.tower_names:
+        return _whole_config(model, config, str(dtype).removeprefix("torch."))
     causal, scalar = model.hf_classes
     out = {**config, **model.saved_config}
     out |= {"dtype": str(dtype).removeprefix("torch."), "architectures": [causal]}
     out.pop("torch_dtype", None)
     if not model.has_lm_head and model.value_head is not None:
         out |= {"architectures": [scalar], "num_labels": 1}
+    return out
+
+
+def _whole_config(model: LanguageModel, config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    out = dict(config)
+    text = dict(out[TEXT]) if TEXT in out else None
+    for one in (out, text):
+        for key in ("dtype", "torch_dtype"):
+            if one is not None and one.get(key) not in (None, dtype):
+                one[key] = dtype
+    if text is not None:
+        out[TEXT] = text
+    (out if text is None else text).update(model.saved_config)
     return out

@@ -1,4 +1,4 @@
-"""What a model file declares: `ModelSpec`, and the rules that families share; all data, no torch.
+"""Declarations of model files: `ModelSpec`, and the rules that families share; all data, no torch.
 
 `DECODER` has the customary HF-on-disk names. `MEGATRON`, joined with a family's map
 (`weights.map.through`), gives Megatron's tensors as regions of HF-on-disk ones, so it is written
@@ -32,6 +32,7 @@ from pentad.weights.map import (
     build_map,
     through,
 )
+from pentad.weights.tower_map import in_tower
 
 
 def has_bias(dims: ModelDims, layer: int) -> bool:
@@ -87,7 +88,7 @@ EXPERT = LAYER + "mlp.experts.{e}."
 
 
 def gated(native: str, shape: str, hf: str, kind: str, when: Condition, init: Init) -> Rule:
-    """Gate and up side by side, which files hold apart."""
+    """Gate and up on a separate axis, which are separate in files."""
     sources = Glu(f"{hf}gate_proj{kind}", f"{hf}up_proj{kind}")
     return Rule(f"{native}gate_up{kind}", shape, sources, when, init)
 
@@ -122,7 +123,7 @@ DECODER = (
     Rule("head.weight", "V D", "lm_head.weight", tied="embed.weight"),
     Rule("value_head.weight", "1 D", "score.weight", optional=True),
 )
-"""The names that Llama and Qwen share: a tensor is there as the dimensions say."""
+"""The names that Llama and Qwen share: a tensor exists if the dimensions say so."""
 
 
 POST_NORMS = (
@@ -133,7 +134,7 @@ POST_NORMS = (
 
 
 def around_zero(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """The rules, with norms whose weights lie around 0."""
+    """The rules, with norms stored as offsets from 1 (weights around 0)."""
     return tuple(
         replace(rule, init="zeros") if rule.target.endswith("norm.weight") else rule
         for rule in rules
@@ -145,7 +146,7 @@ def without(rules: tuple[Rule, ...], *targets: str) -> tuple[Rule, ...]:
 
 
 def with_sources(rules: tuple[Rule, ...], sources: Mapping[str, str | Spec]) -> tuple[Rule, ...]:
-    """The rules, with some of the native tensors elsewhere in files."""
+    """The rules, with some of the native tensors under other names in files."""
     unknown = sources.keys() - {rule.target for rule in rules}
     assert not unknown, f"no rule for {', '.join(sorted(unknown))}"
     return tuple(replace(r, source=sources.get(r.target, r.source)) for r in rules)
@@ -165,7 +166,7 @@ FUSED_QKV: dict[str, str | Spec] = {
 
 
 def shared_expert(hf: str) -> tuple[Rule, ...]:
-    """The expert that every token passes, by the name of its module in files."""
+    """The shared expert, by the name of its module in files."""
     place = f"{LAYER}mlp.{hf}."
     return (
         gated(FFN + "shared.", "2 S D", place, ".weight", is_moe, "normal"),
@@ -199,12 +200,12 @@ GATED_DECODER = with_sources(
     ),
     Q_AND_GATE,
 )
-"""`DECODER`, its attention gated, and left out in layers with a delta net."""
+"""`DECODER` with gated attention, and without it in layers with a delta net."""
 
 
 def delta_net(projections: Mapping[str, Spec | str]) -> tuple[Rule, ...]:
-    """The rules of layers with a gated delta net; `projections` says where those to q, k, v, z, b
-    and a lie in files."""
+    """The rules of layers with a gated delta net; `projections`: names of the projections to q, k,
+    v, z, b and a in files."""
     place = LAYER + "linear_attn."
     rows = {"q": "LK", "k": "LK", "v": "LV", "z": "LV", "b": "LH", "a": "LH"}
     conv = [Rows(place + "conv1d.weight", "LK+LK+LV", part) for part in range(3)]
@@ -311,7 +312,7 @@ MEGATRON = (
 )
 
 MEGATRON_PLAN = {"Vp": "tp", "P": "tp", "Q": "tp", "F": "tp", "S": "tp", "M": "etp"}
-"""P is the interleaved qkv, cut in plain rows; experts are dealt whole by their number."""
+"""P is the interleaved qkv, split in plain rows; whole experts are distributed by their number."""
 
 
 def padded_vocab(vocab_size: int, tp: int, divisor: int = 128) -> int:
@@ -350,11 +351,11 @@ class ModelSpec:
     plan: Mapping[str, str] = field(default_factory=lambda: DECODER_PLAN)
     """The parallel plan: size symbol -> mesh axis that splits every dim of that symbol."""
     seams: tuple[Seam, ...] = DECODER_SEAMS
-    """Where tensor parallelism gathers and deals tokens."""
+    """Positions at which tensor parallelism gathers and splits tokens."""
     read_dims: Callable[[Mapping[str, Any]], ModelDims] = dims_from_hf
     """The config adapter: the dimensions from a HF config."""
     public: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Public models by name, with what of their config.json counts: a run can be planned with
+    """Public models by name, with the relevant keys of their config.json: a run can be planned with
     them before any download (see `sizes`)."""
     model: str = "pentad.models.decoder:Decoder"
     """The composition: class that is built from the dimensions, as module:name."""
@@ -363,16 +364,17 @@ class ModelSpec:
     megatron: tuple[Rule, ...] = MEGATRON
     """Megatron's tensors as regions of the native ones."""
     ignored: tuple[str, ...] = ()
-    """HF-on-disk names that some folders hold and that the model has no use for: {i} for a layer,
-    {n} for a layer behind the last that predicts further tokens, * at the end for any rest."""
+    """HF-on-disk names in some folders that the model does not need: {i} for a layer, {n} for a
+    layer after the last that predicts further tokens, * at the end for any rest."""
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Switches that only this family's config has, by a name for each: `verify-model` tries them
-    beside those of all families."""
+    """Switches of this family's config only, by a name for each: `verify-model` tries them besides
+    those of all families."""
     saved_config: Mapping[str, Any] = field(default_factory=dict)
-    """What the config.json of a saved folder says instead, where the folder holds less."""
+    """Keys of a saved folder's config.json that change if the folder holds less."""
 
     def weight_map(self, dims: ModelDims) -> WeightMap:
-        return build_map(self.rules, dims, ignored=self.ignored)
+        own = build_map(self.rules, dims, ignored=self.ignored)
+        return in_tower(own) if dims.tower_names else own
 
     def megatron_map(self, dims: ModelDims, vocab_rows: int) -> WeightMap:
         """Megatron's tensors, with so many rows of vocabulary, as regions of HF-on-disk ones."""

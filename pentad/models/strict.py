@@ -106,7 +106,7 @@ class StrictClampedExperts(ClampedExperts):
 
 class StrictMoe(Moe):
     def biases(self, weights_Tk: Tensor, chosen_Tk: Tensor, bias_RD: Tensor) -> Tensor:
-        """One choice after the other, in order."""
+        """Adds one choice after the other, in order."""
         parts = [
             weights_T[:, None].to(bias_RD.dtype) * bias_RD.index_select(0, chosen_T)
             for weights_T, chosen_T in zip(weights_Tk.unbind(1), chosen_Tk.unbind(1), strict=True)
@@ -137,7 +137,7 @@ def dispatch_strict(
     experts: Experts,
     beside: Beside | None = None,
 ) -> Tensor:
-    """As `moe.dispatch_local`; a token's results are added in the order of its choice."""
+    """Like `moe.dispatch_local`; a token's results are added in the order of its choices."""
     pairs = sort_pairs(chosen_Tk, experts.down.shape[0])
     weights_N = take_weights(weights_Tk, pairs)
     y_ND: Tensor = experts(take_rows(x_TD, pairs), pairs.sizes_E, weights_N)

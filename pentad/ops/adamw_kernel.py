@@ -1,7 +1,7 @@
-"""A step of AdamW over one tensor as a Triton kernel, with the gradient's scale in it.
+"""Triton kernel for one AdamW step over one tensor, with gradient scaling fused in.
 
-What torch's fused AdamW computes, at the speed of a copy: a gradient that is scaled before is read
-and written once more. bfloat16 is rounded stochastically, with the bits of `rounding`.
+The math is that of torch's fused AdamW. Fusing the scale saves one read and one write of the
+gradient. bfloat16 tensors are rounded stochastically, with the random bits of `rounding`.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def move(
     key: int = 0,
     place: Place | None = None,
 ) -> None:
-    """`corrections` are 1 - beta1^t and sqrt(1 - beta2^t) of the step t that is made, in fp32; the
-    gradient is multiplied by `scale`. All tensors are contiguous; math is in fp32. What is
-    bfloat16 is rounded with the bits of `key` and of its `place`."""
+    """One AdamW step, in place. `corrections` are 1 - beta1^t and sqrt(1 - beta2^t) of step t in
+    fp32; `scale` multiplies the gradient. All tensors are contiguous; math is in fp32. bfloat16
+    tensors are rounded stochastically with random bits from `key` and `place`."""
     num = parameter.numel()
     rounds = parameter.dtype == torch.bfloat16
     assert place is not None or not rounds, "random bits go by an element's place"
     place = place or Place(0, (num,), (1,))
     num_dims = len(place.sizes)
     assert num_dims <= MAX_DIMS, f"{place} has more than {MAX_DIMS} dims"
-    missing = (1,) * (MAX_DIMS - num_dims)  # in front
+    missing = (1,) * (MAX_DIMS - num_dims)  # padded in front to MAX_DIMS
     _move[(triton.cdiv(num, BLOCK),)](
         parameter,
         gradient,

@@ -1,8 +1,8 @@
-"""The second half of LoRA as one Triton kernel, forward only: y += scale * (h B^T), part by part.
+"""Triton kernel for the second half of LoRA, forward only: y += scale * (h B^T) for each part.
 
-A product of several matrices side by side (q, k and v; gate and up) has its factors side by side
-too: h holds rank numbers of each part, B the rows of all parts. The kernel rounds where the plain
-lines of the model round: after the product, after the scale, after the sum.
+A fused projection (q, k and v; gate and up) has one LoRA pair per part, stored concatenated: h
+holds the rank activations of all parts, B the rows of all parts. The kernel rounds where the eager
+model rounds: after the product, after the scale, after the sum.
 
 Shape letters: T tokens, O outputs of all parts, P parts, r rank (padded), R = P * r.
 """
@@ -31,7 +31,7 @@ def reference_add_expanded(
 
 
 def columns_of(widths: Sequence[int]) -> int:
-    """The largest tile that no part cuts; 0 where there is none that a kernel can take."""
+    """The largest tile size that divides all part widths; 0 if the kernel supports none."""
     tile = MAX_COLUMNS
     while tile >= MIN_COLUMNS and any(width % tile for width in widths):
         tile //= 2
@@ -41,7 +41,7 @@ def columns_of(widths: Sequence[int]) -> int:
 def add_expanded(
     y_TO: Tensor, h_TR: Tensor, b_Or: Tensor, widths: Sequence[int], scale: float
 ) -> Tensor:
-    """In place, where every width is a multiple of 16. At most three parts."""
+    """Adds scale * (h B^T) to y in place. Widths are multiples of 16; at most three parts."""
     num_tokens, rank = len(y_TO), b_Or.shape[1]
     columns = columns_of(widths)
     assert y_TO.is_contiguous() and h_TR.is_contiguous() and b_Or.is_contiguous()

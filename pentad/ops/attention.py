@@ -1,8 +1,8 @@
-"""Causal attention over packed sequences: a token sees its own sequence up to itself, nothing else.
+"""Causal attention over packed sequences: a token attends to earlier tokens of its own sequence.
 
-Ways that give the same numbers: `PaddedAttend` lays sequences of similar length side by side and
-uses SDPA (any device, any dtype); `VarlenAttend` is a flash kernel over the packed tokens (CUDA, 16
-bit): FlashAttention-4 where it is installed (Hopper and later, about twice as fast), else torch's;
+Three implementations of the same function: `PaddedAttend` pads sequences of similar length and uses
+SDPA (any device, any dtype); `VarlenAttend` is a flash kernel over the packed tokens (CUDA, 16
+bit): FlashAttention-4 if installed (Hopper and later, about twice as fast), else torch's;
 `EqualAttend` is cuDNN's kernel for sequences of one length (Hopper and later).
 
 Shapes: T packed tokens, P padded slots, S sequences, L length, H query heads, K key-value heads,
@@ -26,8 +26,8 @@ from pentad.ops import flash4
 from pentad.ops.sinks import attend_with_sinks, scaled_by_sinks, sink_gradients
 
 VARLEN_OPTIONS = frozenset[str]()
-if torch.backends.cuda.is_built():  # its import takes a second: not where it has no kernel
-    with suppress(ImportError):  # torch is built without it on some platforms
+if torch.backends.cuda.is_built():  # the import takes a second, so it is skipped without CUDA
+    with suppress(ImportError):  # some platforms build torch without it
         from torch.nn.attention.varlen import varlen_attn
 
         VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
@@ -54,9 +54,9 @@ def build_attend(
     head_dim: int,
     longest: int | None = None,
 ) -> PaddedAttend | VarlenAttend | EqualAttend:
-    """The fastest attention that honours the boundaries on this device, dtype and head width.
+    """Chooses the fastest supported attention for this device, dtype and head width.
 
-    `longest` is the longest sequence of all calls: compiled layers then meet one kernel only.
+    `longest` is the longest sequence of all calls, so compiled layers use one kernel only.
     """
     kind = flash_kind(longest or max(lengths), device=device, dtype=dtype, head_dim=head_dim)
     if kind is None:
@@ -71,7 +71,7 @@ def build_attend(
 def flash_kind(
     longest: int, *, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> Literal["flash4", "varlen"] | None:
-    """Which flash kernel takes packed sequences of up to `longest` tokens; None: neither."""
+    """Name of the flash kernel for sequences of up to `longest` tokens; None if unsupported."""
     is_long = longest >= FLASH4_FROM
     if is_long and flash4.takes(dtype, head_dim) and flash4.has_flash4(device):
         return "flash4"
@@ -86,7 +86,7 @@ def reference_attention(
     window: Window = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """What every implementation computes, written plainly with one T x T mask."""
+    """Reference implementation of packed attention with one T x T mask."""
     num_rep = q_THd.shape[1] // k_TKd.shape[1]
     k_HTd = k_TKd.repeat_interleave(num_rep, 1).transpose(0, 1)
     v_HTd = v_TKd.repeat_interleave(num_rep, 1).transpose(0, 1)
@@ -109,7 +109,7 @@ def reference_attention(
 class PaddedAttend:
     """Packed attention by SDPA over buckets of sequences padded to the longest of the bucket.
 
-    Padding stands behind its sequence, where causality hides it from every real token.
+    Padding comes after the tokens of a sequence, so the causal mask hides it from all of them.
     """
 
     def __init__(self, lengths: Sequence[int], *, device: torch.device) -> None:
@@ -147,7 +147,7 @@ class PaddedAttend:
         self, q_SHLd: Tensor, k_SKLd: Tensor, v_SKLd: Tensor, window: Window, sinks: Tensor | None
     ) -> Tensor:
         length = q_SHLd.shape[2]
-        # Chosen by a branch: torch takes no comparison that a compiler has left symbolic.
+        # A branch: torch.compile rejects the symbolic comparison as a value.
         is_whole = True if window is None or window >= length else False  # noqa: SIM210
         band = None if is_whole else self._band(length, window or 0, q_SHLd.device)
         if sinks is not None:
@@ -167,8 +167,8 @@ class PaddedAttend:
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """Where each packed token lies among the padded slots. Example: lengths (2, 1) in one bucket
-    of length 2 give slots (0, 1, 2), one bucket (0, 2, 2), four slots."""
+    """Index of each packed token among the padded slots. Example: lengths (2, 1) in one bucket of
+    length 2 give slots (0, 1, 2), one bucket (0, 2, 2), four slots."""
 
     buckets: tuple[tuple[int, int, int], ...]
     """(first slot, number of sequences, padded length) of each."""
@@ -178,7 +178,7 @@ class BucketPlan:
 
     @property
     def is_identity(self) -> bool:
-        """Nothing is moved or padded: equal lengths."""
+        """Whether packed and padded layouts are equal (all sequences have one length)."""
         return len(self.buckets) == 1 and self.num_slots == len(self.slot_of_token)
 
 
@@ -206,12 +206,12 @@ def plan_buckets(lengths: Sequence[int]) -> BucketPlan:
 
 
 class _Pad(torch.autograd.Function):
-    """Rows to distinct slots among zeros. Backward picks them back, without an indexed sum."""
+    """Scatters rows to distinct slots of a zero tensor. Backward is a gather."""
 
     @staticmethod
     def forward(ctx: Any, x_Tnd: Tensor, slot_T: Tensor, num_slots: int) -> Tensor:
         ctx.save_for_backward(slot_T)
-        # Not in place: compiled by torch 2.11, what a forward gives so has no gradient.
+        # Not in place: compiled by torch 2.11, an in-place result of forward has no gradient.
         return x_Tnd.new_zeros((num_slots, *x_Tnd.shape[1:])).index_copy(0, slot_T, x_Tnd)
 
     @staticmethod
@@ -220,7 +220,7 @@ class _Pad(torch.autograd.Function):
 
 
 class _Unpad(torch.autograd.Function):
-    """The reverse of `_Pad`."""
+    """Gathers rows from padded slots: the inverse of `_Pad`."""
 
     @staticmethod
     def forward(ctx: Any, x_Pnd: Tensor, slot_T: Tensor) -> Tensor:
@@ -255,8 +255,8 @@ class VarlenAttend:
         ends = np.cumsum(np.asarray(lengths, dtype=np.int64))
         bounds = torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32))
         self.bounds_S = bounds.to(device, non_blocking=True)
-        # The kernel only sizes its grid by it; powers of two keep compiled graphs from being
-        # specialised to every length.
+        # The kernel uses the maximum only to size its grid. Powers of two avoid a recompilation for
+        # every length.
         self.max_length = 1 << (max(lengths) - 1).bit_length()
 
     def __call__(
@@ -288,26 +288,26 @@ def varlen(
     window: Window,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """torch's kernel. Queries are the last tokens of their sequence, where it has more keys."""
+    """torch's flash kernel. With more keys than queries, the queries are the last tokens."""
     if sinks is not None:
         bounds = (bounds_q, bounds_k, max_q, max_k, window or 0)
         result: Tensor = varlen_sinks(q_QHd, k_NKd, v_NKd, sinks, *bounds)[0]
         return result
-    # The kernel counts the tokens to the left, without the token itself.
+    # The kernel counts tokens to the left, excluding the token itself.
     left = -1 if window is None else window - 1
     options: dict[str, Any] = {"window_size": (left, 0)}
     if q_QHd.shape[1] != k_NKd.shape[1] and "enable_gqa" in VARLEN_OPTIONS:
-        options["enable_gqa"] = True  # earlier versions take fewer key-value heads as they are
+        options["enable_gqa"] = True  # earlier versions support grouped heads without a flag
     packed = varlen_attn(q_QHd, k_NKd, v_NKd, bounds_q, bounds_k, max_q, max_k, **options)
     assert isinstance(packed, Tensor), "only one result was asked for"
     return packed
 
 
-# The same kernel by its operator, which also gives the log-sum-exp that sinks need.
+# The same kernel as an operator that also returns the log-sum-exp, which sinks need.
 
 
 def _how(window: int) -> tuple[bool, dict[str, int]]:
-    """(whether plain causal, limits), as `varlen_attn` gives them; 0 is no window."""
+    """Arguments of `varlen_attn` for this window: (plain causal, limits). 0 means no window."""
     return window == 0, {"window_size_left": window - 1, "window_size_right": 0}
 
 
@@ -323,7 +323,7 @@ def varlen_sinks(
     max_k: int,
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    """Attention with sinks and, for its gradient, the log-sum-exp with them: [H, Q]."""
+    """Attention with sinks. Also returns the log-sum-exp with sinks, [H, Q], for backward."""
     is_causal, limits = _how(window)
     out_QHd, lse_HQ, *_ = torch.ops.aten._flash_attention_forward(
         *(q_QHd, k_NKd, v_NKd, bounds_q, bounds_k, max_q, max_k, 0.0, is_causal, False), **limits
@@ -352,7 +352,7 @@ def varlen_sinks_backward(
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     is_causal, limits = _how(window)
-    no_seed = torch.zeros(2, dtype=torch.uint64, device=q_QHd.device)  # nothing is dropped
+    no_seed = torch.zeros(2, dtype=torch.uint64, device=q_QHd.device)  # unused: no dropout
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
         *(grad_QHd, q_QHd, k_NKd, v_NKd, out_QHd, total_HQ, bounds_q, bounds_k, max_q, max_k),
         *(0.0, is_causal, no_seed, no_seed.new_empty(0)),
@@ -404,11 +404,11 @@ class EqualAttend:
     ) -> Tensor:
         if sinks is not None or (window is not None and window < self.length):
             return self.packed(layer, q_THd, k_TKd, v_TKd, window, sinks)
-        # By name: `scaled_dot_product_attention` prefers another kernel.
+        # The operator is called directly: `scaled_dot_product_attention` prefers another kernel.
         result: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
             *(x.unflatten(0, (self.num, -1)).transpose(1, 2) for x in (q_THd, k_TKd, v_TKd)),
             None,  # no bias
-            True,  # the log-sum-exp that backward reads
+            True,  # returns the log-sum-exp, for backward
             0.0,  # no dropout
             True,  # causal
         )[0]
@@ -416,8 +416,8 @@ class EqualAttend:
 
 
 def has_cudnn_attention(device: torch.device, head_dim: int) -> bool:
-    """Whether cuDNN's kernel is there and promises what was asked for; its backward adds up in
-    any order."""
+    """Whether cuDNN's kernel is available and deterministic mode is off: its backward sums in no
+    fixed order."""
     return (
         torch.cuda.get_device_capability(device) >= (9, 0)
         and torch.backends.cudnn.is_available()
@@ -428,7 +428,7 @@ def has_cudnn_attention(device: torch.device, head_dim: int) -> bool:
 
 
 def has_varlen_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the flash kernel takes this: on CUDA, 16 bit, head widths that are multiples of 8."""
+    """Whether the flash kernel supports these: CUDA, 16-bit dtype, head width a multiple of 8."""
     is_narrow = dtype in (torch.bfloat16, torch.float16)
     fits = head_dim <= MAX_FLASH_HEAD_DIM and head_dim % 8 == 0
     return device.type == "cuda" and "window_size" in VARLEN_OPTIONS and is_narrow and fits

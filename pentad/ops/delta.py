@@ -1,14 +1,14 @@
 """The gated delta rule over packed sequences, and the short convolution before it.
 
-A head holds a state S [k, v]. Each token shrinks it by exp(decay), replaces what S answers to its
-key by its value, in the measure beta, and reads it with its query:
+Each head has a state S [k, v]. Each token decays S, moves the value stored for its key towards its
+own value by the factor beta, and reads S with its query:
 
     S = exp(decay) S;  S = S + beta key (value - key S);  out = query S / sqrt(k)
 
-Over sequences this is done in chunks (https://arxiv.org/abs/2412.06464): within a chunk by matrix
+Whole sequences are processed in chunks (https://arxiv.org/abs/2412.06464): within a chunk by matrix
 products and one triangular solve, all chunks at once; from chunk to chunk by a scan over states.
-A sequence begins with a chunk of its own, so no state reaches its neighbour. In float32, as
-transformers computes it.
+Each sequence starts a new chunk, so states never cross sequences. Math is in float32, as in
+transformers.
 
 Shapes: T packed tokens, P padded slots, N chunks, C slots of a chunk, S sequences, H value heads,
 k and v width of a key and of a value, W width of the convolution, X channels of it.
@@ -16,6 +16,7 @@ k and v width of a key and of a value, W width of the convolution, X channels of
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -25,29 +26,34 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pentad.core.sizes import DELTA_CHUNK as CHUNK
+from pentad.core.sizes import DELTA_EPS as EPS
 from pentad.core.types import Attend
 from pentad.ops.attention import from_slots, to_slots
 
-EPS = 1e-6
-"""Added to the square of a key's and a query's length."""
+try:
+    from pentad.ops.delta_kernel import invert
+except ImportError:
+    HAS_TRITON = False
+else:
+    HAS_TRITON = True
 
 
 class DeltaMemory(Protocol):
-    """What layers with a delta net see of earlier tokens: of their own sequence, nothing else."""
+    """Interface to the state that delta-net layers keep of earlier tokens of the same sequence."""
 
     def convolve(self, layer: int, x_TX: Tensor, weight_XW: Tensor) -> Tensor:
-        """Each channel's last W tokens, weighed and summed."""
+        """Causal depthwise convolution: the weighted sum of the last W tokens of each channel."""
         ...
 
     def recall(
         self, layer: int, q_THk: Tensor, k_THk: Tensor, v_THv: Tensor, g_TH: Tensor, b_TH: Tensor
     ) -> Tensor:
-        """The delta rule with decays g (logs) and measures b; queries and keys as projected."""
+        """Applies the delta rule with log decays g and betas b, from raw queries and keys."""
         ...
 
 
 class RememberingAttend:
-    """An attention core with the memory that delta nets need beside it."""
+    """An attention implementation together with the `DeltaMemory` that delta-net layers use."""
 
     def __init__(self, inner: Attend, memory: DeltaMemory) -> None:
         self.inner = inner
@@ -68,8 +74,8 @@ class RememberingAttend:
 
 
 def with_memory(attend: Attend, positions_T: Tensor) -> RememberingAttend:
-    """The core itself where it has a memory, else with that of packed rows: a sequence begins at
-    each position 0."""
+    """Adds a `PackedMemory` to `attend` unless it already has a memory. A sequence starts at each
+    position 0."""
     if isinstance(attend, RememberingAttend):
         return attend
     starts = torch.nonzero(positions_T == 0).flatten().tolist()
@@ -79,8 +85,8 @@ def with_memory(attend: Attend, positions_T: Tensor) -> RememberingAttend:
 
 
 class ChunkPlan:
-    """Where packed tokens lie in chunks. The chunks of one step of the scan stand together, those
-    of longer sequences first, so that the sequences still under way are always the first ones."""
+    """Layout of packed tokens in chunks. Chunks of one scan step are contiguous, longest sequences
+    first, so the sequences that are not finished are always a leading slice."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         length_S = np.asarray(lengths, np.int64)
@@ -103,7 +109,7 @@ class ChunkPlan:
 
 
 class PackedMemory:
-    """Implements `DeltaMemory` over whole packed sequences."""
+    """Implements `DeltaMemory` for packed sequences (training and prefill)."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self.plan = ChunkPlan(lengths, device)
@@ -129,7 +135,7 @@ class PackedMemory:
 
 
 def widened(x: Tensor) -> Tensor:
-    """In float32, if it is narrower."""
+    """x in float32 or its own wider dtype."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -139,7 +145,7 @@ def of_unit_length(x: Tensor) -> Tensor:
 
 
 def spread(x_TKk: Tensor, num_heads: int) -> Tensor:
-    """Queries or keys for each value head of their group."""
+    """Repeats queries or keys for each value head of their group."""
     return x_TKk.repeat_interleave(num_heads // x_TKk.shape[1], dim=1)
 
 
@@ -152,27 +158,27 @@ def recall_chunks(
     b_TH: Tensor,
     state_SHkv: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The rule over whole runs of tokens; `state_SHkv` in the plan's order, from which they begin.
-    Returns the result and the states after the last tokens, in the same order."""
+    """Chunked delta rule over whole sequences; `state_SHkv` holds initial states in the plan's
+    order. Returns the outputs and the final states, in the same order."""
     num_heads, dtype = v_THv.shape[1], q_THk.dtype
     q_THk, k_THk = (spread(of_unit_length(x), num_heads) for x in (q_THk, k_THk))
 
     def chunked(x: Tensor) -> Tensor:
-        """[T, H, w] to [N, H, C, w]; what is no token is 0, and changes no state."""
+        """[T, H, w] to [N, H, C, w]; padding slots are 0 and do not change the state."""
         slots = to_slots(x, plan.slot_T, plan.num_slots)
-        # As products take it: each would make a copy, and keep it for backward.
+        # Contiguous, or each matrix product would copy it for backward.
         return slots.unflatten(0, (-1, CHUNK)).transpose(1, 2).contiguous()
 
     q, k, v = chunked(q_THk * q_THk.shape[-1] ** -0.5), chunked(k_THk), chunked(v_THv.float())
     g, b = chunked(g_TH.float()[..., None]), chunked(b_TH.float()[..., None])
-    sums = g.cumsum(-2)  # [N, H, C, 1]: the decay since the chunk's beginning
+    sums = g.cumsum(-2)  # [N, H, C, 1]: the log decay since the start of the chunk
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
     pairs = (sums - sums.transpose(-1, -2)).masked_fill(later, float("-inf")).exp()
     k_b = k * b
     system = (k_b @ k.transpose(-1, -2)) * pairs
-    # Values, and what they owe to the chunk's first state, as one system of equations.
+    # Values and their dependence on the chunk's first state, solved as one linear system.
     sides = torch.cat((v * b, k_b * sums.exp()), dim=-1)
-    solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+    solved = solve_lower(system, sides)
     values, owed = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
     whole = sums[:, :, -1:]
     news, states, last = scan(
@@ -186,7 +192,7 @@ def recall_chunks(
 def recall_token(
     q_SHk: Tensor, k_SHk: Tensor, v_SHv: Tensor, g_SH: Tensor, b_SH: Tensor, state_SHkv: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The rule for one token of each sequence: the result, and the states after it."""
+    """Delta rule for one token per sequence: returns the outputs and the new states."""
     num_heads, dtype = v_SHv.shape[1], q_SHk.dtype
     q_SHk, k_SHk = (spread(of_unit_length(x), num_heads) for x in (q_SHk, k_SHk))
     state = state_SHkv * g_SH.float().exp()[..., None, None]
@@ -197,26 +203,73 @@ def recall_token(
     return out_SHv.to(dtype), state
 
 
-# From chunk to chunk. An operation of its own: a compiler would write the loop out, and anew for
-# every number of chunks.
+def solve_lower(system: Tensor, sides: Tensor) -> Tensor:
+    """Solves unit lower-triangular systems; the diagonal is read as ones. Uses inverses from one
+    kernel: GPU solvers take many times longer for a batch of small systems."""
+    if system.is_cuda and HAS_TRITON:
+        return inverse_of(system) @ sides
+    return torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+
+
+@torch.library.custom_op("pentad::lower_inverse", mutates_args=())
+def inverse_of(system: Tensor) -> Tensor:
+    """Inverse of [..., C, C] unit lower-triangular matrices, by forward substitution."""
+    return invert(system)
+
+
+@inverse_of.register_fake
+def _(system: Tensor) -> Tensor:
+    return torch.empty_like(system, memory_format=torch.contiguous_format)
+
+
+def _keep_inverse(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(output)
+
+
+def _differentiate_inverse(ctx: Any, grad: Tensor) -> Tensor:
+    (inverse,) = ctx.saved_tensors
+    turned = inverse.transpose(-1, -2)
+    return -(turned @ grad @ turned).tril(-1)
+
+
+inverse_of.register_autograd(_differentiate_inverse, setup_context=_keep_inverse)
+
+
+# The scan over chunks. A custom op: a compiler would unroll the loop and recompile for every number
+# of chunks.
 
 
 @torch.library.custom_op("pentad::delta_scan", mutates_args=())
 def scan(
     values: Tensor, owed: Tensor, keys: Tensor, decays: Tensor, state: Tensor, counts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """values [N, H, C, v], owed and keys [N, H, C, k], decays [N, H], state [S, H, k, v]: the
-    values that are new [N, H, C, v], the state before each chunk, and those after the last."""
+    """Scans chunks of values [N, H, C, v], owed and keys [N, H, C, k], decays [N, H] and state [S,
+    H, k, v]. Returns corrected values, the state before each chunk and final states."""
     news, last = torch.empty_like(values, memory_format=torch.contiguous_format), state.clone()
     states = values.new_empty((values.shape[0], *state.shape[1:]))
+    nums = [*counts.tolist(), 0]
+    states[: nums[0]] = state[: nums[0]]
     start = 0
-    for num in counts.tolist():
-        at, own = slice(start, start + num), last[:num]
-        states[at] = own
-        new = torch.sub(values[at], owed[at] @ own, out=news[at])
-        torch.add(own * decays[at, :, None, None], keys[at].transpose(-1, -2) @ new, out=last[:num])
-        start += num
+    for num, num_next in itertools.pairwise(nums):
+        at, end = slice(start, start + num), start + num
+        own, new = states[at], news[at]
+        _added(values[at], owed[at], own, out=new, alpha=-1)
+        # The state after this chunk is stored before the next chunk or among the final states.
+        for part, target in (
+            (slice(num_next), states[end : end + num_next]),
+            (slice(num_next, num), last[num_next:num]),
+        ):
+            if len(target):
+                torch.mul(own[part], decays[at][part, :, None, None], out=target)
+                _added(target, keys[at][part].transpose(-1, -2), new[part], out=target)
+        start = end
     return news, states, last
+
+
+def _added(c: Tensor, a: Tensor, b: Tensor, *, out: Tensor, alpha: float = 1) -> None:
+    """c + alpha a b, batched over two leading dimensions, as one kernel."""
+    flat = (x.flatten(0, 1) for x in (c, a, b))
+    torch.baddbmm(*flat, alpha=alpha, out=out.view(-1, *out.shape[2:]))
 
 
 @scan.register_fake
@@ -237,8 +290,8 @@ def scan_backward(
     d_states: Tensor,
     d_last: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of the new values and of the state behind each chunk, with all that reaches
-    them through later chunks, and that of the first states."""
+    """Gradients of the corrected values and of the state after each chunk, including those through
+    later chunks, and the gradient of the initial states."""
     d_values, d_after = torch.empty_like(d_news), torch.empty_like(d_states)
     d_state = d_last.clone()
     start = int(counts.sum())
@@ -246,9 +299,9 @@ def scan_backward(
         start -= num
         at, own = slice(start, start + num), d_state[:num]
         d_after[at] = own
-        d_new = torch.add(d_news[at], keys[at] @ own, out=d_values[at])
-        back = owed[at].transpose(-1, -2) @ d_new
-        torch.add(own * decays[at, :, None, None], d_states[at] - back, out=d_state[:num])
+        _added(d_news[at], keys[at], own, out=d_values[at])
+        own.mul_(decays[at, :, None, None]).add_(d_states[at])
+        _added(own, owed[at].transpose(-1, -2), d_values[at], out=own, alpha=-1)
     return d_values, d_after, d_state
 
 

@@ -4,7 +4,7 @@ The checksum of a tensor is a 64-bit sum over its 32-bit words, each hashed toge
 position: integer arithmetic only, so it does not depend on device, batches or thread count, while
 swapped rows, transposes and single flipped bits change it. On a GPU many tensors are hashed at
 once, with Triton in one pass over the bytes (`digest_kernel`), and the sums are fetched at the end;
-on a host numpy hashes them in pieces that stay in the cache.
+on a CPU numpy hashes them in blocks that fit in the cache.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class WeightDigest:
-    """What is known of a set of named tensors; `hex()` is the digest of the set."""
+    """Checksums of a set of named tensors; `hex()` is the digest of the set."""
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]] = ()) -> None:
-        """`weights` must not change until they are hashed, which happens at the first query."""
+        """Registers tensors. They are hashed at the first query and must not change before it."""
         self.weights = weights
 
     @cached_property
     def entries(self) -> dict[str, str]:
-        """Name -> dtype, shape and checksum."""
+        """Maps each name to dtype, shape and checksum."""
         return digest_of(self.weights).entries if self.weights else {}
 
     def hex(self) -> str:
@@ -55,7 +55,7 @@ class WeightDigest:
 
 
 def digest_of(weights: Iterable[tuple[str, Tensor]]) -> WeightDigest:
-    """The digest of (name, tensor) pairs, in any order; every name once."""
+    """The digest of (name, tensor) pairs, in any order; names are unique."""
     running = RunningDigest()
     for name, tensor in weights:
         running.add(name, tensor)
@@ -63,15 +63,15 @@ def digest_of(weights: Iterable[tuple[str, Tensor]]) -> WeightDigest:
 
 
 class RunningDigest:
-    """A digest of tensors that come one by one. The device is waited for at the end alone: a wait
-    for each of hundreds of tensors is long where others use the GPU."""
+    """Digest of tensors that arrive one by one. It synchronizes with the device once, at the end:
+    one synchronization per tensor is slow on a busy GPU."""
 
     def __init__(self) -> None:
         self.kinds: dict[str, tuple[torch.dtype, torch.Size]] = {}
         self.hasher = Hasher()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """The tensor must keep its values until the end."""
+        """Adds one tensor, which must not change until the digest is finished."""
         assert name not in self.kinds, f"{name} was given twice"
         self.kinds[name] = tensor.dtype, tensor.shape
         self.hasher.add(tensor)
@@ -84,7 +84,7 @@ class RunningDigest:
 
 
 def entry_of(dtype: torch.dtype, shape: Sequence[int], checksum: int) -> str:
-    """What a digest knows of one tensor."""
+    """Digest entry of one tensor: its dtype, shape and checksum."""
     return f"{dtype}/{'x'.join(map(str, shape))}/{checksum & MASK:016x}"
 
 
@@ -126,8 +126,8 @@ class Hasher:
         self.num_tensors += 1
 
     def add_block(self, block: Tensor, shape: Sequence[int], box: BlockBounds) -> None:
-        """A block, of whole words, of a tensor of that shape: the sums of all its blocks, modulo
-        2**64, are those of the tensor."""
+        """Adds a block (of whole words) of a tensor of that shape. The block sums of a tensor add
+        up to its checksum modulo 2**64."""
         if tuple(block.shape) == tuple(shape):
             self.add(block)
             return
@@ -149,7 +149,7 @@ class Hasher:
         self.num_tensors += 1
 
     def finish(self) -> list[int]:
-        """By order of addition."""
+        """Returns the checksums in order of addition."""
         self._hash()
         totals = [self.on_host.get(number, 0) for number in range(self.num_tensors)]
         for owners, sums in self.sums:
@@ -158,7 +158,7 @@ class Hasher:
         return totals
 
     def _hash(self) -> None:
-        """One sum per piece, all pieces in the same few operations."""
+        """Hashes all collected pieces in a few batched operations: one sum per piece."""
         if not self.pieces:
             return
         owners, starts, pieces = zip(*self.pieces, strict=True)
@@ -172,7 +172,7 @@ class Hasher:
         device = pieces[0].device
         lengths = torch.tensor([piece.numel() for piece in pieces])
         ends = lengths.cumsum(0)
-        # Position within its tensor: position in the batch, moved by a constant for each piece.
+        # Position within its tensor: position in the batch plus an offset of each piece.
         shift = torch.tensor(starts) - (ends - lengths) + 1
         total = int(ends[-1])
         moved = torch.repeat_interleave(shift.to(device), lengths.to(device), output_size=total)
@@ -184,13 +184,13 @@ class Hasher:
 
 
 def _host_sum(words: Tensor, firsts: Sequence[int], length: int) -> int:
-    """Sum of the hashed words of a block in host memory. It is made of stretches of `length` words,
-    which begin at the words `firsts` of their tensor."""
+    """Sum of the hashed words of a block in host memory. The block consists of runs of `length`
+    words, which start at the words `firsts` of the tensor."""
     if not length:
         return 0
     golden, first = (np.uint64(value & MASK) for value in (GOLDEN, FIRST))
-    # `numpy()` would mark the memory as not resizable for good, and a trainer that makes room
-    # resizes it.
+    # `numpy()` would mark the memory as not resizable permanently, but trainers resize it to free
+    # memory.
     rows = np.from_dlpack(words).reshape(len(firsts), length)
     starts = np.array(firsts, np.uint64) * golden
     width = min(length, HOST_WORDS)
@@ -204,7 +204,7 @@ def _host_sum(words: Tensor, firsts: Sequence[int], length: int) -> int:
             h, t = (space[: piece.shape[0], : piece.shape[1]] for space in (hashed, other))
             moved = np.uint64(left * int(golden) & MASK)
             np.add((starts[top : top + deep] + moved)[:, None], steps[: piece.shape[1]], out=h)
-            np.copyto(t.view(np.int64), piece)  # with the word's sign, as torch does
+            np.copyto(t.view(np.int64), piece)  # sign-extended, as torch does
             np.bitwise_xor(h, t, out=h)
             np.multiply(h, first, out=h)
             np.right_shift(h, np.uint64(32), out=t)
@@ -214,15 +214,15 @@ def _host_sum(words: Tensor, firsts: Sequence[int], length: int) -> int:
 
 
 def is_of_words(itemsize: int, shape: Sequence[int], box: BlockBounds) -> bool:
-    """Whether a block of a tensor begins and ends with a word wherever it does."""
+    """Whether all runs of a block start and end at a 32-bit word."""
     firsts, length = _runs(itemsize, shape, box)
     is_end = firsts[0] + length == math.prod(shape) * itemsize
     return not any(first % 4 for first in firsts) and (length % 4 == 0 or is_end)
 
 
 def _runs(itemsize: int, shape: Sequence[int], box: BlockBounds) -> tuple[list[int], int]:
-    """The stretches of a tensor's memory that a block of it is: the first byte of each, and the
-    bytes of each."""
+    """Contiguous runs of memory that a block of a tensor covers: the first byte of each, and the
+    bytes per run."""
     extents = [stop - start for start, stop in box]
     inner = len(shape)
     while inner and extents[inner - 1] == shape[inner - 1]:
@@ -240,8 +240,8 @@ def _is_fused(words: Tensor) -> bool:
 
 
 def are_same(one: Iterable[tuple[str, Tensor]], other: Iterable[tuple[str, Tensor]]) -> bool:
-    """Whether both are the same bytes under the same names; False also where that is not known,
-    since they lie on different devices. A GPU is waited for once."""
+    """Whether both have the same names and bitwise equal tensors. False also if tensors are on
+    different devices, where they are not compared. Synchronizes with a GPU once."""
     known = dict(other)
     found: list[Tensor] = []
     for name, tensor in one:
@@ -261,12 +261,12 @@ def are_same(one: Iterable[tuple[str, Tensor]], other: Iterable[tuple[str, Tenso
 
 
 def words_of(tensor: Tensor) -> Tensor:
-    """The bytes as 32-bit words, filled up with zeros."""
+    """The bytes of a tensor as 32-bit words, padded with zeros."""
     if tensor.is_contiguous() and tensor.nbytes % 4 == 0 and tensor.data_ptr() % 4 == 0:
         return tensor.detach().view(-1).view(torch.int32)
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     rest = -flat.numel() % 4
-    if flat.storage_offset() % 4:  # part of a tensor of 16-bit numbers may begin in mid-word
+    if flat.storage_offset() % 4:  # a slice of a 16-bit tensor may start inside a word
         flat = flat.clone()
     if rest:
         flat = torch.cat([flat, flat.new_zeros(rest)])

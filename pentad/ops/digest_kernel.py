@@ -1,4 +1,4 @@
-"""The checksums of `digest` on a GPU: one pass over the words, one kernel for many tensors."""
+"""Triton kernel for the checksums of `digest`: one pass over the words of many tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SPAN = 16 * BLOCK
 
 
 def checksums(pieces: Sequence[Tensor]) -> Tensor:
-    """Sums of contiguous runs of 32-bit words on the current device, int64 each, modulo 2**64."""
+    """Checksums of contiguous pieces of 32-bit words on the current device: int64 modulo 2**64."""
     device = pieces[0].device
     sizes = np.array([words.numel() for words in pieces], np.int64)
     num_spans = -(-sizes // SPAN)

@@ -1,8 +1,8 @@
-"""The experts of a mixture: pairs sorted by expert, grouped products, results added back.
+"""Mixture-of-experts (MoE) layers: pairs sorted by expert, grouped GEMMs, results summed per token.
 
 A *pair* is one token with one of the experts it chose. Pairs are sorted by expert, so that each
-expert sees a contiguous run of rows; runs are given by where they end, on the device, so nothing
-waits for the host. Rows are copied and added up by permutation, without atomics: results and
+expert sees a contiguous run of rows; runs are given by their end offsets on the device, so there is
+no host synchronization. Rows are gathered and summed by permutation, without atomics: results and
 gradients are bitwise repeatable.
 
 Shapes: T tokens, k experts a token, N = T * k pairs, E experts, D width, M expert width.
@@ -31,7 +31,7 @@ GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Pairs(NamedTuple):
-    """All (token, expert) pairs in the order of their experts."""
+    """All (token, expert) pairs, sorted by expert."""
 
     order_N: Tensor
     """Which flat pair, token * k + slot, lies at each place."""
@@ -45,15 +45,15 @@ class Pairs(NamedTuple):
 
     @property
     def sizes_E(self) -> Tensor:
-        """How many rows each expert has."""
+        """Number of rows of each expert."""
         return self.ends_E.diff(prepend=self.ends_E.new_zeros(1))
 
 
 def sort_pairs(chosen_Tk: Tensor, num_experts: int) -> Pairs:
-    """Sorts by expert; pairs of one expert stay in the order of their tokens."""
+    """Sorts pairs by expert; pairs of one expert stay in token order."""
     assert num_experts <= torch.iinfo(torch.int16).max, f"{num_experts} experts"
     num_chosen = chosen_Tk.shape[1]
-    # Narrow keys: a radix sort makes one pass per byte.
+    # A narrow sort key: radix sort makes one pass per byte.
     expert_N, order_N = chosen_Tk.flatten().to(torch.int16).sort(stable=True)
     experts_E = torch.arange(num_experts, dtype=torch.int16, device=chosen_Tk.device)
     ends_E = torch.searchsorted(expert_N, experts_E, side="right", out_int32=True)
@@ -63,20 +63,20 @@ def sort_pairs(chosen_Tk: Tensor, num_experts: int) -> Pairs:
 
 
 def take_rows(x_TD: Tensor, pairs: Pairs) -> Tensor:
-    """Each pair's token: [N, D] in the order of the pairs."""
+    """Gathers the token of each pair: [N, D] in the order of the pairs."""
     result: Tensor = _Take.apply(x_TD, pairs.token_N, pairs.place_N, pairs.num_chosen)
     return result
 
 
 def take_weights(weights_Tk: Tensor, pairs: Pairs) -> Tensor:
-    """Each pair's weight: [N] in the order of the pairs."""
+    """Gathers the router weight of each pair: [N] in the order of the pairs."""
     flat_N1 = weights_Tk.reshape(-1, 1)
     result: Tensor = _Take.apply(flat_N1, pairs.order_N, pairs.place_N, 1)
     return result.squeeze(1)
 
 
 def sum_rows(y_ND: Tensor, pairs: Pairs) -> Tensor:
-    """Each token's sum over its pairs: [T, D]."""
+    """Sums the rows of each token over its pairs: [T, D]."""
     result: Tensor = _Sum.apply(y_ND, pairs.token_N, pairs.place_N, pairs.num_chosen)
     return result
 
@@ -90,7 +90,7 @@ def _sum_at(y_ND: Tensor, place_N: Tensor, num_chosen: int) -> Tensor:
     return y_ND[place_N].unflatten(0, (-1, num_chosen)).sum(1)
 
 
-# The two are each other's gradient.
+# `_Take` and `_Sum` are each other's backward.
 class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, source_N: Tensor, place_N: Tensor, num_chosen: int) -> Tensor:
@@ -123,23 +123,23 @@ def run_experts(
     ends_E: Tensor,
     weights_N: Tensor | None = None,
 ) -> Tensor:
-    """down(weight * silu(gate(x)) * up(x)) of each row's expert, rows sorted by expert.
+    """Gated MLP of each row's expert: down(weight * silu(gate(x)) * up(x)), rows sorted by expert.
 
-    The weight of a row stands before the down product, which is linear: M numbers are scaled
-    instead of D, and backward does not need the result. Its gradient flows.
+    The router weight is applied before the linear down product: this scales M numbers instead of D,
+    and backward does not need the result. Gradients flow to the weights.
     """
     h_NG = grouped_linear(x_ND, gate_up_E2MD.flatten(1, 2), ends_E)
     return grouped_linear(weighted_silu_mul(h_NG, weights_N), down_EDM, ends_E)
 
 
 def add_rows(x_NO: Tensor, rows_EO: Tensor, ends_E: Tensor) -> Tensor:
-    """x + rows[e] for the rows of each expert e."""
+    """Adds the bias row of expert e to the rows of expert e."""
     result: Tensor = _AddRows.apply(x_NO, rows_EO, ends_E)
     return result
 
 
 class _AddRows(torch.autograd.Function):
-    """Backward adds up each expert's run of rows in one order, which an indexed sum has not."""
+    """Forward of `add_rows`; backward sums each expert's rows in a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, x_NO: Tensor, rows_EO: Tensor, ends_E: Tensor) -> Tensor:
@@ -159,24 +159,24 @@ class _AddRows(torch.autograd.Function):
 
 
 def grouped_linear(x_ND: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Tensor:
-    """x @ weight[e]^T for the rows of each expert e."""
+    """Grouped GEMM: x @ weight[e]^T for the rows of each expert e."""
     if can_group(x_ND, weight_EOD):
         return F.grouped_mm(x_ND, weight_EOD.transpose(-2, -1), offs=ends_E)
     return loop_linear(x_ND, weight_EOD, ends_E)
 
 
 def can_group(x_ND: Tensor, weight_EOD: Tensor) -> bool:
-    """Whether torch has a grouped product for these dtypes and widths."""
+    """Whether torch has a grouped GEMM for these dtypes and widths."""
     step = ALIGNMENT_BYTES // x_ND.element_size()
     is_aligned = x_ND.shape[1] % step == 0 and weight_EOD.shape[1] % step == 0
     is_known = x_ND.dtype in GROUPED_DTYPES and weight_EOD.dtype == x_ND.dtype
-    # Traced, only bf16 is accepted.
+    # torch.compile supports only bf16.
     is_traced = torch.compiler.is_compiling() and x_ND.dtype != torch.bfloat16
     return is_aligned and is_known and not is_traced and x_ND.shape[0] > 0
 
 
 def loop_linear(x_ND: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Tensor:
-    """`grouped_linear` expert by expert, in any dtype and width. Waits for the device."""
+    """`grouped_linear` as a loop over experts for any dtype. Synchronizes with the device."""
     sizes = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
     if not sizes:
         return x_ND.new_empty(0, weight_EOD.shape[1])
@@ -191,7 +191,7 @@ def reference_mixture(
     gate_up_E2MD: Tensor,
     down_EDM: Tensor,
 ) -> Tensor:
-    """The whole mixture, expert by expert over all tokens: what the above must equal."""
+    """Reference implementation of the whole mixture: every expert over all tokens."""
     out_TD = torch.zeros_like(x_TD)
     for e, (gate_up_2MD, down_DM) in enumerate(zip(gate_up_E2MD, down_EDM, strict=True)):
         weight_T = torch.where(chosen_Tk == e, weights_Tk, 0).sum(-1)

@@ -1,8 +1,8 @@
 """FlashAttention-4 over packed sequences, as an operation that torch can trace and differentiate.
 
 The package `flash-attn-4` (extra `fa4`) compiles its kernels on first use. Its own autograd
-function is opaque to torch.compile, and the registration that torch ships expects another number
-of results, so forward and backward are two operations of our own around its kernels.
+function is opaque to torch.compile, and the registration that torch ships expects a different
+number of results, so this module registers its own forward and backward ops.
 
 Shapes: T packed tokens, Q queries and N keys where their numbers differ, H query heads, K key-value
 heads, d head width.
@@ -40,7 +40,7 @@ HEAD_DIMS = frozenset({32, 64, 96, 128, 192, 256})
 
 @cache
 def kernels() -> ModuleType:
-    """Takes seconds: the package brings a compiler. What it compiles is kept for the next run."""
+    """Imports the package, which takes seconds. Its compiled kernels are cached for later runs."""
     keep_compiled()
     return importlib.import_module("flash_attn.cute.interface")
 
@@ -57,8 +57,8 @@ _compiled: set[str] = set()
 
 @contextmanager
 def announced(direction: str, q_THd: Tensor, window: int) -> Iterator[None]:
-    """Around a call: the first of its kind compiles a kernel, which takes seconds unless an earlier
-    run did."""
+    """Logs that a kernel is being compiled around the first call of its kind, which takes seconds
+    unless the kernel is cached."""
     limit = f"window {window}, " if window else ""
     kind = f"{direction}, width {q_THd.shape[-1]}, {limit}{q_THd.dtype}"
     if kind in _compiled:
@@ -85,7 +85,7 @@ def has_flash4(device: torch.device) -> bool:
         return False
     try:
         return importlib.util.find_spec("flash_attn.cute") is not None
-    except ModuleNotFoundError:  # no flash_attn at all
+    except ModuleNotFoundError:  # flash_attn is not installed
         return False
 
 
@@ -94,7 +94,7 @@ def takes(dtype: torch.dtype, head_dim: int) -> bool:
 
 
 def _mask(window: int) -> dict[str, Any]:
-    """`window` counts the tokens that a token may see, itself included; 0: all before it."""
+    """Window arguments of the kernel. `window` counts visible tokens; 0: no limit."""
     if window == 0:
         return {"causal": True}
     return {"causal": False, "window_size_left": window - 1, "window_size_right": 0}
@@ -110,7 +110,7 @@ def attend(
     max_k: int,
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of each sequence's queries, which are its last tokens, and their log-sum-exp."""
+    """Attention and its log-sum-exp; the queries of a sequence are its last tokens."""
     with announced("forward", q_QHd, window):
         out_QHd, lse_HQ, *_ = kernels()._flash_attn_fwd(
             q_QHd,
@@ -152,7 +152,7 @@ def attend_backward(
 
 
 def results_of(q_QHd: Tensor) -> tuple[Tensor, Tensor]:
-    """Empty results with the shapes that `attend` gives."""
+    """Empty tensors with the shapes of the results of `attend`."""
     num_tokens, num_heads, _ = q_QHd.shape
     lse_HQ = q_QHd.new_empty((num_heads, num_tokens), dtype=torch.float32)
     return q_QHd.new_empty(q_QHd.shape), lse_HQ
@@ -177,7 +177,7 @@ def flash4(
     window: int,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention and, for its gradient, the log-sum-exp of every query."""
+    """Causal attention as a differentiable op. Also returns the log-sum-exp, for backward."""
     limits = (bounds_S, bounds_S, max_length, max_length, window)
     out_THd, lse_HT = attend(q_THd, k_TKd, v_TKd, *limits)
     if sinks is None:

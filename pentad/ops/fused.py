@@ -1,7 +1,7 @@
-"""Small operations between the matrix products of a decoder, each one Triton kernel, forward only.
+"""Forward-only Triton kernels that fuse the small operations between a decoder's matrix products.
 
-Each rounds where the plain torch lines of the model round, so a fused model differs from the
-plain one only by the order of sums. Beside each kernel stands the plain version as its reference.
+Each kernel rounds where the eager model rounds, so a fused model differs from it only by the order
+of sums. The torch reference of each kernel is next to it.
 
 Shape letters: T tokens, D width, H query heads, K key-value heads, d head width, F ffn width.
 """
@@ -61,7 +61,7 @@ def reference_add_norm(
 
 
 def add_norm(x_TD: Tensor, y_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum, and its RMS norm."""
+    """Residual add and RMS norm in one kernel: returns the sum and its norm."""
     width = x_TD.shape[-1]
     assert x_TD.is_contiguous() and y_TD.is_contiguous() and weight_D.dtype == x_TD.dtype
     sum_TD, out_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
@@ -127,8 +127,8 @@ def norm_rotate(
     sin_Td: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Head norms (where weights are given) and rotary of queries and keys, in one kernel. Both may
-    be parts of one tensor: a token's heads are contiguous, the distance of tokens is free."""
+    """QK norm (if weights are given) and rotary embedding of queries and keys in one kernel. Both
+    may be views of one tensor: heads of a token are contiguous, the token stride is free."""
     num_tokens, num_heads, head_dim = q_THd.shape
     num_kv_heads = k_TKd.shape[1]
     assert has_dense_rows(q_THd) and has_dense_rows(k_TKd)
@@ -234,7 +234,7 @@ def _rotate_heads(
     cos_2 = tl.load(cos_ptr + at + HALF, mask=mask, other=0.0).to(tl.float32)[None, :]
     sin_1 = tl.load(sin_ptr + at, mask=mask, other=0.0).to(tl.float32)[None, :]
     sin_2 = tl.load(sin_ptr + at + HALF, mask=mask, other=0.0).to(tl.float32)[None, :]
-    # Both products are rounded before they are added, as in the plain version.
+    # Both products are rounded before the addition, as in the torch version.
     out_1 = (first * cos_1).to(dtype).to(tl.float32) - (second * sin_1).to(dtype).to(tl.float32)
     out_2 = (second * cos_2).to(dtype).to(tl.float32) + (first * sin_2).to(dtype).to(tl.float32)
     tl.store(out_ptr + x_at, out_1.to(dtype), mask=mask_hd)
@@ -247,8 +247,8 @@ def reference_silu_mul(gate_TF: Tensor, up_TF: Tensor, weights_T: Tensor | None 
 
 
 def silu_mul(gate_TF: Tensor, up_TF: Tensor, weights_T: Tensor | None = None) -> Tensor:
-    """Both may be halves of one tensor: rows are contiguous, their distance is free. Given weights,
-    each row times its own."""
+    """silu(gate) * up, each row times its weight if given. Both may be halves of one tensor: rows
+    are contiguous, their stride is free."""
     num_tokens, width = gate_TF.shape
     assert gate_TF.stride() == up_TF.stride() and gate_TF.stride(1) == 1
     assert weights_T is None or weights_T.is_contiguous()
@@ -296,8 +296,11 @@ def _silu_mul(
 
 
 def store(pages: Pages, places_T: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> None:
-    """`Pages.write` as one kernel. A token's heads are contiguous, the distance of tokens is
+    """`Pages.write` as one kernel. Heads of a token are contiguous, the stride between tokens is
     free."""
+    if pages.is_latent:  # one key head, no values
+        pages.write(places_T, k_TKd, v_TKd)
+        return
     num_heads, width = k_TKd.shape[1:]
     assert pages.k_BbKd.is_contiguous() and pages.v_BbKd.is_contiguous()
     assert has_dense_rows(k_TKd) and has_dense_rows(v_TKd)
@@ -364,8 +367,8 @@ def _quantise(
     wide = x.to(tl.float32)
     largest = tl.max(tl.abs(wide), 1)
     scale = tl.where(largest == 0, 1.0, largest * (1.0 / LARGEST))
-    scale += tl.sum(0.0 * wide, 1)  # nan where a number is not finite; a maximum passes over nan
+    scale += tl.sum(0.0 * wide, 1)  # nan for rows with non-finite numbers: a maximum ignores nan
     scaled = tl.div_rn(wide, tl.broadcast_to(scale[:, None], wide.shape))
-    if ROUNDS:  # numbers beside 1.5 * 2**23 are whole
+    if ROUNDS:  # adding 1.5 * 2**23 rounds to an integer
         scaled = (scaled + 12582912.0) - 12582912.0
     return scaled, scale

@@ -1,7 +1,7 @@
-"""The gated activation of a feed-forward: silu(gate) * up, gate and up side by side in one tensor.
+"""Gated activation (SwiGLU) of a feed-forward: silu(gate) * up, with gate and up in one tensor.
 
-On a GPU one kernel makes the gradient, where a compiler's reads everything once for each half, and
-from the inputs alone, so that silu(gate) is not kept.
+On a GPU one kernel computes the gradient. A compiled version reads the inputs once per half. The
+kernel recomputes silu(gate) from the inputs, so it is not kept for backward.
 
 Shapes: T rows (of experts: N), F width (of experts: M), G = 2F.
 """
@@ -26,12 +26,12 @@ else:
 
 
 def has_kernel(h_TG: Tensor) -> bool:
-    """Whether kernels run: wider dtypes keep the bits of plain torch."""
+    """Whether the Triton kernels are used; dtypes wider than 16 bit use plain torch."""
     return HAS_TRITON and h_TG.is_cuda and h_TG.dtype.itemsize == 2
 
 
 def silu_mul(h_TG: Tensor) -> Tensor:
-    """For a dense feed-forward. Forward is the same with gradients and without."""
+    """silu(gate) * up for dense feed-forwards; the same bits with and without autograd."""
     if has_kernel(h_TG):
         result: Tensor = kernel_silu_mul(h_TG, None)
         return result
@@ -44,14 +44,14 @@ def clamped_mul(
     weights_N: Tensor | None,
     sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid,
 ) -> Tensor:
-    """As `weighted_silu_mul`, of gate and up that take turns: both limited, and the product is
-    (up + 1) * gate * sigmoid(CLAMP_SLOPE * gate)."""
+    """Clamped variant with interleaved gate and up: (up + 1) * gate * sigmoid(CLAMP_SLOPE * gate),
+    with both limited, times the weights."""
     result: Tensor = _Clamped.apply(h_NG, weights_N, sigmoid)
     return result
 
 
 class _Clamped(torch.autograd.Function):
-    """Backward recomputes from the inputs."""
+    """Autograd of `clamped_mul`; backward recomputes from the inputs."""
 
     @staticmethod
     def forward(
@@ -77,19 +77,19 @@ class _Clamped(torch.autograd.Function):
                 dweights_N = (d_NM * glu_NM).mul_(up).sum(-1, dtype=weights_N.dtype)
             d_NM = d_NM.clone().mul_(weights_N[:, None])
         dup_NM = (d_NM * glu_NM).masked_fill_(h_NG[:, 1::2].abs() > CLAMP_LIMIT, 0)
-        # The slope of g * sigmoid(c g) is s + c g s (1 - s).
+        # The derivative of g * sigmoid(c g) is s + c g s (1 - s).
         s_NM.addcmul_(glu_NM.mul_(CLAMP_SLOPE), 1 - s_NM)
         dgate_NM = up.mul_(s_NM).mul_(d_NM).masked_fill_(h_NG[:, ::2] > CLAMP_LIMIT, 0)
         return torch.stack([dgate_NM, dup_NM], dim=-1).flatten(-2), dweights_N, None
 
 
 def _limited(h_NG: Tensor) -> tuple[Tensor, Tensor]:
-    """Gate and up, which take turns, within their limits."""
+    """Splits interleaved gate and up and clamps them to their limits."""
     return h_NG[:, ::2].clamp(max=CLAMP_LIMIT), h_NG[:, 1::2].clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
 
 
 def weighted_silu_mul(h_NG: Tensor, weights_N: Tensor | None) -> Tensor:
-    """For experts: weight * silu(gate) * up. The gradient of the weights flows."""
+    """weight * silu(gate) * up, for experts. Gradients flow to the weights."""
     result: Tensor
     if has_kernel(h_NG):
         result = kernel_silu_mul(h_NG, weights_N)
@@ -99,18 +99,18 @@ def weighted_silu_mul(h_NG: Tensor, weights_N: Tensor | None) -> Tensor:
 
 
 class _Gated(torch.autograd.Function):
-    """Backward recomputes from the inputs."""
+    """Autograd of `weighted_silu_mul`; backward recomputes from the inputs."""
 
     @staticmethod
     def forward(ctx: Any, h_NG: Tensor, weights_N: Tensor | None) -> Tensor:
         ctx.save_for_backward(h_NG, weights_N)
         gate, up = h_NG.chunk(2, dim=-1)
-        # Nothing in place: selective recomputation under torch.compile does not bear it.
+        # Not in place: selective recomputation under torch.compile does not support it.
         a_NM = F.silu(gate) * up
         if weights_N is None:
             return a_NM
         y_NM = a_NM * weights_N[:, None]
-        # Not `to` where there is nothing to do: compiled by torch 2.11, its result has no gradient.
+        # No `to` for equal dtypes: compiled by torch 2.11, its result has no gradient.
         return y_NM if y_NM.dtype == a_NM.dtype else y_NM.to(a_NM.dtype)
 
     @staticmethod

@@ -1,11 +1,11 @@
-"""silu(gate) * up with its gradient as Triton kernels: all is read once and written once.
+"""Triton kernels for silu(gate) * up and its gradient: each tensor is read or written once.
 
-`ops.gated` holds the same in plain torch and decides which of the two runs. Forward is the
-sampler's kernel, which rounds where plain torch does; the gradient is computed in fp32 and rounded
-once. No atomics, so results are bitwise repeatable, and a row's do not depend on other rows.
+`ops.gated` has the torch version and chooses between the two. Forward is the sampler's kernel,
+which rounds where torch does; the gradient is computed in fp32 and rounded once. No atomics:
+results are bitwise repeatable, and rows do not depend on each other.
 
-They are operations of torch, not functions with a backward: compiled by torch 2.11, recomputation
-of whole layers keeps the results of such functions, and computes those of operations again.
+These are custom ops, not autograd functions: in compiled code of torch 2.11, recomputation of whole
+layers keeps the results of autograd functions, but recomputes custom ops.
 
 Shapes: T rows, F width, G = 2F: gate and up side by side.
 """
@@ -28,7 +28,7 @@ MAX_BLOCK = 1024
     "pentad::silu_mul", mutates_args=(), schema="(Tensor h, Tensor? weights) -> Tensor"
 )
 def silu_mul(h: Tensor, weights: Tensor | None) -> Tensor:
-    """silu(gate) * up of h_TG, each row times its weight, if weights_T are given."""
+    """silu(gate) * up of h_TG, each row times its weight if weights_T are given."""
     gate, up = _dense_rows(h).chunk(2, dim=-1)
     return fused.silu_mul(gate, up, None if weights is None else weights.contiguous())
 
@@ -42,7 +42,7 @@ def _(h: Tensor, weights: Tensor | None) -> Tensor:
     "pentad::silu_mul_gradient", mutates_args=(), schema="(Tensor grad, Tensor h) -> Tensor"
 )
 def silu_mul_gradient(grad: Tensor, h: Tensor) -> Tensor:
-    """Gradient to h_TG, given the one to the result."""
+    """Gradient of h_TG, given the gradient of the result."""
     out = h.new_empty(h.shape)
     _launch(grad, h, None, out, None)
     return out
@@ -59,7 +59,7 @@ def _(grad: Tensor, h: Tensor) -> Tensor:
     schema="(Tensor grad, Tensor h, Tensor weights) -> (Tensor, Tensor)",
 )
 def weighted_silu_mul_gradient(grad: Tensor, h: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients to h_TG and weights_T."""
+    """Gradients of h_TG and weights_T."""
     out, dweights = h.new_empty(h.shape), weights.new_empty(weights.shape)
     _launch(grad, h, weights, out, dweights)
     return out, dweights
@@ -92,7 +92,7 @@ def _dense_rows(x: Tensor) -> Tensor:
 def _launch(
     grad: Tensor, h: Tensor, weights: Tensor | None, out: Tensor, dweights: Tensor | None
 ) -> None:
-    """Without weights a row is cut into blocks; with them one program takes it whole and sums."""
+    """Launches the kernel. With weights one program handles a whole row, to sum over it."""
     num_rows, width = grad.shape
     assert h.shape == (num_rows, 2 * width), f"{tuple(grad.shape)} of {tuple(h.shape)}"
     if out.numel() == 0:

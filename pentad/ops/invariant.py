@@ -1,14 +1,14 @@
-"""Operations whose result for a token depends on nothing else in the batch, bit for bit.
+"""Batch-invariant operations: the result for a token is bitwise independent of the rest of the
+batch.
 
-Products, sums and even exponentials round differently with the number of rows they are called on:
-libraries pick other tiles, split sums otherwise, compute the last few elements by other code. Here
-every call has a shape that the model alone decides. On a GPU each is a Triton kernel with one fixed
-tile (`invariant_kernels`). On a CPU rows are laid into tiles of one size, filled up with zeros, so
-that every product, sum and exponential is a call of one shape; that a row's place in its tile does
-not matter is checked once per shape (`check_product`).
+Products, sums and even exponentials round differently for different numbers of rows: libraries
+choose other tiles, split sums differently and use other code for the last elements. Here the shape
+of every call depends on the model only. On a GPU each is a Triton kernel with one fixed tile
+(`invariant_kernels`). On a CPU rows are padded to tiles of one size, so every product, sum and
+exponential has one shape; `check_product` verifies once per shape that a row's position in its tile
+does not matter .
 
-Gradients are those of the plain operations: they are right to rounding, and nothing more is
-promised of them.
+Gradients are those of the plain operations: correct to rounding, not batch-invariant.
 
 Shapes: T tokens, D and O widths, E experts, N rows sorted by expert, V vocabulary, S spans, H query
 heads, K key-value heads, d head width, P places that hold keys and values, R rows of a tile.
@@ -51,14 +51,14 @@ LOGITS = 1 << 26
 
 
 def kernels() -> ModuleType:
-    """Needs Triton, which only machines with a GPU have."""
+    """Imports the Triton kernels. Triton is installed only on machines with a GPU."""
     from pentad.ops import invariant_kernels
 
     return invariant_kernels
 
 
 class _WithPlainGradient(torch.autograd.Function):
-    """The invariant result, and the gradient of the plain operation at the same inputs."""
+    """Batch-invariant forward with the gradient of the plain operation at the same inputs."""
 
     @staticmethod
     def forward(
@@ -93,13 +93,13 @@ class _WithPlainGradient(torch.autograd.Function):
         return (None, None, *(next(found) if n else None for n in ctx.needs_input_grad[2:]))
 
 
-# Rows by rows on a CPU.
+# Row-wise operations on a CPU.
 
 
 def by_tiles(fn: Callable[..., Tensor], *xs: Tensor) -> Tensor:
-    """`fn`, which treats rows alike, over tiles of rows of one size; any device but a GPU.
+    """Applies the row-wise function `fn` to tiles of a fixed number of rows; not for GPUs.
 
-    The width of the first one decides the size; `widened` makes it one that needs few tiles.
+    The width of the first tensor sets the tile size; `widened` pads it to need fewer tiles.
     """
     num_rows = xs[0].shape[0]
     if num_rows == 0:
@@ -112,26 +112,26 @@ def by_tiles(fn: Callable[..., Tensor], *xs: Tensor) -> Tensor:
 
 
 def widened(x_TD: Tensor, value: float = 0.0) -> Tensor:
-    """With columns of `value` behind its own, up to a multiple of VECTOR."""
+    """Pads columns with `value` to a multiple of VECTOR."""
     missing = -x_TD.shape[-1] % VECTOR
     return F.pad(x_TD, (0, missing), value=value) if missing else x_TD
 
 
 def filled_up(x: Tensor, size: int) -> Tensor:
-    """A copy whose memory starts where torch starts memory, with zeros up to a multiple of `size`
-    rows: products may depend on where a row lies in memory."""
+    """Copies x to memory with torch's default alignment and pads rows with zeros to a multiple of
+    `size`: products may depend on alignment."""
     num_rows = -(-x.shape[0] // size) * size
     missing = num_rows - x.shape[0]
     return torch.cat([x, x.new_zeros((missing, *x.shape[1:]))])
 
 
 def wide_of(fn: Callable[[Tensor], Tensor], x_R1: Tensor) -> Tensor:
-    """`fn` of single numbers, none of which is the odd one at an end."""
+    """Applies `fn` to a column of numbers, padded so that none falls in a vector remainder."""
     return fn(x_R1.expand(*x_R1.shape[:-1], VECTOR).contiguous())[..., :1]
 
 
 def check_product(weight_OD: Tensor) -> None:
-    """Raises where this machine's product of a row depends on the row's place among others."""
+    """Raises if the matrix product of a row depends on its position in the tile on this machine."""
     _check_product(*weight_OD.shape, weight_OD.dtype)
 
 
@@ -173,7 +173,7 @@ class _Linear(torch.autograd.Function):
 
 
 def exact_linear(x_TD: Tensor, weight_OD: Tensor, *, wide: bool = False) -> Tensor:
-    """x @ weight^T without gradient; `wide`: not rounded to 16 bits."""
+    """x @ weight^T without gradient; with `wide` the result stays in fp32."""
     if x_TD.is_cuda:
         result: Tensor = kernels().linear(x_TD.contiguous(), weight_OD, wide=wide)
         return result
@@ -190,7 +190,7 @@ def exact_linear(x_TD: Tensor, weight_OD: Tensor, *, wide: bool = False) -> Tens
 
 
 def wide_linear(x_TD: Tensor, weight_OD: Tensor) -> Tensor:
-    """In fp32 whatever the dtype of its inputs, as routers compute."""
+    """Linear map in fp32 for any input dtype, as routers compute it."""
 
     def plain(x_TD: Tensor, weight_OD: Tensor) -> Tensor:
         return F.linear(x_TD.float(), weight_OD.float())
@@ -203,7 +203,7 @@ def wide_linear(x_TD: Tensor, weight_OD: Tensor) -> Tensor:
 
 
 def grouped_linear(x_ND: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Tensor:
-    """x @ weight[e]^T for the rows of each expert e."""
+    """Grouped GEMM: x @ weight[e]^T for the rows of each expert e."""
     result: Tensor = _WithPlainGradient.apply(
         _exact_grouped, plain_experts.grouped_linear, x_ND, weight_EOD, ends_E
     )
@@ -219,11 +219,11 @@ def _exact_grouped(x_ND: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Tensor:
     return torch.cat([exact_linear(part, weight) for part, weight in parts])
 
 
-# Between the products.
+# Norms and activations.
 
 
 def norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """RMS norm over the last dim, rounded as `models.layers.Norm` rounds."""
+    """RMS norm over the last dim, with the rounding of `models.layers.Norm`."""
 
     def plain(x: Tensor, weight_D: Tensor) -> Tensor:
         wide = x.float()
@@ -249,7 +249,7 @@ def norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def silu_mul(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
-    """silu(gate) * up. On a GPU elements are computed alike wherever they stand."""
+    """silu(gate) * up. Elementwise results on a GPU do not depend on the position."""
     if gate_TF.is_cuda:
         return F.silu(gate_TF) * up_TF
     width = gate_TF.shape[-1]
@@ -257,7 +257,7 @@ def silu_mul(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
 
 
 def clamped_mul(h_NG: Tensor, weights_N: Tensor | None) -> Tensor:
-    """As `gated.clamped_mul`. Places as in `silu_mul`."""
+    """Invariant `gated.clamped_mul`; positions as in `silu_mul`."""
 
     def sigmoid(x_NM: Tensor) -> Tensor:
         return by_tiles(torch.sigmoid, widened(x_NM))[:, : x_NM.shape[-1]]
@@ -266,7 +266,7 @@ def clamped_mul(h_NG: Tensor, weights_N: Tensor | None) -> Tensor:
 
 
 def gelu_mul(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
-    """gelu(gate) * up, gelu by tanh. Places as in `silu_mul`."""
+    """gelu(gate) * up with the tanh approximation; positions as in `silu_mul`."""
 
     def gelu(x: Tensor) -> Tensor:
         return F.gelu(x, approximate="tanh")
@@ -290,7 +290,7 @@ def cos_sin(angles_Td: Tensor) -> tuple[Tensor, Tensor]:
     return by_tiles(torch.cos, wide)[:, :width], by_tiles(torch.sin, wide)[:, :width]
 
 
-# The head.
+# The lm head.
 
 
 def label_logprobs(logits_TV: Tensor, labels_T: Tensor, scale_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -323,7 +323,7 @@ def token_logprobs(
     chunk_bytes: int | None = None,
     keep: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As `ops.logprob.token_logprobs`; logits are kept within backward alone."""
+    """Invariant `ops.logprob.token_logprobs`; logits are kept only within backward."""
 
     def plain(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
         return plain_logprobs(
@@ -354,7 +354,7 @@ def token_logprobs(
 
 
 def scale_of(temperature: float) -> float:
-    """What logits are multiplied by, rounded once to fp32; temperature 0 reports at 1."""
+    """1 / temperature rounded once to fp32, the factor of logits; 1 for temperature 0."""
     return float(np.float32(1.0 / temperature)) if temperature > 0 else 1.0
 
 
@@ -369,22 +369,22 @@ def attend_spans(
     window: int | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of every query over its sequence, on a CPU; without gradient.
+    """Causal attention of every query over its sequence on a CPU, without gradient.
 
-    Each tile has QUERIES queries of one sequence, and as many tiles as the model's heads allow go
-    through every operation together.
+    A tile has QUERIES queries of one sequence. A fixed number of tiles, which depends on the
+    model's heads, is batched in every operation.
     """
     num_together = max(1, SERIAL // (q_THd.shape[1] * QUERIES * BLOCK))
     num_S = -(-spans.count_S // QUERIES)
     span_N = np.repeat(np.arange(len(num_S)), num_S)
     offset_N = np.arange(len(span_N)) - np.repeat(np.cumsum(num_S) - num_S, num_S)
     offset_N *= QUERIES
-    # Tiles that need equally many blocks of keys go together.
+    # Tiles with equal numbers of key blocks are batched together.
     order = np.argsort(spans.start_S[span_N] + offset_N, kind="stable")
     out_THd = torch.empty_like(q_THd)
     for start in range(0, len(order), num_together):
         some = order[start : start + num_together]
-        # Filled up with copies of the last one: the shape is always the same.
+        # Padded with copies of the last tile to keep the shape fixed.
         some = np.concatenate([some, np.repeat(some[-1:], num_together - len(some))])
         _attend_tiles(
             q_THd, k_PKd, v_PKd, spans, span_N[some], offset_N[some], window, sinks, out_THd
@@ -403,8 +403,8 @@ def _attend_tiles(
     sinks: Tensor | None,
     out_THd: Tensor,
 ) -> None:
-    """Blocks of keys in their order, with a running maximum. A block that a query sees nothing of
-    changes no bit of it, so queries may need different numbers of blocks."""
+    """Online softmax over blocks of keys in order. A fully masked block does not change any bit, so
+    queries in a tile may need different numbers of blocks."""
     num_heads, num_kv, width = q_THd.shape[1], k_PKd.shape[1], q_THd.shape[2]
     group, num = num_heads // num_kv, len(span_N)
     inner_Q = np.minimum(np.arange(QUERIES), spans.count_S[span_N, None] - offset_N[:, None] - 1)
@@ -415,7 +415,7 @@ def _attend_tiles(
     position_B1R1 = torch.from_numpy(np.repeat(position_NQ, group, axis=1))[:, None, :, None]
     top = q_BRd.new_full((*q_BRd.shape[:2], 1), float("-inf"), dtype=torch.float32)
     total, acc = torch.zeros_like(top), torch.zeros_like(q_BRd, dtype=torch.float32)
-    if sinks is not None:  # as a key that comes first and has no value
+    if sinks is not None:  # as a first key without a value
         sinks_KR1 = sinks.float().view(num_kv, group).repeat(1, QUERIES)[..., None]
         top, total = sinks_KR1.repeat(num, 1, 1), torch.ones_like(total)
     first = 0 if window is None else max(0, int(position_NQ.min()) - window + 1) // BLOCK
@@ -438,12 +438,12 @@ def _attend_tiles(
         top = higher
     o_BRd = (acc / total).to(q_THd.dtype)
     o_NQHd = o_BRd.view(num, num_kv, QUERIES, group, width).transpose(1, 2).flatten(2, 3)
-    # Queries that fill a tile up are copies of its last one: they write the same bits.
+    # Padding queries are copies of the last one and write the same bits.
     out_THd[token_NQ] = o_NQHd
 
 
 class PackedAttend:
-    """Attention over packed sequences for the learner; its gradient is that of `plain`."""
+    """Packed attention of the learner; its gradient is that of `plain`."""
 
     def __init__(
         self, lengths: Sequence[int], plain: Callable[..., Tensor], device: torch.device

@@ -1,8 +1,8 @@
-"""The kernels of `invariant` on a GPU: one fixed tile each, whatever the batch.
+"""Triton kernels of `invariant`: each has one fixed tile size for every batch.
 
-Every number of a result is made by the same instructions in the same order: sums run over blocks
-of one size in ascending order inside one program, and no program takes part in another's sum.
-Tiles are those that serve decoding and training alike.
+Every element of a result is computed by the same instructions in the same order: sums run over
+blocks of one size in ascending order inside one program, and no sum is split over programs. The
+tile sizes suit both decoding and training.
 
 Shapes: as in `invariant`.
 """
@@ -31,7 +31,7 @@ LOG2_E = 1.4426950408889634
 
 
 def norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    return fused.norm(x, weight_D, eps)  # one program a row
+    return fused.norm(x, weight_D, eps)  # one program per row
 
 
 def linear(x_TD: Tensor, weight_OD: Tensor, *, wide: bool = False) -> Tensor:
@@ -94,7 +94,7 @@ def _multiply(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    # Tiles that share rows or columns run at about the same time.
+    # Tiles that share rows or columns run close in time, for the L2 cache.
     GROUP: tl.constexpr = 8
     pid = tl.program_id(0)
     per_group = GROUP * num_n
@@ -186,9 +186,9 @@ def _label_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Queries cut into tiles of at most `ROWS` // group tokens; all on the device, int64 [N].
+    """Queries split into tiles of at most `ROWS` // group tokens; int64 [N] on the device.
 
-    A captured graph follows them: nothing here is read on the host.
+    Safe for CUDA graphs: nothing here is read on the host.
     """
 
     first_N: Tensor
@@ -216,7 +216,7 @@ def tiles_of(spans: Spans, group: int, device: torch.device) -> Tiles:
         np.minimum(spans.count_S[row_N] - offset_N, size),
         row_N,
     )
-    # The longest first: a tile's work grows with its position.
+    # Longest first: the work of a tile grows with its position.
     order = np.argsort(-columns[1], kind="stable")
     packed = torch.from_numpy(np.stack([column[order] for column in columns]).astype(np.int64))
     first_N, start_N, count_N, row_at_N = packed.to(device).unbind()
@@ -315,7 +315,7 @@ def _attend(
     top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     acc = tl.zeros((ROWS, WIDE), dtype=tl.float32)
-    if HAS_SINKS:  # as a key that comes first and has no value
+    if HAS_SINKS:  # as a first key without a value
         top = tl.load(sinks_ptr + head * GROUP + r % GROUP).to(tl.float32) * LOG2_E
         total += 1.0
     for base in range(begin, last + 1, KEYS):
@@ -331,7 +331,7 @@ def _attend(
         distance = position[:, None] - p[None, :]
         scores = tl.where((distance >= 0) & (distance < window), scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
-        # A block that a query sees nothing of leaves it as it is, bit for bit.
+        # A fully masked block leaves the state bitwise unchanged.
         floor = tl.where(higher == float("-inf"), 0.0, higher)
         keep = tl.exp2(top - floor)
         weights = tl.exp2(scores - floor[:, None])

@@ -1,10 +1,10 @@
-"""Log-probability and entropy of given tokens, fused with the lm head.
+"""Log-probability and entropy of labels, fused with the lm head.
 
-Logits are made in chunks of tokens sized by a byte budget, and made again in backward: the T x V
-of them are never held, unless they are kept for backward, which takes as many bytes and saves the
-second product. Both ways give the same bits. Besides, the hidden states, the head and two numbers
-per token are kept. The softmax runs in fp32 (fp64 for fp64 inputs) whatever the dtype of the head.
-On a GPU Triton kernels read each chunk once; elsewhere plain torch computes the same.
+Logits are made in chunks of tokens sized by a byte budget, and recomputed in backward, so the full
+T x V logits are never in memory. `keep` stores them for backward instead, which saves the second
+product. Both give the same bits. Backward also needs the hidden states, the head and two numbers
+per token. The softmax runs in fp32 (fp64 for fp64 inputs) whatever the dtype of the head. On a GPU
+Triton kernels read each chunk once; elsewhere plain torch computes the same.
 
 Shapes: T tokens, C tokens of one chunk, V entries of the vocabulary (of this shard), D width.
 """
@@ -34,10 +34,10 @@ def _same(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class VocabShard:
-    """Which rows of the head this rank holds, and how to reduce over the ranks that hold the rest.
+    """Rows of the lm head on this rank, with the reduction over ranks of the vocabulary.
 
-    The gradient that flows to the hidden states is the part of this shard: a caller that
-    gave the same hidden states to several shards sums it.
+    The gradient of the hidden states is that of this shard only: a caller that uses the same hidden
+    states on several shards sums it.
     """
 
     start: int = 0
@@ -52,7 +52,7 @@ WHOLE_VOCAB = VocabShard()
 def compute_logits(hidden_CD: Tensor, weight_VD: Tensor) -> Tensor:
     """The head's product in at least fp32: rounding logits to bf16 costs up to 0.06 nats each.
 
-    Samplers use the same function, so that both sides round alike.
+    Samplers and learners use this function, so both round equally.
     """
     if hidden_CD.is_cuda and hidden_CD.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(hidden_CD, weight_VD.t(), out_dtype=torch.float32)
@@ -67,7 +67,7 @@ def reference_logprobs(
     temperature: float = 1.0,
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What `token_logprobs` computes, written plainly: holds all logits."""
+    """Reference implementation of `token_logprobs`; materialises all logits."""
     logits_TV = compute_logits(hidden_TD, weight_VD)
     if cap is not None:
         logits_TV = cap * torch.tanh(logits_TV / cap)
@@ -92,7 +92,7 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """(log p(label), entropy) per token of softmax(hidden @ weight^T / temperature).
 
-    With a `cap` the product x is bent to cap * tanh(x / cap) before the temperature.
+    `cap` soft-caps logits x to cap * tanh(x / cap) before the temperature.
 
     A negative label means no label: both are 0 there and no gradient flows. Both results are
     differentiable; a result that is not used costs nothing in backward. With `keep` the logits
@@ -100,7 +100,7 @@ def token_logprobs(
     """
     assert temperature > 0, f"temperature {temperature} is not positive"
     budget = chunk_bytes or CHUNK_BYTES[hidden_TD.device.type]
-    if cap is not None:  # the slope of the cap is one array more
+    if cap is not None:  # backward of the cap needs one more array
         budget = budget * LOGIT_COPIES // (LOGIT_COPIES + 1)
     size = chunk_tokens(weight_VD.shape[0], budget, _math_dtype(hidden_TD).itemsize)
     keep = keep and torch.is_grad_enabled() and (hidden_TD.requires_grad or weight_VD.requires_grad)
@@ -111,7 +111,7 @@ def token_logprobs(
 
 
 def chunk_tokens(vocab_size: int, budget_bytes: int, itemsize: int) -> int:
-    """How many tokens' logits the budget holds; multiples of 128 keep the products on full tiles.
+    """Number of tokens whose logits fit in the budget; multiples of 128 keep GEMM tiles full.
 
     Example: 151936 entries in fp32, 2 GiB: 1152 tokens.
     """
@@ -152,7 +152,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if keep:
                 ctx.kept.append(logits_CV)
             is_fused = _is_fused(logits_CV)
-            if keep and not is_fused:  # plain torch overwrites what it reads
+            if keep and not is_fused:  # plain torch overwrites the logits
                 logits_CV = logits_CV.clone()
             reduce = kernels.reduce_logits if is_fused else reduce_logits
             reduce(logits_CV, 1.0 / temperature, column_T[chunk], parts_4T[:, chunk])
@@ -172,18 +172,18 @@ class _TokenLogprobs(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         if glp_T is None and gent_T is None:
             return (None,) * 8
-        # Overwritten below: where the graph is kept, a second backward makes them again.
+        # Overwritten below: with retain_graph, a second backward recomputes them.
         kept, ctx.kept = ctx.kept[::-1], []
         live_N = _live(glp_T, gent_T) if hidden_TD.device.type == "cpu" else None
         if live_N is not None:
-            kept.clear()  # they are not of the chunks that follow, whose products round otherwise
+            kept.clear()  # later chunks recompute: their products round differently
             full_TD = hidden_TD
             hidden_TD, labels_T, lse_T, entropy_T = (
                 x.index_select(0, live_N) for x in (hidden_TD, labels_T, lse_T, entropy_T)
             )
             glp_T, gent_T = (None if g is None else g[live_N] for g in (glp_T, gent_T))
         dhidden_TD = torch.empty_like(hidden_TD) if needs_hidden else None
-        # The head's gradient is summed over chunks, so in full precision.
+        # Summed over chunks in full precision.
         dweight_VD = (
             torch.zeros_like(weight_VD, dtype=_math_dtype(weight_VD)) if needs_weight else None
         )
@@ -210,7 +210,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 torch.mm(dlogits_CV, weight_VD, out=dhidden_TD[chunk])
             if dweight_VD is not None:
                 _add_product(dweight_VD, dlogits_CV.t(), hidden_TD[chunk])
-            del logits_CV, dlogits_CV, slope_CV  # before the next are made
+            del logits_CV, dlogits_CV, slope_CV  # freed before the next chunk
         dweight_VD = None if dweight_VD is None else dweight_VD.to(weight_VD.dtype)
         if live_N is not None and dhidden_TD is not None:
             dhidden_TD = torch.zeros_like(full_TD).index_copy_(0, live_N, dhidden_TD)
@@ -218,14 +218,14 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _live(*grads: Tensor | None) -> Tensor | None:
-    """Indices of the tokens that have a gradient, such as those of answers; None: all. Computed
-    only if that needs no device synchronization."""
+    """Indices of tokens with a gradient (such as answer tokens); None means all. Computed only if
+    it needs no device synchronization."""
     is_live_T = torch.stack([g != 0 for g in grads if g is not None]).any(0)
     return None if is_live_T.all() else is_live_T.nonzero()[:, 0]
 
 
 def _bend(x_CV: Tensor, cap: float | None) -> Tensor:
-    """cap * tanh(x / cap), in place."""
+    """Soft cap: cap * tanh(x / cap), in place."""
     return x_CV if cap is None else x_CV.div_(cap).tanh_().mul_(cap)
 
 
@@ -234,7 +234,7 @@ def _is_fused(logits_CV: Tensor) -> bool:
 
 
 def _combine(parts_4T: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor, Tensor]:
-    """(label's log-prob, entropy, log-sum-exp) from what the shards found in their columns."""
+    """Merges partial results of the shards into (label's log-prob, entropy, log-sum-exp)."""
     own_max_T, sum_T, weighted_T, label_T = parts_4T.unbind()
     max_T = shard.reduce_max(own_max_T)
     fall_T = own_max_T - max_T
@@ -297,7 +297,7 @@ def logit_gradient(
 
 
 def _add_product(sum_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:
-    """sum += a @ b, the product of low-precision inputs added in the precision of the sum."""
+    """sum += a @ b: low-precision inputs, accumulated in the precision of the sum."""
     if a_MK.dtype == sum_MN.dtype:
         sum_MN.addmm_(a_MK, b_KN)
     elif a_MK.is_cuda:

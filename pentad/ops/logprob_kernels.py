@@ -1,7 +1,7 @@
-"""The Triton kernels of the fused head: a chunk of logits is read once in each direction.
+"""Triton kernels of the fused lm head: forward and backward read a chunk of logits once each.
 
-`ops.logprob` holds the same in plain torch and decides which of the two runs. Everything is
-computed in fp32; no atomics, so results are bitwise repeatable.
+`ops.logprob` has the torch version and chooses between the two. Everything is computed in fp32; no
+atomics, so results are bitwise repeatable.
 
 Shapes: C tokens of one chunk, V entries of the vocabulary (of this shard).
 """
@@ -20,8 +20,8 @@ NUM_WARPS = 8
 def reduce_logits(
     logits_CV: Tensor, inverse_temperature: float, column_C: Tensor, out_4C: Tensor
 ) -> None:
-    """Writes (max, sum of e^d, sum of e^d * d, label's x) with x = logits / temperature and
-    d = x - max; 0 for a label that is not among the columns."""
+    """Writes (max, sum of e^d, sum of e^d * d, label's x) with x = logits / temperature and d = x -
+    max; label's x is 0 if the label is not in this shard."""
     assert logits_CV.is_contiguous() and logits_CV.dtype == torch.float32
     num_tokens, num_rows = logits_CV.shape
     _reduce[(num_tokens,)](
@@ -46,7 +46,7 @@ def logit_gradient(
     gent_C: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Gradient to the logits, in the dtype that the products take."""
+    """Gradient of the logits, in the dtype of the following matrix products."""
     assert logits_CV.is_contiguous() and logits_CV.dtype == torch.float32
     out_CV = torch.empty_like(logits_CV, dtype=dtype)
     num_tokens, num_rows = logits_CV.shape
@@ -83,8 +83,8 @@ def _reduce(
     token = tl.program_id(0).to(tl.int64)
     logits_ptr += token * NUM_ROWS
     v = tl.arange(0, BLOCK)
-    # Each lane keeps sums of its own, so that no lane waits for another inside the loop. The
-    # first maximum is finite: the difference of two infinities would be no number.
+    # Each lane keeps its own sums, so the loop has no synchronization. The first maximum is finite,
+    # since inf - inf would be nan.
     top = tl.full([BLOCK], -1e38, dtype=tl.float32)
     total = tl.zeros([BLOCK], dtype=tl.float32)
     weighted = tl.zeros([BLOCK], dtype=tl.float32)

@@ -1,7 +1,7 @@
-"""How long pieces of work took and how many bytes they moved, without waiting for the device.
+"""Measures duration and bytes moved of operations, without device synchronization.
 
-On a GPU a piece lies between two events of its stream, which are read when the step is over; on a
-CPU between two looks at the clock.
+On a GPU an operation is timed by two CUDA events, which are read after the step; on a CPU by the
+clock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _current: Meter | None = None
 
 
 class Meter:
-    """Adds up the work done while it counts, by name."""
+    """Accumulates the measured work by name while active."""
 
     def __init__(self) -> None:
         self.work: dict[str, Work] = {}
@@ -35,7 +35,7 @@ class Meter:
             _current = before
 
     def take(self) -> dict[str, Work]:
-        """What was counted; counts anew. On a GPU it waits for the last piece."""
+        """Returns the counts and resets them. On a GPU it waits for the last operation."""
         for name, start, end in self.events:
             end.synchronize()
             self.work[name].seconds += start.elapsed_time(end) / 1e3
@@ -44,7 +44,7 @@ class Meter:
         return found
 
     def num_items(self, name: str) -> int:
-        """Counted so far."""
+        """Number of items counted so far."""
         return self.work[name].num_items if name in self.work else 0
 
     def reset(self) -> None:
@@ -53,7 +53,7 @@ class Meter:
 
 @contextmanager
 def timed(name: str, device: torch.device, num_bytes: int, num_items: int = 0) -> Iterator[None]:
-    """Counts what is done within, on the current stream of the device, if anything counts."""
+    """Measures the work inside, on the device's current stream, if a meter is active."""
     meter = _current
     if meter is None:
         yield
@@ -75,6 +75,6 @@ def timed(name: str, device: torch.device, num_bytes: int, num_items: int = 0) -
 
 
 def note_kernel(name: str, block_bytes: int) -> None:
-    """Says of work that is being counted that a Triton kernel did it."""
+    """Records that the measured operation ran as a Triton kernel."""
     if _current is not None and name in _current.work:
         _current.work[name].block_bytes = block_bytes

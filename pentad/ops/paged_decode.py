@@ -2,14 +2,14 @@
 
 Shape letters: S sequences, H query heads, K key-value heads, d head width, B blocks of b places.
 
-One program takes one sequence and one key-value head, so keys and values are read once for all
-query heads that share them. Where there are few programs the places of a sequence are split
-among several, and a second kernel merges them. Lengths, block table and its width are read from
-device memory: a captured graph follows them.
+One program handles one sequence and one key-value head, so keys and values are read once for all
+query heads that share them. With few programs, the places of a sequence are split among several,
+and a second kernel merges the results. Lengths, block table and its width are read from device
+memory, so CUDA graphs work.
 
-Tensor cores take numbers of 8 bits in an order that memory does not have. So a cache in 8 bits is
-read as numbers of 16 bits, two neighbours of a head in each, and taken apart in registers: the
-products are made of the even and of the odd places of a head.
+Tensor cores need 8-bit operands in another order than the cache has. So an 8-bit cache is loaded as
+16-bit words, two neighbouring elements each, and unpacked in registers: even and odd elements of a
+head have separate products.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def reference_decode(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """What the kernel computes, sequence by sequence."""
+    """Reference implementation: a loop over sequences."""
     block_size, num_kv_heads = pages.k_BbKd.shape[1:3]
     group = q_SHd.shape[1] // num_kv_heads
-    out = torch.empty_like(q_SHd)
+    out = q_SHd.new_empty(*q_SHd.shape[:2], pages.v_BbKd.shape[-1])
     for s, length in enumerate(lengths_S.tolist()):
         blocks = blocks_SB[s, : -(-length // block_size)].long()
         first = 0 if window is None else max(0, length - window)
@@ -69,7 +69,7 @@ def paged_decode(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Row s of the table is `blocks[s * width : (s + 1) * width]`; `width` has one element."""
+    """Decodes one token per sequence. Table row s: `blocks[s * width : (s + 1) * width]`."""
     num_seqs, num_heads, head_dim = q_SHd.shape
     block_size, num_kv_heads = pages.k_BbKd.shape[1:3]
     assert q_SHd.is_contiguous()
@@ -77,7 +77,7 @@ def paged_decode(
     splits = num_splits(num_seqs * num_kv_heads)
     out_SHd = torch.empty_like(q_SHd)
     shape = (num_seqs, num_heads, splits)
-    # With one split nothing is written to them.
+    # Unused with one split.
     part_acc = torch.empty((*shape, head_dim), dtype=torch.float32, device=q_SHd.device)
     part_max = torch.empty(shape, dtype=torch.float32, device=q_SHd.device)
     part_sum = torch.empty(shape, dtype=torch.float32, device=q_SHd.device)
@@ -111,22 +111,28 @@ def paged_decode(
         **tile_of(pages, q_SHd),
     )
     if splits > 1:
-        _merge[(num_seqs, num_heads)](
-            out_SHd,
-            part_acc,
-            part_max,
-            part_sum,
-            NUM_HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            WIDE_DIM=triton.next_power_of_2(head_dim),
-            SPLITS=splits,
-            num_warps=1,
-        )
+        merge_splits(out_SHd, part_acc, part_max, part_sum)
     return out_SHd
 
 
+def merge_splits(out_SHd: Tensor, part_acc: Tensor, part_max: Tensor, part_sum: Tensor) -> None:
+    """Merges the partial results of all splits of each sequence and head."""
+    num_seqs, num_heads, head_dim = out_SHd.shape
+    _merge[(num_seqs, num_heads)](
+        out_SHd,
+        part_acc,
+        part_max,
+        part_sum,
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        WIDE_DIM=triton.next_power_of_2(head_dim),
+        SPLITS=part_max.shape[-1],
+        num_warps=1,
+    )
+
+
 def tile_of(pages: Pages, q_SHd: Tensor) -> dict[str, object]:
-    """What a program loads at a time, and how it multiplies."""
+    """Tile sizes and multiplication mode of a program."""
     precision = "ieee" if q_SHd.dtype == torch.float32 else "tf32"
     tile, own = TILE, {}
     if pages.largest is not None:
@@ -138,7 +144,7 @@ def tile_of(pages: Pages, q_SHd: Tensor) -> dict[str, object]:
 
 
 def num_splits(num_programs: int) -> int:
-    """A power of two that fills the device."""
+    """Number of splits, a power of two, that fills the device."""
     wanted = -(-MIN_PROGRAMS // num_programs)
     return min(MAX_SPLITS, triton.next_power_of_2(wanted))
 
@@ -226,7 +232,7 @@ def _attend(
 def _with_sink(
     top: tl.tensor, total: tl.tensor, sink_ptr: tl.tensor, mask: tl.tensor, split: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The sinks as keys that come first, of the first split alone, and have no value."""
+    """Adds the sinks, as first keys without value, to the first split only."""
     sink = tl.load(sink_ptr, mask=mask, other=0.0).to(tl.float32)
     return tl.where(split == 0, sink, top), tl.where(split == 0, 1.0, total)
 
@@ -264,7 +270,7 @@ mul.bf16x2 $1, bits, power;
 def _halves(
     pairs: tl.tensor, dtype: tl.constexpr, IS_INT: tl.constexpr, HAS_PAIRS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The numbers in the low and in the high bytes."""
+    """Unpacks the low and the high bytes of 16-bit words."""
     if HAS_PAIRS:
         return tl.inline_asm_elementwise(
             INT8_PAIRS if IS_INT else FP8_PAIRS,
@@ -400,7 +406,7 @@ def _merge(
     d = tl.arange(0, WIDE_DIM)
     top = tl.load(part_max_ptr + row * SPLITS + split)
     total = tl.load(part_sum_ptr + row * SPLITS + split)
-    # A split without places has top = -inf, so it weighs nothing.
+    # A split without places has top = -inf, so its weight is 0.
     weight = tl.exp(top - tl.max(top, 0))
     at = (row * SPLITS + split)[:, None] * HEAD_DIM + d[None, :]
     acc = tl.load(part_acc_ptr + at, mask=(d < HEAD_DIM)[None, :], other=0.0)

@@ -1,11 +1,11 @@
-"""Keys and values of one layer in a paged cache, as they are computed or in 8 bits with scales.
+"""Paged cache of keys and values of one layer, in the model's dtype or in 8 bits with scales.
 
 Shape letters: B blocks of b places, N places of all blocks, T tokens, S selected blocks, K
 key-value heads, d head width.
 
-In 8 bits every token and head has a scale of its own, so nothing is calibrated and nothing
-saturates: the largest number of a head becomes the largest of the format. int8 has equal steps up
-to the largest number, fp8 (e4m3) steps of an eighth to a sixteenth of each number.
+In 8 bits every token and head has its own scale, so there is no calibration and no saturation: the
+largest number of a head maps to the largest of the format. int8 has equal steps up to the largest
+number, fp8 (e4m3) steps of an eighth to a sixteenth of each number.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Views of the memory of one layer. Values narrower than keys are those of latent attention:
-    the first numbers of the keys, without memory of their own."""
+    """Views of the cache memory of one layer. Values narrower than keys are those of latent
+    attention: the first numbers of the keys, without extra memory."""
 
     k_BbKd: Tensor
     v_BbKd: Tensor
@@ -32,7 +32,7 @@ class Pages:
 
     @property
     def largest(self) -> float | None:
-        """Largest number of the format; None where numbers are held as they are computed."""
+        """Largest number of the 8-bit format; None if the cache is not quantised."""
         return None if self.k_scale_BbK is None else LARGEST[self.k_BbKd.dtype]
 
     @property
@@ -40,7 +40,7 @@ class Pages:
         return self.v_BbKd.shape[-1] < self.k_BbKd.shape[-1]
 
     def write(self, places_T: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> None:
-        """Places count over all blocks: block * b + offset."""
+        """Writes keys and values to the cache; a place is block * b + offset."""
         if self.is_latent:
             self.k_BbKd.flatten(0, 1).index_copy_(0, places_T, k_TKd)
             return
@@ -57,7 +57,7 @@ class Pages:
             scales.flatten(0, 1).index_copy_(0, places_T, scale_TK)
 
     def read(self, blocks_S: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values of these blocks, [S, b, K, d] each."""
+        """Reads keys and values of these blocks, [S, b, K, d] each."""
         found = []
         if self.is_latent:
             k_SbKd = self.k_BbKd.index_select(0, blocks_S)
@@ -73,8 +73,8 @@ class Pages:
 
 
 def quantise(x_TKd: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """8 bits and the scale of each token and head; a head of zeros has scale 1, and one with a
-    number that is not finite the scale nan, so that it is not finite when it is read."""
+    """Quantises to 8 bits with one scale per token and head. A head of zeros has scale 1. A head
+    with a non-finite number has scale nan, so it reads as non-finite."""
     largest_TK = x_TKd.float().abs().amax(-1)
     scale_TK = torch.where(largest_TK == 0, 1.0, largest_TK * (1.0 / LARGEST[dtype]))
     scale_TK += 0.0 * largest_TK  # infinity times 0 is nan

@@ -1,11 +1,11 @@
 """Stochastic rounding of a bfloat16 optimizer step, and AdamW with it as torch operations.
 
-A step smaller than half of the last place is lost when it is rounded to the nearest number: at a
-learning rate of 1e-6 hardly a weight in bfloat16 moves. Rounded up with the probability that is the
-share of the way, a number is right on average.
+Round-to-nearest drops updates smaller than half a bfloat16 unit: at a learning rate of 1e-6 almost
+no weight changes. Stochastic rounding rounds up with a probability equal to the fraction cut off,
+so weights are correct on average.
 
-The random bits are a hash of a key (of seed, tensor and step) and of an element's place in the
-whole tensor. They are the same however the tensor is cut over ranks, and after a restart.
+The random bits are a hash of a key (seed, tensor, step) and of the element's index in the whole
+tensor. They do not depend on the sharding and are equal after a resume.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FIRST, SECOND, THIRD = 0x7FEB352D, 0x846CA68B, 0x9E3779B9
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the elements of a shard lie in the whole tensor, both counted through."""
+    """Maps flat indices of a shard to flat indices of the whole tensor."""
 
     offset: int
     sizes: tuple[int, ...]
@@ -37,7 +37,7 @@ class Place:
 
     @classmethod
     def of(cls, shape: Sequence[int], box: Sequence[tuple[int, int]]) -> Place:
-        """The place of a block of a tensor, (start, stop) for each dim."""
+        """The `Place` of a block of a tensor, given (start, stop) for each dim."""
         wholes = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
         offset = sum(start * stride for (start, _), stride in zip(box, wholes, strict=True))
         sizes, strides = [1], [1]
@@ -50,7 +50,7 @@ class Place:
         return cls(offset, tuple(sizes), tuple(strides))
 
     def indices(self, start: int, stop: int, device: torch.device | None = None) -> Tensor:
-        """Places in the whole tensor of the shard's elements from `start` to `stop`, int64."""
+        """Flat int64 indices in the whole tensor of the shard's elements `start` to `stop`."""
         at = torch.arange(start, stop, device=device)
         found = torch.full_like(at, self.offset)
         for size, stride in zip(reversed(self.sizes[1:]), reversed(self.strides[1:]), strict=True):
@@ -60,12 +60,12 @@ class Place:
 
 
 def split_key(key: int) -> tuple[int, int]:
-    """Two numbers of 31 bits: a kernel takes them as they are, whatever their value."""
+    """Splits a key into two 31-bit numbers, which a kernel takes without recompilation."""
     return key & HALF, key >> 31 & HALF
 
 
 def random_bits(index: Tensor, key: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Three times 16 bits for each element, int32."""
+    """Three 16-bit random numbers for each element, as int32."""
     low, high = split_key(key)
     bits = _mix((index & WORD).to(torch.int32).bitwise_xor_(low))
     bits = _mix(bits.add_((index >> 32).to(torch.int32)).bitwise_xor_(high))
@@ -74,7 +74,7 @@ def random_bits(index: Tensor, key: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """In place. Of int32, whose shifts copy the sign: what they bring in is masked."""
+    """Integer hash of int32 in place; masks remove the bits of sign extension."""
     x ^= x >> 16 & 0xFFFF
     x *= FIRST
     x ^= x >> 15 & 0x1FFFF
@@ -88,8 +88,8 @@ def _signed(word: int) -> int:
 
 
 def round_up_or_down(x: Tensor, bits: Tensor) -> Tensor:
-    """fp32 as bfloat16, whose last place is one more with the probability of what is cut off. What
-    bfloat16 holds exactly stays, and what is not finite, too."""
+    """Rounds fp32 to bfloat16 stochastically: up with a probability equal to the fraction cut off.
+    Exact values and non-finite values do not change."""
     rounded = (x.view(torch.int32) + bits).bitwise_and_(_signed(0xFFFF0000)).view(torch.float32)
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 
@@ -110,7 +110,7 @@ def move(
     key: int,
     place: Place,
 ) -> None:
-    """A step of AdamW as `adamw_kernel.move` makes it, all three rounded stochastically."""
+    """AdamW step in torch, equal to `adamw_kernel.move`, with stochastic rounding."""
     held = [x.view(-1) for x in (parameter, exp_avg, exp_avg_sq)]
     gradient = gradient.reshape(-1)
     for start in range(0, parameter.numel(), CHUNK):

@@ -6,10 +6,10 @@
              of the two largest score + bias of each
     weight = score[chosen] * scale, divided by its sum first if asked for
 
-The bias takes part in the choice only (https://arxiv.org/abs/2408.15664): neither weights nor
-gradients see it. Without one the logits decide, since both scores grow with them: that choice does
-not depend on how an implementation rounds exponentials. Beside the Triton kernels stands
-`reference_route`; both give the same choices and, to rounding, the same weights and gradients.
+The bias affects only the choice (https://arxiv.org/abs/2408.15664): it has no effect on weights and
+gradients. Without a bias the choice uses the logits, since both scores are monotonic in them: it
+then does not depend on the rounding of exponentials. `reference_route` gives the same choices as
+the Triton kernels and, to rounding, the same weights and gradients.
 
 Shapes: T tokens, E experts, k experts a token, D width.
 """
@@ -43,7 +43,7 @@ ENTRIES = 512
 
 @dataclass(frozen=True, slots=True)
 class RouteRule:
-    """How experts are chosen and weighed. Example: RouteRule(8, "softmax", renormalise=True)."""
+    """Routing options of a model. Example: RouteRule(8, "softmax", renormalise=True)."""
 
     num_chosen: int
     score: Literal["softmax", "sigmoid"] = "softmax"
@@ -64,7 +64,7 @@ class RouteRule:
 
 
 def gate_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """x @ weight^T in fp32 (fp64 for fp64), never rounded to the dtype of its inputs."""
+    """Router logits x @ weight^T in fp32 (fp64 for fp64), never rounded to the input dtype."""
     if x_TD.is_cuda and x_TD.dtype == weight_ED.dtype and x_TD.dtype.itemsize == 2:
         result: Tensor = _GateLogits.apply(x_TD, weight_ED)
         return result
@@ -73,8 +73,8 @@ def gate_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 
 
 class _GateLogits(torch.autograd.Function):
-    """Products of 16-bit numbers are exact in fp32, so tensor cores lose nothing in forward. In
-    backward the gradient is split into a high and a low part, which together keep 16 bits."""
+    """Products of 16-bit numbers are exact in fp32, so tensor cores are exact in forward. Backward
+    splits the gradient into a high and a low part, which together keep 16 bits."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class _GateLogits(torch.autograd.Function):
 
 
 def split_wide(x_TE: Tensor, dtype: torch.dtype) -> Tensor:
-    """[T, 2E]: x rounded to the dtype, and beside it the rounded remainder."""
+    """[T, 2E]: x rounded to the dtype, next to its rounded remainder."""
     high = x_TE.to(dtype)
     return torch.cat([high, (x_TE - high).to(dtype)], dim=-1)
 
@@ -103,23 +103,23 @@ def route(
     bias_E: Tensor | None = None,
     chosen_Tk: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(weights_Tk, chosen_Tk); given `chosen_Tk`, it weighs those, with the same gradients.
+    """Returns (weights_Tk, chosen_Tk). A given `chosen_Tk` (router replay) is used as the choice.
 
     The experts of a token must be distinct. Gradients flow from the weights to the logits.
     """
-    if chosen_Tk is None and rule.is_grouped:  # the kernels know no groups
+    if chosen_Tk is None and rule.is_grouped:  # the kernels do not support expert groups
         chosen_Tk = choose(logits_TE, compute_scores(logits_TE, rule), rule, bias_E)
     is_fused = HAS_TRITON and logits_TE.is_cuda and logits_TE.dtype == torch.float32
     if is_fused and logits_TE.shape[1] <= MAX_EXPERTS:
         return fused_route(logits_TE, rule, bias_E, chosen_Tk)
-    if torch.compiler.is_compiling():  # a clock is nothing that a graph can hold
+    if torch.compiler.is_compiling():  # a graph cannot contain timers
         return reference_route(logits_TE, rule, bias_E, chosen_Tk)
     with timed("route", logits_TE.device, moved_bytes(logits_TE, rule.num_chosen)):
         return reference_route(logits_TE, rule, bias_E, chosen_Tk)
 
 
 def moved_bytes(logits_TE: Tensor, num_chosen: int) -> int:
-    """What routing must read and write: the logits, and the weight and index of each choice."""
+    """Bytes that routing reads and writes: the logits, and the weight and index of each choice."""
     wide = torch.int64.itemsize + logits_TE.element_size()
     return logits_TE.nbytes + len(logits_TE) * num_chosen * wide
 
@@ -141,10 +141,10 @@ def reference_route(
 
 
 def choose(logits_TE: Tensor, scores_TE: Tensor, rule: RouteRule, bias_E: Tensor | None) -> Tensor:
-    """The experts of each token."""
+    """Selects the k experts of each token."""
     keys_TE = scores_TE if rule.is_grouped else logits_TE
     keys_TE = (keys_TE if bias_E is None else scores_TE + bias_E).detach()
-    # Stable sorts: topk leaves the order of equal keys open.
+    # Stable sorts: topk does not define the order of equal keys.
     if rule.is_grouped:  # of rows that strict mode has widened, only experts are in groups
         keys_TGe = keys_TE[:, : rule.num_groups * rule.group_size].unflatten(
             -1, (rule.num_groups, rule.group_size)
@@ -162,7 +162,7 @@ def compute_scores(logits_TE: Tensor, rule: RouteRule) -> Tensor:
 
 
 def expert_load(chosen_Tk: Tensor, num_experts: int) -> Tensor:
-    """How many pairs each expert was given, int64 [E]; does not wait for the device."""
+    """Number of pairs of each expert, int64 [E]; without device synchronization."""
     flat_N = chosen_Tk.flatten()
     zeros_E = torch.zeros(num_experts, dtype=torch.int64, device=flat_N.device)
     return zeros_E.scatter_add(0, flat_N, torch.ones_like(flat_N))
@@ -171,8 +171,8 @@ def expert_load(chosen_Tk: Tensor, num_experts: int) -> Tensor:
 def balance_loss(logits_TE: Tensor, chosen_Tk: Tensor, rule: RouteRule) -> Tensor:
     """E * sum_e f_e * P_e (https://arxiv.org/abs/2101.03961): 1 when balanced, up to E / k.
 
-    f_e is the share of pairs that chose e, P_e the mean share of the scores; the gradient flows
-    through P. Both are means over the tokens given, so it depends on how tokens were split.
+    f_e is the share of pairs routed to e, P_e the mean share of the scores; the gradient flows
+    through P. Both are means over the tokens given, so it depends on the microbatch.
     """
     num_experts = logits_TE.shape[1]
     scores_TE = compute_scores(logits_TE, rule)
@@ -188,7 +188,7 @@ def z_loss(logits_TE: Tensor) -> Tensor:
 
 
 def add_loss(x: Tensor, loss: Tensor) -> Tensor:
-    """x itself, with `loss` made part of whatever is differentiated through it."""
+    """Returns x unchanged and adds `loss` to the backward of everything computed from x."""
     result: Tensor = _AddLoss.apply(x, loss)
     return result
 
@@ -205,8 +205,8 @@ class _AddLoss(torch.autograd.Function):
         return grads[0], torch.ones_like(loss)
 
 
-# The kernels. One program takes BLOCK rows; a row of scores lies in registers. They are called as
-# operators of torch's own, so that compilation and recomputation see them as such.
+# The kernels. One program handles BLOCK rows; a row of scores is in registers. They are custom ops,
+# so that compilation and recomputation handle them as ops.
 
 
 def fused_route(
@@ -215,7 +215,7 @@ def fused_route(
     bias_E: Tensor | None = None,
     chosen_Tk: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`route` in two Triton kernels, one for each direction."""
+    """`route` in two Triton kernels, one for forward and one for backward."""
     num_chosen, num_experts = rule.num_chosen, logits_TE.shape[1]
     assert num_chosen <= num_experts, f"{num_chosen} of {num_experts} experts cannot be chosen"
     assert chosen_Tk is not None or not rule.is_grouped, "`choose` comes first"
@@ -227,7 +227,7 @@ def fused_route(
 
 
 def _launch(num_experts: int) -> dict[str, int]:
-    """Rows and warps of a program: one warp, so that no reduction crosses warps."""
+    """Rows and warps per program: one warp, so that reductions stay within a warp."""
     block = min(16, max(1, ENTRIES // triton.next_power_of_2(num_experts)))
     return {"BLOCK": block, "num_warps": 1}
 
@@ -265,10 +265,10 @@ if HAS_TRITON:
         if IS_SOFTMAX and (HAS_BIAS or not RENORMALISE):
             scores = exps / tl.sum(exps, 1)[:, None]
         elif IS_SOFTMAX:
-            scores = exps  # the division by the sum falls out
+            scores = exps  # the division by the sum cancels
         else:
             scores = tl.where(is_expert, 1.0 / (1.0 + tl.exp(-logits)), 0.0)
-        # slot: the place of an expert among the chosen of its row, NUM_CHOSEN if it is none.
+        # slot: rank of an expert among the chosen of its row, NUM_CHOSEN if it is not chosen.
         slot = tl.full([BLOCK, WIDE], NUM_CHOSEN, dtype=tl.int32)
         if IS_GIVEN:
             for j in tl.static_range(NUM_CHOSEN):
@@ -278,9 +278,9 @@ if HAS_TRITON:
             keys = logits
             if HAS_BIAS:
                 keys = scores + tl.load(bias_ptr + e, mask=e < NUM_EXPERTS, other=0.0)[None, :]
-            # What is not a number counts as the largest, so that it shows; -0 equals 0.
+            # nan counts as the largest, so that errors become visible; -0 equals 0.
             keys = tl.where(keys == keys, keys + 0.0, float("inf"))
-            # As integers in the order of the floats: their reductions are single instructions.
+            # As integers in the order of the floats: integer reductions are single instructions.
             lowest: tl.constexpr = -(2**31)
             keys = keys.to(tl.int32, bitcast=True)
             keys = tl.where(is_expert, keys ^ ((keys >> 31) & 0x7FFFFFFF), lowest)
@@ -348,7 +348,7 @@ if HAS_TRITON:
                 found = (g - mean) / total * s * (1.0 - s)
             else:
                 found = g * s * (1.0 - s)
-        # Threads of this program wrote the row; none may still be writing it below.
+        # Other threads of this program wrote the row: wait before it is changed below.
         tl.debug_barrier()
         tl.store(out_ptr + at, found, mask=is_pair)
 
@@ -376,7 +376,7 @@ if HAS_TRITON:
         renormalise: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """(weights, chosen); a given choice is not repeated, the second is then empty."""
+        """Returns (weights, chosen); chosen is empty if the choice was given."""
         num_tokens, num_experts = logits.shape
         logits = logits.contiguous()
         weights = logits.new_empty((num_tokens, num_chosen), dtype=torch.float32)
@@ -385,7 +385,7 @@ if HAS_TRITON:
         if not num_tokens:
             return weights, chosen
         options = _options(num_experts, num_chosen, is_softmax)
-        # Within the operator, which runs as it is in compiled code too.
+        # Inside the op, which also runs eagerly in compiled code.
         with timed("route", logits.device, moved_bytes(logits, num_chosen)):
             kernel = _forward_kernel[(triton.cdiv(num_tokens, options["BLOCK"]),)](
                 logits,
@@ -399,7 +399,7 @@ if HAS_TRITON:
                 RENORMALISE=renormalise,
                 **options,
             )
-            if kernel is not None:  # not where Triton's interpreter ran it
+            if kernel is not None:  # None under Triton's interpreter
                 note_kernel("route", kernel.metadata.shared)
         return weights, chosen
 
@@ -468,7 +468,7 @@ if HAS_TRITON:
     def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         logits, _, given, _, is_softmax, renormalise, scale = inputs
         weights, chosen = output
-        # Renormalised softmax weights are a softmax over the chosen alone: they say it all.
+        # A softmax over the chosen alone needs no logits in backward.
         needs_logits = not (is_softmax and renormalise)
         ctx.save_for_backward(
             weights, chosen if given is None else given, logits if needs_logits else None

@@ -1,11 +1,11 @@
-"""Attention sinks: a learned logit for each query head, which takes weight from a query's keys and
-gives no value (https://arxiv.org/abs/2309.17453, https://arxiv.org/abs/2508.10925).
+"""Attention sinks: a learned logit for each query head, which joins the softmax of a query without
+a value (https://arxiv.org/abs/2309.17453, https://arxiv.org/abs/2508.10925).
 
-A kernel without sinks gives out and lse, the log-sum-exp of the scores of a query. With a sink s
+A kernel without sinks returns out and lse, the log-sum-exp of the scores of a query. With a sink s
 the log-sum-exp is l = log(exp(lse) + exp(s)), and the result is out * exp(lse - l). Backward of the
-same kernel, given that result and l, makes the gradients of queries, keys and values: it rebuilds
-the weights as exp(score - l). The sink's own weight is exp(s - l), and its gradient minus that
-weight times the product of the result and its gradient.
+same kernel, given that result and l, computes the gradients of queries, keys and values: it
+rebuilds the weights as exp(score - l). The sink's own weight is exp(s - l), and its gradient minus
+that weight times the product of the result and its gradient.
 
 Shapes: S sequences, H query heads, K key-value heads, L queries, P keys, d head width.
 """
@@ -24,13 +24,13 @@ HOST_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backw
 
 
 def scaled_by_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """The results [..., d] of a kernel and their log-sum-exp [...], both with the sinks."""
+    """Applies sinks to kernel results [..., d] and their log-sum-exp [...]; returns both."""
     total = torch.logaddexp(lse, sinks.to(lse.dtype))
     return (out * (lse - total).exp()[..., None]).to(out.dtype), total
 
 
 def sink_gradients(grad: Tensor, out: Tensor, total: Tensor, sinks: Tensor) -> Tensor:
-    """The gradient of the sink of every query, from results with sinks; not yet summed."""
+    """Sink gradient of every query, given the results with sinks; not yet summed over queries."""
     weight = (sinks.to(total.dtype) - total).exp()
     return -weight * (grad.to(total.dtype) * out.to(total.dtype)).sum(-1)
 
@@ -44,8 +44,8 @@ def attend_with_sinks(
     is_causal: bool = False,
     seen: Tensor | None = None,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention` with sinks. `seen` says which keys a query sees: a boolean
-    mask, or numbers that are added to the scores. Sinks may have a column for each query."""
+    """`F.scaled_dot_product_attention` with sinks. `seen` is a boolean mask of visible keys or a
+    float bias that is added to the scores. Sinks may have a column for each query."""
     sinks = sinks_H if sinks_H.ndim > 1 else sinks_H[:, None]
     mask = seen
     if seen is not None and seen.dtype == torch.bool:
@@ -54,13 +54,13 @@ def attend_with_sinks(
     if q_SHLd.device.type == "cpu":
         result: Tensor = _OnHost.apply(q_SHLd, k_SKPd, v_SKPd, sinks, mask, is_causal)
         return result
-    if is_causal or torch.is_grad_enabled():  # backward needs all scores
+    if is_causal or torch.is_grad_enabled():  # backward needs all scores at once
         return _written_out(q_SHLd, k_SKPd, v_SKPd, sinks, mask, is_causal)
     return in_parts(q_SHLd, k_SKPd, v_SKPd, sinks, mask)
 
 
 def in_parts(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: Tensor | None) -> Tensor:
-    """Some queries after the others, so that no more than `MAX_SCORES` scores are held."""
+    """Processes queries in slices, so that at most `MAX_SCORES` scores are in memory."""
     num, heads, length = q.shape[:3]
     step = max(1, MAX_SCORES // (num * heads * k.shape[2]))
     parts = []
@@ -74,7 +74,7 @@ def in_parts(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: Tensor | None
 def _written_out(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: Tensor | None, is_causal: bool
 ) -> Tensor:
-    """In plain torch, for devices and types without a kernel that gives log-sum-exps."""
+    """Attention with sinks in plain torch, where no kernel returns log-sum-exps."""
     k, v = _for_each_head(q, k, v)
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (q @ k.transpose(-1, -2)).to(wide) * q.shape[-1] ** -0.5
@@ -89,7 +89,7 @@ def _written_out(
 
 
 def _for_each_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values, repeated for the query heads that share them."""
+    """Repeats keys and values for the query heads that share them."""
     group = q.shape[1] // k.shape[1]
     if group == 1:
         return k, v

@@ -13,10 +13,10 @@ NO_WINDOW = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Runs of queries of one sequence each, and where the sequences' keys and values lie.
+    """Runs of queries of one sequence each, and the locations of their keys and values.
 
-    Position p of span s lies at place `table[s, p // piece] * stride + p % piece`. A packed batch
-    has one piece a sequence; a paged cache has one piece a block.
+    Position p of span s has place `table[s, p // piece] * stride + p % piece`. A packed batch has
+    one piece per sequence, a paged cache one per block.
     """
 
     first_S: np.ndarray
@@ -29,7 +29,7 @@ class Spans:
     stride: int
 
     def places(self, span_N: np.ndarray, first: int, num: int) -> np.ndarray:
-        """[N, num] of the positions from `first` on; anything behind the end of a sequence."""
+        """Places [N, num] of positions `first` and later; undefined after the end of a sequence."""
         end_N1 = (self.start_S + self.count_S)[span_N, None]
         position = np.minimum(first + np.arange(num), end_N1 - 1)
         piece: np.ndarray = self.table_SW[span_N[:, None], position // self.piece].astype(np.int64)

@@ -1,9 +1,9 @@
-"""Sums as Triton kernels: rows picked by place (a mixture's results come back to tokens; gradients
-of repeated keys), and 16-bit numbers added to wide ones (gradients to their masters').
+"""Triton kernels for sums: rows gathered by index (MoE results of a token, gradients of repeated
+keys), and 16-bit tensors added to wider ones (gradients to fp32 accumulators).
 
-Callers hold the same in plain torch and decide which of the two runs.
+The callers have the torch versions and choose between the two.
 
-Shapes: T tokens, k rows a token, N = T * k rows, D width.
+Shapes: T tokens, k rows per token, N = T * k rows, D width.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _sum_spans(
 
 
 def add_into(total: Tensor, part: Tensor) -> None:
-    """total += part; torch's own sum of unequal dtypes reads one number at a time."""
+    """total += part for unequal dtypes; torch's own kernel reads one element at a time."""
     assert total.is_contiguous() and part.is_contiguous() and total.shape == part.shape
     num = total.numel()
     if num:

@@ -1,12 +1,12 @@
-"""Rows that begin alike, computed as a tree: their common first tokens once.
+"""Prefix sharing in training: rows with a common prefix form a tree whose prefix is computed once.
 
 A microbatch of rows with common prefixes holds, for each prefix, its tokens and then the rest of
-each row. The last common token stays with the rows: it predicts another token in each. A token of
-a row attends to the prefix and to what precedes it in its own row, so results and gradients are
-those of whole rows, to rounding.
+each row. The last common token is kept in each row, since it predicts a different token there. A
+token attends to the prefix and to earlier tokens of its own row, so results and gradients equal
+those of whole rows up to rounding.
 
-Everything but attention and what reads its results works on tokens one by one and needs no change.
-Attention sees the prefix and the rests as sequences whose keys are the prefix's and their own.
+Only attention and code that reads its results need changes, since all other layers are per token.
+In attention, the rest of a row is a sequence with the keys of its prefix and its own keys.
 
 Shapes: T tokens of whole rows (of the tree, where attention is called), U tokens of the tree, E
 keys with each prefix repeated for its rows, H query heads, K key-value heads, d head width.
@@ -33,7 +33,7 @@ from pentad.ops.attention import (
 
 @dataclass(frozen=True, slots=True)
 class TreePlan:
-    """Where the tokens of whole rows lie among those of the tree."""
+    """Maps tokens of whole rows to tokens of the tree."""
 
     at_T: np.ndarray
     """int64 [T]: the tree's token that each token of a row is."""
@@ -60,9 +60,9 @@ def plan_tree(
     filling: Sequence[int] = (),
     num_filled: int = 0,
 ) -> TreePlan:
-    """`prefixes`: (which, how many tokens of it) of each row; of 0 tokens for a row of its own.
-    `filling`: lengths of sequences at the end of the tree that belong to no row; `num_filled`:
-    tokens at the end of the rows that belong to no row."""
+    """Builds a plan. `prefixes`: (prefix index, number of its tokens) of each row; 0 tokens for a
+    row without prefix. `filling`: lengths of padding sequences at the end of the tree;
+    `num_filled`: padding tokens at the end of the rows."""
     at: list[np.ndarray] = [np.empty(0, np.int64)] * len(lengths)
     queries: list[int] = []
     keys: list[int] = []
@@ -91,12 +91,12 @@ def plan_tree(
         add(num, none)
     at_T = np.concatenate((*at, np.full(num_filled, num_real if filling else 0)))
     first_U = np.zeros(end, np.int64)
-    first_U[at_T[::-1]] = np.arange(len(at_T))[::-1]  # the first of several is written last
+    first_U[at_T[::-1]] = np.arange(len(at_T))[::-1]  # of duplicates the first is written last
     return TreePlan(at_T, first_U, num_real, tuple(queries), tuple(keys), np.concatenate(picked))
 
 
 def _by_prefix(prefixes: Sequence[tuple[int, int]]) -> list[int]:
-    """Rows in their order, those of a prefix together."""
+    """Row indices with the rows of a prefix grouped together."""
     first: dict[int, int] = {}
     for row, (which, shared) in enumerate(prefixes):
         if shared:
@@ -106,7 +106,7 @@ def _by_prefix(prefixes: Sequence[tuple[int, int]]) -> list[int]:
 
 
 class Copies:
-    """Which positions of a longer list copy each entry of a shorter one; on the device."""
+    """Maps each entry of a shorter list to its copies in a longer one; on the device."""
 
     def __init__(self, source: np.ndarray, num: int, device: torch.device) -> None:
         self.source = send(source, device)
@@ -124,7 +124,7 @@ def send(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 class Spread(torch.autograd.Function):
-    """Entries copied to their positions; backward sums the copies in a fixed order."""
+    """Copies entries to their positions; backward sums the copies in a fixed order."""
 
     @staticmethod
     def forward(
@@ -147,7 +147,7 @@ def spread(x_U: Tensor, copies: Copies) -> Tensor:
 def sum_copies(x_E: Tensor, order_E: Tensor, bounds_U: Tensor) -> Tensor:
     """Entry u: the sum of its copies, in at least fp32."""
     if x_E.device.type == "cuda" and x_E.dtype in (torch.bfloat16, torch.float16):
-        # Here, since Triton takes a second to import and is not there on every machine.
+        # Imported here: Triton takes a second to import and is not installed on every machine.
         from pentad.ops.sum_kernel import sum_spans
 
         return sum_spans(x_E, order_E, bounds_U)
@@ -169,7 +169,7 @@ def build_tree_attend(
     head_dim: int,
     longest: int | None = None,
 ) -> TreeAttend | WholeRowAttend:
-    """The fastest attention over a tree. `lengths` are those of whole rows, with filling."""
+    """The fastest attention over a tree. `lengths` are those of whole rows, including padding."""
     kind = flash_kind(longest or max(lengths), device=device, dtype=dtype, head_dim=head_dim)
     if kind is None:
         return WholeRowAttend(PaddedAttend(lengths, device=device), plan, rows, device)
@@ -177,8 +177,8 @@ def build_tree_attend(
 
 
 class WholeRowAttend:
-    """Attention over a tree by one over whole rows, with each prefix repeated: for devices and
-    types that have no flash kernel."""
+    """Tree attention that repeats each prefix and attends over whole rows: for devices and dtypes
+    without a flash kernel."""
 
     def __init__(
         self, whole: PaddedAttend, plan: TreePlan, rows: Copies, device: torch.device
@@ -200,7 +200,7 @@ class WholeRowAttend:
 
 
 class TreeAttend:
-    """Attention over a tree by a flash kernel: sequences with more keys than queries."""
+    """Tree attention by a flash kernel: sequences with more keys than queries."""
 
     def __init__(self, plan: TreePlan, *, device: torch.device, is_flash4: bool) -> None:
         self.is_flash4 = is_flash4
@@ -246,7 +246,7 @@ def tree_flash4(
     max_k: int,
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    """FlashAttention-4 over repeated keys, which are not kept: backward repeats them again."""
+    """FlashAttention-4 over repeated keys, which are not saved: backward repeats them again."""
     k_EKd, v_EKd = (x.index_select(0, source_E) for x in (k_UKd, v_UKd))
     return flash4.attend(q_UHd, k_EKd, v_EKd, bounds_q, bounds_k, max_q, max_k, window)
 

@@ -1,4 +1,4 @@
-"""How a model is laid out over ranks: every step, in the order in which they must come.
+"""Applies parallelism to a model: every step, in the required order.
 
     build on meta          the caller; no rank holds what it will not keep
     (pipeline split)       the caller builds the layers of its stages only
@@ -39,10 +39,10 @@ from pentad.weights.map import WeightMap
 
 @dataclass(frozen=True, slots=True)
 class ModelParts:
-    """A model as the steps see it, on the meta device."""
+    """A model in the form that the steps need, on the meta device."""
 
     root: nn.Module
-    """Whatever is called for a forward pass, heads included."""
+    """The module of a forward pass, heads included."""
     model: nn.Module
     """Parameters under their native names."""
     blocks: Mapping[int, nn.Module]
@@ -50,14 +50,14 @@ class ModelParts:
     mixtures: Mapping[int, Parts]
     """By layer, of the blocks that have experts."""
     set_dispatch: Callable[[ExpertDispatch], None]
-    """Says to all mixtures how tokens come to their experts."""
+    """Sets the dispatch of all mixtures."""
     weight_map: WeightMap
     plan: Mapping[str, str]
     seams: tuple[Seam, ...]
 
 
 def lay_out(parts: ModelParts, keys: ModelConfig, meshes: Meshes) -> dict[str, Cut]:
-    """Everything up to memory; returns who holds what."""
+    """Lays the model out, up to the allocation of memory; returns the cut of each parameter."""
     dims = parts.weight_map.dims
     named = dict(parts.model.named_parameters())
     cuts = plan_cuts(named, parts.weight_map, parts.plan, meshes)
@@ -88,10 +88,10 @@ def apply_seams(
     cuts: Mapping[str, Cut],
     tp: Axis,
 ) -> None:
-    """Gives every module at a seam a forward that gathers or deals tokens.
+    """Replaces the forward of every module at a seam by one that gathers or splits tokens.
 
-    Between the seams the residual stream lies dealt over the tp ranks by tokens, so norms, biases
-    and routers see a share of the tokens each: `gradients` sums theirs over tp.
+    Between the seams the residual stream is split over the tp ranks by tokens, so norms, biases and
+    routers see a share of the tokens each: `gradients` sums theirs over tp.
     """
     if tp.size == 1:
         return

@@ -1,7 +1,7 @@
-"""What is laid around each block: recomputation of activations, then compilation.
+"""Wrappers of each block: recomputation of activations, then compilation.
 
 Both replace the block's forward, not the block: hooks of FSDP2 stay outside of it, and parameter
-names stay as they are.
+names do not change.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ KEPT_OPS = {
     "_c10d_functional.reduce_scatter_tensor.default",
     "_c10d_functional.all_to_all_single.default",
 }
-"""By name, since not every build of torch has all of them."""
+"""By name, because not every build of torch has all of them."""
 COMPILED_ON = {"cuda"}
 """Types of devices; on a CPU the compiler takes longer than it saves."""
 MAX_GRAPHS = 64
-"""Graphs of one function: a run has far fewer unless something is compiled again and again."""
+"""Maximum number of graphs of one function: a run needs far fewer unless something is recompiled
+again and again."""
 GROUPED_PRODUCT = "aten._grouped_mm.default"
 """Experts run two, gate with up and then down; backward does not read the second's result."""
 PRODUCTS = ("aten.mm.default", "aten.addmm.default", GROUPED_PRODUCT)
@@ -69,14 +70,15 @@ SAC_IGNORED_OPS.update(
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A block that is compiled in parts. Between them stands what a compiler would stumble over:
-    weights of modules that are gathered by themselves, and pairs on their way to other ranks."""
+    """A block that is compiled in parts. Between them are operations that cannot be compiled:
+    gathers of separately wrapped modules, and the exchange of pairs with other ranks."""
 
     first: Callable[..., Any]
-    """The block's method, not bound, that comes before the ffn; it is replaced on the block."""
+    """The unbound method of the block for everything before the ffn; it is replaced on the
+    block."""
     ffn: nn.Module
     inner: tuple[nn.Module, ...]
-    """Modules of the ffn that neither gather nor send."""
+    """Modules of the ffn that neither gather nor communicate."""
 
 
 def apply_to_blocks(
@@ -85,7 +87,7 @@ def apply_to_blocks(
     device: torch.device,
     parts: Mapping[int, Parts] | None = None,
 ) -> None:
-    """`parts`, by layer, of the blocks that cannot be compiled whole."""
+    """Wraps blocks. `parts`, by layer: blocks that cannot be compiled whole."""
     has_budget = model.archon.ac_mode == "memory_budget" and model.gradient_checkpointing
     if has_budget and device.type not in COMPILED_ON:
         rule = f"the compiler keeps to it, and blocks are compiled on CUDA only, not on {device}"
@@ -132,16 +134,16 @@ def apply_to_block(
 
 
 class Compiling:
-    """Says that blocks are being compiled, which happens in the middle of a pass and takes long."""
+    """Reports that blocks are being compiled, which happens during a pass and takes long."""
 
     def __init__(self) -> None:
         self.since = 0.0
         self.num_graphs = 0
         self.seconds = 0.0
-        """Spent since the last report."""
+        """Seconds since the last report."""
         self.total_s = 0.0
         self.what = ""
-        """The model and where it runs: the time is noted, and logged, under this name."""
+        """The model and its device: the time is recorded and logged under this name."""
 
     def expect(
         self, dims: ModelDims, model: ModelConfig, layout: Layout, device: torch.device
@@ -174,7 +176,7 @@ class Compiling:
         self.seconds += time.monotonic() - self.since
 
     def report(self) -> None:
-        """Called after a pass: how long it took, if anything was compiled."""
+        """Called after a pass: the duration, if anything was compiled."""
         if self.seconds:
             text = "compiled the model's blocks in %.1f s (%d graphs so far)"
             log.info(text, self.seconds, self.num_graphs, extra=NOTICE)
@@ -184,7 +186,7 @@ class Compiling:
 
 
 compiling = Compiling()
-"""One for the process, as the compiler is."""
+"""One per process, like the compiler."""
 
 
 def _around(module: nn.Module, how: Callable[..., Any]) -> Callable[..., Any]:
@@ -194,8 +196,8 @@ def _around(module: nn.Module, how: Callable[..., Any]) -> Callable[..., Any]:
 def compile_run(
     run: Callable[..., Any], backend: str | Callable[..., Any], is_static: bool = False
 ) -> Callable[..., Any]:
-    """One function for all blocks, the block an argument: they share one compiled graph. Shapes
-    that never change are compiled as they are."""
+    """One function for all blocks, with the block as argument: they share one compiled graph.
+    Shapes that never change are compiled as static."""
     # Numbers of modules (an eps, a scale) never change either. As inputs of a graph they would be
     # tensors of the CPU, for which a C++ kernel is built, after half a minute of trying compilers.
     torch._dynamo.config.specialize_float = True
@@ -210,7 +212,7 @@ def compile_run(
 
 
 def _recomputing(index: int, model: ModelConfig) -> Callable[..., Any]:
-    """How a block is run so that it keeps as little as asked for."""
+    """The function that runs a block so that it keeps only the requested activations."""
     if not model.gradient_checkpointing or model.archon.ac_mode in ("none", "memory_budget"):
         return _run_plain
     if model.archon.keeps_products:
@@ -294,11 +296,9 @@ def _run_watched(
 
 
 class _Policy:
-    """Which results one pass through a block keeps; it is asked again when they are recomputed.
-
-    `rank`: that of factors, or 0. What B makes of so few numbers is as large as the result of the
-    frozen matrix and costs a hundredth of it: it is computed again.
-    """
+    """Which results a pass through a block keeps; it is called again for the recomputation. `rank`:
+    that of factors, or 0. The output of B is as large as that of the frozen matrix and costs a
+    hundredth of it: it is recomputed."""
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank

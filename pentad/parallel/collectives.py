@@ -1,7 +1,7 @@
-"""Collectives with gradients, over an `Axis`; each does nothing where the axis has one rank.
+"""Collectives with gradients, over an `Axis`; each does nothing if the axis has one rank.
 
-They are named by what they do to the value; the gradient follows from who uses the result. Built
-on torch's functional collectives, which torch.compile can trace.
+They are named by their effect on the value; the gradient follows from which ranks use the result.
+Built on torch's functional collectives, which torch.compile can trace.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def _apply(function: type[torch.autograd.Function], x: Tensor, axis: Axis, *size
 
 
 def gather_parts(x: Tensor, axis: Axis) -> Tensor:
-    """All ranks' rows, one after the other; each rank then computes something of its own with
-    them, so the gradients are summed."""
+    """Concatenates all ranks' rows; each rank then computes something different from them, so the
+    gradients are summed."""
     return _apply(_GatherParts, x, axis)
 
 
@@ -120,18 +120,18 @@ def scatter_sum(x: Tensor, axis: Axis) -> Tensor:
 
 
 def gather_shared(x: Tensor, axis: Axis) -> Tensor:
-    """All ranks' rows, of which all ranks compute one and the same thing: its gradient counts
+    """Concatenates all ranks' rows, from which all ranks compute the same: the gradient counts
     once."""
     return _apply(_GatherShared, x, axis)
 
 
 def sum_ranks(x: Tensor, axis: Axis) -> Tensor:
-    """The sum over ranks, of which each rank computes a part of the whole: gradients are summed."""
+    """The sum over ranks, of which each rank computes a part: gradients are summed."""
     return _apply(_SumRanks, x, axis)
 
 
 def exchange(x: Tensor, axis: Axis, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> Tensor:
-    """Rows dealt to ranks, in_sizes[r] of them to rank r, and out_sizes[r] received from it."""
+    """Exchanges rows: in_sizes[r] are sent to rank r, out_sizes[r] are received from it."""
     return _apply(_Exchange, x, axis, out_sizes, in_sizes)
 
 
@@ -168,16 +168,15 @@ class _Deal(torch.autograd.Function):
 
 
 def share(x: Tensor, axis: Axis) -> Tensor:
-    """The same on all ranks, with which each computes a part of its own: gradients are summed."""
+    """A value equal on all ranks, from which each computes a part: gradients are summed."""
     return _apply(_Share, x, axis)
 
 
 def sum_shared(x: Tensor, axis: Axis) -> Tensor:
-    """The sum over ranks, of which all ranks compute one and the same thing: its gradient counts
-    once."""
+    """The sum over ranks, from which all ranks compute the same: its gradient counts once."""
     return _apply(_SumShared, x, axis)
 
 
 def deal(x: Tensor, axis: Axis) -> Tensor:
-    """This rank's share of rows that are the same on all ranks; the gradient is put together."""
+    """This rank's share of rows that are equal on all ranks; the gradient is gathered."""
     return _apply(_Deal, x, axis)

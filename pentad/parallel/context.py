@@ -1,11 +1,11 @@
-"""Context parallelism (Ulysses): tokens dealt over cp everywhere but in the attention core.
+"""Context parallelism (Ulysses): tokens are split over cp everywhere except in the attention core.
 
-There each rank has all tokens of some of the heads: one all-to-all before, one after. Where a
-rank has fewer kv heads than cp has ranks, each is sent to several of them.
+There each rank has all tokens of some of the heads: one all-to-all before, one after. If cp has
+more ranks than there are kv heads, each kv head is sent to several ranks.
 https://arxiv.org/abs/2309.14509
 
-Shapes: T tokens (this rank's outside the core, all inside it), N cp ranks, t tokens of one rank,
-H query heads, K key-value heads, h heads of one rank, d head width.
+Shapes: T tokens (this rank's outside the core, all inside it), N cp ranks, t tokens of one rank, H
+query heads, K key-value heads, h heads of one rank, d head width.
 """
 
 from __future__ import annotations

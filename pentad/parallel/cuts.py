@@ -1,8 +1,8 @@
-"""Who holds which part of a parameter: the cut a rank computes with, and the shard it stores.
+"""Sharding of parameters: the cut a rank computes with, and the shard it stores.
 
-A rank computes with plain tensors: the box that tp, ep and etp leave it, as the model file's plan
-says. FSDP2 stores that box over fsdp or efsdp. To the outside a parameter is a DTensor of the
-whole tensor, whatever the layout (a `PartTensor` where ep does not divide the experts).
+A rank computes with plain tensors: the box that tp, ep and etp leave it, by the model file's plan.
+FSDP2 shards that box over fsdp or efsdp. To callers a parameter is a DTensor of the whole tensor,
+whatever the layout (a `PartTensor` if ep does not divide the experts).
 """
 
 from __future__ import annotations
@@ -39,28 +39,29 @@ class Cut:
     shape: Shape
     """The shape of the whole tensor."""
     box: Box
-    """What this rank computes with."""
+    """The box of the whole tensor with which this rank computes."""
     copies: Axis
-    """Ranks of one microbatch that compute with the same box. Each sees only some of its tokens
-    or heads: gradients are summed over them, and counted once in the norm."""
+    """Ranks of one microbatch that compute with the same box. Each sees only some of its tokens or
+    heads: gradients are summed over them, and counted once in the norm."""
     is_expert: bool
     stored_dim: int
-    """The dim that storage cuts."""
+    """The dim along which storage shards."""
     mesh: DeviceMesh | None
     placements: tuple[AnyPlacement, ...]
     """Placements of the stored shard within the whole."""
     sees_all: bool = False
-    """Each of the copies sees all tokens and heads: their gradients are equal, and not summed."""
+    """Whether each of the copies sees all tokens and heads: their gradients are equal, and not
+    summed."""
     data: Axis = ALONE
-    """Ranks of other microbatches that hold the same box whole, where no storage cuts it: gradients
-    are summed over them too."""
+    """Ranks of other microbatches with the same box, if storage does not shard it: gradients are
+    summed over them too."""
 
     @property
     def local_shape(self) -> Shape:
         return box_shape(self.box)
 
     def present(self, local: Tensor) -> Tensor:
-        """A stored shard as the tensor it is a part of; shares memory."""
+        """A stored shard as a view of the whole tensor; shares memory."""
         if self.mesh is None:
             return local
         plain = tuple(one for one in self.placements if not isinstance(one, BalancedShard))
@@ -85,7 +86,7 @@ class Cut:
 
     @property
     def place(self) -> Place:
-        """As `stored`, for what goes by an element's place."""
+        """Like `stored`, for operations that depend on an element's position."""
         return Place.of(self.shape, self.stored)
 
 
@@ -158,17 +159,15 @@ def _outside(
 
 
 def storage_dim(shape: Shape, num: int) -> int:
-    """Which dim of a rank's box storage cuts: the first that divides evenly, else the first.
-
-    FSDP2 takes uneven shards on dim 0 only. A gate and up pair has a first dim of 2, which would
-    leave all but two ranks with nothing.
-    """
+    """The dim of a rank's box along which storage shards: the first that divides evenly, else the
+    first. FSDP2 supports uneven shards on dim 0 only. A gate and up pair has a first dim of 2,
+    which would leave all but two ranks with nothing."""
     even = [dim for dim, size in enumerate(shape) if size % num == 0]
     return even[0] if even else 0
 
 
 def cut_parameters(model: nn.Module, cuts: Mapping[str, Cut]) -> None:
-    """Replaces meta parameters by ones of the shape this rank computes with."""
+    """Replaces meta parameters by ones of the shape with which this rank computes."""
     for name, parameter in list(model.named_parameters()):
         if parameter.shape == torch.Size(cuts[name].local_shape):
             continue

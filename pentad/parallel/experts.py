@@ -1,11 +1,11 @@
-"""Expert parallelism: (token, expert) pairs sorted by expert, sent to who holds it, and back.
+"""Expert parallelism: (token, expert) pairs sorted by expert, sent to its rank, and back.
 
-The ep x etp ranks of an expert group hold all experts once: ep deals whole experts, etp cuts each.
-A pair goes to all etp ranks of its expert and comes back as parts of a sum. Every rank brings its
-own tokens, whatever dense axis dealt them.
+The ep x etp ranks of an expert group hold all experts once: ep distributes whole experts, etp
+splits each. A pair goes to all etp ranks of its expert and comes back as parts of a sum. Every rank
+sends its own tokens, whatever dense axis split them.
 
-Shapes: T tokens, k experts per token, N = T * k pairs, R experts in all, E experts held here,
-P ranks of the group, M pairs that arrive here, D hidden.
+Shapes: T tokens, k experts per token, N = T * k pairs, R experts in total, E experts here, P ranks
+of the group, M pairs that arrive here, D hidden.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from pentad.parallel.collectives import exchange
 from pentad.parallel.mesh import Axis
 
 RunExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(rows sorted by expert, how many each has, the weight of each row) to their results."""
+"""(rows sorted by expert, the number for each, the weight of each row) to their results."""
 
 
 class ExpertDispatch:
     """Implements `models.moe.Dispatch` over the ranks of an expert group.
 
-    On a GPU pairs travel on a stream of their own, beside whatever needs no other rank: its first
-    half on their way there, its second on their way back. So do their gradients: autograd runs a
-    backward where its forward ran.
+    On a GPU pairs travel on a separate stream, in parallel with the work that needs no other rank:
+    its first half on their way there, its second on their way back. So do their gradients: autograd
+    runs a backward on the stream of its forward.
     """
 
     def __init__(self, group: Axis, etp: int, num_experts: int) -> None:
@@ -87,7 +87,7 @@ class ExpertDispatch:
         return y_TD if beside_TD is None else y_TD + beside_TD
 
     def _by_rank(self, sizes_R: Tensor) -> Tensor:
-        """Pairs of each expert by the rank that holds it; places without an expert stay empty."""
+        """Pairs of each expert by its rank; slots without an expert stay empty."""
         lack = self.num_ep * self.num_each - self.num_experts
         if not lack:
             return sizes_R.view(self.num_ep, -1)
@@ -96,7 +96,7 @@ class ExpertDispatch:
         return torch.cat(rows_PE)
 
     def _num_leaving(self, counts: list[int]) -> int:
-        """How many pairs, counted by rank of the group, go to other ranks."""
+        """Number of pairs, counted by rank of the group, that go to other ranks."""
         return sum(counts) - counts[self.group.rank]
 
     def _swap_counts(self, sent_PE: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class ExpertDispatch:
 
 
 def _run_here(x_MD: Tensor, weights_M: Tensor, got_PE: Tensor, experts: RunExperts) -> Tensor:
-    """Pairs lie by sender, then expert; the experts want them by expert."""
+    """Pairs arrive by sender, then expert; the experts need them by expert."""
     num_senders, num_held = got_PE.shape
     expert_PE = torch.arange(num_held, device=x_MD.device).repeat(num_senders)
     expert_M = torch.repeat_interleave(expert_PE, got_PE.flatten(), output_size=len(x_MD))
@@ -130,7 +130,7 @@ def _run_here(x_MD: Tensor, weights_M: Tensor, got_PE: Tensor, experts: RunExper
 
 
 class Numbers:
-    """A few numbers on their way from the device to the host."""
+    """A few numbers being copied from the device to the host."""
 
     def __init__(self, numbers: Tensor) -> None:
         self.there = numbers
@@ -142,7 +142,7 @@ class Numbers:
             self.event.record()
 
     def read(self) -> list[list[int]]:
-        """Waits for these numbers, not for what the device was given after them."""
+        """Waits for these numbers only, not for later work of the device."""
         if self.event is not None:
             self.event.synchronize()
         found: list[list[int]] = self.there.tolist()
@@ -150,7 +150,7 @@ class Numbers:
 
 
 class SideStream:
-    """The stream on which pairs travel: one for each device, none on a CPU."""
+    """The stream on which pairs travel: one per device, none on a CPU."""
 
     streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
 
@@ -161,8 +161,7 @@ class SideStream:
         self.stream = self.streams.get(device)
 
     def after(self, *given: Tensor) -> AbstractContextManager[object]:
-        """A context on the stream that waits for what has been asked for up to here, and no more;
-        what is given is used there."""
+        """A context on the stream that waits for the work queued up to here, and no more."""
         if self.stream is None:
             return nullcontext()
         event = torch.cuda.current_stream(self.stream.device).record_event()
@@ -178,7 +177,7 @@ class SideStream:
             yield
 
     def join(self, *taken: Tensor) -> None:
-        """From here on, results of the stream can be used."""
+        """Makes the current stream wait, so that results of the side stream can be used."""
         if self.stream is None:
             return
         current = torch.cuda.current_stream(self.stream.device)

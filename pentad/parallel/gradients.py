@@ -1,8 +1,9 @@
-"""Gradients over ranks: the sums that storage does not make, the exact norm, and copies compared.
+"""Gradients over ranks: the sums that FSDP2 does not make, the exact norm, and the comparison of
+copies.
 
-FSDP2 has summed over the ranks a parameter is stored on. What is left are parameters that several
-ranks of one microbatch compute with (norms and routers under tp, kv heads that are held more than
-once): each of them saw some of the tokens or heads.
+FSDP2 sums over the ranks that shard a parameter. The remaining parameters are those that several
+ranks of one microbatch compute with (norms and routers under tp, repeated kv heads): each of these
+ranks sees some of the tokens or heads.
 """
 
 from __future__ import annotations
@@ -23,19 +24,17 @@ from pentad.parallel.mesh import Axis, Meshes
 from pentad.weights.boxes import as_spread, box_of
 
 MAX_APART = 0.05
-"""Share by which equal gradients may differ: rounding in 16 bit stays far below it, and what
-another share of the heads gives far above."""
+"""Largest relative difference of equal gradients: rounding in 16 bit is far below it, and another
+share of the heads far above."""
 
 
 @torch.no_grad()
 def sum_copies(
     gradients: Mapping[str, Tensor], cuts: Mapping[str, Cut], device: torch.device
 ) -> None:
-    """Adds up, in place, what ranks with the same parameter contributed; once a step.
-
-    All ranks of an axis must have the same gradients, which equal calls give them. Gradients on
-    the host travel by way of the device.
-    """
+    """Sums the contributions of ranks with the same parameter in place, once per step. All ranks of
+    an axis must have the same gradients, which equal calls give them. Gradients on the host are
+    summed on the device."""
     by_axis: dict[tuple[Axis, torch.dtype, bool], list[Tensor]] = {}
     for name, gradient in gradients.items():
         for axis, sees_all in ((cuts[name].data, False), (cuts[name].copies, cuts[name].sees_all)):
@@ -50,7 +49,7 @@ def sum_copies(
 
 
 def check_equal(mine: list[Tensor], means: list[Tensor]) -> None:
-    """A copy that saw only some tokens or heads would otherwise be averaged in silence."""
+    """A copy that saw only some tokens or heads would otherwise be averaged silently."""
     apart = torch.stack(torch._foreach_norm(torch._foreach_sub(mine, means)))
     size = torch.stack(torch._foreach_norm(means))
     if bool((apart > MAX_APART * size).any()):  # never so where one of them is no number
@@ -89,10 +88,8 @@ def sum_of_squares(parts: Sequence[Tensor], device: torch.device) -> Tensor:
 def differing_copies(
     tensors: Mapping[str, Tensor], group: OptionalGroup
 ) -> list[tuple[str, int, int]]:
-    """(name, rank, other rank) of each shard that the other rank has other bits of, on every rank.
-
-    Every rank of the group calls it, with the tensors that it holds shards of.
-    """
+    """(name, rank, other rank) of each shard whose bits differ between the two, on every rank.
+    Every rank of the group calls it, with the tensors of its shards."""
     shards = ((name, one) for name, one in tensors.items() if as_spread(one) is not None)
     mine = digest_of((f"{name} {box_of(one)}", local(one)) for name, one in shards).entries
     first: dict[str, tuple[int, str]] = {}

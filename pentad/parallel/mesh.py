@@ -1,9 +1,9 @@
-"""The meshes of a layout: which ranks share which axis, twice over the same ranks.
+"""The meshes of a layout: which ranks share which axis, in two views of the same ranks.
 
-Dense parameters see the world as pp x dp_replicate x dp_shard x cp x tp, experts as
-pp x dp_replicate x efsdp x ep x etp. Parameters are stored over fsdp = dp_shard x cp and over
-efsdp. In the device meshes the axes that cut a tensor first stand first (tp before fsdp), so that
-a stored shard is plain nested sharding.
+Dense parameters see the world as pp x dp_replicate x dp_shard x cp x tp, experts as pp x
+dp_replicate x efsdp x ep x etp. Parameters are sharded over fsdp = dp_shard x cp and over efsdp. In
+the device meshes the axes that split a tensor first come first (tp before fsdp), so that a stored
+shard is plain nested sharding.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from pentad.core.layout import Coords, Layout
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """The ranks this rank meets along one axis, and its place among them."""
+    """The ranks of one axis, and this rank's index among them."""
 
     size: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
-    """None where the axis has one rank."""
+    """None if the axis has one rank."""
 
     @property
     def name(self) -> str:
-        """What the functional collectives call the group."""
+        """The name of the group for functional collectives."""
         assert self.group is not None, "an axis of one rank has no group"
         return self.group.group_name
 
@@ -42,7 +42,7 @@ ALONE = Axis()
 
 @dataclass(frozen=True)
 class Meshes:
-    """Everything a rank must know to talk to others. Built by `build_meshes`."""
+    """All groups through which a rank communicates. Built by `build_meshes`."""
 
     layout: Layout
     coords: Coords
@@ -65,23 +65,23 @@ class Meshes:
 
     @property
     def token_multiple(self) -> int:
-        """What a microbatch's tokens must be divisible by."""
+        """Divisor of a microbatch's number of tokens."""
         return self.layout.cp * self.layout.tp
 
     @cached_property
     def dense_parts(self) -> DeviceMesh:
-        """tp x fsdp: where a dense parameter is cut. Made once: each takes milliseconds."""
+        """tp x fsdp: the axes that split a dense parameter. Made once: each takes milliseconds."""
         assert self.dense is not None, "a world of one cuts nothing"
         return self.dense["tp", "fsdp"]
 
     @cached_property
     def expert_parts(self) -> DeviceMesh:
-        """ep x etp x efsdp: where experts are cut."""
+        """ep x etp x efsdp: the axes that split experts."""
         assert self.expert is not None, "a world of one cuts nothing"
         return self.expert["ep", "etp", "efsdp"]
 
     def storage(self, experts: bool = False) -> DeviceMesh:
-        """Where parameters are stored: fsdp or efsdp, with dp_replicate before it if used."""
+        """The axes that shard parameters: fsdp or efsdp, with dp_replicate before it if used."""
         mesh, last = (self.expert, "efsdp") if experts else (self.dense, "fsdp")
         if mesh is None:
             return solo_mesh(self.device)
@@ -89,7 +89,7 @@ class Meshes:
 
     def copied_heads(self, num_heads: int) -> tuple[DeviceMesh, Axis]:
         """With fewer kv heads than tp ranks: pp x tp_heads x tp_copies x dp_replicate x fsdp, and
-        the ranks that hold the same head. Every rank must ask for it."""
+        the ranks with the same head. Every rank must call it."""
         if num_heads not in self.copies:
             layout = self.layout
             ranks = _ranks(layout).view(-1, num_heads, layout.tp // num_heads)
@@ -101,8 +101,8 @@ class Meshes:
         return self.copies[num_heads]
 
     def factor_axes(self) -> dict[bool, Axis]:
-        """The ranks of one pipeline stage that hold the same factors of experts: True of factors
-        that etp cuts, False of others. Every rank must ask for it."""
+        """The ranks of one pipeline stage with the same factors of experts: True for factors that
+        etp splits, False for others. Every rank must call it."""
         if not self.factors:
             at = self.layout
             outer = at.dp_replicate * at.efsdp
@@ -117,10 +117,8 @@ _BUILT: dict[tuple[Layout, str], tuple[dist.ProcessGroup | None, Meshes]] = {}
 
 
 def build_meshes(layout: Layout, device: torch.device) -> Meshes:
-    """The meshes of this process in the present process group; kept, since groups cost.
-
-    A world of one needs no process group and makes none.
-    """
+    """The meshes of this process in the present process group; cached, because groups are
+    expensive. A world of one needs no process group and makes none."""
     world = dist.group.WORLD if dist.is_initialized() else None
     size = dist.get_world_size() if world is not None else 1
     if size != layout.world:
@@ -202,7 +200,7 @@ def _axis_over(rows: Tensor, rank: int) -> Axis:
 
 
 def solo_mesh(device: torch.device) -> DeviceMesh:
-    """A mesh of this process alone; makes a process group of one where there is none."""
+    """A mesh of this process alone; makes a process group of one if there is none."""
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

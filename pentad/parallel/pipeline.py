@@ -1,4 +1,5 @@
-"""The pipeline of a layout: which stage holds what, how many microbatches, a tied head's copy."""
+"""The pipeline of a layout: the layers of each stage, the number of microbatches, a tied head's
+copy."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ class Pipeline:
     layers: tuple[range, ...]
     """The layers of each stage."""
     recomputes: bool
-    """Whether blocks are run again in backward."""
+    """Whether blocks are recomputed in backward."""
 
     @property
     def num_stages(self) -> int:
@@ -55,25 +56,24 @@ class Pipeline:
 
     @property
     def last_rank(self) -> int:
-        """Who computes the loss."""
+        """The rank that computes the loss."""
         return self.rank_of(self.num_stages - 1)
 
     def stage_of(self, name: str, layer: int | None) -> int:
-        """Who holds a native parameter: the lookup comes first, what is no layer's else last."""
+        """The stage of a native parameter: embeddings are in the first, parameters outside of
+        layers else in the last."""
         if layer is not None:
             return next(n for n, held in enumerate(self.layers) if layer in held)
         return 0 if name.startswith("embed.") else self.num_stages - 1
 
     @property
     def splits_backward(self) -> bool:
-        """Whether input and weight gradients are computed apart.
-
-        Not where blocks are recomputed: each weight would recompute its block once more.
-        """
+        """Whether input and weight gradients are computed separately. Not if blocks are recomputed:
+        each weight would recompute its block once more."""
         return splits_backward(self.schedule) and not self.recomputes
 
     def take(self, at_least: int) -> int:
-        """The fewest microbatches, this many or more, that the schedule takes."""
+        """The smallest number of microbatches >= `at_least` that the schedule supports."""
         num = max(at_least, self.num_stages)
         while not takes_microbatches(self.schedule, self.pp, num):
             num += 1
@@ -94,7 +94,8 @@ class Schedule(Protocol):
         backward: bool,
         reduces: bool = True,
     ) -> None:
-        """All microbatches forward, and backward if asked. Every rank of the pipeline calls it."""
+        """Runs all microbatches forward, and backward if requested. Every rank of the pipeline
+        calls it."""
         ...
 
     def settle(self) -> None:
@@ -103,7 +104,7 @@ class Schedule(Protocol):
 
 
 def plan_pipeline(dims: ModelDims, layout: Layout, model: ModelConfig) -> Pipeline | None:
-    """The pipeline a layout asks for; None where it has one rank of it. Refuses what cannot be."""
+    """The pipeline of a layout; None if it has one rank. Raises for unsupported ones."""
     if layout.pp == 1:
         return None
     schedule = model.archon.pp_schedule
@@ -144,11 +145,11 @@ def _layers(dims: ModelDims, num_stages: int, given: tuple[int, ...] | None) -> 
 
 @dataclass(slots=True)
 class TiedHead:
-    """A head tied to an embedding on another stage; None where an end is not on this rank.
+    """A head tied to an embedding on another stage; None if this rank has neither end.
 
-    The embedding is the parameter: it has the optimizer's state, it is saved and published. The
-    last stage computes with a copy, which takes over the embedding's weights before each pass and
-    gives it its gradient at the end of a step. Under a V schedule both stages lie on one rank.
+    The embedding is the parameter: it has the optimizer's state and is saved and published. The
+    last stage computes with a copy, which gets the embedding's weights before each pass and gives
+    it its gradient at the end of a step. Under a V schedule both stages are on one rank.
     """
 
     embedding: Tensor | None = None
@@ -161,7 +162,7 @@ class TiedHead:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """The copy takes over the embedding's weights; both are sharded alike."""
+        """Copies the embedding's weights; both are sharded alike."""
         if self.embedding is not None and self.copy is not None:
             local(self.copy).copy_(local(self.embedding))
         elif self.embedding is not None:
@@ -171,7 +172,7 @@ class TiedHead:
 
     @torch.no_grad()
     def give_gradient(self) -> None:
-        """The embedding's gradient becomes that of both its uses."""
+        """Adds the copy's gradient to the embedding's."""
         if self.embedding is not None and self.copy is not None:
             _gradient(self.embedding).add_(_gradient(self.copy))
         elif self.embedding is not None:

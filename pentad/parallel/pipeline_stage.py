@@ -42,7 +42,7 @@ class Pass:
 
 @dataclass(slots=True)
 class _Alive:
-    """What microbatches left behind, by number."""
+    """Tensors kept between the passes of microbatches, by microbatch number."""
 
     inputs: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict)

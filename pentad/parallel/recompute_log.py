@@ -1,4 +1,4 @@
-"""What activation checkpointing keeps and computes again, logged for people (`ac_debug`).
+"""Logs the tensors that activation checkpointing keeps and recomputes (`ac_debug`).
 
 Of each block the first pass that is run again is looked at, operation by operation. Blocks that
 do the same are named, not listed again.
@@ -33,7 +33,7 @@ class RecomputeLog:
         """Layer that a text was first logged for."""
 
     def contexts(self, layer: int, inner: Callable[[], Contexts] | None) -> Contexts:
-        """What `checkpoint` takes as its contexts, around those of the mode."""
+        """Contexts for `checkpoint`, around those of the mode."""
         forward, again = inner() if inner is not None else (nullcontext(), nullcontext())
         if layer in self.done:
             return forward, again

@@ -81,7 +81,7 @@ class CastWeights:
             setattr(module, key, parameters[name])
 
     def _make_copies(self) -> None:
-        """Not before they are used: until then masters may have no memory, or get another."""
+        """Makes compute copies on first use: before, masters may have no memory or move."""
         for name, (module, key) in self.places.items():
             master = module.get_parameter(key)
             copy = nn.Parameter(torch.empty_like(master, dtype=self.dtypes[name]))

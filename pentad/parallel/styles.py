@@ -10,7 +10,7 @@ Shapes: T tokens (any leading dims), F features in, G features out.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import cache
 from typing import Any
 
@@ -28,11 +28,19 @@ from pentad.weights.regions import Shape
 Styles = Mapping[str, str]
 """Module -> style."""
 PARTIAL = "replicated_with_grad_allreduce"
+FACTORS = (".lora.b", ".lora.a")
+"""By the dim of the weight that a factor has as its own: rows, columns."""
+
+
+def _product(module: nn.Linear, x_TF: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Matrix product with the rank's part of a weight, and with its factors if it has any."""
+    y_TG, lora = F.linear(x_TF, module.weight, bias), getattr(module, "lora", None)
+    return y_TG + lora(x_TF) if lora is not None and lora.is_on else y_TG
 
 
 def _run_columns(module: nn.Module, tp: Axis, x_TF: Tensor) -> Tensor:
     assert isinstance(module, nn.Linear), "columns are cut of linear layers"
-    return F.linear(share(x_TF, tp), module.weight, module.bias)
+    return _product(module, share(x_TF, tp), module.bias)
 
 
 def _run_columns_gathered(module: nn.Module, tp: Axis, x_TF: Tensor) -> Tensor:
@@ -42,7 +50,7 @@ def _run_columns_gathered(module: nn.Module, tp: Axis, x_TF: Tensor) -> Tensor:
 
 def _run_rows(module: nn.Module, tp: Axis, x_TF: Tensor) -> Tensor:
     assert isinstance(module, nn.Linear), "rows are cut of linear layers"
-    y_TG = sum_shared(F.linear(x_TF, module.weight), tp)
+    y_TG = sum_shared(_product(module, x_TF), tp)
     return y_TG if module.bias is None else y_TG + module.bias
 
 
@@ -101,20 +109,31 @@ def _uneven(name: str, module: nn.Module, style: str, num: int, where: str) -> l
     return [Problem(where, f"t{num} must divide the {size} features of {name}", "use another t")]
 
 
-def plan_style_cuts(shapes: Mapping[str, Shape], styles: Styles, meshes: Meshes) -> dict[str, Cut]:
-    """The cut of every named parameter. Every rank must call it."""
-    return {
-        name: _cut(shape, styles.get(name.rpartition(".")[0], ""), meshes)
-        for name, shape in shapes.items()
-    }
+def plan_style_cuts(
+    shapes: Mapping[str, Shape], styles: Styles, meshes: Meshes, trained: Container[str] = ()
+) -> dict[str, Cut]:
+    """The cut of every named parameter. Every rank must call it. `trained`: what is trained beside
+    frozen weights, which every rank stores as it computes with it."""
+    return {name: _cut(name, shape, styles, meshes, trained) for name, shape in shapes.items()}
 
 
-def _cut(shape: Shape, style: str, meshes: Meshes) -> Cut:
+def _cut_dim(name: str, shape: Shape, style: str) -> int | None:
+    """Which dim of a layer's weight, bias or factor tp cuts: B has the rows of the weight, A its
+    columns, and the other one is whole."""
+    if style not in RUNS:
+        return None
+    dim = RUNS[style][0]
+    if len(shape) == 1:  # the bias of rows is added after their sum
+        return 0 if dim == 0 else None
+    return None if name.endswith(FACTORS[1 - dim]) else dim
+
+
+def _cut(name: str, shape: Shape, styles: Styles, meshes: Meshes, trained: Container[str]) -> Cut:
     layout, tp = meshes.layout, meshes.tp
     box = [(0, size) for size in shape]
-    dim = RUNS[style][0] if style in RUNS else None
-    if dim is not None and len(shape) == 1:  # the bias of rows is added after their sum
-        dim = 0 if dim == 0 else None
+    place, is_factor = name.removesuffix(FACTORS[0]).removesuffix(FACTORS[1]), name in trained
+    style = styles.get(place if place != name else name.rpartition(".")[0], "")
+    dim = _cut_dim(name, shape, style)
     placement: Placement = Replicate()
     if dim is not None and tp.size > 1:
         assert shape[dim] % tp.size == 0, "checked when styles were matched"
@@ -125,6 +144,7 @@ def _cut(shape: Shape, style: str, meshes: Meshes) -> Cut:
     stored = storage_dim(local, layout.dp_shard * layout.cp) if shape else 0
     mesh = None if meshes.dense is None else meshes.dense["tp", "fsdp"]
     is_cut = placement.is_shard()
+    is_apart = style == PARTIAL or (place != name and style in RUNS)
     return Cut(
         shape=shape,
         box=tuple(box),
@@ -132,8 +152,9 @@ def _cut(shape: Shape, style: str, meshes: Meshes) -> Cut:
         is_expert=False,
         stored_dim=stored,
         mesh=mesh,
-        placements=(placement, Shard(stored)),
-        sees_all=not is_cut and style != PARTIAL,
+        placements=(placement, Replicate() if is_factor else Shard(stored)),
+        sees_all=not is_cut and not is_apart,
+        data=meshes.batch if is_factor else ALONE,
     )
 
 

@@ -1,12 +1,13 @@
-"""How many bytes a forward pass keeps for backward: counted tensor by tensor, no torch.
+"""Bytes that a forward pass keeps for backward, counted tensor by tensor, without torch.
 
-The counts follow `pentad.models` line by line, so they hold for its own layers; a test runs the
-real model and compares. Legend of the formulas: c bytes of the compute dtype, h hidden size,
-q = heads * head_dim, k = kv heads * head_dim, f ffn width, m expert width, K experts a token,
-E experts. Everything is per token of the microbatch and per layer.
+The counts follow `pentad.models` line by line, so they are valid for its own layers; a test runs
+the real model and compares.
 
-Under tensor parallelism q, k, f and m are cut, h is cut outside the matrix products (sequence
-parallelism) and whole where a product reads it. Context parallelism cuts tokens.
+Legend of the formulas: c bytes of the compute dtype, h hidden size, q = heads * head_dim, k = kv
+heads * head_dim, f ffn width, m expert width, K experts per token, E experts. Everything is per
+token of the microbatch and per layer. Under tensor parallelism q, k, f and m are split, h is split
+outside the matrix products (sequence parallelism) and whole as the input of a product. Context
+parallelism splits tokens.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def read_by_products(dims: ModelDims, layer: int, layout: Layout, keys: ModelCon
 
 
 def unread(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
-    """Values of a dense layer that backward does not read: the last product, that of `down`."""
+    """Values of a dense layer that backward does not need: the last product, that of `down`."""
     if dims.is_moe(layer):
         return 0.0
     return keys.compute_bytes * dims.hidden_size / (layout.cp * layout.tp)
@@ -133,8 +134,8 @@ def mixed_width(dims: ModelDims, tp: int) -> float:
 
 
 def mlp_kept(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
-    """Second half of a dense layer: norm, gate and up, silu(gate), their product. At most: a GPU's
-    kernel for 16-bit numbers does without silu(gate)."""
+    """Second half of a dense layer: norm, gate and up, silu(gate), their product. An upper bound: a
+    GPU's kernel for 16-bit numbers does not keep silu(gate)."""
     c, tp = keys.compute_bytes, layout.tp
     kept = layer_norms_kept(dims, dims.hidden_size / tp, c)
     kept += c * dims.hidden_size  # input of gate and up, gathered over tp
@@ -183,27 +184,25 @@ def kv_width(dims: ModelDims, tp: int) -> float:
 
 
 def latent_width(dims: ModelDims) -> int:
-    """What the projections of latent attention make of a token before its heads."""
+    """Width of a token's latents in latent attention, before its heads."""
     return dims.q_latent + dims.kv_latent + dims.rotary_dim if dims.kv_latent else 0
 
 
 def unpadded(dims: ModelDims, tp: int) -> float:
-    """The core's result without the padding of values; none where there is no padding."""
+    """The attention output without the padding of values; 0 without padding."""
     return dims.o_dim / tp if dims.o_dim < dims.q_dim else 0.0
 
 
 def rebuilt_bytes(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
-    """What running this layer backward computes again, beyond what it kept."""
+    """Bytes that the backward pass of this layer recomputes, in addition to the kept ones."""
     missing = whole_layer(dims, layer, layout, keys) - kept_bytes(dims, layer, layout, keys)
     is_op = keys.archon.keeps_products
     return max(missing, 0.0) + (unread(dims, layer, layout, keys) if is_op else 0.0)
 
 
 def flowing_bytes(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
-    """Gradients under way in a layer's backward: its widest tensor and the residual stream.
-
-    Kept tensors are freed one by one as gradients are made, so not more of them coexist.
-    """
+    """Gradients during a layer's backward: its widest tensor and the residual stream. Kept tensors
+    are freed one by one as gradients are made, so no more of them coexist."""
     c, h = keys.compute_bytes, dims.hidden_size
     if dims.is_moe(layer):
         rows = dims.num_experts_per_token * max(h, dims.moe_intermediate_size)
@@ -212,7 +211,7 @@ def flowing_bytes(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig
 
 
 def forward_bytes(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
-    """A layer that keeps nothing, while its ffn runs: gate and up, silu, and the stream."""
+    """A layer that keeps nothing, during its ffn: gate and up, silu, and the residual stream."""
     c, h = keys.compute_bytes, dims.hidden_size
     if dims.is_moe(layer):
         rows = dims.num_experts_per_token * (3 * dims.moe_intermediate_size + 2 * h)
@@ -221,6 +220,6 @@ def forward_bytes(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig
 
 
 def ends_bytes(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
-    """Kept outside the layers: final norm, hidden states the head reads, rotary tables."""
+    """Kept outside the layers: final norm, input of the head, rotary tables."""
     c, h = keys.compute_bytes, dims.hidden_size
     return (norm_kept(h / layout.tp, c) + c * h + 2 * c * dims.turned_dim) / layout.cp

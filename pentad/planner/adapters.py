@@ -1,8 +1,8 @@
-"""How many parameters the factors of `actor.lora` are, on a rank and in all.
+"""Number of parameters of `actor.lora`'s factors, per rank and in total.
 
-A matrix [out, in] has rank * (out + in) of them. Tensor parallelism cuts the factor on the side
-that it cuts the matrix on, expert parallelism those of the experts; nothing shards them, and a
-factor that the experts of a layer share is whole on every rank.
+A matrix [out, in] has rank * (out + in) of them. Tensor parallelism splits a factor on the same
+side as the matrix, expert parallelism those of the experts; nothing shards them, and a factor that
+the experts of a layer share is whole on every rank.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ FACTOR_BYTES = 4
 """Factors, their gradients and their optimizer state are float32."""
 
 JOINED_SHARE = {False: 1.5, True: 2.0}
-"""With the copies that an embedded sampler's kernels read, in 16 bits; of a mixture the B of gate
-and up is half zeros (`infer.adapters`). By whether the model is a mixture."""
+"""Factor for the 16-bit copies that an embedded sampler's kernels use, by whether the model is a
+mixture; for a mixture the B of gate and up is half zeros (`infer.adapters`)."""
 
 
 def num_factors(

@@ -1,7 +1,7 @@
-"""Examines this machine: what can run, what is missing, and what to do about each. No torch.
+"""Checks this machine: what can run, what is missing, and the remedy for each. No torch.
 
-Every check is a function that returns findings. A finding is `fail` when nothing can run until it
-is mended, `warn` when something will be slow or break later, `info` otherwise.
+Every check is a function that returns findings. A finding is `fail` if nothing can run until it is
+fixed, `warn` if something will be slow or fail later, `info` otherwise.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from pentad.core.machine import (
 Status = Literal["ok", "info", "warn", "fail"]
 PYTHONS = ((3, 11), (3, 13))
 MIN_CAPABILITY = 8.0
-"""First GPUs that compute in bfloat16."""
+"""Compute capability of the first GPUs with bfloat16."""
 MIN_MEMORY_GIB, MIN_DISK_GIB, MIN_SHM_GIB = 8, 10, 1
 MIN_OPEN_FILES = 4096
 UNEQUAL_STAGES = (2, 13)
-"""First torch whose pipelines take microbatches of unequal length."""
+"""First torch version whose pipelines take microbatches of unequal length."""
 OPTIONAL = {
     "math-verify": ("the reward math", "pip install 'pentad[math]'"),
     "starlette": ("pentad serve, and agents as programs", "pip install 'pentad[serve]'"),
@@ -59,9 +59,9 @@ OPTIONAL = {
     "flash-attn-4": ("faster attention on Hopper GPUs and later", "pip install 'pentad[fa4]'"),
     "triton": ("GPU kernels and torch.compile on a GPU", "comes with torch for CUDA"),
 }
-"""Distribution -> (what it gives, how to get it)."""
+"""Distribution -> (its purpose, the command that installs it)."""
 SERVERS = ("vllm", "sglang")
-"""Commands that sample for a run, from an environment of their own."""
+"""Commands of servers that sample for a run, from their own environments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Finding:
 
 
 def examine(fileroot: str = "runs") -> list[Finding]:
-    """Every finding, in the order of CHECKS."""
+    """All findings, in the order of CHECKS."""
     found = [finding for check in CHECKS for finding in check()]
     return [*found, *check_disk(fileroot), *what_runs()]
 
@@ -98,7 +98,7 @@ def check_python() -> Iterator[Finding]:
 
 
 def check_requirements() -> Iterator[Finding]:
-    """Every dependency of the package, at the version it asks for."""
+    """Checks every dependency of the package and its version."""
     try:
         wanted = importlib.metadata.requires("pentad") or []
     except importlib.metadata.PackageNotFoundError:
@@ -123,7 +123,7 @@ def check_requirements() -> Iterator[Finding]:
 
 
 def read_requirement(line: str) -> tuple[str, str, str]:
-    """(name, least version, first version that is too late) of `name<3,>=1.2; marker`."""
+    """(name, lowest version, first version that is too high) of `name<3,>=1.2; marker`."""
     name = re.match(r"[A-Za-z0-9._-]+", line)
     assert name is not None, f"not a requirement: {line}"
     versions = line.partition(";")[0]
@@ -226,7 +226,8 @@ def check_open_files() -> Iterator[Finding]:
 
 
 def check_network() -> Iterator[Finding]:
-    """Ranks meet over loopback, and gloo looks its own address up by the host's name."""
+    """Checks that ranks can connect over loopback, and that the host's name resolves, which gloo
+    needs."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]

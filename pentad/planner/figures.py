@@ -1,4 +1,4 @@
-"""The figures of a plan: device, batch, components, files, who holds what, and whether it fits."""
+"""The figures of a plan: device, batch, components, files, placement, and whether it fits."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from pentad.planner.memory import (
 from pentad.planner.sampling import Sampling, kv_token_bytes
 
 TIGHT = 0.9
-"""Above this share of the device a plan is called tight: the estimate is no better than that."""
+"""Above this share of the device a plan is called tight, because the estimate is no more
+accurate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What each rank computes on."""
+    """The device of each rank."""
 
     kind: DeviceKind
     memory_bytes: int
     source: str
-    """How that is known, for people."""
+    """How the device is known, for the user."""
     is_here: bool = True
     """Whether it is this machine's, so that its disk is the run's."""
 
@@ -44,7 +45,7 @@ class Device:
 
     @property
     def host_bytes(self) -> float:
-        """Host memory that is free beside it; another machine is taken to have enough."""
+        """Free host memory; for another machine taken as sufficient."""
         if self.kind == "cpu":
             return self.memory_bytes
         return host_memory()[1] if self.is_here else math.inf
@@ -60,7 +61,7 @@ class Batch:
     prompt_is_assumed: bool
     answer_tokens: int
     num_rows: int | None
-    """Prompts in the dataset, where it could be read."""
+    """Number of prompts in the dataset, if it could be read."""
     steps_per_epoch: int | None
     total_steps: int | None
     flops: float
@@ -72,7 +73,7 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Most tokens a step trains on."""
+        """Maximum number of tokens per step."""
         return self.samples * self.sequence_tokens
 
 
@@ -85,12 +86,12 @@ class TrainPlan:
     devices: range
     training: Training
     batch_tokens: float
-    """Tokens of one data-parallel rank and step."""
+    """Tokens per data-parallel rank and step."""
     phases: list[dict[str, Phase]]
 
     @property
     def peak(self) -> tuple[int, Phase]:
-        """(pipeline rank, phase) with the most device memory."""
+        """(pipeline rank, phase) with the highest device memory."""
         found = [(rank, phase) for rank, row in enumerate(self.phases) for phase in row.values()]
         return max(found, key=lambda item: item[1].device_bytes)
 
@@ -101,7 +102,7 @@ class TrainPlan:
 
 @dataclass(frozen=True, slots=True)
 class SamplePlan:
-    """A sampling component: one replica's device."""
+    """A sampling component: the device of one replica."""
 
     component: Component
     devices: range
@@ -109,24 +110,25 @@ class SamplePlan:
     weights_bytes: float
     kv_bytes: float
     pass_tokens: int
-    """Most tokens of a forward pass of an embedded sampler; servers count theirs in their share."""
+    """Maximum tokens of a forward pass of an embedded sampler; for servers it is part of their
+    memory share."""
     is_alone: bool
     """Whether no model trains on its devices."""
 
     @property
     def num_running(self) -> int:
-        """Sequences of full length the cache has room for."""
+        """Number of full-length sequences that fit the cache."""
         each = kv_token_bytes(self.sampling) * self.sampling.sequence_tokens
         return int(self.kv_bytes / each)
 
     @property
     def pass_bytes(self) -> int:
-        """Activations of such a pass."""
+        """Activations of that forward pass."""
         return self.pass_tokens * self.sampling.largest.token_bytes
 
     @property
     def slots_bytes(self) -> int:
-        """What the delta nets of an embedded sampler remember of its sequences."""
+        """States of delta nets for the sequences of an embedded sampler."""
         return self.sampling.largest.slots_bytes if self.pass_tokens else 0
 
     @property
@@ -136,14 +138,14 @@ class SamplePlan:
 
     @property
     def needed_bytes(self) -> float:
-        """With a cache for one sequence; what is there beyond it makes it faster."""
+        """Minimum memory, with a cache for one sequence; more makes it faster."""
         least = kv_token_bytes(self.sampling) * self.sampling.sequence_tokens
         return self.device_bytes - self.kv_bytes + least
 
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """What a run writes, against what is free where it writes."""
+    """Sizes of the files of a run, and the free space for them."""
 
     export_bytes: float
     num_exports: int
@@ -160,7 +162,7 @@ class Files:
 
 @dataclass(slots=True)
 class RunPlan:
-    """Everything `pentad plan` says."""
+    """All figures of `pentad plan`."""
 
     config: Config
     allocation: Allocation
@@ -173,14 +175,14 @@ class RunPlan:
     host_bytes: dict[str, float]
     """Per node and phase."""
     is_async: bool
-    """Whether saves are written beside training, from copies that `host_bytes` hold."""
+    """Whether saves are written in the background, from copies that `host_bytes` include."""
     publish_kind: PublishKind
-    """How weights leave the learner."""
+    """The transport of weights from the learner."""
     notes: list[str] = field(default_factory=list)
 
     @property
     def peak(self) -> tuple[float, str]:
-        """Most memory any one device (on a CPU: this machine) needs, and where that is."""
+        """Highest memory of any one device (on a CPU: this machine), and its place."""
         if self.device.kind == "cpu":
             name = max(self.host_bytes, key=lambda phase: self.host_bytes[phase])
             return self.host_bytes[name], name
@@ -197,7 +199,7 @@ class RunPlan:
 
     @property
     def lacks(self) -> list[str]:
-        """Why it does not fit; empty when it does."""
+        """Why it does not fit; empty if it does."""
         found = []
         need, where = self.peak
         if need > self.device.memory_bytes:
@@ -230,7 +232,7 @@ MAX_ROWS = 16
 
 
 class InnerRow(NamedTuple):
-    """A run of ranks inside a pipeline rank that differ only in their tp (and etp) coordinate."""
+    """A range of ranks inside a pipeline rank that differ only in their tp (and etp) coordinate."""
 
     offsets: str
     dp: str
@@ -256,7 +258,7 @@ def span(numbers: list[int]) -> str:
 
 def stage_rows(trainer: TrainPlan) -> list[tuple[str, str, str, str, int, float, float]]:
     """For each pipeline rank: its number, devices, stages and layers, the parameters of one of its
-    ranks before and after data parallelism shards them, and the peak of its memory."""
+    ranks before and after sharding over data parallelism, and its memory peak."""
     training, layout = trainer.training, trainer.training.layout
     rows = []
     size = layout.world // layout.pp
@@ -282,7 +284,7 @@ def stage_rows(trainer: TrainPlan) -> list[tuple[str, str, str, str, int, float,
 
 
 def inner_rows(layout: Layout, num_heads: int, num_experts: int) -> tuple[list[InnerRow], int]:
-    """Rows of one pipeline rank, and how many were left out in the middle."""
+    """Rows of one pipeline rank, and the number of rows left out in the middle."""
     size = layout.world // layout.pp
     coords = [(rank, layout.coords(rank)) for rank in range(size)]
     outer = attrgetter("dp_replicate", "dp_shard", "cp", "efsdp", "ep")

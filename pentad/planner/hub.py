@@ -1,10 +1,10 @@
-"""Models and datasets that a config names by the hub: looked up in its cache, else downloaded.
+"""Models and datasets named by the Hugging Face Hub: found in its cache, else downloaded.
 
-`pin` turns each name into a folder of the cache at one commit and fetches what the rules of a
-config read (config.json, the index of the weights, the tokenizer, the card of a dataset); `fetch`
-brings weights and rows when the rules found nothing wrong. Both ask huggingface_hub, which obeys
+`pin` turns each name into a folder of the cache at one commit and fetches the files that config
+rules read (config.json, the index of the weights, the tokenizer, the card of a dataset); `fetch`
+downloads weights and rows after the rules found no problem. Both use huggingface_hub, which follows
 its own variables (HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE), locks its cache against other
-ranks and continues a download that was cut.
+ranks and resumes an interrupted download.
 """
 
 from __future__ import annotations
@@ -22,22 +22,21 @@ from pentad.config.resolve import replaced
 from pentad.config.rules.rule import ON_EXAMPLES, Command
 from pentad.config.schema import Config
 from pentad.core.errors import FULL, Problem, UserError, one_line
-from pentad.core.folders import read_object
+from pentad.core.folders import INDEX, SINGLE, read_object
 from pentad.core.hub import HubKind, HubName, hub_name, name_in_cache
 from pentad.models.catalog import known_model
 from pentad.planner.hub_rows import CARD, declared_rows, found_rows, rows_of
 from pentad.rewards.section import REWARD_MODEL
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SHAPE_FILES = ("config.json", INDEX)
-"""What a plan reads of a model."""
+"""Files of a model that a plan reads."""
 MODEL_FILES = (
     *SHAPE_FILES,
     *("generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*"),
 )
-"""What a run reads of a model besides its weights."""
+"""Files of a model that a run reads besides weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +45,11 @@ class Pinned:
     notes: list[str]
     problems: list[Problem]
     bad: frozenset[str]
-    """Keys whose name could not be looked up."""
+    """Keys whose name could not be found."""
 
 
 def pin(config: Config, command: Command) -> Pinned:
-    """The config with folders of the cache in the place of names of the hub."""
+    """The config with folders of the cache in place of Hub names."""
     notes, problems, bad = [], [], set()
     for key, kind in _keys(config, command).items():
         written = value_at(config, key)
@@ -70,8 +69,8 @@ def pin(config: Config, command: Command) -> Pinned:
 
 
 def fetch(config: Config, command: Command) -> None:
-    """Downloads the weights and rows behind the folders that `pin` chose, as far as they are not
-    there; a UserError says what is missing and what to type."""
+    """Downloads missing weights and rows for the folders that `pin` chose; a UserError has the
+    missing files and the remedy."""
     problems: list[Problem | str] = []
     for key, kind in _keys(config, command).items():
         path = value_at(config, key)
@@ -91,7 +90,7 @@ def fetch(config: Config, command: Command) -> None:
 
 
 def local_model(text: str, where: str) -> str:
-    """The folder of a model that a command is given by path or by name, all of it fetched."""
+    """The folder of a model that a command receives by path or by name, completely downloaded."""
     name = hub_name(text, "model")
     if name is None:
         return text
@@ -101,7 +100,7 @@ def local_model(text: str, where: str) -> str:
 
 
 def with_local_models(config: Config) -> Config:
-    """The config of a record, in which names of the hub stand for folders of its cache."""
+    """The config of a record with its Hub names replaced by folders of the cache."""
     for key, kind in _keys(config, "train").items():
         path = value_at(config, key)
         if kind == "model" and isinstance(path, str):
@@ -111,14 +110,14 @@ def with_local_models(config: Config) -> Config:
 
 
 def pins_of(config: Config) -> str:
-    """By key which commits a config has, as JSON."""
+    """The commit of each key with a Hub name, as JSON."""
     paths = {key: value_at(config, key) for key in _keys(config, "train")}
     names = {key: name_in_cache(path) for key, path in paths.items() if isinstance(path, str)}
     return json.dumps({key: str(name) for key, name in names.items() if name is not None})
 
 
 def look_up(name: HubName, where: str, *, is_plan: bool = False) -> str:
-    """The folder of its commit in the cache, small files in it; of a dataset the path of its
+    """The folder of the commit in the cache, with its small files; for a dataset the path of its
     rows."""
     if name.kind == "model":
         return _download(name, SHAPE_FILES if is_plan else MODEL_FILES, where)
@@ -131,7 +130,7 @@ def look_up(name: HubName, where: str, *, is_plan: bool = False) -> str:
 
 
 def fetch_files(name: HubName, path: str, where: str) -> None:
-    """The files of a commit that `look_up` left: those of the weights, or of the rows."""
+    """The files of a commit that `look_up` did not download: weights, or rows."""
     if name.kind == "dataset":
         _download(name, (name.part,), where)
         root = Path(path)
@@ -171,7 +170,7 @@ def _keys(config: Config, command: Command) -> dict[str, HubKind]:
 
 
 def _is_left(config: Config, key: str, command: Command) -> bool:
-    """Whether the command does without the weights of this model."""
+    """Whether the command does not need the weights of this model."""
     if key not in ("actor.path", "critic.path"):
         return False
     model = config.actor if key == "actor.path" else config.critic
@@ -192,7 +191,7 @@ def _download(name: HubName, patterns: Sequence[str], where: str) -> str:
 
 @contextmanager
 def _in_sentences(name: HubName, where: str) -> Iterator[None]:
-    """What goes wrong at the hub, each with what to type."""
+    """Converts errors of the Hub to messages with remedies."""
     from huggingface_hub import constants, errors
 
     address = f"{constants.ENDPOINT}/{'' if name.kind == 'model' else 'datasets/'}{name.repo}"
@@ -214,7 +213,8 @@ def _in_sentences(name: HubName, where: str) -> Iterator[None]:
 
 
 def _unreached(name: HubName, where: str, error: Exception) -> Problem:
-    """A hub that is not asked or does not answer, a download that was cut, a disk that is full."""
+    """Errors of a Hub that is offline or does not answer, of an interrupted download, or of a full
+    disk."""
     from huggingface_hub import constants, errors
 
     if isinstance(error, OSError) and error.errno in FULL:
@@ -236,7 +236,8 @@ def _unreached(name: HubName, where: str, error: Exception) -> Problem:
 
 
 def _list_files(name: HubName, folder: Path, where: str) -> list[str]:
-    """All files of the commit; offline, the cached ones (`fetch` checks whether they are all)."""
+    """All files of the commit; offline, the cached ones (`fetch` checks whether they are
+    complete)."""
     from huggingface_hub import HfApi, constants
 
     if not constants.HF_HUB_OFFLINE:

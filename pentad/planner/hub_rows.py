@@ -1,4 +1,4 @@
-"""Which files of a dataset on the hub hold the rows of a config and a split."""
+"""Finds the files of a Hub dataset that hold the rows of a config and a split."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pentad.data.rows import SPLIT, STREAMS, SUFFIXES
 
 CARD = "README.md"
 Choices = dict[tuple[str, str], list[str]]
-"""By config and split the patterns of their files."""
+"""The patterns of files by config and split."""
 
 
 def rows_of(name: HubName, choices: Choices, where: str) -> str:
-    """The pattern of the files that the named config and split consist of."""
+    """The pattern of the files of the named config and split."""
     config, _, split = name.part.rpartition(":")
     fitting = {
         key: patterns
@@ -44,7 +44,7 @@ def rows_of(name: HubName, choices: Choices, where: str) -> str:
 
 
 def declared_rows(card: Path) -> Choices:
-    """By config and split the patterns of files that the card of a dataset declares."""
+    """The patterns of files by config and split, from the card of a dataset."""
     from huggingface_hub.repocard import metadata_load
 
     try:
@@ -61,7 +61,7 @@ def declared_rows(card: Path) -> Choices:
 
 
 def _splits(files: Any) -> Iterator[tuple[str, list[str]]]:
-    """As a card writes them: a pattern, several, or several by split."""
+    """The splits of a card: a pattern, several, or several by split."""
     listed = files if isinstance(files, list) else [] if files is None else [files]
     plain = [one for one in listed if isinstance(one, str)]
     if plain:
@@ -88,7 +88,7 @@ def found_rows(files: Sequence[str]) -> Choices:
 
 
 def _as_pattern(own: Sequence[str], files: Sequence[str]) -> list[str]:
-    """One pattern for these files and no others, else the files."""
+    """One pattern that matches exactly these files, else the files."""
     if len(own) == 1:
         return list(own)
     pattern = f"{os.path.commonprefix(own)}*{Path(own[0]).suffix}"

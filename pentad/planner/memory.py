@@ -1,11 +1,10 @@
 """Memory of a run by rank and by phase, estimated from dimensions and layout alone.
 
-An estimate, not a promise: every line says what it counts, allocator slack and kernels'
-workspaces are one constant, routing is taken as balanced, and every sequence as long as it may
-become. The rule of thumb of the Archon tutorial is computed beside it.
-
-Legend: P parameters of this rank before data parallelism cuts them; S = what is left after it;
-p, c, r bytes of master, compute and reduce dtype; T tokens of a microbatch.
+An estimate: every line says what it counts, allocator slack and kernels' workspaces are one
+constant, routing is taken as balanced, and every sequence as long as possible. The rule of thumb of
+the Archon tutorial is computed beside it. Legend: P parameters of this rank before sharding over
+data parallelism; S after it; p, c, r bytes of master, compute and reduce dtype; T tokens of a
+microbatch.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ PHASES = ("load", "rollout", "log-prob", "backward", "optimizer", "publish")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """Everything the memory of a training component depends on."""
+    """All values that determine the memory of a training component."""
 
     dims: ModelDims
     layout: Layout
@@ -60,27 +59,27 @@ class Training:
     """Its block of keys, settled for the device and the layout."""
     num_microbatches: int = 1
     microbatch_tokens: int
-    """Tokens of the largest microbatch of one data-parallel rank, before cp and tp cut it."""
+    """Tokens of the largest microbatch of one data-parallel rank, before cp and tp split it."""
     has_whole_tables: bool = False
-    """Whether tp leaves embedding and head whole, as it does in the backend fsdp."""
+    """Whether tp leaves embedding and head whole, as the backend fsdp does."""
     has_buffers: bool = False
-    """Whether every rank keeps the weights it computes with and all their gradients whole from the
-    start, as in the backend megatron."""
+    """Whether every rank holds its compute weights and all their gradients whole from the start, as
+    the backend megatron does."""
     num_tags: int = 0
     """Further copies of the weights: reference, teacher."""
     device: str = "cuda"
     with_optimizer: bool = True
     publishes: bool = False
-    """Whether its weights go to samplers."""
+    """Whether its weights are published to samplers."""
     overlaps: bool = False
-    """Whether it trains on while they travel, so that what travels is a copy."""
+    """Whether training continues during the transfer, so that a copy is sent."""
     max_staleness: int = 0
     snapshot_on_host: bool = False
-    """Whether what travels within the process lies in host memory."""
+    """Whether snapshots within the process are in host memory."""
     publish_kind: PublishKind = "none"
-    """How weights leave the learner (`config.topology`)."""
+    """The transport of weights from the learner (`config.topology`)."""
     keeps_newest: bool = False
-    """Whether the newest stay where they lie, for samplers that are started again."""
+    """Whether the newest weights are kept for restarted samplers."""
 
     @property
     def compute_bytes(self) -> int:
@@ -105,13 +104,13 @@ class Training:
 
     @property
     def adapter_bytes(self) -> float:
-        """One copy of all factors of an adapter, whole; 0 without `lora`."""
+        """Bytes of one copy of all factors of an adapter; 0 without `lora`."""
         lora = self.model.lora
         return 0.0 if lora is None else FACTOR_BYTES * num_factors(self.dims, lora)
 
     @property
     def table_tp(self) -> int:
-        """Ranks that the vocabulary is cut over."""
+        """Number of ranks over which the vocabulary is split."""
         return 1 if self.has_whole_tables else self.layout.tp
 
     @property
@@ -121,14 +120,15 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class HeldParams:
-    """Parameters a pipeline rank holds after tp, ep and etp cut them, before FSDP shards them."""
+    """Parameters of a pipeline rank after tp, ep and etp split them, before FSDP shards them."""
 
     dense: int
     experts: int
     root: int
     """Part of `dense`: embedding, final norm and head."""
     head: int
-    """Part of `root`: final norm and head, whose gradients come first, the embedding's last."""
+    """Part of `root`: final norm and head, whose gradients are computed first, the embedding's
+    last."""
     block: int
     """Parameters of the largest layer, experts included."""
 
@@ -139,13 +139,13 @@ class HeldParams:
 
 @dataclass(slots=True)
 class Phase:
-    """What lies where in one phase, in bytes by name."""
+    """Contents of memory in one phase, in bytes by name."""
 
     name: str
     device: dict[str, float] = field(default_factory=dict)
     host: dict[str, float] = field(default_factory=dict)
     lead_bytes: float = 0.0
-    """Part of both that rank 0 holds and the ranks beside it do not."""
+    """Part of both on rank 0 only."""
 
     @property
     def device_bytes(self) -> float:
@@ -157,7 +157,7 @@ class Phase:
 
 
 def stage_layers(training: Training, pp_rank: int) -> list[range]:
-    """The layers of each stage this pipeline rank holds."""
+    """The layers of each stage of this pipeline rank."""
     stages = split_layers(training.dims, training.num_stages)
     if training.layout.pp == 1:
         return stages
@@ -186,7 +186,7 @@ def held_params(training: Training, pp_rank: int) -> HeldParams:
 
 
 def layer_dense(dims: ModelDims, layer: int, tp: int) -> int:
-    """A layer without its experts on one tp rank; kv heads are repeated beyond their number."""
+    """A layer without its experts on one tp rank; kv heads are repeated if there are more ranks."""
     part = dims.layer_parts(layer)
     kv = part.kv // min(tp, dims.num_kv_heads)
     whole = part.norms + part.router + part.shared_expert
@@ -205,7 +205,7 @@ def sharded_params(training: Training, held: HeldParams) -> float:
 
 
 def trained_bytes(training: Training, pp_rank: int) -> float:
-    """What is trained on a rank: its share of the master weights, or of an adapter's factors."""
+    """Trained parameters of a rank: its share of the master weights, or of an adapter's factors."""
     lora = training.model.lora
     if lora is None:
         return training.param_bytes * sharded_params(training, held_params(training, pp_rank))
@@ -214,18 +214,15 @@ def trained_bytes(training: Training, pp_rank: int) -> float:
 
 
 def is_wrapped(training: Training) -> bool:
-    """Whether weights are gathered or cast for compute, so that copies of them appear."""
+    """Whether weights are gathered or cast for compute, which makes copies."""
     layout = training.layout
     is_sharded = layout.dp_shard * layout.cp > 1 or layout.efsdp > 1
     return is_sharded or training.compute_bytes != training.param_bytes
 
 
 def gathered_weights(training: Training, held: HeldParams) -> float:
-    """Weights in compute dtype, whole on this rank.
-
-    With resharding: embedding and head, the layer at work and the one fetched ahead.
-    Without (the default under a pipeline): all of them.
-    """
+    """Gathered weights in compute dtype. With resharding: embedding and head, the current layer and
+    the one prefetched. Without (the default under a pipeline): all of them."""
     if not is_wrapped(training):
         return 0.0
     some = min(held.root + 2 * held.block, held.total)
@@ -235,7 +232,7 @@ def gathered_weights(training: Training, held: HeldParams) -> float:
 
 def logit_bytes(training: Training, *, keeps: bool = False) -> float:
     """One chunk of logits in float32 and its gradient in compute dtype. On a CPU, plain torch needs
-    one more array in float32. `keeps`: all chunks are there, and one is at work."""
+    one more array in float32. `keeps`: all chunks are kept, and one is in use."""
     dims, layout, c = training.dims, training.layout, training.compute_bytes
     vocab = dims.vocab_size / training.table_tp
     chunk = CHUNK_BYTES[training.device] / (LOGIT_COPIES * 4 * vocab)
@@ -247,11 +244,8 @@ def logit_bytes(training: Training, *, keeps: bool = False) -> float:
 
 
 def backward_moments(training: Training, pp_rank: int) -> list[dict[str, float]]:
-    """What backward holds besides weights and optimizer, at the moments that can be the worst.
-
-    Activations shrink while gradients grow, so neither the start (the head) nor the end is
-    always the peak.
-    """
+    """Memory of backward besides weights and optimizer, at the possible peaks. Activations shrink
+    while gradients grow, so neither the start (the head) nor the end is always the peak."""
     held = held_params(training, pp_rank)
     if training.layout.pp > 1:
         return [_pipeline_moment(training, pp_rank, held)]
@@ -283,10 +277,8 @@ def backward_moments(training: Training, pp_rank: int) -> list[dict[str, float]]
 def _gradients(
     training: Training, pp_rank: int, held: HeldParams, *, done: float, reducing: int
 ) -> dict[str, float]:
-    """Gradients when this share of the layers is through; `reducing` parameters are being summed.
-
-    A step's first microbatch finds none, every later one all of them.
-    """
+    """Gradients after this share of the layers; `reducing` parameters are being reduced. The first
+    microbatch of a step starts without gradients, every later one with all of them."""
     share = 1.0 if training.num_microbatches > 1 else done
     if training.has_buffers:  # each is added to its buffer as soon as it is there
         return {"gathered gradients": float(training.compute_bytes * (held.head + reducing))}
@@ -303,7 +295,8 @@ def _gradients(
 
 
 def _pipeline_moment(training: Training, pp_rank: int, held: HeldParams) -> dict[str, float]:
-    """Under a pipeline everything meets: sets in flight, whole gradients, the head's chunk."""
+    """Peak under a pipeline: microbatches in flight, whole gradients and the head's chunk at
+    once."""
     args = (training.dims, training.layout, training.model)
     tokens = training.microbatch_tokens
     stages = stage_layers(training, pp_rank)
@@ -336,7 +329,7 @@ def _pipeline_moment(training: Training, pp_rank: int, held: HeldParams) -> dict
 
 
 def hidden_bytes(training: Training) -> float:
-    """c * h a token: one tensor of the residual stream on this rank."""
+    """c * h per token: one tensor of the residual stream on this rank."""
     layout = training.layout
     return training.compute_bytes * training.dims.hidden_size / (layout.cp * layout.tp)
 
@@ -355,7 +348,7 @@ def forward_moment(training: Training, pp_rank: int) -> dict[str, float]:
 
 
 def training_phases(training: Training, pp_rank: int) -> dict[str, Phase]:
-    """Every phase of one rank of this pipeline rank; ranks that share it are alike."""
+    """Every phase of one rank of this pipeline rank; its ranks are alike."""
     held = held_params(training, pp_rank)
     weights = training.param_bytes * sharded_params(training, held)
     trained = trained_bytes(training, pp_rank)
@@ -427,7 +420,7 @@ def is_staged(training: Training) -> bool:
 
 
 def publish_params(training: Training, pp_rank: int) -> float:
-    """What one rank writes: of copies one rank writes, and they share them evenly."""
+    """Parameters that one rank writes: copies are distributed evenly over their ranks."""
     layout, dims = training.layout, training.dims
     if layout.pp == 1:
         return dims.num_params / layout.world
@@ -437,7 +430,7 @@ def publish_params(training: Training, pp_rank: int) -> float:
 
 
 def publish_bucket(training: Training) -> float:
-    """Work space for the digest, and blocks that are cast, or that columns are cut out of."""
+    """Work space for the digest, and for blocks that are cast or cut by columns."""
     layout = training.layout
     space = float(DIGEST_WORDS[training.device] * DIGEST_BYTES)
     if training.device == "cuda" and is_staged(training):
@@ -449,8 +442,8 @@ def publish_bucket(training: Training) -> float:
 
 
 def snapshot_bytes(training: Training) -> float:
-    """Weights on their way to samplers, whole in a file or a buffer. Within a process a rank that
-    waits for their arrival and keeps them as they are published hands out its own."""
+    """Weights being published, whole in a file or a buffer. Within a process, a rank that waits for
+    their arrival and holds them in the published form lends its own."""
     if training.publish_kind == "file":
         return 0.0
     if training.adapter_bytes:
@@ -462,8 +455,8 @@ def snapshot_bytes(training: Training) -> float:
 
 
 def num_snapshots(training: Training) -> dict[str, int]:
-    """How many there are at once by phase: one travels, the newest waits for its turn, another is
-    being taken. Training waits for data of a version that is at most `max_staleness` behind."""
+    """Number of simultaneous snapshots by phase: one in transfer, the newest waiting, another being
+    taken. Training waits for data of a version at most `max_staleness` behind."""
     if not training.publishes:
         return {}
     beside = min(training.max_staleness, 2) if training.overlaps else 0
@@ -476,7 +469,7 @@ def num_snapshots(training: Training) -> dict[str, int]:
 
 
 def largest_tensor(dims: ModelDims) -> int:
-    """Elements of the largest single weight; experts are stacked."""
+    """Number of elements of the largest single weight; experts are stacked."""
     width = dims.hidden_size
     experts = dims.num_experts * 2 * dims.moe_intermediate_size * width
     return max(dims.embedding_params, 2 * dims.intermediate_size * width, experts)
@@ -486,7 +479,8 @@ def largest_tensor(dims: ModelDims) -> int:
 
 
 def rule_of_thumb(training: Training, batch_tokens: float) -> dict[str, float]:
-    """As the Archon tutorial writes it, in bytes; `batch_tokens` of one data-parallel rank."""
+    """The rule of thumb of the Archon tutorial, in bytes; `batch_tokens` of one data-parallel
+    rank."""
     layout, size = training.layout, training.dims.num_params
     cells = layout.tp * layout.ep
     per_microbatch = batch_tokens / training.num_microbatches

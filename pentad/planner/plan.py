@@ -1,12 +1,13 @@
-"""Turns a checked config into a plan: placement, memory, tokens and files.
+"""Makes a plan from a checked config: placement, memory, tokens and files. No torch and no GPU.
 
-No torch and no GPU. `build_plan` computes figures; `pentad.cli.plan` prints them.
+`build_plan` computes figures; `pentad.cli.plan` prints them.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 from pentad.config.rules.algorithm import longest_sample
 from pentad.config.rules.layout import Placed, placed_components
@@ -29,6 +30,7 @@ from pentad.core.sizes import (
 )
 from pentad.engine.section import EngineSettings, ModelConfig
 from pentad.models.catalog import dims_of
+from pentad.models.towers import other_bytes
 from pentad.planner.adapters import FACTOR_BYTES, JOINED_SHARE, num_factors
 from pentad.planner.figures import Batch, Device, Files, RunPlan, SamplePlan, TrainPlan
 from pentad.planner.memory import (
@@ -45,11 +47,11 @@ from pentad.planner.sampling import Sampling, kv_token_bytes, sampler_weights
 DEFAULT_GPU_GIB = 80.0
 ASSUMED_PROMPT_TOKENS = 1024
 NUM_CHECKPOINTS = 3
-"""Recovery checkpoints on disk at once: those that are kept, and the one being written."""
+"""Number of simultaneous recovery checkpoints on disk: the kept ones, and the one being written."""
 
 
 def choose_device(config: Config, gpu_memory_gib: float | None = None) -> Device:
-    """The GPU that was named, or found, or assumed; the CPU where no GPU is spoken of."""
+    """The GPU that was given, found or assumed; the CPU if no GPU is involved."""
     if gpu_memory_gib is not None:
         return Device("cuda", int(gpu_memory_gib * GIB), "as given by --gpu-memory", False)
     why = "no GPU found here"
@@ -69,9 +71,11 @@ def choose_device(config: Config, gpu_memory_gib: float | None = None) -> Device
 def build_plan(
     config: Config, device: Device, num_rows: int | None = None, in_use_bytes: float = 0.0
 ) -> RunPlan:
-    """The plan of a config that passed all checks; `num_rows` of its dataset, if known. The run's
-    own processes have `in_use_bytes` of the host's memory already. Weights go through a GPU that
-    learner and sampler share where there is room for them."""
+    """The plan of a config that passed all checks; `num_rows` of its dataset, if known.
+
+    The run's own processes use `in_use_bytes` of the host's memory already. Weights are transferred
+    through a GPU that learner and sampler share if it has room for them.
+    """
     publish_kind = topology(config, facts_of(config, device.kind)).publish_kind
     plan = _build(config, device, num_rows, in_use_bytes, publish_kind)
     if publish_kind == "ipc" and plan.peak_bytes > device.memory_bytes:
@@ -148,7 +152,7 @@ def _build(
 
 
 def plan_batch(config: Config, dims: ModelDims, num_rows: int | None, has_rollout: bool) -> Batch:
-    """Without a rollout the rows of the dataset are trained on as they are."""
+    """Plans the batch; without a rollout the rows of the dataset are trained as they are."""
     given = config.train_dataset.max_length
     if config.task == "pretrain":
         given = given or dims.max_position
@@ -176,7 +180,7 @@ def plan_batch(config: Config, dims: ModelDims, num_rows: int | None, has_rollou
 
 
 def several_turns(config: Config, batch: Batch) -> str:
-    """What is counted of conversations, whose length is not known before."""
+    """Notes on conversations, whose length is not known in advance."""
     workflow, given = ", ".join(config.rollout.specs), config.gconfig.max_sampled_tokens
     if given is None:
         return (
@@ -190,7 +194,8 @@ def several_turns(config: Config, batch: Batch) -> str:
 
 
 def microbatches(part: Placed, layout: Layout, batch: Batch, device: Device) -> tuple[int, int]:
-    """(number, tokens of the largest) that one data-parallel rank runs in one accumulate call."""
+    """(number, tokens of the largest) of the microbatches of one data-parallel rank in one
+    accumulate call."""
     config, spec = part.config, part.model.mb_spec
     calls = config.updates_per_batch * config.num_iters_per_train_update
     rows = math.ceil(batch.samples / calls / layout.dp)
@@ -243,7 +248,7 @@ def plan_trainer(
 def planned_keys(
     part: Placed, layout: Layout, device: Device, *, keeps_logits: bool
 ) -> ModelConfig:
-    """The block of a role as its engine settles it; blocks are compiled on CUDA alone."""
+    """The block of a role as its engine settles it; blocks are compiled on CUDA only."""
     keys = EngineSettings(model=part.model).settled(device.kind, layout).model
     archon = keys.archon
     counted: dict[str, object] = {
@@ -260,7 +265,7 @@ def planned_keys(
 
 
 def num_tags(config: Config, allocation: Allocation) -> int:
-    """Copies of further models that are swapped into the actor's place."""
+    """Number of further models that are swapped into the actor's place."""
     return sum(allocation.find(role) is None for role in config.frozen_models)
 
 
@@ -270,7 +275,7 @@ def plan_sampler(
     config, component = part.config, part.component
     assert part.dims is not None, "unknown models are refused before"
     given, running = config.rollout.kv_cache_gb, config.num_running
-    replicas = component.size("d")
+    replicas, group = component.size("d"), config.gconfig.n_samples
     sampling = Sampling(
         dims=part.dims,
         tp=component.size("t"),
@@ -278,7 +283,7 @@ def plan_sampler(
         weight_bytes=config.actor.bytes_on(device.kind),
         cache_dtype=config.rollout.kv_cache_dtype,
         sequence_tokens=batch.sequence_tokens,
-        num_sequences=min(running, math.ceil(batch.samples / replicas)),
+        num_sequences=min(running, math.ceil(config.groups_started * group / replicas)),
         max_running=running,
         max_batch_tokens=config.rollout.max_batch_tokens,
         device=device.kind,
@@ -289,7 +294,9 @@ def plan_sampler(
         factors: float = FACTOR_BYTES * num_factors(part.dims, config.actor.lora)
         if component.backend == "embedded" and device.kind == "cuda" and not config.strict:
             factors *= JOINED_SHARE[bool(part.dims.num_experts)]
-        is_one = component.backend == "embedded" and any(is_one_process(t) for t in near)
+        # transformers' layers hold the frozen weights under other names than a sampler's.
+        lenders = [t for t in near if is_one_process(t) and t.component.backend == "archon"]
+        is_one = component.backend == "embedded" and bool(lenders)
         sampling = replace(sampling, adapter_bytes=factors, shares_weights=is_one)
     weights = sampler_weights(sampling)
     pass_tokens = 0
@@ -312,12 +319,13 @@ def plan_sampler(
 
 
 def is_one_process(trainer: TrainPlan) -> bool:
-    """Whether a sampler of its device is in its process, where nothing is handed over."""
+    """Whether a sampler of its device is in the learner's process, so that no weights are
+    transferred."""
     return trainer.role == "actor" and trainer.training.publish_kind == "none"
 
 
 def free_for_cache(sampling: Sampling, near: list[TrainPlan], device: Device) -> float | None:
-    """What a GPU has left when an embedded sampler is built: after these have loaded."""
+    """Free memory of a GPU when an embedded sampler is built, after these models have loaded."""
     if device.kind == "cpu":
         return None
     loaded = sum(max(row["load"].device_bytes for row in trainer.phases) for trainer in near)
@@ -326,7 +334,7 @@ def free_for_cache(sampling: Sampling, near: list[TrainPlan], device: Device) ->
 
 
 def embedded_cache(sampling: Sampling, free_bytes: float | None) -> float:
-    """What the engine takes where no size is given: all it can use, within its share."""
+    """Cache size of the engine if none is given: all usable memory, within its share."""
     wanted = kv_token_bytes(sampling) * sampling.max_running * sampling.dims.max_position
     if free_bytes is None:
         return min(wanted, EMBEDDED_CPU_BYTES)
@@ -334,17 +342,17 @@ def embedded_cache(sampling: Sampling, free_bytes: float | None) -> float:
 
 
 def resident(phases: list[dict[str, Phase]], name: str) -> float:
-    """What a trainer leaves on a device while others work there, the fullest pipeline rank."""
+    """Memory of a trainer on a device while other roles use it, on the fullest pipeline rank."""
     return max(row[name].device_bytes - row[name].device["overhead"] for row in phases)
 
 
 def add_neighbours(
     trainer: TrainPlan, others: float, samplers: list[SamplePlan], config: Config
 ) -> None:
-    """Adds what else lies on the same devices to every phase; `others`: bytes of other models.
+    """Adds the other contents of the same devices to every phase; `others`: bytes of other models.
 
-    An embedded sampler lies on the device of rank 0 alone, servers on every one. On a GPU a process
-    of its own keeps the memory of its passes, unless it sleeps.
+    An embedded sampler is on the device of rank 0 only, servers are on every one. On a GPU a
+    separate process keeps the memory of its passes, unless it sleeps.
     """
     training = trainer.training
     keeps_passes = training.publish_kind != "none" and training.device == "cuda"
@@ -381,10 +389,8 @@ def add_neighbours(
 def host_phases(
     config: Config, trainers: list[TrainPlan], samplers: list[SamplePlan], device: Device
 ) -> dict[str, float]:
-    """Host memory of the fullest node by phase; on a CPU the devices' part lies there, too.
-
-    Models on the same ranks are in the same processes, so that those are counted once.
-    """
+    """Host memory of the fullest node by phase; on a CPU it includes the devices' part. Models on
+    the same ranks share processes, which are counted once."""
     totals = dict.fromkeys(PHASES, 0.0)
     for start in sorted({trainer.devices.start for trainer in trainers}):
         group = [trainer for trainer in trainers if trainer.devices.start == start]
@@ -402,14 +408,14 @@ def host_phases(
 
 
 def saves_async(config: Config, staged: float, free_bytes: float) -> bool:
-    """Whether saves are staged in host memory and written while training continues; the export at
-    the end is not."""
+    """Whether saves are staged in host memory and written during training; the export at the end is
+    not."""
     mode = config.saver.mode
     return mode == "async" or (mode == "auto" and STAGING_HEADROOM * staged <= free_bytes)
 
 
 def _process_bytes(trainer: TrainPlan, name: str) -> float:
-    """What all ranks hold on a machine without GPUs."""
+    """Memory of all ranks on a machine without GPUs."""
     each = trainer.component.world // len(trainer.phases)
     total = 0.0
     for row in trainer.phases:
@@ -433,7 +439,7 @@ def _host_bytes(group: list[TrainPlan], name: str, per_node: int | None) -> floa
 
 
 def transfer_bytes(config: Config, samplers: list[SamplePlan]) -> float:
-    """Files in shared memory by which servers get weights, one for each of them at once."""
+    """Files in shared memory for the weights of servers, one for each of them at once."""
     server = config.rollout.server
     if server.weight_transport != "disk" or server.transfer_folder is not None:
         return 0.0
@@ -449,8 +455,8 @@ def transfer_bytes(config: Config, samplers: list[SamplePlan]) -> float:
 
 
 def staged_bytes(config: Config, trainers: list[TrainPlan]) -> float:
-    """Host memory of the fullest node in which saves are staged, kept for the run: of exports what
-    each rank writes, and of recovery checkpoints what each rank holds."""
+    """Host memory of the fullest node for staged saves, which is kept for the run: what each rank
+    writes of exports, and what each holds of recovery checkpoints."""
     total = 0.0
     for trainer in trainers:
         training = trainer.training
@@ -466,7 +472,7 @@ def staged_bytes(config: Config, trainers: list[TrainPlan]) -> float:
 
 
 def exported_bytes(training: Training) -> float:
-    """A HF folder, or a PEFT folder, which repeats what experts share."""
+    """Size of an HF folder, or of a PEFT folder, which repeats factors that experts share."""
     lora = training.model.lora
     if lora is None:
         return export_bytes(training.dims, training.compute_bytes)
@@ -479,8 +485,8 @@ def saved_tags(training: Training) -> int:
 
 
 def plan_files(config: Config, trainers: list[TrainPlan], batch: Batch) -> Files:
-    """Exports at every frequency that can be counted beforehand and the one at the end, as many of
-    them as are kept; recovery checkpoints with the one that is being written."""
+    """Files of the run: exports at every frequency that can be computed in advance and the final
+    one, as many as are kept; recovery checkpoints and the one being written."""
     saver, count = config.saver, 1
     if batch.total_steps is not None and saver.freq_steps is not None:
         count += (batch.total_steps - 1) // saver.freq_steps
@@ -493,8 +499,9 @@ def plan_files(config: Config, trainers: list[TrainPlan], batch: Batch) -> Files
         count = min(count, (saver.keep_last or 1) + (saver.keep_best or 0) + 1)
     found = [trainer.training for trainer in trainers if trainer.training.with_optimizer]
     free, folder = free_disk(config.checkpoint_root)
+    copied = other_bytes(Path(config.actor.path or ""), found[0].dims) if found else 0
     return Files(
-        export_bytes=sum(map(exported_bytes, found)),
+        export_bytes=sum(map(exported_bytes, found)) + copied,
         num_exports=count,
         checkpoint_bytes=sum(
             state_bytes(

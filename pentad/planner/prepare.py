@@ -1,5 +1,5 @@
-"""The way of a command from a recipe to the config it runs: read, names of the hub looked up,
-resolved, checked, fetched, fitted."""
+"""From a recipe to the config that runs: read, Hub names resolved, defaults chosen, checked,
+downloaded, fitted to memory."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def prepare(
     """The resolved and checked config of a command, with notes on what was chosen.
 
     `gpu_memory` (in GiB) plans for GPUs that need not be here. `facts_here` are those of a start:
-    rules that ask for them are asked where there are problems, since a start without any asks them
-    itself.
-    What depends on the device is left to a Slurm job: this machine is not where it runs.
+    rules that need them are checked only if there are problems, because a start without problems
+    checks them itself. Choices that depend on the device are left to a Slurm job: it runs on
+    another machine.
     """
     samples = command not in ON_EXAMPLES
     reading = read_config(path, overrides, samples=samples)
@@ -70,7 +70,7 @@ def prepare(
 
 
 def _with_preference(reading: Reading, command: Command) -> Reading:
-    """Fills in the block `preference` for the commands that read it; takes it out for others."""
+    """Adds the block `preference` for the commands that read it; removes it for others."""
     given, notes = reading.config.preference, reading.notes
     if command in ("dpo", "reward-model"):
         given = given or PreferenceConfig()
@@ -86,7 +86,7 @@ def _with_preference(reading: Reading, command: Command) -> Reading:
 
 
 def _as_written(problem: Problem | str, reading: Reading) -> Problem | str:
-    """By the alias that the user wrote, where the key has its value from one."""
+    """The alias that the user wrote, if the key has its value from one."""
     if isinstance(problem, str):
         return problem
     return replace(problem, where=reading.written.get(problem.where, problem.where))

@@ -1,8 +1,8 @@
-"""What would make a plan fit: the Archon tutorial's steps in its order, each with its figure.
+"""Overrides that make a plan fit: the Archon tutorial's steps in its order, each with its figures.
 
 More microbatches, resharding after forward, more recomputation, offloading, then expert or tensor
-parallelism: the cheapest first. Each step is planned on top of those before it. Those that do not
-help, and those that a later step makes needless, are left out; what is offered was planned as such.
+parallelism: the cheapest first. Each step is planned on top of those before it. Steps that do not
+help, and those that a later step makes unnecessary, are left out; every proposal was planned.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ MAX_TP = 64
 RECOMPUTED, SELECTION = "actor.archon.ac_mode", "actor.archon.ac_selective"
 MICROBATCHES, CRITICS = "actor.mb_spec.n_mbs", "critic.mb_spec.n_mbs"
 KEEPING_SHARE = 0.8
-"""Logits are kept unasked where the plan takes at most this share of a GPU with them."""
+"""Logits are kept by default if the plan with them takes at most this share of a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """One step: the overrides it adds to those before it, and what the plan then needs."""
+    """One step: the overrides it adds to those before it, and the resulting memory."""
 
     overrides: tuple[str, ...]
     peak_bytes: float
@@ -56,7 +56,7 @@ ADAPTER: Changes = {"actor.lora": LoraConfig()}
 
 
 def propose(plan: RunPlan) -> list[Remedy]:
-    """Steps until it fits or none is left, without those that the later ones make needless."""
+    """Steps until it fits or none is left, without those that later ones make unnecessary."""
     found, fits = _taken(plan, [], (*CHEAP, reshard_steps, recompute_steps, offload_steps, *AGAIN))
     if fits:
         found = _needed(plan, found)
@@ -65,8 +65,8 @@ def propose(plan: RunPlan) -> list[Remedy]:
 
 def propose_adapter(plan: RunPlan) -> list[Remedy]:
     """A LoRA adapter with the further overrides it needs, if training all weights does not fit
-    these devices; nothing if the adapter does not fit either."""
-    if plan.fits or not _takes_adapter(plan.config):
+    these devices; empty if the adapter does not fit either."""
+    if plan.fits or not _takes_adapter(plan.config, plan.dims):
         return []
     found, fits = _taken(plan, [ADAPTER], (*CHEAP, recompute_steps))
     if not fits:
@@ -75,8 +75,8 @@ def propose_adapter(plan: RunPlan) -> list[Remedy]:
 
 
 def propose_host(plan: RunPlan) -> list[Remedy]:
-    """Where all weights do not fit these devices: weights and optimizer state in host memory, and
-    what that still wants; nothing where that is not enough."""
+    """If all weights do not fit these devices: weights and optimizer state in host memory, with
+    further overrides it needs; empty if that does not suffice."""
     keys, backend = plan.config.actor, plan.config.component("actor").backend
     is_open = keys.lora is None and backend != "megatron" and not keys.archon.offload_params
     if plan.fits or plan.device.kind != "cuda" or not is_open:
@@ -89,22 +89,21 @@ def propose_host(plan: RunPlan) -> list[Remedy]:
     return [_remedy(plan, found[: number + 1]) for number in range(len(found))]
 
 
-def _takes_adapter(config: Config) -> bool:
-    """Whether the rules of `actor.lora` would take it."""
+def _takes_adapter(config: Config, dims: ModelDims) -> bool:
+    """Whether the rules of `actor.lora` allow an adapter for this run."""
     actor, rollout = config.component("actor"), config.part("rollout")
     is_served = rollout is None or rollout.backend in ("embedded", "vllm")
     keys = config.actor
     is_plain = not (keys.init_from_scratch or keys.checkpoint_load_path or config.only)
     is_split = actor.size("p") > 1 and splits_backward(keys.archon.pp_schedule)
-    return (
-        keys.lora is None and actor.backend == "archon" and is_served and is_plain and not is_split
-    )
+    is_adapted = actor.backend == "archon" or (actor.backend == "fsdp" and not dims.num_experts)
+    return keys.lora is None and is_adapted and is_served and is_plain and not is_split
 
 
 def _taken(
     plan: RunPlan, found: list[Changes], kinds: Iterable[Steps]
 ) -> tuple[list[Changes], bool]:
-    """These steps and what is found of each kind until it fits; whether it does."""
+    """These steps and the best of each kind until it fits; and whether it does."""
     best = _planned(plan, found)
     for step in kinds:
         if best.fits:
@@ -117,8 +116,8 @@ def _taken(
 
 
 def _joined(plan: RunPlan, steps: list[Changes], last: Changes) -> list[Changes]:
-    """The steps with one more, without what it makes void: keys that it sets again, and which
-    layers are recomputed where all of them are."""
+    """The steps with one more, without what it replaces: keys that it sets again, and which layers
+    are recomputed if all of them are."""
     void = {*last, *([SELECTION] if last.get(RECOMPUTED) == "full" else [])}
     kept: list[Changes] = []
     for step in steps:
@@ -146,7 +145,7 @@ def _changed(plan: RunPlan, steps: Sequence[Changes]) -> Config:
 
 
 def _remedy(plan: RunPlan, steps: Sequence[Changes]) -> Remedy:
-    """The last of these steps, with what the plan needs after all of them."""
+    """The last of these steps, with the memory after all of them."""
     tried = _planned(plan, steps)
     shown = {**steps[-1]}
     if isinstance(lora := shown.pop("actor.lora", None), LoraConfig):
@@ -158,8 +157,8 @@ def _remedy(plan: RunPlan, steps: Sequence[Changes]) -> Remedy:
 
 
 def _needed(plan: RunPlan, steps: list[Changes]) -> list[Changes]:
-    """The steps without those that it fits without, the costliest tried first, and with no more
-    microbatches than it then takes."""
+    """The steps without unnecessary ones, the costliest removed first, and with the smallest
+    sufficient number of microbatches."""
     for step in reversed(steps):
         others = [other for other in steps if other is not step]
         if others and _is_allowed(plan, others) and _planned(plan, others).fits:
@@ -179,7 +178,7 @@ def _is_allowed(plan: RunPlan, steps: Sequence[Changes]) -> bool:
 
 
 def _best_of(candidates: Iterator[Changes], plan: RunPlan) -> Changes | None:
-    """The first candidate that fits, else the one that needs least; None if none helps."""
+    """The first candidate that fits, else the one with the lowest memory; None if none helps."""
     winner, least, num_lacks = None, plan.peak_bytes, len(plan.lacks)
     for changes in candidates:
         if not _is_allowed(plan, [changes]):
@@ -197,8 +196,8 @@ def _best_of(candidates: Iterator[Changes], plan: RunPlan) -> Changes | None:
 def choose_microbatches(
     config: Config, device: Device, command: Command
 ) -> tuple[Config, list[str]]:
-    """`n_mbs` where it was left open: 1 where that fits or no number does, else the fewest that fit
-    a GPU with room to spare, first beside the sampler, then without it."""
+    """Chooses `n_mbs` if it is not set: 1 if that fits or no number does, else the fewest that fit
+    a GPU with a margin, first beside the sampler, then without it."""
     if config.actor.mb_spec.n_mbs is not None:
         return config, []
     plain = with_values(config, with_count({}, 1, config))
@@ -222,15 +221,16 @@ def choose_microbatches(
 
 
 def with_count(changes: Changes, count: int, config: Config | None = None) -> Changes:
-    """With so many microbatches of the actor, and of a critic of the config or of the changes."""
+    """Sets the number of microbatches of the actor, and of a critic of the config or of the
+    changes."""
     has_critic = CRITICS in changes or (config and config.algorithm.facts.needs_critic)
     counts = {MICROBATCHES: count, CRITICS: count} if has_critic else {MICROBATCHES: count}
     return {**changes, **counts}
 
 
 def choose_offloading(config: Config, device: Device, command: Command) -> tuple[Config, list[str]]:
-    """`offload_rollout` where it was left open: on, if sampler and training do not fit a GPU
-    together. A run chooses for the GPU it has, a plan for the one it is made for."""
+    """Chooses `offload_rollout` if it is not set: on if sampler and training do not fit a GPU
+    together. A run chooses for its GPU, a plan for the GPU it is made for."""
     if config.mode != "colocate" or config.offload_rollout is not None:
         return config, []
     without = with_values(config, {"offload_rollout": False})
@@ -248,9 +248,9 @@ def choose_offloading(config: Config, device: Device, command: Command) -> tuple
 
 
 def choose_logits(config: Config, device: Device, command: Command) -> tuple[Config, list[str]]:
-    """`actor.archon.keep_logits` where it was left open: on, if a GPU without a sampler has ample
-    room for them, with the fewest ranks, too, that an elastic run may be left with. Microbatches
-    are taken as full, and rows of no given length as the context."""
+    """Chooses `actor.archon.keep_logits` if it is not set: on if a GPU without a sampler has ample
+    memory for them, also with the fewest ranks that an elastic run may have left. Microbatches are
+    taken as full, and rows without a length as long as the context."""
     is_open = config.actor.archon.keep_logits is None
     if not is_open or not _is_chosen_for(config, device, command):
         return config, []
@@ -273,14 +273,13 @@ def choose_logits(config: Config, device: Device, command: Command) -> tuple[Con
 
 
 def _is_chosen_for(config: Config, device: Device, command: Command) -> bool:
-    """Whether memory decides: that of a GPU, for a run of one that is here, and all on it is
-    counted."""
+    """Whether memory decides: that of an existing GPU, and all its contents are known."""
     is_known = device.kind == "cuda" and (command == "plan" or device.is_here)
     return is_known and not config.rollout.server.addresses and _is_counted(config)
 
 
 def saves_beside(config: Config, device: Device, in_use_bytes: float) -> bool:
-    """Whether a run writes its saves while training continues, as its plan says it."""
+    """Whether a run writes its saves during training, by its plan."""
     if _is_counted(config):
         return build_plan(config, device, in_use_bytes=in_use_bytes).is_async
     return saves_async(config, 0.0, device.host_bytes)
@@ -306,7 +305,7 @@ def _is_counted(config: Config) -> bool:
 
 
 def cache_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
-    """On shared devices the sampler's cache is the first thing that can give way."""
+    """Remedies that reduce the sampler's cache; on shared devices they come first."""
     if config.mode == "colocate":
         yield {"offload_rollout": True}
 
@@ -327,7 +326,7 @@ def microbatch_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
 
 
 CHEAP = (cache_steps, logit_steps, microbatch_steps)
-"""What costs time alone, the least first."""
+"""Steps that cost time only, the least first."""
 
 
 def reshard_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
@@ -372,21 +371,19 @@ def cut_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
         allocation = _with_actor(config, component)
         changes: Changes = {"allocation_mode": str(allocation)}
         placed = find_topology(with_values(config, changes))
-        needed = placed.allocation.num_devices if placed else 0  # a rule refuses it
+        needed = placed.allocation.num_devices if placed else 0  # a rule rejects it
         if per_node is not None and needed > nodes * per_node:
             changes["cluster.n_nodes"] = -(-needed // per_node)
         yield changes
 
 
 AGAIN = (microbatch_steps, cut_steps)
-"""More microbatches may help once the sampler and training take turns."""
+"""More microbatches may help after sampler and training take turns."""
 
 
 def wider(actor: Component, dims: ModelDims, *, grow: bool) -> list[Component]:
-    """The actor with its expert or tensor axis doubled, again and again.
-
-    Without `grow` data parallelism pays for tensor parallelism; with it devices are added.
-    """
+    """The actor with its expert or tensor axis doubled repeatedly. Without `grow` data parallelism
+    is reduced in return; with it devices are added."""
     found: list[Component] = []
     axis = "e" if dims.num_experts else "t"
     sizes = dict(actor.dims)

@@ -11,7 +11,7 @@ from pentad.core.sizes import SamplerPass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """What the memory of one sampler replica's device depends on."""
+    """The values that determine the memory of one sampler replica's device."""
 
     dims: ModelDims
     tp: int = 1
@@ -19,17 +19,17 @@ class Sampling:
     weight_bytes: int = 2
     cache_dtype: sizes.CacheDtype = "auto"
     sequence_tokens: int
-    """Prompt and answer at their longest."""
+    """Maximum length of prompt and answer."""
     num_sequences: int
-    """That one replica would run at once if it had the room."""
+    """Number of sequences that one replica would run at once if memory allowed."""
     max_running: int
-    """That it decodes together at the most."""
+    """Maximum number of sequences decoded together."""
     max_batch_tokens: int | None = None
-    """Tokens of a forward pass, where the user gave it."""
+    """Tokens of a forward pass, if the user set them."""
     adapter_bytes: float = 0.0
-    """Factors that it holds beside its weights."""
+    """Bytes of factors beside its weights."""
     shares_weights: bool = False
-    """Whether these are the learner's frozen ones, of the same process."""
+    """Whether its weights are the learner's frozen ones, in the same process."""
     device: str = "cuda"
     strict: bool = False
 
@@ -40,7 +40,7 @@ class Sampling:
 
 
 def sampler_weights(sampling: Sampling) -> float:
-    """A whole copy of the model, cut by the replica's own tp and pp, and an adapter's factors."""
+    """A whole copy of the model, split by the replica's own tp and pp, and an adapter's factors."""
     if sampling.shares_weights:
         return sampling.adapter_bytes
     whole = sampling.weight_bytes * sampling.dims.num_params + sampling.adapter_bytes
@@ -48,7 +48,7 @@ def sampler_weights(sampling: Sampling) -> float:
 
 
 def kv_token_bytes(sampling: Sampling) -> float:
-    """Keys and values of one token on one device; kv heads are repeated beyond their number."""
+    """Keys and values of one token on one device; kv heads are repeated if there are more ranks."""
     dims, how = sampling.dims, {"expanded": sampling.strict}
     whole = sizes.kv_token_bytes(dims, sampling.weight_bytes, sampling.cache_dtype, **how)
     return whole / (min(sampling.tp, dims.cache_shape(**how)[0]) * sampling.pp)

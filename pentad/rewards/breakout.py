@@ -1,6 +1,7 @@
-"""Break-outs that a pool tries at its start, to find the protections that this machine lacks.
+"""Break-out attempts that a pool runs at its start, to find the protections that this machine
+lacks.
 
-Each attempt is what a hostile job would do. It returns if it got through, and raises if not.
+Each attempt is what a hostile job would do. It returns if it succeeded, and raises if not.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from typing import Any
 from pentad.rewards.confine import PR_SET_PDEATHSIG, Limits, prctl
 
 THREAD_STACK = 256 << 10
-"""The least that every architecture allows is below this; 64 KiB is too little on ARM."""
+"""Thread stack size: the minimum of every architecture is below it; 64 KiB is too little on ARM."""
 HELD = (OSError, RuntimeError, MemoryError)
-"""What an attempt ends with where it is refused."""
+"""Errors of an attempt that was prevented."""
 MEANING = {
     "processes": "start processes",
     "network": "open connections",
@@ -32,15 +33,15 @@ MEANING = {
     "threads": "start any number of threads",
     "total size of files": "fill the disk",
 }
-"""What a job can do where this protection is missing."""
+"""What a job can do without this protection."""
 AMOUNTS = {"threads", "total size of files"}
-"""Without these a job reaches nothing that it should not: a pool warns, and continues."""
+"""Without these a job still reaches nothing outside: a pool warns, and continues."""
 
 
 @contextlib.contextmanager
 def bait(folder: str) -> Iterator[dict[str, Any]]:
-    """Things outside of a job that it must not reach, as arguments of `missing`: a file that
-    every user may read and write, and a port that listens."""
+    """Objects outside of a job that it must not reach, as arguments of `missing`: a file that every
+    user may read and write, and a listening port."""
     descriptor, file = tempfile.mkstemp(dir=folder)
     os.fchmod(descriptor, 0o666)
     try:
@@ -52,7 +53,7 @@ def bait(folder: str) -> Iterator[dict[str, Any]]:
 
 
 def missing(limits: Limits, file: str, port: int) -> list[str]:
-    """The protections that do not hold in this process, as keys of MEANING."""
+    """The missing protections of this process, as keys of MEANING."""
     if limits.allow_processes:
         return []
     attempts: dict[str, Callable[[], object]] = {"processes": _fork}
@@ -84,7 +85,7 @@ def _fork() -> None:
 
 
 def _signal_parent() -> None:
-    """As the owner of a pipe, to whom the kernel sends a signal when it is written to."""
+    """Uses the owner of a pipe, to whom the kernel sends a signal when it is written to."""
     read_end, _ = os.pipe()
     if os.getppid() == 0:
         raise ProcessLookupError("no process outside of this namespace has a number in it")
@@ -103,7 +104,7 @@ def _start_threads(num: int) -> None:
 
 
 def _fill(num_bytes: int) -> None:
-    """Writes half as much again as is allowed, in three files."""
+    """Writes one and a half times the limit, in three files."""
     for name in "abc":
         file = os.open(name, os.O_CREAT | os.O_WRONLY)
         os.posix_fallocate(file, 0, num_bytes // 2)

@@ -1,8 +1,8 @@
-"""What runs inside a worker of the pool: a reward, on the samples of a group one by one or all at
-once, for one group or several, and programs that the policy wrote.
+"""Functions that run inside a worker of the pool: a reward, on the samples of a group one by one or
+all at once, for one group or several, and programs that the policy wrote.
 
-Standard library only. What a call raises comes back as text with its place in the user's file.
-What the pool itself explains (a refused process, memory, an exit) is left to it.
+Standard library only. An exception of a call is returned as text with its place in the user's file.
+Failures that the pool explains (a blocked process, memory, an exit) are left to it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ EACH, BATCH, SEVERAL = (f"{__name__}:{name}" for name in ("each", "batch", "seve
 
 
 def each(spec: str, shared: bytes, own: Sequence[SeededCall]) -> dict[str, Any]:
-    """What the function returns for each sample. `shared` is a pickled dict of the arguments that
-    are the same for all; every call gets its own copy of them. A call draws random numbers by the
-    seed of its sample; coroutines take turns, so what they draw after a first wait is shared."""
+    """The function's result for each sample. `shared` is a pickled dict of the arguments that are
+    equal for all; every call gets a separate copy. Random numbers of a call are seeded by its
+    sample; coroutines interleave, so numbers they draw after a first wait come from a shared
+    generator."""
     function = load(spec)
     started = time.perf_counter()
     if inspect.iscoroutinefunction(function):
@@ -49,13 +50,13 @@ def each(spec: str, shared: bytes, own: Sequence[SeededCall]) -> dict[str, Any]:
 
 
 def several(jobs: Sequence[tuple[str, bytes]]) -> list[Any]:
-    """What the jobs return, one after the other: functions of this module, their arguments
-    pickled."""
+    """The results of several jobs, one after the other: functions of this module, with pickled
+    arguments."""
     return [load(spec)(**pickle.loads(arguments)) for spec, arguments in jobs]
 
 
 def batch(spec: str, arguments: dict[str, Any], seed: int) -> dict[str, Any]:
-    """What the function returns for all samples together: one value a sample."""
+    """The function's results for all samples together: one value per sample."""
     started = time.perf_counter()
     result = _tried(load(spec), arguments, seed)
     if "error" in result:
@@ -73,7 +74,7 @@ def batch(spec: str, arguments: dict[str, Any], seed: int) -> dict[str, Any]:
 async def _together(
     function: Callable[..., Any], shared: bytes, own: Sequence[SeededCall]
 ) -> list[dict[str, Any]]:
-    """Coroutines wait at the same time."""
+    """Runs coroutines concurrently."""
 
     async def one(seed: int, arguments: dict[str, Any]) -> dict[str, Any]:
         seed_globals(seed)
@@ -112,14 +113,14 @@ def _described(failure: Exception, function: Callable[..., Any]) -> str:
 
 
 def print_output(source: str, stdin: str) -> None:
-    """Runs the program as a script that reads `stdin`; what it prints is captured outside."""
+    """Runs the program as a script that reads `stdin`; its output is captured outside."""
     Path("stdin").write_text(stdin)  # the working folder is the job's own
     os.dup2(os.open("stdin", os.O_RDONLY), 0)
     _execute(source, "__main__")
 
 
 def call(source: str, function: str, arguments: list[Any]) -> Any:
-    """What `function`, or `Solution().function`, returns for the arguments."""
+    """The result of `function`, or `Solution().function`, for the arguments."""
     space = _execute(source, "program")
     owner = space["Solution"]() if function not in space and "Solution" in space else None
     found = space[function] if owner is None else getattr(owner, function)
@@ -127,7 +128,7 @@ def call(source: str, function: str, arguments: list[Any]) -> Any:
 
 
 def asserts(source: str, tests: list[str]) -> int:
-    """How many of the statements hold after the program ran, up to the first that does not."""
+    """Number of statements that hold after the program ran, up to the first failure."""
     space = _execute(source, "program")
     for num_passed, test in enumerate(tests):
         try:
@@ -138,8 +139,8 @@ def asserts(source: str, tests: list[str]) -> int:
 
 
 def _execute(source: str, name: str) -> dict[str, Any]:
-    """Runs the source as the module of that name, which classes defined in it look up. What it
-    draws is the same each time: equal programs get equal rewards."""
+    """Runs the source as a module with that name, which classes defined in it look up. Random
+    numbers are seeded equally: equal programs get equal rewards."""
     seed_globals("program")
     module = sys.modules[name] = ModuleType(name)
     exec(compile(source, "program.py", "exec"), module.__dict__)

@@ -1,8 +1,8 @@
-"""The `code` reward: a program from the completion, judged by tests it never sees.
+"""The `code` reward: a program from the completion, scored by tests it never sees.
 
-Programs run in isolated workers; inputs go in, outputs come out, and the comparison is made here,
-in the caller's process. A program that fails, hangs or is killed has failed its test: that is a
-verdict. Only a failure of the pool itself is none.
+Programs run in isolated workers; inputs go in, outputs come out, and the comparison is made in the
+caller's process. A program that fails, hangs or is killed has failed its test: that is a valid
+result. Only a failure of the pool itself is not.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from pentad.rewards.sandbox import JobFailed, Sandbox
 
 FENCE = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL)
 FLOAT_TOLERANCE = 1e-6
-"""Relative and absolute, for printed decimals: programs sum in different orders."""
+"""Relative and absolute tolerance of printed decimals: programs sum in different orders."""
 RUN, CALL, ASSERT = (f"pentad.rewards.calls:{f}" for f in ("print_output", "call", "asserts"))
 
 
 @dataclass(frozen=True, slots=True)
 class Tests:
-    """What a program must do. Example: Tests("stdin", "", [("1 2\\n", "3")])."""
+    """The tests of a program. Example: Tests("stdin", "", [("1 2\\n", "3")])."""
 
     kind: Literal["stdin", "call", "assert"]
     function: str
-    """The function that is called; empty for the other kinds."""
+    """The function to call; empty for the other kinds."""
     cases: list[tuple[Any, Any]]
     """(input, expected output); for asserts (statement, None)."""
 
@@ -56,13 +56,14 @@ def read_tests(answer: object) -> Tests:
 
 
 def program_in(completion: str) -> str:
-    """The last fenced block, or everything if there is none."""
+    """The last fenced block, or the whole text if there is none."""
     blocks = FENCE.findall(completion)
     return blocks[-1] if blocks else completion
 
 
 async def judge(sandbox: Sandbox, completion: str, tests: Tests) -> Scored | JobFailed:
-    """1 if every test passes. Ends at the first that does not, so a hanging program costs one."""
+    """1 if every test passes. Stops at the first failure, so a hanging program costs one
+    timeout."""
     source = program_in(completion)
     if tests.kind == "assert":
         return await _judge_asserts(sandbox, source, [case for case, _ in tests.cases])

@@ -1,9 +1,9 @@
-"""What one job may use and ask of the kernel: resource limits, rights to files, system calls.
+"""Confinement of one job: resource limits, access to files, system calls.
 
 Linux only, standard library only: this runs in worker processes that must start in milliseconds.
-Nothing here needs privileges. `breakout.py` tries out whether it holds. The system call filter is
-classic BPF (https://docs.kernel.org/userspace-api/seccomp_filter.html); it holds for every thread
-and cannot be taken off again.
+Nothing here needs privileges. `breakout.py` tests it. The system call filter is classic BPF
+(https://docs.kernel.org/userspace-api/seccomp_filter.html); it applies to every thread and cannot
+be removed.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ unshare 272 97          setns 308 268           bpf 321 280
 setsockopt 54 208       sendmsg 46 211          sendmmsg 307 269
 landlock_create_ruleset 444 444                 landlock_add_rule 445 445
 """
-"""What an untrusted program does not need: sockets, other processes' memory, signals,
-priorities, locks and queues, rights and times of files, memory that no limit counts (in buffers of
-sockets, in files under way between them, in rules), supplies of the whole machine, keys,
-namespaces."""
+"""System calls that an untrusted program does not need: sockets, other processes' memory,
+signals, priorities, locks and queues, rights and times of files, memory that no limit counts
+(in buffers of sockets, in files passed between them, in rules), resources of the whole machine,
+keys, namespaces."""
 ARGUED = """
 clone 56 220            clone3 435 435          kill 62 129             tgkill 234 131
 prlimit64 302 261       prctl 157 167           fcntl 72 25             ioctl 16 29
@@ -62,7 +62,7 @@ socketpair 53 199
 """
 
 ARCHITECTURES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}
-"""Column in the tables above, and the kernel's name for the architecture."""
+"""Column in the tables above, and the kernel's name of the architecture."""
 
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, KILL = 0x7FFF0000, 0x80000000
@@ -82,7 +82,8 @@ def numbers(table: str, column: int) -> dict[str, int]:
 
 
 def build_filter(*, isolate: bool) -> bytes:
-    """Refuses new processes; with `isolate` also whatever reaches beyond the process itself."""
+    """Blocks new processes; with `isolate` also every call that reaches beyond the process
+    itself."""
     machine = os.uname().machine
     if machine not in ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"no system call filter is known for {machine}")
@@ -114,7 +115,7 @@ def build_filter(*, isolate: bool) -> bytes:
 
 
 def _rules(isolate: bool) -> list[tuple[str, int, bool, int, int]]:
-    """System call, argument, whether it is allowed or refused if the low word of that argument
+    """System call, argument, whether it is allowed or blocked if the low word of that argument
     passes the test, the test."""
     clone_thread, pr_set_pdeathsig = 0x10000, 1
     rules = [("clone", 0, True, ANY_BIT, clone_thread)]
@@ -144,29 +145,30 @@ KILL_PATIENCE_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one job may use."""
+    """Resource limits of one job."""
 
     isolate: bool = False
     """For untrusted programs: no network, no processes, no signals, own files only."""
     allow_processes: bool = False
     """Whether jobs may start processes."""
     max_processes: int = 32
-    """Most of them at once, if they may."""
+    """Maximum number of processes at once, if they are allowed."""
     max_memory_bytes: int = 1 << 30
     """Address space of each process of a job."""
     max_threads: int = 64
-    """In an isolated job."""
+    """For an isolated job."""
     max_file_bytes: int = 64 << 20
     """The largest file; with isolate, all files of a job together."""
     max_result_bytes: int = 1 << 20
     allow_weaker: bool = False
-    """Continues without the protections that this machine does not offer."""
+    """Continues without protections that this machine lacks."""
 
 
 PAGE_TABLE_SHARE = 16
-"""Page tables may take 1/16 of the memory limit beside it: 32 times what dense memory needs."""
+"""Page tables may take 1/16 of the memory limit in addition: 32 times what dense memory needs."""
 WHERE_PYTHON_IS = ("LD_LIBRARY_PATH", "PYTHONHOME")
-"""Variables of the run that a worker of isolated jobs is started with, and takes from its jobs."""
+"""Variables of the run with which a worker of isolated jobs is started, and which its jobs do not
+get."""
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -183,7 +185,7 @@ def prctl(option: int, first: int, second: object = None) -> None:
 
 
 def adopt_orphans() -> None:
-    """Processes whose parent is gone become children of this one, not of init."""
+    """Makes processes whose parent has ended children of this one instead of init."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -192,7 +194,7 @@ def die_with_parent() -> None:
 
 
 def close_all_but(*kept: int) -> None:
-    """Every open file except the standard streams and `kept`, however high their numbers may be."""
+    """Closes every open file except the standard streams and `kept`, whatever their numbers."""
     bounds = [2, *sorted(kept), 1 << 32]
     for first, last in ((low + 1, high - 1) for low, high in itertools.pairwise(bounds)):
         if first <= last:
@@ -220,11 +222,9 @@ def apply(limits: Limits, scratch: str, cpu_s: int, *, is_enclosed: bool = False
 
 
 def prefer_for_oom() -> None:
-    """The kernel's out-of-memory killer shall choose a job before it chooses the run.
-
-    That is a preference and no protection: some containers do not let it be set, and an enclosed
-    job, which has no /proc, inherits it.
-    """
+    """Makes the kernel's out-of-memory killer prefer a job over the run. That is a preference and
+    no protection: some containers do not allow it, and an enclosed job, which has no /proc,
+    inherits it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
@@ -276,7 +276,7 @@ def _install_filter(*, isolate: bool) -> None:
 
 
 def page_table_bytes(watch: int) -> int:
-    """Page tables of the process behind this descriptor; 0 when it has ended."""
+    """Size of the page tables of the process behind this descriptor; 0 when it has ended."""
     try:
         told = Path(f"/proc/self/fdinfo/{watch}").read_text()
         pid = int(told.partition("\nPid:")[2].split()[0])
@@ -299,7 +299,8 @@ RIGHTS_BY_ABI = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1}
 
 
 def readable_paths() -> list[str]:
-    """What an isolated job may read: Python, its installed packages, the system's libraries."""
+    """Paths that an isolated job may read: Python, its installed packages, the system's
+    libraries."""
     packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     wanted = {*SYSTEM, f"{sys.base_prefix}/lib", str(Path(os.__file__).parent), *packages}
     found: list[str] = []
@@ -310,7 +311,8 @@ def readable_paths() -> list[str]:
 
 
 def _restrict_files(scratch: str) -> None:
-    """Landlock (kernel 5.13), where a worker cannot be enclosed: the same files, by refusal."""
+    """Restricts files by Landlock (kernel 5.13) if a worker cannot be enclosed: the same files are
+    readable."""
     abi = check(LIBC.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1))
     handled = RIGHTS_BY_ABI[min(abi, max(RIGHTS_BY_ABI))]
     ruleset = check(LIBC.syscall(CREATE_RULESET, struct.pack("Q", handled), ctypes.c_size_t(8), 0))
@@ -345,10 +347,8 @@ def descendants(root: int) -> set[int]:
 
 
 def end_all(root: int, keep: Iterable[int] = (), *, with_root: bool = False) -> None:
-    """Kills everything below `root`, except `keep`; stops it all first, so that none gets away.
-
-    A caller that is `root` itself has adopted all orphans, and reaps them here.
-    """
+    """Kills everything below `root`, except `keep`; all are stopped first, so that none escapes. A
+    caller that is `root` itself has adopted all orphans, and reaps them here."""
     stopped: set[int] = {root} if with_root else set()
     _signal(stopped, signal.SIGSTOP)
     while fresh := descendants(root) - stopped - set(keep):

@@ -1,7 +1,7 @@
-"""Namespaces of an isolated worker: no process, network or file of the machine can be named in it.
+"""Namespaces of an isolated worker: no process, network or file of the machine is visible in it.
 
 Linux only, standard library only. The worker has its own user, process, network, IPC and mount
-namespace; each job has a process namespace of its own below that, and an empty folder in memory.
+namespace; each job has its own process namespace below that, and an empty folder in memory.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
 NOSUID, NODEV, BIND, DETACH, RECURSIVE, PRIVATE = 2, 4, 4096, 2, 16384, 1 << 18
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1
 NOBODY = 65534
-"""The user that jobs of root run as."""
+"""The user of jobs that root starts."""
 MAX_REASON = 1000
 STAGING, SCRATCH = "/tmp", "/scratch"
-"""A folder that every machine has, under which the view is built; and its one writable folder."""
+"""A folder that every machine has, under which the new root is built; and its one writable
+folder."""
 MAX_FILES = 4096
 PARENT_CHECK_MS = 1000
 
 
 class Enclosure:
-    """What the first process of a worker's namespaces does for each of its jobs."""
+    """The work of the first process of a worker's namespaces for each of its jobs."""
 
     def __init__(self, limits: Limits) -> None:
         self.max_bytes = limits.max_file_bytes
@@ -50,7 +51,7 @@ class Enclosure:
         _show_only(readable_paths())
 
     def open_scratch(self) -> str:
-        """The next fork is the first process of a new namespace; returns its empty folder."""
+        """Makes the next fork the first process of a new namespace; returns its empty folder."""
         check(LIBC.setns(self.namespace, NEWPID))
         check(LIBC.unshare(NEWPID))
         options = f"size={self.max_bytes},nr_inodes={MAX_FILES},mode=777"
@@ -62,10 +63,9 @@ class Enclosure:
 
 
 def enclose(limits: Limits) -> Enclosure:
-    """Returns in a new process, the first of its namespaces: all in them is killed when it ends.
-
-    The caller waits for it and ends with it, or gets an OSError where namespaces are refused.
-    """
+    """Returns in a new process, the first of its namespaces: all processes in them are killed when
+    it ends. The caller waits for it and ends with it, or gets an OSError if namespaces are not
+    permitted."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         child = os.fork()
@@ -87,7 +87,8 @@ def enclose(limits: Limits) -> Enclosure:
 
 
 def _enter(limits: Limits, caller: socket.socket) -> Enclosure:
-    """A process namespace begins with the next child, so there is one process in between."""
+    """Enters the namespaces through an intermediate process, because a process namespace starts
+    with the next child."""
     die_with_parent()
     check(LIBC.unshare(NEWUSER | NEWPID | NEWNET | NEWIPC | NEWUTS | NEWNS))
     caller.send(b"u")
@@ -104,7 +105,8 @@ def _enter(limits: Limits, caller: socket.socket) -> Enclosure:
 
 
 def _write_maps(child: int) -> None:
-    """Our own user, and for root a second one: the kernel does not count the threads of root."""
+    """Maps our own user, and for root a second one: the kernel does not count the threads of
+    root."""
     ids = {"uid_map": os.getuid(), "gid_map": os.getgid()}
     if os.getuid() != 0:
         Path(f"/proc/{child}/setgroups").write_text("deny")
@@ -114,7 +116,7 @@ def _write_maps(child: int) -> None:
 
 
 def leave_root() -> None:
-    """A job of root continues as the user `nobody`, unless Python was installed for root alone."""
+    """Continues a job of root as the user `nobody`, unless Python was installed for root only."""
     paths = map(Path, (os.__file__, *readable_paths()))
     if os.getuid() == 0 and all(path.stat().st_mode & stat.S_IROTH for path in paths):
         os.setgroups([])
@@ -123,7 +125,7 @@ def leave_root() -> None:
 
 
 def _end_with(child: int) -> NoReturn:
-    """Waits for the child; if our own parent is gone before, the child ends with us."""
+    """Waits for the child; if our own parent ends before, the child is killed."""
     parent, watch = os.getppid(), select.poll()
     watch.register(os.pidfd_open(child), select.POLLIN)
     while os.getppid() == parent and not watch.poll(PARENT_CHECK_MS):
@@ -132,7 +134,8 @@ def _end_with(child: int) -> NoReturn:
 
 
 def _show_only(paths: Iterable[str]) -> None:
-    """The file system becomes an empty one with these paths in it, read-only, and a scratch."""
+    """Replaces the file system by an empty one with these paths in it, read-only, and a scratch
+    folder."""
     _mount("none", "/", RECURSIVE | PRIVATE)
     sources = {path: os.open(path, os.O_PATH) for path in paths}  # some may be below STAGING
     _mount("tmpfs", STAGING, NOSUID | NODEV, "size=1m,mode=755")

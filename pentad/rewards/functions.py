@@ -1,7 +1,7 @@
-"""One reward function: what it takes, and how it is called on the samples of a group.
+"""One reward function: its parameters, and how it is called on the samples of a group.
 
 A function of `completion` scores one sample; one of `completions` scores all samples of a group at
-once, as TRL's do. Either may ask for columns of the dataset row by their names.
+once, as TRL's do. Both may have columns of the dataset row as parameters.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ PARAMETERS = {
     "environment": "attributes of the sample's environment at its end",
 }
 OF_A_SAMPLE = ("completion", "ids", "sample", "environment")
-"""Those that differ between the samples of a group; a reward takes at least one."""
+"""Parameters that differ between the samples of a group; a reward takes at least one."""
 BATCHED = {
     "completions": "the sampled texts of a group",
     "prompts": "the prompt as text, once for each",
     "completion_ids": "the sampled token ids of each",
     "environments": "attributes of the environment of each at its end",
 }
-"""Parameters of functions that take a whole group; columns come as lists, too."""
+"""Parameters of functions that score a whole group; columns are lists, too."""
 LEFT_OUT = {"prompt", "completion"}
-"""Columns that a batched function of any keywords is not given: it has them by another name."""
+"""Columns not passed to a batched function with `**` parameters: it has them under another name."""
 
 INLINE: dict[str, tuple[Callable[[str, object], Scored], Callable[[str], object]]] = {
     "exact_match": (verifiers.exact_match, str.strip),
@@ -58,36 +58,36 @@ INLINE: dict[str, tuple[Callable[[str, object], Scored], Callable[[str], object]
     "gsm8k": (verifiers.gsm8k, verifiers.gsm8k_result),
     "sort_digits": (verifiers.sort_digits, str.strip),
 }
-"""Trusted, linear in time, and so run where they are called: what judges a completion, and what it
-comes to. Completions that come to the same are judged alike."""
+"""Trusted functions of linear time, which run in the caller: the reward, and the result of a
+completion. Completions with equal results get equal rewards."""
 POOLED = {"math": ("pentad.rewards.mathematics:math", "pentad.rewards.mathematics:result_of")}
-"""The same, by name, for functions that run in the pool."""
+"""The same for functions that run in the pool."""
 BUILT_IN = (*INLINE, *POOLED, "code")
 
 JOB_S = 0.1
-"""Calls of a group that take about this long share a job."""
+"""Calls of a group that take about this many seconds share a job."""
 
 T = TypeVar("T")
 Verdict = Scored | JobFailed | None
-"""None: the function has no opinion on this sample."""
+"""None: the function abstains from scoring this sample."""
 WANTED = "a number, a dict of named numbers or a Scored"
 ABSTAINED = JobFailed("error", f"it returned None where {WANTED} is wanted")
 
 
 @dataclass(frozen=True, slots=True)
 class Takes:
-    """What a function is given."""
+    """The parameters of a function."""
 
     names: frozenset[str]
-    """From PARAMETERS or BATCHED, and columns, where the row has them."""
+    """From PARAMETERS or BATCHED, and columns, if the row has them."""
     required: frozenset[str]
     is_batched: bool = False
     takes_any: bool = False
-    """All that there is."""
+    """Whether it takes all available values (`**`)."""
 
     @property
     def known(self) -> dict[str, str]:
-        """Name -> meaning of what is given besides columns."""
+        """Name -> meaning of the available values besides columns."""
         return BATCHED | {"answer": PARAMETERS["answer"]} if self.is_batched else PARAMETERS
 
     @property
@@ -100,7 +100,7 @@ COMPARES = Takes(frozenset({"completion", "answer"}), frozenset({"completion", "
 
 
 def read_signature(fn: str, signature: Mapping[str, Any]) -> Takes:
-    """What the function takes, from `core.specs.describe`. Raises UserError if it can see no
+    """The parameters of a function, from `core.specs.describe`. UserError if it takes no
     completion."""
     required = frozenset(signature["required"])
     names = required | {*signature["optional"]}
@@ -117,7 +117,7 @@ def read_signature(fn: str, signature: Mapping[str, Any]) -> Takes:
 
 
 def check_columns(fn: str, takes: Takes, columns: Iterable[str]) -> None:
-    """Raises UserError if the function requires what rows with these columns do not have."""
+    """Raises UserError if the function requires a column that these rows lack."""
     there = sorted(columns)
     missing = sorted(takes.required - {*takes.known, *there})
     if missing:
@@ -129,7 +129,7 @@ def check_columns(fn: str, takes: Takes, columns: Iterable[str]) -> None:
 
 
 class RewardFunction:
-    """A built-in, or a function of the user's. `pool` runs what is not trusted to end."""
+    """A built-in reward, or a user's function. `pool` runs functions that may not end."""
 
     def __init__(self, fn: str, answer_field: str, max_retries: int, seed: int = 0) -> None:
         self.fn = fn
@@ -139,18 +139,19 @@ class RewardFunction:
         self.max_retries = max_retries
         self.takes = COMPARES
         self.judge_model: Judge | None = None
-        """The model that the function `judge` asks."""
+        """The model of the function `judge`."""
         self.reward_model: RewardModel | None = None
-        """The model that the function `reward_model` is."""
+        """The model of the function `reward_model`."""
         self.pool: Sandbox | None = None
         self.jobs: SharedJobs | None = None
         """The pool's queue of jobs."""
         self.call_s: float | None = None
-        """Mean seconds of a call, of late, on a sample or a whole group; None: not known yet."""
+        """Recent mean seconds of a call, on a sample or a whole group; None: not known yet."""
         self.may_abstain = False
-        """Whether None is a verdict: where it is not the only function."""
+        """Whether None is a valid result: if it is not the only function."""
         self.waits_together: bool | None = None
-        """Whether the calls of a group wait in one job, as coroutines can; None: not known yet."""
+        """Whether the calls of a group run concurrently in one job, as coroutines do; None: not
+        known yet."""
 
     @property
     def is_pooled(self) -> bool:
@@ -172,18 +173,18 @@ class RewardFunction:
 
     @property
     def long_name(self) -> str:
-        """With its file or module, where two functions have one name."""
+        """The function's name, with its file or module if two functions have one name."""
         place = self.fn.rpartition(":")[0]
         return f"{Path(place).stem if place.endswith('.py') else place}.{self.name}"
 
     async def judge(
         self, prompt: Prompt, samples: Sequence[Sample], *, max_retries: int | None = None
     ) -> list[Verdict]:
-        """A verdict a sample, in their order; what failed is tried again.
+        """A result per sample, in their order; failed ones are retried.
 
-        A sample that fails again, by itself, is the cause if the function works for another
-        completion of the row in between. What a function of the user's raises may then still be
-        its own mistake: that is `unclear`.
+        A sample that fails again, alone, is the cause if the function works for another completion
+        of the row in between. An exception of a user's function may still be the function's own
+        error: that is `unclear`.
         """
         retries = self.max_retries if max_retries is None else max_retries
         self._check_row(prompt)
@@ -220,18 +221,18 @@ class RewardFunction:
         return verdict
 
     async def _works(self, prompt: Prompt, controls: Sequence[Sample]) -> bool:
-        """Whether the function gives each of these a verdict now."""
+        """Whether the function gives each of these a result now."""
         verdicts = await self._judge_pooled(prompt, controls, is_alone=True)
         return not any(isinstance(verdict, JobFailed) for verdict in verdicts)
 
     def _controls(self, prompt: Prompt, sample: Sample) -> list[Sample]:
-        """Completions that `math` can compare with any answer that is fit for it. Mates may have
+        """Completions that `math` can compare with any suitable answer. Other samples may have
         passed because no result was found in them."""
         answer = prompt.fields[self.answer_field]
         return [replace(sample, text=f"\\boxed{{{result}}}") for result in (answer, 1234567)]
 
     def _blamed(self, verdict: Verdict) -> Verdict:
-        """A failure that the sample is the cause of; the pool's own stay what they are."""
+        """A failure caused by the sample; failures of the pool are returned unchanged."""
         if not isinstance(verdict, JobFailed) or verdict.kind == "lost":
             return verdict
         is_raised = verdict.kind == "error" and self.fn not in POOLED
@@ -240,8 +241,8 @@ class RewardFunction:
     async def _judge_batch_again(
         self, prompt: Prompt, samples: Sequence[Sample], retries: int
     ) -> list[Verdict]:
-        """All of them again. If it fails for all still, those that fail by themselves are left
-        out, and the others judged together."""
+        """Scores all of them again. If all fail together again, those that fail alone are left out,
+        and the others scored together."""
         for _ in range(retries):
             verdicts = await self._judge_batch(prompt, samples, is_alone=True)
             if not all(isinstance(verdict, JobFailed) for verdict in verdicts):
@@ -255,7 +256,7 @@ class RewardFunction:
         return [judged.get(i, self._blamed(verdict)) for i, [verdict] in enumerate(alone)]
 
     def _check_row(self, prompt: Prompt) -> None:
-        """A row without what the function requires is the user's to mend, now."""
+        """Raises UserError for a row that lacks required columns."""
         columns = {"answer": self.answer_field}
         for name in sorted(self.takes.required):
             column = columns.get(name, name)
@@ -284,7 +285,7 @@ class RewardFunction:
         return self._columns(prompt) | given
 
     def _own(self, prompt: Prompt, samples: Sequence[Sample]) -> list[SeededCall]:
-        """The arguments of each sample, and the seed of what is drawn for it."""
+        """The arguments of each sample, and the seed of its random numbers."""
         values: dict[str, Callable[[Sample], Any]] = {
             "completion": lambda sample: sample.text,
             "ids": lambda sample: sample.ids[sample.mask].tolist(),
@@ -309,7 +310,7 @@ class RewardFunction:
         raise UserError(Problem(f"reward.fn = {self.fn}", rule, remedy))
 
     def _seed(self, prompt: Prompt, sample: Sample | None = None) -> int:
-        """By what the sample is, not by its number: it may be tried again alone."""
+        """A seed from the sample's content, not its index: it may be retried alone."""
         own = 0 if sample is None else zlib.crc32(sample.ids.tobytes())
         return derive_seed(self.seed, "reward", self.name, prompt.gid, own)
 
@@ -344,7 +345,7 @@ class RewardFunction:
         return [verdict for part in judged for verdict in part]
 
     def _calls_per_job(self, num: int) -> int:
-        """Quick calls share a job; how quick they are shows at the first group."""
+        """Calls per job: quick calls share a job; their duration is known after the first group."""
         if self.waits_together:
             return num
         if self.call_s is None:
@@ -395,7 +396,8 @@ class RewardFunction:
         num_calls: int = 1,
         is_alone: bool,
     ) -> Any | JobFailed:
-        """Runs the job, beside others that wait unless it shall be alone, and learns its time."""
+        """Runs the job, together with waiting ones unless it must be alone, and measures its
+        time."""
         assert self.pool is not None and self.jobs is not None, "start() comes first"
         if is_alone or self.call_s is None:
             answer = await self.pool.run(call, payload, limit)
@@ -442,7 +444,7 @@ class RewardFunction:
 
 
 async def together(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """As `asyncio.gather`, without a task where there is but one."""
+    """Like `asyncio.gather`, without a task for a single coroutine."""
     return [await jobs[0]] if len(jobs) == 1 else await asyncio.gather(*jobs)
 
 
@@ -455,7 +457,7 @@ def read_result(result: Any) -> Verdict:
 
 
 def as_scored(result: Any) -> Scored | JobFailed:
-    """Reads what a reward function returned, after its way through JSON."""
+    """Parses the return value of a reward function, after its way through JSON."""
     if isinstance(result, JobFailed):
         return result
     if type(result) is float and math.isfinite(result):
@@ -477,13 +479,13 @@ def as_scored(result: Any) -> Scored | JobFailed:
 
 
 def _is_number(value: object) -> bool:
-    """Whole numbers of JSON have any size: those beyond floats are none."""
+    """Whole numbers in JSON have any size: those beyond floats are invalid."""
     is_float = isinstance(value, float)
     return is_float or (isinstance(value, int) and abs(value) <= sys.float_info.max)
 
 
 def _are_parts(value: object) -> bool:
-    """Named numbers. The names become columns of records, so they must show."""
+    """Named numbers. The names become columns of records, so they must be printable."""
     if not isinstance(value, dict) or not all(map(str.isprintable, value)):
         return False
     return all(map(_is_number, value.values()))

@@ -1,8 +1,8 @@
 """`reward.fn: judge`: a model at an OpenAI-compatible address gives the reward.
 
-The last number of what it says, divided by `scale`, is the reward. Equal questions are asked once.
-A judge that does not answer, or says no number, is asked again; then the sample has no reward and
-its group is dropped: a failure of the judge is never a score.
+The last number of its answer, divided by `scale`, is the reward. Equal questions are sent once. If
+the judge does not answer, or its answer has no number, the question is repeated; then the sample
+has no reward and its group is dropped: a failure of the judge is never a score.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pentad.core.errors import Problem, UserError, one_line
+from pentad.core.folders import what_else
 from pentad.core.roles import Scored
 from pentad.core.types import Prompt, Sample
 from pentad.rewards.sandbox import JobFailed
@@ -29,41 +30,53 @@ from pentad.rewards.section import JudgeConfig
 PLACE = re.compile(r"\{(\w+)\}")
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 FIRST_WAIT_S = 1.0
-"""Before a question is asked again; twice as long each time."""
+"""Seconds before a question is repeated; doubled each time."""
+MAX_VERDICT = 1 << 16
+"""Maximum bytes of a line of the cache, which holds a digest and a number."""
 
 
 class JudgeFailed(Exception):
-    """The judge gave no number."""
+    """The judge's answer has no number."""
 
 
 class Judge:
-    """Asks the model; belongs to one event loop."""
+    """Calls the model; belongs to one event loop."""
 
     def __init__(self, keys: JudgeConfig) -> None:
         self.keys = keys
         self.names = frozenset(PLACE.findall(keys.template))
         self.known: dict[str, float] = {}
-        """By digest of the question, in this run and of `cache`."""
+        """By digest of the question, from this run and from `cache`."""
         self.asked: dict[str, asyncio.Task[float]] = {}
         self.threads = ThreadPoolExecutor(keys.max_concurrent, thread_name_prefix="judge")
         self.api_key = os.environ.get(keys.api_key_env, "") if keys.api_key_env else ""
 
     def start(self) -> None:
-        """Reads what was judged before. Raises UserError."""
+        """Reads the cached answers. Raises UserError."""
         if self.keys.api_key_env and not self.api_key:
             where = f"reward.judge.api_key_env = {self.keys.api_key_env}"
             raise UserError(Problem(where, "there is no such environment variable"))
         cache = self.keys.cache
         if cache is None or not Path(cache).exists():
             return
-        for number, line in enumerate(Path(cache).read_text().splitlines(), 1):
-            try:
-                one = json.loads(line)
-                self.known[one["question"]] = float(one["value"])
-            except (ValueError, KeyError, TypeError) as error:
-                rule = f"line {number} is no verdict of a judge ({error})"
-                where = f"reward.judge.cache = {cache}"
-                raise UserError(Problem(where, rule, "remove that line")) from error
+        where = f"reward.judge.cache = {cache}"
+        try:
+            if other := what_else(Path(cache)):
+                raise UserError(Problem(where, f"{other}, not a file", "name a file"))
+            with Path(cache).open("rb") as file:
+                for number, line in enumerate(iter(lambda: file.readline(MAX_VERDICT), b""), 1):
+                    self._remember(line, f"line {number}", where)
+        except OSError as error:
+            rule = f"cannot be read ({error.strerror})"
+            raise UserError(Problem(where, rule, "name a file of yours")) from error
+
+    def _remember(self, line: bytes, place: str, where: str) -> None:
+        try:
+            one = json.loads(line)
+            self.known[one["question"]] = float(one["value"])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            rule = f"{place} is no verdict of a judge ({error})"
+            raise UserError(Problem(where, rule, "remove that line")) from error
 
     async def score(
         self, prompt: Prompt, sample: Sample, columns: Mapping[str, Any]
@@ -93,7 +106,7 @@ class Judge:
         return value
 
     def _ask_again(self, question: str) -> float:
-        """In a thread."""
+        """Runs in a thread."""
         for attempt in range(self.keys.max_retries + 1):
             try:
                 return self._ask(question)

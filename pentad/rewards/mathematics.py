@@ -1,7 +1,7 @@
 """Mathematical answers compared by the `math-verify` library: fractions, LaTeX, sets, intervals.
 
-Runs in a worker of the reward pool, because simplifying an expression may take for ever. The
-library's own time limits use signals, which do not reach into sympy; they are switched off.
+Runs in a worker of the reward pool, because simplifying an expression may never end. The library's
+own time limits use signals, which do not interrupt sympy; they are switched off.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def math(completion: str, answer: object) -> dict[str, Any]:
 
 
 def as_latex(answer: str) -> str:
-    """Bare LaTeX is boxed: outside of delimiters 3\\sqrt{2} would be read as 3."""
+    """Puts bare LaTeX in a box: outside of delimiters 3\\sqrt{2} would be read as 3."""
     answer = answer.rpartition("####")[2].strip()
     return answer if any(mark in answer for mark in DELIMITERS) else f"{BOX}{{{answer}}}"
 

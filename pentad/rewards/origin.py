@@ -1,9 +1,9 @@
-"""The process that the jobs of a reward worker are forked from: it never holds data of a sample.
+"""The process from which the jobs of a reward worker are forked: it never holds data of a sample.
 
-A job may read all memory of its process, and with it what its parent had in memory at the fork. So
-this process imports the modules of a reward and forks, and nothing else: the job itself reads its
-arguments from a file in memory and writes its result into a pipe, both made by `warden.py`, which
-hands them on unread. Standard library only.
+A job may read all memory of its process, and with it the memory of its parent at the fork. So this
+process only imports the modules of a reward and forks: the job itself reads its arguments from a
+file in memory and writes its result into a pipe, both made by `warden.py`, which passes them on
+unread. Standard library only.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from pentad.rewards import breakout, confine, enclosure
 MAX_DETAIL = 1000
 MESSAGE_BYTES = 1 << 17
 CLEANING_S = 2.0
-"""For what a job left; the pool removes the rest when it closes."""
+"""Time limit for removing a job's remains, in seconds; the pool removes the rest when it closes."""
 OVER = b"over"
 
 
 class Origin:
-    """Forks a job for each message of the warden, and ends what it left when the warden says so.
+    """Forks a job for each message of the warden, and removes its remains when the warden asks.
 
     Messages hold the name of the function and its limits; the file with the arguments and the pipe
-    for the result come with them as descriptors, which only the job uses.
+    for the result arrive with them as descriptors, which only the job uses.
     """
 
     def __init__(self, limits: confine.Limits, folder: str, warden: socket.socket) -> None:
@@ -58,7 +58,7 @@ class Origin:
             os.environ.pop(name, None)
 
     def hello(self, preload: list[str]) -> None:
-        """Imports what rewards need, and says what was found."""
+        """Imports the modules of rewards, and reports the result."""
         said: dict[str, Any] = {"described": {}, "errors": {}, "refused": ""}
         for spec in preload:
             try:
@@ -74,7 +74,7 @@ class Origin:
         self.warden.sendall(json.dumps(said).encode())
 
     def _enclose(self) -> str:
-        """Why this process has no namespaces of its own, or nothing if it has."""
+        """Encloses this process; returns the reason if it has no namespaces, else ""."""
         try:
             self.enclosure = enclosure.enclose(self.limits)
         except OSError as failure:
@@ -82,7 +82,7 @@ class Origin:
         return ""
 
     def serve(self) -> None:
-        """Until the warden has closed its end, or is gone."""
+        """Serves until the warden has closed its end, or has ended."""
         while True:
             message, files, _, _ = socket.recv_fds(self.warden, MESSAGE_BYTES, 2)
             if not message:
@@ -118,10 +118,8 @@ class Origin:
 
 
 def be_job(job: dict[str, Any], limits: confine.Limits, body: int, pipe: int) -> NoReturn:
-    """Everything that happens in the process of a job; never returns.
-
-    The first byte says whether the job began: what goes wrong before it is our fault, not its.
-    """
+    """The whole life of a job's process; never returns. The first byte says whether the job began:
+    failures before it are the pool's, not the job's."""
     code = 1
     try:
         _arrange_files(body, pipe, limits.isolate)
@@ -156,12 +154,12 @@ def _prepare(job: dict[str, Any], limits: confine.Limits) -> None:
 
 
 def probe(limits: dict[str, Any], target: dict[str, Any]) -> list[str]:
-    """A job that tries to break out; returns the protections that are missing."""
+    """A job that tries to break out; returns the missing protections."""
     return breakout.missing(confine.Limits(**limits), **target)
 
 
 def _arrange_files(body: int, pipe: int, isolate: bool) -> None:
-    """Standard streams lead nowhere."""
+    """Redirects the standard streams to /dev/null."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nowhere, descriptor)
@@ -200,7 +198,7 @@ def _plain(value: object) -> object:
 
 
 def _run_program(function: Callable[..., Any], arguments: dict[str, Any]) -> int:
-    """What counts is what is printed; exit code and threads are treated as for a script."""
+    """Runs a program for its output; exit code and threads are treated as for a script."""
     try:
         function(**arguments)
         code = 0

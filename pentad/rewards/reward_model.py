@@ -1,9 +1,9 @@
-"""`reward.fn: reward_model`: a model that was trained on preferences gives the reward.
+"""`reward.fn: reward_model`: a model trained on preferences gives the reward.
 
-The model is a folder as `pentad reward-model` writes it, or any with one output for a sequence
-(`...ForSequenceClassification`). It reads the prompt and the answer as in its training: through its
-own chat template where the prompts of the run went through one, otherwise as plain text. The
-answers of a prompt are read together, so that a reward does not depend on what else is waiting.
+The model is a folder that `pentad reward-model` wrote, or any with one output for a sequence
+(`...ForSequenceClassification`). It reads the prompt and the answer as in its training: with its
+own chat template if the prompts of the run were rendered with one, otherwise as plain text. The
+answers of a prompt are scored together, so that a reward does not depend on other waiting requests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pentad.rewards.section import RewardModelConfig
 
 
 class RewardModel:
-    """Reads answers in a thread of its own; belongs to one event loop."""
+    """Scores answers in a separate thread; belongs to one event loop."""
 
     def __init__(self, keys: RewardModelConfig) -> None:
         self.keys = keys
@@ -65,7 +65,7 @@ class RewardModel:
         return await loop.run_in_executor(self.thread, self._score, prompt, samples)
 
     def _score(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Scored | JobFailed]:
-        """In the thread."""
+        """Runs in the thread."""
         found = [self._row(prompt, sample) for sample in samples]
         rows = [row for row in found if isinstance(row, Row)]
         outputs = iter(self.engine.forward(rows)) if rows else iter(())
@@ -105,7 +105,7 @@ class RewardModel:
 
 
 def is_rendered(prompt: Prompt) -> bool:
-    """Whether the policy saw the prompt through a chat template."""
+    """Whether the prompt was rendered with a chat template."""
     if len(prompt.messages) != 1:
         return len(prompt.messages) > 1
     return prompt.messages[0].get("content") != prompt.text

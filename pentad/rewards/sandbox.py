@@ -1,8 +1,8 @@
-"""A pool of killable worker processes: whatever a job does, it ends in time and the pool is whole.
+"""A pool of killable worker processes: every job ends in time, and the pool stays usable.
 
-A worker (`warden.py`) runs each job in a child process under the limits of `confine.py`. A job
-that loops, crashes, forks, floods or exits comes back as JobFailed; the worker continues. A worker
-that is lost itself is ended with everything below it and started anew.
+A worker (`warden.py`) runs each job in a child process under the limits of `confine.py`. A job that
+loops, crashes, forks, floods or exits returns as JobFailed; the worker continues. A lost worker is
+killed with everything below it and restarted.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Cause = Literal["ours", "sample", "unclear"]
 MAX_HEADER_BYTES = 1 << 16
 MAX_DETAIL = 500
 MAX_NESTING = 50
-"""Depth of lists and dicts in a result: all that read it may recurse."""
+"""Maximum depth of lists and dicts in a result: readers of it may recurse."""
 GRACE_S = 10.0
-"""How much later than the worker the pool itself gives up on a job."""
+"""Seconds after the worker's own time limit at which the pool gives up on a job."""
 START_TIMEOUT_S = 60.0
-"""For starting a worker, the import of the reward's module included."""
+"""Time limit for starting a worker, including the import of the reward's module, in seconds."""
 CLOSE_PATIENCE_S = 2.0
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
 BOOT += "from pentad.rewards.warden import main; main()"
@@ -48,7 +48,7 @@ FOLDER_PREFIX = "pentad-jobs-"
 
 
 def limits_of(reward: RewardConfig, *, isolate: bool = False) -> confine.Limits:
-    """What a job may use; `isolate`: it is a program of the model."""
+    """The limits of a job; `isolate`: it is a program of the model."""
     if isolate and reward.allow_processes:
         rule = "isolated programs start none"
         raise UserError(Problem("reward.allow_processes = true", rule, "leave it out"))
@@ -62,14 +62,14 @@ def limits_of(reward: RewardConfig, *, isolate: bool = False) -> confine.Limits:
 
 @dataclass(frozen=True, slots=True)
 class JobFailed:
-    """A job that gave no result."""
+    """A job without a result."""
 
     kind: FailureKind
     """lost: the pool's own failure. The others are the job's."""
     detail: str
-    """On one line and fit to be shown, whatever the job said."""
+    """One printable line, whatever the job wrote."""
     cause: Cause = "ours"
-    """What is known of it beyond the job, see `RewardFunction.judge`."""
+    """Further knowledge about the cause, see `RewardFunction.judge`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "detail", one_line(self.detail, MAX_DETAIL))
@@ -79,11 +79,11 @@ class JobFailed:
 
 
 class WorkerLost(Exception):
-    """A worker that did not start, died, or answered what no worker answers."""
+    """A worker did not start, died, or sent an invalid answer."""
 
 
 class Worker:
-    """The parent's side of one warden process. One job at a time."""
+    """The parent's end of one warden process. One job at a time."""
 
     def __init__(
         self,
@@ -98,10 +98,10 @@ class Worker:
         self.folder = folder
         self.process: asyncio.subprocess.Process | None = None
         self.lost_at: float | None = None
-        """Since when it gives no answers."""
+        """When it stopped answering."""
 
     async def start(self) -> dict[str, Any]:
-        """Returns the warden's first message: what it imported and which protections hold."""
+        """Returns the warden's first message: its imports and the working protections."""
         limits = dataclasses.asdict(self.limits)
         config = {"limits": limits, "folder": self.folder, "preload": list(self.preload)}
         with breakout.bait(self.folder) as bait:
@@ -128,11 +128,11 @@ class Worker:
         return failed, body
 
     async def cancel(self) -> None:
-        """Asks the warden to end its job at once; the answer comes to the one who waits for it."""
+        """Makes the warden end its job at once; its caller receives the answer."""
         await self._send({"kind": "cancel"}, b"")
 
     async def end(self, patience_s: float = CLOSE_PATIENCE_S) -> None:
-        """Ends the warden and everything below it; within the patience it may do so itself."""
+        """Ends the warden and everything below it; within the patience it may end by itself."""
         process, self.process = self.process, None
         if process is None:
             return
@@ -172,7 +172,7 @@ class Worker:
 
 
 def check_start(said: dict[str, Any], limits: confine.Limits) -> None:
-    """Raises UserError if a worker's first message is not what jobs can rely on."""
+    """Raises UserError if a worker's first message shows that jobs cannot run safely."""
     problems = [
         Problem(f"reward.fn = {spec}", f"it cannot be imported ({one_line(error, MAX_DETAIL)})")
         for spec, error in said["errors"].items()
@@ -197,8 +197,8 @@ def check_platform() -> None:
 
 
 async def what_is_missing() -> str:
-    """The protections of isolated programs that this machine does not offer, in words; nothing if
-    it offers all."""
+    """The protections of isolated programs that this machine lacks, in words; empty if it has
+    all."""
     check_platform()
     with scratch_folder(FOLDER_PREFIX) as folder:
         worker = Worker(confine.Limits(isolate=True), (), str(folder))
@@ -210,7 +210,7 @@ async def what_is_missing() -> str:
 
 
 def lacking(said: dict[str, Any]) -> str:
-    """Which protections this machine does not offer, what that means, and why."""
+    """The protections that this machine lacks, the consequence, and the reason."""
     names = [str(name) for name in said["missing"]]
     abilities = ", ".join(dict.fromkeys(breakout.MEANING.get(name, name) for name in names))
     refused = f" (namespaces are refused: {said['refused']})" if said["refused"] else ""
@@ -219,7 +219,7 @@ def lacking(said: dict[str, Any]) -> str:
 
 
 def _environment(*, isolate: bool) -> dict[str, str]:
-    """One thread a job and no GPU; untrusted programs see none of the run's secrets."""
+    """One thread per job and no GPU; untrusted programs get no secrets of the run."""
     fixed = {"PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     kept = {name: os.environ[name] for name in confine.WHERE_PYTHON_IS if name in os.environ}
@@ -249,8 +249,8 @@ class Sandbox:
         self.chores: set[asyncio.Task[None]] = set()
 
     async def start(self) -> dict[str, dict[str, Any]]:
-        """Starts one worker, to see that all is well; the others start when they are needed.
-        Returns what `core.specs.describe` says of each function, where it was imported."""
+        """Starts one worker as a test; the others start when they are needed. Returns
+        `core.specs.describe` of each function, from the process that imported it."""
         check_platform()
         self.folder = str(self.cleaning.enter_context(scratch_folder(FOLDER_PREFIX)))
         for _ in range(self.num_workers):
@@ -283,10 +283,8 @@ class Sandbox:
         *,
         capture: Literal["result", "stdout"] = "result",
     ) -> Any | JobFailed:
-        """Calls the function `spec` with the payload as keywords.
-
-        Returns its result as plain JSON data, or with `capture="stdout"` what it printed.
-        """
+        """Calls the function `spec` with the payload as keywords. Returns its result as plain JSON
+        data, or with `capture="stdout"` its output."""
         body = pickled(spec, dict(payload))
         return await self.run_on(await self.idle.get(), spec, body, timeout_s, capture=capture)
 
@@ -299,7 +297,7 @@ class Sandbox:
         *,
         capture: Literal["result", "stdout"] = "result",
     ) -> Any | JobFailed:
-        """The same on a worker that was taken from `idle` and goes back there."""
+        """The same on a worker that was taken from `idle` and is returned there."""
         timeout_s = timeout_s or self.reward.timeout_s
         job = {"spec": spec, "timeout_s": timeout_s, "capture": capture}
         # A task of its own: a reply that is half read must be read to its end.
@@ -326,7 +324,7 @@ class Sandbox:
         return answer.decode(errors="replace") if capture == "stdout" else _value_of(answer)
 
     async def close(self) -> None:
-        """Ends all workers and removes what they left. Jobs under way end with them."""
+        """Ends all workers and removes their files. Running jobs end with them."""
         await asyncio.gather(*self.chores, return_exceptions=True)
         await asyncio.gather(*(worker.end() for worker in self.workers))
         await asyncio.to_thread(self.cleaning.close)
@@ -337,7 +335,7 @@ class Sandbox:
         task.add_done_callback(self.chores.discard)
 
     async def _abandon(self, worker: Worker, task: asyncio.Task[Any]) -> None:
-        """Ends a job that no caller waits for; its worker stays."""
+        """Ends a job without a waiting caller; its worker stays."""
         try:
             await worker.cancel()
             await task
@@ -351,7 +349,7 @@ class Sandbox:
 
 
 def pickled(fn: str, arguments: dict[str, Any]) -> bytes:
-    """What a function is called with; UserError where it cannot travel."""
+    """Pickles the arguments of a function; UserError if that is not possible."""
     try:
         return pickle.dumps(arguments)
     except Exception as failure:  # pickle raises whatever the objects raise
@@ -360,7 +358,7 @@ def pickled(fn: str, arguments: dict[str, Any]) -> bytes:
 
 
 def _value_of(answer: bytes) -> Any | JobFailed:
-    """What a job sent is read as JSON and believed only as far as that goes."""
+    """Parses a job's bytes as JSON, which is trusted no further."""
     try:
         result = json.loads(answer)
         if not isinstance(result, dict):
@@ -376,7 +374,7 @@ def _value_of(answer: bytes) -> Any | JobFailed:
 
 
 def _nesting(value: Any) -> int:
-    """How many lists and dicts lie within each other; read level by level, without recursion."""
+    """Nesting depth of lists and dicts; computed level by level, without recursion."""
     level, depth = [value], 0
     while level := [item for item in level if isinstance(item, list | dict)]:
         depth += 1

@@ -1,10 +1,12 @@
-"""Rewards by name or dotted path: which functions score samples, where, and what if one fails.
+"""Rewards by name or dotted path: which functions score samples, where they run, and what happens
+if one fails.
 
 A reward is a plain function or coroutine that returns a number, a dict of named parts (their sum is
-the reward) or a Scored; `reward_functions.py` says what it may take. Several of them add up by
-their weights. Built-ins that cannot hang run in the caller; everything else runs in the pool of
-killable workers. A reward that fails is tried again. If the sample is the cause, that sample alone
-bears it; if not, its group is dropped with a reason, or scored zero where that is configured.
+the reward) or a Scored; `functions.py` has its parameters. Several are summed by their weights.
+Built-ins that cannot hang run in the caller; everything else runs in the pool of killable workers.
+
+A failed reward is retried. If the sample is the cause, only that sample is affected; if not, its
+group is dropped with a reason, or scored zero if that is configured.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from pentad.rewards.sharing import SharedJobs
 
 log = logging.getLogger(__name__)
 CAUSES: tuple[Cause, ...] = ("ours", "sample", "unclear")
-"""Where a sample has several failures, the first of these counts."""
+"""If a sample has several failures, the first of these counts."""
 CORRECT = "correct"
 """The part that evaluation counts as accuracy."""
 FAILED = "reward_failed"
@@ -47,10 +49,10 @@ FAILED = "reward_failed"
 
 
 class RewardScorer:
-    """Scores the samples of a group, all at once. `start` before use, `close` after.
+    """Scores the samples of a group, all at once. Call `start` before use, `close` after.
 
-    `answer_field` is the dataset field that functions are given as `answer`. What they draw follows
-    from `seed`, that of the run, and from the sample that they score.
+    `answer_field` is the dataset field that functions receive as `answer`. Their random numbers
+    depend on the run's `seed` and on the sample.
     """
 
     def __init__(
@@ -71,13 +73,14 @@ class RewardScorer:
         for function in self.functions:
             function.may_abstain = len(self.functions) > 1
         self.has_correct = any(function.fn in BUILT_IN for function in self.functions)
-        """Whether rewards come with the part `correct`."""
+        """Whether rewards have the part `correct`."""
         self.shown: set[str] = set()
         """Kinds of failures that were logged."""
         self.pools: list[Sandbox] = []
 
     async def start(self) -> None:
-        """Imports the functions where they will run and reads what they take. Raises UserError."""
+        """Imports the functions where they will run and reads their parameters. Raises
+        UserError."""
         for fn in self.reward.functions:
             if fn not in BUILT_IN and fn not in MODELS and ":" not in fn:
                 names = ", ".join((*BUILT_IN, *MODELS))
@@ -123,7 +126,7 @@ class RewardScorer:
             raise
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """Raises UserError if a function requires what rows with these columns do not have."""
+        """Raises UserError if a function requires a column that these rows lack."""
         for function in self.functions:
             check_columns(function.fn, function.takes, columns)
 
@@ -137,7 +140,7 @@ class RewardScorer:
             await pool.close()
 
     async def score(self, group: Group) -> Group:
-        """Fills in the reward of every sample its workflow has not scored itself."""
+        """Sets the reward of every sample that its workflow has not scored."""
         waiting = [sample for sample in group.samples if sample.reward is None]
         verdicts = await self.judge(group.prompt, waiting)
         scored = [verdict for verdict in verdicts if isinstance(verdict, Scored)]
@@ -153,7 +156,7 @@ class RewardScorer:
     async def judge(
         self, prompt: Prompt, samples: Sequence[Sample], *, max_retries: int | None = None
     ) -> list[Scored | JobFailed]:
-        """A verdict a sample, or the failure that is left after `max_retries`."""
+        """A result per sample, or the failure after `max_retries`."""
         columns = await together(
             [f.judge(prompt, samples, max_retries=max_retries) for f in self.functions]
         )
@@ -199,12 +202,12 @@ class RewardScorer:
 
     @property
     def _voting(self) -> RewardFunction | None:
-        """The function whose results are counted; None where there is none, or several."""
+        """The function whose results are counted for votes; None if there is none, or several."""
         found = [f for f in self.functions if f.fn in INLINE or f.fn in POOLED]
         return found[0] if len(found) == 1 else None
 
     async def results(self, group: Group) -> list[str | None]:
-        """What each sample comes to, for votes among them; None: to nothing."""
+        """The result of each sample, for votes among them; None: none."""
         return await asyncio.gather(*(self._result(sample.text) for sample in group.samples))
 
     async def _result(self, completion: str) -> str | None:
@@ -223,9 +226,10 @@ class RewardScorer:
         return answer
 
     def _settle(self, prompt: Prompt, result: Scored | JobFailed, mates: Sequence[float]) -> Scored:
-        """`mates` are the rewards of the group that are known. A sample that is the cause of a
-        failure has none above 0 or above theirs; where that is unclear it has their mean, so that
-        it is neither rewarded nor punished; without any the group is dropped."""
+        """Rewards of samples that failed; `mates` are the known rewards of the group. A sample
+        that caused its failure gets no reward above 0 or above theirs; if the cause is unclear
+        it gets their mean, so that it is neither rewarded nor punished; without any the group
+        is dropped."""
         if isinstance(result, Scored):
             return result
         if result.kind == "lost":
@@ -242,7 +246,7 @@ class RewardScorer:
         return Scored(value, parts | ({CORRECT: 0.0} if is_wrong else {}))
 
     def _show_once(self, prompt: Prompt, failed: JobFailed, value: float) -> None:
-        """The first failure of its kind that drops no group."""
+        """Logs the first failure of its kind that drops no group."""
         if failed.kind not in self.shown:
             self.shown.add(failed.kind)
             rule = "the reward fails on an answer, which is scored"
@@ -250,7 +254,7 @@ class RewardScorer:
 
 
 def part_names(functions: Sequence[RewardFunction]) -> list[str]:
-    """What the value of each function is called among the parts of a sample's reward."""
+    """The names of the functions' values among the parts of a sample's reward."""
     taken = Counter(function.name for function in functions)
     names = [f.name if taken[f.name] == 1 else f.long_name for f in functions]
     twice = [name for name, num in Counter(names).items() if num > 1]

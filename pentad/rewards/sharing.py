@@ -1,8 +1,8 @@
-"""Quick jobs that wait for a worker of the reward pool at the same time share one message to it.
+"""Short jobs that wait for a worker of the reward pool share one message to it.
 
-A message is one fork and one answer, whatever it carries. It is made up when a worker is free, so
-a job that finds one is sent at once, and alone. A message that fails says nothing about its jobs:
-each is run again by itself, and only that counts.
+A message is one fork and one answer, whatever it carries. It is composed when a worker is free, so
+a job that finds a free worker is sent at once, and alone. A failed message says nothing about its
+jobs: each is run again alone, and only that counts.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pentad.rewards.calls import SEVERAL
 from pentad.rewards.sandbox import MIB, JobFailed, Sandbox, Worker, pickled
 
 MESSAGE_S = 0.02
-"""Work that a message carries at most: ten times what it costs by itself, and little to wait for
-where another worker becomes free meanwhile."""
+"""Maximum work of a message in seconds: ten times its overhead, and short enough if another worker
+becomes free meanwhile."""
 MESSAGE_BYTES = MIB
 MESSAGE_JOBS = 64
 SHARED_JOB_TIMEOUT_S = 1.0
-"""After this long what shares a process is run anew, each by itself."""
+"""Time limit of jobs that share a process, in seconds; then each is run again alone."""
 
 
 @dataclass(slots=True, eq=False)
 class WaitingJob:
-    """A job, and the one message that carries it."""
+    """A job, and the message that carries it."""
 
     spec: str
     body: bytes
@@ -40,15 +40,16 @@ class WaitingJob:
 
 
 class SharedJobs:
-    """What waits for the workers of a pool, and may share them."""
+    """The waiting jobs of a pool that may share its workers."""
 
     def __init__(self, pool: Sandbox) -> None:
         self.pool = pool
         self.waiting: deque[WaitingJob] = deque()
         self.senders: set[asyncio.Task[None]] = set()
-        """One for each message that is under way or waits for its worker."""
+        """One task for each message that is in progress or waits for its worker."""
         self.max_jobs = MESSAGE_JOBS
-        """Most jobs of a message; fewer after one that failed, since all of it is run again."""
+        """Maximum jobs of a message; reduced after a failed one, since all its jobs are run
+        again."""
 
     async def run(
         self,
@@ -58,7 +59,7 @@ class SharedJobs:
         *,
         cost_s: float,
     ) -> Any | JobFailed:
-        """As `Sandbox.run`; `cost_s` is about how long the job takes."""
+        """Like `Sandbox.run`; `cost_s`: the estimated duration of the job."""
         if cost_s > MESSAGE_S / 2:
             return await self.pool.run(spec, payload, timeout_s)
         future = asyncio.get_running_loop().create_future()
@@ -88,7 +89,7 @@ class SharedJobs:
         self._wake()
 
     async def _send(self) -> None:
-        """One message, on the next worker that is free."""
+        """Sends one message to the next free worker."""
         worker = await self.pool.idle.get()
         message = self._take()
         if not message:
@@ -108,7 +109,8 @@ class SharedJobs:
                 job.answer.set_result(answer)
 
     def _take(self) -> list[WaitingJob]:
-        """This worker's share of what waits, if the other free ones take theirs."""
+        """This worker's share of the waiting jobs, assuming that the other free workers take
+        theirs."""
         share = math.ceil(len(self.waiting) / (1 + self.pool.idle.qsize()))
         message: list[WaitingJob] = []
         cost_s = num_bytes = 0.0

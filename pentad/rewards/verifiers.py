@@ -12,7 +12,7 @@ from fractions import Fraction
 from pentad.core.roles import Scored
 
 MAX_DIGITS = 200
-"""Longer digit strings are no answer to anything, and would cost quadratic time to convert."""
+"""Longer digit strings are not compared, because converting them takes quadratic time."""
 
 # A minus counts as a sign only where it is not a subtraction: "5-3" holds 5 and 3.
 NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
@@ -56,7 +56,7 @@ def gsm8k_result(completion: str) -> Fraction | None:
 
 
 def exact_match(completion: str, answer: object) -> Scored:
-    """1 if the completion is the answer, white space at both ends aside."""
+    """1 if the completion equals the answer, apart from white space at both ends."""
     return verdict(completion.strip() == str(answer).strip())
 
 

@@ -1,9 +1,10 @@
-"""The worker process of the reward pool: has each job forked, watches it and reads what it says.
+"""The worker process of the reward pool: has each job forked, enforces its limits and reads its
+result.
 
-Standard library only; started by `sandbox.py`, which speaks to it over two pipes in frames of a
-JSON header and raw bytes. A job's arguments come pickled from the parent; what a job says goes
-back as bytes that are never unpickled. Jobs are forked from a process of their own (`origin.py`),
-to which nothing of this goes. When the parent is gone the warden ends its job and itself.
+Standard library only; started by `sandbox.py`, which talks to it over two pipes in frames of a JSON
+header and raw bytes. A job's arguments come pickled from the parent; its result goes back as bytes
+that are never unpickled. Jobs are forked from a separate process (`origin.py`), which never gets
+these data. When the parent has ended, the warden ends its job and itself.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ FRAME = struct.Struct(">II")
 PARENT_CHECK_S = 1.0
 PROCESS_CHECK_S = 0.02
 MEMORY_CHECK_S = 0.01
-"""How often page tables are counted, which no limit of the kernel counts."""
+"""Interval at which page tables are measured, which no limit of the kernel counts."""
 
 
 @dataclasses.dataclass(slots=True)
 class Ended:
-    """How a job ended: what it wrote, or the kind of its failure."""
+    """How a job ended: its output, or the kind of its failure."""
 
     failure: str | None
     detail: str = ""
@@ -41,12 +42,12 @@ class Ended:
 
 
 class Warden:
-    """One job at a time, each watched until it is over in every respect."""
+    """Runs one job at a time, each until all its processes have ended."""
 
     def __init__(self, limits: confine.Limits, source: socket.socket, source_pid: int) -> None:
         self.limits = limits
         self.source, self.source_pid = source, source_pid
-        """Where jobs are forked."""
+        """The process that forks jobs."""
         self.parent = os.getppid()
         self.control, self.reply = os.dup(0), os.dup(1)
         nowhere = os.open(os.devnull, os.O_RDONLY)
@@ -61,7 +62,7 @@ class Warden:
                 self._answer(self._run(header, body))
 
     def hello(self, bait: dict[str, Any]) -> None:
-        """Tries the protections, and says what was found there and at the imports."""
+        """Tests the protections, and reports them with the result of the imports."""
         said = json.loads(self._from_source())
         job = {"spec": f"{origin.__name__}:probe", "timeout_s": 20.0, "capture": "result"}
         given = {"limits": dataclasses.asdict(self.limits), "target": bait}
@@ -71,7 +72,7 @@ class Warden:
         self._answer(Ended(None, body=json.dumps(said).encode()))
 
     def _next_frame(self) -> tuple[dict[str, Any], bytes] | None:
-        """None when the parent has closed its end or is gone."""
+        """None when the parent has closed its end or has ended."""
         while not select.select([self.control], [], [], PARENT_CHECK_S)[0]:
             if os.getppid() != self.parent:
                 return None
@@ -112,8 +113,8 @@ class Warden:
         return _judge(ended, status, job["capture"])
 
     def _start(self, job: dict[str, Any], body: bytes) -> int:
-        """Has it forked, with its arguments in a file that it alone reads; returns where its result
-        comes from."""
+        """Starts a job, with its arguments in a file that only it reads; returns the pipe of its
+        result."""
         given = os.memfd_create("arguments")
         origin.write(given, body)
         os.lseek(given, 0, os.SEEK_SET)
@@ -125,11 +126,11 @@ class Warden:
         return read_end
 
     def _num_processes(self) -> int:
-        """At and below the source, where jobs may start some."""
+        """Number of processes at and below the source, if jobs may start some."""
         return len(confine.descendants(self.source_pid)) if self.limits.allow_processes else 0
 
     def _watch(self, job: dict[str, Any], watch: int, pipe: int, num_before: int) -> Ended:
-        """Reads what the job writes until it ends or breaks a limit."""
+        """Reads the job's output until it ends or exceeds a limit."""
         deadline = time.monotonic() + job["timeout_s"]
         check_s = PROCESS_CHECK_S if self.limits.allow_processes else MEMORY_CHECK_S
         max_tables = self.limits.max_memory_bytes // confine.PAGE_TABLE_SHARE
@@ -162,7 +163,7 @@ class Warden:
 
 
 def _drain(pipe: int, written: bytearray) -> bool:
-    """Takes what is there, a bounded amount; False when no writer is left."""
+    """Reads available bytes, up to a limit; False when no writer is left."""
     for _ in range(16):
         try:
             piece = os.read(pipe, 1 << 16)
@@ -175,7 +176,7 @@ def _drain(pipe: int, written: bytearray) -> bool:
 
 
 def _judge(ended: Ended, status: int, capture: str) -> Ended:
-    """The verdict on a job that ended by itself; others have theirs."""
+    """The result of a job that ended by itself; others have theirs already."""
     if ended.failure is not None:
         return ended
     if ended.body[:1] != b"+":

@@ -1,10 +1,11 @@
-"""Advantages: what each sampled token was worth, from rewards (and values) of finished samples.
+"""Advantages: the value of each sampled token, from rewards (and values) of finished samples.
 
 Pure functions of flat ragged tensors, in the dtype they are given. Tokens that were not sampled
 (prompt, environment) get 0 and do not count as time steps: the successor of a sampled token is the
-next sampled token of its sample. A sample is worth its reward plus the sum of its token rewards.
+next sampled token of its sample. The return of a sample is its reward plus the sum of its token
+rewards.
 
-Scope: the functions that compare samples of one group need only that group ("group"); those that
+Scope: functions that compare samples of one group need only that group ("group"); those that
 whiten, or take the mean over the batch, need all groups of the step ("batch").
 """
 
@@ -20,8 +21,8 @@ from pentad.rl.ragged import Rollouts, group_stats
 STD_EPS = 1e-6
 """Added to a standard deviation before dividing by it."""
 MIN_STD = 1.0
-"""Least divisor where all rewards are equal. What differs then is a penalty or the critic's noise,
-which keeps its size: divided by its own deviation, noise of any size would become a signal."""
+"""Smallest divisor if all rewards are equal. Then only a penalty or the critic's noise differs,
+which must keep its size: divided by its own deviation, noise of any size would become a signal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Advantages:
 
     advantages_T: Tensor
     returns_T: Tensor
-    """What a critic should have said."""
+    """The targets of the critic."""
 
 
 def group_relative(rollouts: Rollouts) -> Advantages:
@@ -203,7 +204,7 @@ def whiten(x_T: Tensor, mask_T: Tensor, *, min_std: float = 0.0) -> Tensor:
 
 
 def _whitened(x_T: Tensor, rollouts: Rollouts) -> Tensor:
-    """Whitened over the batch; not scaled up where no reward differs from another."""
+    """Whitened over the batch; not scaled up if all rewards are equal."""
     is_flat = rollouts.num_samples > 0 and rollouts.rewards_S.min() == rollouts.rewards_S.max()
     return whiten(x_T, rollouts.mask_T, min_std=MIN_STD if is_flat else 0.0)
 

@@ -1,7 +1,7 @@
 """The table of algorithms, and the way from settings to losses and learner rows.
 
 An algorithm is facts (`facts.py`), an advantage function and a surrogate; everything else (KL,
-entropy, corrections, normalisation, shaping) is a setting that any of them can turn on.
+entropy, corrections, normalisation, shaping) is a setting that any of them can use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ AdvantageFunction = Callable[[Rollouts, AlgorithmSettings], Advantages]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm(AlgorithmFacts):
-    """One entry of the table: the facts and the functions."""
+    """One entry of the table: facts and functions."""
 
     advantages: AdvantageFunction
     surrogate: losses.Surrogate
@@ -72,11 +72,9 @@ ALGORITHMS = {
 
 
 def build_policy_loss(settings: AlgorithmSettings, *, num_updates: int = 1) -> Loss:
-    """The loss of the policy; `num_updates` is the number of optimizer steps a batch makes.
-
-    With several of them, rows must carry `actor_logprobs`, taken before the first, unless the
-    ratio is taken against the sampler or there is none.
-    """
+    """The loss of the policy; `num_updates`: optimizer steps per batch. If there are several, rows
+    must carry `actor_logprobs`, computed before the first, unless the ratio is taken against the
+    sampler or there is none."""
     kl_coef = settings.kl_coef if settings.kl_in == "loss" else 0.0
     return losses.PolicyLoss(
         ALGORITHMS[settings.name].surrogate,

@@ -1,10 +1,9 @@
-"""Bounds of a run: signs that it does not train what its user thinks, and when they end it.
+"""Bounds of a run: signs that it does not train what its user expects, and when they end it.
 
-A sign must last `patience_steps` steps, or where it may come and go be there in as many of the last
-twice as many; each ends in one sentence with the remedy. What sampler and
-trainer say of a token is compared before the weights move, and where possible on samples drawn
-wholly with the weights that are trained: there the two differ by rounding only, however far
-off-policy the rest of the data is.
+A sign must last `patience_steps` steps, or, if it is intermittent, occur in as many of the last
+twice as many; each ends the run with one sentence that has the remedy. The log-probs of sampler and
+trainer are compared before the update, if possible on samples drawn entirely with the trained
+weights: there the two differ by rounding only, however far off-policy the rest of the data is.
 """
 
 from __future__ import annotations
@@ -21,30 +20,31 @@ from pentad.core.types import Sample, StepResult
 from pentad.rl.section import GuardsConfig
 
 STALE_FACTOR = 10.0
-"""How much further apart the two may be on tokens of older weights, where no others are there."""
+"""Factor of the bound if all tokens are of older weights."""
 SHIFT_FACTOR = 3.0
-"""How much a difference counts that is to the same side everywhere: rounding goes to both."""
+"""Factor of a difference that has the same sign for all tokens: rounding goes to both sides."""
 MIN_CONSTANT = 32
-"""Tokens of one and the same log-prob that no policy gives, unless the trainer agrees."""
+"""Number of tokens with one equal log-prob that no policy gives, unless the trainer agrees."""
 CERTAIN = -0.3
-"""Mean log-prob of a policy that may have been certain of all (0) when it sampled."""
+"""Mean log-prob of a policy that may have been certain (0) of all tokens when it sampled."""
 SHARE_WINDOW = 20
-"""Steps over which the share of those without a usable gradient is taken."""
+"""Number of steps over which the share of steps without a usable gradient is computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """Comparison of sampler and trainer on trained tokens, before the weights moved."""
+    """Comparison of sampler and trainer on trained tokens, before the update."""
 
     num_impossible: int
-    """Tokens that the policy itself gives no finite log-prob."""
+    """Tokens for which the policy itself has no finite log-prob."""
     constant: float | None
-    """The one log-prob that the sampler reports for all tokens while the trainer's differ."""
+    """The one log-prob that the sampler reports for all tokens while the trainer's differ; None:
+    they vary."""
     gap: float | None
     """Mean difference of log-probs; None without tokens."""
     is_fresh: bool
-    """Whether the gap is that of samples of the weights that are trained; where there are none, it
-    is that of all."""
+    """Whether the gap is over samples of the trained weights; if there are none, it is over all
+    samples."""
 
 
 def compare(samples: Sequence[Sample], trainer: Sequence[np.ndarray], version: int) -> Signs:
@@ -67,22 +67,24 @@ def compare(samples: Sequence[Sample], trainer: Sequence[np.ndarray], version: i
 
 
 class Bounds:
-    """Sees every step of a run; says when it must end."""
+    """Checks every step of a run and decides when the run must end."""
 
     def __init__(self, settings: GuardsConfig) -> None:
         self.settings = settings
         self.lasting: dict[str, int] = {}
-        """Steps in a row that each sign has been there."""
+        """Number of consecutive steps with each sign."""
         self.recent: dict[str, deque[bool]] = {}
-        """Whether signs that come and go were there, in the latest comparisons."""
+        """Whether intermittent signs occurred, for the latest comparisons."""
         self.nonfinite: deque[bool] = deque(maxlen=SHARE_WINDOW)
         self.rollbacks: list[tuple[int, int]] = []
-        """(the step that was one too many, the step whose checkpoint was put back), from 0."""
+        """(step after which the run was rolled back, step of the restored checkpoint), counted from
+        0."""
         self.is_lost = False
-        """Whether no gradient of the weights in place is usable any more: earlier ones may help."""
+        """Whether no gradient of the present weights is usable any more: earlier weights may
+        help."""
 
     def state(self) -> dict[str, Any]:
-        """What it has seen, as JSON values."""
+        """The counters, as JSON values."""
         recent = {sign: list(seen) for sign, seen in self.recent.items()}
         return {
             "lasting": self.lasting,
@@ -101,7 +103,8 @@ class Bounds:
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether the weights in place have given no usable gradient yet, or not any more."""
+        """Whether the last gradient of the present weights was not usable, or there was none
+        yet."""
         return self.lasting.get("nonfinite", 0) > 0 or self.lasting.get("unproven", 0) > 0
 
     @property
@@ -109,14 +112,14 @@ class Bounds:
         return self.is_lost and len(self.rollbacks) < self.settings.max_rollbacks
 
     def rolled_back(self, at: int, to: int) -> None:
-        """Earlier weights are in place: what the others did does not count against them."""
+        """Called after a rollback: the counts for the replaced weights are reset."""
         self.rollbacks.append((at, to))
         self.lasting |= {"nonfinite": 0, "unproven": 1}
         self.is_lost = False
         self.nonfinite.clear()
 
     def past(self, steps: Sequence[StepResult], signs: Signs | None = None) -> str:
-        """The sentence that ends the run; empty as long as it may continue."""
+        """The message that ends the run; empty if it may continue."""
         is_bad = any(not math.isfinite(step.grad_norm + step.loss) for step in steps)
         if signs is None:
             return self._gradients(is_bad)
@@ -134,7 +137,7 @@ class Bounds:
         return self._far_apart(gap, f"sampler {sampler} drew for the comparison")
 
     def is_doubted(self, sampler: int) -> bool:
-        """Whether it was too far away in one of its latest comparisons."""
+        """Whether a recent comparison was out of bounds."""
         return any(self.recent.get(f"sampler {sampler}", ()))
 
     def is_far(self, gap: float | None, factor: float = 1.0) -> bool:
@@ -200,7 +203,8 @@ class Bounds:
         return self.lasting[sign] >= self.settings.patience_steps
 
     def _recurs(self, sign: str, is_there: bool) -> bool:
-        """A sampler that misses every second update is right in between."""
+        """Whether a sign recurs, not necessarily in consecutive steps: a sampler may miss every
+        second update."""
         patience = self.settings.patience_steps
         recent = self.recent.setdefault(sign, deque(maxlen=2 * patience))
         recent.append(is_there)
@@ -208,8 +212,8 @@ class Bounds:
 
 
 def logprob_gap(gaps: np.ndarray, is_fresh: np.ndarray) -> tuple[float | None, bool]:
-    """Mean difference, and whether it is that of samples of the weights that are trained; of all
-    samples where there are none. None without tokens."""
+    """Mean difference, and whether it is over samples of the trained weights; if there are none, it
+    is over all samples. None without tokens."""
     kept = is_fresh if is_fresh.any() else np.ones_like(is_fresh)
     if not kept.any():
         return None, False

@@ -1,4 +1,4 @@
-"""What is known of each algorithm before any number is chosen, without torch.
+"""Facts about each algorithm that do not depend on its settings, without torch.
 
 `plan` and the rules of `pentad.config` read the facts here; `pentad.rl.algorithms` adds the
 functions.
@@ -18,34 +18,35 @@ CorrectionLevel = Literal["token", "sequence", "geometric"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmFacts:
-    """What is known of an algorithm before any number is chosen."""
+    """Facts about an algorithm that do not depend on its settings."""
 
     text: str
-    """One line for people."""
+    """One line of description."""
     paper: str
     """Link."""
     scope: AdvantageScope
-    """What the advantage function must see at once: the sample's own group, or all of the step."""
+    """What the advantage function needs at once: the sample's own group, or all groups of the
+    step."""
     needs_critic: bool = False
     needs_teacher: bool = False
     needs_old: bool = False
-    """Whether the trainer's log-probs at the start of a batch are read however many updates it
-    makes."""
+    """Whether the trainer's log-probs at the start of a batch are always read, even with one
+    update."""
     min_group_size: int = 1
-    """Fewer samples per prompt than this can carry no signal."""
+    """Minimum number of samples per prompt for a signal."""
     ratio_level: RatioLevel = "token"
-    """Whose ratio the surrogate clips; none: the loss has no ratio."""
+    """Level of the ratio that the surrogate clips; none: the loss has no ratio."""
     uses_gamma: bool = False
     """Whether the advantage function discounts."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Tunables that differ from those of `AlgorithmSettings`."""
+    """Settings whose default differs from that of `AlgorithmSettings`."""
     off_policy: tuple[CorrectionKind, CorrectionLevel | None] = ("tis", None)
     """Correction of off-policy data, and its level if not the default: the ratio that CISPO clips
     is a truncated weight already, and GSPO's is the geometric mean of a sequence."""
     own: tuple[str, ...] = ()
-    """Tunables that only algorithms read which name them here."""
+    """Settings that are read only by algorithms that list them here."""
     unread: Mapping[str, str] = field(default_factory=dict)
-    """Tunables that it never reads for reasons of its own, beside those of `unused_settings`."""
+    """Settings that it never reads for reasons of its own, besides those of `unused_settings`."""
 
 
 FACTS: dict[str, AlgorithmFacts] = {
@@ -235,12 +236,12 @@ ELSEWHERE = {
     **dict.fromkeys(("orpo", "simpo", "cpo"), f"{PREFERENCES}; pentad dpo has dpo, ipo and kto"),
     "sft": "supervised fine-tuning has its own command, pentad sft",
 }
-"""Names of methods that are no online algorithm -> why they are none of these."""
+"""Names of methods that are not online algorithms -> where they are found."""
 AlgorithmName: TypeAlias = Literal[tuple(FACTS)]  # type: ignore[valid-type]
 
 
 def unused_settings(facts: AlgorithmFacts) -> dict[str, str]:
-    """The tunables that an algorithm never reads, each with the reason."""
+    """The settings that an algorithm never reads, each with the reason."""
     reasons = {
         "its loss has no ratio": (
             facts.ratio_level == "none",

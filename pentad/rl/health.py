@@ -131,7 +131,7 @@ def _mismatch(window: Sequence[Record], first: Record) -> Iterator[str]:
 
 
 def _adapter(window: Sequence[Record]) -> Iterator[str]:
-    """A sampler that draws without the adapter has the frozen weights' log-probs."""
+    """Alarm for log-probs that equal the frozen weights': the adapter is ignored."""
     trainer, sampler = (_series(window, f"adapter_effect{side}") for side in ("", "_sampler"))
     pairs = list(zip(sampler, trainer, strict=False))
     if pairs and all(s < MIN_ADAPTER_SHARE * t for s, t in pairs):
@@ -153,7 +153,7 @@ def _truncation(window: Sequence[Record], has_penalty: bool) -> Iterator[str]:
 
 
 def _spike(window: Sequence[Record]) -> Iterator[str]:
-    """For runs on examples: the loss of a policy has no scale."""
+    """Alarms of loss spikes in runs on examples; the loss of a policy has no scale."""
     loss = _series(window, "loss")
     if not loss or _number(window[-1], "reward_mean") is not None:
         return

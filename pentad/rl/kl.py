@@ -33,7 +33,7 @@ in fp32. Beyond it a token has no gradient; nothing sensible could be learned fr
 
 MAX_K3_SLOPE = 10.0
 """Largest |1 - exp(-d)| of k3, whose gradient would reach 5e8 at d = -20. verl bounds the value by
-10 instead, where a token so far away is no longer drawn back."""
+10 instead, which leaves a token so far away without a gradient."""
 
 
 def masked_difference(numerator_T: Tensor, denominator_T: Tensor, mask_T: Tensor) -> Tensor:
@@ -61,7 +61,8 @@ def estimate_kl(
 
 
 def sequence_means(x_T: Tensor, mask_T: Tensor, segments: Segments) -> Tensor:
-    """Each token gets the mean of x over the trained tokens of its sequence; x is 0 elsewhere."""
+    """Replaces each token's x by the mean over the trained tokens of its sequence; x is 0
+    elsewhere."""
     num_S = segments.sum(mask_T.to(x_T.dtype)).clamp(min=1)
     return segments.spread(segments.sum(x_T) / num_S)
 

@@ -33,12 +33,12 @@ from pentad.rl.kl import (
 from pentad.rl.section import Clip, Correction, KlEstimator
 
 MIN_LOGPROB = -100.0
-"""Log-probs of the policy are taken for at least this: no sampler draws a token of exp(-100)."""
+"""Lower bound of the policy's log-probs: no sampler draws a token of exp(-100)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyInputs:
-    """What a surrogate sees of a microbatch."""
+    """The inputs of a surrogate for a microbatch."""
 
     logprobs_T: Tensor
     """Carries the gradient."""
@@ -53,7 +53,7 @@ class PolicyInputs:
 
 
 Surrogate = Callable[[PolicyInputs, Clip], tuple[Tensor, Tensor]]
-"""Per token the loss term (unweighted), and whether the clip took hold."""
+"""Returns the loss term per token (unweighted), and whether the clip was active."""
 
 
 def clipped(inputs: PolicyInputs, clip: Clip) -> tuple[Tensor, Tensor]:
@@ -182,7 +182,7 @@ class PolicyLoss:
         needs_old_logprobs: bool = False,
         has_ratio: bool = True,
     ) -> None:
-        """`has_ratio` says whether the surrogate weighs by the policy over the old one."""
+        """`has_ratio`: whether the surrogate weighs by the policy over the old one."""
         self.surrogate = surrogate
         self.has_ratio = has_ratio
         self.clip = clip
@@ -252,8 +252,8 @@ class PolicyLoss:
     def _kept(
         self, columns: Mapping[str, Tensor], logprobs_T: Tensor, mask_T: Tensor, segments: Segments
     ) -> tuple[Tensor, Tensor]:
-        """Per token 0 where it is rejected, else 1, and which are. The policy compared with the
-        sampler is the one at the start of the batch, or the present one where that is it."""
+        """Per token 0 if rejected, else 1, and which are rejected. The policy compared with the
+        sampler is the one at the start of the batch, or the present one if they are the same."""
         assert self.rejection is not None
         proximal_T = columns.get("actor_logprobs", logprobs_T).detach()
         drawn_T = columns["rollout_logprobs"]
@@ -261,8 +261,8 @@ class PolicyLoss:
         return (~outside_T).to(logprobs_T.dtype), outside_T
 
     def _old(self, columns: Mapping[str, Tensor], logprobs_T: Tensor) -> Tensor:
-        """What the ratio is taken against. Without one it is the policy itself, so that a
-        correction weighs by all that lies between it and the sampler."""
+        """The denominator of the ratio. Without one it is the policy itself, so that a correction
+        covers the whole difference between policy and sampler."""
         if not self.has_ratio:
             return logprobs_T.detach()
         if self.correction.kind == "sampler_ratio":

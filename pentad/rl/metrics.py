@@ -1,7 +1,7 @@
-"""The RL fields of a step record, from what was trained and what the learner said of it.
+"""The RL fields of a step record, from the trained groups and the learner's outputs.
 
-Pure functions. A field that does not apply, or is not a finite number, is None; none is made up.
-Ratios are capped at exp(MAX_LOG_RATIO), as in the losses.
+Pure functions. A field that does not apply, or is not a finite number, is None. Ratios are capped
+at exp(MAX_LOG_RATIO), as in the losses.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def sample_metrics(groups: Sequence[Group]) -> Metrics:
     without = [not has_signal([s.reward or 0.0 for s in group.samples]) for group in scored]
     return {
         "reward_mean": _mean(rewards),
-        "reward_std": _finite(rewards.std()) if rewards.size else None,
+        "reward_std": _std(rewards),
         "reward_min": _finite(rewards.min()) if rewards.size else None,
         "reward_max": _finite(rewards.max()) if rewards.size else None,
         "groups_without_variance": _mean(np.array(without, dtype=np.float64)),
@@ -60,7 +60,7 @@ def sample_metrics(groups: Sequence[Group]) -> Metrics:
 def token_metrics(
     rows: Sequence[Row], outputs: Sequence[Mapping[str, Tensor]], settings: AlgorithmSettings
 ) -> Metrics:
-    """Over trained tokens. `ratio`, `logprob_diff`, `kl_sampler`: trainer against sampler.
+    """Metrics over trained tokens. `ratio`, `logprob_diff`, `kl_sampler`: trainer against sampler.
 
     kl_sampler is the k3 estimate of KL(sampler || trainer), kl_ref that of KL(trainer || ref).
     """
@@ -76,7 +76,7 @@ def token_metrics(
     gap = np.abs(log_ratio)
     metrics: Metrics = {
         "advantage_mean": _mean(advantages),
-        "advantage_std": _finite(advantages.std()) if advantages.size else None,
+        "advantage_std": _std(advantages),
         "entropy": _mean(entropy),
         "kl_sampler": _mean(_k3(-log_ratio)),
         "kl_ref": None,
@@ -97,7 +97,7 @@ def token_metrics(
 
 
 def loss_metrics(stats: Mapping[str, float], settings: AlgorithmSettings) -> Metrics:
-    """Shares of trained tokens that the clip and the correction took hold of."""
+    """Shares of trained tokens that were clipped, corrected or rejected."""
     num_tokens = stats.get("tokens", 0.0)
     names = {
         "clip_fraction": "clipped_tokens",
@@ -151,7 +151,7 @@ def _outside_clip(
 
 
 def _flat(columns: Sequence[Tensor]) -> np.ndarray:
-    """The tokens of all rows, in fp64; one copy from the device, however many rows there are."""
+    """The tokens of all rows, in fp64; copied from the device at once."""
     if not columns:
         return np.array([], dtype=np.float64)
     flat: np.ndarray = torch.cat(list(columns)).detach().double().cpu().numpy()
@@ -174,6 +174,13 @@ def _quantile(x: np.ndarray, q: float) -> float | None:
 
 def _mean(x: np.ndarray) -> float | None:
     return _finite(x.mean()) if x.size else None
+
+
+def _std(x: np.ndarray) -> float | None:
+    """Standard deviation; 0 for equal values, where numpy's rounding of the mean gives 1e-17."""
+    if not x.size:
+        return None
+    return _finite(x.std()) if x.min() != x.max() else 0.0
 
 
 def _finite(x: float | np.floating) -> float | None:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 @torch.no_grad()
 def cut(x_T: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
-    """One view a sample. Without autograd, whose notes on views take three times as long."""
+    """One view per sample. Without autograd, whose bookkeeping for views takes three times as
+    long."""
     return x_T.split(list(lengths))
 
 
@@ -35,9 +36,9 @@ class Rollouts:
     samples_T: Tensor
     """int64, index into S; samples lie one after the other, so it never decreases."""
     token_rewards_T: Tensor | None = None
-    """Rewards of single tokens, such as a KL penalty; read where the mask is True."""
+    """Rewards of single tokens, such as a KL penalty; used only where the mask is True."""
     values_T: Tensor | None = None
-    """values_T[t] is the critic's value of the state in which token t is drawn."""
+    """values_T[t] is the critic's value of the state in which token t is sampled."""
 
     @property
     def num_samples(self) -> int:
@@ -60,7 +61,7 @@ class Rollouts:
         return self.rewards_S + self.sum_tokens(self.token_rewards_T)
 
     def sampled(self) -> Sampled:
-        """The sampled tokens alone, each with its reward; a sample's own comes with its last."""
+        """The sampled tokens only, each with its reward; a sample's reward is at its last token."""
         kept_N = self.mask_T.nonzero().squeeze(1)
         samples_N = self.samples_T[kept_N]
         is_last_N = torch.ones_like(samples_N, dtype=torch.bool)
@@ -77,7 +78,7 @@ class Sampled:
     """The sampled tokens of a batch, compacted."""
 
     index_N: Tensor
-    """Where they lie among all tokens."""
+    """Their positions among all tokens."""
     samples_N: Tensor
     is_last_N: Tensor
     """Whether no sampled token of the same sample follows."""
@@ -85,7 +86,7 @@ class Sampled:
     num_tokens: int
 
     def scatter(self, x_N: Tensor) -> Tensor:
-        """Back among all tokens, 0 elsewhere: [N] -> [T]."""
+        """Writes them back to all tokens, 0 elsewhere: [N] -> [T]."""
         return x_N.new_zeros(self.num_tokens).index_copy(0, self.index_N, x_N)
 
     def discounted_sums(self, x_N: Tensor, decay: float) -> Tensor:

@@ -30,9 +30,9 @@ from pentad.rl.shaping import (
 )
 
 CARRIED = ("actor_logprobs", "ref_logprobs", "teacher_logprobs", "values")
-"""Columns of a sample that its row takes over."""
+"""Columns of a sample that its row copies."""
 DELIVERED = {"advantages", "returns"}
-"""Columns of a sample that its row takes over when advantages are not computed here."""
+"""Columns of a sample that its row copies if advantages are not computed here."""
 
 
 def build_rows(
@@ -109,7 +109,8 @@ def _shaped_rewards(
 
 
 def _check_size(rewards_S: Tensor, samples: Sequence[Sample], max_reward: float) -> None:
-    """Beyond the bound deviations overflow or drown all other rewards, and nothing is learned."""
+    """Rejects rewards beyond the bound: their deviations overflow or drown all other rewards, and
+    nothing is learned."""
     worst = int(rewards_S.abs().argmax())
     if not rewards_S[worst].abs() < max_reward:
         raise RunError(
@@ -145,8 +146,8 @@ def _token_rewards(
 
 
 def _trained(mask_T: Tensor, samples: Sequence[Sample], settings: AlgorithmSettings) -> Tensor:
-    """Which sampled tokens are trained: all, but those of samples that the length limit cut where
-    `mask_truncated`, and of M2PO those that are near enough to the sampler's."""
+    """The sampled tokens that are trained: all except those of truncated samples with
+    `mask_truncated`, and for M2PO only those near enough to the sampler's log-probs."""
     if settings.mask_truncated:
         lengths = torch.tensor([sample.ids.size for sample in samples])
         is_whole_S = torch.tensor([sample.finish != "length" for sample in samples])
@@ -161,8 +162,8 @@ def _trained(mask_T: Tensor, samples: Sequence[Sample], settings: AlgorithmSetti
 def _select(
     columns: dict[str, Tensor], samples: Sequence[Sample], settings: AlgorithmSettings, *, seed: int
 ) -> None:
-    """Clip-Cov: the advantages of the tokens it takes out become 0. KL-Cov: marks the tokens that
-    it penalises."""
+    """Clip-Cov: sets the advantages of the selected tokens to 0. KL-Cov: marks the tokens to
+    penalise."""
     mask_T, advantages_T = columns["weights"] != 0, columns["advantages"]
     covariances_T = token_covariances(_drawn(samples, "actor_logprobs"), advantages_T, mask_T)
     if "cov_kl_coef" in settings.facts.own:
@@ -174,8 +175,8 @@ def _select(
 
 
 def _drawn(samples: Sequence[Sample], name: str) -> Tensor:
-    """Log-probs of the policy at the start of the batch, or where it was not computed (it is then
-    the one that drew them) of the sampler."""
+    """Log-probs of the policy at the start of the batch, or the sampler's if those were not
+    computed (the policies are then equal)."""
     arrays = [s.columns.get(name, s.rollout_logprobs) for s in samples]
     return torch.from_numpy(np.concatenate(arrays).astype(np.float64))
 
@@ -223,7 +224,7 @@ def needed_columns(settings: AlgorithmSettings, *, has_advantages: bool = False)
 
 
 def check_groups(groups: Sequence[Group], needed: set[str], *, has_reward: bool) -> None:
-    """Stops at the first sample that cannot be trained on as it is."""
+    """Raises for the first sample that cannot be trained."""
     if _are_sound([s for group in groups for s in group.samples], needed, has_reward):
         return
     for group in groups:
@@ -233,8 +234,8 @@ def check_groups(groups: Sequence[Group], needed: set[str], *, has_reward: bool)
 
 
 def _are_sound(samples: Sequence[Sample], needed: set[str], has_reward: bool) -> bool:
-    """Whether `_problem_of` finds nothing in any of them, looked at together. False as well for
-    samples with columns of their own."""
+    """Whether `_problem_of` finds nothing in any of them, checked together. False as well for
+    samples with their own columns."""
     plain = needed == {"rollout_logprobs"} and not any(sample.columns for sample in samples)
     if not samples or not plain:
         return False

@@ -28,7 +28,7 @@ SWITCHES = {
     "overlong_penalty": ("overlong_buffer",),
     "rejection": ("rejection_cap", "rejection_floor"),
 }
-"""Settings that turn a part on, each with the details of that part."""
+"""Settings that switch a part on, each with the settings of that part."""
 
 
 class AlgorithmConfig(Section):
@@ -66,9 +66,11 @@ class AlgorithmConfig(Section):
     correction: CorrectionKind | None = None
     """Correction for data of an older or differently computed policy: truncated (tis) or masked
     (mis) importance weights, or the clipped ratio against the sampler's log-probs. null: chosen for
-    the algorithm if `max_staleness` or `updates_per_batch` requires one, else none."""
+    the algorithm if `max_staleness`, `updates_per_batch` or `rollout.oversample` requires one, else
+    none."""
     allow_uncorrected: bool | None = None
-    """Allows `correction: none` with `max_staleness` above 0 or `updates_per_batch` above 1."""
+    """Allows `correction: none` with `max_staleness` above 0, or `updates_per_batch` or
+    `rollout.oversample` above 1."""
     correction_level: CorrectionLevel | None = None
     """Level of the weight: the token, the sequence, or the geometric mean over the sequence."""
     correction_cap: Annotated[float, Field(ge=1)] | None = None
@@ -120,7 +122,7 @@ class AlgorithmConfig(Section):
 
     @property
     def facts(self) -> AlgorithmFacts:
-        """What the algorithm is by itself."""
+        """Facts of the algorithm, independent of the config."""
         return FACTS[self.name]
 
     @property
@@ -130,7 +132,7 @@ class AlgorithmConfig(Section):
 
     @property
     def settings(self) -> AlgorithmSettings:
-        """Its own choices with the overrides; contradictions among them are not looked for."""
+        """The algorithm's defaults with the overrides; contradictions are not checked."""
         return AlgorithmSettings.of(self.name, self.facts, self.given)
 
 
@@ -148,7 +150,7 @@ class Clip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """Which ratio, and which of its values are let through."""
+    """Type of the importance-ratio correction, and the range of its values."""
 
     kind: CorrectionKind
     level: CorrectionLevel = "token"
@@ -157,13 +159,13 @@ class Correction:
 
     @property
     def weighs(self) -> bool:
-        """Whether tokens get a weight beside the loss's own ratio."""
+        """Whether tokens get a weight besides the loss's own ratio."""
         return self.kind in ("tis", "mis")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSettings:
-    """One algorithm with all its numbers; their defaults stand here."""
+    """One algorithm with all its numbers, and their defaults."""
 
     name: str
     facts: AlgorithmFacts
@@ -221,7 +223,7 @@ class AlgorithmSettings:
 
     @classmethod
     def of(cls, name: str, facts: AlgorithmFacts, given: Mapping[str, Any]) -> AlgorithmSettings:
-        """The algorithm's own choices, overridden by what is given: values are not checked."""
+        """The algorithm's defaults with these overrides: values are not checked."""
         settings: dict[str, Any] = {**facts.defaults, **given}
         if settings.get("decoupled") and "correction" not in given:
             settings["correction"] = "tis"
@@ -232,7 +234,7 @@ class AlgorithmSettings:
         return self.kl_coef != 0
 
     def needs_old_logprobs(self, num_updates: int) -> bool:
-        """Whether `actor_logprobs` are read when a batch makes that many optimizer steps."""
+        """Whether `actor_logprobs` are needed for that many optimizer steps per batch."""
         if self.facts.needs_old:
             return True
         if self.facts.ratio_level == "none" or self.correction == "sampler_ratio":

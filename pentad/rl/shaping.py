@@ -1,4 +1,4 @@
-"""Rewards on their way from the scorer to the advantages, and what the loss is a mean over.
+"""Reward shaping between scorer and advantages, and normalisation of the loss.
 
 Order: scale, then clip, then the overlong penalty, so that the clip never swallows the penalty.
 
@@ -114,7 +114,7 @@ def highest(x_T: Tensor, mask_T: Tensor, share: float) -> Tensor:
 
 
 def drawn_from(among_T: Tensor, num: int, seed: int) -> Tensor:
-    """At most `num` of the tokens, drawn evenly; the same for the same seed on every rank."""
+    """At most `num` of the tokens, selected at random; the selection depends on the seed only."""
     found_N = among_T.nonzero().squeeze(1)
     generator = torch.Generator().manual_seed(seed)
     picked = torch.randperm(found_N.numel(), generator=generator)[:num]

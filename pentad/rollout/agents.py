@@ -1,8 +1,9 @@
-"""The workflow `agent`: programs written for an OpenAI server, run against the policy and trained.
+"""The workflow `agent`: runs a program written for an OpenAI server against the policy, and trains
+on its calls.
 
-The program is a function of any of PARAMETERS, a coroutine or a plain one (which gets a thread of
-its own). What it returns is the reward: a number, a dict of named parts, or None, which leaves it
-to `reward.fn`. One call is one episode; a group has as many as it has samples.
+The program is a function with any of PARAMETERS, a coroutine or a plain one (which runs in a
+thread). It returns the reward: a number, a dict of named parts, or None, which leaves it to
+`reward.fn`. One call is one episode; a group has as many as it has samples.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ PARAMETERS = {
 
 
 class AgentWorkflow(Episodes, OwnPrompts):
-    """Runs the program once for each sample, at an address of its own."""
+    """Runs the program once for each sample, each at a separate address."""
 
     def __init__(self, agent: Callable[..., Any]) -> None:
         self.agent = agent
@@ -90,7 +91,8 @@ class AgentWorkflow(Episodes, OwnPrompts):
         return samples
 
     def _question(self, prompt: Prompt) -> dict[str, Any]:
-        """As messages, which the proxy renders once, and as one text where there is but one."""
+        """The prompt as messages, which the proxy renders once, and as one text if there is only
+        one message."""
         messages = [dict(message) for message in prompt.messages]
         if not messages:
             messages = [{"role": "user", "content": prompt.text}]
@@ -112,7 +114,7 @@ class AgentWorkflow(Episodes, OwnPrompts):
 def give_reward(
     sample: Sample, reward: object, where: str = "rollout.agent", name: str = "agent"
 ) -> None:
-    """`name`: of the part that a plain number is."""
+    """Turns the program's return value into reward parts. `name`: the part of a plain number."""
     if reward is None:
         return
     parts: dict[str, float] = {}
@@ -126,7 +128,7 @@ def give_reward(
 
 
 def wanted_parameters(agent: Callable[..., Any]) -> list[str]:
-    """Which of PARAMETERS it takes. Raises UserError if it wants others."""
+    """The PARAMETERS that the program takes. UserError if it requires others."""
     parameters = inspect.signature(agent).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return list(PARAMETERS)

@@ -1,4 +1,4 @@
-"""What is checked before anything enters a batch: a sampler's answers and a workflow's samples."""
+"""Checks before anything enters a batch: a sampler's answers and a workflow's samples."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class LogprobSpan:
 
 @dataclass(slots=True)
 class Drawn:
-    """Everything that was sampled for one group, to be held against its samples."""
+    """Everything that was sampled for one group, for comparison with its samples."""
 
     by_sequence: dict[bytes, list[LogprobSpan]] = field(default_factory=dict)
-    """Keyed by all ids from the start to the end of a generation."""
+    """All ids from the start to the end of a generation -> its log-probs."""
     lengths: set[int] = field(default_factory=set)
 
     def add(self, request: Request, answers: Sequence[Generation]) -> None:
@@ -60,8 +60,8 @@ class Drawn:
             self.lengths.add(start + len(answer.ids))
 
     def has(self, sample: Sample, prompt: bytes) -> bool:
-        """Whether the sample is a drawn sequence and nothing else, to the bit, and begins with the
-        prompt: then it breaks no rule. Most samples are."""
+        """Whether the sample is a sampled sequence, bit for bit, and begins with the prompt: then
+        it breaks no rule. Most samples are."""
         ids, mask = sample.ids, sample.mask
         logprobs, versions = sample.rollout_logprobs, sample.versions
         if sample.columns or not ids.shape == mask.shape == logprobs.shape == versions.shape:
@@ -80,7 +80,8 @@ class Drawn:
         )
 
     def covers(self, sample: Sample) -> np.ndarray:
-        """Which tokens of the sample were drawn at that place, with that log-prob and version."""
+        """Which tokens of the sample were sampled at that position, with that log-prob and
+        version."""
         known = np.zeros(len(sample.ids), dtype=bool)
         # The longest first: of an answer to one prompt it covers all.
         for end in sorted((n for n in self.lengths if n <= len(known)), reverse=True):
@@ -103,10 +104,8 @@ def check_samples(
     max_sampled: int | None = None,
 ) -> None:
     """Raises UserError if the workflow broke its contract: these samples must not be trained.
-
-    `own_prompts`: there may be more samples, which may begin otherwise than with the prompt.
-    `max_sampled`: most tokens of a sample that may be trained.
-    """
+    `own_prompts`: there may be more samples, which may start with other ids than the prompt.
+    `max_sampled`: maximum number of trained tokens of a sample."""
     problems = []
     if len(samples) < num or (len(samples) > num and not own_prompts):
         problems.append(f"returned {len(samples)} samples where {num} were requested")

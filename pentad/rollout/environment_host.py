@@ -1,9 +1,9 @@
 """The processes of environments: one that has imported the class, and a fork of it per episode.
 
-The first process (`main`) is given one end of a socket pair for each episode, over its control
-socket, and forks; the fork makes the object and answers calls, a JSON object a line. The first
-process watches the same socket: when the run closes its end it ends the fork with all that the
-environment started, whatever the fork does at that time.
+The first process (`main`) receives one end of a socket pair for each episode, over its control
+socket, and forks; the fork makes the object and answers calls, one JSON object per line. The first
+process watches the same socket: when the run closes its end, it kills the fork with all processes
+that the environment started, whatever the fork is doing.
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ from pentad.rollout.schemas import schema_of
 from pentad.runtime.process import die_with_parent
 
 MAX_TEXT = 32_768
-"""Characters of an observation or a tool's answer; a line tells the policy what is left out."""
+"""Maximum characters of an observation or a tool's answer; a note shows the policy how many are
+left out."""
 MAX_STATE_BYTES = 65_536
-"""JSON of the attributes that a reward is given; larger ones are left out."""
+"""Maximum size of the attributes passed to a reward, as JSON; larger ones are left out."""
 NOT_TOOLS = ("reset", "get_reward", "close")
 TOOLS, TEXT = "tools", "text"
-"""What an answer of the policy is to the environment: calls of its tools, or the text of a step."""
+"""How the environment takes an answer of the policy: as calls of its tools, or as the text of a
+step."""
 
 
 class EnvironmentObject:
     """One environment object, as the run calls it.
 
-    A class has `reset(**row)` and its public methods are tools (TRL's contract). Adapters of other
+    A class has `reset(**row)`, and its public methods are tools (TRL's contract). Adapters of other
     packages have `step_text(text)` instead, or `tool_schemas()` and `call_tool(name, arguments)`.
     """
 
@@ -54,7 +56,7 @@ class EnvironmentObject:
         return self.loop.run_until_complete(value) if inspect.isawaitable(value) else value
 
     def describe(self) -> dict[str, Any]:
-        """What a run asks before it starts; `problems` are sentences about methods."""
+        """Describes a class before a run starts; `problems` are sentences about its methods."""
         if not callable(getattr(self.environment, "reset", None)):
             raise TypeError("it has no method reset(**row)")
         kind = TEXT if hasattr(self.environment, "step_text") else TOOLS
@@ -114,7 +116,8 @@ class EnvironmentObject:
         return {"observation": said, "reward": number(reward), "is_done": bool(is_done)}
 
     def end(self) -> dict[str, Any]:
-        """After the last answer: the reward, a number or named parts, and the attributes."""
+        """Ends the episode after the last answer: the reward, a number or named parts, and the
+        attributes."""
         environment = self.environment
         if callable(get_reward := getattr(environment, "get_reward", None)):
             reward = self.settled(get_reward())
@@ -158,7 +161,7 @@ def state_of(environment: Any) -> dict[str, Any]:
 
 
 def serve(connection: socket.socket, spec: str, options: dict[str, Any]) -> None:
-    """Answers the calls of one episode; the first makes the object."""
+    """Serves the calls of one episode; the first call makes the object."""
     hosted: EnvironmentObject | None = None
     with connection.makefile("rwb") as stream:
         for line in stream:
@@ -182,7 +185,7 @@ def place_of(error: BaseException) -> str:
 
 
 class Nursery:
-    """Forks an episode's process for each connection, and ends it with the connection."""
+    """Forks a process for each episode's connection, and kills it when the connection closes."""
 
     def __init__(self, control: socket.socket, spec: str, options: dict[str, Any]) -> None:
         self.control, self.spec, self.options = control, spec, options
@@ -193,7 +196,7 @@ class Nursery:
         side."""
 
     def run(self) -> None:
-        """Until the run is gone."""
+        """Runs until the run closes its connection."""
         control = self.control.fileno()
         while True:
             ready = [descriptor for descriptor, _ in self.epoll.poll()]
@@ -221,7 +224,8 @@ class Nursery:
         return True
 
     def _work(self, connection: socket.socket) -> NoReturn:
-        """In the fork: a session of its own, so that all it starts is ended with it."""
+        """Runs in the fork, in a new session, so that all processes it starts are killed with
+        it."""
         os.setsid()
         die_with_parent(os.getppid())
         self.epoll.close()
@@ -237,7 +241,7 @@ class Nursery:
             os._exit(code)
 
     def _end(self, descriptor: int) -> None:
-        """It has ended, or nothing more will be asked of it."""
+        """Called when the fork has ended, or its connection is closed."""
         if descriptor not in self.episodes:
             return
         pid, watched, connection = self.episodes[descriptor]
@@ -254,7 +258,7 @@ class Nursery:
 
 
 def main() -> None:
-    """`python -c BOOT JSON`: the class is imported once, here."""
+    """`python -c BOOT JSON`: imports the class once, here."""
     given = json.loads(sys.argv[1])
     die_with_parent(given["parent"])
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

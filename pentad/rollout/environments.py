@@ -33,18 +33,17 @@ class RolloutTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What an environment says to one answer of the policy."""
+    """An environment's response to one answer of the policy."""
 
     observation: str | tuple[str, ...] | None
-    """Text shown to the policy before its next answer, or several, a message each; None says
-    nothing."""
+    """Text, or several messages, for the policy before its next answer; None adds nothing."""
     is_done: bool
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """Added up by name over the turns; their total is the reward of the sample."""
+    """Summed by name over the turns; their total is the reward of the sample."""
 
 
 class Environment(Protocol):
-    """The other side of a multi-turn sample. One object serves one sample, then is closed."""
+    """The environment of a multi-turn sample. One object serves one sample, then is closed."""
 
     async def reset(self, fields: Mapping[str, Any]) -> object:
         """Starts an episode with the dataset row of the prompt."""
@@ -53,12 +52,12 @@ class Environment(Protocol):
     async def step(self, text: str) -> Step: ...
 
     async def close(self) -> None:
-        """Called once, also after a failure or a deadline."""
+        """Called once, also after a failure or at the deadline."""
         ...
 
 
 ASKED, ANSWERED = "@@asked@@", "@@answered@@"
-"""Stand for the conversation so far when what comes after an answer is rendered."""
+"""Placeholders for the conversation so far, to render the messages after an answer."""
 
 
 def observation_ids(
@@ -74,11 +73,10 @@ def observation_ids(
 def following_ids(
     messages: Sequence[dict[str, str]], ending_id: int | None, tokenizer: RolloutTokenizer
 ) -> list[int]:
-    """What stands between an answer and the next one: turn end, the messages, turn start.
+    """Token ids between an answer and the next: end of turn, the messages, start of turn.
 
-    Only this suffix is rendered and encoded; the conversation before it stays the ids it is.
-    `ending_id` is the stop id the answer already ends with: the template's own copy of it is
-    left out.
+    Only this suffix is rendered and encoded; the ids of the conversation before it stay unchanged.
+    `ending_id` is the stop id that already ends the answer: the template's copy of it is left out.
     """
     conversation = [
         {"role": "user", "content": ASKED},
@@ -96,14 +94,14 @@ def following_ids(
 
 
 Tool = Callable[..., Awaitable[str]]
-"""An async function of keyword arguments that returns what the policy shall read."""
+"""An async function of keyword arguments that returns text for the policy."""
 Tools = Mapping[str, Tool] | Sequence[Tool | Mapping[str, Any]]
-"""By name, or as functions that have one, or as JSON schemas."""
+"""Tools by name, as named functions, or as JSON schemas."""
 
 
 def tools_of(workflow: object) -> tuple[Mapping[str, Any], ...]:
-    """The JSON schemas of the tools that a workflow shows to the policy (its `tools`). Raises
-    UserError where they cannot be told."""
+    """The JSON schemas of the tools that a workflow shows to the policy (its `tools`). UserError if
+    a tool has none."""
     try:
         tools = getattr(workflow, "tools", ())
         named = tools.items() if isinstance(tools, Mapping) else [(None, tool) for tool in tools]
@@ -121,7 +119,8 @@ def tools_of(workflow: object) -> tuple[Mapping[str, Any], ...]:
 
 
 def read_tool_call(call: str, names: Collection[str]) -> tuple[str, dict[str, Any]]:
-    """Name and arguments; ValueError with what the policy reads where it is no call of these."""
+    """Reads name and arguments of a call; ValueError with text for the policy if it is not a valid
+    call of these tools."""
     try:
         wanted = json.loads(call)
         name, arguments = wanted["name"], wanted["arguments"]
@@ -133,20 +132,20 @@ def read_tool_call(call: str, names: Collection[str]) -> tuple[str, dict[str, An
 
 
 class ToolEnvironment:
-    """Runs the tools an answer calls, in the format of Qwen and Hermes chat templates:
+    """Runs the tools that an answer calls, in the format of Qwen and Hermes chat templates:
 
-        <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>
+    <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>
 
-    An answer without a call ends the conversation. A call that cannot be read, an unknown tool or
-    a tool that raises is shown to the policy as text: dealing with it is part of the task. A tool
-    whose own machinery failed raises InfraFailure instead, and the group is tried again.
+    An answer without a call ends the conversation. A call that cannot be read, an unknown tool or a
+    tool that raises is shown to the policy as text: handling it is part of the task. A tool whose
+    infrastructure failed raises InfraFailure instead, and the group is retried.
     """
 
     def __init__(self, tools: Mapping[str, Tool]) -> None:
         self.tools = tools
 
     async def reset(self, fields: Mapping[str, Any]) -> None:
-        """Tools keep no state of the conversation."""
+        """Tools have no state per conversation."""
 
     async def step(self, text: str) -> Step:
         calls = TOOL_CALL.findall(text)
@@ -155,7 +154,7 @@ class ToolEnvironment:
         return Step("\n".join([await self._run(call) for call in calls]), is_done=False)
 
     async def close(self) -> None:
-        """Nothing is held open."""
+        """Nothing to close."""
 
     async def _run(self, call: str) -> str:
         try:

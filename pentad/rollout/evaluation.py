@@ -1,4 +1,4 @@
-"""Evaluation: prompts answered and judged, then summarised: accuracy, pass@k, intervals."""
+"""Evaluation: prompts are answered and scored, then summarised: accuracy, pass@k, intervals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pentad.core.types import Group, Prompt, Sample
 from pentad.rollout.executor import Executor, Executors
 
 Z95 = 1.959963984540054
-"""Two-sided 95% of the normal distribution."""
+"""Two-sided 95% quantile of the normal distribution."""
 
 
 def mean(values: Sequence[float]) -> float:
@@ -22,9 +22,10 @@ def mean(values: Sequence[float]) -> float:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """The chance that k answers, drawn without replacement from those given, hold a right one.
+    """The probability that k answers, drawn without replacement from the given ones, contain a
+    right one.
 
-    1 - C(n - c, k) / C(n, k), which has the expectation of drawing k fresh answers
+    1 - C(n - c, k) / C(n, k), which has the expectation of sampling k new answers
     (https://arxiv.org/abs/2107.03374, section 2.1), in exact integers.
     """
     assert 0 <= num_correct <= num_samples, f"{num_correct} of {num_samples} are right"
@@ -33,11 +34,11 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def majority_is_correct(votes: Sequence[Hashable | None], correct: Sequence[float]) -> float:
-    """How right the most frequent answer is: 1, 0, or between where it is not clear.
+    """The score of the most frequent answer: 1, 0, or between if it is not unique.
 
-    An answer of None does not vote; without a vote the prompt is answered wrong. Of answers that
-    are equally frequent one is drawn, so the result is their mean. Equal answers are nearly always
-    judged alike; where they are not, their mean counts.
+    An answer of None does not vote; without a vote the prompt counts as wrong. Of equally frequent
+    answers one would be drawn, so the result is their mean. Equal answers are nearly always scored
+    alike; where they are not, their mean counts.
     """
     assert len(votes) == len(correct), "one verdict a vote"
     verdicts: dict[Hashable, list[float]] = {}
@@ -78,19 +79,19 @@ log = logging.getLogger(__name__)
 MAX_GROUPS_IN_FLIGHT = 512
 
 Votes = list[str | None]
-"""What each sample of a group comes to, in a form that can be counted; None: to nothing."""
+"""The answer of each sample of a group, in a form that can be counted; None: no answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What became of one prompt."""
+    """The result of one prompt."""
 
     prompt: Prompt
     group: Group | None
     """None if its generation or its reward failed."""
     failure: str = ""
     votes: Votes | None = None
-    """None where the reward compares no answers that could be counted."""
+    """None if the reward compares no countable answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +103,7 @@ class EvalResult:
     num_failed: int
     """Prompts whose generation or reward failed; they count in no mean."""
     num_samples: int
-    """Answers in all."""
+    """Number of answers in total."""
     accuracy: float | None
     accuracy_ci95: float | None
     """Half the width of the 95% interval over prompts, accuracy_low to accuracy_high."""
@@ -111,14 +112,14 @@ class EvalResult:
     pass_at: dict[str, float] | None
     """By k; None unless every answer is judged right (1) or wrong (0)."""
     majority: float | None
-    """Accuracy of the most frequent answer of each prompt; None where answers are not counted."""
+    """Accuracy of the most frequent answer of each prompt; None if answers are not counted."""
     reward_mean: float
     length_mean: float
     length_max: int
     truncated_share: float
     seconds: float
     environments: dict[str, dict[str, Any]] | None = None
-    """By name the same figures of each environment; None where a run has one."""
+    """The same figures for each environment, by name; None if a run has one environment."""
 
     def as_record(self) -> dict[str, Any]:
         return asdict(self)
@@ -131,7 +132,8 @@ async def answer_prompts(
     count_votes: Callable[[Group], Awaitable[Votes]] | None = None,
     on_answered: Callable[[Answered], None] | None = None,
 ) -> list[Answered]:
-    """All prompts through the executor, in their order. Raises RunError if it cannot continue."""
+    """Answers all prompts with the executor, in their order. Raises RunError if it cannot
+    continue."""
     gate = asyncio.Semaphore(MAX_GROUPS_IN_FLIGHT)
 
     async def one(prompt: Prompt) -> Answered:
@@ -210,7 +212,7 @@ def _verdicts(group: Group) -> list[float]:
 
 
 def _pass_at(judged: Sequence[Sequence[float]]) -> dict[str, float] | None:
-    """At the powers of two and at the most answers that every prompt has."""
+    """pass@k at the powers of two, and at the number of answers that every prompt has."""
     if not judged or any(verdict not in (0, 1) for own in judged for verdict in own):
         return None
     most = min(map(len, judged))

@@ -1,9 +1,9 @@
 """The executor: prompts in, scored groups out, over any number of sampler replicas.
 
-A group is what its prompt, its attempt and the weights make it: seeds come from the group's
-identity, so a retry on another replica draws the same tokens. Failures of the machinery are tried
-again elsewhere; failures of the data draw fresh samples a few times, then the caller drops the
-group with a reason. No failure ever becomes a reward.
+A group is a function of its prompt, its attempt and the weights: seeds come from the group's
+identity, so a retry on another replica samples the same tokens. Infrastructure failures are retried
+elsewhere; data failures sample anew a few times, then the caller drops the group with a reason. No
+failure ever becomes a reward.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pentad.core.types import Group, Prompt, Sample
 from pentad.data.section import VERIFIERS
 from pentad.rewards.scorer import FAILED
 from pentad.rollout.checks import check_samples
+from pentad.rollout.drafts import Draft
 from pentad.rollout.replicas import Candidate, CheckedSampler, Fleet
 from pentad.rollout.section import RolloutConfig, workflow_kind
 from pentad.rollout.workflows import (
@@ -42,14 +43,15 @@ from pentad.telemetry.timeline import timeline
 log = logging.getLogger(__name__)
 
 Hold = Callable[[float | None], None]
-"""Says within how many seconds the next sign of the group is due; None: at no time."""
+"""Called with the number of seconds within which the group must make progress again; None: no
+limit."""
 
 LEASE_GRACE_S = 30.0
-"""How long a workflow may take to end after it was cancelled."""
+"""Time limit for a workflow to end after it was cancelled, in seconds."""
 
 
 class Executor:
-    """Runs the workflow of each prompt on a replica, checks and scores what comes back."""
+    """Runs the workflow of each prompt on a replica, checks and scores its samples."""
 
     def __init__(
         self,
@@ -63,8 +65,8 @@ class Executor:
         needs_reward: bool = True,
         max_infra_retries: int = 3,
     ) -> None:
-        """`needs_reward`: a sample without a reward is of no use. After a failure of the machinery
-        there are `max_infra_retries` further tries, elsewhere if possible."""
+        """`needs_reward`: a sample without a reward is an error. After an infrastructure failure
+        there are `max_infra_retries` further attempts, on another replica if possible."""
         self.fleet = fleet
         self.workflow = workflow
         self.reward = reward
@@ -81,20 +83,26 @@ class Executor:
             show=self._show_once,
         )
         self.shown: set[str] = set()
-        """Errors of workflows, by kind and place, whose traceback is in the log."""
+        """Workflow errors, by kind and place, whose traceback has been logged."""
 
     async def rollout(
-        self, prompt: Prompt, attempt: int, hold: Hold = lambda seconds: None
+        self,
+        prompt: Prompt,
+        attempt: int,
+        hold: Hold = lambda seconds: None,
+        draft: Draft | None = None,
     ) -> Group:
-        """One group from its prompt, sampled anew after a data failure.
-
-        Every try renews the lease; rewards have limits of their own. Raises DataFailure (drop it)
-        or InfraFailure (stop)."""
+        """Samples one group from its prompt, or from the tokens of an earlier step (`draft`), again
+        after a data failure. Every attempt renews the lease; rewards have separate limits. Raises
+        DataFailure (drop it) or InfraFailure (stop)."""
+        draft = draft or Draft()
         for retry in range(self.keys.max_retries + 1):
             key = f"{attempt}.{retry}" if retry else attempt  # seeds of its own each time
             try:
                 context = replace(self.context, attempt=key)
-                samples = await self._on_some_replica(prompt, context, hold)
+                if retry:
+                    draft.answers = ()
+                samples = await self._on_some_replica(prompt, context, hold, draft)
                 hold(None)
                 return await self._scored(Group(prompt, samples, attempt))
             except DataFailure as failure:
@@ -104,20 +112,22 @@ class Executor:
         raise AssertionError("the loop returns or raises")
 
     def close(self) -> None:
-        """Ends what looks after suspect replicas, and the processes of environments. The samplers
-        belong to the caller."""
+        """Stops the health checks of suspect replicas, and the processes of environments. The
+        samplers belong to the caller."""
         self.fleet.close()
         if callable(close := getattr(self.workflow, "close", None)):
             close()
 
-    async def _on_some_replica(self, prompt: Prompt, context: Context, hold: Hold) -> list[Sample]:
-        """Tries again, with the same seeds, after a failure of the machinery."""
+    async def _on_some_replica(
+        self, prompt: Prompt, context: Context, hold: Hold, draft: Draft
+    ) -> list[Sample]:
+        """Retries with the same seeds after an infrastructure failure."""
         causes: list[str] = []
         while len(causes) <= self.max_infra_retries:
             hold(self.fleet.patience_s + self.keys.deadline_s + LEASE_GRACE_S)
             replica = await self.fleet.pick(prompt, context.num_samples)
             try:
-                samples = await self._on(replica, prompt, context)
+                samples = await self._on(replica, prompt, context, draft)
             except InfraFailure as failure:
                 replica.fail(str(failure))
                 causes.append(f"{replica.name}: {failure}")
@@ -129,9 +139,12 @@ class Executor:
             return samples
         raise InfraFailure(f"prompt {prompt.gid} failed {len(causes)} times ({'; '.join(causes)})")
 
-    async def _on(self, replica: Candidate, prompt: Prompt, context: Context) -> list[Sample]:
-        """The workflow on one replica, under the deadline, which `Episodes` keep themselves."""
-        sampler = CheckedSampler(replica, self.vocab_size)
+    async def _on(
+        self, replica: Candidate, prompt: Prompt, context: Context, draft: Draft
+    ) -> list[Sample]:
+        """Runs the workflow on one replica, within the deadline, which `Episodes` enforce
+        themselves."""
+        sampler = CheckedSampler(replica, self.vocab_size, draft)
         closing_s = 2 * CLOSE_TIMEOUT_S if isinstance(self.workflow, Episodes) else 0.0
         try:
             async with asyncio.timeout(self.keys.deadline_s + closing_s) as deadline:
@@ -161,7 +174,7 @@ class Executor:
         return samples
 
     def _show_once(self, prompt: Prompt, cause: BaseException) -> None:
-        """The traceback of a workflow's error, when it is the first from its place."""
+        """Logs the traceback of a workflow's error, the first time it comes from its place."""
         place = traceback.extract_tb(cause.__traceback__)[-1:]
         known = f"{type(cause).__name__} {[(frame.filename, frame.lineno) for frame in place]}"
         if known not in self.shown:
@@ -177,9 +190,9 @@ class Executor:
         )
 
     async def _scored(self, group: Group) -> Group:
-        """A sample whose episode raised has the mean of the others: the mistake may be the
-        workflow's, so it is neither rewarded nor punished. One whose episode did not end while
-        others did, or that ended it, has no reward above 0 or above theirs."""
+        """Scores the samples. A sample whose episode raised gets the mean of the others: the error
+        may be the workflow's, so it is neither rewarded nor punished. One whose episode did not end
+        while others did, or that ended it, gets no reward above 0 or above theirs."""
         failed = {id(one) for one in group.samples if FAILED in one.reward_parts}
         if not failed:
             return await self._rewarded(group)
@@ -217,9 +230,13 @@ class Executors:
         self.executors = executors
 
     async def rollout(
-        self, prompt: Prompt, attempt: int, hold: Hold = lambda seconds: None
+        self,
+        prompt: Prompt,
+        attempt: int,
+        hold: Hold = lambda seconds: None,
+        draft: Draft | None = None,
     ) -> Group:
-        return await self.executors[prompt.environment].rollout(prompt, attempt, hold)
+        return await self.executors[prompt.environment].rollout(prompt, attempt, hold, draft)
 
     def close(self) -> None:
         for executor in self.executors.values():
@@ -227,9 +244,9 @@ class Executors:
 
 
 def load_workflow(spec: str, agent: str | None = None) -> Workflow:
-    """`single_turn`, `agent` with the function that `agent` names, an environment (`class:...` and
-    the other kinds of `section.py`), or a class or function of no arguments that makes a workflow
-    of your own."""
+    """Loads a workflow: `single_turn`, `agent` with the function that `agent` names, an environment
+    (`class:...` and the other kinds of `section.py`), or a user's class or function without
+    arguments."""
     if spec == "single_turn":
         return SingleTurn()
     kind, rest = workflow_kind(spec)
@@ -256,7 +273,7 @@ def load_workflow(spec: str, agent: str | None = None) -> Workflow:
 
 
 def _load_program(spec: str, agent: str | None) -> Workflow:
-    """A workflow whose episodes are at addresses."""
+    """Loads a workflow whose episodes are at addresses."""
     try:
         from pentad.rollout.agents import load_agent
         from pentad.rollout.verifiers_environment import VerifiersWorkflow

@@ -1,7 +1,7 @@
-"""`gym:ID`: an environment of Gymnasium, whose actions are the answers of the policy as text.
+"""`gym:ID`: an environment of Gymnasium, whose actions are the policy's answers as text.
 
-`gym:ID?name=value` passes options to `gymnasium.make`. For other words than the defaults derive
-from `GymEnvironment`, write `show` and `parse`, and name the class: `class:FILE:Class`.
+`gym:ID?name=value` passes options to `gymnasium.make`. To change texts and actions, derive from
+`GymEnvironment`, write `show` and `parse`, and name the class: `class:FILE:Class`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class GymEnvironment:
         return "\n" + self.show(observation)
 
     def step_text(self, text: str) -> tuple[str | None, float, bool]:
-        """An answer that is no action ends the episode."""
+        """Steps the environment; an answer that is no action ends the episode."""
         try:
             action = self.parse(text)
         except ValueError:
@@ -41,7 +41,7 @@ class GymEnvironment:
         return self.show(observation), float(reward), is_done
 
     def show(self, observation: Any) -> str:
-        """What the policy reads: the drawing where `render_mode=ansi` was asked for."""
+        """The observation as text: the drawing if `render_mode=ansi` is set."""
         if self.env.render_mode == "ansi":
             return str(self.env.render())
         return (
@@ -51,8 +51,8 @@ class GymEnvironment:
         )
 
     def parse(self, text: str) -> Any:
-        """The action: the last number of a discrete space, as many as a box has, or the text.
-        ValueError where there is none."""
+        """The action: the last number for a discrete space, one number per element for a box, or
+        the text. ValueError if there is none."""
         space = self.env.action_space
         if isinstance(space, gymnasium.spaces.Text):
             action: Any = text.strip()

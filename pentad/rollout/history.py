@@ -1,9 +1,9 @@
-"""Earlier turns of a conversation as the chat template writes them, thinking left out for one.
+"""Earlier turns of a conversation as rendered by the chat template, for example without thinking.
 
-A turn is sampled after the ids that this gives, whatever the tokens of earlier turns were. Where
-the template writes what these tokens spell, they are kept and only what follows them is encoded;
-else all of the text is, and the turn begins a sequence of its own. So no trained id is ever made of
-text.
+A turn is sampled after the ids that this returns, whatever the tokens of earlier turns were. If the
+rendered text starts with the text of these tokens, they are kept and only the rest is encoded; else
+all of the text is encoded, and the turn starts a new sequence. So no trained id is ever re-encoded
+from text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class History:
         self.tools = list(tools) or None
         self.tokenizer = tokenizer
         self.text, self.length = opening.text, len(opening.ids)
-        """What the last sequence began with, and its tokens."""
+        """The rendered text of the last sequence, and its number of tokens."""
         if not self.messages or self._written() != opening.text:
             rule = "the prompt is not what the chat template writes of its messages and these tools"
             remedy = "put prompts in the chat template, and name tools in one place"
@@ -39,8 +39,8 @@ class History:
     def following(
         self, answer: Sequence[int], said: Sequence[str], role: str, known: Sequence[int]
     ) -> list[int]:
-        """The ids that the turn after `answer` and what was said to it is sampled after. `known`:
-        all of the last sequence, which they begin with where the template writes the same."""
+        """The ids after which the next turn is sampled, given `answer` and the messages after it.
+        `known`: all ids of the last sequence, with which they begin if the rendering agrees."""
         words = self.tokenizer.decode(answer, skip_special_tokens=False)
         self.messages.append({"role": "assistant", "content": words})
         self.messages += [{"role": role, "content": text} for text in said]

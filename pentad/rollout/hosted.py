@@ -1,7 +1,7 @@
-"""The workflow of an environment class: each episode has an object of it, in a process of its own.
+"""The workflow of an environment class: each episode has an object of it, in a separate process.
 
 An answer of the policy is calls of the object's tools, in the format of ToolEnvironment, or the
-text of a step. A call that hangs or kills its process ends that episode and no other.
+text of a step. A call that hangs or kills its process ends only that episode.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from pentad.runtime.process import Child
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
 BOOT += "from pentad.rollout.environment_host import main; main()"
 START_TIMEOUT_S = 60.0
-"""For the import of the class, and for making the first object of it."""
+"""Time limit for importing the class and making its first object, in seconds."""
 MAX_LINE = 1 << 20
 PART = "environment"
-"""The name of a reward that is one number."""
+"""The name of the part of a reward that is one number."""
 ADAPTERS = {
     "gym": ("pentad.rollout.gym_environment:GymEnvironment", "gym"),
     "mcp": ("pentad.rollout.mcp_environment:McpEnvironment", "mcp"),
     "openenv": ("pentad.rollout.openenv_environment:OpenEnvEnvironment", "openenv"),
 }
-"""Kind of workflow -> the class for it, and the extra that it needs."""
+"""Kind of workflow -> its class, and the extra that it needs."""
 
 
 class EnvironmentDied(Exception):
@@ -61,8 +61,8 @@ class EnvironmentProcesses:
         self.lock = threading.Lock()
 
     def connect(self) -> socket.socket:
-        """Our end of a new episode's socket; from any thread. Raises UserError where the class
-        cannot be imported."""
+        """The run's end of a new episode's socket; from any thread. UserError if the class cannot
+        be imported."""
         with self.lock:
             if self.child is None or not self.child.is_running:
                 self._start()
@@ -73,6 +73,9 @@ class EnvironmentProcesses:
             return ours
 
     def _start(self) -> None:
+        if sys.platform != "linux":
+            rule = f"environments run in processes that need Linux, and this is {sys.platform}"
+            raise UserError(Problem(self.key, rule, "run it on Linux"))
         self.close()
         self.control, theirs = socket.socketpair()
         given: dict[str, Any] = {"parent": os.getpid(), "control": theirs.fileno()}
@@ -93,7 +96,7 @@ class EnvironmentProcesses:
             raise UserError(Problem(self.key, f"it cannot be imported ({shown(said)})"))
 
     def describe(self) -> dict[str, Any]:
-        """Makes an object to be asked, and ends it. Raises UserError."""
+        """Makes an object, reads its description, and ends it. Raises UserError."""
         with self.connect() as ours:
             ours.settimeout(START_TIMEOUT_S)
             ours.sendall(as_line("describe", 0, {}))
@@ -134,7 +137,7 @@ def shown(said: Mapping[str, Any]) -> str:
 
 
 class HostedEnvironment:
-    """One object, in its process, as `MultiTurn` speaks with it."""
+    """One object in its process, with the interface that `MultiTurn` expects."""
 
     def __init__(
         self, processes: EnvironmentProcesses, facts: Mapping[str, Any], timeout_s: float, seed: int
@@ -148,7 +151,7 @@ class HostedEnvironment:
         self.writer: asyncio.StreamWriter | None = None
 
     async def reset(self, fields: Mapping[str, Any]) -> str | None:
-        """What the environment adds to the prompt."""
+        """The text that the environment adds to the prompt."""
         ours = await asyncio.to_thread(self.processes.connect)
         self.reader, self.writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_LINE)
         missing = sorted(set(self.facts["needs"]) - fields.keys())
@@ -269,7 +272,7 @@ class EnvironmentWorkflow(MultiTurn, OwnPrompts):
 def with_more(
     prompt: Prompt, said: str, tools: Sequence[Mapping[str, Any]], context: Context
 ) -> Prompt:
-    """The prompt with what `reset` said at the end of its last message."""
+    """The prompt with the text of `reset` at the end of its last message."""
     tokenizer = context.tokenizer
     messages = [dict(message) for message in prompt.messages]
 
@@ -289,8 +292,8 @@ def with_more(
 
 
 def load_environment(kind: str, rest: str) -> EnvironmentWorkflow:
-    """`class:FILE:Class`, or a kind of ADAPTERS with what follows its colon, where options may
-    stand after a `?`, as in addresses."""
+    """Loads `class:FILE:Class`, or a kind of ADAPTERS with its argument after the colon, where
+    options may follow a `?`, as in URLs."""
     key = f"rollout.workflow = {kind}:{rest}"
     if kind == "class":
         return EnvironmentWorkflow(key, rest)
@@ -307,7 +310,7 @@ def load_environment(kind: str, rest: str) -> EnvironmentWorkflow:
 
 
 def plain(text: str) -> Any:
-    """A value of an option: JSON where it is some, else the text."""
+    """The value of an option: JSON if it parses, else the text."""
     try:
         return json.loads(text)
     except ValueError:

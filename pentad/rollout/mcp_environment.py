@@ -1,6 +1,7 @@
 """`mcp:COMMAND` or `mcp:URL`: the tools of an MCP server.
 
-Each episode has a session of its own, and with a command a server of its own, which ends with it.
+Each episode has a separate session, and with a command a separate server, which ends with the
+session.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class McpEnvironment:
         self._session: asyncio.Task[None] | None = None
 
     async def _do(self, action: Any) -> Any:
-        """In the task that opened the session, which alone may close it."""
+        """Runs in the task that opened the session, because only that task may close it."""
         if self._asked is None or self._session is None or self._session.done():
             self._asked = asyncio.Queue()
             self._session = asyncio.create_task(self._serve(self._asked))
@@ -50,10 +51,10 @@ class McpEnvironment:
                     answer.set_exception(error)
 
     async def reset(self, **row: Any) -> None:
-        """A server begins anew with its process."""
+        """A server starts anew with its process."""
 
     async def tool_schemas(self) -> list[dict[str, Any]]:
-        """All pages of them, as functions."""
+        """The tools of all pages, as function schemas."""
         found, cursor = [], None
         while True:
             page = await self._do(lambda client, at=cursor: client.list_tools(cursor=at))

@@ -1,8 +1,8 @@
-"""`openenv:URL`: an environment of an OpenEnv server, whose actions are the answers of the policy.
+"""`openenv:URL`: an environment of an OpenEnv server, whose actions are the policy's answers.
 
-Each episode has a session of its own at the server's WebSocket, which carries JSON: `reset` with
-the row, `step` with an action, each answered by an observation. The package openenv-core is needed
-where the server runs alone.
+Each episode has a separate session at the server's WebSocket, which carries JSON: `reset` with the
+row, `step` with an action, each answered by an observation. The package openenv-core is needed only
+on the server.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from websockets.sync.client import ClientConnection, connect
 TIMEOUT_S = 60.0
 MAX_BYTES = 16 << 20
 FULL, NO_ACTION = "CAPACITY_REACHED", "VALIDATION_ERROR"
-"""Errors of the server: as many sessions as it takes, and data that are no action."""
+"""Error codes of the server: no free session, and data that are no action."""
 
 
 class ServerError(Exception):
@@ -36,8 +36,8 @@ class OpenEnvEnvironment:
         self._socket: ClientConnection | None = None
 
     def reset(self, **row: Any) -> str:
-        """The server passes on the columns that its environment takes. A server that has as many
-        sessions as it takes is asked again, for as long as a call may take."""
+        """Resets the session with the row; the server passes on the columns that its environment
+        takes. A server without a free session is retried, within the time limit of a call."""
         while True:
             try:
                 self._socket = connect(
@@ -51,7 +51,7 @@ class OpenEnvEnvironment:
                 time.sleep(0.2)
 
     def step_text(self, text: str) -> tuple[str | None, float, bool]:
-        """An answer that is no action ends the episode."""
+        """Steps the environment; an answer that is no action ends the episode."""
         try:
             said = self._ask("step", self.parse(text))
         except ValueError:
@@ -65,15 +65,15 @@ class OpenEnvEnvironment:
         return self.show(said["observation"]), 0.0 if reward is None else float(reward), is_done
 
     def show(self, observation: dict[str, Any]) -> str:
-        """What the policy reads: the one text of an observation, or its JSON."""
+        """The observation as text: its only text field, or its JSON."""
         values = list(observation.values())
         if len(values) == 1 and isinstance(values[0], str):
             return values[0]
         return json.dumps(observation)
 
     def parse(self, text: str) -> dict[str, Any]:
-        """The action: the text where its schema has one text, else the JSON object in it.
-        ValueError where there is none."""
+        """The action: the text if its schema has one text field, else the JSON object in it.
+        ValueError if there is none."""
         if [one.get("type") for one in self._properties.values()] == ["string"]:
             return dict.fromkeys(self._properties, text)
         found = json.loads(text[text.index("{") : text.rindex("}") + 1])

@@ -1,11 +1,10 @@
-"""The recording proxy: an OpenAI-compatible address whose answers are kept, token by token.
+"""The recording proxy: an OpenAI-compatible address that records its answers, token by token.
 
-An episode is one run of an agent program. It has an address and a key of its own; every answer
-that it is given is recorded as the ids the sampler drew, with their log-probs and versions. A
-conversation that continues is never encoded again: its ids are those recorded, and only what the
-program added is rendered behind them.
-
-The run decides how tokens are drawn: temperature, top_p, top_k and seed of a request are not used.
+An episode is one run of an agent program, with a separate address and key; every answer to it is
+recorded as the sampled ids, with their log-probs and versions. A continued conversation is never
+encoded again: its ids are the recorded ones, and only the program's new messages are rendered
+behind them. The run's settings decide the sampling: temperature, top_p, top_k and seed of a request
+are ignored.
 """
 
 from __future__ import annotations
@@ -68,18 +67,18 @@ log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 MAX_CONNECTIONS = 4096
 MODEL = "policy"
-"""The name in answers. A program may ask for any: there is one policy."""
+"""The model name in answers. A program may request any name: there is one policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A request as it was read."""
+    """A parsed request."""
 
     body: ChatBody | CompletionBody
     ids: list[int]
     limit: int | None
     conversation: Conversation | None
-    """If it is one."""
+    """The messages, if it is a conversation."""
 
 
 class Episode:
@@ -103,7 +102,7 @@ class Episode:
         self.transcripts: list[Transcript] = []
         self.finishes: list[FinishReason] = []
         self.turns: list[list[tuple[str, str]]] = []
-        """By transcript: role and words of all that was said from its first answer on."""
+        """Transcript -> role and text of all messages from its first answer on."""
         self.texts: list[str] = []
         self.known: dict[bytes, tuple[list[int], int | None]] = {}
         """Digests of conversations so far, ending in an answer -> their ids, and the stop id at
@@ -112,7 +111,7 @@ class Episode:
         self.is_open = True
         self.under_way: set[asyncio.Task[list[Generation]]] = set()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Set to what failed when the machinery did, which no program can mend."""
+        """The infrastructure failure, which the program cannot recover from."""
 
     # Requests.
 
@@ -137,7 +136,7 @@ class Episode:
         return ParsedRequest(body, ids, body.max_tokens, None)
 
     def conversation_ids(self, conversation: Conversation) -> list[int]:
-        """The longest recorded beginning as it is, and the rest rendered behind it."""
+        """The longest recorded prefix unchanged, and the rest rendered behind it."""
         messages = conversation.messages
         digests = beginnings(conversation)
         for size in range(len(messages) - 1, 0, -1):
@@ -148,7 +147,7 @@ class Episode:
         return chat_ids(conversation, self.tokenizer)
 
     def job(self, parsed: ParsedRequest) -> Job:
-        """Raises ApiError where there is no room for an answer."""
+        """Makes the sampling job; ApiError if the context has no room for an answer."""
         context, body, ids = self.context, parsed.body, parsed.ids
         if body.ignore_eos:
             problem = Problem("ignore_eos = true", "the run decides what ends an answer")
@@ -194,7 +193,7 @@ class Episode:
             self.under_way.discard(task)
 
     async def close(self) -> None:
-        """Nothing is answered any more; what is under way is ended on the sampler too."""
+        """Answers no further requests; requests in progress are aborted on the sampler too."""
         self.is_open = False
         await asyncio.gather(*(end(task) for task in list(self.under_way)))
         if self.failure.done():
@@ -211,7 +210,7 @@ class Episode:
         texts: Sequence[str],
         body: Mapping[str, Any],
     ) -> None:
-        """Keeps what was drawn, as text and as the answer that the program gets."""
+        """Records the sampled tokens, as text and as the answer to the program."""
         ids, conversation = parsed.ids, parsed.conversation
         for generation, text, choice in zip(generations, texts, body["choices"], strict=True):
             self.texts.append(text)
@@ -224,7 +223,8 @@ class Episode:
                 self.known[beginnings(said)[-1]] = ([*ids, *generation.ids], ending)
 
     def _keep(self, parsed: ParsedRequest, generation: Generation, text: str) -> None:
-        """As the next turn of the longest sequence that the request continues, or a new one."""
+        """Adds them as the next turn of the longest sequence that the request continues, or as a
+        new one."""
         ids = parsed.ids
         at = self._continued(ids)
         if at is not None:
@@ -245,7 +245,7 @@ class Episode:
     def _said(
         self, conversation: Conversation | None, given: list[int]
     ) -> Iterator[tuple[str, str]]:
-        """What the program said since the last answer: its messages, or the text it added."""
+        """The program's text since the last answer: its messages, or the text it added."""
         if conversation is None:
             yield "user", self.tokenizer.decode(given)
             return
@@ -261,7 +261,8 @@ class Episode:
         return max(fitting, key=lambda i: len(self.transcripts[i].ids), default=None)
 
     def samples(self) -> list[Sample]:
-        """One a sequence. All have the text of the whole episode, which is what is judged."""
+        """One sample per sequence. All have the text of the whole episode, which the reward
+        scores."""
         text = "\n".join(self.texts)
         samples = []
         kept = zip(self.transcripts, self.finishes, self.turns, strict=True)
@@ -276,7 +277,7 @@ class Episode:
 
 
 class Proxy:
-    """The address of the episodes under way."""
+    """The server of the addresses of running episodes."""
 
     def __init__(self, limits: ServeLimits | None = None) -> None:
         self.limits = limits or ServeLimits(max_client_connections=MAX_CONNECTIONS)
@@ -286,7 +287,7 @@ class Proxy:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Listens at a free port of this machine as long as the context is open."""
+        """Listens at a free port of this machine while the context is open."""
         listener = bind(HOST, 0)
         self.port = listener.getsockname()[1]
         stop, ready = asyncio.Event(), asyncio.Event()
@@ -351,8 +352,8 @@ class Proxy:
         read: Callable[[Mapping[str, Any]], ParsedRequest],
         dialect: ChatDialect | None = None,
     ) -> HttpResponse:
-        """Recorded when it is whole and the program is still there to take it. Text is read and
-        written in threads: the loop is the trainer's."""
+        """Answers a request; it is recorded if it is complete and the program is still connected.
+        Text is read and written in threads, because the event loop is the trainer's."""
         sent = await read_body(request, self.limits)
         parsed = await self.text_work.run(
             len(sent), lambda: read(read_object(sent, self.limits, dialect))
@@ -384,13 +385,13 @@ class Proxy:
 
 
 def settled(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Without its empty fields, with which some clients send an answer back and some do not."""
+    """The message without its empty fields, which some clients return and others do not."""
     needs_content = not message.get("tool_calls")
     return {k: v for k, v in message.items() if v or (k == "content" and needs_content)}
 
 
 def beginnings(conversation: Conversation) -> list[bytes]:
-    """A digest of each beginning of the conversation: of its first message, its first two..."""
+    """Digests of the prefixes of a conversation: of its first message, its first two..."""
     digest, found = json.dumps(conversation.tools, sort_keys=True).encode(), []
     for message in conversation.messages:
         shown = json.dumps(message, sort_keys=True).encode()
@@ -411,7 +412,7 @@ def events(
     tokenizer: Tokenizer,
     dialect: ChatDialect | None = None,
 ) -> bytes:
-    """The whole answer as the events of a stream: one a token."""
+    """The answer as events of a stream, one per token."""
     answer = Answer(job, MODEL, tokenizer)
     chunks: list[dict[str, Any] | None] = []
     for index, generation in enumerate(generations):

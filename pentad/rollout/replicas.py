@@ -1,7 +1,7 @@
-"""The samplers of a run: which one takes a group, and what each answers.
+"""The samplers of a run: which one gets a group, and what each answers.
 
-A replica that failed a request gets no other one until its health check passes. With one replica
-and no failure nothing here depends on time.
+A replica that failed a request gets no further one until its health check passes. With one replica
+and no failure, nothing here depends on time.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pentad.core.roles import Sampler
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Generation, Prompt, Request
 from pentad.rollout.checks import Drawn, check_generations
+from pentad.rollout.drafts import Draft
 from pentad.runtime.awake import awake_s
 from pentad.telemetry.timeline import timeline
 
@@ -24,28 +25,30 @@ log = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_S = 10.0
 ABORT_TIMEOUT_S = 5.0
+CUT_TIMEOUT_S = 30.0
+"""How long a sampler may take to hand over the tokens of a group that is cut off."""
 MAX_BACKOFF_S = 30.0
 
 _request_numbers = itertools.count()
-"""Shared by all executors of the process: two that use one sampler never use one id."""
+"""Shared by all executors of the process, so that two on one sampler never use the same id."""
 
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """One sampler that groups may be given to."""
+    """One sampler to which groups can be assigned."""
 
     name: str
     sampler: Sampler
     backoff_s: float
-    """Pause before the health check that follows a failure; doubles with each failure in a row."""
+    """Pause before the health check after a failure; doubles with each consecutive failure."""
     is_alone: bool
-    """Whether there is no other one, so that the first health check is made at once."""
+    """Whether it is the only one, so that the first health check is made at once."""
     load: int = 0
-    """Samples given to it and not yet back."""
+    """Number of assigned samples that are not finished."""
     last_error: str | None = None
-    """Why it gets no work; None where it does."""
+    """Why it gets no groups; None if it does."""
     num_failures: int = 0
-    """Since it last answered well."""
+    """Consecutive failures."""
     checking: asyncio.Task[None] | None = None
 
     def fail(self, reason: str) -> None:
@@ -55,7 +58,7 @@ class Candidate:
             self.checking = asyncio.create_task(self._check())
 
     async def _check(self) -> None:
-        """Until it is healthy."""
+        """Checks its health until it is healthy."""
         while self.last_error is not None:
             if not self.is_alone or self.num_failures > 1:
                 pause_s = self.backoff_s * 2 ** min(self.num_failures - 1, 10)
@@ -85,10 +88,8 @@ class Fleet:
         self.patience_s = patience_s
 
     async def pick(self, prompt: Prompt, num_samples: int) -> Candidate:
-        """Reserves the prompt's own replica, where its prefix may be cached, or an idler one.
-
-        The caller gives the load back.
-        """
+        """Reserves the prompt's preferred replica, which may have its prefix cached, or a less
+        loaded one. The caller releases the load."""
         trusted = await self._trusted()
         least = min(trusted, key=lambda r: r.load)
         home = least
@@ -99,7 +100,7 @@ class Fleet:
         return picked
 
     async def _trusted(self) -> list[Candidate]:
-        """Replicas that get work; waits until there is one."""
+        """The healthy replicas; waits until there is one."""
         deadline = awake_s() + self.patience_s
         while not (found := [r for r in self.replicas.values() if r.last_error is None]):
             left_s = deadline - awake_s()
@@ -117,25 +118,33 @@ class Fleet:
 
 
 class CheckedSampler:
-    """One replica as a workflow sees it for one group: answers checked, abandoned work aborted."""
+    """One replica as the workflow of one group uses it: answers are checked, abandoned requests
+    aborted."""
 
-    def __init__(self, replica: Candidate, vocab_size: int) -> None:
+    def __init__(self, replica: Candidate, vocab_size: int, draft: Draft | None = None) -> None:
+        """`draft`: of a group of one request, what it has drawn in an earlier step."""
         self.replica = replica
         self.vocab_size = vocab_size
+        self.draft = draft or Draft()
         self.drawn = Drawn()
         self.was_waiting = False
-        """Whether an answer was outstanding when the group was cancelled."""
+        """Whether an answer was pending when the group was cancelled."""
 
     async def generate(self, request: Request) -> list[Generation]:
         request = replace(request, id=f"{self.replica.name}-{next(_request_numbers)}")
-        replica = self.replica
-        task = asyncio.ensure_future(replica.sampler.generate(request))
+        replica, rest = self.replica, self.draft.rest_of(request)
+        if not rest.seeds:  # all of it was drawn when it was cut
+            self.drawn.add(request, self.draft.answers)
+            return list(self.draft.answers)
+        task = asyncio.ensure_future(replica.sampler.generate(rest))
+        self.draft.note_sent()
         try:
             with timeline.span(replica.name, "generates"):
                 answers = await asyncio.shield(task)
-            check_generations(request, answers, self.vocab_size)
+            self.draft.note_answered()
+            check_generations(rest, answers, self.vocab_size)
         except asyncio.CancelledError:
-            await self._abort(request.id, task)
+            await self._abort(rest, task)
             if is_cancelled():
                 self.was_waiting = True
                 raise
@@ -144,17 +153,20 @@ class CheckedSampler:
             raise
         except Exception as failure:
             raise InfraFailure(f"{type(failure).__name__}: {failure}") from failure
+        answers = self.draft.joined(answers)
         self.drawn.add(request, answers)
         return answers
 
-    async def _abort(self, request_id: str, task: asyncio.Task[list[Generation]]) -> None:
-        """Stops the work, not only the waiting."""
+    async def _abort(self, request: Request, task: asyncio.Task[list[Generation]]) -> None:
+        """Aborts the request on the sampler as well; keeps its tokens if the group is cut off."""
         sampler = self.replica.sampler
         try:
-            async with asyncio.timeout(ABORT_TIMEOUT_S):
+            async with asyncio.timeout(CUT_TIMEOUT_S if self.draft.is_cut else ABORT_TIMEOUT_S):
                 if "abort" in sampler.capabilities:
-                    await sampler.abort(request_id)
+                    await sampler.abort(request.id)
+                    if self.draft.is_cut:
+                        self.draft.keep(request, await task, self.vocab_size)
         except Exception as failure:
             self.replica.fail(f"abort failed: {type(failure).__name__}: {failure}")
-            log.warning("%s: could not abort %s: %s", self.replica.name, request_id, failure)
+            log.warning("%s: could not abort %s: %s", self.replica.name, request.id, failure)
         task.cancel()

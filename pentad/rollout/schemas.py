@@ -1,6 +1,6 @@
-"""What a chat template shows of a Python function: a JSON schema of its name, docstring and types.
+"""The JSON schema that a chat template shows of a Python function: its name, docstring and types.
 
-Standard library only: environments are described in processes of their own.
+Standard library only, because environments are described in separate processes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ARGUMENT = re.compile(r"^\s*(\w+)\s*(?:\([^)]*\))?:\s*", re.MULTILINE)
 def schema_of(
     tool: Callable[..., Any], name: str | None = None, *, strict: bool = False
 ) -> dict[str, Any]:
-    """Its name, docstring and parameters, with types where its annotations have those of JSON.
-    `strict`: ValueError where it has no docstring, or a parameter no such type."""
+    """The schema of a function: name, docstring and parameters, with types where its annotations
+    have a JSON type. `strict`: ValueError if the docstring or a parameter's type is missing."""
     try:
         hints = get_type_hints(tool)
     except (NameError, TypeError) as error:  # names that a type checker alone knows
@@ -107,7 +107,7 @@ def _all(found: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]] | None:
 
 
 def sections_of(doc: str) -> dict[str, str]:
-    """A docstring in Google's style: what stands before its sections under "", then each."""
+    """A docstring in Google's style: the text before its sections under "", then each section."""
     before, *rest = SECTIONS.split(doc)
     return {"": before.strip(), "Args": "", "Returns": ""} | {
         name: text.strip("\n").rstrip() if name == "Args" else text.strip()

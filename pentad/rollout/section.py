@@ -85,6 +85,13 @@ class RolloutConfig(Section):
     starts a new sequence, and all sequences of an episode are trained with its reward."""
     max_concurrent_groups: Count | None = None
     """Maximum number of groups in flight. null: one batch, plus one for each step of staleness."""
+    oversample: Annotated[float, Field(ge=1, le=2)] = 1.0
+    """Number of groups that a step starts, as a multiple of `train_dataset.batch_size`. When enough
+    of them are complete, the others are aborted; they are the first groups of the next step and
+    continue from the tokens they have. For single answers with `max_staleness` 0. 1: off."""
+    max_carries: Count = 4
+    """With `oversample`: how often a group may be cut off before its step waits for it. It is also
+    the maximum number of versions by which a token may lag behind the weights it trains."""
     deadline_s: Seconds = 600.0
     """A group that takes longer is aborted and counts as failed."""
     tool_timeout_s: Seconds = 30.0

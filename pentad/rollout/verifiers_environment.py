@@ -1,8 +1,8 @@
-"""`verifiers:ID`: an environment of the package verifiers, played in a process of its own.
+"""`verifiers:ID`: an environment of the package verifiers, run in a separate process.
 
-It is an agent whose program runs elsewhere: the process is given the address of an episode, speaks
-with the policy there as with a server, and answers with the rewards of its rubric. Tokens are
-recorded at the address, as those of any agent.
+It is an agent whose program runs elsewhere: the process receives the address of an episode, calls
+the policy there as a server, and answers with the rewards of its rubric. Tokens are recorded at the
+address, as for any agent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_LINE = 16 << 20
 
 
 class VerifiersProcess:
-    """The process, started anew where it ended, and the answers that are waited for."""
+    """The process, restarted if it ended, and the pending answers."""
 
     def __init__(self, spec: str) -> None:
         self.spec = spec
@@ -41,7 +41,8 @@ class VerifiersProcess:
         self.socket: socket.socket | None = self.start()
 
     def start(self) -> socket.socket:
-        """Our end of a process that has loaded the environment. Raises UserError."""
+        """Starts a process that has loaded the environment, and returns the run's end of its
+        connection. Raises UserError."""
         ours, theirs = socket.socketpair()
         command = command_of(self.spec, self.where, str(theirs.fileno()))
         with theirs:
@@ -57,7 +58,7 @@ class VerifiersProcess:
         return ours
 
     async def play(self, fields: Mapping[str, Any], base_url: str, api_key: str, model: str) -> Any:
-        """The program of the agent: one episode. Rewards by name; None where it has none."""
+        """The agent program: runs one episode. Returns rewards by name; None if it has none."""
         if VERIFIERS not in fields:
             rule = f"a row has no column {VERIFIERS!r}, which is the task"
             remedy = f"give train_dataset.path: {self.spec}, or leave it out"
@@ -84,7 +85,7 @@ class VerifiersProcess:
         self.writer.write(json.dumps(what).encode() + b"\n")
 
     async def _connect(self) -> None:
-        """On the loop that asks; a process that has ended is replaced."""
+        """Connects on the calling event loop; a process that has ended is replaced."""
         loop = asyncio.get_running_loop()
         if self.loop is not loop:
             self.loop, self.connecting, self.reading = loop, asyncio.Lock(), None
@@ -95,7 +96,7 @@ class VerifiersProcess:
                 self.reading = asyncio.create_task(self._read(reader))
 
     def _take(self) -> socket.socket:
-        """The end of the process that runs, or of another."""
+        """Handles the end of the current process; that of an earlier one is ignored."""
         ours, self.socket = self.socket, None
         if ours is None or self.child is None or not self.child.is_running:
             if ours is not None:

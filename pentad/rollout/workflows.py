@@ -1,7 +1,7 @@
 """Workflows: how a prompt becomes samples, by one answer or by several turns with an environment.
 
-Token in, token out: what is trained are the ids the sampler returned. Text from an environment is
-rendered and encoded once, as a suffix, and masked; nothing sampled is ever encoded again.
+Token in, token out: the trained ids are those the sampler returned. Text from an environment is
+rendered and encoded once, as a suffix, and masked; sampled text is never re-encoded.
 """
 
 from __future__ import annotations
@@ -40,22 +40,23 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 WORKFLOW_FAILED = f"{FAILED}/workflow_error"
-"""The part of samples whose episode raised: they have the mean reward of the rest of the group."""
+"""The part of samples whose episode raised: they get the mean reward of the rest of the group."""
 WORKFLOW_LATE = f"{FAILED}/deadline"
-"""The part of samples whose episode did not end in time: they have no reward above 0."""
+"""The part of samples whose episode did not end in time: they get no reward above 0."""
 CLOSE_TIMEOUT_S = 10.0
-"""An environment or agent that takes longer to end is left to itself: deadlines must hold."""
+"""Time limit for an environment or agent to close, in seconds; a slower one is abandoned, because
+deadlines must hold."""
 
 
 class Generator(Protocol):
-    """What a workflow may ask of a sampler. Every answer has been checked before it arrives."""
+    """The part of a sampler that a workflow may use. Every answer has been checked."""
 
     async def generate(self, request: Request) -> list[Generation]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What a workflow knows about the run: how to sample, how often, with which seeds."""
+    """The settings of the run for a workflow: how to sample, how often, with which seeds."""
 
     tokenizer: RolloutTokenizer
     params: SamplingParams
@@ -64,13 +65,13 @@ class Context:
     attempt: int | str = 0
     """Part of the seeds: new after a data failure, the same when a replica failed."""
     max_total_tokens: int | None = None
-    """Most tokens of a sample, prompt included; None if the sampler sets no limit."""
+    """Maximum tokens of a sample, prompt included; None if the sampler sets no limit."""
     max_sampled_tokens: int | None = None
-    """Most tokens sampled in one sample, over all its turns; None: no limit."""
+    """Maximum sampled tokens of a sample, over all its turns; None: no limit."""
     deadline_s: float | None = None
-    """How long the episodes of a group may take; None: no limit."""
+    """Time limit for the episodes of a group; None: no limit."""
     tool_timeout_s: float = 30.0
-    """How long one call of an environment in a process of its own may take."""
+    """Time limit for one call of an environment in a separate process."""
     rewrites_history: bool = False
     """Whether the chat template writes the earlier turns of a conversation."""
     has_scorer: bool = False
@@ -82,8 +83,8 @@ class Context:
         return derive_seed(self.run_seed, "sample", gid, self.attempt, index)
 
     def room(self, num_tokens: int, num_sampled: int = 0) -> int:
-        """How many tokens may be drawn after `num_tokens`, of which `num_sampled` were sampled in
-        earlier turns; 0 when the sample is full."""
+        """How many tokens may be sampled after `num_tokens`, of which `num_sampled` were sampled in
+        earlier turns; 0 if the sample is full."""
         limits = [self.params.max_new_tokens]
         if self.max_total_tokens is not None:
             limits.append(self.max_total_tokens - num_tokens)
@@ -113,7 +114,8 @@ class Context:
 
 
 class EpisodeOver(Exception):
-    """What the sample did ended its episode; `reason` names the part of its reward that says so."""
+    """Ends an episode because of the sample's own actions; `reason` names the part of its reward
+    for it."""
 
     def __init__(self, reason: str, detail: str) -> None:
         self.reason = reason
@@ -127,8 +129,9 @@ class Workflow(Protocol):
 
 
 class OwnPrompts:
-    """A workflow that makes its own prompts: its samples need not begin with the prompt's ids, and
-    may be more than the settings say. Every trained token is still held against what was drawn."""
+    """A workflow that makes its own prompts: its samples need not start with the prompt's ids,
+    and there may be more than `n_samples`. Every trained token is still compared with the
+    sampled ones."""
 
 
 class Transcript:
@@ -192,7 +195,7 @@ def check_fits(prompt: Prompt, context: Context) -> None:
 def answered(
     prompt_ids: Sequence[int], generations: Sequence[Generation], texts: Sequence[str]
 ) -> list[Sample]:
-    """The samples that `Transcript`s of one answer come to, without the way over lists."""
+    """The samples of a single answer, equal to those of `Transcript`s, without building lists."""
     given = Transcript(prompt_ids).finished("stop", "")
     drawn = [generation.columns() for generation in generations]
     sizes = [size for ids, _, _ in drawn for size in (len(prompt_ids), len(ids))]
@@ -214,7 +217,7 @@ def answered(
 
 
 class SingleTurn:
-    """n answers to one prompt, drawn by one request, so that the prompt is prefilled once."""
+    """n answers to one prompt, sampled by one request, so that the prompt is prefilled once."""
 
     async def run(self, prompt: Prompt, sampler: Generator, context: Context) -> list[Sample]:
         check_fits(prompt, context)
@@ -230,11 +233,11 @@ class Talk:
     transcript: Transcript
     """Its last sequence."""
     history: History | None = None
-    """Where the chat template writes earlier turns."""
+    """Set if the chat template renders earlier turns."""
     earlier: list[tuple[Transcript, list[tuple[str, str]]]] = field(default_factory=list)
-    """Sequences that a later turn does not continue, and what was said in each."""
+    """Sequences that no later turn continues, and the texts of each."""
     texts: list[str] = field(default_factory=list)
-    """What the policy said."""
+    """The policy's texts."""
     turns: list[tuple[str, str]] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=dict)
     """Reward parts by name."""
@@ -252,12 +255,12 @@ class Talk:
         return sum(one.num_sampled for one in (self.transcript, *(t for t, _ in self.earlier)))
 
     def go_on(self, ids: Sequence[int]) -> None:
-        """The next turn is sampled after these tokens, in a sequence of its own."""
+        """Starts a new sequence with these tokens, after which the next turn is sampled."""
         self.earlier.append((self.transcript, self.turns))
         self.transcript, self.turns = Transcript(ids), []
 
     def sample(self) -> Sample:
-        """The one sequence of a conversation that has no more."""
+        """The sample of a conversation with one sequence."""
         [sample] = self.samples()
         return sample
 
@@ -276,7 +279,7 @@ class Talk:
 
 
 class Said:
-    """The sampler as one episode sees it. Keeps what was drawn, and how long that took."""
+    """The sampler as one episode uses it. Records the sampled tokens and the time."""
 
     def __init__(self, sampler: Generator) -> None:
         self.sampler = sampler
@@ -284,7 +287,7 @@ class Said:
         self.clock = asyncio.get_running_loop().time
         self.begun = self.since = self.clock()
         self.own_s = 0.0
-        """How long no request was under way, until `since`."""
+        """Time without a request in progress, until `since`."""
         self.num_waiting = 0
 
     async def generate(self, request: Request) -> list[Generation]:
@@ -301,12 +304,14 @@ class Said:
 
     @property
     def is_starved(self) -> bool:
-        """Whether it waits for tokens now: for the first, or after most of its time passed so."""
+        """Whether it is waiting for tokens: for the first, or after it spent most of its time
+        so."""
         is_idle = not self.answers or self.own_s <= (self.clock() - self.begun) / 2
         return self.num_waiting > 0 and is_idle
 
     def samples(self, prompt: Prompt, context: Context, *, own_prompts: bool) -> list[Sample]:
-        """One a sequence; the last that begins with the prompt, unless prompts are its own."""
+        """One sample per sequence; without `own_prompts` only the last that begins with the
+        prompt."""
         talks: list[Talk] = []
         for request, generation in self.answers:
             ids = list(request.prompt_ids)
@@ -340,16 +345,16 @@ class EpisodeFailed:
 
 
 class Episodes:
-    """A workflow whose samples have an episode each: derive from it and write `episode`.
+    """A workflow with one episode per sample: derive from it and write `episode`.
 
-    An error counts against the sample whose episode raised it, and against no other: what fails by
-    an answer must not drop its group, or the policy can choose what it is trained on.
+    An error counts only against the sample whose episode raised it: a failure that an answer can
+    cause must not drop its group, or the policy could choose what it is trained on.
     """
 
     async def episode(
         self, prompt: Prompt, index: int, sampler: Generator, context: Context
     ) -> Sample | list[Sample]:
-        """Sample `index` of the group, drawn with `context.seed(prompt.gid, index)`."""
+        """Sample `index` of the group, sampled with `context.seed(prompt.gid, index)`."""
         raise NotImplementedError
 
     async def run(self, prompt: Prompt, sampler: Generator, context: Context) -> list[Sample]:
@@ -366,8 +371,9 @@ class Attempts:
     """The episodes of one group.
 
     One that raises is run once more, with the same seed. If it raises again, or has not ended at
-    the deadline, while others pass, what was said in it is kept and marked. If none passes the
-    first error is raised; so is one of the machinery, or before the first answer of an episode.
+    the deadline, while others succeed, its sampled tokens are kept and marked. If none succeeds,
+    the first error is raised; so is an infrastructure failure, or an error before the first answer
+    of an episode.
     """
 
     def __init__(
@@ -378,7 +384,7 @@ class Attempts:
         self.context = context
         self.own_prompts = own_prompts
         self.said: dict[int, Said] = {}
-        """By sample: what the attempt under way has drawn."""
+        """By sample: the tokens sampled in the current attempt."""
         self.failed: dict[int, EpisodeFailed] = {}
 
     async def run(self, episode: EpisodeRunner) -> list[Sample]:
@@ -419,7 +425,8 @@ class Attempts:
         return []
 
     def _give_up(self, index: int) -> None:
-        """The deadline is over. Time that the episode took, and not the sampler, is its own."""
+        """Ends the group at the deadline. Time that an episode spent, not its sampler, counts as
+        its own."""
         if index in self.failed:
             return
         late = f"the group was not done after {self.context.deadline_s} s"
@@ -430,7 +437,7 @@ class Attempts:
             raise cause
 
     def _keep(self, index: int, part: str, cause: BaseException) -> bool:
-        """Whether anything was said in the episode, which is kept then."""
+        """Keeps the episode if anything was sampled in it; whether it was kept."""
         drawn = self.said[index]
         said = drawn.samples(self.prompt, self.context, own_prompts=self.own_prompts)
         if said:
@@ -448,7 +455,8 @@ class Attempts:
         return [sample for samples in found for sample in samples]
 
     async def _end(self, tasks: Sequence[asyncio.Task[list[Sample]]]) -> None:
-        """Cancels what has not ended. What does not obey is left behind: deadlines must hold."""
+        """Cancels the episodes still running. One that does not end is abandoned, because deadlines
+        must hold."""
         pending = [task for task in tasks if not task.done()]
         for task in pending:
             task.cancel()
@@ -461,7 +469,8 @@ class Attempts:
 
 
 class MultiTurn(Episodes):
-    """n conversations between the policy and an environment, each with one of its own."""
+    """n conversations between the policy and an environment, each with a separate environment
+    object."""
 
     def __init__(
         self,
@@ -471,12 +480,12 @@ class MultiTurn(Episodes):
         role: str = "user",
         tools: Tools | None = None,
     ) -> None:
-        """`tools`: what the chat template shows to the policy; None: the `tools` of an environment,
-        where it has any."""
+        """`tools`: the tools that the chat template shows to the policy; None: the environment's
+        `tools`, if it has any."""
         self.environment = environment
         self.max_turns = max_turns
         self.role = role
-        """Who speaks the observations in the chat template: user, or tool."""
+        """Role of the observations in the chat template: user, or tool."""
         self.given_tools = tools
 
     @cached_property
@@ -487,16 +496,16 @@ class MultiTurn(Episodes):
         return found
 
     def make(self, context: Context, seed: int) -> Environment:
-        """The environment of one sample."""
+        """Makes the environment of one sample."""
         return self.environment()
 
     async def begin(self, environment: Environment, prompt: Prompt, context: Context) -> Prompt:
-        """What a conversation begins with."""
+        """The first tokens of a conversation."""
         await environment.reset(prompt.fields)
         return prompt
 
     async def finish(self, environment: Environment, talk: Talk, context: Context) -> None:
-        """After the last answer."""
+        """Finishes a conversation after the last answer."""
 
     async def episode(
         self, prompt: Prompt, index: int, sampler: Generator, context: Context
@@ -512,7 +521,7 @@ class MultiTurn(Episodes):
     async def _converse(
         self, prompt: Prompt, seed: int, sampler: Generator, context: Context
     ) -> Talk:
-        """One conversation. A turn cut off by a token limit is the last one."""
+        """Runs one conversation. A turn cut off by a token limit is the last one."""
         environment = self.make(context, seed)
         try:
             opening = await self.begin(environment, prompt, context)
@@ -530,7 +539,7 @@ class MultiTurn(Episodes):
     async def _turn(
         self, talk: Talk, environment: Environment, seed: int, sampler: Generator, context: Context
     ) -> bool:
-        """An answer and what the environment says to it; whether there is another turn."""
+        """Samples an answer and adds the environment's response; whether there is another turn."""
         if talk.earlier:  # a seed of its own, or places that come again would draw alike
             seed = derive_seed(seed, "sequence", len(talk.earlier))
         request = context.request(talk.transcript.ids, [seed], talk.num_sampled)
@@ -560,8 +569,8 @@ class MultiTurn(Episodes):
 
 
 async def contained(work: Coroutine[Any, Any, T]) -> T:
-    """The user's code in a task of its own: what would end the loop or pass for a cancellation
-    of the group is an error of that code."""
+    """Runs the user's code in a separate task: an exception that would end the event loop, or look
+    like a cancellation of the group, becomes an error of that code."""
     try:
         return await work
     except SystemExit as failure:

@@ -1,7 +1,8 @@
-"""Time in which this process could run: a clock without the seconds in which it was stopped.
+"""A clock of the time in which this process could run, without the seconds in which it was stopped.
 
-A program that was stopped (ctrl-Z, SIGSTOP, a frozen container) has received nothing meanwhile.
-Deadlines on this clock are pushed by as much, and what arrived meanwhile is read before any passes.
+A stopped program (ctrl-Z, SIGSTOP, a frozen container) receives nothing meanwhile. Deadlines on
+this clock are extended accordingly, and data that arrived meanwhile are read before any deadline
+passes.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from collections.abc import Callable
 
 TICK_S = 0.5
 HELD_S = 3.0
-"""Between two looks at the clock; more means that the process was stopped, or starved of time,
-unless it computed meanwhile."""
+"""Interval of checking the clock; a longer gap means that the process was stopped, or got no
+processor time, unless it computed meanwhile."""
 
 
 BUSY_SHARE = 0.5
-"""A gap in which the process computed at least so much of the time was none: code that holds the
-interpreter lets no thread look at the clock."""
+"""A gap in which the process computed at least this share of the time does not count: code that
+holds the interpreter lock keeps threads from checking the clock."""
 
 
 class AwakeClock:
-    """A thread looks at it all the time, so that gaps between looks are seen as what they are."""
+    """A thread checks it continuously to find gaps."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.monotonic = monotonic
@@ -32,7 +33,7 @@ class AwakeClock:
         self._begin()
 
     def _begin(self) -> None:
-        """Also in a forked child, which has none of its parent's threads."""
+        """Starts the thread, also in a forked child, which has none of its parent's threads."""
         self.lock = threading.RLock()  # a signal's handler may ask too
         self.seen_at = self.monotonic()
         self.used_s = time.process_time()
@@ -59,12 +60,12 @@ class AwakeClock:
 
 
 awake_s = AwakeClock()
-"""Seconds of this process, from any beginning."""
+"""Seconds of this process, from an arbitrary start."""
 os.register_at_fork(after_in_child=awake_s._begin)
 
 
 class AwakeLoop(asyncio.SelectorEventLoop):
-    """An event loop whose timers count such seconds."""
+    """An event loop whose timers use this clock."""
 
     def time(self) -> float:
         return awake_s()

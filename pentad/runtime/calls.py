@@ -1,8 +1,8 @@
-"""How one call reaches all ranks of a group: rank 0 sends it as JSON, every rank makes it.
+"""Calls on all ranks of a group: rank 0 sends the call as JSON, every rank makes it.
 
-What the ranks of a group can do is a service: an object with methods that take and return JSON
-values. Rank 0 takes the calls (`RankCalls`), the others wait for them (`serve`). All ranks make the
-same calls in one order; the answer is rank 0's.
+The interface of the ranks is a service: an object with methods that take and return JSON values.
+Rank 0 makes the calls (`RankCalls`), the others wait for them (`serve`). All ranks make the same
+calls in one order; the answer is rank 0's.
 """
 
 from __future__ import annotations
@@ -23,36 +23,35 @@ from pentad.runtime.signals import handling_signals
 PATIENCE = timedelta(days=60)
 """How long ranks wait for the next call: rank 0 may generate, evaluate or save for hours."""
 ANSWER = timedelta(minutes=30)
-"""How long rank 0 waits for them to take one: they do what it does, so who takes none hangs."""
+"""How long rank 0 waits for the others to accept a call: they do the same work, so one that does
+not is hung."""
 STOP = "stop"
-"""No method: ends the other ranks."""
+"""Not a method: ends the other ranks."""
 
 
 class RankService(Protocol):
-    """What every rank of a group runs, besides its own methods."""
+    """The service of every rank of a group, besides its own methods."""
 
     rank: Rank
     device: Any
     mild: frozenset[str]
-    """Methods that may fail with OSError, RunError or UserError and leave all ranks together: the
-    caller gets the error, and the next call can be made."""
+    """Methods that may fail with OSError, RunError or UserError on all ranks together: the caller
+    gets the error, and further calls can be made."""
 
     def close(self, *, is_failed: bool) -> None:
-        """Ends what it has under way: waits for it, or after a failure gives it up."""
+        """Ends work in progress: waits for it, or abandons it after a failure."""
         ...
 
 
 def group_of_calls() -> dist.ProcessGroup:
-    """Calls have a process group of their own: ranks wait long for the next one."""
+    """Calls have a separate process group, because ranks wait long for the next one."""
     timeout = ANSWER if dist.get_rank() == 0 else PATIENCE
     return dist.new_group(backend="gloo", timeout=timeout)
 
 
 class RankCalls:
-    """Rank 0's end. In a world of one a call is a plain call.
-
-    Closing it, as a context, ends the other ranks and the service of this one.
-    """
+    """Rank 0's end. With one rank a call is a plain call. Closing it, as a context, ends the other
+    ranks and the service of this one."""
 
     is_remote = False
     straggler = None
@@ -85,8 +84,8 @@ class RankCalls:
                     raise
 
     def ask(self, method: str, **arguments: Any) -> Any:
-        """A question to rank 0 alone, beside a call under way: for methods where ranks do not meet
-        and no device works."""
+        """A query to rank 0 only, during a call: for methods without communication between ranks
+        and without device work."""
         return getattr(self.service, method)(**arguments)
 
     @property
@@ -94,7 +93,7 @@ class RankCalls:
         return self.service.device
 
     def check(self) -> None:
-        """Failures of the other ranks are seen by the launcher that started them."""
+        """Failures of the other ranks are detected by the launcher that started them."""
 
     def __enter__(self) -> RankCalls:
         return self
@@ -108,10 +107,8 @@ class RankCalls:
 
 
 def serve(service: RankService) -> None:
-    """Makes the calls that rank 0 sends, until it says stop.
-
-    Signals that stop a run are rank 0's: one that reached all ranks would end some in mid call.
-    """
+    """Makes the calls that rank 0 sends, until it sends STOP. Signals that stop a run are handled
+    by rank 0: one that reached all ranks would end some during a call."""
     with handling_signals(signal.SIG_IGN):
         _serve(group_of_calls(), service)
 

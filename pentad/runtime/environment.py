@@ -12,12 +12,12 @@ DETERMINISTIC = {
     "TORCH_COMPILE_DETERMINISTIC": "1",
     "TORCHINDUCTOR_DETERMINISTIC": "1",
 }
-"""What bitwise repeatable runs need besides torch's own switch."""
+"""Settings for bitwise repeatable runs besides torch's own switch."""
 
 
 def make_deterministic() -> None:
-    """For a process that was not started as a rank; before its first product on a GPU and its first
-    compilation, when they are read. What the user set stays: torch refuses what does not do."""
+    """Sets the variables in a process that was not started as a rank, before its first GPU product
+    and compilation. Values set by the user are kept; torch rejects invalid ones."""
     import torch  # not in a process that only starts ranks
 
     for name, value in DETERMINISTIC.items():
@@ -27,8 +27,8 @@ def make_deterministic() -> None:
 
 @contextmanager
 def determinism_restored() -> Iterator[None]:
-    """Undoes `make_deterministic` at the end: later runs of this process have settings of their
-    own, and the ranks they start inherit its environment."""
+    """Undoes `make_deterministic` at the end: later runs of this process have other settings, and
+    the ranks they start inherit its environment."""
     import torch
 
     before = {name: os.environ.get(name) for name in DETERMINISTIC}
@@ -47,8 +47,8 @@ def determinism_restored() -> Iterator[None]:
 def rank_environment(
     *, rank: int, world: int, deterministic: bool, is_spread: bool = False
 ) -> dict[str, str]:
-    """The variables that one rank of a group has besides ours; what the user set already stays.
-    Each sees its own GPU alone. `is_spread`: ranks may be on several machines."""
+    """Environment variables of one rank of a group besides ours; values that the user set are kept.
+    Each rank sees only its own GPU. `is_spread`: ranks may be on several machines."""
     threads = max(1, (os.cpu_count() or 1) // world)
     defaults = {
         "OMP_NUM_THREADS": str(threads),  # or ranks would fight for the cores
@@ -65,7 +65,7 @@ def rank_environment(
 
 
 def visible_devices(devices: Sequence[int]) -> str:
-    """CUDA_VISIBLE_DEVICES for GPUs that are numbered as this process counts them."""
+    """CUDA_VISIBLE_DEVICES for GPUs in the numbering of this process."""
     own = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = own.split(",") if own else [str(n) for n in range(max(devices, default=-1) + 1)]
     return ",".join(names[device] for device in devices)

@@ -1,7 +1,7 @@
-"""What travels between the processes of a run: frames of JSON and raw arrays, and errors as JSON.
+"""Messages between the processes of a run: frames of JSON and raw arrays, and errors as JSON.
 
 A frame is three sizes, a table of arrays (JSON), items (JSON) and the bytes of the arrays; nothing
-in it is unpickled or run. Every frame carries the generation of its sender.
+in it is unpickled or run. Every frame has the generation of its sender.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ ARRAY = "__array__"
 
 
 class BadFrame(Exception):
-    """What came is no frame."""
+    """The received bytes are not a frame."""
 
 
 def pack(generation: int, items: list[dict[str, Any]]) -> list[bytes | memoryview]:
-    """The parts of a frame; numpy arrays may stand anywhere in the items."""
+    """The parts of a frame; numpy arrays may be anywhere in the items."""
     arrays: list[np.ndarray] = []
 
     def convert(value: object) -> object:
@@ -103,7 +103,7 @@ PLAIN: dict[str, type[Exception]] = {
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
-    """An error as a JSON value from which `revive_error` makes the like."""
+    """An error as a JSON value from which `revive_error` makes an equal one."""
     if isinstance(error, UserError):
         described = [
             [p.where, p.rule, p.remedy] if isinstance(p, Problem) else p for p in error.problems

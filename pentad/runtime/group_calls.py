@@ -44,35 +44,36 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MEETING = "pentad-meeting-"
-"""How the names of folders begin in which the ranks of one machine meet."""
+"""Prefix of the folders through which the ranks of one machine connect."""
 POLL_S = 0.2
 FOLLOW_S, SETTLE_S = 2.0, 0.3
-"""After a failure, how long others may take to say what they saw; once a cause is known, less."""
+"""Seconds after a failure in which other ranks may report theirs; less once a cause is known."""
 DUMP_S = 1.0
-"""How long a stuck rank may take to write down its stack."""
+"""Time limit for a stuck rank to write its stack, in seconds."""
 START_S = 30.0
-"""How long a rank may not be heard of before its first step, at least."""
+"""Minimum time without a message from a rank before its first step, in seconds."""
 LEAVE_S = 15.0
-"""Once the run is asked to stop: a rank that is silent for so long will not leave by itself."""
+"""Once the run is being stopped: a rank that is unresponsive for this long does not exit by
+itself."""
 END_S = 15.0
-"""How long ranks may take to leave after a failure."""
+"""Time limit for ranks to exit after a failure, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSettings:
     stall_s: float
-    """A group is ended if for this long one of its processes is not heard of, or a call of all
-    ranks does not get on; until the first step a call may take `timeout_s`, if that is longer."""
+    """A group is ended if one of its processes sends nothing for this long, or a call on all ranks
+    makes no progress; until the first step a call may take `timeout_s`, if that is longer."""
     timeout_s: float = 600.0
     errors: Mapping[str, type[Exception]] = field(default_factory=dict)
-    """Failures that callers know by their class, by its name."""
+    """Error classes that callers handle, by name."""
     away: Callable[[int], str | None] = lambda rank: None
-    """Why the place of a rank is gone, in words; None while it is there."""
+    """Why the slot of a rank is unusable, in words; None if it is usable."""
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One rank: its process, the connection to it, and what it last said."""
+    """One rank: its process, its connection, and its last report."""
 
     rank: int
     process: RoleProcess
@@ -85,7 +86,7 @@ class Member:
     still_s: float = -1.0
     failure: Failure | None = None
     is_lost: bool = False
-    """Its connection is, and how its process ended is not known."""
+    """Whether its connection is lost, and the end of its process not known yet."""
 
     def take_beat(self, beat: Mapping[str, float]) -> None:
         self.heard_at = awake_s()
@@ -102,7 +103,7 @@ class Member:
 
 
 class Failed(Exception):
-    """A rank failed; its member knows how."""
+    """A rank failed; the failure is in its member."""
 
 
 async def wait_for(task: asyncio.Task[T]) -> T:
@@ -110,7 +111,7 @@ async def wait_for(task: asyncio.Task[T]) -> T:
 
 
 class RankGroup:
-    """The processes of a group, from their start to their end, and the calls that they make."""
+    """The processes of a group, from their start to their end, and the calls on them."""
 
     is_remote = True
     is_alone = False
@@ -123,7 +124,7 @@ class RankGroup:
         settings: GroupSettings,
         device: Any = None,
     ) -> None:
-        """`specs` by rank; `device`: where the ranks compute, for those who ask."""
+        """`specs` by rank; `device`: that of the ranks, for callers."""
         self.runtime = runtime
         self.specs = specs
         self.settings = settings
@@ -134,27 +135,28 @@ class RankGroup:
         self.is_broken = False
         """Whether the group has failed: no call can be made any more."""
         self.failure: Exception | None = None
-        """What ended it."""
+        """The error that ended it."""
         self.failed, self.noticed = asyncio.Event(), asyncio.Event()
-        """That is known; a rank failed, and the cause is looked for."""
+        """Set when that is known, and when a rank failed and the cause is being determined."""
         self.is_ending = False
-        """Whether ranks leave by themselves."""
+        """Whether ranks exit by themselves."""
         self.cause: Failure | None = None
-        """What that was of which rank."""
+        """The failure of the rank that caused it."""
         self.seen_at = self.failed_at = self.joined_at = awake_s()
-        """The last sign of that rank; when the group was given up; when all had joined."""
+        """Times: the last message of that rank; when the group was given up; when all ranks had
+        connected."""
         self.pace = Pace(self.world)
         self.is_stopping: Callable[[], bool] = bool
-        """Whether the run was asked to stop."""
+        """Whether the run is being stopped."""
         self.stack = ExitStack()
-        """What is removed after the ranks have ended."""
+        """Resources that are removed after the ranks have ended."""
         self.loop = AwakeLoop()
         self.thread = threading.Thread(target=self._run_loop, name="rank group", daemon=True)
 
     # Starting
 
     def __enter__(self) -> RankGroup:
-        """Does not wait until all ranks have joined: the first call does."""
+        """Does not wait for the ranks to connect: the first call does."""
         self.thread.start()
         self.opening = asyncio.run_coroutine_threadsafe(self._open(), self.loop)
         return self
@@ -182,8 +184,8 @@ class RankGroup:
         self.joined_at = awake_s()
 
     async def _choose_place(self) -> dict[str, Any]:
-        """Where the ranks meet: on this machine in a folder that no other user can open, removed
-        once they have ended, however they did; else at a port that rank 0 opens."""
+        """The address at which the ranks connect: on this machine a folder that no other user can
+        open, which is always removed after they have ended; else a port that rank 0 opens."""
         host = self.members[0].process.address[0]
         if self.world > 1 and ip_address(host).is_loopback:
             return {"file": str(self.stack.enter_context(scratch_folder(MEETING)) / "store")}
@@ -231,7 +233,7 @@ class RankGroup:
         return self._value(answers[0])
 
     def _note_spans(self, method: str, seconds: float, waited: Sequence[float]) -> None:
-        """What each rank did in a call that just ended."""
+        """Records each rank's work in a call that has just ended."""
         end = timeline.clock()
         for member, wait in zip(self.members, waited, strict=True):
             lane, stop = member.process.name, end - min(wait, seconds)
@@ -239,7 +241,7 @@ class RankGroup:
             timeline.add(lane, "waits for other ranks", stop, end)
 
     def ask(self, method: str, **arguments: Any) -> Any:
-        """A question to rank 0 alone, beside a call under way."""
+        """A query to rank 0 only, during a call."""
         self.check()
         self.opening.result()
         asking = self._ask(self.members[0], "ask", method=method, arguments=arguments)
@@ -250,7 +252,7 @@ class RankGroup:
         return self.pace.straggler
 
     def check(self) -> None:
-        """Raises what ended the group."""
+        """Raises the failure that ended the group."""
         if self.failure is not None:
             raise self.failure
         if self.is_broken:
@@ -266,7 +268,7 @@ class RankGroup:
         raise revive_error(self.members[0].process.name, described)
 
     async def _ask(self, member: Member, what: str, **arguments: Any) -> Any:
-        """What one rank answers; raises Failed with the failure noted."""
+        """The answer of one rank; raises Failed with its failure noted."""
         assert member.connection is not None, "all are connected"
         try:
             answer = await member.connection.call(what, **arguments)
@@ -284,7 +286,7 @@ class RankGroup:
         return answer
 
     async def _all(self, action: Callable[[Member], Coroutine[Any, Any, T]]) -> list[T]:
-        """The same of every rank. Raises the first cause once one of them failed or hangs."""
+        """The answers of all ranks. Raises the first cause once one of them failed or hangs."""
 
         async def every() -> list[T]:
             return list(await asyncio.gather(*map(action, self.members)))
@@ -292,7 +294,8 @@ class RankGroup:
         return await self._unless_failed(every())
 
     async def _unless_failed(self, doing: Coroutine[Any, Any, T]) -> T:
-        """Its result; or what ended the group, where that comes first or a rank failed in it."""
+        """The result; or the failure of the group, if that comes first or a rank failed in the
+        call."""
         task, failed = asyncio.create_task(doing), asyncio.create_task(self.failed.wait())
         try:
             await asyncio.wait([task, failed], return_when=asyncio.FIRST_COMPLETED)
@@ -312,7 +315,7 @@ class RankGroup:
     # Watching
 
     async def _watch(self) -> None:
-        """The one place that ends the group, in calls and between them."""
+        """The only place that ends the group, during calls and between them."""
         while self.failure is None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S):
@@ -336,7 +339,7 @@ class RankGroup:
         return None
 
     def _note_watch_ended(self, watching: asyncio.Task[None]) -> None:
-        """A fault of our own: a group that is not watched any more is not used any more."""
+        """A fault of the watcher itself: a group without a watcher is not used any more."""
         error = None if watching.cancelled() else watching.exception()
         if isinstance(error, Exception):
             log.error("the ranks are not watched any more", exc_info=error)
@@ -348,7 +351,7 @@ class RankGroup:
         self.failed.set()
 
     def _find_away(self) -> list[Failure]:
-        """Ranks whose place was taken away, whatever their processes do."""
+        """Ranks whose slot was removed, whatever the state of their processes."""
         found = [(one, self.settings.away(one.rank)) for one in self.members]
         now = awake_s()
         return [
@@ -358,7 +361,7 @@ class RankGroup:
         ]
 
     def _find_hang(self) -> tuple[str, list[Member]] | None:
-        """How it shows that ranks hang, and which; None if none does."""
+        """Which ranks hang, and the evidence; None if none does."""
         now, limit = awake_s(), self.settings.stall_s
         silence_s = min(limit, LEAVE_S) if self.is_stopping() else limit
         silent = [
@@ -388,7 +391,7 @@ class RankGroup:
             self._note(member, Failure(member.rank, member.step, "died", text, now, lines=lines))
 
     async def _cause(self) -> Exception:
-        """The first of all failures, after those that belong to it had time to show."""
+        """The first of all failures, after a time for related ones to be reported."""
         waited = 0.0
         while waited < FOLLOW_S:
             await asyncio.sleep(SETTLE_S)
@@ -405,7 +408,7 @@ class RankGroup:
         return self._explained(failures)
 
     def _look_at_ends(self) -> None:
-        """How processes ended says more than that their connection is lost."""
+        """Checks for exited processes, since an exit is more informative than a lost connection."""
         for one in self.members:
             if (ended := one.process.ended()) is None:
                 continue
@@ -418,8 +421,8 @@ class RankGroup:
     async def _stuck(
         self, verb: str, members: Sequence[Member], others: Sequence[Failure] = ()
     ) -> Exception:
-        """What these ranks are doing; those that lag behind come first. All write down their
-        stacks, since it shows there who waits for whom."""
+        """The work of these ranks; those that lag behind come first. All write their stacks, which
+        show which rank waits for which."""
         sizes = [size_of(one.log) for one in self.members]
         for one in self.members:
             one.process.stacks()
@@ -464,7 +467,7 @@ class RankGroup:
             log.debug("after the failure: %s", failure)
 
     def _shut_down(self) -> None:
-        """No process of the group is left, nor a thread that waits for one."""
+        """Ends all processes of the group, and the threads that wait for them."""
         self.is_broken = True
         self._wait(self._close())
         self.loop.call_soon_threadsafe(self.loop.stop)

@@ -1,4 +1,4 @@
-"""Role processes on this machine: each a session of its own that ends with its starter."""
+"""Role processes on this machine: each in a separate session, killed when its parent ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OF_A_RANK = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 
 class LocalProcess(RoleProcess):
-    """One role process of this machine, and the port it was given."""
+    """One role process of this machine, and its port."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class LocalRuntime(Runtime):
     """Starts role processes here."""
 
     def __init__(self, standbys: StandbyPool | None = None) -> None:
-        """`standbys` take the place of processes that would have to be started."""
+        """`standbys` replace processes that would have to be started."""
         super().__init__()
         self.standbys = standbys
 
@@ -86,11 +86,12 @@ class LocalRuntime(Runtime):
 
 
 def environment_of(spec: RoleSpec) -> dict[str, str]:
-    """Ours without its rank, with the GPUs of the spec and no other; prints are written at once."""
+    """Our environment without the variables of a rank, with only the GPUs of the spec; output is
+    unbuffered."""
     ours = {name: value for name, value in os.environ.items() if name not in OF_A_RANK}
     return {**ours, "PYTHONUNBUFFERED": "1", **own_environment(spec)}
 
 
 def own_environment(spec: RoleSpec) -> dict[str, str]:
-    """Environment variables that only a process of this spec has."""
+    """Environment variables specific to a process of this spec."""
     return {"CUDA_VISIBLE_DEVICES": visible_devices(spec.devices), **spec.environment}

@@ -1,8 +1,8 @@
-"""Role processes on the machines of a Slurm job: an agent on each of them starts them there.
+"""Role processes on the machines of a Slurm job: an agent on each machine starts them there.
 
-`python -m pentad.runtime.nodes N` is the agent of machine N, which the job's script starts where
-the placement has a process that torchrun does not start. It says its address in the folder of
-PENTAD_NODES, serves those who know the token of the job, and ends with its step.
+`python -m pentad.runtime.nodes N` is the agent of machine N, which the job's script starts if the
+placement has a process there that torchrun does not start. It writes its address to the folder
+PENTAD_NODES, accepts callers with the token of the job, and ends with its Slurm step.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from pentad.runtime.roles import CONNECT_S, RoleProcess, RoleSpec, Runtime
 NODES = "PENTAD_NODES"
 TOKEN = "PENTAD_NODES_TOKEN"
 POLL_S = 0.2
-ANY_INTERFACE = "0.0.0.0"  # noqa: S104 (who does not know the token is refused)
+ANY_INTERFACE = "0.0.0.0"  # noqa: S104 (who does not know the token is rejected)
 
 
 class Agent:
-    """Starts, watches and ends role processes of one machine."""
+    """Starts, monitors and ends role processes of one machine."""
 
     def __init__(self) -> None:
         self.processes: dict[str, LocalProcess] = {}
@@ -42,7 +42,7 @@ class Agent:
         return await getattr(self, method)(**arguments)
 
     async def start(self, spec: dict[str, Any], token: str) -> dict[str, Any]:
-        """In the place of an earlier process of its name, which is gone when this returns."""
+        """Starts a process; an earlier process of its name has ended when this returns."""
         await self.kill(spec["name"])
         given: dict[str, Any] = dict(spec)
         for name in ("devices", "cores"):
@@ -63,7 +63,7 @@ class Agent:
 
 
 async def run_agent(node: int, folder: Path, token: str) -> None:
-    """Until SIGTERM."""
+    """Serves until SIGTERM."""
     agent, stopped = Agent(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
@@ -92,7 +92,7 @@ class NodeProcess(RoleProcess):
         address: tuple[str, int],
         asking: list[asyncio.Task[None]],
     ) -> None:
-        """`asking`: what was asked of the agent besides, for its runtime to wait for."""
+        """`asking`: further requests to the agent that its runtime waits for."""
         super().__init__(spec, token)
         self.asking = asking
         self.agent = agent
@@ -112,7 +112,7 @@ class NodeProcess(RoleProcess):
         return self.how
 
     def end(self) -> None:
-        """The agent ends it; the next process of its name waits for that."""
+        """Ends it through the agent; the next process of its name waits for that."""
         self.watching.cancel()
         self.how = self.how or "was ended"
         self.asking.append(asyncio.create_task(self._ask("kill")))
@@ -126,7 +126,7 @@ class NodeProcess(RoleProcess):
 
 
 class NodeRuntime(Runtime):
-    """Starts role processes on the machines of the job that the placement has for them."""
+    """Starts role processes on the job's machines, as the placement says."""
 
     is_spread = True
 

@@ -1,8 +1,8 @@
-"""Which rank of a group is slow: the one that the others wait for.
+"""Finds the slow rank of a group: the one that the others wait for.
 
-Ranks go through a step together, so each takes as long as the slowest. What differs is how long a
-rank waits for others: it is sampled from where its thread stands, on the host (a wait that a GPU
-makes by itself is not seen). The slow rank waits least.
+Ranks go through a step together, so each takes as long as the slowest. The difference is how long a
+rank waits for others: that is sampled from the stack of its thread, on the host (waits inside a GPU
+stream are not seen). The slow rank waits least.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 SAMPLE_S = 0.02
 WAITS = ("torch/distributed/", "pentad/parallel/collectives", "pentad/core/group_values")
-"""Files whose functions wait for other ranks, where they are the innermost."""
+"""Files with functions that wait for other ranks, if they are innermost on the stack."""
 DEPTH = 3
 RATIO = 1.5
 """A rank that computes so much longer than the others' median is slow,"""
@@ -30,7 +30,7 @@ LEAST_S = 0.1
 
 
 class WaitMeter:
-    """How long a thread has waited for other ranks, by samples."""
+    """Measures by samples how long a thread waited for other ranks."""
 
     def __init__(self) -> None:
         self.thread_id: int | None = None
@@ -38,12 +38,12 @@ class WaitMeter:
         self.sampler = threading.Thread(target=self._sample, name="wait meter", daemon=True)
 
     def watch(self) -> None:
-        """The thread that calls this, from now on."""
+        """Watches the calling thread from now on."""
         self.thread_id = threading.get_ident()
         self.sampler.start()
 
     def _sample(self) -> None:
-        """Until that thread ends."""
+        """Samples until that thread ends."""
         while (frame := frame_of(self.thread_id or 0)) is not None:
             for _ in range(DEPTH):
                 if frame is None:
@@ -56,21 +56,22 @@ class WaitMeter:
 
 
 class Pace:
-    """Compares the ranks of a group, call by call; calls of one kind with one another, since what
-    makes a rank slow in training need not do so in a save."""
+    """Compares the ranks of a group, call by call; calls of one kind with one another, because a
+    rank that is slow in training need not be slow in a save."""
 
     def __init__(self, world: int) -> None:
         self.world = world
         self.slow: dict[str, tuple[int, int]] = {}
-        """By kind of call: the rank that was slow in the last ones, and how many they are."""
+        """By kind of call: the rank that was slow in the last calls, and their number."""
 
     @property
     def straggler(self) -> int | None:
-        """The rank that is slow now."""
+        """The rank that is slow at present."""
         return next((rank for rank, count in self.slow.values() if count >= STEPS), None)
 
     def take(self, kind: str, seconds: float, waited: Sequence[float], step: int | None) -> None:
-        """A call of all ranks: how long it took, and how long each waited for others in it."""
+        """Adds a call on all ranks: its duration, and how long each rank waited for others in
+        it."""
         if self.world < 2 or seconds < LEAST_S:
             return
         busy = [max(seconds - wait, 0.0) for wait in waited]

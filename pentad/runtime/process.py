@@ -1,5 +1,5 @@
-"""Processes of a run: how one is started and bound to its starter's life, how its starter watches
-it and ends it, and what its threads do."""
+"""Processes of a run: starting them bound to their parent's life, monitoring and ending them, and
+the stacks of their threads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 PR_SET_PDEATHSIG = 1
 FAILED = 1
 NICENESS = 5
-"""Niceness of processes that work beside training: its steps come first."""
+"""Niceness of background processes: training has priority."""
 WATCH_S = 0.5
 POLL_S = 0.02
 LOG_LINES = 6
@@ -37,7 +37,7 @@ LOG_LINES = 6
 
 
 def die_with_parent(parent: int) -> None:
-    """The kernel ends this process when its parent ends, however that happens."""
+    """Makes the kernel kill this process when its parent ends, for any reason."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the line above
@@ -58,8 +58,7 @@ END_WITH_US = (
 
 
 def bound(command: Sequence[str]) -> list[str]:
-    """A command that begins with a Python interpreter and is no program of ours: it gets SIGTERM
-    (15) when its starter ends."""
+    """A command with a Python interpreter whose process gets SIGTERM (15) when its parent ends."""
     return [command[0], "-c", END_WITH_US, *command] if sys.platform == "linux" else [*command]
 
 
@@ -67,8 +66,8 @@ _looking = threading.Lock()
 
 
 def frame_of(thread_id: int) -> FrameType | None:
-    """What a thread does now. Without collections meanwhile: in CPython before 3.11.8 one that
-    frees a mapping within `_current_frames` deadlocks with a thread that ends."""
+    """The stack frame of a thread. Garbage collection is off meanwhile: in CPython before 3.11.8 a
+    collection that frees a mapping within `_current_frames` deadlocks with a thread that ends."""
     with _looking:
         is_on = gc.isenabled()
         gc.disable()
@@ -83,14 +82,14 @@ def frame_of(thread_id: int) -> FrameType | None:
 
 
 class Starter:
-    """The thread that starts all processes of this one. The kernel ends a process with the thread
-    that started it, and this thread lives as long as the program: any thread may ask."""
+    """The thread that starts all processes of this one. The kernel kills a process with the thread
+    that started it, and this thread lives as long as the program: any thread may call it."""
 
     def __init__(self) -> None:
         self._begin()
 
     def _begin(self) -> None:
-        """Also in a forked child, which has none of its parent's threads."""
+        """Starts the thread, also in a forked child, which has none of its parent's threads."""
         self.lock = threading.Lock()
         self.asked: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         self.thread: threading.Thread | None = None
@@ -119,28 +118,32 @@ os.register_at_fork(after_in_child=starter._begin)
 
 
 class Started(Protocol):
-    """As much of `subprocess.Popen` as a `Child` needs."""
+    """The part of `subprocess.Popen` that a `Child` needs."""
 
     @property
     def pid(self) -> int: ...
 
     def wait(self) -> int:
-        """Its code, negative where a signal ended it; may be asked again."""
+        """Its exit code, negative for a signal; may be called again."""
+        ...
+
+    def poll(self) -> int | None:
+        """The same, None while it runs."""
         ...
 
 
 class Child:
-    """A process that this one started: it ends with this one, and keeps its number until `end`, so
-    that no signal can reach another's."""
+    """A child process: it ends with this process, and is not reaped before `end`, so that no signal
+    can reach another process with its number."""
 
     def __init__(self, popen: Started, log: Path | None = None) -> None:
         self.popen = popen
         self.pid = popen.pid
         self.stdin: IO[Any] | None = getattr(popen, "stdin", None)
         self.stdout: IO[Any] | None = getattr(popen, "stdout", None)
-        """Our ends of its pipes, where it was started with some."""
+        """Our ends of its pipes, if it was started with some."""
         self.log = log
-        """What it prints is appended here."""
+        """File to which its output is appended."""
         self._code: int | None = None
         self._is_ended = False
         self._ending = threading.Lock()
@@ -156,8 +159,9 @@ class Child:
         environment: Mapping[str, str] | None = None,
         **given: Any,
     ) -> Child:
-        """From any thread, in a session of its own: signals of a terminal are for the run. The
-        process calls `die_with_parent`, or is started by a `bound` command. `given` to Popen."""
+        """Starts a process from any thread, in a separate session: signals of a terminal go to the
+        run only. The process calls `die_with_parent`, or is started by a `bound` command. `given`:
+        arguments of Popen."""
         if log is None:
             return cls._popen(command, environment, None, given)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -182,8 +186,11 @@ class Child:
 
     @property
     def code(self) -> int | None:
-        """None while it runs; a signal's number, negative, if one ended it."""
+        """None while it runs; negative if a signal ended it."""
         if self._code is None:
+            if not hasattr(os, "waitid"):  # macOS before Python 3.13
+                self._code = self.popen.poll()
+                return self._code
             options = os.WEXITED | os.WNOHANG | os.WNOWAIT
             try:
                 found = os.waitid(os.P_PID, self.pid, options)
@@ -215,12 +222,12 @@ class Child:
         return self._verdict or describe_exit(code)
 
     def tail(self, num_lines: int = LOG_LINES) -> str:
-        """The last lines that it printed."""
+        """The last lines of its output."""
         lines = () if self.log is None else tail(self.log, num_lines)
         return " | ".join(line.strip() for line in lines)
 
     def poll(self, num_lines: int = LOG_LINES) -> str | None:
-        """How it ended, with the last lines that it printed; None while it runs."""
+        """How it ended, with the last lines of its output; None while it runs."""
         if (ended := self.ended()) is None:
             return None
         lines = self.tail(num_lines)
@@ -231,13 +238,13 @@ class Child:
             os.kill(self.pid, number)
 
     def send_all(self, number: int) -> None:
-        """To everything in its session."""
+        """Sends a signal to all processes of its session."""
         with self._ending, suppress(ProcessLookupError, PermissionError):
             if not self._is_ended:
                 os.killpg(self.pid, number)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Until it has ended, or for so long; whether it has."""
+        """Waits until it has ended, or for the given time; whether it has ended."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while self.is_running:
             if deadline is not None and time.monotonic() >= deadline:
@@ -246,21 +253,21 @@ class Child:
         return True
 
     def end(self, verdict: str = "") -> None:
-        """It and everything it started in its session, at once; `verdict`: why, in the words of
-        `ended`."""
+        """Kills it and all processes of its session at once; `verdict`: the reason, for `ended`."""
         with self._ending:
             if self._is_ended:  # its number may be another's by now
                 return
             if self.is_running:
                 self._verdict = verdict
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+            if self._code is None or hasattr(os, "waitid"):  # else its number may be another's
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.pid, signal.SIGKILL)
             self._code = self.popen.wait()
             self._is_ended = True
 
     def end_when_stalled(self, stall_s: float, is_busy: Callable[[], bool]) -> None:
-        """Returns when it has ended. While it is busy, what it has read and written so far shows
-        that it gets on; it is ended where that does not change for `stall_s`."""
+        """Returns when it has ended. A busy process makes progress if the amounts it has read and
+        written change; it is killed if they do not change for `stall_s`."""
         seen, since = "", awake_s()
         while not self.wait(WATCH_S):
             done = io_of(self.pid) if is_busy() else ""
@@ -271,7 +278,7 @@ class Child:
 
 
 def io_of(pid: int) -> str:
-    """What a process has read and written so far; nothing where the system does not say."""
+    """Bytes that a process has read and written so far; None if the system does not report it."""
     try:
         return Path(f"/proc/{pid}/io").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""One rank of a group of processes: who it is, and how it says how far it has come."""
+"""One rank of a group of processes: its identity, and its progress reports."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ NO_STEP = -1
 
 @dataclass(slots=True)
 class Rank:
-    """Where a function runs that runs on every rank."""
+    """The identity of a rank, for functions that run on every rank."""
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
-    """Among the ranks of this machine: which of its devices is this rank's."""
+    """Index among the ranks of this machine, and so of its device."""
     step: int | None = None
     num_calls: int = 0
     moved_at: float | None = None
-    """When the call under way began or last moved; None when none is."""
+    """When the call in progress began or last made progress; None without a call."""
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Within, a call is made that all ranks make: the watcher compares where they stand."""
+        """Marks a call on all ranks while active: the watcher compares their positions."""
         self.num_calls += 1
         pulse.rank = self
         faults.where.rank = self.rank
@@ -43,14 +43,15 @@ class Rank:
         self.moved_at = awake_s()
 
     def beat(self) -> dict[str, float]:
-        """Where it stands: -1 before the first step, and for no call under way."""
+        """Reports the position: -1 before the first step, and without a call."""
         at = self.moved_at
         still_s = -1.0 if at is None else awake_s() - at
         step = NO_STEP if self.step is None else self.step
         return {"step": step, "call": self.num_calls, "still_s": still_s}
 
     def report(self, step: int) -> None:
-        """Says that work on `step` begins; a group that reports nothing for long is ended."""
+        """Reports that work on `step` begins; a group without reports is ended after a time
+        limit."""
         self.step = step
         faults.where.rank, faults.where.step = self.rank, step
 
@@ -59,12 +60,12 @@ class Rank:
 
 
 class Pulse:
-    """Called where long work passes a mark (a microbatch, a tensor): it continues."""
+    """Called when long work passes a mark (a microbatch, a tensor), as a sign of progress."""
 
     def __init__(self) -> None:
         self.count = 0
         self.rank: Rank | None = None
-        """Whose call is under way."""
+        """The rank of the call in progress."""
 
     def __call__(self) -> None:
         self.count += 1
@@ -73,7 +74,7 @@ class Pulse:
 
 
 pulse = Pulse()
-"""Counts the signs of work of this process."""
+"""Counts the signs of progress of this process."""
 
 
 def name_rank(rank: int, world: int, step: int | None) -> str:
@@ -89,7 +90,7 @@ def is_one_machine() -> bool:
 
 
 def rank_from_environment(environment: Mapping[str, str] = os.environ) -> Rank | None:
-    """The rank of this process, where torchrun or another launcher set RANK and WORLD_SIZE."""
+    """The rank of this process, if torchrun or another launcher set RANK and WORLD_SIZE."""
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
     keys = ("RANK", "WORLD_SIZE", "LOCAL_RANK")

@@ -1,8 +1,8 @@
-"""How a rank joins its process group, of ours or of torchrun's; and one rank of a group in a role
+"""Joining of a rank to its process group, ours or torchrun's; and one rank of a group in a role
 process, which makes the calls of its owner.
 
-Calls that all ranks make come one at a time and run on one thread; questions to one rank are
-answered beside them. What the first rank logs travels to the owner.
+Calls on all ranks come one at a time and run on one thread; queries to one rank are answered in
+parallel. Log messages of the first rank are sent to the owner.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from pentad.runtime.roles import BEAT_S, RoleSpec
 
 TARGET = f"{__name__}:RankHost"
 JOIN_S = 600.0
-"""Longest wait in a collective, and for the group to come together."""
+"""Maximum time of a collective, and of forming the group."""
 Emit = Callable[[str, Any], None]
-"""Pushes an event to all who are connected; from the event loop's thread."""
+"""Sends an event to all connections; called on the event loop's thread."""
 MakeRank = Callable[[dict[str, Any], Rank, torch.device], RankService]
-"""Makes the service of one rank, of a JSON value; a function at the top of its module."""
+"""Makes the service of one rank from a JSON value; a function at the top of its module."""
 
 
 # Joining.
@@ -62,7 +62,7 @@ def join_group(
     timeout_s: float,
     store: dist.Store | None = None,
 ) -> None:
-    """Makes the default process group, over the given store, or where none is given torchrun's."""
+    """Makes the default process group, over the given store, or over torchrun's."""
     timeout = timedelta(seconds=timeout_s)
     backend = "gloo"
     if device.type == "cuda":
@@ -89,13 +89,13 @@ def restarted() -> str:
 
 
 def shares_store() -> bool:
-    """Whether torchrun's agents keep their own store for the ranks; its count of restarts differs
-    between agents, so on several machines nothing tells one start from the next in it."""
+    """Whether torchrun's agents use their own store for the ranks; the count of restarts differs
+    between agents, so on several machines nothing distinguishes two starts in it."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def leave_group() -> None:
-    """Ends the process group once all ranks are done: rank 0 serves the others until then."""
+    """Ends the process group once all ranks are done: until then rank 0 serves the store."""
     dist.barrier()
     dist.destroy_process_group()
 
@@ -104,7 +104,7 @@ def leave_group() -> None:
 
 
 class LogSender(logging.Handler):
-    """Messages of our own, and warnings of others, as events."""
+    """Sends our messages, and warnings of libraries, as events."""
 
     def __init__(self, send: Emit) -> None:
         super().__init__(logging.INFO)
@@ -132,9 +132,9 @@ def specs_of_ranks(
     beat_s: float = BEAT_S,
     seed: int = 0,
 ) -> list[RoleSpec]:
-    """The processes of a group, one for each of `logs`; `devices` are their GPUs, if any, and
-    `slots` the places they have, by rank. A rank that is alone has as many threads as this process,
-    so that both give the same numbers."""
+    """Specs of a group's processes, one for each of `logs`; `devices` are their GPUs, if any, and
+    `slots` their slots, by rank. A single rank gets as many threads as this process, so that both
+    give the same numbers."""
     world = len(logs)
     return [
         RoleSpec(
@@ -182,8 +182,8 @@ class RankHost:
         return self.rank.beat()
 
     async def open_rendezvous(self, host: str) -> dict[str, Any]:
-        """On rank 0, where the group is on several machines: the port at which it meets, of the
-        kernel's choice. It asks for no proof."""
+        """Opens the port of a group on several machines, on rank 0; the kernel chooses it. It
+        requires no token."""
         if self.rank.rank > 0 or self.rank.world == 1:
             return {"value": {}}
         listening = socket.create_server((host, 0))
@@ -200,7 +200,7 @@ class RankHost:
         return {"value": {"host": host, "port": port}}
 
     async def join(self, place: dict[str, Any]) -> dict[str, Any]:
-        """Joins the group that meets there and makes the service."""
+        """Joins the group at that address and makes the service."""
         loop = asyncio.get_running_loop()
 
         def send(event: str, value: Any) -> None:
@@ -214,23 +214,23 @@ class RankHost:
         return await loop.run_in_executor(self.thread, self._answer, self._join, place)
 
     async def call(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """A call that all ranks make: its value, or how it failed."""
+        """A call on all ranks: its value, or its failure."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.thread, self._call, method, arguments)
 
     async def ask(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """A question to this rank alone, beside a call under way."""
+        """A query to this rank only, during a call."""
         assert self.service is not None, "ranks join first"
         asked = getattr(self.service, method)
         return await asyncio.to_thread(self._answer, lambda: asked(**arguments))
 
     async def end(self, is_failed: bool) -> dict[str, Any]:
-        """The last call: what is under way is waited for, or after a failure given up."""
+        """The last call: waits for work in progress, or abandons it after a failure."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.thread, self._answer, self._end, is_failed)
 
     async def close(self) -> None:
-        """The process ends: what was worth waiting for was, by `end`."""
+        """The process ends; `end` has waited for everything necessary."""
 
     def _join(self, place: dict[str, Any]) -> None:
         payload, timeout_s = self.payload, self.payload["timeout_s"]

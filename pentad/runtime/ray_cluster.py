@@ -1,8 +1,8 @@
-"""Whether the Ray cluster of a run still answers, and where its files are.
+"""Monitors the Ray cluster of a run, and redirects what Ray prints.
 
-Without its head (the GCS) every call of Ray stands still for a minute, and then Ray ends the
-process. So the head is watched over a socket of our own, and calls are made beside the event loop,
-with a deadline: a run whose cluster is gone ends with a sentence.
+Without its head (the GCS) every call of Ray blocks for a minute, and then Ray ends the process. So
+the head is monitored over a separate socket, and calls are made outside of the event loop, with a
+deadline: a run whose cluster is lost ends with an error message.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import asyncio
 import atexit
 import logging
 import os
-import shutil
 import socket
 import sys
-import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -28,14 +27,14 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOST_S = 15.0
-"""A head that accepts no connection for so long is gone. Ray itself waits for a minute."""
+"""A head that accepts no connection for this long is lost. Ray itself waits for a minute."""
 LOOK_S, POLL_S = 1.0, 0.02
 CALL_S = 20.0
-"""How long a call of Ray may take that a healthy cluster answers at once."""
+"""Time limit of a Ray call that a healthy cluster answers at once."""
 
 
 class ClusterLost(InfraFailure):
-    """The cluster does not answer."""
+    """The cluster does not respond."""
 
 
 class Cluster:
@@ -45,7 +44,7 @@ class Cluster:
         """`address`: host and port of its head."""
         self.address = address
         self.lost: str | None = None
-        """Why the run cannot continue, in words; None while the cluster answers."""
+        """Why the run cannot continue, in words; None while the cluster responds."""
         self.is_left = threading.Event()
         threading.Thread(target=self._watch, name="ray cluster", daemon=True).start()
 
@@ -65,7 +64,7 @@ class Cluster:
             )
 
     async def run(self, call: Callable[[], T]) -> T:
-        """The result of a call of Ray, however long it takes. RunError where the cluster ends."""
+        """The result of a Ray call without a time limit. RunError if the cluster is lost."""
         future = beside(call)
         while not future.done():
             if self.lost is not None:
@@ -74,35 +73,45 @@ class Cluster:
         return future.result()
 
     def ask(self, call: Callable[[], T], timeout_s: float = CALL_S) -> T:
-        """The result of a call that is answered at once. ClusterLost where it does not come."""
+        """The result of a call that is answered at once. ClusterLost if it is not."""
         if self.lost is not None or not self.answers():
             raise ClusterLost(f"the Ray cluster at {self.address} does not answer")
         return within(call, timeout_s)
 
     def leave(self, shut_down: Callable[[], None]) -> None:
-        """Ends the watch, and what was started here. Ray's own goodbye at the end of the program
-        would stand still without the head."""
+        """Stops monitoring and the processes started here. Ray's own shutdown at the end of the
+        program would block without the head."""
         self.is_left.set()
         try:
             within(shut_down, CALL_S)
         except ClusterLost:
             atexit.unregister(shut_down)
-            text = "Ray did not shut down within %g s; its processes end by themselves"
+            text = "Ray did not shut down within %g s; its guard ends its processes"
             log.warning(text, CALL_S)
 
 
 def answers(address: str) -> bool:
-    """Whether a port accepts connections; an address without one does not."""
+    """Whether a port accepts connections; False for an address without a port."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
-    except (OSError, ValueError):
+    except (OSError, ValueError, OverflowError):  # the last: no port has such a number
         return False
     return True
 
 
+def comes_up(address: str, within_s: float) -> bool:
+    """Whether a port accepts connections, now or soon: a head may just be starting."""
+    until = time.monotonic() + within_s
+    while not answers(address):
+        if time.monotonic() >= until:
+            return False
+        time.sleep(LOOK_S / 4)
+    return True
+
+
 def beside(call: Callable[[], T]) -> Future[T]:
-    """Made on a thread of its own. One of a pool would be waited for at the end of the program."""
+    """Runs it in a separate thread. One of a pool would be waited for at the end of the program."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -116,7 +125,7 @@ def beside(call: Callable[[], T]) -> Future[T]:
 
 
 def within(call: Callable[[], T], timeout_s: float) -> T:
-    """ClusterLost where it takes longer; the call is left behind."""
+    """ClusterLost if it takes longer; the call is abandoned."""
     future = beside(call)
     done, _ = wait([future], timeout_s)
     if not done:
@@ -125,18 +134,8 @@ def within(call: Callable[[], T], timeout_s: float) -> T:
 
 
 @contextmanager
-def own_folder() -> Iterator[Path]:
-    """For a cluster's sockets and logs. Short: the path of a socket has at most 107 bytes."""
-    folder = Path(tempfile.mkdtemp(prefix="pentad-ray-", dir="/tmp"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
 def printed_to(path: Path | None) -> Iterator[None]:
-    """What this process and those that it starts print meanwhile goes to the file."""
+    """Redirects the output of this process and its children to the file while active."""
     if path is None:
         yield
         return
@@ -162,7 +161,7 @@ def _flush() -> None:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, what it was raised from, and so on."""
+    """The error, its cause, the cause of that, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

@@ -1,15 +1,17 @@
 """Role processes on a Ray cluster: one placement group for the run, a plain actor for each role.
 
-An actor runs the code of `role_host` and reports its address; the caller connects as to a
-process of this machine. The cluster that RAY_ADDRESS names is joined, else one is started on this
-machine. `close` ends what was started here, and nothing else.
+An actor runs the code of `role_host` and reports its address; the caller connects as to a process
+of this machine. The cluster that RAY_ADDRESS names is joined, else one is started on this machine.
+`close` ends only what was started here.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import os
+import re
 import signal
 import socket
 import sys
@@ -43,11 +45,12 @@ from pentad.runtime.ray_cluster import (
     ClusterLost,
     answers,
     causes,
+    comes_up,
     last_line,
-    own_folder,
     printed_to,
     within,
 )
+from pentad.runtime.ray_guard import VARIABLE, own_folder
 from pentad.runtime.report import describe_exit
 from pentad.runtime.role_host import job_of, serve, set_up
 from pentad.runtime.roles import CONNECT_S, RoleProcess, RoleSpec, Runtime
@@ -56,21 +59,26 @@ from pentad.telemetry.log import NOTICE
 log = logging.getLogger(__name__)
 
 READY_S = 60.0
-"""How long the cluster may take to give what it has."""
+"""Time limit for the cluster to provide the resources, in seconds."""
 GONE_S = 10.0
+ANSWER_S, JOIN_S = 10.0, 60.0
+"""Time limits for the head of a named cluster to accept a connection, and to be joined."""
 TRIES = 2
-"""To start a cluster: Ray gives its processes 30 s, which a busy machine may not."""
+"""Attempts to start a cluster: Ray gives its processes 30 s, which may not suffice on a busy
+machine."""
 OWN = "local"
-"""What RAY_ADDRESS is where a cluster is to be started all the same."""
+"""Value of RAY_ADDRESS with which a cluster is started anyway."""
+ADDRESS = re.compile(r"(\[[^]]+\]|[^:\s]+):[0-9]{1,5}")
+"""The address of the head of a cluster."""
 Bundles = Sequence[Bundle]
-"""Every role that will be started is a member of one of them."""
+"""Every role to be started is a member of one of them."""
 
 
 class RoleActor:
-    """One role process. `serve` holds the main thread, so nothing else is answered after it."""
+    """One role process. `serve` occupies the main thread, so no calls are answered afterwards."""
 
     def open(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Listens, and says where; what is printed from now on is in the log of the role."""
+        """Listens, and returns the address; from now on output goes to the log of the role."""
         os.environ.update(job["environment"])
         path = Path(job["log"])
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +103,7 @@ class RayProcess(RoleProcess):
     def __init__(
         self, spec: RoleSpec, token: str, actor: Any, opened: dict[str, Any], cluster: Cluster
     ) -> None:
-        """`opened`: what the actor's `open` returned."""
+        """`opened`: the result of the actor's `open`."""
         super().__init__(spec, token)
         self.actor = actor
         self.cluster = cluster
@@ -130,7 +138,7 @@ class RayProcess(RoleProcess):
             wait_gone(self.pid)
 
     def stacks(self) -> None:
-        """A task on its node sends the signal: the actor itself may not answer."""
+        """A task on its node sends the signal, because the actor itself may not respond."""
         where = NodeAffinitySchedulingStrategy(self.node, soft=False)
         send = ray.remote(_send_signal).options(num_cpus=0, scheduling_strategy=where)
         with suppress(ClusterLost):
@@ -138,7 +146,8 @@ class RayProcess(RoleProcess):
 
 
 def is_actor(pid: int) -> bool:
-    """Whether a process of this machine is still an actor of Ray, and no other with its number."""
+    """Whether a process of this machine is still an actor of Ray, and not another with its
+    number."""
     try:
         return b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -146,7 +155,7 @@ def is_actor(pid: int) -> bool:
 
 
 def wait_gone(pid: int) -> None:
-    """Until a process of this machine, which its actor's end leaves a moment, is there no more."""
+    """Waits until a process of this machine is gone, which takes a moment after its actor's end."""
     until = time.monotonic() + GONE_S
     while time.monotonic() < until and Path(f"/proc/{pid}").exists():
         time.sleep(0.02)
@@ -171,16 +180,16 @@ class RayRuntime(Runtime):
         held: Sequence[int] = (),
         **cluster: Any,
     ) -> None:
-        """`bundles`: every role that will be started; `folders`, by their keys, are on the nodes
-        they get; `held`: GPUs of this machine that the caller uses itself; `cluster`: what
-        `joined_cluster` takes besides. Raises UserError where the cluster is too small or lacks
-        something; what others hold is waited for, and said."""
+        """`bundles`: every role to be started; `folders`, by their keys, must exist on their nodes;
+        `held`: GPUs of this machine that the caller uses itself; `cluster`: further arguments of
+        `joined_cluster`. UserError if the cluster is too small or lacks something; resources used
+        by others are waited for, with a message."""
         super().__init__()
         self.bundles = list(bundles)
         self.place = {name: i for i, one in enumerate(self.bundles) for name in one.members}
         """The bundle of each role."""
         self.gpus_seen: dict[int, tuple[str, list[str]]] = {}
-        """The node of a bundle and the names of its GPUs, as found there."""
+        """The node of a bundle and the names of its GPUs, as reported there."""
         self.looking = threading.Lock()
         with ExitStack() as stack:
             self.cluster = stack.enter_context(joined_cluster(bundles, held, **cluster))
@@ -192,7 +201,7 @@ class RayRuntime(Runtime):
             self.leaving = stack.pop_all()
 
     async def _start(self, spec: RoleSpec) -> RayProcess:
-        """On the bundle of its name, which an earlier process of it has left."""
+        """Starts a process on the bundle of its name, which an earlier process has released."""
         return await self.cluster.run(lambda: self._open_actor(spec))
 
     def _open_actor(self, spec: RoleSpec) -> RayProcess:
@@ -217,7 +226,7 @@ class RayRuntime(Runtime):
         return self.cluster.lost
 
     def why_unavailable(self, name: str) -> str | None:
-        """A bundle whose node is gone waits until the cluster has room for it again."""
+        """Why a role's bundle has no node: its node is lost and the cluster has no resources."""
 
         def find() -> bool:
             table = placement_group_table(self.group)
@@ -240,8 +249,8 @@ class RayRuntime(Runtime):
             await super().close()
 
     def check_nodes(self, folders: Mapping[str, str], package: str = "pentad") -> None:
-        """UserError with what the nodes of the placement lack: the package, and the folders that
-        role processes read, by the keys they come from."""
+        """Raises UserError listing what nodes of the placement lack: the package, or folders that
+        role processes read, by their keys."""
         version = installed(package)
 
         def look(package: str, folders: dict[str, str]) -> dict[str, Any]:  # sent by value
@@ -277,8 +286,8 @@ class RayRuntime(Runtime):
             raise UserError(problems)
 
     def _visible(self, name: str) -> dict[str, str]:
-        """Which GPUs the role sees, where Ray would choose: of a bundle with several of them that
-        roles share, it would give the same one to two ranks that train."""
+        """The GPUs visible to the role. Ray would choose otherwise: from a bundle whose GPUs
+        several roles share, it would give the same one to two ranks that train."""
         index = self.place[name]
         bundle = self.bundles[index]
         if bundle.gpus < 2 or len(bundle.members) == 1:
@@ -300,7 +309,7 @@ class RayRuntime(Runtime):
 
 
 def answer_of(asked: Any, place: str) -> Any:
-    """The result of a short task; InfraFailure where its node does not start it."""
+    """The result of a short task; InfraFailure if its node does not start it."""
     try:
         return ray.get(asked, timeout=READY_S)
     except GetTimeoutError as error:
@@ -315,7 +324,7 @@ def node_problems(
     version: str | None,
     folders: Mapping[str, str],
 ) -> Iterator[Problem]:
-    """What a node of the placement lacks, from what it says of itself."""
+    """Problems of a node of the placement, from its report."""
     where = f"scheduler.type = ray: {node['host']}, the node of {role},"
     if not node["found"]:
         yield Problem(where, f"has no package {package}", "install it in Ray's environment there")
@@ -329,7 +338,7 @@ def node_problems(
 
 
 def check_gpus(held: Sequence[int]) -> None:
-    """UserError where Ray would give out GPUs of this machine that the caller uses."""
+    """Raises UserError if Ray would assign GPUs of this machine that the caller uses."""
     own = ray.get_runtime_context().get_node_id()
     given = sum(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["NodeID"] == own)
     free = len(find_gpus()) - len(held)
@@ -348,9 +357,9 @@ def joined_cluster(
     spare_cpus: int = 0,
     log_file: Path | None = None,
 ) -> Iterator[Cluster]:
-    """In a cluster; one that was joined here is left, and one that was started here ended.
-    `spare_cpus`: what is started in it besides the bundles; `log_file` gets what Ray prints as it
-    starts."""
+    """While active, this process is in a cluster: one that was joined here is left at the end, one
+    that was started here is ended. `spare_cpus`: for tasks outside of the bundles; `log_file` gets
+    Ray's output at its start."""
     if ray.is_initialized():  # it belongs to a caller, who leaves it
         cluster = Cluster(ray.get_runtime_context().gcs_address)
         try:
@@ -389,18 +398,36 @@ def use_saved_token() -> None:
     setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
+def check_address(where: str, address: str, remedy: str) -> None:
+    if not ADDRESS.fullmatch(address):
+        raise UserError(Problem(where, "is not HOST:PORT, `auto` or `local`", remedy))
+    port = int(address.rpartition(":")[2])
+    if not 1 <= port <= 65535:  # the system would take it modulo 65,536, and ask another program
+        raise UserError(Problem(where, f"{port} is not a port (1 to 65535)", remedy))
+
+
 def join_cluster(address: str) -> None:
     where = f"RAY_ADDRESS = {address}"
     if "://" in address:
         rule = "over Ray Client no role of a run can be reached"
         remedy = "give the address of the head itself, such as HOST:6379, or use `ray job submit`"
         raise UserError(Problem(where, rule, remedy))
+    remedy = "start one with `ray start`, or unset it"
+    if address != "auto":
+        check_address(where, address, remedy)
+    if address != "auto" and not comes_up(address, ANSWER_S):  # Ray asks on for minutes
+        rule = f"no Ray cluster answers there (no connection within {ANSWER_S:g} s)"
+        raise UserError(Problem(where, rule, remedy))
     use_saved_token()
     try:
-        context = ray.init(address=address, **QUIET)
+        context = within(lambda: ray.init(address=address, **QUIET), JOIN_S)
+    except ClusterLost:
+        atexit.unregister(ray.shutdown)  # it would wait for what was left behind
+        rule = f"something accepts connections there, and did not let Ray join within {JOIN_S:g} s"
+        remedy = "check that it is a Ray head, and that it is well: `ray status --address=ADDRESS`"
+        raise UserError(Problem(where, rule, remedy)) from None
     except (ConnectionError, RayError, RuntimeError, ValueError) as error:
         rule = f"no Ray cluster answers there ({last_line(error)})"
-        remedy = "start one with `ray start`, or unset it"
         if any(isinstance(one, AuthenticationError) for one in causes(error)):
             rule, remedy = "the Ray cluster there refuses this program's token", USE_TOKEN
         elif answers(address):  # what refused a token may be known to Ray as a lost connection
@@ -413,12 +440,13 @@ def join_cluster(address: str) -> None:
 def start_cluster(
     folder: Path, bundles: Bundles, held: Sequence[int], spare_cpus: int, log_file: Path | None
 ) -> None:
-    """A cluster of this machine that is large enough in cores. In a folder of its own, so that no
-    other program takes it for one that it may join."""
+    """Starts a cluster of this machine with enough cores, in a separate folder, so that no other
+    program joins it."""
     if held:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(
             [gpu for gpu in range(len(find_gpus())) if gpu not in held]
         )
+    os.environ[VARIABLE] = str(folder)
     wanted = math.ceil(sum(one.cpus for one in bundles)) + spare_cpus
     num_cpus = max(num_cores(), wanted)
     for left in reversed(range(TRIES)):
@@ -447,7 +475,7 @@ def not_started(error: Exception, log_file: Path | None) -> UserError:
 
 
 def _reserve(bundles: Sequence[Mapping[str, float]]) -> Any:
-    """The placement group of the run; UserError where the cluster has or gives too little."""
+    """The placement group of the run; UserError if the cluster has or provides too little."""
     have = ray.cluster_resources()
     wanted = {kind: sum(taken.get(kind, 0) for taken in bundles) for kind in ("CPU", "GPU")}
     problems = [

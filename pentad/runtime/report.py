@@ -1,7 +1,7 @@
-"""What a rank reports when it fails, and which of several failures came first.
+"""Failure reports of ranks, and which of several failures came first.
 
-One failing rank makes others fail: they lose their connection or wait in vain. Of all that was
-seen the cause is named, and what merely followed is not.
+One failing rank makes others fail: they lose their connection or wait in vain. The cause is named,
+and its consequences are not.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ CONSEQUENCE = re.compile(
     r"|DistBackendError|DistNetworkError|DistStoreError|TCPStore",
     re.IGNORECASE,
 )
-"""What an error says of a rank that lost another one."""
+"""Errors of a rank that lost another one."""
 NUM_LINES = 12
 """Last lines of a rank's log that an error shows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why one rank ended: reported by itself, or seen by its watcher."""
+    """Why one rank ended: reported by itself, or found by its watcher."""
 
     rank: int
     step: int | None
     kind: Literal["user", "run", "bug", "died", "stuck", "away"]
-    """user and run: the two errors for people; bug: any other exception; died: ended by a signal
-    or without a report; stuck: did not answer; away: its place was taken."""
+    """user and run: the two errors for users; bug: any other exception; died: ended by a signal or
+    without a report; stuck: did not respond; away: its slot was removed."""
     message: str
     at: float
     """Monotonic seconds."""
@@ -47,7 +47,7 @@ class Failure:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether it is about other ranks that were lost; NCCL ends a process that waits long."""
+        """Whether it concerns other ranks that were lost; NCCL ends a process that waits long."""
         if self.kind == "died":
             words = "\n".join(self.lines) if "SIGABRT" in self.message else ""
         else:
@@ -69,17 +69,15 @@ def describe_failure(rank: int, step: int | None, error: BaseException) -> Failu
 
 
 def failure_of(value: Mapping[str, Any], **more: Any) -> Failure:
-    """A failure that came as a JSON value."""
+    """A failure that arrived as a JSON value."""
     tuples = {key: tuple(value[key]) for key in ("problems", "lines")}
     return Failure(**{**value, **tuples, **more})
 
 
 def first_failure(failures: list[Failure]) -> Failure:
-    """What made the others fail.
-
-    A process that died without a report outweighs what followed; then the earliest exception that
-    does not concern lost peers; then a rank that others waited for; then the earliest of all.
-    """
+    """The failure that caused the others. A process that died without a report has priority; then
+    the earliest exception that does not concern lost peers; then a rank that others waited for;
+    then the earliest of all."""
     assert failures, "a group fails with a reason"
 
     weights = {"away": -1, "died": 0, "user": 1, "run": 1, "bug": 1, "stuck": 2}
@@ -91,7 +89,7 @@ def first_failure(failures: list[Failure]) -> Failure:
 
 
 def explain(failures: list[Failure], world: int, logs: Sequence[Path]) -> Exception:
-    """The end of a group as an error for people; `logs` by rank."""
+    """The end of a group as an error for users; `logs` by rank."""
     cause = first_failure(failures)
     if cause.kind == "user":
         return UserError(cause.problems)
@@ -110,7 +108,7 @@ def explain(failures: list[Failure], world: int, logs: Sequence[Path]) -> Except
 
 
 STACKS = "stacks.txt"
-"""Beside the logs of the ranks."""
+"""File beside the logs of the ranks."""
 
 
 def size_of(path: Path) -> int:
@@ -118,8 +116,8 @@ def size_of(path: Path) -> int:
 
 
 def save_stacks(logs: Sequence[tuple[str, Path]], sizes: Sequence[int]) -> None:
-    """Keeps in one file what the ranks of a group that hangs wrote of their stacks, each after its
-    size before; one that is stopped writes nothing."""
+    """Writes the stacks of a hanging group to one file: what each rank's log has after its previous
+    size; a stopped rank writes nothing."""
     parts = [time.strftime("# %Y-%m-%d %H:%M:%S")]
     for (name, log), size in zip(logs, sizes, strict=True):
         with log.open("rb") as file:
@@ -145,7 +143,7 @@ def describe_exit(code: int) -> str:
 
 
 def describe_hang(verb: str, step: int | None, waited_s: float, *, is_stopped: bool) -> str:
-    """What its watcher sees of a rank that hangs."""
+    """How a hanging rank appears to its watcher."""
     began = "it was started" if step is None else "its last step began"
     return f"{verb}{' (it is stopped)' if is_stopped else ''}, {began} {waited_s:.0f} s ago"
 

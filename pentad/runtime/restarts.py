@@ -1,5 +1,5 @@
-"""What follows the loss of a process: the one place that counts failures, generations and retired
-slots, for the ranks that train, for scorers, samplers and servers.
+"""Decisions after the loss of a process: the one place that counts failures, generations and
+retired slots, for the ranks that train, for scorers, samplers and servers.
 
 Losses go in, decisions come out; nothing is read, started or waited for here. A process without
 slots and steps (a scorer, a sampler, a server) has one count, from one answer to the next:
@@ -28,8 +28,8 @@ from typing import Literal
 from pentad.runtime.slots import listed
 
 SAME_STEP = 3
-"""Failures in a row at one step of one group, or slots that fail at it one after the other, that
-show that the step is their cause."""
+"""Consecutive failures at one step of one group, or slots that fail at it one after the other, from
+which the step counts as the cause."""
 LossKind = Literal["died", "stuck", "raised", "away"]
 NOT_AGAIN = "it is not started again"
 
@@ -42,11 +42,11 @@ class Lost:
     """died: ended by a signal or an exit code, also where memory ran out; stuck: hangs; raised: an
     exception of the code; away: its slot is gone, with its machine or because it was taken."""
     cause: str
-    """In one line."""
+    """One line."""
     slot: int | None = 0
-    """None: that of no rank, such as what only followed from a failure that was not seen."""
+    """None: of no rank, for example a consequence of a failure that was not seen."""
     step: int | None = None
-    """The step under way; None: the group was not ready to train."""
+    """The step in progress; None: the group was not ready to train."""
     newest: int = -1
     """Step of the newest checkpoint; -1 without any."""
     can_shrink: bool = False
@@ -59,12 +59,12 @@ class Decision:
     """restart: the same slots again; retire: without the slot of the loss, which is at fault;
     regroup: with the slots that are there; stop: the run ends."""
     why: str
-    """What is done, in words that follow the cause and a semicolon; retire: what for, in words that
-    follow the slot. Empty: nothing was to be decided."""
+    """The action in words, after the cause and a semicolon; retire: the reason, after the slot.
+    Empty: no decision was needed."""
     diagnosis: str = ""
-    """stop: what is blamed, in words that precede the cause; empty: the cause says it all."""
+    """stop: the blamed part, in words before the cause; empty: the cause is sufficient."""
     give_back: tuple[int, ...] = ()
-    """stop: slots that were retired, and not at fault."""
+    """stop: retired slots that were not at fault."""
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class RestartPolicy:
     """For one group of ranks, or one process. Example: RestartPolicy(retries=3)."""
 
     retries: int
-    """Restarts in a row that gain nothing: no checkpoint (`recover.retries`), no answer
+    """Restarts in a row without progress: no checkpoint (`recover.retries`), no answer
     (`rollout.restarts`)."""
     slot_failures: int | None = None
     """Failures after which a slot is retired; None: slots are never retired."""
@@ -81,7 +81,7 @@ class RestartPolicy:
     used: int = 0
     """Restarts of this group since it made progress."""
     generation: int = 0
-    """Groups before the present one."""
+    """Number of groups before the present one."""
     failures: Counter[int] = field(default_factory=Counter)
     """By slot, since the last progress."""
     retired: list[int] = field(default_factory=list)
@@ -105,21 +105,21 @@ class RestartPolicy:
         return decision
 
     def restarts_after(self, cause: str) -> bool:
-        """A process without slots and steps was lost: whether it is started again."""
+        """A process without slots and steps was lost: whether it is restarted."""
         return self.decide(Lost(kind="died", cause=cause, slot=None)).action == "restart"
 
     def note_progress(self) -> None:
-        """An answer or a checkpoint was gained: what failed before does not count any more."""
+        """Called after an answer or a checkpoint: earlier failures do not count any more."""
         self.used = 0
         self.failures.clear()
         self.retired.clear()
 
     def count_anew(self) -> None:
-        """The next group has other slots: what the last one failed with is not held against it."""
+        """Resets failure counts for the next group, which has other slots."""
         self.used = self.num_here = 0
 
     def grow(self) -> None:
-        """Slots have returned: the next group has them too, and nothing has failed."""
+        """Slots have returned: the next group includes them, and nothing has failed."""
         self.count_anew()
         self.generation += 1
 
@@ -142,7 +142,7 @@ class RestartPolicy:
         return self._restart(lost)
 
     def _count(self, lost: Lost, digest: str) -> bool:
-        """Notes the loss. Whether the same exception came at this step before."""
+        """Notes the loss; whether the same exception occurred at this step before."""
         if lost.newest > self.newest:
             self.note_progress()
         if lost.step != self.step:
@@ -172,7 +172,7 @@ class RestartPolicy:
         return (is_proven or is_often) if lost.can_shrink else is_often and lost.kind != "raised"
 
     def _is_step_at_fault(self, lost: Lost) -> bool:
-        """Whether so many slots have failed at one step that no single slot explains it."""
+        """Whether too many slots failed at one step for the slots to be the cause."""
         if self.slot_failures is None or lost.slot is None:
             return False
         is_often = self.failures[lost.slot] >= self.slot_failures or self._is_looping
@@ -222,7 +222,7 @@ class RestartPolicy:
 
 
 def digest_of(cause: str) -> str:
-    """Stands for an exception wherever it comes: without ranks, addresses, sizes and devices."""
+    """Identifies an exception on any rank: without ranks, addresses, sizes and devices."""
     words = re.sub(r"0x[0-9a-f]+|\d+(\.\d+)?", "", cause)
     return hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
 
@@ -232,7 +232,7 @@ _generation = 0
 
 @contextmanager
 def in_generation(number: int) -> Iterator[None]:
-    """Context in which this process belongs to the given generation of learners."""
+    """While active, this process belongs to the given generation of learners."""
     global _generation
     before, _generation = _generation, number
     try:
@@ -242,5 +242,5 @@ def in_generation(number: int) -> Iterator[None]:
 
 
 def is_restart() -> bool:
-    """Whether the run of this process was started again after a failure."""
+    """Whether the run of this process was restarted after a failure."""
     return _generation > 0

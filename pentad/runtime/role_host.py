@@ -1,8 +1,9 @@
-"""The process of one role: `python -m pentad.runtime.role_host`, its job as JSON on standard input.
+"""The process of one role: `python -m pentad.runtime.role_host`, with its job as JSON on standard
+input.
 
-It listens before anything heavy is imported, makes the object of its target in a thread, and serves
-the object's async methods to callers that know the token. It sends the object's stats as a
-heartbeat, and ends with its parent or when the last connection closes.
+It listens before heavy imports, makes the object of its target in a thread, and serves the object's
+async methods to callers with the token. It sends the object's stats as a heartbeat, and ends with
+its parent or when the last connection closes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class Hosted(Protocol):
-    """What a target makes: its public coroutine methods are served."""
+    """The object of a target: its public coroutine methods are served."""
 
     def stats(self) -> dict[str, float]: ...
 
@@ -43,12 +44,12 @@ class Hosted(Protocol):
 
 
 def job_of(spec: RoleSpec, token: str, **more: Any) -> dict[str, Any]:
-    """What the process of a spec reads; `more`: parent and listen_fd, where it has them."""
+    """The job of a spec's process; `more`: parent and listen_fd, if it has them."""
     return asdict(spec) | {"log": str(spec.log), "token": token, "path": sys.path, **more}
 
 
 class RoleHost:
-    """Serves one object from the moment there is a socket; calls wait until it is made."""
+    """Serves one object as soon as there is a socket; calls wait until it is made."""
 
     def __init__(self, job: Mapping[str, Any], sock: socket.socket) -> None:
         self.job = job
@@ -56,7 +57,7 @@ class RoleHost:
         self.making: asyncio.Future[Hosted] | None = None
 
     async def run(self, connect_s: float = CONNECT_S) -> int:
-        """Until the last connection is gone, or SIGTERM; the exit code."""
+        """Runs until the last connection closes, or SIGTERM; returns the exit code."""
         loop = asyncio.get_running_loop()
         await self.listener.open()
         # Of its own: the loop does not wait for this thread when it ends.
@@ -95,7 +96,7 @@ class RoleHost:
             connection.emit(event, value)
 
     async def _beat(self) -> None:
-        """A beat that the other end has not taken yet is not followed by another."""
+        """Sends a heartbeat, unless the other end has not read the previous one."""
         while True:
             made = self.making
             assert made is not None
@@ -132,7 +133,7 @@ def main() -> int:
 
 
 def run_job(job: Mapping[str, Any]) -> int:
-    """The life of this process, with a socket in `listen_fd`; its exit code."""
+    """Runs this process with a listening socket `listen_fd`; returns its exit code."""
     set_up(job)
     try:
         return serve(job, socket.socket(fileno=job["listen_fd"]))
@@ -142,7 +143,7 @@ def run_job(job: Mapping[str, Any]) -> int:
 
 
 def set_up(job: Mapping[str, Any]) -> None:
-    """What every role process has: stacks on SIGUSR1, a log, and the starter's import path."""
+    """Set-up of every role process: stacks on SIGUSR1, a log, and the parent's import path."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s")

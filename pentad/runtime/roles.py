@@ -1,4 +1,4 @@
-"""Roles of a run as processes: what one is started with, and what a runtime promises.
+"""Roles of a run as processes: their specs, and the interface of runtimes.
 
 A runtime starts processes that run `role_host`, on this machine or elsewhere. The caller connects
 to them, and ends them with the runtime.
@@ -20,13 +20,13 @@ from pentad.runtime.process import LOG_LINES
 from pentad.runtime.report import tail
 
 BEAT_S = 0.5
-"""How often a role process shows that it runs, with its stats."""
+"""Interval of a role process's heartbeat, with its stats."""
 PATIENCE_S = 30.0
-"""Silence after which a role process counts as hanging."""
+"""Seconds without a message after which a role process counts as hung."""
 CONNECT_S = 120.0
-"""How long a process may take to start before it answers."""
+"""Time limit for a process to start and respond, in seconds."""
 EXIT_WAIT_S = 2.0
-"""A process that does not answer any more is waited for so long: how it ended says more."""
+"""Time to wait for the exit of a process that stopped responding: its exit is more informative."""
 POLL_S = 0.05
 
 
@@ -37,25 +37,25 @@ class RoleSpec:
     name: str
     """The role and its number, such as rollout-0."""
     target: str
-    """The function "module:function" that makes what is served, called as target(payload, emit)."""
+    """The function "module:function" that makes the served object, called as target(payload,
+    emit)."""
     payload: Any
     """A JSON value."""
     log: Path
-    """What it prints is appended here."""
+    """File to which its output is appended."""
     generation: int = 0
-    """Counts the starts of this role: what an earlier process of it says is refused."""
+    """Number of the start of this role: messages of earlier processes are rejected."""
     num_gpus: float = 0
     devices: tuple[int, ...] = ()
-    """GPUs by the numbers this process has for them; a runtime that places by itself takes
-    `num_gpus`."""
+    """GPUs by this process's numbering; a runtime that places processes itself uses `num_gpus`."""
     beat_s: float = BEAT_S
-    """How often it shows that it runs."""
+    """Interval of its heartbeat."""
     cores: tuple[int, ...] = ()
-    """CPU cores it is kept on; none given: any."""
+    """CPU cores it is bound to; empty: any."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables set over the inherited ones."""
     seed: int = 0
-    """The seed of the run: random numbers that code of this process draws follow from it and
+    """The seed of the run: random numbers of user code in this process depend on it and on
     `name`."""
 
 
@@ -73,7 +73,7 @@ class RoleProcess(ABC):
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal such as SIGSTOP halted it, as far as that can be seen from here."""
+        """Whether a signal such as SIGSTOP halted it, as far as known here."""
         return False
 
     @abstractmethod
@@ -81,14 +81,14 @@ class RoleProcess(ABC):
         """How it ended, in words; None while it runs."""
 
     def poll(self) -> str | None:
-        """The same, with the last lines of its log."""
+        """How it ended, with the last lines of its log."""
         if (ended := self.ended()) is None:
             return None
         lines = " | ".join(tail(self.log, LOG_LINES))
         return ended + (f"; the last lines of {self.log}: {lines}" if lines else "")
 
     def kill(self) -> None:
-        """Ends it and everything it started, at once; returns when it is gone."""
+        """Kills it and all processes it started; returns when it is gone."""
         if not self.has_ended:
             self.has_ended = True
             self.end()
@@ -99,7 +99,7 @@ class RoleProcess(ABC):
 
     @abstractmethod
     def stacks(self) -> None:
-        """Has it write the stacks of its threads to its log."""
+        """Makes it write the stacks of its threads to its log."""
 
 
 class Runtime(ABC):
@@ -120,14 +120,14 @@ class Runtime(ABC):
 
     @abstractmethod
     async def _start(self, spec: RoleSpec) -> RoleProcess:
-        """Raises InfraFailure where it cannot be started."""
+        """Raises InfraFailure if it cannot be started."""
 
     def why_unavailable(self, name: str) -> str | None:
-        """Why there is no place for a process of this name at present; None where there is."""
+        """Why no process of this name can be placed now; None if one can."""
         return None
 
     def lost(self) -> str | None:
-        """Why no process can be started or watched any more; None while that is not so."""
+        """Why no process can be started or monitored any more; None otherwise."""
         return None
 
     async def close(self) -> None:
@@ -142,8 +142,8 @@ async def connect(
     patience_s: float | None = PATIENCE_S,
     timeout_s: float = CONNECT_S,
 ) -> wire.Connection:
-    """A connection to the process, as soon as it answers. Raises InfraFailure if it ends first.
-    `patience_s` None: the caller watches its silence."""
+    """Connects to the process as soon as it responds. InfraFailure if it ends first. `patience_s`
+    None: the caller monitors its heartbeat."""
     joining = asyncio.ensure_future(
         wire.connect(
             process.name,

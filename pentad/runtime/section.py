@@ -25,7 +25,7 @@ class ClusterConfig(Section):
     """Accepts a layout that leaves half or more of the devices of a cluster of given size idle."""
 
     def count_devices(self) -> int | None:
-        """Devices of all machines; None without GPUs, where processes share the cores."""
+        """Number of devices on all machines; None without GPUs, where processes share the cores."""
         per_node = self.n_gpus_per_node
         if per_node is None:
             try:

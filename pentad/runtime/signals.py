@@ -10,16 +10,17 @@ from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_S = 0.1
-"""`timeout` and others send a signal to a process and then to its group: so soon it is the same."""
+"""`timeout` and others send a signal to a process and then to its group: within this time it counts
+as the same."""
 
 
 def handled_signals() -> list[signal.Signals]:
-    """Not those the starter has us ignore, as nohup does SIGHUP."""
+    """The stop signals, except those that the parent made us ignore, as nohup does with SIGHUP."""
     return [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 
 
 class Repeats:
-    """Tells a signal that was sent twice from a second one."""
+    """Distinguishes one signal delivered twice from a second one."""
 
     def __init__(self) -> None:
         self.sent_at: dict[int, float] = {}
@@ -34,8 +35,8 @@ class Repeats:
 def handling_signals(
     stop: Callable[[int, FrameType | None], None] | signal.Handlers,
 ) -> Iterator[None]:
-    """Has `stop` called for every handled signal, once where it is sent twice; signals reach only
-    the main thread."""
+    """Calls `stop` for every handled signal, once if it is delivered twice; only the main thread
+    receives signals."""
     before: dict[signal.Signals, object] = {}
     is_repeat = Repeats()
 

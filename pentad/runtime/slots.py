@@ -1,9 +1,9 @@
-"""Slots: the places of a group's ranks (a GPU, a bundle of Ray, a share of the cores), which may go
-away and return.
+"""Slots: the places of a group's ranks (a GPU, a bundle of Ray, a share of the cores), which may be
+lost and return.
 
-A slot that is away has a file in the run's folder, `slots/N.away`, with the reason: written by the
-run when the slot failed too often, or by the user (`pentad slots --drop N`).
-Without the file it is there again. `slots/now.json` says which ones a run has, and uses.
+A lost slot has a file in the run's folder, `slots/N.away`, with the reason: written by the run when
+the slot failed too often, or by the user (`pentad slots --drop N`). Without the file the slot is
+usable again. `slots/now.json` lists the slots that a run has, and uses.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ ENDING = ".away"
 
 @dataclass(frozen=True, slots=True)
 class GroupNow:
-    """What a run says of its group."""
+    """The present group of a run."""
 
     count: int
-    """Slots it was started with."""
+    """Number of slots at its start."""
     used: tuple[int, ...]
     """Slot of each rank."""
     generation: int
@@ -32,11 +32,11 @@ class GroupNow:
 
 class Slots:
     def __init__(self, folder: Path) -> None:
-        """`folder`: slots/ of the run."""
+        """`folder`: slots/ in the run folder."""
         self.folder = folder
 
     def away(self) -> dict[int, str]:
-        """Slots that are away, with the reason."""
+        """Unusable slots, with the reason."""
         try:
             names = [path for path in self.folder.iterdir() if path.suffix == ENDING]
         except FileNotFoundError:
@@ -66,7 +66,7 @@ class Slots:
         draft.replace(self.folder / "now.json")
 
     def now(self) -> GroupNow:
-        """UserError where no elastic run has written there."""
+        """The current state of the group; UserError if no elastic run has written it."""
         path = self.folder / "now.json"
         try:
             value = json.loads(path.read_text(encoding="utf-8"))

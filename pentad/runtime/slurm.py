@@ -1,9 +1,9 @@
-"""Slurm: the submission script of a run, its check, and its hand-over to sbatch.
+"""Slurm: the submission script of a run, its check, and its submission by sbatch.
 
-On one node the script runs the command as it is; on several, `torchrun` on each of those that train
-with the rendezvous on the first, and an agent (`runtime.nodes`) on each that has samplers and is
-not the first. Shortly before the time limit the run is asked to stop and the job queued
-again, and it resumes from its last checkpoint; so it does after the loss of a node.
+On one node the script runs the command unchanged; on several, `torchrun` on each node that trains
+with the rendezvous on the first, and an agent (`runtime.nodes`) on each node with samplers except
+the first. Shortly before the time limit the run is stopped and the job queued again, and it resumes
+from its last checkpoint; the same happens after the loss of a node.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from pathlib import Path
 from pentad.core.errors import RunError
 
 GRACE_S = 300
-"""Before the time limit, for the step in progress and a checkpoint."""
+"""Seconds before the time limit, for the step in progress and a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmJob:
-    """What a script is made of."""
+    """The values of a script."""
 
     name: str
     folder: Path
-    """Has the script and what the job prints; seen by all nodes."""
+    """Folder of the script and the job's output; visible to all nodes."""
     num_nodes: int
     num_train_nodes: int
-    """The first of them, with as many ranks each."""
+    """The first nodes, with equally many ranks each."""
     ranks_per_node: int
     agent_nodes: tuple[int, ...] = ()
     """Nodes beside the first on which the run starts samplers."""
     gpus_per_node: int | None
-    """Asked of Slurm; None: none are."""
+    """Requested of Slurm; None: no request."""
     cpus_per_node: int | None = None
-    """None: all of the node, which is the job's alone."""
+    """None: all of the node, exclusively."""
     memory_gb_per_node: float | None = None
     """None: all of the node."""
     command: tuple[str, ...]
     """Words after `python -m pentad.cli.main`."""
     first_only: tuple[str, ...] = ()
-    """Words more at the first start, not after a requeue."""
+    """Additional words at the first start, not after a requeue."""
     work_folder: Path
 
 
@@ -73,13 +73,13 @@ def script_of(job: SlurmJob) -> str:
 
 
 def memory_of(job: SlurmJob) -> str:
-    """As sbatch takes it; 0 is all of the node."""
+    """Memory in the format of sbatch; 0 means all of the node."""
     size = job.memory_gb_per_node
     return "0" if size is None else f"{int(size * 1024)}M"
 
 
 def agents_of(job: SlurmJob) -> str:
-    """The steps that start samplers on other nodes, beside the ranks there."""
+    """The Slurm steps that start samplers on other nodes, beside the ranks there."""
     if not job.agent_nodes:
         return ""
     agent = shlex.join([sys.executable, "-m", "pentad.runtime.nodes"])
@@ -88,7 +88,7 @@ def agents_of(job: SlurmJob) -> str:
 
 
 def launch_of(job: SlurmJob) -> str:
-    """What each node runs. The nodes fill in their own number."""
+    """The command of each node. The nodes fill in their own number."""
     command = ["-m", "pentad.cli.main", *job.command]
     if job.num_nodes == 1:
         return f'exec {shlex.join([sys.executable, *command])} "$@"'
@@ -152,7 +152,7 @@ exit "$code"
 
 
 def write_script(job: SlurmJob) -> Path:
-    """The script in the job's folder, as far as bash accepts it."""
+    """Writes the script to the job's folder, after a syntax check by bash."""
     job.folder.mkdir(parents=True, exist_ok=True)
     path = job.folder / "submit.sh"
     path.write_text(script_of(job))
@@ -165,7 +165,8 @@ def write_script(job: SlurmJob) -> Path:
 
 
 def submit(path: Path) -> str | None:
-    """What sbatch says; None where there is no sbatch. Raises RunError if it refuses."""
+    """Submits the script and returns sbatch's output; None without sbatch. RunError if sbatch
+    rejects it."""
     program = shutil.which("sbatch")
     if program is None:
         return None

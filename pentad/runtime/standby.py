@@ -1,6 +1,6 @@
-"""Standbys: processes that have imported what a rank needs, and wait to be one.
+"""Standbys: processes that have imported a rank's modules, and wait to become one.
 
-Most of the time to replace a lost rank is the import of Python's modules and torch.
+Importing Python's modules and torch takes most of the time of replacing a lost rank.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ log = logging.getLogger(__name__)
 WAIT = "--standby"
 READY = b"ready\n"
 NAME = "standby-" + "." * 24
-"""In the command line, with room for the name of the role it takes."""
+"""Shown in the command line, with room for the name of its later role."""
 ARGUMENTS, ENVIRONMENT = 45, 47
-"""Where /proc/PID/stat says that they begin, the name of the program not counted."""
+"""Positions of their addresses in /proc/PID/stat, the program's name not counted."""
 IMPORTED_LATE = (
     *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"),
     "transformers.models.auto.tokenization_auto",
 )
-"""What making a model and reading its tokenizer import besides, seconds of a core."""
+"""Modules that making a model and reading its tokenizer import besides; seconds of a core."""
 
 
 class Standby:
-    """One such process and the port it will listen on."""
+    """One such process and its future port."""
 
     def __init__(
         self, command: Sequence[str], modules: Sequence[str], environment: Mapping[str, str]
@@ -54,13 +54,13 @@ class Standby:
             )
 
     def is_ready(self) -> bool:
-        """Whether it has imported everything; waits for it."""
+        """Waits until it has imported everything; whether it has."""
         assert self.process.stdout is not None
         with self.process.stdout as said:
             return bool(said.readline() == READY)
 
     def take(self, job: Mapping[str, Any]) -> Child | None:
-        """Makes it the process of a job; None where it has died."""
+        """Makes it the process of a job; None if it has died."""
         assert self.process.stdin is not None
         try:
             with self.process.stdin as pipe:
@@ -78,7 +78,7 @@ class Standby:
 
 
 class StandbyPool:
-    """Keeps so many ready, from the first `fill` on."""
+    """Keeps a number of standbys ready, from the first `fill` on."""
 
     def __init__(
         self,
@@ -96,13 +96,14 @@ class StandbyPool:
         self.is_closed = False
 
     def fill(self) -> None:
-        """Makes those that are missing, one after the other, beside whatever runs."""
+        """Starts the missing ones, one after the other, in the background."""
         if self.filling is None or not self.filling.is_alive():
             self.filling = threading.Thread(target=self._fill, name="standbys", daemon=True)
             self.filling.start()
 
     def take(self, job: Mapping[str, Any]) -> tuple[Child, tuple[str, int]] | None:
-        """The process that does this job from now on and its address; None where none is ready."""
+        """A standby that has become the process of this job, and its address; None if none is
+        ready."""
         while True:
             with self.lock:
                 if not self.ready:
@@ -112,7 +113,7 @@ class StandbyPool:
                 return process, standby.address
 
     def close(self) -> None:
-        """Ends those that wait."""
+        """Ends the standby processes."""
         self.is_closed = True
         if self.filling is not None:
             if (starting := self.starting) is not None:
@@ -141,7 +142,7 @@ class StandbyPool:
 
 
 def wait_for_job(words: Sequence[str]) -> dict[str, Any]:
-    """In the process: imports, says so, and waits until it is needed. Returns what it is to do."""
+    """Runs in the standby process: imports, reports, then waits for its job and returns it."""
     _, fd, modules = words
     for module in modules.split(","):
         importlib.import_module(module)
@@ -151,7 +152,7 @@ def wait_for_job(words: Sequence[str]) -> dict[str, Any]:
 
 
 def stand_in(job: dict[str, Any]) -> dict[str, Any]:
-    """Log, environment, threads and name of the job for a process that was started before."""
+    """Sets log, environment, threads and name of the job in a process that was started before."""
     with Path(job["log"]).open("ab") as file:
         for number in (1, 2):
             os.dup2(file.fileno(), number)
@@ -164,8 +165,8 @@ def stand_in(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def rename(name: str) -> None:
-    """Puts the name of the role in the place of the standby's and of what follows in the command
-    line, for people who list processes; of the whole line, where it is another program's."""
+    """Replaces the standby's name in the command line by that of the role, for process listings;
+    the whole line, if another program's."""
     if sys.platform != "linux":
         return
     words = Path("/proc/self/cmdline").read_bytes()

@@ -1,9 +1,9 @@
-"""Connections between the processes of a run: frames over TCP, many calls in flight.
+"""Connections between the processes of a run: frames over TCP, many concurrent calls.
 
 Both ends prove that they know one token before the first frame, and a frame of another generation
-is refused. Calls made in one turn of the event loop travel in one frame, and the other end starts
-all of them before any of them continues. Sizes, calls under way, unread answers and silence are
-bounded.
+is rejected. Calls made in one turn of the event loop are sent in one frame, and the other end
+starts all of them before any of them continues. Sizes, calls in progress, unread answers and
+silence are bounded.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ log = logging.getLogger(__name__)
 MAGIC = b"PENTAD1\n"
 NONCE = 32
 MAX_CALLS = 1 << 16
-"""Under way at once on one connection; also unsent items, before the peer counts as dead."""
+"""Maximum concurrent calls of a connection; also unsent items, before the peer counts as dead."""
 HANDSHAKE_S = 10.0
 MAX_STRANGERS = 32
-"""Connections that have not proven the token yet; for a further one the oldest is dropped."""
+"""Maximum connections that have not proven the token yet; beyond it the oldest is dropped."""
 REFUSED = bytes(hashlib.sha256().digest_size)
-"""In place of the server's proof: another try with this token is of no use."""
+"""Sent in place of the server's proof: retrying with this token is useless."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
-"""Between two tries to connect, doubled each time."""
+"""Pauses between attempts to connect, doubled each time."""
 LOGGED_REFUSALS = 100
-"""Further ones are logged when their number has doubled: strangers must not fill the disk."""
+"""Rejections beyond this are logged when their number has doubled, so that strangers cannot fill
+the disk."""
 STALL_S = 60.0
-"""A callee that reads nothing of a frame for this long is given up. A caller is waited for as long
-as it lives: it may be suspended."""
+"""Time limit for a callee to read a frame. There is none for a caller: it may be suspended."""
 CLOSE_S = 1.0
 
 Serve = Callable[[str, dict[str, Any]], Coroutine[Any, Any, Any]]
@@ -57,11 +57,8 @@ OnEvent = Callable[[str, Any], None]
 
 
 class Connection:
-    """One end of an open connection: that which listens serves calls and emits events, the other
-    calls.
-
-    Once it is lost, calls under way and later ones raise InfraFailure with the reason.
-    """
+    """One end of an open connection: the listening end serves calls and emits events, the other end
+    calls. Once it is lost, calls in progress and later ones raise InfraFailure with the reason."""
 
     def __init__(
         self,
@@ -74,7 +71,8 @@ class Connection:
         on_event: OnEvent | None = None,
         patience_s: float | None = None,
     ) -> None:
-        """`name` of the other end. `patience_s`: longest silence, where the other end beats."""
+        """`name` of the other end. `patience_s`: maximum silence, if the other end sends
+        heartbeats."""
         self.name = name
         self.reader = reader
         self.writer = writer
@@ -83,12 +81,12 @@ class Connection:
         self.on_event = on_event
         self.patience_s = patience_s
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Why there is no connection any more, once there is none."""
+        """The reason for a lost connection, once it is lost."""
         self.heard_at = awake_s()
         self.numbers = itertools.count()
         self.pending: dict[int, asyncio.Future[Any]] = {}
         self.running: dict[int, asyncio.Task[None]] = {}
-        """Calls of the other end that are answered here."""
+        """Calls of the other end that run here."""
         self.outbox: list[dict[str, Any]] = []
         self.has_mail = asyncio.Event()
         self.tasks = [asyncio.create_task(work()) for work in (self._read, self._write)]
@@ -96,7 +94,7 @@ class Connection:
             self.tasks.append(asyncio.create_task(self._listen(patience_s)))
 
     async def call(self, method: str, /, **arguments: Any) -> Any:
-        """What the other end's method returns. Cancelled here, it is cancelled there."""
+        """The result of the other end's method. Cancelling it here cancels it there."""
         self._check_open()
         number = next(self.numbers)
         future = self.pending[number] = asyncio.get_running_loop().create_future()
@@ -111,13 +109,13 @@ class Connection:
             self.pending.pop(number, None)
 
     def emit(self, event: str, value: Any) -> None:
-        """Pushes an event; nothing happens where the connection is lost."""
+        """Sends an event; does nothing if the connection is lost."""
         if not self.lost.done():
             self._post({"event": event, "value": value})
 
     @property
     def is_behind(self) -> bool:
-        """Whether the other end has not taken yet what was sent to it."""
+        """Whether the other end has not read yet what was sent."""
         return bool(self.outbox)
 
     async def close(self, why: str = "it was closed here") -> None:
@@ -174,7 +172,8 @@ class Connection:
             self._lose(str(error) or type(error).__name__)
 
     def _next_frame(self) -> list[bytes | memoryview]:
-        """All that waits, or as much as a frame may hold. What cannot travel fails alone."""
+        """All waiting items, or as many as a frame may hold. An item that cannot be sent fails
+        alone."""
         items, self.outbox = self.outbox, []
         try:
             parts = pack(self.generation, items)
@@ -193,7 +192,7 @@ class Connection:
         return self._refuse(items[0], reason)
 
     def _refuse(self, item: dict[str, Any], reason: str) -> list[bytes | memoryview]:
-        """In place of an item that cannot be sent: the caller gets the reason."""
+        """Replaces an item that cannot be sent by the reason, for the caller."""
         if "answer" in item:
             described = describe_error(RunError(f"the answer cannot be sent: {reason}"))
             return pack(self.generation, [{"error": item["answer"], "reason": described}])
@@ -298,7 +297,7 @@ def proof(token: str, side: bytes, theirs: bytes, ours: bytes) -> bytes:
 
 
 def keep_alive(writer: asyncio.StreamWriter) -> None:
-    """So that the end of the other machine is noticed."""
+    """Enables TCP keep-alive, so that the loss of the other machine is noticed."""
     sock = writer.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_KEEPIDLE"):
@@ -315,8 +314,8 @@ async def connect(
     patience_s: float | None = None,
     timeout_s: float = HANDSHAKE_S,
 ) -> Connection:
-    """Tries until `timeout_s` is over. Raises InfraFailure where nothing listens, or not the
-    process that knows the token."""
+    """Retries until `timeout_s` is over. InfraFailure if nothing listens, or not the process with
+    the token."""
     host, port = address
     loop = asyncio.get_running_loop()
     deadline, pause_s, reason = loop.time() + timeout_s, FIRST_PAUSE_S, "it did not answer"
@@ -360,7 +359,7 @@ async def _open(
 
 
 class Listener:
-    """The serving end: accepts who knows the token, and keeps the connections."""
+    """The serving end: accepts connections with the token, and keeps them."""
 
     def __init__(self, sock: socket.socket, token: str, generation: int, serve: Serve) -> None:
         """`sock` is bound and listens."""
@@ -369,7 +368,7 @@ class Listener:
         self.generation = generation
         self.serve = serve
         self.strangers: dict[asyncio.StreamWriter, str] = {}
-        """Connections that have not proven the token yet, the oldest first, and their hosts."""
+        """Connections that have not proven the token yet, oldest first, and their hosts."""
         self.num_refused = 0
         self.connections: set[Connection] = set()
         self.had_any = asyncio.Event()
@@ -413,8 +412,8 @@ class Listener:
         self.had_any.set()
 
     def _make_room(self) -> None:
-        """Drops the oldest stranger of the host that has the most of them: silent ones keep
-        neither other hosts nor later callers out."""
+        """Drops the oldest unproven connection of the host with the most of them: silent ones block
+        neither other hosts nor later callers."""
         while len(self.strangers) >= MAX_STRANGERS:
             nums = Counter(self.strangers.values())
             most = max(nums.values())

@@ -1,6 +1,7 @@
-"""Any OpenAI-compatible server that takes and gives token ids, for evaluation: vLLM, pentad serve.
+"""Any OpenAI-compatible server that takes and returns token ids, for evaluation: vLLM, pentad
+serve.
 
-Its weights are what they are: nothing can be installed, and every token is of version 0.
+Its weights are fixed: nothing can be installed, and every token is of version 0.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Models(BaseModel):
 
 
 class Completions(Dialect):
-    """The dialect of `/v1/completions` with `return_token_ids`. Evaluation trains nothing: whatever
-    log-probs are meant will do, and closing a connection is the only way to abort."""
+    """The dialect of `/v1/completions` with `return_token_ids`. Evaluation trains nothing, so the
+    meaning of its log-probs does not matter; requests are aborted by closing the connection."""
 
     capabilities = frozenset({"stop_strings", "seeds"})
 
@@ -79,7 +80,7 @@ class Completions(Dialect):
 
 
 async def attach(address: str, dims: ModelDims) -> ServerSampler:
-    """`address` with or without its closing /v1; the first model there is taken."""
+    """Connects to `address` (with or without the final /v1) and uses its first model."""
     where = f"rollout.server.addresses = {address}"
     key = os.environ.get(server_key.VARIABLE)
     wire = Wire(address.rstrip("/").removesuffix("/v1"), "the server", key)

@@ -1,6 +1,5 @@
-"""What differs between servers, and how their answers are read: ids, log-probs, ends,
-experts, and the weights behind each token.
-"""
+"""Differences between servers, and the parsing of their answers: ids, log-probs, ends, experts, and
+the weight version of each token."""
 
 from __future__ import annotations
 
@@ -29,20 +28,20 @@ from pentad.samplers.weight_proof import prove
 from pentad.sync.deltas import ChangedOnly
 
 LOGPROB_ROUNDING = 1e-3
-"""A log-prob above 0 by at most this is a sure token in low precision, more is an error."""
+"""A log-prob above 0 by at most this is a certain token in low precision; more is an error."""
 MEMORIES = ("weights", "kv_cache")
 CUTS = (
     "does not report which weights drew a token: with new weights, answers in progress are cut and "
     "continue with a recomputed cache"
 )
 LOAD_TIMEOUT_S = 600.0
-"""For a server to take new weights."""
+"""Time limit for a server to load new weights, in seconds."""
 NPY = b"\x93NUMPY"
 FINISHES: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 class VersionSpan(BaseModel):
-    """Tokens [start, end) of an answer were drawn by weights of this label."""
+    """Tokens [start, end) of an answer were sampled by weights with this label."""
 
     version: str
     start: NonNegativeInt
@@ -51,7 +50,7 @@ class VersionSpan(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One continuation as it is requested of a server."""
+    """One continuation as it is sent to a server."""
 
     id: str
     prompt_ids: tuple[int, ...]
@@ -60,19 +59,19 @@ class Call:
     """Within the context."""
     seed: int
     version: int
-    """Weight version at the time of asking."""
+    """Weight version at the time of the request."""
 
 
 class Dialect:
-    """One kind of server. What is not overridden is that of a server with no more than OpenAI's
-    endpoints. Failures are raised as InfraFailure."""
+    """One kind of server. The defaults are those of a server with only OpenAI's endpoints. Failures
+    are raised as InfraFailure."""
 
     capabilities: frozenset[str]
     loses_requests_asleep = False
-    """Whether it can sleep only with nothing under way; such requests are sent again."""
+    """Whether it can sleep only without requests in progress; these are sent again."""
     tells_versions = True
-    """Whether answers say which weights drew each token. Of a server that does not, nothing is
-    under way while its weights are replaced: calls are cut, and the rest is requested after."""
+    """Whether answers contain the weight version of each token. For other servers no request is in
+    progress while the weights are replaced: calls are cut, and the rest is requested afterwards."""
 
     settings: ServerSettings
     """Only set on a `LoadingDialect`."""
@@ -83,17 +82,19 @@ class Dialect:
         """The server in sentences."""
 
     def check(self, params: SamplingParams) -> None:
-        """Raises UserError for draws whose log-probs the server would report wrongly."""
+        """Raises UserError for sampling settings with which the server would report wrong
+        log-probs."""
 
     async def generate(self, call: Call) -> Generation:
         raise NotImplementedError
 
     async def abort(self, call_ids: Sequence[str]) -> bool:
-        """Whether they will hand over what they drew; else their connections must be closed."""
+        """Aborts calls; returns whether they return their tokens, else their connections must be
+        closed."""
         return False
 
     async def end_calls(self, call_ids: Sequence[str]) -> None:
-        """Ends all calls; each answers with what it drew. The server may be paused after it."""
+        """Ends all calls; each returns its tokens so far. The server may be paused afterwards."""
         raise self._cannot("take new weights")
 
     async def pause(self) -> None:
@@ -103,22 +104,22 @@ class Dialect:
         raise self._cannot("be paused")
 
     async def load(self, version: int, weights: TensorPairs) -> Installed:
-        """Replaces the weights of the paused server; its caches forget the old ones."""
+        """Replaces the weights of the paused server, and empties its caches."""
         raise self._cannot("take weights")
 
     async def sleep(self) -> None:
-        """Gives back the memory of all `MEMORIES`."""
+        """Frees the memory of all `MEMORIES`."""
         raise self._cannot("sleep")
 
     async def wake(self, memories: Sequence[str]) -> None:
-        """Takes back some of it; with the last of it the server draws again."""
+        """Allocates some of it again; with the last of it the server samples again."""
         raise self._cannot("sleep")
 
     async def health(self) -> None:
         await self.wire.get("/health")
 
     async def version_label(self) -> str:
-        """What the server calls its weights."""
+        """The server's label for its weights."""
         return "0"
 
     async def close(self) -> None:
@@ -136,7 +137,8 @@ class Dialect:
         spans: Sequence[VersionSpan] | None,
         experts: str | None,
     ) -> Generation:
-        """With the weight version and, where they are recorded, the experts of each token."""
+        """A generation with the weight version and, if they are recorded, the experts of each
+        token."""
         versions = [call.version] * len(ids)
         if self.tells_versions:
             versions = versions_of(self.where, spans, len(ids))
@@ -152,14 +154,16 @@ class Dialect:
 
 
 class LoadingDialect(Dialect):
-    """A server whose weights are replaced. Every install is proven that sent a part of them, and
-    of the others the first and every n-th."""
+    """A server whose weights are replaced.
+
+    Verifies every partial install, and the first and every n-th full one.
+    """
 
     def __init__(
         self, wire: Wire, settings: ServerSettings, dtype: str, *, is_comparable: bool
     ) -> None:
-        """`dtype`: what the server holds weights in; `is_comparable`: whether what it holds can be
-        compared with what is published."""
+        """`dtype`: that of the server's weights; `is_comparable`: whether they can be compared with
+        the published ones."""
         super().__init__(wire)
         self.settings = settings
         self.dtype = dtype
@@ -170,11 +174,12 @@ class LoadingDialect(Dialect):
         self.changed = ChangedOnly(can_change, self.version_label)
 
     async def held(self) -> tuple[Mapping[str, str], Callable[[Tensor], str]]:
-        """Checksums of the tensors as the server holds them, by its names, and what makes one."""
+        """Checksums of the tensors that the server holds, by its names, and the function that
+        computes one."""
         raise NotImplementedError
 
     async def _prove_if_due(self, weights: TensorPairs, *, is_part: bool) -> None:
-        """Raises InfraFailure unless the server holds what was published."""
+        """Raises InfraFailure unless the server holds the published weights."""
         every = self.settings.server.check_weights_every
         is_due = self.num_loads % every == 0 if every else self.num_loads == 0
         if self.is_comparable and (is_part or is_due):
@@ -197,7 +202,7 @@ def check_routes(where: str, settings: ServerSettings, has_flag: bool) -> None:
 
 
 def sampling_params(call: Call) -> dict[str, Any]:
-    """As vLLM and OpenAI-compatible servers name them."""
+    """Sampling parameters by the names of vLLM and OpenAI-compatible servers."""
     params = call.params
     return {
         "max_tokens": call.max_new_tokens,
@@ -220,7 +225,7 @@ def command_line(
 
 
 def joined(*parts: Generation) -> Generation:
-    """Parts of one continuation, as one; it ended as the last part did."""
+    """Joins the parts of one continuation; it ended as the last part did."""
     whole = Generation([], [], [], parts[-1].finish if parts else "length")
     for part in parts:
         whole.ids += part.ids
@@ -253,9 +258,9 @@ def versions_of(where: str, spans: Sequence[VersionSpan] | None, num: int) -> li
 def routes_of(
     where: str, experts: str | None, answer: Generation, num_prompt: int, dims: ModelDims
 ) -> np.ndarray | None:
-    """`Generation.routes` of what a server says of all its layers and of all tokens but the last,
-    which it never computed: base64 of int32 (SGLang) or of an .npy file (vLLM). None for an answer
-    that was cut and says nothing."""
+    """`Generation.routes` from a server's answer about all its layers and all tokens but the last,
+    which it never computed: base64 of int32 (SGLang) or of an .npy file (vLLM). None for a
+    truncated answer without them."""
     if experts is None and answer.finish == "abort":
         return None
     num_tokens = num_prompt + len(answer.ids)
@@ -303,8 +308,8 @@ def dotted(number: Sequence[int]) -> str:
 
 
 def are_sound(answers: Sequence[Generation], max_new_tokens: int, vocab_size: int) -> bool:
-    """Whether `flaw_of` finds nothing in any of them, looked at together: a batch has thousands.
-    False as well where versions differ or numbers do not fit their types."""
+    """Whether `flaw_of` finds nothing in any of them, checked together, because a batch has
+    thousands. False as well if versions differ or numbers do not fit their types."""
     for answer in answers:
         num = len(answer.ids)
         if answer.finish not in ("stop", "length") or not 1 <= num <= max_new_tokens:
@@ -325,7 +330,7 @@ def are_sound(answers: Sequence[Generation], max_new_tokens: int, vocab_size: in
 
 
 def flaw_of(answer: Generation, max_new_tokens: int, vocab_size: int) -> str | None:
-    """What is wrong with a sampler's answer, in words; None if nothing is."""
+    """The defect of a sampler's answer, in words; None if there is none."""
     num = len(answer.ids)
     if answer.finish == "abort":
         return f"aborted after {num} tokens"

@@ -1,8 +1,8 @@
-"""What a server must hold of an adapter: room for every target, and after an install its factors.
+"""Verifies the adapter of a server: capacity for every target, and its factors after an install.
 
-A server that serves a part of the targets draws from another policy than the trained one, and says
-nothing of it. So the modules with room for factors are compared with the recipe's targets at the
-start, and at every install digests of the factors as they are held with those of the published.
+A server that serves only some of the targets samples from another policy than the trained one,
+without an error. So the modules with adapter layers are compared with the recipe's targets at the
+start, and digests of the server's factors with those of the published ones at every install.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from pentad.core.errors import InfraFailure, Problem, UserError
 from pentad.core.roles import TensorPairs
 from pentad.engine.section import LoraConfig
 from pentad.models.families import lora_map_of, map_of
+from pentad.models.registry import build_whole
 from pentad.weights.peft import A, B, expanded, without_number, word_of
 
 ADAPTER = "adapter"
-"""What a server calls the one it is given."""
+"""The adapter's name on the server."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for its largest rank; others end its engine."""
 
@@ -29,11 +30,19 @@ def max_rank(rank: int) -> int:
     return next(one for one in RANKS if one >= rank)
 
 
-def check_targets(where: str, modules: Iterable[str], dims: ModelDims, lora: LoraConfig) -> None:
-    """Refuses a server that has no room for the factors of some target."""
+def check_targets(
+    where: str, modules: Iterable[str], dims: ModelDims, lora: LoraConfig, folder: str = ""
+) -> None:
+    """Rejects a server that has no room for the factors of some target. Without a model file
+    transformers' model of the folder tells which those are."""
     found = set(modules)
-    factors = {name.removesuffix(A) for name in lora_map_of(dims, lora).sources}
-    names = [name.removesuffix(".weight") for name in map_of(dims).sources]
+    if dims.is_whole:
+        adapter, base = lora_map_of(dims, lora), map_of(dims)
+    else:
+        model = build_whole(folder, "fsdp")
+        adapter, base = model.lora_map(lora), model.weight_map
+    factors = {name.removesuffix(A) for name in adapter.sources}
+    names = [name.removesuffix(".weight") for name in base.sources]
     skipped = [n for n in names if {n, without_number(n)} & factors and n not in found]
     if skipped:
         words = ", ".join(sorted({str(word_of(name)) for name in skipped}))
@@ -51,7 +60,7 @@ def prove_factors(
     checksum: Callable[[Tensor], str],
 ) -> None:
     """Raises InfraFailure unless `held`, checksums by names of factors, are those of `weights` in
-    the server's dtype, B scaled by alpha / rank, and nothing else is held."""
+    the server's dtype, with B scaled by alpha / rank, and nothing else."""
     published = expanded(dict(weights))
     for name, tensor in published.items():
         factor = tensor.to("cpu", dtype)

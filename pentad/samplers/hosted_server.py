@@ -30,7 +30,7 @@ START = {"vllm": vllm.start, "sglang": sglang.start}
 
 
 def payload_of(name: str, backend: str, settings: ServerSettings, log_file: Path) -> dict[str, Any]:
-    """What the role process is made from, as a JSON value. Its own GPUs are the server's."""
+    """Arguments of the role process, as a JSON value. Its GPUs are the server's."""
     given = settings.model_copy(update={"devices": ()}).model_dump(mode="json")
     return {"name": name, "backend": backend, "settings": given, "log": str(log_file)}
 
@@ -43,7 +43,7 @@ def make_server(payload: Mapping[str, Any], emit: Callable[[str, Any], None]) ->
 
 
 class HostedServer(HostedSampler[StartedServer]):
-    """A server that is started by the first call."""
+    """A server that the first call starts."""
 
     def __init__(self, start: Callable[[], Awaitable[StartedServer]]) -> None:
         super().__init__(None)
@@ -51,14 +51,14 @@ class HostedServer(HostedSampler[StartedServer]):
         self.watching: asyncio.Task[None] | None = None
 
     async def hello(self) -> dict[str, Any]:
-        """Starts the server: in the main thread, with which it ends."""
+        """Starts the server in the main thread, because the server ends with its parent thread."""
         server = await self.start()
         self.host(server)
         self.watching = asyncio.create_task(self._watch(server))
         return await super().hello()
 
     async def _watch(self, server: StartedServer) -> None:
-        """This process without its server is of no use: its starter sees it end."""
+        """Ends this process if its server ends, which its starter notices."""
         log.error("%s: %s", server.process.name, await server.lost)
         os.kill(os.getpid(), signal.SIGTERM)  # `role_host` ends by it
 
@@ -67,8 +67,7 @@ class HostedServer(HostedSampler[StartedServer]):
         return await self.sampler.install(ticket["version"], pairs)
 
     async def _answer(self, call: Awaitable[T]) -> T:
-        """Answers nothing once the server has ended: the end of this process, which follows, is
-        what its caller has to know."""
+        """Answers a call; nothing if the server has ended, because this process ends next."""
         try:
             return await call
         except InfraFailure:

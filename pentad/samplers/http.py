@@ -1,8 +1,8 @@
-"""HTTP/1.1 calls to one server, as many at once as are asked for, each over its own connection,
-bounded in time (`Wire`); every failure is one sentence.
+"""HTTP/1.1 calls to one server, any number at once, each over its own connection, with time limits
+(`Wire`); every failure is one sentence.
 
-A connection is kept for the next call, unless its answer was left before the end. A client of our
-own, since a pool that looks through all its connections for every call takes seconds for the
+A connection is kept for the next call, unless its answer was abandoned before the end. This is a
+separate client because pools that search all connections for every call take seconds for the
 thousand calls of a batch (docs/log.md).
 """
 
@@ -27,11 +27,12 @@ from pentad.core.errors import InfraFailure
 
 READ_BYTES = 1 << 16
 IDLE_S = 2.0
-"""After which a kept connection is not used again: servers close those that idle for five."""
+"""Seconds after which a kept connection is not reused: servers close connections that are idle for
+five."""
 
 
 class HttpError(Exception):
-    """A call that was not answered, in words."""
+    """A failed call, in words."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,8 +64,8 @@ class HttpLink:
                 yield bytes(event.data)
 
     def rest(self) -> bool:
-        """Makes it ready for another call; False where it cannot be. What comes meanwhile stays in
-        its socket."""
+        """Prepares it for another call; False if that is not possible. Data that arrive meanwhile
+        stay in its socket."""
         is_done = self.protocol.states == {h11.CLIENT: h11.DONE, h11.SERVER: h11.DONE}
         if not is_done or self.protocol.trailing_data[0] or self.writer.is_closing():
             return False
@@ -86,10 +87,10 @@ class HttpLink:
 
 
 class HttpClient:
-    """Calls of one address: `http://host:port` or `https://...`, and a path before all others."""
+    """Calls to one address: `http://host:port` or `https://...`, and a prefix of all paths."""
 
     def __init__(self, address: str, connect_s: float, key: str | None = None) -> None:
-        """`key`: sent with every call, in place of a name and password in the address."""
+        """`key`: sent with every call, instead of a name and password in the address."""
         url = urlsplit(address)
         self.host = url.hostname or ""
         self.port = url.port or (443 if url.scheme == "https" else 80)
@@ -103,15 +104,15 @@ class HttpClient:
         self.secure = ssl.create_default_context() if url.scheme == "https" else None
         self.connect_s = connect_s
         self.kept: list[HttpLink] = []
-        """The latest last."""
+        """The most recent is last."""
         self.is_closed = False
 
     @asynccontextmanager
     async def call(
         self, method: str, target: str, body: bytes | None = None
     ) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
-        """The status of the answer and its body, as it comes. A call that is left before the end
-        of its answer closes the connection, which ends the work for it."""
+        """The status of the answer and its body, as it arrives. Leaving a call before the end of
+        its answer closes the connection, which ends the server's work for it."""
         link = self._take_kept() or await self._open()
         try:
             headers = [*self.headers, ("Content-Length", str(len(body or b"")))]
@@ -168,15 +169,15 @@ class HttpClient:
 CONNECT_TIMEOUT_S = 10.0
 CALL_TIMEOUT_S = 60.0
 MAX_ANSWER_BYTES = 256 << 20
-"""For one answer; the longest of tokens with their experts are a tenth of it."""
+"""Maximum size of one answer; the longest of tokens with their experts are a tenth of it."""
 MAX_QUOTED = 300
-"""Characters of a server's answer that a sentence quotes."""
+"""Maximum number of characters of a server's answer in an error."""
 
 M = TypeVar("M", bound=BaseModel)
 
 
 class Wire:
-    """One server's address. Sentences name it."""
+    """One server's address, which error messages name."""
 
     def __init__(self, address: str, kind: str, key: str | None = None) -> None:
         self.address = address.rstrip("/")
@@ -202,7 +203,7 @@ class Wire:
         return self._parsed(path, answer) if is_json and answer else None
 
     def read(self, path: str, schema: type[M], answer: Any) -> M:
-        """The answer as what it must be."""
+        """The answer, parsed as the expected type."""
         try:
             return schema.model_validate(answer)
         except ValidationError as error:
@@ -266,7 +267,7 @@ async def joined_text(pieces: AsyncIterator[bytes]) -> str:
 
 
 async def bounded(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Raises HttpError where an answer has no end."""
+    """The pieces; raises HttpError if they exceed MAX_ANSWER_BYTES."""
     num_bytes = 0
     async for piece in pieces:
         num_bytes += len(piece)

@@ -1,4 +1,4 @@
-"""A server of a run: its settings, and the process of one that the run starts and ends."""
+"""A server of a run: its settings, and the process of a server that the run starts."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ ROUTES_FLAG = "--enable-return-routed-experts"
 
 
 class ServerSettings(Section):
-    """One server of a run: the block `rollout`, with its choices made, and where it runs."""
+    """Settings of one server of a run: the block `rollout`, resolved, and its placement."""
 
     rollout: RolloutConfig
     model_folder: str
-    """Its config.json and tokenizer; weights come by install."""
+    """Folder of config.json and tokenizer; weights are installed later."""
     dims: ModelDims
     dtype: str
     max_context: int
     device: str
     """cpu or cuda."""
     devices: tuple[int, ...] = ()
-    """GPUs a started server sees; their number is tensor x pipeline."""
+    """GPUs visible to a started server; their number is tensor x pipeline."""
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     lora: LoraConfig | None = None
-    """What is installed are the factors of such an adapter; the weights are the model folder's."""
+    """The adapter whose factors are installed; the frozen weights are those of the model folder."""
     can_sleep: bool = False
     """Whether it will be put to sleep while others use its devices."""
     key: str | None = Field(default=None, repr=False)
-    """Sent with every request; a server that the run starts has one of its own each time."""
+    """Sent with every request; a server that the run starts gets a new one each time."""
     is_started: bool = False
     """Whether the run started it: it runs here, as the same user."""
 
@@ -62,23 +62,24 @@ class ServerSettings(Section):
 
     @property
     def transfer_folder(self) -> Path:
-        """Where weights that travel by disk lie while they do."""
+        """Folder of weights that travel by disk."""
         return Path(self.server.transfer_folder or tempfile.gettempdir())
 
 
 STOP_PATIENCE_S = 15.0
 PROBE_INTERVAL_S = 0.5
 END_PATIENCE_S = 1.0
-"""Between a call that failed and the end of its process, where that was the reason."""
+"""Seconds to wait after a failed call for the end of the server's process, which may be its
+cause."""
 TAIL_LINES = 8
 INSTALLED_S = 60.0
-"""How long the server's interpreter may take to say which release it has."""
+"""Time limit for the server's interpreter to report its release, in seconds."""
 KEY = "rollout.server.python"
 T = TypeVar("T")
 
 
 class ServerProcess:
-    """One server and what it starts, a session of their own."""
+    """One server and the processes it starts, in a separate session."""
 
     def __init__(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], log_file: Path
@@ -112,7 +113,7 @@ class ServerProcess:
         return self.child.tail(TAIL_LINES)
 
     async def wait_ready(self, probe: Callable[[], Awaitable[None]], timeout_s: float) -> None:
-        """Until `probe` raises no InfraFailure."""
+        """Waits until `probe` raises no InfraFailure."""
         deadline = time.monotonic() + timeout_s
         while True:
             self.check()
@@ -128,7 +129,8 @@ class ServerProcess:
             await asyncio.sleep(PROBE_INTERVAL_S)
 
     async def opened(self, wire: Wire, attach: Callable[[], Awaitable[T]], timeout_s: float) -> T:
-        """What `attach` makes of the server once it answers; on any failure the server ends."""
+        """The result of `attach` once the server answers; after any failure the server is
+        stopped."""
         try:
             await self.wait_ready(lambda: wire.get("/health"), timeout_s)
             return await attach()
@@ -139,7 +141,7 @@ class ServerProcess:
             await wire.close()
 
     async def stop(self) -> None:
-        """Asks it to end, then ends it with everything it started."""
+        """Requests its end, then kills it with all processes it started."""
         self.child.send_all(signal.SIGTERM)
         deadline = time.monotonic() + STOP_PATIENCE_S
         while self.child.is_running and time.monotonic() < deadline:
@@ -149,17 +151,15 @@ class ServerProcess:
 
 
 def package_path(folder: Path) -> str:
-    """A folder with this package and nothing else in it: the server's environment has torch and
-    the rest in versions of its own, which our site-packages must not hide."""
+    """A folder that contains only this package: the server's environment has its own versions of
+    torch and others, which our site-packages must not shadow."""
     (folder / "pentad").symlink_to(Path(pentad.__file__).parent, target_is_directory=True)
     return str(folder)
 
 
 def server_python(wanted: str | None, command: str) -> str:
-    """The interpreter of the environment the server is installed in.
-
-    `wanted` is it, or the environment's folder. None: that of the `command` on the path.
-    """
+    """The interpreter of the server's environment. `wanted` is it, or the environment's folder.
+    None: that of the `command` on the path."""
     if wanted is None:
         found = shutil.which(command)
         beside = Path(found).resolve().parent / "python" if found else Path(sys.executable)
@@ -174,7 +174,7 @@ def server_python(wanted: str | None, command: str) -> str:
 
 
 def check_installed(python: str, module: str, wanted: str | None) -> str:
-    """The release of the server's package; raises UserError unless the interpreter has it."""
+    """The release of the server's package; UserError if the interpreter does not have it."""
     code = (
         "import importlib.metadata as m, importlib.util as u, sys\n"
         "name = sys.argv[1]\n"
@@ -201,7 +201,8 @@ def check_installed(python: str, module: str, wanted: str | None) -> str:
 
 
 def server_environment(devices: Sequence[int], **own: str) -> dict[str, str]:
-    """Ours without the paths of our packages; models are folders, nothing is looked up."""
+    """Our environment variables without the paths of our packages; models are folders, so nothing
+    is downloaded."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     seen = {"CUDA_VISIBLE_DEVICES": visible_devices(devices)} if devices else {}
     return {**kept, "HF_HUB_OFFLINE": "1", **seen, **own}

@@ -1,7 +1,8 @@
-"""A sampler in a role process: what the process serves (`HostedSampler`), and the connection of a
-replica to it (`RoleSampler`). The target here makes the embedded engine.
+"""A sampler in a role process: the process's side (`HostedSampler`), and a replica's connection to
+it (`RoleSampler`).
 
-Weights are pulled from a published folder (`sync.weights_dir`); the receipt must have its digest.
+The process runs the embedded engine. Weights are pulled from a published folder
+(`sync.weights_dir`); the receipt must have its digest.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.section import SamplerSettings
 from pentad.models.families import register
 from pentad.models.hf_weights import iter_hf
-from pentad.models.registry import blank_model, create_model, load_model
+from pentad.models.language_model import LanguageModel
+from pentad.models.registry import blank_model, build_unfiled, create_model, load_to_sample
 from pentad.runtime import roles
 from pentad.runtime.environment import make_deterministic
 from pentad.runtime.roles import RoleProcess
@@ -42,25 +44,27 @@ T = TypeVar("T")
 
 TARGET = f"{__name__}:make_sampler"
 PLAIN_CALLS = ("abort", "rewind", "sleep", "wake", "health")
-"""Methods of a sampler that a role process serves as they are."""
+"""Methods of a sampler that a role process serves unchanged."""
 
 
 class HostedSettings(Section):
-    """One embedded sampler."""
+    """Settings of one embedded sampler."""
 
     dims: ModelDims
     sampler: SamplerSettings
     device: str
     dtype: str
     seed: int | None = None
-    """For the weights it holds until the first install. None: it has none to draw from."""
+    """Seed of its weights until the first install. None: random weights are not needed."""
     base: str = ""
-    """Folder of the frozen weights, where it is an adapter that is published."""
+    """Folder of the frozen weights, if an adapter is published."""
+    unfiled: str = ""
+    """Folder of a model without a model file: transformers' own is built from its config."""
     version: int = -1
     tokenizer: str = ""
-    """Folder; none: stop strings are refused."""
+    """Folder; none: stop strings are rejected."""
     model_files: tuple[str, ...] = ()
-    """Families of the user's own."""
+    """Files of the user's own model families."""
     deterministic: bool = False
     num_threads: int = 0
     """Threads of torch on a CPU: results depend on it. 0: torch's own choice."""
@@ -77,7 +81,9 @@ def make_sampler(payload: Mapping[str, Any], emit: Callable[[str, Any], None]) -
         make_deterministic()
     place: dict[str, Any] = {"device": torch.device(given.device), "dtype": DTYPES[given.dtype]}
     if given.base:
-        model = load_model(given.base, **place)
+        model: LanguageModel = load_to_sample(given.base, **place)
+    elif given.unfiled:
+        model = build_unfiled(given.unfiled, **place)
     else:
         make = blank_model if given.seed is None else partial(create_model, seed=given.seed)
         model = make(given.dims, **place)
@@ -86,7 +92,8 @@ def make_sampler(payload: Mapping[str, Any], emit: Callable[[str, Any], None]) -
 
         @cache
         def tokenizer() -> Tokenizer:
-            """Read for the first stop string: transformers takes seconds to import."""
+            """The tokenizer, loaded for the first stop string, because importing transformers takes
+            seconds."""
             from pentad.data.tokenizer import load_tokenizer
 
             return load_tokenizer(given.tokenizer)
@@ -99,10 +106,10 @@ def make_sampler(payload: Mapping[str, Any], emit: Callable[[str, Any], None]) -
 
 
 class HostedSampler(Generic[S]):
-    """Serves a sampler with JSON values and arrays for arguments."""
+    """Serves a sampler whose arguments are JSON values and arrays."""
 
     def __init__(self, sampler: S | None) -> None:
-        """`sampler` None: it is made by the first call."""
+        """`sampler` None: the first call makes it."""
         self.hosted: S | None = None
         if sampler is not None:
             self.host(sampler)
@@ -130,7 +137,8 @@ class HostedSampler(Generic[S]):
         return {"generations": [pack_generation(one) for one in made], "stats": self.stats()}
 
     async def pull(self, ticket: dict[str, Any]) -> dict[str, Any]:
-        """Installs what was published; the receipt is of what the sampler holds then."""
+        """Installs the published weights; the receipt has the digest of the sampler's weights
+        afterwards."""
         return asdict(await self._answer(self._install(ticket)))
 
     async def _install(self, ticket: dict[str, Any]) -> Installed:
@@ -154,7 +162,7 @@ class HostedEngine(HostedSampler[EmbeddedSampler]):
         """Version and digest of the last install."""
 
     async def _install(self, ticket: dict[str, Any]) -> Installed:
-        """Tensors that it holds already since the version before are not read."""
+        """Installs weights; tensors unchanged since the held version are not read."""
         model = self.sampler.engine.model
         held, self.held = self.held, (-1, "")
         if held[0] != self.sampler.version:
@@ -174,7 +182,7 @@ class HostedEngine(HostedSampler[EmbeddedSampler]):
 
 
 def with_tuples(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields as the dataclass had them: JSON has lists alone."""
+    """Restores tuple fields of a dataclass from the lists of JSON."""
     return {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
 
 
@@ -184,6 +192,7 @@ def pack_request(request: Request) -> dict[str, Any]:
         "prompt_ids": np.array(request.prompt_ids, np.int64),
         "params": asdict(request.params),
         "seeds": list(request.seeds),
+        "drawn": [pack_generation(one) for one in request.drawn],
     }
 
 
@@ -193,6 +202,7 @@ def request_of(value: Mapping[str, Any]) -> Request:
         prompt_ids=tuple(value["prompt_ids"].tolist()),
         params=SamplingParams(**with_tuples(value["params"])),
         seeds=tuple(value["seeds"]),
+        drawn=tuple(generations_of(value["drawn"])),
     )
 
 
@@ -222,7 +232,7 @@ def generations_of(values: Sequence[Mapping[str, Any]]) -> list[Generation]:
 
 
 class RoleSampler:
-    """The sampler of one role process; of no use once the connection is lost."""
+    """The sampler of one role process; not usable after the connection is lost."""
 
     def __init__(self, process: RoleProcess, weights_dir: WeightsDir) -> None:
         self.process = process
@@ -235,7 +245,7 @@ class RoleSampler:
 
     @classmethod
     async def open(cls, process: RoleProcess, weights_dir: WeightsDir) -> Self:
-        """Once the sampler is made there. Raises what kept it from being made."""
+        """Connects once the sampler is made there; raises the failure of its construction."""
         sampler = cls(process, weights_dir)
         connect = roles.connect(process, sampler._on_beat, patience_s=roles.PATIENCE_S)
         sampler.connection = await connect
@@ -250,7 +260,7 @@ class RoleSampler:
 
     @property
     def lost(self) -> asyncio.Future[str]:
-        """Why there is no connection any more, once there is none."""
+        """The reason for a lost connection, once it is lost."""
         assert self.connection is not None, "opened by `open`"
         return self.connection.lost
 
@@ -260,7 +270,7 @@ class RoleSampler:
         return generations_of(answer["generations"])
 
     async def pull(self, published: PublishedVersion) -> Installed:
-        """Raises WrongWeights where the sampler ends with something else than what is published."""
+        """Raises WrongWeights if the sampler ends with other weights than the published ones."""
         with self.weights_dir.reading(published) as ticket:
             receipt = Installed(**await self.call("pull", ticket=asdict(ticket)))
         if (receipt.version, receipt.digest) != (ticket.version, ticket.digest):

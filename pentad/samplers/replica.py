@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EXIT_WAIT_S = 0.1
-"""Between a lost connection and the end of its process."""
+"""Seconds between a lost connection and the end of its process."""
 NO_STATS = ("tokens_drawn", "running", "waiting")
 
 
 class NewestWeights(Protocol):
-    """Keeps the newest weights: `sync.weights_dir`, or for servers of this process
+    """Provides the newest weights: `sync.weights_dir`, or for servers of this process
     `samplers.started_server`."""
 
     @property
@@ -45,26 +45,26 @@ class NewestWeights(Protocol):
 
 
 ProcessSampler: TypeAlias = "RoleSampler | StartedServer"
-"""A sampler in one process of the replica; of no use once its `lost` is done."""
+"""A sampler in one process of the replica; not usable once its `lost` is done."""
 Start: TypeAlias = "Callable[[int], Awaitable[ProcessSampler]]"
 """Starts the process of a generation and connects to it."""
 
 
 class State(Enum):
     STARTING = "starting"
-    """A process is started and brought up to date."""
+    """A process is started and gets the replica's state."""
     RUNNING = "running"
     ASLEEP = "asleep"
-    """The process has given back the memory of its device."""
+    """The process has freed the memory of its device."""
     LOST = "lost"
-    """The process has ended; the next one is started unless another role has the device."""
+    """The process has ended; the next one is started unless another role uses the device."""
     CLOSED = "closed"
     """By `close`, or because `failure` ended the replica."""
 
 
 @dataclass(eq=False)
 class PendingRequest:
-    """A request since the replica was last idle."""
+    """A request received since the replica was last idle."""
 
     request: Request
     future: asyncio.Future[list[Generation]]
@@ -82,28 +82,28 @@ class Replica:
     """Counts the losses since the last answer (`rollout.restarts`)."""
     _: KW_ONLY
     is_exact: bool = False
-    """Requests come in waves, which are repeated whole."""
+    """Requests arrive in waves, which are repeated whole."""
     siblings: Sequence[Replica] = ()
     """All replicas of the run, this one included."""
     capabilities: frozenset[str] = frozenset()
     state: State = State.STARTING
     sampler: ProcessSampler | None = None
-    """There while the state is RUNNING or ASLEEP."""
+    """Set while the state is RUNNING or ASLEEP."""
     is_put_to_sleep: bool = False
     """By `sleep`, until `wake`; also while the replica is LOST."""
     is_rewound: bool = False
-    """Versions begin anew with the next install."""
+    """Versions restart with the next install."""
     failure: GivenUp | None = None
     lost_because: str = ""
     pending: dict[str, PendingRequest] = field(default_factory=dict)
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
-    """Done at the next change of the state."""
+    """Completed at the next change of the state."""
     num_drawn: float = 0.0
-    """Tokens of processes that are gone."""
+    """Tokens sampled by earlier processes."""
     supervisor: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Starts the first process. Raises what keeps it from serving."""
+        """Starts the first process. Raises the failure that keeps it from serving."""
         while self.sampler is None:
             try:
                 self._serve(await self.start(self.policy.generation))
@@ -161,7 +161,7 @@ class Replica:
         return InfraFailure(f"{self.name} is restarted ({self.lost_because})")
 
     async def _serving(self) -> ProcessSampler:
-        """The process that serves. Waits for it where no other replica serves."""
+        """The serving process. Waits for it if no other replica serves."""
         while self.sampler is None or self.sampler.lost.done():
             self._check_open()
             if self.sampler is None and self.has_siblings_serving:
@@ -170,7 +170,7 @@ class Replica:
         return self.sampler
 
     async def _is_lost(self, sampler: ProcessSampler) -> bool:
-        """Whether the loss of the process explains a failure that was just seen."""
+        """Whether the loss of the process explains a failure that has just occurred."""
         await asyncio.wait([sampler.lost], timeout=END_PATIENCE_S)
         return sampler.lost.done()
 
@@ -182,7 +182,7 @@ class Replica:
             raise self._away()
         if request.id in self.pending and not self.pending[request.id].future.done():
             assert self.sampler is not None, "requests have ids of their own"
-            return await self.sampler.generate(request)  # which refuses it
+            return await self.sampler.generate(request)  # which rejects it
         future: asyncio.Future[list[Generation]] = asyncio.get_running_loop().create_future()
         entry = self.pending[request.id] = PendingRequest(request, future)
         if self.sampler is not None:
@@ -214,7 +214,7 @@ class Replica:
             entry.future.set_exception(failure)
 
     def _sends_again(self, failure: BaseException) -> bool:
-        """Whether the next process gets a request that failed so."""
+        """Whether the next process gets a request that failed this way."""
         is_lost = isinstance(failure, InfraFailure) and not isinstance(failure, FlawedAnswer)
         return is_lost and self.state is not State.CLOSED and not self.has_siblings_serving
 
@@ -230,8 +230,8 @@ class Replica:
     # Weights, memory, health.
 
     async def install(self, version: int, weights: NamedTensors) -> Installed:
-        """A replica that is lost while others serve is left out: it pulls what is newest before it
-        serves again. Where none serves it is waited for."""
+        """Installs weights. A replica that is lost while others serve is left out: it pulls the
+        newest weights before it serves again. If none serves, the install waits for it."""
         self._check_open()
         published = await self.weight_source.publish(version, weights)
         while True:
@@ -247,12 +247,13 @@ class Replica:
                     raise
 
     async def rewind(self) -> None:
-        """Done by the next install: the process of that moment may be another one."""
+        """Takes effect with the next install, because the process may be another one by then."""
         self._check_open()
         self.is_rewound = True
 
     async def sleep(self) -> None:
-        """A lost replica is started when it is woken, since another role has the device now."""
+        """Puts it to sleep. A lost replica is restarted at `wake`, since another role uses the
+        device now."""
         self._check_open()
         self.is_put_to_sleep = True
         await self._apply("sleep")
@@ -274,7 +275,7 @@ class Replica:
         await self.sampler.call("health")
 
     def stats(self) -> dict[str, float]:
-        """Raises what ended the replica for good: the watchdog of the run reports it."""
+        """Raises the failure that ended the replica for good, which the watchdog reports."""
         if self.failure is not None:
             raise self.failure
         now = self.sampler.stats() if self.sampler is not None else dict.fromkeys(NO_STATS, 0.0)
@@ -340,7 +341,7 @@ class Replica:
         log.info(text, self.name, seconds, self.version, extra=NOTICE)
 
     async def _bury(self, sampler: ProcessSampler) -> None:
-        """Ends the process and notes how it ended."""
+        """Ends the process and records how it ended."""
         sampler.process.stacks()  # of one that hangs, into its log
         await asyncio.sleep(EXIT_WAIT_S)
         if ended := sampler.process.poll():
@@ -372,7 +373,7 @@ class Replica:
         return None
 
     async def _bring_up_to_date(self, sampler: ProcessSampler) -> None:
-        """Until it has what the replica was given meanwhile."""
+        """Applies the settings that the replica received meanwhile."""
         has = (None, False)
         while has != (wanted := (self.weight_source.newest, self.is_put_to_sleep)):
             published, is_asleep = wanted

@@ -113,7 +113,7 @@ class ServerSampler:
         self.version = -1
 
     async def install(self, version: int, weights: NamedTensors) -> Installed:
-        """Refused before anything changes if a tensor is missing, unknown, misshapen or twice.
+        """Rejected before anything changes if a tensor is missing, unknown, misshapen or twice.
 
         Requests that come meanwhile wait, so that they are sent under the new version.
         """
@@ -232,7 +232,9 @@ class ServerSampler:
     # One continuation.
 
     async def _continue(self, request: Request, index: int, name: str) -> Generation:
-        drawn = Generation([], [], [], "length")
+        drawn = given = Generation([], [], [], "length")
+        if request.drawn and not request.params.stop_strings:
+            drawn = given = joined(request.drawn[index])
         try:
             while True:
                 await self.may_send.wait()
@@ -247,7 +249,7 @@ class ServerSampler:
                 if "routes" in self.capabilities and answer.ids:
                     is_kept = is_kept and answer.routes is not None
                 if not is_kept or request.params.stop_strings:
-                    drawn = joined()  # of texts that end an answer one may lie across the cut
+                    drawn = joined(given)  # of texts that end an answer one may lie across the cut
                     continue
                 drawn = joined(drawn, answer)
                 if len(answer.ids) == call.max_new_tokens:
@@ -255,12 +257,12 @@ class ServerSampler:
                     break
         except asyncio.CancelledError as cancelled:
             if cancelled.args == ("aborted",):
-                return Generation([], [], [], "abort")
+                return replace(drawn, finish="abort")
             raise
         finally:
             self.interrupted.pop(name, None)
         self._check_answer(request, index, drawn, sent_at)
-        self.num_drawn += len(drawn.ids)
+        self.num_drawn += max(0, len(drawn.ids) - len(given.ids))
         return drawn
 
     async def _send(self, call: Call) -> Generation:
@@ -272,7 +274,7 @@ class ServerSampler:
             ended.set_result(None)
 
     def _call(self, request: Request, index: int, name: str, drawn: Sequence[int]) -> Call:
-        """For what comes after the tokens that are drawn already."""
+        """The call that continues after the tokens sampled so far."""
         room = self.limits.max_context - len(request.prompt_ids)
         seed = request.seeds[index]
         return Call(

@@ -98,7 +98,7 @@ class ModelInfo(BaseModel):
 
 
 class ServerInfo(BaseModel):
-    """What a server says of itself."""
+    """Server info as reported by SGLang."""
 
     version: str
     tp_size: int = 1
@@ -152,8 +152,8 @@ class Sglang(LoadingDialect):
         self.capabilities = frozenset(name for name, is_there in can.items() if is_there)
 
     async def generate(self, call: Call) -> Generation:
-        """With ids that end an answer SGLang ends it at the model's own end of text too: the rest
-        is then requested."""
+        """Samples an answer. With stop ids, SGLang also stops at the model's end-of-text id; then
+        the rest is requested."""
         parts = [await self._generate(call)]
         while parts[-1].finish == "stop" and self.ended_by.pop(call.id, None) is not None:
             drawn = joined(*parts)

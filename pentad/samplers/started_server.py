@@ -130,7 +130,7 @@ class StartedServer(ServerSampler):
         return receipt
 
     async def call(self, method: str, **arguments: Any) -> Any:
-        """As a role process is called."""
+        """Calls a method, like that of a role process."""
         return await getattr(self, method)(**arguments)
 
     async def _without_weights(self, why: str) -> Installed:
@@ -140,7 +140,7 @@ class StartedServer(ServerSampler):
         return Installed(-1, 0, "")
 
     async def close(self) -> None:
-        """Ends the server, too."""
+        """Closes the connection and ends the server."""
         if self.is_closed:
             return
         self.watching.cancel()

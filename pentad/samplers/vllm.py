@@ -101,7 +101,7 @@ class Results(BaseModel):
 
 
 class Receipt(BaseModel):
-    """What a worker says of the weights it took."""
+    """A worker's report on installed weights."""
 
     num_tensors: int
     digest: str
@@ -314,7 +314,7 @@ class DeviceAbout(BaseModel):
 
 
 class ServerAbout(BaseModel):
-    """What a server says of itself."""
+    """Server info as reported by vLLM."""
 
     model_config = {"protected_namespaces": ()}
     model: ModelAbout
@@ -357,7 +357,7 @@ async def probe(wire: Wire, where: str) -> ServerAbout:
 
 
 async def check_token_endpoint(wire: Wire, where: str) -> None:
-    """An empty request is refused for what it lacks where the endpoint is open."""
+    """Checks by an empty request that the token endpoint is open."""
     status, _ = await wire.answer("POST", GENERATE, {})
     if status not in (400, 422):
         rule = f"{GENERATE} answered {status}: tokens cannot be asked for"
@@ -388,14 +388,15 @@ async def attach(
 
 
 async def open_adapter(dialect: Vllm, lora: LoraConfig) -> None:
-    """From now on factors are installed; refuses a server that has no room for some of them."""
+    """Prepares the server to receive factors; rejects it if it does not support some of them."""
     spec = json.dumps({"rank": lora.rank, "alpha": lora.alpha})
     try:
         (answer, *_) = await dialect.call_workers("pentad_adapter", spec)
     except InfraFailure as failure:
         remedy = f"start it with {' '.join(lora_flags(lora))}, --load-format auto and {RUNTIME}=1"
         raise UserError(Problem(dialect.where, f"takes no adapter ({failure})", remedy)) from None
-    check_targets(dialect.where, answer["modules"], dialect.settings.dims, lora)
+    held, settings = answer["modules"], dialect.settings
+    check_targets(dialect.where, held, settings.dims, lora, settings.model_folder)
 
 
 def lora_flags(lora: LoraConfig) -> list[str]:

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's workers: takes new weights by file, broadcast or CUDA IPC, and proves it.
+"""Extension of vLLM's workers: installs weights by file, broadcast or CUDA IPC, and verifies them.
 
 vLLM mixes `WeightReceiver` into its worker (`--worker-extension-cls`) in its own environment, where
 of Pentad only modules that need no more than torch may be imported. Arguments come as JSON text.
@@ -50,7 +50,7 @@ def reports_errors(call: Callable[..., Reply]) -> Callable[..., Reply]:
 
 
 class WeightReceiver:
-    """Methods of the worker, under names of their own; state is kept on the worker."""
+    """Methods added to vLLM's worker, with distinct names; state is kept on the worker."""
 
     rank: int
     device: torch.device
@@ -80,7 +80,7 @@ class WeightReceiver:
 
     @reports_errors
     def pentad_adapter(self, spec: str) -> Reply:
-        """What comes from now on are factors; answers the modules that have room for them."""
+        """Prepares the worker for factors; returns the modules that support them."""
         self.pentad_lora = json.loads(spec)
         names = [name for name, _ in held_factors(self, 0) if name.endswith(A)]
         return {"modules": [name.removesuffix(A) for name in names]}
@@ -106,7 +106,7 @@ class WeightReceiver:
 
     @reports_errors
     def pentad_join(self, spec: str) -> Reply:
-        """Meets the sender, which is rank 0, in a group of its own."""
+        """Joins a separate process group with the sender, which is rank 0."""
         wanted = json.loads(spec)
         timeout = timedelta(seconds=wanted["timeout_s"])
         rank, world = self.rank + 1, wanted["world"]
@@ -125,7 +125,7 @@ class WeightReceiver:
 
     @reports_errors
     def pentad_open(self, spec: str) -> Reply:
-        """Takes tensors that lie on this worker's GPU in the sender's process."""
+        """Opens tensors that the sender's process shares on this worker's GPU (CUDA IPC)."""
         handles = json.loads(spec)
         mine = str(torch.cuda.get_device_properties(self.device).uuid)
         if mine not in handles:
@@ -151,7 +151,7 @@ def received(
 
 
 def opened(handles: dict[str, Any], device: torch.device) -> TensorStream:
-    """All are held to the end: torch waits for the GPU when it lets go of one."""
+    """Opens the tensors. All are kept to the end: freeing one makes torch wait for the GPU."""
     yield from {n: open_gpu_handle(one, device.index or 0) for n, one in handles.items()}.items()
 
 

@@ -1,4 +1,4 @@
-"""What a server must hold after an install, tensor by tensor, from what was published.
+"""Expected tensors of a server after an install, computed from the published ones.
 
 vLLM and SGLang hold q, k, v and gate, up fused, experts stacked, and vocabularies filled up with
 rows of zeros. Their own names and checksums are compared with those of the published tensors, so
@@ -49,7 +49,7 @@ def prove(
 def as_held(
     where: str, names: Iterable[str], weights: Mapping[str, Tensor], used: set[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """What each of the server's tensors is made of; `used` collects the published names."""
+    """The published tensors that each server tensor consists of; `used` collects their names."""
     for name in names:
         parts = sources(name, weights)
         if not parts:
@@ -100,7 +100,7 @@ POSITIONS = ((0x27D4EB2D, 15), (0x165667B1, 13))
 
 
 def sglang_checksum(tensor: Tensor, *, on_gpu: bool) -> str:
-    """As `/weights_checker` gives it for a tensor that SGLang holds in host memory or on a GPU."""
+    """The checksum that `/weights_checker` returns for a tensor of SGLang in host or GPU memory."""
     return f"{tile_hash(tensor) if on_gpu else byte_hash(tensor):016x}"
 
 
@@ -125,7 +125,7 @@ def tile_hash(tensor: Tensor) -> int:
 
 
 def _device_tiles(part: Tensor, start: int) -> list[Tensor]:
-    """For each seed the sums of the tiles of some words of a tensor, modulo 2**32."""
+    """Sums of the tiles of some words of a tensor, per seed, modulo 2**32."""
     part = part.to(torch.int64) & M32
     at = torch.arange(start, start + part.numel(), device=part.device)
     sums = []

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible answers: whole ones and the chunks of streamed ones, as plain JSON data."""
+"""OpenAI-compatible answers: whole ones and chunks of streamed ones, as plain JSON data."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from pentad.data.tokenizer import Tokenizer
 from pentad.serve.jobs import CALL_START, Job, read_calls
 
 BROKEN = "\ufffd"
-"""What bytes that are no character, or not yet one, are decoded to."""
+"""The replacement character, to which bytes of an incomplete character are decoded."""
 MAX_WINDOW = 256
-"""Tokens decoded again at each step at most, in a text that never comes to a whole character."""
+"""Maximum number of tokens decoded again at each step, in a text without a complete character."""
 
 
 class TextStream:
-    """Turns tokens into text, piece by piece; the pieces put together are the answer's text.
+    """Turns tokens into text, piece by piece; the concatenated pieces are the answer's text.
 
-    A piece never ends within a character, and text that may become a stop string is held back.
-    A token that ends the answer has no text, and neither has a stop string.
+    A piece never ends within a character, and text that may become a stop string is held back. A
+    token that ends the answer has no text, and neither has a stop string.
     """
 
     def __init__(
@@ -33,23 +33,23 @@ class TextStream:
         stop_ids: Sequence[int] = (),
         held: Sequence[str] = (),
     ) -> None:
-        """From a text of `held` on nothing is sent before the end."""
+        """`held`: text from this mark on is not sent before the end."""
         self.decode = decode
         self.stop_strings = tuple(stop_strings)
         self.stop_ids = frozenset(stop_ids)
         self.marks = (*stop_strings, *held)
         self.ids: list[int] = []
         self.text = ""
-        """Decoded so far, what is held back included."""
+        """The decoded text, including what is held back."""
         self.num_sent = 0
         self.offsets: list[int] = []
-        """Where in the text each token begins."""
+        """The start of each token in the text."""
         self._settled = ""
         self._window = 0
         self._read = 0
 
     def push(self, token: int) -> str:
-        """Takes one token; returns what can be sent now."""
+        """Adds one token; returns the text that can be sent now."""
         self.offsets.append(len(self.text))
         self.ids.append(token)
         if token in self.stop_ids:
@@ -65,7 +65,7 @@ class TextStream:
         return self._send(self._safe_end())
 
     def end(self, finish: FinishReason) -> str:
-        """What is left to be sent once it is known why the answer ended."""
+        """The rest of the text, once the reason for the end is known."""
         ended_by_id = bool(self.ids) and self.ids[-1] in self.stop_ids
         until = len(self.ids) - ended_by_id
         before = self.decode(self.ids[self._window : self._read])
@@ -87,7 +87,7 @@ class TextStream:
         return min((place for place in found if place >= 0), default=None)
 
     def _safe_end(self) -> int:
-        """Up to where the text holds no mark and no beginning of one at its end."""
+        """The end of the text that contains no mark and no beginning of one."""
         first = self._first(self.marks)
         if first is not None:
             return first
@@ -102,7 +102,7 @@ class TextStream:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One drawn token, as an answer shows it."""
+    """One sampled token in an answer."""
 
     id: int
     logprob: float
@@ -111,7 +111,7 @@ class Token:
 
 
 class Answer:
-    """Builds everything that is sent for one job."""
+    """Builds all messages for one job."""
 
     def __init__(self, job: Job, model: str, tokenizer: Tokenizer) -> None:
         self.job = job
@@ -131,7 +131,7 @@ class Answer:
     # Whole answers.
 
     def whole(self, generations: Sequence[Generation]) -> dict[str, Any]:
-        """The answer to a request that is not streamed; one generation a choice, in order."""
+        """The answer to a request that is not streamed; one generation per choice, in order."""
         choices = [self._choice(index, g) for index, g in enumerate(generations)]
         num_new = sum(len(g.ids) for g in generations)
         body = {**self._head("chat.completion"), "choices": choices, "usage": self.usage(num_new)}
@@ -171,7 +171,7 @@ class Answer:
     # Streamed answers.
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """Chat answers begin with who speaks."""
+        """The first chunk of a chat answer, with the role."""
         if self.job.kind != "chat":
             return None
         chunk = self._chunk(index, "", [], None)
@@ -191,7 +191,7 @@ class Answer:
         return self._chunk(index, text, [Token(token, logprob, stream.offsets[-1], top)], None)
 
     def closing(self, index: int, generation: Generation) -> dict[str, Any]:
-        """What was held back, and why the answer ended."""
+        """The text held back, and the reason for the end."""
         stream = self.texts[index]
         assert stream.ids == generation.ids, "the tokens streamed are those of the answer"
         before, rest = len(stream.sent), stream.end(generation.finish)
@@ -279,8 +279,8 @@ class Answer:
         return [self._entry(*pair) for pair in top]
 
     def _named(self, token: Token) -> dict[str, float]:
-        """The likeliest tokens by their text, and the drawn one. Tokens that are spelt alike, such
-        as parts of characters, are distinguished by their id."""
+        """The likeliest tokens by their text, and the sampled one. Tokens with equal text, such as
+        parts of characters, are distinguished by their id."""
         named: dict[str, float] = {}
         for id_, logprob in dict([*token.top, (token.id, token.logprob)]).items():
             text = self._spelt(id_)
@@ -294,5 +294,5 @@ def finish_of(generation: Generation) -> str:
 
 
 def bytes_of(text: str) -> list[int] | None:
-    """None where a token is part of a character, whose bytes the text does not show."""
+    """Bytes of a token; None if it is part of a character, whose bytes the text does not show."""
     return None if BROKEN in text else list(text.encode())

@@ -60,7 +60,7 @@ class Endpoints:
         self.service = service
         self.limits = limits
         self.open: Counter[str] = Counter()
-        """Address of a client -> its requests under way."""
+        """Address of a client -> its requests in progress."""
 
     @property
     def num_open(self) -> int:
@@ -171,7 +171,7 @@ class Endpoints:
 
 
 class EventStream(Response):
-    """A streamed answer. The request counts as under way until the last event is sent."""
+    """A streamed answer. The request counts as in progress until the last event is sent."""
 
     media_type = "text/event-stream"
 
@@ -227,7 +227,7 @@ async def disconnected(receive: Receive) -> None:
 
 
 async def read_body(request: Request, limits: ServeLimits) -> bytes:
-    """Raises ApiError; nothing beyond the limit is kept."""
+    """Raises ApiError; bytes beyond the limit are not kept."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # also keeps web pages of other origins out
         problem = Problem(f"content-type = {kind or 'none'}", "must be application/json")
@@ -274,7 +274,7 @@ def read_object(
 
 
 def app_of(endpoints: Mapping[str, Endpoint]) -> Starlette:
-    """`METHOD /path` -> what answers there; whatever it raises is answered in OpenAI's shape."""
+    """Maps `METHOD /path` to an endpoint; exceptions are answered in OpenAI's format."""
     routes = []
     for place, endpoint in endpoints.items():
         method, _, path = place.partition(" ")
@@ -293,7 +293,7 @@ def event_answer(events: bytes) -> Response:
 
 
 def answering_errors(endpoint: Endpoint) -> Endpoint:
-    """Turns what an endpoint raises into an answer."""
+    """Turns exceptions of an endpoint into answers."""
 
     async def wrapped(request: Request) -> Response:
         try:
@@ -331,7 +331,7 @@ def refused(error: ApiError) -> Response:
 
 
 async def broken(request: Request, error: Exception) -> Response:
-    """A fault of the server's own; its traceback goes to the log."""
+    """An internal error; its traceback goes to the log."""
     return refused(ApiError(f"the server failed: {error!r}", status=500, kind="server_error"))
 
 
@@ -348,7 +348,7 @@ async def unrouted(request: Request, error: Exception) -> Response:
 Application = Callable[..., Awaitable[None]]
 """An ASGI application: scope, receive, send."""
 OPEN_PATHS = ("/health",)
-"""Answered without the key: they reveal nothing of the requests."""
+"""Paths answered without the key: they reveal nothing about the requests."""
 
 
 class Guard:
@@ -367,7 +367,7 @@ class Guard:
         is_loopback: bool,
         hosts: Iterable[str] = (),
     ) -> None:
-        """`hosts` are further names that a server at loopback answers to."""
+        """`hosts`: further host names for a server at loopback."""
         self.app = app
         self.api_key = api_key
         self.is_loopback = is_loopback
@@ -409,7 +409,7 @@ class Guard:
 
 
 def check_key(headers: Mapping[str, str], key: str, whose: str) -> None:
-    """Raises ApiError unless the request has the key; takes as long for any other."""
+    """Raises ApiError unless the request has the key; compared in constant time."""
     given = headers.get("authorization", "") or headers.get("x-api-key", "")
     if given[:7].lower() == "bearer ":
         given = given[7:]

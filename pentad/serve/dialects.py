@@ -1,7 +1,7 @@
 """Two further dialects of a chat: OpenAI's Responses and Anthropic's Messages.
 
-Each is a translation: a request into one for chat completions, which is read, checked and run as
-any other, and the answer or its chunks back. Nothing of a request is dropped but labels.
+Each is a translation: a request into one for chat completions, which is read, checked and run like
+any other, and the answer or its chunks back. Only labels of a request are dropped.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ Event = dict[str, Any]
 
 
 class ChatDialect(Protocol):
-    """One answer; the chunks of a streamed one come in their order."""
+    """Translates one answer; the chunks of a streamed one are passed in their order."""
 
     def chat(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The request for chat completions. Raises ApiError."""
         ...
 
     def whole(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer, from that of chat completions."""
+        """The answer, translated from that of chat completions."""
         ...
 
     def events(self, chunk: Mapping[str, Any]) -> Iterator[Event]: ...
 
     def closing(self) -> Iterator[Event]:
-        """After the last chunk."""
+        """Events after the last chunk."""
         ...
 
 
@@ -47,8 +47,8 @@ def translated(
     labels: tuple[str, ...],
     own: tuple[str, ...],
 ) -> dict[str, Any]:
-    """The fields that chat completions have under another name, or the same. `off`: what is not
-    built -> the values that ask for nothing. `own` are read by the dialect."""
+    """The fields that chat completions have under another name, or the same. `off`: unsupported
+    fields -> the values without effect. `own`: fields that the dialect reads itself."""
     found: dict[str, Any] = {}
     for name, value in raw.items():
         if value is None or name in labels or name in own or value in off.get(name, ()):
@@ -115,7 +115,7 @@ class MessagesDialect:
         return body | {"messages": messages, "tools": tools, "tool_choice": kind}
 
     def _messages(self, message: object, where: str) -> Iterator[dict[str, Any]]:
-        """Results of tools are messages of their own there."""
+        """Tool results are separate messages there."""
         if not isinstance(message, dict):
             raise refuse(where, message, "is no object")
         role, content = message.get("role"), message.get("content")
@@ -198,7 +198,7 @@ class MessagesDialect:
         return {"type": "content_block_delta", "index": self.num_blocks, "delta": delta}
 
     def _end(self) -> Iterator[Event]:
-        """Closes the content block that is open."""
+        """Closes the open content block."""
         if self.is_in_text:
             yield {"type": "content_block_stop", "index": self.num_blocks}
             self.num_blocks, self.is_in_text = self.num_blocks + 1, False

@@ -1,4 +1,5 @@
-"""From a request to a sampler's job: conversations rendered to ids once, limits checked, seeds."""
+"""From a request to a sampler's job: renders conversations to ids once, checks limits, chooses
+seeds."""
 
 from __future__ import annotations
 
@@ -37,16 +38,17 @@ from pentad.serve.wire import (
 
 CHAT = DataSource(data=DatasetConfig(messages_key="messages"), key="messages")
 ROLES = {"system": "system", "developer": "system"} | {r: r for r in ("user", "assistant", "tool")}
-"""Role of a message -> the one templates know."""
+"""Role of a message -> role in templates."""
 CALL_START = "<tool_call>"
-"""What calls begin with in answers that are parsed: the format of the Hermes and Qwen templates."""
+"""First characters of a tool call in answers that are parsed: the format of the Hermes and Qwen
+templates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
-    """Those the model is shown."""
+    """The tools that the model is shown."""
     reads_calls: bool
     """Whether calls in the answer are parsed."""
     template_args: Mapping[str, Any]
@@ -96,7 +98,7 @@ def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """With roles and texts as templates know them. Raises BadRow."""
+    """Messages with roles and texts as templates expect them. Raises BadRow."""
     flattened = [with_calls(flat(message)) for message in messages]
     plain = [dict(message) for message in messages_of({"messages": flattened}, "messages", CHAT)]
     for number, message in enumerate(plain, 1):
@@ -113,7 +115,7 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def flat(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Content given in parts as one text; templates and this engine know no other parts."""
+    """Content parts joined to one text; templates and this engine support no other parts."""
     content = message.get("content")
     if not isinstance(content, list):
         if content is not None and not isinstance(content, str):
@@ -127,7 +129,8 @@ def flat(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_calls(message: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of tool calls as objects, which templates write out; OpenAI's are texts of JSON."""
+    """Arguments of tool calls as objects, which templates write out; in OpenAI's format they are
+    JSON texts."""
     calls = message.get("tool_calls")
     if not calls:
         return message
@@ -156,8 +159,8 @@ def read_call(call: object) -> dict[str, Any]:
 def check_shown(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer
 ) -> None:
-    """What a template passes over would silently be no part of the conversation: every tool, every
-    call and every text of a system or tool is replaced by a mark, which must then be rendered."""
+    """Rejects conversations that the template would silently shorten: every tool, every call and
+    every text of a system or tool is replaced by a mark, which must then be rendered."""
     missing: dict[str, ApiError] = {}
 
     def mark(where: str, what: str, remedy: str, param: str) -> str:
@@ -189,9 +192,9 @@ def check_shown(
 
 
 def read_calls(text: str, ids: Sequence[int]) -> tuple[str, list[dict[str, Any]]]:
-    """The text beside the calls, and the calls as OpenAI has them; no calls where one of them is
-    not an object with name and arguments. A call that is cut off is text. Their names are made of
-    `ids`, so that equal answers are equal."""
+    """The text beside the calls, and the calls in OpenAI's format; no calls if one of them is not
+    an object with name and arguments. An incomplete call is text. Call ids are made from `ids`, so
+    that equal answers are equal."""
     calls = []
     for number, found in enumerate(TOOL_CALL.findall(text)):
         try:
@@ -219,13 +222,13 @@ def check_unicode(text: str, where: str) -> None:
 
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""As with OpenAI; a chat answer may fill the context."""
+"""OpenAI's default; a chat answer may fill the context."""
 PLAIN = DataSource(data=DatasetConfig(), key="prompt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One HTTP request, ready to be run: a sampler's request for each prompt, n choices each."""
+    """One HTTP request, ready to run: a sampler's request for each prompt, n choices each."""
 
     kind: Literal["chat", "completion"]
     id: str
@@ -288,7 +291,7 @@ def chat_job(body: ChatBody, tokenizer: Tokenizer, limits: RequestLimits) -> Job
 
 
 def chat_limit(body: ChatBody) -> int | None:
-    """Most new tokens, by whichever of its two names."""
+    """Maximum new tokens, under either of its two names."""
     limit = body.max_completion_tokens or body.max_tokens
     if body.max_tokens not in (None, limit):
         where = f"max_tokens = {body.max_tokens}"

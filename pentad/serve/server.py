@@ -1,7 +1,8 @@
-"""The server process: binds a socket, serves until it is stopped, drains, ends.
+"""The server process: binds a socket, serves until it is stopped, finishes requests in progress,
+ends.
 
-uvicorn has no timeout before the first request nor for an answer that is not taken. Here every
-connection is looked at twice a second and cut off when it is overdue.
+uvicorn has no timeout before the first request and none for an answer that the client does not
+read. Here every connection is checked twice a second and closed when it is overdue.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ ConnectionPhase = Literal["head", "body", "answer", "writing", "closing"]
 
 TICK_S = 0.5
 ACCEPTED_AT_ONCE = 32
-"""Connections taken between two looks at their number."""
+"""Connections accepted between two checks of their number."""
 RESERVED_FILES = 64
-"""Open files left to the rest of the process."""
+"""Open files reserved for the rest of the process."""
 YOUNG_S = 0.5
-"""A connection is given so long to send its request before it has to make room for another."""
+"""Time for a connection to send its request before another may replace it."""
 BODY_GRACE_S = 5.0
 """The application answers 408 first."""
 
 
 class Connections:
-    """Those of one server."""
+    """Open connections of one server."""
 
     def __init__(self, limits: ServeLimits) -> None:
         self.limits = limits
@@ -59,8 +60,8 @@ class Connections:
         return sum(map(len, self.of_client.values()))
 
     def admit(self, new: HttpConnection) -> bool:
-        """Adds it. Where there are too many, the oldest that has not sent a whole request makes
-        room; False if there is none."""
+        """Adds a connection. If there are too many, the oldest that has not sent a whole request is
+        closed; False if there is none."""
         own = self.of_client.setdefault(new.address, {})
         too_many = len(own) >= self.limits.max_client_connections and own
         if not too_many and len(self) >= self.most:
@@ -96,7 +97,7 @@ class Connections:
 
 
 def free_files() -> int:
-    """How many more this process may open."""
+    """Number of files that this process may still open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft - sum(1 for _ in Path("/dev/fd").iterdir())
 
@@ -115,7 +116,7 @@ SEND_BUFFER = 256 << 10
 
 
 class Server(uvicorn.Server):
-    """Leaves signals to the owner of the loop: uvicorn would raise them again at the end."""
+    """Leaves signals to the owner of the event loop: uvicorn would raise them again at the end."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -123,7 +124,7 @@ class Server(uvicorn.Server):
 
 
 class HttpConnection(H11Protocol):
-    """One of `connections`: it knows what it waits for and since when."""
+    """One of `connections`, with its state and its time."""
 
     def __init__(self, connections: Connections, **given: Any) -> None:
         super().__init__(**given)
@@ -131,9 +132,9 @@ class HttpConnection(H11Protocol):
         self.address = ""
         """The client's."""
         self.num_changes = 0
-        """Grows with every answer and every time the client takes some of one."""
+        """Counts answers, and each time the client reads some of one."""
         self.seen: tuple[ConnectionPhase, int] = ("head", 0)
-        """The phase when it was last looked at, and `num_changes` then."""
+        """The state at the last check, and `num_changes` then."""
         self.since = time.monotonic()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -166,7 +167,7 @@ class HttpConnection(H11Protocol):
         return "body" if self.conn.their_state is h11.SEND_BODY else "answer"
 
     def cut_off(self) -> None:
-        """At once: what is not sent yet is not sent."""
+        """Closes at once: unsent data are dropped."""
         self.all.remove(self)
         if self.transport.get_write_buffer_size():
             self.transport.abort()
@@ -216,7 +217,7 @@ async def serve(
     drain_s: float,
     on_ready: Callable[[], None],
 ) -> None:
-    """Serves until `stop` is set; then requests under way have `drain_s` to come to their end."""
+    """Serves until `stop` is set; then requests in progress have `drain_s` to finish."""
     connections = Connections(limits)
     server = Server(
         uvicorn.Config(

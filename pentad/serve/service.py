@@ -1,4 +1,5 @@
-"""Runs jobs on the sampler, text work in threads, and cancels work whose client is gone."""
+"""Runs jobs on the sampler, text work in threads, and cancels work of clients that have
+disconnected."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ NUM_SMALL = 2
 
 
 class TextWork:
-    """Reads, renders, encodes and decodes in threads.
+    """Parses, renders, encodes and decodes in threads.
 
-    Small requests have threads of their own, so they never wait for a large one; large ones are
-    done one at a time, in the order they came. A thread is free again when its work has ended,
-    not when the client has left: clients that come and go start no further threads.
+    Small requests have separate threads, so they never wait for a large one; large ones are
+    processed one at a time, in their order. A thread is free again when its work has ended, not
+    when the client disconnects: clients that come and go start no further threads.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,7 @@ class TextWork:
 
 
 def in_thread(action: Callable[[], Any]) -> asyncio.Future[Any]:
-    """Its result. A thread cannot be ended: one that is given up does not keep the process from
+    """The result. A thread cannot be killed: an abandoned one does not keep the process from
     ending."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
@@ -84,9 +85,9 @@ EmitEvent = Callable[[dict[str, Any]], Awaitable[None]]
 OnTopToken = Callable[[int, int, float, TopTokens], None]
 
 BYTES_A_TOKEN = 64
-"""What a token of an answer counts in `TextWork`: its text is looked at token by token."""
+"""Weight of a token of an answer in `TextWork`: its text is processed token by token."""
 SHARE = 0.5
-"""Share of the answers written together that the prompts of one request may take."""
+"""Maximum share of the concurrent answers for the prompts of one request."""
 
 
 class Service:
@@ -108,7 +109,7 @@ class Service:
         )
 
     async def stream(self, job: Job, emit: EmitEvent) -> None:
-        """Emits the answer chunk by chunk, as tokens are drawn."""
+        """Emits the answer chunk by chunk, as tokens are sampled."""
         answer = Answer(job, self.name, self.tokenizer)
         tokens: asyncio.Queue[tuple[int, int, float, TopTokens] | None] = asyncio.Queue()
 
@@ -134,8 +135,8 @@ class Service:
             await emit(answer.final_usage(sum(len(g.ids) for g in generations)))
 
     async def _generate(self, job: Job, on_token: OnTopToken | None) -> list[Generation]:
-        """One generation a choice: those of the first prompt, then those of the next. A request of
-        many prompts leaves most of the engine to others."""
+        """One generation per choice: those of the first prompt, then those of the next. A request
+        of many prompts leaves most of the engine to others."""
         max_running = self.sampler.engine.settings.rollout.max_sequences
         free = asyncio.Semaphore(max(1, int(SHARE * max_running) // job.n))
 
@@ -164,7 +165,7 @@ class Service:
 
 
 def as_json(body: dict[str, Any]) -> bytes:
-    """Choice by choice: one call that encodes a large answer whole holds up every other thread."""
+    """Encodes choice by choice: one call for a large answer would block every other thread."""
     choices = [_encoded(choice) for choice in body.get("choices", [])]
     if len(choices) < 2:
         return _encoded(body).encode()
@@ -182,7 +183,7 @@ async def _emit_some(emit: EmitEvent, chunk: dict[str, Any] | None) -> None:
 
 
 async def end(task: asyncio.Task[Any]) -> None:
-    """Cancels a task and waits until it is over; whatever it raised is known."""
+    """Cancels a task and waits until it is over; its exception is retrieved."""
     task.cancel()
     await asyncio.wait([task])
     if not task.cancelled():
@@ -196,7 +197,7 @@ class ClientGone(Exception):
 async def while_connected(
     disconnected: Coroutine[Any, Any, None], work: Coroutine[Any, Any, T]
 ) -> T:
-    """Does the work as long as the client is there; else cancels it and raises ClientGone."""
+    """Does the work while the client is connected; else cancels it and raises ClientGone."""
     task, watch = asyncio.create_task(work), asyncio.create_task(disconnected)
     try:
         await asyncio.wait([task, watch], return_when=asyncio.FIRST_COMPLETED)

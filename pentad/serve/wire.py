@@ -1,8 +1,7 @@
-"""The OpenAI-compatible requests: which fields there are, and what is wrong with a body.
+"""OpenAI-compatible requests: their fields, and the validation of a body.
 
-A field that would change the answer and is not built is refused unless its value means "off";
-nothing is ignored but what is only a label. What a client may ask of a server is checked before any
-work (`ServeLimits`).
+A field that would change the answer and is not supported is rejected unless its value means "off";
+only labels are ignored. Limits on requests are checked before any work (`ServeLimits`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pentad.core.errors import Problem, UserError
 
 MAX_N = 128
 MAX_CHOICES = 1024
-"""Over all prompts of one request."""
+"""Maximum over all prompts of one request."""
 MAX_TOP = 20
 MAX_STOPS = 32
 MAX_STOP_CHARS = 1024
@@ -29,7 +28,7 @@ LABELS = {
     *("user", "metadata", "store", "service_tier"),
     *("safety_identifier", "prompt_cache_key"),
 }
-"""Fields that change no answer; accepted and without effect."""
+"""Fields that change no answer; accepted without effect."""
 OFF: dict[str, tuple[tuple[Any, ...], str]] = {
     "echo": ((False,), "prompts are not sent back; put the prompt before the answer yourself"),
     "best_of": ((), "answers are not ranked; use n"),
@@ -46,17 +45,17 @@ OFF: dict[str, tuple[tuple[Any, ...], str]] = {
     "modalities": ((["text"],), "there is only text"),
     "prompt_logprobs": ((0,), "log-probs are those of new tokens"),
 }
-"""Fields that are not built -> the values that ask for nothing, and why others are refused."""
+"""Unsupported fields -> the values without effect, and why others are rejected."""
 
 FORMS = {
     "prompt": "a text, a list of texts, a list of token ids, or a list of such lists",
     "stop": f"a text of at most {MAX_STOP_CHARS} characters, or a list of at most {MAX_STOPS}",
 }
-"""Fields that may be given in several ways."""
+"""Fields with several forms."""
 
 
 class ApiError(Exception):
-    """A request that gets no answer: the HTTP status and what its error object says."""
+    """A request that is rejected: the HTTP status and the content of its error object."""
 
     def __init__(
         self,
@@ -68,7 +67,8 @@ class ApiError(Exception):
         code: str | None = None,
         closes: bool = False,
     ) -> None:
-        """`closes`: the rest of the request is not read, so the connection ends with the answer."""
+        """`closes`: the rest of the request is not read, so the connection is closed after the
+        answer."""
         super().__init__(readable(str(problem)))
         self.status = status
         self.kind = kind
@@ -92,7 +92,7 @@ TokenIds = list[int]
 
 
 class Body(BaseModel):
-    """What both kinds of request have in common."""
+    """Common fields of both kinds of request."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     model: str
@@ -115,7 +115,7 @@ class Body(BaseModel):
 
 
 def read_prompts(value: object) -> list[str] | list[TokenIds]:
-    """One entry a prompt, whichever of the four forms was used."""
+    """The prompts of a request, in any of the four forms."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list):
@@ -134,7 +134,7 @@ def is_ids(value: list[Any]) -> bool:
 
 class CompletionBody(Body):
     prompt: Annotated[list[str] | list[TokenIds], PlainValidator(read_prompts)]
-    """Read by hand: to try four forms on a long list would take long and end in many errors."""
+    """Parsed by hand: trying four forms on a long list would take long and end in many errors."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = None
 
     @property
@@ -175,7 +175,7 @@ def read_chat(raw: Mapping[str, Any]) -> ChatBody:
 
 
 def _fields(raw: Mapping[str, Any], kind: type[Body]) -> dict[str, Any]:
-    """The fields that matter; null means absent. Raises ApiError on those that are not built."""
+    """The relevant fields; null means absent. ApiError for unsupported ones."""
     found: dict[str, Any] = {}
     for name, value in raw.items():
         if value is None or name in LABELS:
@@ -208,7 +208,7 @@ def as_api_error(error: ValidationError) -> ApiError:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Raises ValueError, also on what Python reads and JSON does not have: NaN and Infinity."""
+    """Raises ValueError, also for NaN and Infinity, which Python reads and JSON does not have."""
 
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is no number of JSON")
@@ -220,7 +220,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def readable(text: str) -> str:
-    """Can be sent: halves of surrogate pairs, which JSON may hold, are spelt out."""
+    """A text that can be sent: halves of surrogate pairs, which JSON may contain, are escaped."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -230,7 +230,7 @@ def shown(value: object) -> str:
 
 
 MAX_DEPTH = 64
-"""Levels of lists and objects in one another; templates and messages of errors walk them."""
+"""Maximum nesting of lists and objects; templates and error messages recurse into them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +238,7 @@ class ServeLimits:
     """Limits of one server; every one is above 0."""
 
     max_requests: int = 256
-    """Requests under way; further ones are answered 429 and may be tried again."""
+    """Concurrent requests; further ones are answered 429 and may be retried."""
     client_share: float = 1.0
     """Share of `max_requests` that one address may have, so that it cannot keep others out."""
     max_body_bytes: int = 4 << 20
@@ -274,14 +274,15 @@ class ServeLimits:
 
 
 def check_body(body: bytes, limits: ServeLimits) -> None:
-    """Before it is parsed, which takes long for many small values. Raises ApiError."""
+    """Checks a body before it is parsed, which takes long for many small values. Raises
+    ApiError."""
     # Each of these stands for a value or is a character of a text; a value has at most two.
     if sum(map(body.count, (b",", b"[", b"{"))) > 2 * limits.max_chars:
         raise too_many_chars(limits)
 
 
 def check_sizes(raw: Mapping[str, Any], limits: ServeLimits) -> None:
-    """Before anything is validated, rendered or encoded. Raises ApiError."""
+    """Checks sizes before anything is validated, rendered or encoded. Raises ApiError."""
     messages = [one for one in listed(raw.get("messages")) if isinstance(one, dict)]
     calls = sum(len(listed(message.get("tool_calls"))) for message in messages)
     prompts = listed(raw.get("prompt"))
@@ -314,7 +315,7 @@ def too_many_chars(limits: ServeLimits) -> ApiError:
 
 
 def size_of(value: Any, most: int) -> tuple[int, int]:
-    """Characters of all texts within, any other value counted as one, and the levels of lists and
+    """Characters of all texts within, with 1 for any other value, and the nesting of lists and
     objects; stops beyond `most` characters."""
     total, depth, level = 0, -1, [value]
     while level and total <= most:

@@ -1,9 +1,9 @@
-"""What of a new version must travel: tensors whose digest is that of the version before need not.
+"""Selects the tensors of a new version to be sent: those whose digest is unchanged are skipped.
 
-In a folder that replicas read (`published`) what did not change stays in the file of the version
-that wrote it, linked into the new folder: a receiver that holds the version before reads the new
-file alone, any other reads all. What a receiver ends with is proven by the digest of all. To a
-server go the modules in which something changed; then all that it holds is compared.
+In a folder that replicas read (`published`), unchanged tensors stay in the file of the version that
+wrote them, linked into the new folder: a receiver that holds the previous version reads only the
+new file, any other reads all. The digest of all tensors verifies the result. A server receives the
+modules with a change; then everything it holds is compared.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from pentad.weights.hf import FileLayout
 from pentad.weights.transfer import TensorInfo
 
 MAX_KEPT = 2
-"""Files of old versions are left behind where they and the new one would be more than so many
-times the weights: most of what they hold is stale then."""
+"""Files of old versions are dropped if they and the new one would exceed this multiple of the
+weights' size: most of their content is stale then."""
 MAX_SENT = 0.5
-"""A server gets a part of the weights where it is at most so much of them: the comparison that
-follows costs more than a few tensors."""
+"""A server receives a part of the weights if it is at most this share: the comparison that follows
+costs more than a few tensors."""
 FUSED = (
     (re.compile(r"\.experts\.\d+\..*"), ".experts"),
     (re.compile(r"\.(q|k|v)_proj\.[^.]*$"), ".qkv_proj"),
@@ -40,7 +40,7 @@ FUSED = (
 
 @dataclass(frozen=True, slots=True)
 class WrittenVersion:
-    """Where the tensors of the newest version are."""
+    """The files of the newest version's tensors."""
 
     version: int
     digest: WeightDigest
@@ -54,7 +54,7 @@ class WrittenVersion:
 def unchanged(
     base: WrittenVersion | None, digest: WeightDigest, infos: Mapping[str, TensorInfo]
 ) -> list[str]:
-    """Tensors that can stay where they are."""
+    """Tensors that can stay in their files."""
     if base is None:
         return []
     same = [n for n, entry in digest.entries.items() if base.digest.entries.get(n) == entry]
@@ -66,7 +66,8 @@ def unchanged(
 
 @dataclass(frozen=True, slots=True)
 class VersionPlan:
-    """A version in a folder of its own: a file of what changed, and those that hold the rest."""
+    """A version in a separate folder: a file of the changed tensors, and links to the files of the
+    rest."""
 
     written: WrittenVersion
     base: WrittenVersion | None
@@ -79,8 +80,8 @@ class VersionPlan:
         return self.layout.infos
 
     def make(self) -> Tensor | None:
-        """Links, index and the new file, whose bytes are returned where something changed. OSError
-        if a link cannot be made; RunError if there is no room."""
+        """Makes links, index and the new file; returns its bytes if something changed. OSError if a
+        link cannot be made; RunError if there is no room."""
         folder = self.written.folder
         folder.mkdir(mode=0o700)
         try:
@@ -112,7 +113,7 @@ def plan_version(
     digest: WeightDigest,
     base: WrittenVersion | None,
 ) -> VersionPlan:
-    """`base` None: all is written."""
+    """Plans the folder of a version. `base` None: all tensors are written."""
     same = set(unchanged(base, digest, infos))
     layout = by_width({name: info for name, info in infos.items() if name not in same})
     newest = f"{folder.name}.safetensors"
@@ -126,8 +127,7 @@ def plan_version(
 
 
 def module_of(name: str) -> str:
-    """The module of a server that holds the tensor, with its other tensors and those it is fused
-    with."""
+    """The module of a server that holds the tensor, with the tensors it is fused with."""
     for pattern, module in FUSED:
         if pattern.search(name):
             return pattern.sub(module, name)
@@ -137,7 +137,7 @@ def module_of(name: str) -> str:
 def changed_modules(
     weights: TensorPairs, held: Mapping[str, str], now: Mapping[str, str]
 ) -> TensorPairs:
-    """The tensors of all modules in which one changed: a server loads a module whole."""
+    """The tensors of all modules with a changed tensor: a server loads a module whole."""
     changed = {module_of(name) for name, entry in now.items() if held.get(name) != entry}
     if not changed:  # something must carry the name of the version
         changed = {module_of(min(weights, key=lambda pair: pair[1].nbytes)[0])}
@@ -149,8 +149,8 @@ def size_of(pairs: TensorPairs) -> int:
 
 
 class ChangedOnly:
-    """What of new weights a server needs, by what it is known to hold: nothing is known after a
-    failure, nor of a server that gives its weights another name than they were given."""
+    """Selects the tensors a server needs, given what it holds. That is unknown after a failure, and
+    for a server that reports another version than the one installed."""
 
     def __init__(self, is_on: bool, label: Callable[[], Awaitable[str]]) -> None:
         """`label`: queries the server for the version of its weights."""
@@ -159,7 +159,7 @@ class ChangedOnly:
         self.held: Mapping[str, str] = {}
         self.given = ""
         self.digest = WeightDigest()
-        """The digest of the weights that were chosen from last."""
+        """The digest of the weights of the last selection."""
 
     async def choose(self, weights: TensorPairs) -> TensorPairs:
         if not self.is_on:
@@ -177,5 +177,5 @@ class ChangedOnly:
         return digest.hex()
 
     def keep(self, version: int) -> None:
-        """The server holds what was chosen from, as it has proven."""
+        """Called when the server has proven that it holds the last selection."""
         self.given, self.held = str(version), self.digest.entries

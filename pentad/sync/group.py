@@ -1,8 +1,8 @@
-"""What both ends of a weight transfer share: the process group of broadcasts, how tensors on a GPU
-are named to another process, and what calls mean.
+"""Common parts of both ends of a weight transfer: the process group of broadcasts, handles of
+tensors on a GPU for another process, and the protocol version.
 
-The receiving end runs in a server's own environment, so this imports nothing but torch. The group
-stands beside whatever default group either process has.
+The receiving end runs in a server's own environment, so this imports only torch. The group exists
+beside any default group of either process.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 PROTOCOL = 4
-"""Counts the meanings that calls of vLLM's workers have had; both ends must have the same."""
+"""Version of the calls of vLLM's workers; both ends must have the same."""
 DEVICE_ARGUMENT = 6
-"""Where `rebuild_cuda_tensor` takes the device index."""
+"""Position of the device index in the arguments of `rebuild_cuda_tensor`."""
 
 
 class BroadcastGroup(Protocol):
-    """What torch's process groups and their backends have in common here."""
+    """The common interface of torch's process groups and their backends."""
 
     def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions) -> dist.Work: ...
 
@@ -33,7 +33,7 @@ class BroadcastGroup(Protocol):
 def weight_group(
     store: dist.Store, rank: int, world: int, backend: str, timeout: timedelta
 ) -> BroadcastGroup:
-    """`backend` is gloo or nccl; returns when all have come."""
+    """Joins the group; `backend` is gloo or nccl. Returns when all have joined."""
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
@@ -42,7 +42,7 @@ def weight_group(
 
 
 def broadcast(group: BroadcastGroup, tensor: Tensor) -> None:
-    """From rank 0; waits until this rank's part is done."""
+    """Broadcasts from rank 0; waits until this rank's part is done."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
     group.broadcast([tensor], options).wait()
@@ -56,7 +56,7 @@ def send_all(group: BroadcastGroup, weights: Iterable[tuple[str, Tensor]]) -> No
 # Tensors on a GPU, named to another process of it: JSON values, of which nothing is unpickled.
 
 HANDLE = (str, int, int, bool, str, int, str, bool)
-"""What `rebuild_cuda_tensor` takes after the device; bytes as base64."""
+"""Arguments of `rebuild_cuda_tensor` after the device; bytes as base64."""
 MAX_HANDLE_BYTES = 1 << 12
 
 
@@ -76,8 +76,8 @@ def gpu_handle(tensor: Tensor) -> dict[str, Any]:
 
 
 def open_gpu_handle(value: Mapping[str, Any], device: int) -> Tensor:
-    """The giver's own memory, on the GPU that this process knows as `device`. Raises ValueError
-    for what `gpu_handle` does not make."""
+    """The sender's own memory, on the GPU that this process numbers `device`. ValueError for an
+    invalid handle."""
     fields = checked_handle(value)
     shape, stride = torch.Size(value["shape"]), strides(value["shape"])
     dtype, storage = getattr(torch, value["dtype"]), torch.storage.TypedStorage
@@ -88,7 +88,7 @@ def open_gpu_handle(value: Mapping[str, Any], device: int) -> Tensor:
 
 
 def checked_handle(value: Mapping[str, Any]) -> list[Any]:
-    """The fields of the handle, with bytes for base64."""
+    """The fields of the handle, with base64 decoded."""
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "offset", "handle"}:
         raise ValueError("a handle has a dtype, a shape, an offset and the fields of its memory")
     dtype = getattr(torch, value["dtype"], None) if isinstance(value["dtype"], str) else None

@@ -34,9 +34,9 @@ WEIGHTS = "model.safetensors"
 INDEX = "index.json"
 WRITING = "writing"
 WAIT_S = 0.001, 0.05
-"""How often it is looked whether a file is whole, at first and at last."""
+"""First and last interval of polling for a complete file, in seconds."""
 Own = Callable[[set[str]], Mapping[str, Tensor]]
-"""Tensors that a receiver holds already, by their names."""
+"""Tensors that a receiver holds already, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +54,21 @@ class PublishedWeights:
     """The folder, or the UUID of the GPU."""
     num_tensors: int
     num_bytes: int
-    """Written for this version."""
+    """Number of bytes written for this version."""
     handle: dict[str, Any] = field(default_factory=dict)
     """Opens the buffer on the GPU; empty for a folder."""
     writers: tuple[int, ...] = ()
-    """Ranks that write beside training: each leaves a mark in the folder."""
+    """Ranks that write in the background: each leaves a mark in the folder."""
 
     def remove(self) -> None:
-        """Mappings of its files stay."""
+        """Removes the files; memory mappings stay valid."""
         if self.kind != "ipc":
             shutil.rmtree(self.place, ignore_errors=True)
 
 
 def by_width(infos: Mapping[str, TensorInfo]) -> FileLayout:
-    """One file in which every tensor begins at a multiple of its items; those whose bytes are no
-    whole words come last."""
+    """The layout of a file in which every tensor is aligned to its item size; tensors whose bytes
+    are no whole words come last."""
     order = sorted(infos, key=lambda n: (-infos[n].dtype.itemsize, infos[n].size_bytes % 4 != 0))
     return FileLayout({name: infos[name] for name in order}, ALIGN)
 
@@ -83,7 +83,7 @@ def infos_of(pairs: TensorPairs) -> dict[str, TensorInfo]:
 
 
 class FilePairs(list[tuple[str, Tensor]]):
-    """The tensors of one file, which holds no other."""
+    """The tensors of one file."""
 
     def __init__(self, file: Path, pairs: Iterable[tuple[str, Tensor]]) -> None:
         super().__init__(pairs)
@@ -91,14 +91,14 @@ class FilePairs(list[tuple[str, Tensor]]):
 
 
 def mark_of(folder: Path, rank: int) -> Path:
-    """WRITING, then nothing, or the reason why the rank failed."""
+    """The mark of a rank: WRITING, then nothing, or the reason why it failed."""
     return folder / f"rank-{rank}"
 
 
 async def wait_written(
     published: PublishedWeights, check: Callable[[], None] = lambda: None
 ) -> None:
-    """Until every rank has written its part; RunError with the reason of one that could not.
+    """Waits until every rank has written its part; RunError with the reason of one that failed.
     `check` raises if the ranks are gone."""
     pause, longest = WAIT_S
     for rank in published.writers:
@@ -121,14 +121,22 @@ def read_mark(path: Path) -> str:
 # Files.
 
 
+def reserve(file: int, size: int) -> None:
+    """Reserves disk space for the bytes; only sets the size where the system cannot (macOS)."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, size)
+    else:
+        os.ftruncate(file, size)
+
+
 def make_file(path: Path, layout: FileLayout) -> Tensor:
-    """The bytes of a new file in a new folder, with its header."""
+    """A new file in a new folder, with its header; returns its memory."""
     size = layout.num_bytes
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:  # room first: a page of shared memory that cannot be had ends the process
-            os.posix_fallocate(file, 0, size)
+            reserve(file, size)
             os.write(file, layout.header)
         finally:
             os.close(file)
@@ -144,7 +152,7 @@ def no_room(folder: Path, size: int, error: OSError) -> str:
 
 
 def write_pairs(version: int, pairs: TensorPairs, digest: str, folder: Path) -> PublishedWeights:
-    """Whole tensors of this process, in shared memory."""
+    """Writes whole tensors of this process to shared memory."""
     layout = by_width(infos_of(pairs))
     copy_pairs(layout.views(make_file(folder / WEIGHTS, layout)), pairs)
     return PublishedWeights(version, digest, "shm", str(folder), len(pairs), layout.num_bytes)
@@ -155,7 +163,7 @@ def copy_pairs(into: Mapping[str, Tensor], pairs: TensorPairs) -> None:
 
 
 def map_file(path: Path) -> dict[str, Tensor]:
-    """Views of the tensors, which outlast the file's name."""
+    """Views of the tensors, which stay valid after the file is removed."""
     try:
         size = path.stat().st_size
     except OSError as error:
@@ -167,7 +175,7 @@ def map_file(path: Path) -> dict[str, Tensor]:
 
 
 def views(flat: Tensor, where: str) -> dict[str, Tensor]:
-    """The tensors in bytes that are a safetensors file, wherever they lie."""
+    """The tensors in the bytes of a safetensors file, in any memory."""
     length = int.from_bytes(flat[:8].cpu().numpy().tobytes(), "little")
     head = flat[: 8 + min(length, flat.numel())].cpu().numpy().tobytes()
     try:
@@ -181,7 +189,8 @@ def views(flat: Tensor, where: str) -> dict[str, Tensor]:
 
 
 def read_folder(folder: Path, held: tuple[int, str], own: Own) -> list[tuple[str, Tensor]]:
-    """All tensors of a folder with an index. Who holds its base reads the new file alone."""
+    """All tensors of a folder with an index. A receiver that holds the base version reads only the
+    new file."""
     index = json.loads(read_mark(folder / INDEX))
     files: dict[str, str] = index["weight_map"]
     same = {name for name, file in files.items() if file != index["newest"]}
@@ -203,19 +212,19 @@ def read_folder(folder: Path, held: tuple[int, str], own: Own) -> list[tuple[str
 
 
 def gpu_uuid(device: torch.device | int) -> str:
-    """By which two processes know one GPU, however they number it."""
+    """The UUID of a GPU, which is equal in all processes, unlike its number."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def make_buffer(layout: FileLayout, device: torch.device) -> Tensor:
-    """The bytes of a safetensors file on a GPU, with its header."""
+    """A buffer for a safetensors file on a GPU, with its header."""
     flat = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
     flat[: len(layout.header)] = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
     return flat
 
 
 def share_on_gpu(version: int, flat: Tensor, num_tensors: int, digest: str) -> PublishedWeights:
-    """The buffer must stay until all receipts are here."""
+    """The handle of a buffer, which must stay until all receipts have arrived."""
     handle = gpu_handle(flat)
     torch.cuda.synchronize(flat.device)
     place = gpu_uuid(flat.device)
@@ -235,8 +244,8 @@ def open_on_gpu(published: PublishedWeights) -> dict[str, Tensor]:
 def open_weights(
     value: Mapping[str, Any], held: tuple[int, str] = (-1, ""), own: Own = lambda names: {}
 ) -> list[tuple[str, Tensor]]:
-    """The tensors of `PublishedWeights` that came as a JSON value. `held`: version and digest of
-    what the receiver holds, `own` its tensors."""
+    """The tensors of `PublishedWeights` that arrived as a JSON value. `held`: version and digest
+    that the receiver holds, `own` its tensors."""
     published = PublishedWeights(**value)
     if published.kind == "ipc":
         return list(open_on_gpu(published).items())

@@ -1,9 +1,9 @@
-"""Publishing: every sampler gets the learner's weights, whole, proven by digest or comparison.
+"""Publishing: every sampler gets the learner's whole weights, verified by digest or comparison.
 
 A snapshot is taken in the learner's own program order. In place (samplers idle) it holds
-references; overlapped it holds copies, so that training may continue while it travels. What several
-ranks hold they write themselves (`shards`). Versions only grow; a snapshot that was overtaken
-before it was sent is never sent.
+references; overlapped it holds copies, so that training may continue during the transfer. Weights
+on several ranks are written by the ranks (`shards`). Versions only grow; a snapshot that a newer
+one replaced before it was sent is never sent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Weights of one version as they are published."""
+    """Weights of one version, to be published."""
 
     version: int
     weights: TensorPairs
@@ -33,7 +33,7 @@ class Snapshot:
     is_copy: bool = False
     """Whether nothing else writes to the tensors."""
     gather_s: float = 0.0
-    """How long the learner was at work for it."""
+    """Time the learner spent on it."""
 
     @property
     def num_tensors(self) -> int:
@@ -45,7 +45,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class LiveSnapshot(Snapshot, SentWeights):
-    """The learner's own tensors: samplers of this process compare with them."""
+    """The learner's own tensors, with which samplers of this process compare."""
 
 
 def take_snapshot(
@@ -56,7 +56,8 @@ def take_snapshot(
     on_host: bool = False,
     hashed: bool = True,
 ) -> Snapshot:
-    """Call it in the learner's process; `copy` if training continues before the install is done."""
+    """Takes a snapshot in the learner's process; `copy` if training continues before the install is
+    done."""
     if not hashed and not copy and not on_host:
         pairs: TensorPairs
         if isinstance(weights, NativeWeights):
@@ -80,31 +81,32 @@ def take_snapshot(
 
 @dataclass(frozen=True, slots=True)
 class PublishTimes:
-    """One publish in seconds (and bytes); of several samplers the slowest."""
+    """Durations of one publish in seconds (and bytes); with several samplers those of the
+    slowest."""
 
     gather: float
     """The learner's part, from the call to the snapshot."""
     transfer: float
-    """From there until the weights are at hand in the sampler, waiting for its turn included."""
+    """From the snapshot until the sampler has received the weights, including queueing."""
     pause: float
-    """No token is drawn."""
+    """Time without sampling."""
     install: float
-    """From the weights at hand to the receipt: the step under way, the pause."""
+    """From the received weights to the receipt, including the step in progress and the pause."""
     num_bytes: int = 0
-    """Written or sent, the most for one sampler."""
+    """Written or sent, the largest of all samplers."""
 
 
 class Publisher:
-    """Installs snapshots on all samplers and checks what each says it now holds."""
+    """Installs snapshots on all samplers and checks their receipts."""
 
     def __init__(self, samplers: Sequence[Sampler]) -> None:
         self.samplers = list(samplers)
         self.version = -1
         self.times: PublishTimes | None = None
-        """The last publish that was confirmed."""
+        """The last confirmed publish."""
 
     async def publish(self, snapshot: Snapshot) -> None:
-        """Returns when all samplers hold it."""
+        """Publishes a snapshot; returns when all samplers hold it."""
         if snapshot.version < self.version:
             raise RunError(
                 f"publish of version {snapshot.version} after version {self.version}: "
@@ -140,9 +142,9 @@ class Publisher:
 
 
 def answered(results: Sequence[Installed | BaseException]) -> list[tuple[int, Installed]]:
-    """The receipts, by number of the sampler. One that failed is left behind: it serves nothing
-    until a later install succeeds. If all did, the first reason is raised; so is that of one that
-    took other weights and would serve them."""
+    """The receipts, by index of the sampler. A failed sampler is left out: it serves nothing until
+    a later install succeeds. If all failed, the first reason is raised; so is the reason of a
+    sampler that received wrong weights and would serve them."""
     receipts = [(i, r) for i, r in enumerate(results) if isinstance(r, Installed)]
     for index, result in enumerate(results):
         if isinstance(result, BaseException):

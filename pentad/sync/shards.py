@@ -1,9 +1,9 @@
-"""Weights leave a learner by its ranks: each writes the blocks of HF tensors that its shards hold.
+"""Publishing from several ranks: each writes the blocks of HF tensors that its shards hold.
 
-No rank gathers anything. Of copies of a shard one rank writes. The digest of a tensor is the sum of
-those of its blocks, so that it too is made without a whole tensor. Where writing would hold the
-learner up (from a GPU, or to a disk) the blocks are staged in host memory, which is the snapshot,
-and a thread writes them beside training. To a disk go only tensors that changed (`deltas`).
+No rank gathers whole tensors. One rank writes each of several equal shards. The digest of a tensor
+is the sum of those of its blocks, so it needs no whole tensor either. If writing would block the
+learner (from a GPU, or to a disk), the blocks are staged in host memory, which is the snapshot, and
+a thread writes them in the background. Only changed tensors are written to a disk (`deltas`).
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ from pentad.weights.transfer import Shard, TensorInfo, source_block
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """What a publish ends with, on every rank."""
+    """The result of a publish, on every rank."""
 
     weights: PublishedWeights
     digest: WeightDigest
     kept: Tensor | None
-    """A buffer on the GPU that must stay until the weights are not needed any more."""
+    """A buffer on the GPU that must stay until the weights are no longer needed."""
 
 
 class ShardWriter:
-    """One per rank; all ranks make the same calls."""
+    """Writes the shards of one rank; all ranks make the same calls."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class ShardWriter:
         infos: Mapping[str, TensorInfo],
         group: OptionalGroup,
     ) -> None:
-        """`infos` of all that is published; `group` None: this rank is alone."""
+        """`infos` of all published tensors; `group` None: this is the only rank."""
         self.infos = infos
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
@@ -85,7 +85,7 @@ class ShardWriter:
         self.staging: Tensor | None = None
         self.thread: threading.Thread | None = None
         self.is_whole = True
-        """Whether the last file of this rank was written to its end."""
+        """Whether the last file of this rank was completed."""
         self.base: WrittenVersion | None = None
         self.num_written = 0
 
@@ -99,8 +99,8 @@ class ShardWriter:
         *,
         deltas: bool = False,
     ) -> Publish:
-        """When it returns the weights may change; it fails on all ranks or on none. `deltas`: what
-        did not change since the version before is linked."""
+        """Writes a version. When it returns the weights may change; it fails on all ranks or on
+        none. `deltas`: tensors unchanged since the previous version are linked."""
         self.close()
         device = next(iter(shards.values())).tensor.device
         if kind == "ipc" and device.type != "cuda":  # parameters that live on the host
@@ -146,7 +146,7 @@ class ShardWriter:
         device: torch.device,
         deltas: bool,
     ) -> Publish:
-        """What changed, all ranks into one file; the rest is linked."""
+        """Writes the changed tensors, all ranks into one file, and links the rest."""
         is_whole = all(self._gather(self.is_whole))
         base = self.base if deltas and is_whole else None
         self.base, failure, sums = None, "", []
@@ -187,20 +187,20 @@ class ShardWriter:
         return bool(self._agree(failure, is_made)[0])
 
     def close(self) -> None:
-        """Waits for what is being written; how it ended is in its mark."""
+        """Waits for the background write, whose outcome is in its mark."""
         if self.thread is not None:
             self.thread.join()
             self.thread = None
 
     def _make(self, kind: Kind, path: Path, device: torch.device) -> Tensor | None:
-        """The bytes all tensors go to; of a file that all ranks share rank 0 makes it."""
+        """The memory for all tensors; a file that all ranks share is made by rank 0."""
         if kind == "ipc":
             assert self.group is None, "several ranks have a GPU each"
             return make_buffer(self.layout, device)
         return make_file(path / WEIGHTS, self.layout) if self.rank == 0 else None
 
     def _write_into(self, flat: Tensor, shards: Mapping[str, Shard]) -> list[Any]:
-        """Straight to where they are read."""
+        """Writes directly to the memory that receivers read."""
         whole = self.layout.views(flat)
         targets = [source_block(whole[block.name], block.region) for block in self.blocks]
         sources = [block.source(shards) for block in self.blocks]
@@ -235,7 +235,7 @@ class ShardWriter:
         return is_of_words(info.dtype.itemsize, info.shape, block.box)
 
     def _sums(self, pieces: Iterator[tuple[WeightBlock, Tensor]]) -> list[Any]:
-        """[name, box, part of the checksum; of a loose tensor the bytes]."""
+        """[name, box, part of the checksum; for a loose tensor its bytes]."""
         hasher, known, out = Hasher(), [], []
         for block, piece in pieces:
             if block.name in self.loose:
@@ -248,7 +248,8 @@ class ShardWriter:
         return out + [[block.name, block.box, value] for block, value in sums]
 
     def _begin(self, path: Path, move: Callable[[], None]) -> None:
-        """A thread writes what is staged. Files that are gone by then were not wanted any more."""
+        """Starts a thread that writes the staged blocks. Files that are removed by then are no
+        longer needed."""
         mark = mark_of(path, self.rank)
         mark.write_text(WRITING, encoding="utf-8")
         self.is_whole = False
@@ -282,7 +283,8 @@ class ShardWriter:
             whole[block.name][slices(block.box)].copy_(self._staged(block))
 
     def _write_blocks(self, plan: VersionPlan, mine: Sequence[WeightBlock]) -> None:
-        """Where each lies in the new file, which other machines may write into as well."""
+        """Writes each block at its place in the new file, into which other machines may write as
+        well."""
         assert self.staging is not None
         data = self.staging.numpy().data
         file = os.open(plan.written.folder / plan.newest, os.O_WRONLY)
@@ -303,7 +305,7 @@ class ShardWriter:
         return [value] if self.group is None else gather_values(value, self.group)
 
     def _agree(self, failure: str, value: Any = None) -> list[Any]:
-        """The values of all ranks; RunError on all if one failed."""
+        """Gathers the values of all ranks; RunError on all if one failed."""
         found = self._gather([failure, value])
         if failures := [one for one, _ in found if one]:
             raise RunError(failures[0])

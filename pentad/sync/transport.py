@@ -1,7 +1,8 @@
-"""How weights reach servers: vLLM's workers by a file, by broadcast, or by CUDA IPC on one GPU.
+"""Transports of weights to servers: to vLLM's workers by a file, by broadcast, or by CUDA IPC on
+one GPU.
 
-Each way ends in the workers' receipts, which hold the digest of what arrived. SGLang takes the same
-files and broadcasts, and tensors as pickles.
+Each transport ends in the workers' receipts, which hold the digest of the received weights. SGLang
+takes the same files and broadcasts, and tensors as pickles.
 """
 
 from __future__ import annotations
@@ -37,21 +38,22 @@ Receipts = list[dict[str, Any]]
 Ask = Callable[..., Awaitable[Receipts]]
 """`ask(method, argument)`: calls a method of all workers; raises InfraFailure if one failed."""
 JOIN_TIMEOUT_S = 300.0
-"""For all workers to join a group."""
+"""Time limit for all workers to join a group, in seconds."""
 
 
 class Transport:
     async def send(self, weights: TensorPairs, ask: Ask, *, is_part: bool = False) -> Receipts:
-        """`is_part`: other modules keep the weights they have, which a file alone can say."""
+        """Sends weights. `is_part`: other modules keep their weights, which only a file
+        supports."""
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Nothing is held open between two sends."""
+        """No cleanup needed between sends."""
 
 
 class DiskTransport(Transport):
-    """One safetensors file that the server sees too: the published one, or one that is gone after
-    the install."""
+    """One safetensors file that the server can read too: the published one, or one that is removed
+    after the install."""
 
     def __init__(self, folder: Path, *, is_private: bool) -> None:
         self.folder = folder
@@ -64,8 +66,8 @@ class DiskTransport(Transport):
 
 @contextmanager
 def transfer_folder(parent: Path, *, is_private: bool) -> Iterator[Path]:
-    """A new folder in `parent`, which all users may write to. Others read it only where the server
-    may be another user's."""
+    """A new folder in `parent`, which all users may write to. Other users can read it only if the
+    server may be another user's."""
     with ExitStack() as stack:
         try:
             parent.mkdir(parents=True, exist_ok=True)
@@ -80,8 +82,8 @@ def transfer_folder(parent: Path, *, is_private: bool) -> Iterator[Path]:
 
 @asynccontextmanager
 async def file_for(weights: TensorPairs, parent: Path, *, is_private: bool) -> AsyncIterator[Path]:
-    """A safetensors file of these tensors that a server may read. What was published as one is not
-    written again for a server of our own, which is on this machine."""
+    """A safetensors file of these tensors that a server may read. Weights already published as one
+    are not written again for a server that the run started, which is on this machine."""
     if is_private and isinstance(weights, FilePairs):
         yield weights.file
         return
@@ -102,8 +104,8 @@ def write_weights(path: Path, weights: TensorPairs) -> None:
 class Broadcast(Transport):
     """A group of this process and all workers: gloo for tensors in memory, NCCL on GPUs.
 
-    The sender is rank 0. The group is made at the first send and made anew after a failure. With
-    workers of our own on this machine it meets in a folder that no other user can open.
+    The sender is rank 0. The group is made at the first send and again after a failure. With
+    workers that the run started on this machine it meets in a folder that no other user can open.
     """
 
     def __init__(self, address: str, num_workers: int, folder: Path | None = None) -> None:
@@ -150,7 +152,7 @@ class Broadcast(Transport):
 
 
 async def together(ours: Awaitable[T], theirs: asyncio.Future[Any]) -> T:
-    """Both ends at once; the first that fails is the cause."""
+    """Runs both ends concurrently; the first failure is raised."""
     mine = asyncio.ensure_future(ours)
     done, _ = await asyncio.wait([mine, theirs], return_when=asyncio.FIRST_EXCEPTION)
     for task in (theirs, mine):
@@ -171,10 +173,10 @@ def own_host(address: str) -> str:
 
 
 class CudaIpc(Transport):
-    """Handles of tensors on the GPU that the worker uses too, known by the GPU's UUID.
+    """Handles of tensors on the GPU that the worker uses too, identified by the GPU's UUID.
 
-    The two processes may count GPUs differently (CUDA_VISIBLE_DEVICES). Tensors stay alive until
-    the receipt is here, which the worker gives after reading them.
+    The two processes may number GPUs differently (CUDA_VISIBLE_DEVICES). Tensors stay alive until
+    the receipt arrives, which the worker sends after reading them.
     """
 
     async def send(self, weights: TensorPairs, ask: Ask, *, is_part: bool = False) -> Receipts:
@@ -204,8 +206,8 @@ def in_buckets(weights: TensorPairs, max_bytes: int) -> Iterator[list[tuple[str,
 
 
 class SharedTensor:
-    """Pickled as what rebuilds it in another process, where its GPU may have another number:
-    SGLang also takes the GPU's UUID."""
+    """Pickled so that another process can rebuild it, where its GPU may have another number: SGLang
+    also takes the GPU's UUID."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor

@@ -1,9 +1,8 @@
-"""Weights published to other processes: receivers pull the newest version (`published`).
+"""Weights published to other processes, which pull the newest version (`published`).
 
-A snapshot is written once for all receivers, by `file` only what changed (`deltas`). The newest
-stays until another takes its place, so that a receiver that was started again can pull it; an older
-one is removed when it is read no more. What lies in host memory goes by `shm` also where the kind
-is `ipc`.
+A snapshot is written once for all receivers, with `file` only its changes (`deltas`). The newest
+version stays until another replaces it, so that a restarted receiver can pull it; an older one is
+removed when it has no readers. Weights in host memory use `shm` even if the kind is `ipc`.
 """
 
 from __future__ import annotations
@@ -43,19 +42,19 @@ _numbers = itertools.count()
 
 @dataclass(slots=True, eq=False)
 class PublishedVersion:
-    """Published weights and what keeps them valid."""
+    """Published weights and the resources that keep them valid."""
 
     weights: PublishedWeights
     source: Iterable[tuple[str, Tensor]]
-    """What was handed over, known again by its identity; nothing for a snapshot, a whole model
-    that need not wait for the next one: its version and digest identify it."""
+    """The published object, identified by its identity; None for a snapshot, a whole model that is
+    identified by version and digest and need not be kept."""
     kept: Tensor | None = None
     """A buffer that receivers read in place."""
     num_readers: int = 0
     is_elsewhere: bool = False
     """Whether another process published them."""
     written: WrittenVersion | None = None
-    """What the next version may be a delta to."""
+    """Base for the delta of the next version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +78,7 @@ def snapshot_of(
 
 
 async def opened(snapshot: PublishedSnapshot, check: Callable[[], None]) -> Snapshot:
-    """What was published, mapped here; its files have no names any more."""
+    """The published tensors, mapped here; their files have been removed."""
     await wait_written(snapshot.published, check)
     weights = tuple(await asyncio.to_thread(open_weights, asdict(snapshot.published)))
     snapshot.published.remove()
@@ -90,7 +89,7 @@ class WeightsDir:
     """The published versions, for all receivers of a machine (or, by `file`, of all machines)."""
 
     def __init__(self, kind: Kind, folder: Path, *, deltas: bool = True) -> None:
-        """`deltas`: files hold only what changed since the version before."""
+        """`deltas`: files hold only the changes since the previous version."""
         self.kind = kind
         self.deltas = deltas
         self.read: list[PublishedVersion] = []
@@ -98,24 +97,24 @@ class WeightsDir:
         self.folder = folder
         """Where folders of weights are made; removed by its owner."""
         self.release: Callable[[int], None] = lambda version: None
-        """Called when a version that another process holds on a GPU is not needed any more."""
+        """Called when a version that another process holds on a GPU is no longer needed."""
         self.check: Callable[[], None] = lambda: None
-        """Raises what ended the process that publishes."""
+        """Raises the failure of the process that publishes."""
         self.newest: PublishedVersion | None = None
         self.retained: dict[int, PublishedVersion] = {}
         """By version: written by another process, and not published yet."""
         self.writing = asyncio.Lock()
 
     def retain(self, snapshot: PublishedSnapshot) -> None:
-        """What another process wrote stays until a later version is published, also if this one
+        """Keeps the files of another process until a later version is published, even if this one
         never is."""
         self.retained[snapshot.version] = PublishedVersion(
             snapshot.published, (), is_elsewhere=True
         )
 
     def drop_all(self) -> None:
-        """The process that published is gone, and the next one goes back to an earlier version:
-        nothing of it is pulled any more."""
+        """Called when the publishing process is gone, and the next one returns to an earlier
+        version: none of its versions can be pulled any more."""
         ended = self._valid()
         self.retained, self.newest = {}, None
         self.release, self.check = lambda version: None, lambda: None
@@ -129,7 +128,7 @@ class WeightsDir:
     async def publish(
         self, version: int, weights: Iterable[tuple[str, Tensor]]
     ) -> PublishedVersion:
-        """Writes the weights, unless they were by an earlier call of the same object."""
+        """Writes the weights, unless an earlier call with the same object did."""
         async with self.writing:
             if self.newest is None or not is_same(self.newest, version, weights):
                 if isinstance(weights, PublishedSnapshot):
@@ -148,7 +147,7 @@ class WeightsDir:
 
     @contextmanager
     def reading(self, published: PublishedVersion) -> Iterator[PublishedWeights]:
-        """Within, it stays valid also if a newer one is published."""
+        """While active, the version stays valid even if a newer one is published."""
         published.num_readers += 1
         self.read.append(published)
         try:

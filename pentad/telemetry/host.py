@@ -1,4 +1,4 @@
-"""What this machine is and what this process uses of it, without loading torch."""
+"""Hardware, versions and memory use of this machine and process, without loading torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from pentad.core.machine import num_cores
 
 PACKAGES = (
     *("pentad", "torch", "transformers", "safetensors", "numpy", "tokenizers"),
@@ -26,7 +28,7 @@ def versions() -> dict[str, str]:
 
 @cache
 def _installed(name: str) -> str | None:
-    """Its version; a process asks for it at every start of a run."""
+    """The installed version; cached, because every start of a run reads it."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -34,13 +36,13 @@ def _installed(name: str) -> str | None:
 
 
 def hardware() -> dict[str, Any]:
-    """The machine. What cannot be read is null."""
+    """The machine's hardware. Values that cannot be read are null."""
     return {
         "host": platform.node(),
         "system": platform.platform(),
         "machine": platform.machine(),
         "cpu": _cpu_name(),
-        "num_cpus": len(os.sched_getaffinity(0)),
+        "num_cpus": num_cores(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
         "gpus": _gpu_names(),
     }
@@ -90,7 +92,7 @@ def _cpu_name() -> str | None:
 
 
 def _gpu_names() -> list[str]:
-    """From the NVIDIA driver's own files; empty where there is no driver."""
+    """GPU names from the files of the NVIDIA driver; empty without a driver."""
     names = []
     for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         found = re.search(r"^Model:\s*(.+)$", file.read_text(), re.M)

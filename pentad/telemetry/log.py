@@ -1,7 +1,7 @@
-"""Where log messages go: all of them to log.txt, warnings and notices to the screen as well.
+"""Routes log messages: all of them to log.txt, warnings and notices to the screen as well.
 
-What libraries have to say (Python warnings, transformers, torch and its compiler) goes to log.txt
-alone, unless it is an error. Warnings that repeat themselves are shown once, with a count.
+Messages of libraries (Python warnings, transformers, torch and its compiler) go to log.txt only,
+unless they are errors. Repeated warnings are shown once, with a count.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,15 +19,16 @@ from pentad.core.errors import visible
 
 FILE_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 NOTICE = {"is_notice": True}
-"""`extra` of a message that people should see although nothing is wrong."""
+"""`extra` of a message that is shown although nothing is wrong."""
 LONG_S = 5.0
-"""Work that took longer is said to be done."""
+"""Seconds after which the end of long work is announced too."""
 LIBRARIES = ("py", "transformers", "torch", "huggingface_hub", "datasets", "tokenizers", "vllm")
-"""First parts of the names of loggers that are not ours (Python's warnings are `py.warnings`)."""
+"""First parts of the names of other libraries' loggers (Python's warnings are `py.warnings`)."""
 
 
 REPEAT_S = 60.0
-"""A warning that differs from one of this long ago in numbers alone is counted, not shown."""
+"""A warning that differs only in numbers from one within this many seconds is counted, not
+shown."""
 
 
 @dataclass(slots=True)
@@ -37,7 +38,7 @@ class Shown:
     at: float
     text: str
     num_hidden: int = 0
-    """How many like it came since."""
+    """Number of similar warnings since."""
 
 
 class VisibleFormatter(logging.Formatter):
@@ -48,11 +49,9 @@ class VisibleFormatter(logging.Formatter):
 
 
 class ScreenHandler(logging.Handler):
-    """Writes to sys.stderr as it is at that moment: a live table redirects it above itself.
-
-    Of warnings that are alike the first is shown; the count of the others stands in the next one
-    that is, or in a line at the end.
-    """
+    """Writes to the current sys.stderr: a live table redirects it above itself. Of similar
+    warnings the first is shown; the count of the others is in the next one shown, or in a line
+    at the end."""
 
     def __init__(self, level: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(level)
@@ -78,7 +77,7 @@ class ScreenHandler(logging.Handler):
         super().close()
 
     def _unless_repeated(self, name: str, text: str) -> str:
-        """What to show; nothing where the like of it was shown a short while ago."""
+        """The text to show; None if a similar one was shown shortly before."""
         kind, now = (name, re.sub(r"[0-9]+", "#", text)), self.clock()
         before = self.warnings.get(kind)
         if before is not None and now - before.at < REPEAT_S:
@@ -89,9 +88,28 @@ class ScreenHandler(logging.Handler):
         return f"{text} ({num_hidden} like it before)" if num_hidden else text
 
 
+class LogFile(logging.FileHandler):
+    """A file that cannot be written, as on a full disk, is one line on the screen: the messages
+    that matter are there too, and the run's own failure stays the last line."""
+
+    is_reported = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.is_reported and sys.stderr is not None:
+            self.is_reported = True
+            sys.stderr.write(f"warning: {self.baseFilename} cannot be written: {error}\n")
+
+    def close(self) -> None:
+        with suppress(OSError):  # what is left in the buffer
+            super().close()
+
+
 @contextmanager
 def announced(log: logging.Logger, what: str) -> Iterator[None]:
-    """Says on the screen that something begins which may take long, and how long it took."""
+    """Announces on the screen the start of work that may take long, and its duration."""
     log.info("%s ...", what, extra=NOTICE)
     started = time.monotonic()
     yield
@@ -113,7 +131,7 @@ def log_to(path: Path) -> Iterator[None]:
     screen = ScreenHandler(logging.INFO)
     screen.addFilter(is_shown)
     screen.setFormatter(VisibleFormatter("%(message)s"))
-    file = logging.FileHandler(path, encoding="utf-8")
+    file = LogFile(path, encoding="utf-8")
     file.setFormatter(VisibleFormatter(FILE_FORMAT))
     file.setLevel(logging.INFO)
     old_level, ours = root.level, logging.getLogger("pentad")
@@ -137,7 +155,7 @@ def log_to(path: Path) -> Iterator[None]:
 
 @contextmanager
 def libraries_hushed() -> Iterator[None]:
-    """Loggers of libraries that write to the screen by handlers of their own hand on to ours."""
+    """Redirects library loggers with their own screen handlers to ours."""
     taken: list[tuple[logging.Logger, bool, logging.Handler]] = []
     for name, logger in list(logging.root.manager.loggerDict.items()):
         if not isinstance(logger, logging.Logger) or name.partition(".")[0] not in LIBRARIES:

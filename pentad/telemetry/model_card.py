@@ -1,5 +1,5 @@
-"""The card of a trained model: what it was trained from, on and by, read off the records of its
-run."""
+"""The card of a trained model: its base model, data and settings, and how it was trained, from the
+records of its run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pentad.core.hub import HubKind, HubName, hub_name
 from pentad.telemetry.steps import read_lines
 
 NUM_POINTS = 9
-"""Points of the reward curve in a card."""
+"""Number of points of the reward curve in a card."""
 ADAPTER = "adapter_config.json"
 
 
@@ -27,8 +27,8 @@ def model_card(
     task: str,
     defaults: Mapping[str, Any],
 ) -> str:
-    """Markdown with the hub's front matter. `task`: the command that trained; `defaults`: the
-    config of a run that sets nothing."""
+    """Markdown with the Hub's front matter. `task`: the command that trained; `defaults`: the
+    config of a run without keys."""
     config = manifest["config"]
     steps = [one for one in read_lines(run / "steps.jsonl") if not one.get("superseded")]
     kind = _kind(task, config)
@@ -53,12 +53,12 @@ def model_card(
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What a run did, as its card names it."""
+    """The kind of a run, as its card names it."""
 
     text: str
     tags: tuple[str, ...]
     curve: Mapping[str, str]
-    """Columns of the curve, and the fields of a record they are."""
+    """Columns of the curve, and their fields in a record."""
     label: str = "text-generation"
     has_rewards: bool = False
 
@@ -99,13 +99,13 @@ def _data(config: Mapping[str, Any]) -> list[str]:
 
 
 def _named(path: object, kind: HubKind) -> HubName | None:
-    """The hub's name in a record, which has its commit; None for a path."""
+    """The Hub name with its commit; None for a path."""
     found = hub_name(path, kind) if isinstance(path, str) else None
     return found if found is not None and found.revision else None
 
 
 def _rewards(config: Mapping[str, Any]) -> str:
-    """What gave the rewards of each environment."""
+    """The reward of each environment."""
     found = []
     for one in config["rollout"].get("workflows") or (config["rollout"],):
         fn = (one.get("reward") or config["reward"])["fn"]
@@ -131,7 +131,7 @@ def _facts(
 
 
 def _curve(steps: Sequence[Mapping[str, Any]], kind: _Kind) -> list[Sequence[object]]:
-    """Evenly chosen steps, the first and the last among them."""
+    """Evenly spaced steps, including the first and the last."""
     last = len(steps) - 1
     chosen = sorted({round(last * n / (NUM_POINTS - 1)) for n in range(NUM_POINTS) if steps})
     rows: list[Sequence[object]] = [("step", *kind.curve)]

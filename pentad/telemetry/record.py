@@ -262,6 +262,22 @@ class Funnel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Oversampled:
+    """Groups of a step that started more than it trains (`rollout.oversample`); null elsewhere. How
+    old carried tokens are when they are trained is in `rl.staleness`."""
+
+    started: int | None = about("groups started, carried ones included", "groups")
+    complete: int | None = about(
+        "groups that were complete when the step had enough; those beyond a batch are trained in "
+        "the next step",
+        "groups",
+    )
+    carried: int | None = about("groups cut off, which continue in the next step", "groups")
+    tokens_carried: int | None = about("tokens that these have already", "tokens")
+    max_carries: int | None = about("how often one of these was cut off, at most", "steps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     step: int = about("optimizer steps done, this one included: the first record has 1", "steps")
     generation: int = measured("number of earlier starts of the run")
@@ -326,6 +342,7 @@ class StepRecord:
     rl: Rl | None = about("")
     preference: Preference | None = about("")
     funnel: Funnel | None = about("")
+    oversampled: Oversampled | None = about("")
     evals: list[dict[str, Any]] | None = about(
         "evaluations finished since the previous record, each as its line in evals.jsonl"
     )
@@ -347,6 +364,7 @@ BLOCKS: dict[str, type] = {
     "rl": Rl,
     "preference": Preference,
     "funnel": Funnel,
+    "oversampled": Oversampled,
 }
 
 
@@ -369,7 +387,7 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def comparable(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record without what differs between two equal runs: timings and memory."""
+    """The record without the fields that differ between two equal runs: timings and memory."""
     kept = {name: value for name, value in record.items() if name not in _varying(StepRecord)}
     for block, cls in BLOCKS.items():
         if isinstance(kept.get(block), dict):
@@ -417,9 +435,11 @@ OTHER = "other"
 
 
 class PhaseTimer:
-    """Where the time of a step goes. A phase inside another stops the outer one's clock; time in no
-    phase is `other`, so the parts always sum to the whole. For one thread of control: phases that
-    overlap in time (two tasks of an event loop) need a timer each.
+    """Measures the phases of a step. A phase inside another pauses the outer one's clock; time in
+    no phase is `other`, so the parts always sum to the whole.
+
+    For one thread of control: phases that overlap in time (two tasks of an event loop) need
+    separate timers.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -450,7 +470,7 @@ class PhaseTimer:
         return {**named, OTHER: 1e3 * other}
 
     def _book(self) -> None:
-        """Gives the time since the last mark to the innermost open phase."""
+        """Adds the time since the last mark to the innermost open phase."""
         now = self.clock()
         name = self._open[-1] if self._open else OTHER
         self._totals[name] = self._totals.get(name, 0.0) + now - self._mark

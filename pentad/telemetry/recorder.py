@@ -33,19 +33,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RECORDS_KEPT = 50
-"""Latest records that alarms are looked for in; an alarm is repeated after as many steps."""
+"""Number of latest records in which alarms are searched; an alarm is repeated after as many
+steps."""
 
 FindAlarms = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], list[str]]
-"""(signs of the latest records, of the first one) -> sentences."""
+"""(fields of the latest records, of the first one) -> sentences."""
 
 
 def signs_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What alarms look at."""
+    """The fields that alarms read."""
     return {"loss": record["loss"], **record["rl"]}
 
 
 def note_effective(record: Mapping[str, Any], effective: dict[int, float]) -> None:
-    """Adds a step to the seconds by step that were worth something."""
+    """Adds a step to the effective seconds by step."""
     if not record["update_skipped"]:
         effective[record["step"]] = (record["wall_clock_ms"] or 0.0) / 1e3
     back = record.get("rolled_back_to")
@@ -54,8 +55,8 @@ def note_effective(record: Mapping[str, Any], effective: dict[int, float]) -> No
 
 
 LISTENERS: list[Callable[[dict[str, Any]], object]] = []
-"""Functions of this process that are given the record of every step; one that raises is reported
-and does not stop the run."""
+"""Functions of this process that are called with the record of every step; one that raises is
+reported and does not stop the run."""
 
 
 @contextmanager
@@ -90,21 +91,21 @@ class Recorder:
         self.answer_keys = answer_keys or {}
         self.find_alarms = find_alarms
         self.failures: dict[str, int] = {}
-        """What could not be done, and how often."""
+        """Failures of writing, and their counts."""
         self.generation = len(folder.manifest["starts"])
         self.opened_s = time.time()
         """When this start began, Unix time."""
         starts = folder.manifest["starts"] or [{"opened_s": self.opened_s}]
         self.first_opened_s: float | None = starts[0].get("opened_s")
         self._effective: dict[int, float] = {}
-        """Seconds of the steps that moved the weights and are still in them."""
+        """Seconds of the steps that moved the weights and were not undone."""
         self._open_files()
         self._new_evals: list[dict[str, Any]] = []
         self._first: Mapping[str, Any] | None = None
         self._recent: list[Mapping[str, Any]] = []
         self._alarmed: dict[str, int] = {}
         self._drawn: dict[str, set[int]] = {"steps": set(), "evals": set()}
-        """What superseded lines said before: a sink that cannot redraw has it."""
+        """Superseded lines: a sink that cannot redraw has already drawn them."""
         self._lock = threading.Lock()
 
     def _open_files(self) -> None:
@@ -113,7 +114,8 @@ class Recorder:
         self._steps, self._samples, self._evals, self._timeline = self._writers
 
     def resume(self, step: int) -> int:
-        """Continues after `step`; returns how many recorded steps will be done again. Once."""
+        """Continues after `step`; returns the number of recorded steps that will be repeated. Call
+        it once."""
         with self._lock:
             for writer in self._writers:
                 writer.close()
@@ -142,14 +144,14 @@ class Recorder:
             return len(redone)
 
     def evaluated(self) -> set[int]:
-        """The versions that evals.jsonl has."""
+        """The versions in evals.jsonl."""
         return {line["version"] for line in self.evaluations()}
 
     def evaluations(self) -> list[dict[str, Any]]:
         return read_lines(self.folder.file("evals.jsonl"))
 
     def state(self) -> dict[str, Any]:
-        """What the files do not say, as JSON values."""
+        """State that is not in the files, as JSON values."""
         with self._lock:
             return {"alarmed": dict(self._alarmed)}
 
@@ -158,7 +160,7 @@ class Recorder:
             self._alarmed = {kind: int(step) for kind, step in state["alarmed"].items()}
 
     def sync(self) -> None:
-        """All that was recorded so far outlives a power cut."""
+        """Flushes all records to disk."""
         with self._lock:
             for writer in self._writers:
                 self._try(writer.path.name, writer.sync)
@@ -196,7 +198,7 @@ class Recorder:
             return line
 
     def progress(self, text: str) -> None:
-        """Shows what is under way; it is not recorded."""
+        """Shows the work in progress; it is not recorded."""
         with self._lock:
             self._show(lambda screen: screen.progress(text))
 
@@ -245,7 +247,7 @@ class Recorder:
                 log.warning("step %d: %s", line["step"], sentence)
 
     def _show(self, act: Callable[[Screen], None]) -> None:
-        """A screen that fails is not tried again."""
+        """Draws on the screen; a screen that failed is not used again."""
         screen = self.screen
         if screen is None:
             return

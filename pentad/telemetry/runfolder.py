@@ -1,8 +1,8 @@
 """The folder of a run's records: its layout, its lock, and the checks before anything starts.
 
 `{fileroot}/logs/{user}/{experiment_name}/{trial_name}/` belongs to one run, which may be started
-several times. A second program on the same folder is refused with a sentence; so are a config that
-the caller does not take for the run's and, unless the run resumes, a folder that has steps.
+several times. A second program on the same folder is rejected; so are a config that does not fit
+the run and, unless the run resumes, a folder that has steps.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import pentad
 from pentad.core.errors import FULL, Problem, RunError, UserError, may_pass
 from pentad.core.files import write_atomic
+from pentad.core.folders import open_file
 from pentad.core.lock import NAME, FolderLock
 from pentad.core.machine import user_name
 from pentad.telemetry import host
@@ -32,7 +33,8 @@ FORMAT = 1
 
 
 def describe_start(**more: Any) -> dict[str, Any]:
-    """This start; `more` holds what the caller knows besides, such as the self-test's figures."""
+    """Describes this start; `more` has the caller's further facts, such as the figures of the
+    self-test."""
     package = Path(pentad.__file__).parent
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -46,7 +48,7 @@ def describe_start(**more: Any) -> dict[str, Any]:
 
 
 def working_folder() -> str | None:
-    """From which relative paths of the config count; None where it was deleted."""
+    """Base of the config's relative paths; None if it was deleted."""
     try:
         return str(Path.cwd())
     except FileNotFoundError:
@@ -54,7 +56,7 @@ def working_folder() -> str | None:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Whole or not at all."""
+    """Writes the file whole or not at all."""
     write_atomic(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
@@ -116,8 +118,8 @@ Weights are not here but in {checkpoints}.
 """
 
 AcceptConfig = Callable[[Mapping[str, Any]], list[str]]
-"""The config a run was last started with -> the differences to the present one that do not matter,
-in words. Raises UserError for those that do."""
+"""Compares the config of the last start with the present one: returns the differences that do not
+matter, in words. Raises UserError for those that do."""
 
 
 class RunFolder:
@@ -129,7 +131,7 @@ class RunFolder:
         self.path = path
         self.manifest = manifest
         self.changes: list[str] = []
-        """Keys of the config that differ from the start before, in words."""
+        """Keys of the config that differ from the previous start, in words."""
         self._current = current
         self._lock = lock
 
@@ -138,8 +140,8 @@ class RunFolder:
         return self.path / name
 
     def check_there(self) -> None:
-        """RunError if this is no longer the folder that was opened: it was deleted or moved,
-        and another program may have taken its place."""
+        """Raises RunError if this is not the folder that was opened: it was deleted or moved, and
+        another program may have replaced it."""
         if not self._lock.is_there():
             raise RunError(
                 f"run folder = {self.path}: was deleted or replaced while the run was active, so "
@@ -147,7 +149,7 @@ class RunFolder:
             )
 
     def add_start(self, start: Mapping[str, Any]) -> None:
-        """From here on the present config is that of the run."""
+        """Records this start; the present config is now that of the run."""
         changed = {"config_changes": self.changes} if self.changes else {}
         self.manifest |= self._current
         self.manifest["starts"].append({**start, **changed})
@@ -158,7 +160,7 @@ class RunFolder:
 
 
 def run_path(fileroot: str, experiment_name: str, trial_name: str, user: str | None = None) -> Path:
-    """Where the records of a run lie; by default under the login name."""
+    """The path of a run's records; by default under the login name."""
     user = user or user_name()
     return Path(fileroot).expanduser() / "logs" / user / experiment_name / trial_name
 
@@ -176,10 +178,12 @@ def open_run_folder(
     resumes: bool = False,
     has_checkpoint: bool = False,
 ) -> RunFolder:
-    """Makes or reopens the folder, or raises UserError. `exports` is where the run's models go, a
-    folder for each role. `fresh`: what is there, models too, is moved to earlier/ first. `resumes`:
-    steps that are there are continued; `has_checkpoint` says that models without records are those
-    of a run that can be continued."""
+    """Makes or reopens the folder, or raises UserError.
+
+    `exports` is the folder of the run's models, with a folder for each role. `fresh`: existing
+    files, models too, are first moved to earlier/. `resumes`: existing steps are continued;
+    `has_checkpoint`: models without records belong to a run that can be continued.
+    """
     try:
         lock = FolderLock(path, f"run folder = {path}")
     except OSError as error:
@@ -232,7 +236,8 @@ def _unwritable(path: Path, error: OSError) -> UserError | RunError:
 def _read_manifest(path: Path) -> dict[str, Any] | None:
     file = path / "manifest.json"
     try:
-        value = json.loads(file.read_text())
+        with open_file(file) as handle:
+            value = json.loads(handle.read())
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -269,8 +274,8 @@ def _check_exports(exports: Path | None) -> None:
 
 
 def set_aside(roots: Sequence[Path]) -> list[Path]:
-    """Moves all that is in these folders into earlier/001, 002, ... of each, under one number;
-    where that is, of those that had anything."""
+    """Moves all content of these folders into earlier/001, 002, ... of each, under one number;
+    returns the new folders of those that had any."""
     earlier = [int(entry.name) for root in roots for entry in (root / EARLIER).glob("[0-9]*")]
     number = max(earlier, default=0) + 1
     targets = []

@@ -1,4 +1,4 @@
-"""Which samples of a step people get to see, and how one is written down in samples.jsonl.
+"""Selection of a step's samples for display, and their format in samples.jsonl.
 
     {"step": 3, "pick": "best", "gid": 17, "index": 2, "environment": null, "epoch": 0,
      "attempt": 0, "question": "52341>", "prompt": "52341>", "expected": "12345",
@@ -97,19 +97,19 @@ def _expected(prompt: Prompt, answer_key: str) -> str | None:
 
 
 def question_of(prompt: Prompt) -> str:
-    """What the user asks, for people."""
+    """The user's question in a readable form."""
     texts = [message.get("content") for message in prompt.messages if message["role"] == "user"]
     return texts[-1] if texts and isinstance(texts[-1], str) else prompt.text
 
 
 def transcript_of(line: Mapping[str, Any]) -> str:
-    """All that was said after the question, the environment's words in brackets."""
+    """The conversation after the question, with the environment's messages in brackets."""
     turns = line.get("turns") or [["assistant", line["text"]]]
     return "\n".join(text if role == "assistant" else f"[{role}: {text}]" for role, text in turns)
 
 
 def cells_of(line: Mapping[str, Any]) -> dict[str, Any]:
-    """What a table of samples shows of one, by column."""
+    """Table cells of a sample, by column."""
     given = line.get("reward_parts") or {}
     parts = ", ".join(f"{name} {value:.3g}" for name, value in given.items())
     return {

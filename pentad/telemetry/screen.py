@@ -1,7 +1,7 @@
-"""What people watch: a live table on a terminal, plain aligned lines elsewhere.
+"""The screen of a run: a live table on a terminal, plain aligned lines elsewhere.
 
-Everything is drawn from records as steps.jsonl, evals.jsonl and samples.jsonl hold them, so the
-picture of a running, a finished and a crashed run is the same. Readable at 80 columns.
+Everything is drawn from records as in steps.jsonl, evals.jsonl and samples.jsonl, so a running, a
+finished and a crashed run look the same. Readable at 80 columns.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ ROWS_SHOWN = 8
 SPARK_WIDTH = 40
 SAMPLE_WIDTH = 74
 SAMPLE_LINES = 3
-"""One of the question, two of the answer."""
+"""One line for the question, two for the answer."""
 MAX_TURNS = 5
-"""Lines of a conversation."""
+"""Maximum lines of a conversation."""
 HEADER_EVERY = 25
-"""Plain lines between two headers."""
+"""Number of plain lines between two headers."""
 ETA_STEPS = 20
-"""Steps whose mean duration is expected to continue."""
+"""Number of steps whose mean duration is the base of the estimated end."""
 BLOCKS = "".join(chr(0x2581 + i) for i in range(8))
 ASCII_BLOCKS = "_.-=+*#@"
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One number of a record: header, path, width, and how it is written."""
+    """One number of a record: header, path, width, and its format."""
 
     title: str
     path: str
@@ -90,11 +90,12 @@ COLUMNS = (
     Column("sec", "wall_clock_ms", 5, seconds),
 )
 RL_LEAVES_OUT = {"loss", "rl.truncated_share"}
-"""What the RL picture lacks at 80 columns: the loss of a policy gradient says nothing by itself."""
+"""Columns that RL runs leave out at 80 columns: the loss of a policy gradient carries no
+information by itself."""
 
 
 def columns_for(records: Sequence[Record]) -> list[Column]:
-    """The columns that have a value in some record."""
+    """The columns with a value in some record."""
     has_rl = any(look_up(record, "rl.reward_mean") is not None for record in records)
     columns = [c for c in COLUMNS if not (has_rl and c.path in RL_LEAVES_OUT)]
     return [c for c in columns if any(look_up(r, c.path) is not None for r in records)]
@@ -108,7 +109,7 @@ def look_up(record: Record, path: str) -> float | None:
 
 
 class Picture:
-    """What a screen shows; `draw` renders it."""
+    """The content of a screen; `draw` renders it."""
 
     def __init__(self, title: str, total_steps: int) -> None:
         self.title = title
@@ -120,7 +121,7 @@ class Picture:
         self.best: Record | None = None
         self.worst: Record | None = None
         self.under_way = ""
-        """The step that is not recorded yet, in words."""
+        """The step in progress, in words."""
 
     def resume(self, records: Sequence[Record], evals: Sequence[Record]) -> None:
         for record in records:
@@ -144,7 +145,7 @@ class Picture:
 
     @property
     def curve(self) -> tuple[str, str, list[float]]:
-        """Name, path and values of what the run is about: its reward, or else its loss."""
+        """Name, path and values of the main curve: the reward, or else the loss."""
         if self.rewards:
             return "reward", "rl.reward_mean", self.rewards
         return "loss", "loss", self.losses
@@ -224,8 +225,8 @@ def _sample_panel(sample: Record, style: str) -> Panel:
 
 
 def sample_lines(sample: Record) -> list[str]:
-    """Question and answer on few lines, the middle of long ones left out; of a conversation a line
-    a turn."""
+    """Question and answer on few lines, with the middle of long ones left out; a conversation has a
+    line per turn."""
     question = one_line(sample.get("question", sample["prompt"]), SAMPLE_WIDTH)
     if turns := sample.get("turns"):
         said = [one_line(f"{role}: {text}", SAMPLE_WIDTH) for role, text in turns]
@@ -256,7 +257,7 @@ def eval_text(record: Record) -> str:
 
 
 def sparkline(values: Sequence[float], *, ascii_only: bool = False) -> str:
-    """The whole curve in one line: means over equal stretches."""
+    """The whole curve in one line: means over equal intervals."""
     width = min(SPARK_WIDTH, len(values))
     edges = [i * len(values) // width for i in range(width + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
@@ -284,20 +285,20 @@ def clock(value_s: float | None) -> str:
 
 
 class Screen(ABC):
-    """A picture as people see it while it changes."""
+    """A picture that is updated during a run."""
 
     def __init__(self, picture: Picture) -> None:
         self.picture = picture
 
     def resume(self, records: Sequence[Record], evals: Sequence[Record]) -> None:
-        """What an earlier start of the run recorded, without what is done again."""
+        """Takes the records of an earlier start, without those of repeated steps."""
         self.picture.resume(records, evals)
 
     def samples(self, lines: Sequence[Record]) -> None:
         self.picture.take_samples(lines)
 
     def progress(self, text: str) -> None:
-        """What is under way, where the screen can take it back."""
+        """Shows the work in progress, if the screen can erase it."""
         self.picture.under_way = text
 
     @abstractmethod
@@ -311,7 +312,7 @@ class Screen(ABC):
 
 
 class LiveScreen(Screen):
-    """Redraws in place. Text that others print appears above."""
+    """Redraws in place. Other output of the program appears above."""
 
     def __init__(self, picture: Picture, console: Console) -> None:
         super().__init__(picture)
@@ -345,7 +346,7 @@ class LiveScreen(Screen):
 
 
 class PlainScreen(Screen):
-    """One line a step, for files and pipes."""
+    """One line per step, for files and pipes."""
 
     def __init__(self, picture: Picture, stream: TextIO) -> None:
         super().__init__(picture)
@@ -371,7 +372,7 @@ class PlainScreen(Screen):
         self._say_evaluations(record["step"])
 
     def evaluation(self, record: Record) -> None:
-        """After the line of the step whose weights it is about."""
+        """Prints it after the line of the step of its weights."""
         self.picture.evals.append(record)
         self.early.append(record)
         self._say_evaluations(self.picture.records[-1]["step"] if self.picture.records else 0)

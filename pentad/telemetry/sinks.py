@@ -1,7 +1,6 @@
-"""Where records go besides the run folder: TensorBoard, Weights & Biases, Trackio. None can stop a
-run.
+"""Further destinations of records: TensorBoard, Weights & Biases, Trackio. None can stop a run.
 
-Each sink lives on a thread of its own. One that raises, or does not keep up, is switched off and
+Each sink runs in a separate thread. One that raises, or does not keep up, is switched off and
 reported once; steps.jsonl always has everything.
 """
 
@@ -22,31 +21,31 @@ from pentad.telemetry.section import TrackioConfig, WandbConfig
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 256
-"""Records a slow sink may be behind."""
+"""Maximum number of records that a slow sink may be behind."""
 MAX_WRITE_S = 120.0
-"""A single write (or the sink's start) may take this long."""
+"""Time limit of a single write, or of the sink's start, in seconds."""
 CLOSE_S = 10.0
-"""What a sink gets at the end to write what is left."""
+"""Time limit at the end for writing the rest, in seconds."""
 
 
 class Sink(Protocol):
-    """Takes numbers by path, `rl/reward_mean`, at a step, and what the policy said there."""
+    """Receives numbers by path, `rl/reward_mean`, at a step, and samples of the step."""
 
     def resume(self, step: int) -> None:
-        """What was drawn beyond `step` will be drawn again."""
+        """Points beyond `step` will be drawn again."""
         ...
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
     def write_samples(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Lines as samples.jsonl has them."""
+        """Writes lines of samples.jsonl."""
         ...
 
     def close(self) -> None: ...
 
 
 class BackgroundSink:
-    """A sink made and fed on its own daemon thread."""
+    """A sink created and called on its own daemon thread."""
 
     def __init__(
         self,
@@ -62,7 +61,7 @@ class BackgroundSink:
         self.clock = clock
         self.max_write_s = max_write_s
         self.can_redraw = can_redraw
-        """Whether points that come again replace those that are there."""
+        """Whether repeated points replace earlier ones."""
         self.is_off = False
         self._make = make
         self._busy_since: float | None = clock()
@@ -96,7 +95,7 @@ class BackgroundSink:
             self._switch_off(f"it is {self._waiting.maxsize} records behind")
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Lets the sink finish, for a while."""
+        """Lets the sink finish, within CLOSE_S."""
         if self.is_off:
             return
         try:
@@ -136,7 +135,7 @@ def build_sinks(
     trackio: TrackioConfig | None = None,
     run_name: str = "",
 ) -> Sequence[BackgroundSink]:
-    """The sinks that are configured. One whose library is missing is a UserError, at the start."""
+    """The configured sinks. A missing library is a UserError at the start."""
     sinks = []
     if tensorboard:
         try:

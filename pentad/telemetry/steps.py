@@ -1,8 +1,10 @@
-"""JSON-lines files of a run (steps, samples, evaluations): appended whole lines, read back safely.
+"""JSON-lines files of a run (steps, samples, evaluations): whole lines are appended and read back
+safely.
 
-A line is on disk for any reader as soon as `append` returns. A crash can tear the last line only:
-readers pass over it, and opening the file to append cuts it off, so it never merges with the next.
-Lines of steps that a resumed run did again stay, marked `superseded`, and readers pass over them.
+A line is visible to any reader as soon as `append` returns. A crash can leave only the last line
+incomplete: readers skip it, and opening the file for appending removes it, so it never merges with
+the next. Lines of steps that a resumed run repeated stay, marked `superseded`, and readers skip
+them.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class LineWriter:
         self.size += len(line)
 
     def sync(self) -> None:
-        """What was appended outlives a power cut from here on."""
+        """Flushes the file to disk."""
         os.fsync(self.file)
 
     def close(self) -> None:
@@ -46,14 +48,14 @@ class LineWriter:
 
 
 def read_lines(path: Path, *, superseded: bool = False) -> list[dict[str, Any]]:
-    """Every whole line that is not superseded (or all); none if there is no file. A broken line
+    """Every complete line that is not superseded (or all); none without a file. A broken line
     before the last is an error."""
     return [line for line in _lines(path) if superseded or not line.get("superseded")]
 
 
 def supersede(path: Path, *, after: int, key: str = "step") -> set[int]:
-    """Marks the lines beyond step (or version) `after`, which a resumed run does again; which they
-    are. For a file that no writer has open."""
+    """Marks the lines beyond step (or version) `after`, which a resumed run repeats; returns them.
+    For a file that no writer has open."""
     redone = {line[key] for line in read_lines(path) if line[key] > after}
     if not redone:
         return redone

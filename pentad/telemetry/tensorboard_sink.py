@@ -25,7 +25,7 @@ class TensorBoardSink:
         self.writer = EventFileWriter(str(folder), flush_secs=FLUSH_S)
 
     def resume(self, step: int) -> None:
-        """The viewer forgets the points after it."""
+        """TensorBoard discards the points after it."""
         start = SessionLog(status=SessionLog.START)
         self.writer.add_event(Event(wall_time=time.time(), step=step + 1, session_log=start))
 
@@ -36,7 +36,7 @@ class TensorBoardSink:
         )
 
     def write_samples(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
-        """One text a step, in the form that TensorBoard's text tab reads."""
+        """One text per step, for TensorBoard's text tab."""
         content = TextPluginData(version=0).SerializeToString()
         plugin = SummaryMetadata.PluginData(plugin_name="text", content=content)
         text = TensorProto(
@@ -56,7 +56,7 @@ class TensorBoardSink:
 
 
 def as_markdown(line: Mapping[str, Any]) -> str:
-    """A sample under its pick and reward; indented, so that its own marks are shown as they are."""
+    """A sample under its pick and reward; indented, so that its own Markdown is shown unchanged."""
     cells = cells_of(line)
     said = f"{cells['question']}\n\n{cells['answer']}"
     if cells["expected"]:

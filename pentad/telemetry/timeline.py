@@ -1,7 +1,7 @@
-"""What the processes of a run did and waited for, in spans of time: the lines of timeline.jsonl.
+"""The timeline of a run's processes, as spans of work and of waits: the lines of timeline.jsonl.
 
-The process that leads a run notes a span wherever it has another one work or waits for something;
-the recorder takes the spans with every step. A span costs microseconds, and what a line holds is
+The scheduler's process notes a span wherever it lets another one work or waits for something; the
+recorder takes the spans with every step. A span costs microseconds, and the size of a line is
 bounded.
 """
 
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_SPANS = 1000
-"""Spans in one line of the file: the longest are kept."""
+"""Maximum number of spans in one line of the file: the longest are kept."""
 JOIN_S = 0.005
-"""Spans of the same words, numbers aside, with a shorter gap between them are one."""
+"""Spans with equal words (numbers aside) and a shorter gap are joined."""
 GATES = "rollout waits"
 """The lane of the gates that kept prompts from being admitted."""
 
@@ -53,11 +53,11 @@ class TimedSpan:
     begin: float
     end: float
     num_open: int = 1
-    """Times it was begun and not ended: what overlaps under the same words is one span."""
+    """Times it was begun and not ended: overlapping spans with the same words are one."""
 
 
 class Timeline:
-    """Spans since they were last taken. Any thread may note one."""
+    """Spans since they were last taken. Any thread may add one."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.clock = clock
@@ -88,7 +88,7 @@ class Timeline:
             self._done.append(TimedSpan(lane, what, begin, end))
 
     def take(self) -> dict[str, Any]:
-        """Fields of a line, without the step. What is still open is cut here."""
+        """The fields of a line, without the step. Open spans are cut here."""
         with self._lock:
             now, spans = self.clock(), list(self._done)
             self._done.clear()
@@ -122,7 +122,7 @@ def _ms(*seconds: float) -> list[int]:
 
 
 def gate_of(what: str) -> str:
-    """The name of a closed gate, of the words that say what opens it."""
+    """The name of a closed gate, from the description of what opens it."""
     return what.partition(":")[0]
 
 
@@ -136,4 +136,4 @@ def gates_of(line: Mapping[str, Any]) -> dict[str, float] | None:
 
 
 timeline = Timeline()
-"""This process's own: it leads one run at a time."""
+"""The timeline of this process, which leads one run at a time."""

@@ -67,20 +67,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class RunSummary:
-    """What a run leaves."""
+    """Results of a run: its folders and figures."""
 
     records: Path
     """The run folder."""
     model: Path
-    """The last HF export; of a run that only samples, the folder of its groups."""
+    """The last HF export; for a run that only samples, the folder of its groups."""
     num_steps: int
     evals: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """A run whose folder is ours and whose records are being written: what it has besides its
-    learners and its data."""
+    """A run that owns its run folder and writes its records: everything it has besides learners and
+    data."""
 
     config: Config
     stack: ExitStack
@@ -96,7 +96,7 @@ class RunContext:
     saves_beside: bool
     device: torch.device
     layout: Layout
-    """The actor's."""
+    """The layout of the actor."""
 
     def frequency(self, config: FrequencyConfig) -> Frequency:
         return Frequency(
@@ -112,7 +112,7 @@ class RunContext:
         return Tiers(self.checkpoints, remote, keep_last=recover.keep_last, is_again=is_restart())
 
     def batch_keeper(self, size: RunSize) -> BatchKeeper:
-        """Keeps what a replay of this start's steps needs."""
+        """Keeps the batches that a replay of this start's steps needs."""
         facts = {
             "generation": self.recorder.generation,
             "config": record_values(self.config),
@@ -122,7 +122,7 @@ class RunContext:
         return BatchKeeper(self.folder.file("batches/"), self.config.telemetry.keep_batches, facts)
 
     def started(self, trained: int, **facts: Any) -> None:
-        """Notes this start, and what was found out before its first step, in the manifest."""
+        """Writes this start, and the findings before its first step, to the manifest."""
         saving = "async" if self.saves_beside else "sync"
         generation = self.recorder.generation
         more = {"from_step": trained, "generation": generation, "saver_mode": saving}
@@ -132,7 +132,7 @@ class RunContext:
 
 
 class RunData(Protocol):
-    """What a run samples from or learns from."""
+    """The data that a run samples prompts from or trains on."""
 
     def summary(self) -> str: ...
 
@@ -156,7 +156,7 @@ def open_run(
     dims: ModelDims,
     device: torch.device,
 ) -> Iterator[RunContext]:
-    """Takes the run folder, opens log, sinks and screen, and always closes them."""
+    """Locks the run folder and opens log, sinks and screen; always closes them."""
     size, layout = config.train_dataset.batch_size, config.layout("actor")
     steps_per_epoch = data.steps_per_epoch(size)
     num_steps = config.total_train_steps or steps_per_epoch * config.total_train_epochs
@@ -249,8 +249,8 @@ def log_start(
 
 @contextmanager
 def noted_end(folder: RunFolder, checkpoints: Path, *, is_last: bool = True) -> Iterator[None]:
-    """How this start of the run ended goes to its log and to exit.json; a refusal of the operating
-    system is a sentence. `is_last`: the run is complete after this part of it."""
+    """Writes how this start of the run ended to its log and to exit.json. An OSError becomes one
+    sentence. `is_last`: the run is complete after this part of it."""
     marker = folder.file("exit.json")
     marker.unlink(missing_ok=True)
 
@@ -287,7 +287,8 @@ def noted_end(folder: RunFolder, checkpoints: Path, *, is_last: bool = True) -> 
 
 
 def writes_beside(config: Config, device: torch.device, layout: Layout) -> bool:
-    """Whether saves are written while training continues; warns where `auto` finds no room."""
+    """Whether saves are written while training continues; warns if `auto` finds too little
+    memory."""
     local = min(layout.world, config.cluster.n_gpus_per_node or layout.world)
     own = local * min((host.rss_gb() or 0.0) * 1e9, PROCESS_BYTES[kind_of(device)])
     here = Device(kind_of(device), host_memory()[1], "this machine")
@@ -307,7 +308,7 @@ def export_size(config: Config, dims: ModelDims, device: torch.device) -> float:
 
 
 def start_screen(title: str, num_steps: int) -> Screen | None:
-    """None without an output: a closed pipe or terminal is no reason not to train."""
+    """The screen; None without an output: a closed pipe or terminal must not stop training."""
     if sys.stdout is None:
         return None
     try:
@@ -318,7 +319,7 @@ def start_screen(title: str, num_steps: int) -> Screen | None:
 
 
 def place_of(device: torch.device, layout: Layout) -> dict[str, Any]:
-    """What numbers may differ by in their last bits."""
+    """The hardware and library versions on which the last bits of numbers may depend."""
     name = gpu_name(device) if device.type == "cuda" else host.hardware()["cpu"]
     return {
         "device": name or device.type,

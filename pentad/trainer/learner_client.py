@@ -19,7 +19,7 @@ from pentad.runtime.awake import awake_s
 T = TypeVar("T")
 
 CAUSE_S, LOOK_S = 5.0, 0.1
-"""How long the loss of a learner may take to be known after what follows from it."""
+"""How long after a follow-up failure the loss of a learner may still be reported, in seconds."""
 
 
 class Carrier(Protocol):
@@ -43,7 +43,7 @@ class Carrier(Protocol):
 
     @property
     def device(self) -> Any:
-        """Where the learner computes."""
+        """The learner's device."""
         ...
 
     def call(self, method: str, **arguments: Any) -> Any: ...
@@ -51,7 +51,7 @@ class Carrier(Protocol):
     def ask(self, method: str, **arguments: Any) -> Any: ...
 
     def check(self) -> None:
-        """Raises what ended the learner between calls."""
+        """Raises the failure that ended the learner between calls, if there is one."""
         ...
 
 
@@ -67,20 +67,21 @@ class LearnerClient:
         carrier.is_stopping = lambda: self.is_stopping()
         self.queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self.since: float | None = None
-        """When the call under way began."""
+        """When the call in progress began."""
         self.is_given_up = False
-        """Set by who will not wait for the call under way."""
+        """Set by a caller that no longer waits for the call in progress."""
         self.thread: threading.Thread | None = None
-        """Started with the first call that an event loop makes."""
+        """Started by the first call from an event loop."""
 
     # Calls
 
     def call_all(self, method: str, **arguments: Any) -> Any:
-        """On all ranks of the learner; JSON in, JSON out. Waits for the answer, rank 0's."""
+        """Calls a method on all ranks of the learner; JSON in, JSON out. Waits for the answer of
+        rank 0."""
         return self.carrier.call(method, **arguments)
 
     def query(self, method: str, **arguments: Any) -> Any:
-        """Asks rank 0 alone, at any time."""
+        """Calls rank 0 only; allowed at any time."""
         return self.carrier.ask(method, **arguments)
 
     async def call(self, method: str, **arguments: Any) -> Any:
@@ -88,7 +89,7 @@ class LearnerClient:
         return await self.run(lambda: self.call_all(method, **arguments))
 
     async def run(self, function: Callable[[], T]) -> T:
-        """For what makes several calls, or must not be made beside one."""
+        """Runs a function that makes several calls, or must not run beside a call."""
         if self.thread is None:
             self.thread = threading.Thread(target=self._work, name=self.name, daemon=True)
             self.thread.start()
@@ -109,7 +110,7 @@ class LearnerClient:
             self.since = None
 
     def close(self, limit_s: float) -> None:
-        """Waits for the call under way, as long as it has not taken `limit_s` in all."""
+        """Waits for the call in progress, until that call has taken `limit_s` in total."""
         if self.thread is None:
             return
         self.queue.put(None)
@@ -123,7 +124,7 @@ class LearnerClient:
 
     @property
     def device(self) -> Any:
-        """Where the learner computes."""
+        """The learner's device."""
         return self.carrier.device
 
     @property
@@ -138,7 +139,7 @@ class LearnerClient:
 
     @property
     def is_alone(self) -> bool:
-        """Whether the learner is one rank in this process, which nothing else watches."""
+        """Whether the learner is one rank in this process, which no other process monitors."""
         return self.carrier.is_alone
 
     @property
@@ -148,7 +149,7 @@ class LearnerClient:
 
     @property
     def is_gone(self) -> bool:
-        """Whether there is no rank left that a question could be put to."""
+        """Whether no rank is left that could answer."""
         return self.is_broken and self.is_remote
 
     @property
@@ -157,12 +158,12 @@ class LearnerClient:
         return self.carrier.straggler
 
     def check(self) -> None:
-        """Raises what ended the learner between calls."""
+        """Raises the failure that ended the learner between calls, if there is one."""
         self.carrier.check()
 
     async def find_cause(self) -> None:
-        """Raises what ended the learner, if that becomes known within CAUSE_S: for failures that
-        may follow from it."""
+        """Raises the failure that ended the learner, if it becomes known within CAUSE_S. Called for
+        failures that may be a consequence of it."""
         for _ in range(round(CAUSE_S / LOOK_S) if self.is_remote else 0):
             self.check()
             await asyncio.sleep(LOOK_S)

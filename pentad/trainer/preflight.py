@@ -1,4 +1,4 @@
-"""What must hold before a run starts and is known only with torch at hand; checked all at once."""
+"""Checks before a run starts that need torch; all problems are reported at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from pentad.data.prompts import Prompts, PromptStream, open_prompts
 from pentad.data.render import DataSource
 from pentad.data.section import DatasetConfig
 from pentad.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
-from pentad.models.families import no_sampler_for
 from pentad.rewards.section import REWARD_NAMES, RewardConfig
 from pentad.rl.section import AlgorithmSettings
 from pentad.rollout.environments import tools_of
@@ -50,7 +49,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """The inputs of a run, read and found good."""
+    """The inputs of a run, read and checked."""
 
     dims: ModelDims
     tokenizer: Tokenizer
@@ -64,10 +63,10 @@ class Checked:
 class CheckedEnvironment:
     name: str
     config: Config
-    """As if it were the only one of the run."""
+    """The config of the run with this environment as its only one."""
     workflow: Workflow
     stream: PromptStream | None
-    """None where it is only evaluated."""
+    """None if the environment is only evaluated."""
     valid: PromptStream | None
 
 
@@ -78,7 +77,7 @@ def size_of(config: Config, checked: Checked, num_steps: int) -> RunSize:
 
 
 class Collector:
-    """Runs checks that may raise, and keeps the problems of all."""
+    """Runs checks that may raise, and collects the problems of all."""
 
     def __init__(self) -> None:
         self.problems: list[Problem | str] = []
@@ -96,13 +95,13 @@ class Collector:
 
 
 def check_train(config: Config, device: torch.device) -> Checked:
-    """Everything the run reads, or one UserError with every problem."""
+    """Checks everything the run reads; raises one UserError with every problem."""
     checks = Collector()
     checks.problems += start_problems(config, device, "train")
     path = config.model_folder()
     algorithm = config.algorithm.settings
     checks.attempt(lambda: config.register_models())
-    dims = checks.attempt(lambda: sampled_dims(config, path))
+    dims = checks.attempt(lambda: trained_dims(config, path))
     tokenizer = checks.attempt(lambda: tokenizer_of(config))
     found = []
     if dims is not None and tokenizer is not None:
@@ -130,7 +129,7 @@ def check_environment(
     tokenizer: Tokenizer | None,
     checks: Collector,
 ) -> CheckedEnvironment | None:
-    """Its workflow, prompts and reward, tried; None where something is wrong with them."""
+    """Checks and tries an environment's workflow, prompts and reward; None if it has problems."""
     config, stream, valid = as_only(whole, keys), None, None
     workflow = checks.attempt(lambda: load_workflow(config.rollout.workflow, config.rollout.agent))
     if keys.reward_key == "reward" and keys.name and rewards_itself(workflow):
@@ -152,7 +151,7 @@ def check_environment(
 
 
 def held_out(found: Sequence[CheckedEnvironment]) -> Prompts | None:
-    """The held-out prompts of all environments, each once in an epoch."""
+    """The held-out prompts of all environments, each once per epoch."""
     streams = [one.valid for one in found if one.valid is not None]
     if len(streams) > 1:
         return MixedPrompts(streams, [len(stream) for stream in streams])
@@ -166,19 +165,19 @@ def rewards_itself(workflow: Workflow | None) -> bool:
 def start_problems(
     config: Config, device: torch.device, command: RunCommand
 ) -> list[Problem | str]:
-    """What the config asks of this version and this machine in vain; reads no data."""
+    """Settings that this version or this machine does not support; reads no data."""
     return RULES.problems(config, start_facts(device, command))
 
 
 def start_facts(device: torch.device, command: RunCommand) -> RunFacts:
-    """All facts that rules ask for, of a run that computes on this device."""
+    """All facts that the rules need, for a run that computes on this device."""
     is_torchrun, has_agents = rank_from_environment() is not None, NODES in os.environ
     start = StartFacts(torch.cuda.device_count(), is_torchrun, has_agents)
     return RunFacts(command=command, device=kind_of(device), start=start)
 
 
 def facts_here(config: Config, command: RunCommand) -> RunFacts:
-    """Those of this machine; a Slurm job runs on others."""
+    """The facts of this machine; a Slurm job runs on other machines."""
     if config.scheduler.type == "slurm":
         return RunFacts(command=command)
     return start_facts(pick_device(), command)
@@ -190,8 +189,9 @@ def the_remote_store_answers(config: Config, facts: RunFacts) -> list[Problem | 
 
 
 def remote_problems(config: Config) -> list[Problem | str]:
-    """A store that does not answer, or not to us; checked once the keys themselves are right. One
-    that may answer later is no problem for a run with a local checkpoint: `Tiers` notes it."""
+    """Reports a remote store that does not answer or rejects the credentials; checked once the keys
+    are valid. A store that may answer later is no problem for a run with a local checkpoint:
+    `Tiers` notes it."""
     uri = config.checkpoint.remote_uri
     if uri is None or checkpoint_rules.RULES.problems(config, RunFacts(command="train")):
         return []
@@ -220,15 +220,6 @@ def servers_can_start(config: Config, facts: RunFacts) -> list[Problem | str]:
 
 def kind_of(device: torch.device) -> DeviceKind:
     return "cuda" if device.type == "cuda" else "cpu"
-
-
-def sampled_dims(config: Config, path: str) -> ModelDims:
-    """Dims of a model that is trained and sampled; the embedded sampler runs model files only."""
-    dims = trained_dims(config, path)
-    rollout = config.allocation.find("rollout")
-    if not dims.is_whole and rollout is not None and rollout.backend == "embedded":
-        raise UserError(no_sampler_for(dims.family, config.allocation_mode))
-    return dims
 
 
 def train_stream(
@@ -269,7 +260,8 @@ def valid_stream(
 
 
 def with_tools(source: DataSource, workflow: Workflow | None) -> DataSource:
-    """Prompts show the tools of the workflow too; one that makes its own prompts shows its own."""
+    """Adds the workflow's tools to the prompts; a workflow that makes its own prompts adds its own
+    tools."""
     if isinstance(workflow, OwnPrompts) and not hasattr(workflow, "tools"):
         return replace(source, data=source.data.model_copy(update={"tools_key": None}))
     return source if workflow is None else replace(source, tools=tools_of(workflow))
@@ -297,7 +289,8 @@ def vocabulary_problems(
 
 
 def token_problems(config: Config, tokenizer: Tokenizer) -> list[Problem]:
-    """Reference and teacher score the actor's token ids, so their tokenizers must map ids alike."""
+    """Reference and teacher score the actor's token ids, so their tokenizers must map ids
+    equally."""
     problems = []
     for key, path in frozen_paths(config).items():
         if path is None or not any((Path(path) / name).is_file() for name in TOKENIZER_FILES):
@@ -312,7 +305,7 @@ def token_problems(config: Config, tokenizer: Tokenizer) -> list[Problem]:
 
 
 def reward_problems(config: Config, workflow: Workflow | None) -> list[Problem]:
-    """An environment class gives the reward, or `reward.fn` does."""
+    """Checks that a reward exists: from an environment class, or from `reward.fn`."""
     facts = getattr(workflow, "facts", None)
     if facts is None:
         return []
@@ -329,7 +322,7 @@ def reward_problems(config: Config, workflow: Workflow | None) -> list[Problem]:
 def history_problems(
     config: Config, keys: EnvironmentKeys, workflow: Workflow | None
 ) -> list[Problem]:
-    """Earlier turns can be written by the template where it writes the prompt too."""
+    """Earlier turns need a chat template if the prompt is rendered with one."""
     where, spec = "rollout.history = template", config.rollout.workflow
     if config.rollout.history != "template" or spec == "single_turn" or workflow is None:
         return []
@@ -353,7 +346,7 @@ def history_problems(
 def answer_problems(
     config: Config, stream: PromptStream | None, data: DatasetConfig | None
 ) -> list[Problem]:
-    """Built-in rewards compare with a column: every row must have it, if rows are known now."""
+    """Built-in rewards compare with a column: every row must have it, if the rows are known now."""
     built_in = [fn for fn in config.reward.functions if fn in REWARD_NAMES]
     is_asked = built_in and config.rollout.workflow == "single_turn"
     if stream is None or data is None or stream.prompts is None or not is_asked:

@@ -1,4 +1,4 @@
-"""The record of a step, from what the step did."""
+"""Makes the record of a step."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from pentad.telemetry.record import (
     Infra,
     Kernel,
     MemoryUse,
+    Oversampled,
     PhaseTimer,
     Preference,
     Rl,
@@ -43,19 +44,20 @@ class TrainedBatch:
     """One finished step, for the records."""
 
     batch: int
-    """The step, counted from 0."""
+    """Number of the step, from 0."""
     facts: BatchFacts
     timer: PhaseTimer
     groups: list[Group] = field(default_factory=list)
     """Empty for examples."""
     funnel: PromptFunnel | None = None
-    """As it was when the batch was done; the next one may be under way by now."""
+    """The funnel when the batch was done; the next batch may be in progress by now."""
     progress: DataProgress | None = None
-    """Where the data stood when it was done: what belongs to the weights after it."""
+    """Progress of the data when the batch was done; it belongs to the weights after the batch."""
+    oversampled: Oversampled | None = None
     is_off_policy: bool = False
-    """Whether it is unknown which weights drew the groups."""
+    """Whether the weight versions that sampled the groups are unknown."""
     num_samples: int | None = None
-    """Where rows are parts of samples."""
+    """Number of samples, if rows are parts of samples."""
     rows_digest: str | None = None
     preference: Mapping[str, float | None] | None = None
     """Fields of `telemetry.record.Preference`."""
@@ -68,7 +70,7 @@ class TrainedBatch:
 
 @dataclass(eq=False)
 class StepRecorder:
-    """Knows what stays the same over a run: the model, its layout, and the peak of a device."""
+    """Holds what is constant over a run: the model, its layout, and the peak of a device."""
 
     dims: ModelDims
     _: KW_ONLY
@@ -78,11 +80,11 @@ class StepRecorder:
     mfu_target: float | None = None
     steps_below_target: int = 0
     num_nodes: int = 1
-    """Machines that the learner's ranks are on."""
+    """Number of machines of the learner's ranks."""
     find_straggler: Callable[[], int | None] = lambda: None
     num_skipped: int = 0
     rolled_back_to: int | None = None
-    """The step whose checkpoint was put in place, for the next record."""
+    """The step whose checkpoint was restored, for the next record."""
 
     def state(self) -> dict[str, Any]:
         return {"steps_below_target": self.steps_below_target, "num_skipped": self.num_skipped}
@@ -99,7 +101,7 @@ class StepRecorder:
         recover: RecoverHandler,
         published: PublishTimes | None = None,
     ) -> StepRecord:
-        """`saver`: of the actor."""
+        """`saver`: the actor's."""
         step, timer = trained.batch + 1, trained.timer
         steps, lengths = trained.facts.steps, trained.facts.lengths
         more: dict[str, Any] = {"rows_digest": trained.rows_digest}
@@ -110,6 +112,7 @@ class StepRecorder:
                 more = {"rl": rl_of(trained), "num_groups": len(trained.groups)}
         if trained.funnel is not None:
             more["funnel"] = Funnel(**asdict(trained.funnel))
+        more["oversampled"] = trained.oversampled
         phases = timer.phases_ms()
         wall_ms = sum(phases.values())
         left_out = [length for one in steps for length in one.left_out]
@@ -162,7 +165,7 @@ class StepRecorder:
     def _speed(
         self, lengths: Sequence[int], left_out: Sequence[int], train_s: float
     ) -> Throughput | None:
-        """MFU of the training phase alone, without generation."""
+        """MFU of the training phase only, without generation."""
         if self.peak_tflops is None or not train_s:
             return None
         return measure_throughput(
@@ -175,7 +178,7 @@ class StepRecorder:
         )
 
     def _watch_target(self, mfu: float | None) -> None:
-        """One warning when MFU has been below its target for a while."""
+        """Warns once if MFU has been below its target for a while."""
         if self.mfu_target is None or mfu is None:
             return
         self.steps_below_target = self.steps_below_target + 1 if mfu < self.mfu_target else 0
@@ -207,12 +210,12 @@ def rl_of(trained: TrainedBatch) -> Rl:
 
 
 def _counted(step: int | None) -> int | None:
-    """A step that is counted from 0, as records count it; None for none."""
+    """Converts a step counted from 0 to the count of records; None stays None."""
     return None if step is None or step < 0 else step + 1
 
 
 def _uploads(tiers: Tiers) -> dict[str, Any]:
-    """Fields of `Infra`; none where there is no store."""
+    """Fields of `Infra` about uploads; empty without a store."""
     if tiers.remote is None:
         return {}
     status = tiers.status()
@@ -225,7 +228,7 @@ def _uploads(tiers: Tiers) -> dict[str, Any]:
 
 
 def _publish_times(times: PublishTimes | None) -> dict[str, Any]:
-    """Fields of `Infra`; none before the first publish."""
+    """Fields of `Infra` about the publish; empty before the first one."""
     if times is None:
         return {}
     found = asdict(times)
@@ -253,7 +256,7 @@ def add_balance(steps: Sequence[StepResult]) -> list[LayerBalance]:
 
 
 def add_work(steps: Sequence[StepResult]) -> dict[str, Work]:
-    """The sum over the optimizer steps of a batch."""
+    """Sums the work over the optimizer steps of a batch."""
     total: dict[str, Work] = {}
     for name, work in [pair for one in steps for pair in one.work.items()]:
         known = total.setdefault(name, Work())
@@ -266,7 +269,7 @@ def add_work(steps: Sequence[StepResult]) -> dict[str, Work]:
 
 
 def _collective(work: Mapping[str, Work], pairs: Sequence[int | None]) -> Collective | None:
-    """The exchange of expert parallelism; None without it."""
+    """Figures of the exchange of expert parallelism; None without it."""
     if "dispatch" not in work:
         return None
     dispatch, combine = work["dispatch"], work["combine"]
@@ -289,7 +292,7 @@ BALANCE_FIGURES = ("mean", "std", "min", "max", "num_idle")
 
 
 def _kernel(layers: Sequence[LayerBalance], work: Mapping[str, Work]) -> Kernel | None:
-    """The router, and how the tokens lay on the experts; None for a model without any."""
+    """Figures of the router and the load of the experts; None for a model without experts."""
     if not layers:
         return None
     route = work.get("route")
@@ -307,7 +310,7 @@ def _kernel(layers: Sequence[LayerBalance], work: Mapping[str, Work]) -> Kernel 
 
 
 def by_environment(groups: Sequence[Group]) -> dict[str, dict[str, float]] | None:
-    """What came of each environment's groups; None where a run has one environment."""
+    """Figures of each environment's groups; None if a run has one environment."""
     found: dict[str, list[Group]] = {}
     for group in groups:
         found.setdefault(group.prompt.environment, []).append(group)

@@ -1,6 +1,5 @@
-"""Where a run continues: after its newest whole checkpoint, or nowhere when all steps are done; and
-how it goes back to a checkpoint while it trains.
-"""
+"""Finds where a run continues: after its newest intact checkpoint, or nowhere if all steps are
+done; and rolls back to a checkpoint during training."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ log = logging.getLogger(__name__)
 
 
 def finished(context: RunContext, *, roles: Sequence[str], evaluates: bool) -> RunSummary | None:
-    """The summary of a run that did all its steps before, has the model of every role and, if it
-    `evaluates`, the score of the last step; None where there is work."""
+    """The summary of a run that has done all its steps and has the model of every role and, if it
+    `evaluates`, the score of the last step; None if work is left."""
     if not (context.config.recover.is_on and roles):
         return None
     found = find_checkpoints(context.checkpoints, report=log.info)
@@ -45,7 +44,8 @@ def finished(context: RunContext, *, roles: Sequence[str], evaluates: bool) -> R
 
 
 def resume(context: RunContext, handler: RecoverHandler, check: Check) -> Checkpoint | None:
-    """Restores the newest checkpoint that is whole, and logs it; None: from the start."""
+    """Restores the newest intact checkpoint, and logs it; None: the run starts from the
+    beginning."""
     if not handler.is_on:
         return None
     is_known = bool(context.folder.manifest["starts"])
@@ -72,7 +72,7 @@ def resume(context: RunContext, handler: RecoverHandler, check: Check) -> Checkp
 
 
 def _report(context: RunContext, checkpoint: Checkpoint | None, redone: int) -> None:
-    """`redone`: recorded steps that are done again."""
+    """Logs the resume. `redone`: recorded steps that are repeated."""
     some, verb = ("1 step that was", "is") if redone == 1 else (f"{redone} steps that were", "are")
     again = f"; {some} recorded since {verb} done again" if redone else ""
     if checkpoint is not None:
@@ -93,7 +93,7 @@ def _report(context: RunContext, checkpoint: Checkpoint | None, redone: int) -> 
 
 
 def _check_place(context: RunContext) -> None:
-    """UserError if the checkpoints of the run are where they are not looked for any more."""
+    """Raises UserError if the run's checkpoints are in a place that is no longer configured."""
     config = context.config
     former = context.folder.manifest["config"].get("checkpoint")
     former = former.get("local_dir") if isinstance(former, dict) else None
@@ -109,7 +109,7 @@ def _check_place(context: RunContext) -> None:
 
 
 def changed_versions(before: Any) -> list[str]:
-    """What is installed in another version than when a checkpoint was saved, in words."""
+    """Packages whose version has changed since a checkpoint was saved, in words."""
     if not isinstance(before, Mapping):
         return []
     return [
@@ -122,8 +122,8 @@ def changed_versions(before: Any) -> list[str]:
 def roll_back(
     context: RunContext, handler: RecoverHandler, bounds: Bounds, step: int, sentence: str
 ) -> str:
-    """The sentence that ends the run after `step`, counted from 0; empty where a checkpoint
-    replaces weights that give no usable gradient."""
+    """Rolls back after `step`, counted from 0, if the weights give no usable gradient. Returns the
+    sentence that ends the run, or "" if a checkpoint was restored."""
     to = handler.roll_back(step, bounds.rollbacks) if bounds.may_roll_back else None
     if to is None:
         return sentence

@@ -20,23 +20,23 @@ from pentad.rewards.scorer import RewardScorer
 from pentad.rewards.section import REWARD_NAMES
 
 ROWS_TRIED = 4
-"""Rows that built-in rewards are tried on, which only a row can be wrong for: the start is refused
-if none works."""
+"""Rows on which built-in rewards are tried; they fail only because of a row, so the start is
+rejected only if none works."""
 ROWS_READ = 1000
-"""How far rows that can be prompts are looked for."""
+"""Number of rows searched for usable prompts."""
 OWN_ANSWER, EMPTY = "the row's own answer", "an empty completion"
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What the reward says to one completion."""
+    """The result of the reward for one completion."""
 
     prompt: Prompt
     row: int
     where: str
     """`file:line` of the row."""
     what: str
-    """Which completion it is, in words."""
+    """Describes the completion, in words."""
     completion: str
     result: Scored | JobFailed
     seconds: float
@@ -45,7 +45,7 @@ class Trial:
 async def try_completions(
     scorer: RewardScorer, stream: PromptStream, row: int, completions: dict[str, str]
 ) -> list[Trial]:
-    """The reward of a row for each completion (what it is -> its text), one after the other."""
+    """The rewards of a row for each completion (description -> text), one after the other."""
     prompt = stream.of_row(row)
     trials = []
     for what, text in completions.items():
@@ -59,7 +59,7 @@ async def try_completions(
 
 
 def own_completions(prompt: Prompt, answer_key: str) -> dict[str, str]:
-    """What every reward is tried with."""
+    """The completions that every reward is tried with."""
     answer = prompt.fields.get(answer_key)
     own = {} if answer is None else {OWN_ANSWER: str(answer)}
     return {**own, EMPTY: ""}
@@ -75,7 +75,7 @@ def sample_of(prompt: Prompt, text: str, tokenizer: Tokenizer) -> Sample:
 
 
 def first_rows(stream: PromptStream, num: int) -> list[int]:
-    """The first rows that can be prompts, if there are some early."""
+    """The first usable rows, if there are some early in the data."""
     found: list[int] = []
     for row in range(min(len(stream.rows), ROWS_READ)):
         if len(found) == num:
@@ -89,7 +89,7 @@ def first_rows(stream: PromptStream, num: int) -> list[int]:
 
 
 async def open_scorer(config: Config, answer_key: str) -> RewardScorer:
-    """A scorer with one worker, started. `answer_key` is that of the dataset that is scored."""
+    """Starts a scorer with one worker. `answer_key` is that of the scored dataset."""
     alone = config.reward.model_copy(update={"num_workers": 1})
     scorer = RewardScorer(alone, answer_field=answer_key, seed=config.seed)
     await scorer.start()
@@ -98,9 +98,7 @@ async def open_scorer(config: Config, answer_key: str) -> RewardScorer:
 
 def check_reward(config: Config, streams: Sequence[tuple[PromptStream | None, str]]) -> None:
     """Raises UserError if the reward cannot be imported, lacks a column, or fails on a row.
-
-    `streams` are the datasets that are scored, each with its answer key.
-    """
+    `streams` are the scored datasets, each with its answer key."""
     seen: set[tuple[str, ...]] = set()
     for stream, answer_key in streams:
         rows = first_rows(stream, 1) if stream is not None else []
@@ -126,7 +124,8 @@ async def _check(
 
 
 def _check_rows(config: Config, scorer: RewardScorer, stream: PromptStream) -> None:
-    """Every row has the columns that a function of the user's requires, if rows are known now."""
+    """Checks that every row has the columns that a user's function requires, if rows are known
+    now."""
     if stream.prompts is None or config.rollout.workflow != "single_turn":
         return
     for function in scorer.functions:
@@ -164,7 +163,7 @@ def failure_of(scorer: RewardScorer, trial: Trial) -> Problem:
 
 
 def reason_of(result: Scored | JobFailed) -> str:
-    """A failure in words: what it raised says more than that it raised."""
+    """The failure in words; for an exception its message only."""
     if isinstance(result, JobFailed) and result.kind == "error":
         return result.detail
     return str(result)

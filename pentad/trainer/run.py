@@ -1,8 +1,9 @@
 """The loop of every run: batches from a source, each trained, guarded, published, saved, recorded.
 
-Reinforcement learning, training on examples and training on kept groups differ in where a batch
-comes from and in how the learner takes it (`BatchSource`). All else is here once: what is restored
-before the first step, what happens after each, and how a run ends, whole, stopped or failed.
+Reinforcement learning, training on examples and training on kept groups differ only in the source
+of batches and in how the learner takes them (`BatchSource`). Everything else is here once: the
+restore before the first step, the work after each step, and the end of a run: complete, stopped or
+failed.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RunInputs(ABC):
-    """What a run reads, read and found good."""
+    """The inputs of a run, read and checked."""
 
     command: Command
     title: str
@@ -71,11 +72,11 @@ class RunInputs(ABC):
 
     @abstractmethod
     async def open(self, run: Run, stack: AsyncExitStack) -> BatchSource:
-        """Has the learners built and opens what the batches come from; closed with `stack`. What a
-        checkpoint holds of it is added to `run.recover`."""
+        """Builds the learners and opens the source of batches; `stack` closes it. Parts of its
+        state are added to `run.recover` for checkpoints."""
 
     def describe_progress(self, run: Run) -> str:
-        """What there is of the run before it does a step, in words."""
+        """The progress of the run before its first step, in words."""
         return describe_progress(run.config)
 
     def summary(self, run: Run, model: Path | None) -> RunSummary:
@@ -88,7 +89,7 @@ class RunInputs(ABC):
 
 
 class WeightSink(Protocol):
-    """Where weights go after every step."""
+    """Receives the weights after every step."""
 
     async def take(self, version: int) -> Any:
         """A snapshot of the learner's weights as `version`."""
@@ -98,7 +99,7 @@ class WeightSink(Protocol):
 
 
 class BatchSource(ABC):
-    """Where the batches of a run come from, and how the learner takes one."""
+    """The source of a run's batches, and how the learner takes a batch."""
 
     sinks: Sequence[WeightSink] = ()
     saves_first = False
@@ -106,11 +107,11 @@ class BatchSource(ABC):
 
     @abstractmethod
     def check(self, checkpoint: Checkpoint) -> None:
-        """Takes its own state from a checkpoint; UserError where the data are not those that the
-        checkpoint was trained with."""
+        """Restores its own state from a checkpoint; UserError if the data are not those of the
+        checkpoint."""
 
     def restored(self, checkpoint: Checkpoint | None) -> None:  # noqa: B027
-        """On the learner's thread: the learners have the state they continue from."""
+        """Called on the learner's thread after the learners were restored."""
 
     @abstractmethod
     async def begin(self) -> None:
@@ -118,20 +119,21 @@ class BatchSource(ABC):
 
     @abstractmethod
     async def train(self, step: int, timer: PhaseTimer) -> TrainedBatch | None:
-        """Trains a step, counted from 0; None where the run was stopped before its batch was
-        whole."""
+        """Trains a step, counted from 0; None if the run was stopped before the batch was
+        complete."""
 
     async def after_update(self, trained: TrainedBatch) -> None:  # noqa: B027
-        """The step is counted, its weights are in place, and nothing is saved of it yet."""
+        """Called when the step is counted and its weights are in place, before anything is
+        saved."""
 
     async def drive(self, run: Run, steps: Coroutine[Any, Any, None]) -> None:
-        """Runs the steps, and beside them what makes batches."""
+        """Runs the steps, and the pumps that make batches."""
         watch = HangWatch(run.config.stall_abort_s, run.context.folder.file("log.txt"))
         # Other processes are watched by the group that they are of.
         await Scheduler(run.stop.request, watch if run.learner.is_alone else None).run(steps)
 
     def doing(self, what: str) -> AbstractContextManager[None]:
-        """Within, this is what a stalled run reports."""
+        """The work in progress while active, for the report of a stalled run."""
         return nullcontext()
 
     def record(self, run: Run, trained: TrainedBatch) -> StepRecord:
@@ -139,7 +141,7 @@ class BatchSource(ABC):
         return run.context.steps.record(trained, memory, run.saver, run.recover)
 
     def keep(self, trained: TrainedBatch) -> None:  # noqa: B027
-        """Writes what is kept of a step besides its record, before that."""
+        """Writes the files that are kept of a step, before its record."""
 
 
 CheckInputs = Callable[[Config, torch.device], RunInputs]
@@ -149,7 +151,7 @@ CheckInputs = Callable[[Config, torch.device], RunInputs]
 def lead(
     carrier: Carrier, config: Config, notes: Sequence[str], fresh: bool, supervisor: Supervisor
 ) -> RunSummary:
-    """The run, beside its learners, on rank 0 or alone."""
+    """Runs the job with its learners, on rank 0 or in the only process."""
     learner = LearnerClient(carrier)
     inputs: RunInputs = supervisor.checked
     with open_run(
@@ -188,15 +190,15 @@ class Run:
         self.bounds = Bounds(self.config.guards)
         self.recover.add("stats_logger_info", "bounds", self.bounds)
         self.trained = 0
-        """Steps that are in the weights."""
+        """Steps that the weights contain."""
         self.is_restored = False
-        """Whether the learners have the state they continue from."""
+        """Whether the learners have been restored."""
         self.stop = StopFlag()
         """The signal that asked the run to stop, from the first step on."""
         self.timer: PhaseTimer | None = None
-        """Phases of the step to come, if it has begun."""
+        """Phases of the next step, if it has begun."""
         self.unrecorded: tuple[BatchSource, TrainedBatch] | None = None
-        """A batch that is in the weights and not in the records."""
+        """A batch that the weights contain and the records lack."""
 
     @property
     def saver(self) -> Saver:
@@ -221,7 +223,8 @@ class Run:
         return self.inputs.summary(self, folders[0] if folders else None)
 
     async def _train(self, stepping: ExitStack) -> None:
-        """Everything but the last save; signals are noted in `stepping` from the first step on."""
+        """Trains everything except the last save; signals are noted in `stepping` from the first
+        step on."""
         async with AsyncExitStack() as stack:
             stack.callback(lambda: self.learner.close(self.config.stall_abort_s))
             with stop_task_early(partial(self.inputs.describe_progress, self)):
@@ -241,7 +244,7 @@ class Run:
                 raise
 
     def build(self, **given: Any) -> None:
-        """The models, on all ranks."""
+        """Builds the models, on all ranks."""
         with announced(log, "making the model"):
             self.learner.call_all("build", **given)
         self.context.steps.num_nodes = self.learner.call_all("count_nodes")
@@ -287,8 +290,8 @@ class Run:
             await self._save(source, trained, sentence)
 
     async def _guard(self, source: BatchSource, trained: TrainedBatch) -> str:
-        """The sentence that ends a run that has been past a bound for too long; before that an
-        earlier checkpoint is put in place as often as `guards.max_rollbacks` allows."""
+        """Message that ends a run after a bound was exceeded for too long. Before that, an earlier
+        checkpoint is restored up to `guards.max_rollbacks` times."""
         step, signs = trained.batch, trained.facts.signs
         for result in trained.steps:
             if result.skipped:
@@ -312,7 +315,7 @@ class Run:
         return snapshots
 
     async def _hand_on(self, source: BatchSource, snapshots: list[Any], timer: PhaseTimer) -> None:
-        """Keeps none of them: each is a whole model."""
+        """Hands the snapshots to the sinks and keeps none: each is a whole model."""
         for sink in source.sinks:
             with timer.phase("publish"):
                 await sink.hand_on(snapshots.pop(0))
@@ -328,7 +331,7 @@ class Run:
             await self.learner.run(lambda: regroup_if_due(self.recover, saves, trained.batch))
 
     def save_and_record(self, source: BatchSource, trained: TrainedBatch) -> None:
-        """On the learner's thread, with the weights of the step still in place."""
+        """Saves and records a step, on the learner's thread, with its weights still in place."""
         self.unrecorded = None
         with trained.timer.phase("save"):
             for saver in self.savers.values():
@@ -344,7 +347,7 @@ class Run:
     # The end
 
     def _rescue(self) -> None:
-        """Saves and records what was trained before a failure, as far as that can be had."""
+        """Saves and records the trained state before a failure, as far as it is available."""
         num_done, num_moved = progress_of(self.learner, self.trained)
         is_whole = not (num_moved or self.learner.is_broken)
         source, late = self.unrecorded or (None, None)
@@ -357,8 +360,8 @@ class Run:
         save_after_failure(self.learner, self.recover, savers, self.stop, num_done, num_moved)
 
     def _cut_short(self, error: BaseException) -> RunError | None:
-        """A second signal cancels this task, and nothing is waited for. A loop that was held too
-        long cancels it as well, and then what was trained is saved."""
+        """Cancels this task after a second signal; nothing is waited for. An event loop that was
+        blocked too long cancels it as well; then the trained state is saved."""
         task = asyncio.current_task()
         if not (self.stop.reason and task and isinstance(error, asyncio.CancelledError)):
             return None
@@ -388,7 +391,7 @@ def open_saver(context: RunContext, learner: LearnerClient, role: str) -> Saver:
 def open_recovery(
     context: RunContext, learner: LearnerClient, savers: Mapping[Role, Saver]
 ) -> RecoverHandler:
-    """For a run with these savers, by role; closed with the context."""
+    """Opens recovery for a run with these savers, by role; closed with the context."""
     config, values = context.config, record_values(context.config)
     facts = {
         "config": values,

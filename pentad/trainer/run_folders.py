@@ -1,6 +1,5 @@
-"""The two folders of a run, for records and for checkpoints: where they are, whose they are, and
-whether the config still fits what lies in them.
-"""
+"""The two folders of a run, for records and for checkpoints: their paths, their locks, and whether
+the config still fits their content."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 def oldest_saved(config: Config) -> int:
-    """Steps in the oldest recovery checkpoint; more than any where there will be none."""
+    """Steps in the oldest recovery checkpoint; `sys.maxsize` if recovery is off."""
     if not config.recover.is_on:
         return sys.maxsize
     found = find_checkpoints(checkpoint_path(config), report=log.debug)
@@ -44,13 +43,13 @@ def oldest_saved(config: Config) -> int:
 
 
 def checkpoint_path(config: Config) -> Path:
-    """Where the exports of a run lie, in a folder for each role."""
+    """The folder of a run's exports, with a folder for each role."""
     root = Path(config.checkpoint_root).expanduser()
     return root / chosen(config.user, "user") / config.experiment_name / config.trial_name
 
 
 def describe_progress(config: Config) -> str:
-    """What there is of a run before it does a step, in words."""
+    """The progress of a run before its first step, in words."""
     found = find_checkpoints(checkpoint_path(config), log.debug) if config.recover.is_on else []
     if found:
         step = found[0].step + 1
@@ -60,7 +59,7 @@ def describe_progress(config: Config) -> str:
 
 
 def accept_config(config: Config, before: Mapping[str, Any]) -> list[str]:
-    """The differences to an earlier start that do not matter, in words; UserError for others."""
+    """The differences from an earlier start that do not matter, in words; UserError for others."""
     values, before = record_values(config), with_hub_names(before)
     recover = config.recover
     if recover.is_on:
@@ -81,7 +80,7 @@ def accept_config(config: Config, before: Mapping[str, Any]) -> list[str]:
 
 
 def sweep_all(root: Path) -> None:
-    """Removes what a killed run left; UserError where that cannot be."""
+    """Removes leftovers of a killed run; UserError if that fails."""
     with writing_checkpoints(root):
         swept = sweep_uncommitted(root)  # first: it ends the start where storage cannot be read
         roles = [root / name for name in list_folders(root) if name[0] != "."]
@@ -103,7 +102,7 @@ def writing_checkpoints(root: Path) -> Iterator[None]:
 
 @contextmanager
 def locked_checkpoints(config: Config, root: Path) -> Iterator[None]:
-    """No other run writes there. In `fileroot` that follows from the lock of the run folder."""
+    """Locks the checkpoints. In `fileroot` the lock of the run folder covers them."""
     if config.checkpoint.local_dir is None:
         yield
         return
@@ -116,7 +115,7 @@ def locked_checkpoints(config: Config, root: Path) -> Iterator[None]:
 
 @contextmanager
 def take_folder(config: Config, *, fresh: bool) -> Iterator[RunFolder]:
-    """The run folder, ours until the end; raises UserError where it is not to be had."""
+    """Locks the run folder until the end; UserError if that is not possible."""
     values, root = record_values(config), checkpoint_path(config)
     store = _superseded_store(config) if fresh else None
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""How a run is stopped: a signal ends it after the step in progress, saved."""
+"""Stopping a run: a signal ends it after the step in progress, with everything saved."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from pentad.runtime.signals import Repeats, handled_signals, handling_signals
 @dataclass(slots=True)
 class StopFlag:
     reason: str = ""
-    """Name of the signal; empty as long as none came."""
+    """Name of the signal; empty until one arrives."""
 
     def request(self, reason: str) -> None:
-        """Keeps the first."""
+        """Stores the first signal."""
         self.reason = self.reason or reason
 
     def check_complete(
         self, trained: int, planned: int, model: Path | None, *, next_start: str = ""
     ) -> None:
-        """A run that ended early says so: it must not pass for one that did all its steps.
-        `next_start` says where it continues; empty: it does not."""
+        """Raises if a run ended early: it must not pass for a complete one. `next_start` says where
+        it resumes; empty: it does not."""
         if trained < planned:
             saved = f"what was trained is saved in {model}; "
             saved += next_start or (
@@ -38,28 +38,30 @@ class StopFlag:
 
 
 def stopped(name: str, rest: str) -> RunError:
-    """The end of a run that a signal asked for."""
+    """The error at the end of a run that a signal stopped."""
     return (Interrupted if name.endswith("SIGINT") else Stopped)(f"stopped by {name} {rest}")
 
 
 def cut_short(name: str, step: int | None, saved: str, next_start: str = "") -> RunError:
-    """After a second signal; `saved` says which export there is. `step`: None after the last."""
+    """The error after a second signal; `saved` names the last export. `step`: None after the
+    last."""
     where = "in the saves after the last step" if step is None else f"in step {step}"
     rest = f"{where}; what was trained since the last save is lost, "
     return stopped(f"a second {name}", rest + (next_start or saved))
 
 
 class StoppedEarly(KeyboardInterrupt):
-    """A signal where no step is under way. No plain exception, which other code might catch."""
+    """A signal while no step is in progress. Not a plain exception, so that other code does not
+    catch it."""
 
 
 DescribeProgress = Callable[[], str]
-"""What there is of a run that ends before it does a step, in words."""
+"""Describes the progress of a run that ends before its first step."""
 
 
 @contextmanager
 def stop_early(describe_progress: DescribeProgress) -> Iterator[None]:
-    """Until the first step, where other handlers take over: a signal ends the run at once."""
+    """Until other handlers take over at the first step, a signal ends the run at once."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise StoppedEarly(signal.Signals(number).name)
@@ -77,7 +79,7 @@ def too_early(reason: str, describe_progress: DescribeProgress) -> RunError:
 
 @contextmanager
 def stop_flag(flag: StopFlag) -> Iterator[StopFlag]:
-    """For code that looks at the flag; a second signal raises KeyboardInterrupt."""
+    """A flag for code that polls it; a second signal raises KeyboardInterrupt."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         if flag.reason:
@@ -90,7 +92,7 @@ def stop_flag(flag: StopFlag) -> Iterator[StopFlag]:
 
 @contextmanager
 def stop_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
-    """For an event loop: the first signal asks, a second one cancels the task that is here."""
+    """For an event loop: the first signal sets the flag, a second one cancels the current task."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     is_requested = False
     is_repeat = Repeats()
@@ -122,7 +124,7 @@ def stop_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def stop_task_early(describe_progress: DescribeProgress) -> Iterator[None]:
-    """As `stop_early`, on an event loop: the task that is here is cancelled, and tidies up."""
+    """Like `stop_early`, on an event loop: the current task is cancelled, and cleans up."""
     task = asyncio.current_task()
     assert task is not None, "called from a task"
     reasons: list[str] = []

@@ -1,7 +1,7 @@
-"""The page's server: its files, and the run's records as JSON. It reads and never writes.
+"""The page's server: its static files, and the run's records as JSON. It only reads.
 
-Texts of a run leave as JSON and are put on the page as text. The policy of the page allows scripts
-of this server alone, so that a sample that is a script is not run.
+Texts of a run are sent as JSON and inserted as text. The content security policy of the page allows
+scripts of this server only, so that a script in a sample is not run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MAX_POINTS = 4000
 MAX_LISTED = 200
 MAX_TIMELINE_BYTES = 2 << 20
 LOOK_S = 3.0
-"""How often folders are searched for new runs."""
+"""Interval of searching folders for new runs."""
 COOKIE = "pentad_view"
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
@@ -63,11 +63,11 @@ STATIC = {
 
 T = TypeVar("T")
 PlanOf = Callable[[Path, Sequence[str]], dict[str, Any]]
-"""A recipe and its overrides -> what `pentad plan --json` prints of it."""
+"""A recipe and its overrides -> the output of `pentad plan --json`."""
 
 
 class RunPages:
-    """The runs at some places, and the endpoints that show them."""
+    """The runs at some paths, and the endpoints that show them."""
 
     def __init__(
         self, places: list[Path], plan_of: PlanOf | None = None, overrides: Sequence[str] = ()
@@ -81,8 +81,8 @@ class RunPages:
         self._plans: dict[str, dict[str, Any]] = {}
 
     def look(self) -> None:
-        """Adds runs that are new at the places. A run is named by the end of its path, by as much
-        of it as tells it from the others."""
+        """Adds new runs at the paths. A run is named by the end of its path, as long as needed to
+        be unique."""
         if time.monotonic() - self._looked_at < LOOK_S:
             return
         self._looked_at = time.monotonic()
@@ -112,7 +112,7 @@ class RunPages:
         return Starlette(routes=routes)
 
     def _of_run(self, answer: Callable[[RunView, Query], Any]) -> Callable[[Request], Any]:
-        """Answered of the run that is asked for, while no other request reads its files."""
+        """Answers for the requested run, while no other request reads its files."""
 
         def of_request(request: Request) -> Any:
             run = self._run(request.query_params.get("run", ""))
@@ -142,15 +142,14 @@ class RunPages:
         return {"keys": differing_keys([run.config for run in runs]), "partings": partings}
 
     def run(self, run: RunView, given: Query) -> Any:
-        """The summary of a run; nothing where the asker has it already."""
+        """The summary of a run; empty if the client has it already."""
         run.advance()
         if given.get("sign") == run.sign():
             return {}
         return run.summary() | {"has_plan": self.has_plan(run)}
 
     def has_plan(self, run: RunView) -> bool:
-        """A plan counts samplers, which a run on examples has none of; its records have no
-        funnel."""
+        """Whether the run has a plan view: runs on examples have no samplers and no funnel."""
         last = run.steps.last
         samples = last is None or part(last, "funnel", "drawn") is not None
         has_config = (run.folder / "config.yaml").is_file()
@@ -160,7 +159,7 @@ class RunPages:
         return self.plan_for(self._run(request.query_params.get("run", "")))
 
     def plan_for(self, run: RunView) -> dict[str, Any]:
-        """Made once for a config."""
+        """Computed once per config."""
         is_bare = run.state() == "recipe"
         recipe = run.folder if is_bare else run.folder / "config.yaml"
         if self.plan_of is None or not self.has_plan(run):
@@ -180,7 +179,7 @@ class RunPages:
 
 
 class Query(dict[str, str]):
-    """What a request asks for; an empty value is none."""
+    """The parameters of a request; an empty value is none."""
 
     def of(self, name: str, kind: Callable[[str], T]) -> T | None:
         if not self.get(name):
@@ -208,7 +207,7 @@ def step(run: RunView, given: Query) -> Any:
 
 
 def timeline(run: RunView, given: Query) -> Any:
-    """Lines of timeline.jsonl with spans in a time."""
+    """Lines of timeline.jsonl with spans in a time range."""
     run.timeline.look()
     begin, end = (given.of(name, float) or 0.0 for name in ("from", "to"))
     found = run.timeline.between("from_s", begin, end, MAX_TIMELINE_BYTES)
@@ -271,7 +270,7 @@ def _file(run: RunView, suffix: str, content: Iterator[str]) -> Response:
 
 
 def paths_from(home: Path, config: dict[str, Any]) -> list[str]:
-    """Overrides that find files of a run that was started in another folder than this program."""
+    """Overrides for the paths of a run that was started in another folder than this program."""
     given = {key: part(config, *key.split(".")) for key in PATHS}
     return [
         f"{key}={home / value}"
@@ -281,7 +280,7 @@ def paths_from(home: Path, config: dict[str, Any]) -> list[str]:
 
 
 def _answered(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
-    """An endpoint; a sentence where it has nothing to show. Starlette runs it in a thread."""
+    """An endpoint; a sentence if it has nothing to show. Starlette runs it in a thread."""
 
     def endpoint(request: Request) -> Response:
         try:

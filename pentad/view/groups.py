@@ -25,7 +25,7 @@ MAX_TOKENS = 20_000
 
 
 class GroupReader:
-    """Groups of one run."""
+    """The groups of one run."""
 
     def __init__(self, folder: Path, config: dict[str, Any], home: Path) -> None:
         self.folder = folder / "batches"
@@ -36,7 +36,7 @@ class GroupReader:
 
     @cached_property
     def tokenizer(self) -> Tokenizer | str:
-        """That of the run's model, or why it is not here."""
+        """The tokenizer of the run's model, or the reason why it is missing."""
         folder = part(self.config, "tokenizer_path") or part(self.config, "actor", "path") or ""
         place = self.home / Path(str(folder)).expanduser() / "tokenizer.json"
         try:
@@ -45,7 +45,7 @@ class GroupReader:
             return f"{place}: cannot be read ({error}); tokens are shown by their numbers"
 
     def steps(self) -> list[int]:
-        """Those whose batch is kept."""
+        """Steps whose batch is kept."""
         try:
             return kept_steps(self.folder)
         except OSError:
@@ -79,7 +79,7 @@ class GroupReader:
         return found | {"samples": self._samples(step, kept, recorded), "notes": notes}
 
     def _read(self, step: int) -> list[Group] | str:
-        """The groups of a batch, or why they are not here."""
+        """The groups of a batch, or the reason why they are missing."""
         key = step, newest_mtime(self.folder / f"step{step}.groups")
         if self._batch is not None and self._batch[0] == key:
             return self._batch[1]
@@ -131,7 +131,7 @@ class GroupReader:
         }
 
     def _words(self, ids: Sequence[int]) -> list[str]:
-        """What tokens say; their numbers where there is no tokenizer."""
+        """Texts of tokens; their ids without a tokenizer."""
         if isinstance(self.tokenizer, str):
             return [str(n) for n in ids]
         many = self.tokenizer.decode_batch([[n] for n in ids], skip_special_tokens=False)

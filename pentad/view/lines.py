@@ -38,14 +38,14 @@ class GrowingLines:
         self.clear()
 
     def clear(self) -> None:
-        """The file is another one: nothing of it is known."""
+        """Forgets all lines, because the file was replaced."""
 
     def add(self, offset: int, line: bytes) -> None:
-        """A line that is new."""
+        """Adds a new line."""
 
     @property
     def share(self) -> float:
-        """How much of the file was read; all, where the rest is a torn line."""
+        """Share of the file that was read; 1 if only an incomplete line is left."""
         return 1.0 if self._is_read or not self.size else min(1.0, self.position / self.size)
 
     def look(self) -> None:
@@ -86,7 +86,7 @@ class GrowingLines:
         return lines
 
     def _next_piece(self) -> bytes:
-        """From the position to the end of a line."""
+        """Bytes from the position to the end of a line."""
         length = PIECE_BYTES
         with self.path.open("rb") as file:
             while True:
@@ -104,8 +104,8 @@ class GrowingLines:
             return parse(file.readline(MAX_LINE_BYTES))
 
     def between(self, key: str, low: float, high: float, most_bytes: int) -> list[PlacedLine]:
-        """Lines of a file in which the value of `key` only grows: from the last one before `low` to
-        the last one up to `high`. The file need not have been read so far."""
+        """Lines from the last one before `low` to the last one up to `high`, in a file where the
+        value of `key` increases. The file need not have been read so far."""
         start, end = 0, self.size
         found: list[PlacedLine] = []
 
@@ -135,7 +135,7 @@ class GrowingLines:
         return found
 
     def spread(self, count: int) -> list[dict[str, Any]]:
-        """About so many records from all over the file, for a first look, and the last ones."""
+        """About `count` records spread over the file, and the last ones, for a first overview."""
         found = []
         with self.path.open("rb") as file:
             for place in range(count):
@@ -157,7 +157,7 @@ class GrowingLines:
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """None for what is no JSON object."""
+    """Parses a line; None if it is not a JSON object."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -166,7 +166,7 @@ def parse(line: bytes) -> dict[str, Any] | None:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Nothing where there is no such file."""
+    """The bytes of a file; empty if it does not exist."""
     try:
         return path.read_bytes()
     except OSError:
@@ -187,13 +187,13 @@ def newest_mtime(path: Path) -> float:
 
 
 def number(value: Any) -> float | None:
-    """None for what is no finite number."""
+    """The value as a number; None if it is not a finite number."""
     is_one = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_one and abs(value) < LARGE else None
 
 
 def part(record: Any, *names: str) -> Any:
-    """What stands under these names, one inside the other; None where nothing does."""
+    """The value at a path of nested names; None if it does not exist."""
     for name in names:
         record = record.get(name) if isinstance(record, dict) else None
     return record

@@ -1,4 +1,4 @@
-"""One run as its files tell it: what it is, how far it is, what happened, and where to look."""
+"""One run, read from its files: its config, its progress, its events and its records."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OF_STEP = re.compile(r"step (\d+): ")
 MAX_MARKS = 500
 """The newest of each kind are kept: memory does not grow with a run's troubles."""
 BUDGET_S = 0.2
-"""How long a request reads on in files that are not indexed yet."""
+"""Time limit for a request to read files that are not indexed yet."""
 START = ("time", "from_step", "generation", "config_changes", "hardware")
 """What a page shows of a start."""
 
@@ -80,7 +80,7 @@ def _mark(kind: str, text: str, step: float | None, when: Any = None) -> dict[st
 
 
 class RunView:
-    """One run folder. A thread that reads on in its files holds `lock`."""
+    """One run folder. The thread that reads its files holds `lock`."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
@@ -120,12 +120,12 @@ class RunView:
 
     @property
     def home(self) -> Path:
-        """Where the run was last started, from which relative paths of its config count."""
+        """The folder of the run's last start, the base of its config's relative paths."""
         return Path(str(self.last_start.get("cwd") or "."))
 
     @property
     def total_steps(self) -> float | None:
-        """Those of the whole run, as its last start counted them."""
+        """Total steps of the run, as counted at its last start."""
         given = self.config.get("total_train_steps")
         return number(self.last_start.get("num_steps")) or number(given)
 
@@ -136,7 +136,7 @@ class RunView:
         return self._groups
 
     def state(self) -> str:
-        """waiting, running, complete, stopped, failed or interrupted; recipe: it is no run."""
+        """waiting, running, complete, stopped, failed or interrupted; recipe: not a run."""
         if is_recipe(self.folder):
             return "recipe"
         place = self.folder / "run.lock"
@@ -149,7 +149,7 @@ class RunView:
         return "interrupted" if self.steps.size or is_held else "waiting"
 
     def brief(self) -> dict[str, Any]:
-        """For a list of runs: nothing is indexed for it."""
+        """Summary for a list of runs, without indexing."""
         self.steps.look()
         tail = self.steps.tail(256 << 10) if self.steps.size and not self.steps.last else []
         last = self.steps.last or (tail[-1] if tail else {})
@@ -161,13 +161,13 @@ class RunView:
         }
 
     def sign(self) -> str:
-        """Another one when there is something new to show."""
+        """Changes when there is something new to show."""
         files = (self.steps, self.evals, self.recoveries, self.log)
         manifest, steps = newest_mtime(self.folder / "manifest.json"), self.steps.shown.num_rows
         return f"{[file.position for file in files]} {manifest} {steps} {self.state()}"
 
     def summary(self) -> dict[str, Any]:
-        """Everything about the run that is no curve."""
+        """The data of a run except its curves."""
         return {
             **{"sign": self.sign(), **self.brief()},
             **{"last": self.steps.last, "progress": self.steps.share},
@@ -235,7 +235,7 @@ class RunView:
         return mark["step"] if is_known else self.steps.step_at(mark["time"])
 
     def notes(self) -> list[str]:
-        """What is missing or cannot be read, in sentences."""
+        """Missing or unreadable files, in sentences."""
         found: list[str] = []
         if is_recipe(self.folder):
             return found

@@ -35,7 +35,7 @@ STEP_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SampleFilter:
-    """Which samples are wanted; null takes all."""
+    """Filter of samples; null accepts all."""
 
     step: int | None = None
     pick: str | None = None
@@ -114,7 +114,7 @@ class SampleIndex(GrowingLines):
         return {"samples": found, "total": total, "next": place if place < len(offsets) else None}
 
     def offsets(self, wanted: SampleFilter) -> list[int]:
-        """Where the lines that fit begin, words aside, in the order that is asked for."""
+        """Offsets of matching lines in the requested order, ignoring text search."""
         have = self.columns.of
         keep = np.ones(self.columns.num_rows, dtype=bool)
         for name in ("step", "prompt", "gid", *WORDS):

@@ -70,7 +70,7 @@ class StepIndex(GrowingLines):
         return self.first_look or self.columns
 
     def advance(self, budget_s: float = float("inf")) -> None:
-        """A large file is first looked at here and there, which is what the first call does."""
+        """Reads new lines within the time budget; the first call only samples a large file."""
         self.look()
         is_large = self.size - self.position > SMALL_BYTES
         if not is_large:
@@ -113,7 +113,7 @@ class StepIndex(GrowingLines):
             start["redone_s"] += wall_s
 
     def record(self, step: int) -> dict[str, Any] | None:
-        """One step's, whole."""
+        """The complete record of one step."""
         if self.last is not None and self.last["step"] == step:
             return self.last
         rows = np.flatnonzero(self.columns.of("step") == step)
@@ -133,7 +133,7 @@ class StepIndex(GrowingLines):
     def series(
         self, keys: Sequence[str], begin: float | None, end: float | None, points: int
     ) -> dict[str, Any]:
-        """Columns of the steps from `begin` to `end`, in at most so many points."""
+        """Columns of the steps from `begin` to `end`, with at most `points` points."""
         rows, columns = self._rows(begin, end), self.shown
         edges = _edges(rows, points)
         ends = np.append(edges[1:], rows.stop) - 1 if len(edges) else edges
@@ -165,7 +165,7 @@ def _in_order(records: Iterable[Mapping[str, Any]]) -> list[Any]:
 
 
 def numbers_of(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """As `telemetry.record.scalars`, for what JSON gives: a long file has many of them."""
+    """`telemetry.record.scalars` for JSON values, made faster for long files."""
     found: dict[str, float] = {}
     for key, value in record.items():
         kind = type(value)
@@ -177,7 +177,7 @@ def numbers_of(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 def _edges(rows: range, points: int) -> np.ndarray:
-    """Where the buckets of a chart begin."""
+    """Start rows of the buckets of a chart."""
     if len(rows) <= points:
         return np.arange(rows.start, rows.stop)
     return np.unique(np.linspace(rows.start, rows.stop, points, endpoint=False).astype(int))
@@ -197,5 +197,5 @@ def _bucketed(values: np.ndarray, edges: np.ndarray, is_exact: bool) -> dict[str
 
 
 def plain(values: np.ndarray) -> list[float | None]:
-    """For JSON: null where there is no number, seven digits of the others."""
+    """Numbers for JSON: rounded to seven digits, null for missing ones."""
     return [None if v != v else float(f"{v:.7g}") for v in values.tolist()]

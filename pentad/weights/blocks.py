@@ -1,4 +1,4 @@
-"""Blocks of HF tensors that this rank writes, and their bytes from its shards."""
+"""Plans which blocks of HF tensors each rank writes, and reads these blocks from its shards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ALIGN = 64
 
 @dataclass(frozen=True, slots=True)
 class WeightBlock:
-    """A part of a HF tensor that lies in a shard of this rank."""
+    """A block of a HF tensor whose elements are in one shard of this rank."""
 
     shard: str
     part: tuple[slice, ...]
@@ -56,26 +56,26 @@ class WeightBlock:
         return math.prod(box_shape(self.box)) * self.dtype.itemsize
 
     def source(self, shards: Mapping[str, Shard]) -> Tensor:
-        """Its elements in the shard, in the shard's order and dtype."""
+        """View of the block in the shard, in the shard's order and dtype."""
         return target_block(shards[self.shard].tensor[self.part], self.region)
 
     def contiguous(self, shards: Mapping[str, Shard]) -> Tensor | None:
-        """Its elements where they lie in host memory in the order and dtype of the HF tensor, else
-        None."""
+        """View of the block if the shard is in host memory with the order and dtype of the HF
+        tensor, else None."""
         source = self.source(shards)
         dims = [run.source_dim for run in self.region.runs]
         is_same = source.dtype == self.dtype and dims == sorted(dims)
         return source if is_same and not source.is_cuda and source.is_contiguous() else None
 
     def view(self, memory: Tensor, offset: int | None = None) -> Tensor:
-        """Its room in bytes of memory, as a tensor of its shape: where it is staged, or there."""
+        """View of byte memory with the shape of the block, at `offset` or its own position."""
         start = self.offset if offset is None else offset
         room = memory[start : start + self.size_bytes]
         return room.view(self.dtype).view(box_shape(self.box))
 
     def copy_to(self, room: Tensor, shards: Mapping[str, Shard]) -> Tensor:
-        """Fills `room`, of its shape, in host memory; returns the block where it was cast: on the
-        device of the shard."""
+        """Copies the block to `room` in host memory; returns the cast block on the shard's
+        device."""
         source = self.source(shards)
         piece = torch.empty_like(room, device=source.device) if source.is_cuda else room
         source_block(piece, self.region.alone).copy_(source)
@@ -90,8 +90,8 @@ def plan_blocks(
     infos: Mapping[str, TensorInfo],
     group: OptionalGroup,
 ) -> list[WeightBlock]:
-    """What this rank writes of the tensors in `infos`; all ranks of the group call it, None: this
-    rank is alone. RunError on all of them unless every element is written once."""
+    """Plans the blocks of `infos` that this rank writes. All ranks of the group call it; group None
+    means a single rank. Raises RunError on all ranks unless every element is written once."""
 
     def gather(value: Any) -> list[Any]:
         return [value] if group is None else gather_values(value, group)
@@ -112,8 +112,8 @@ def owners_of(
     infos: Mapping[str, TensorInfo],
     gather: Callable[[Any], list[Any]],
 ) -> list[tuple[str, int]]:
-    """(shard, rank that writes it) of all ranks: of the ranks with a copy the one with the least
-    to write. RunError unless every element of every tensor is written once."""
+    """Assigns each shard to the replica with the least to write; returns (shard, writer) pairs.
+    Raises RunError unless every element of every tensor is written once."""
     entries = weight_map.entries
     mine = [
         [name, shard.box]
@@ -160,14 +160,14 @@ def _blocks(
 
 
 def _parts(box: Box, num: int) -> list[Box]:
-    """The box in about so many parts, along its first dim where that is long enough (they lie in
-    one piece then), else along its longest."""
+    """Splits a box into about `num` parts along its first dim if long enough (each part is then
+    contiguous), else along its longest."""
     if num <= 1 or not box:
         return [box]
     lengths = [stop - start for start, stop in box]
     dim = 0 if lengths[0] >= 2 * num else lengths.index(max(lengths))
     start, stop = box[dim]
     step = -(-lengths[dim] // num)
-    step += -step % 2  # a word of 16-bit numbers stays whole
+    step += -step % 2  # even, so that 32-bit words of 16-bit numbers are not split
     ends = [(at, min(at + step, stop)) for at in range(start, stop, step)]
     return [(*box[:dim], one, *box[dim + 1 :]) for one in ends]

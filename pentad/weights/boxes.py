@@ -1,4 +1,4 @@
-"""Which part of a whole tensor lies on this rank, from its mesh and placements."""
+"""Computes the box (block of a global tensor) that is on this rank from mesh and placements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pentad.core.fit import expert_range
 from pentad.weights.cuts import cut_range
 from pentad.weights.regions import Box, Shape, full_box
 
-if TYPE_CHECKING:  # a second to import, and samplers have none
+if TYPE_CHECKING:  # imported for types only: it takes a second, and samplers have no DTensors
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # a second to import, and samplers have none
 
 
 def as_spread(tensor: Tensor) -> DTensor | PartTensor | None:
-    """None for one that is whole here."""
+    """The tensor if it is sharded (DTensor or PartTensor), else None."""
     if type(tensor) in (Tensor, nn.Parameter):
         return None
     from torch.distributed.tensor import DTensor
@@ -31,7 +31,7 @@ def as_spread(tensor: Tensor) -> DTensor | PartTensor | None:
 
 
 def box_of(tensor: Tensor) -> Box:
-    """Which part of the global tensor lies here."""
+    """The box of the global tensor that is on this rank."""
     spread = as_spread(tensor)
     if spread is None:
         return full_box(tensor.shape)
@@ -39,7 +39,7 @@ def box_of(tensor: Tensor) -> Box:
 
 
 def placed_box(shape: Shape, mesh: DeviceMesh, placements: Sequence[AnyPlacement]) -> Box:
-    """Which part of a tensor of that shape this rank has."""
+    """The box of a tensor of that shape on this rank, for these placements."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this rank is not part of the tensor's mesh"
     cuts = list(zip(placements, mesh.shape, coordinate, strict=True))
@@ -47,9 +47,9 @@ def placed_box(shape: Shape, mesh: DeviceMesh, placements: Sequence[AnyPlacement
 
 
 def rows_of(size: int, dim: int, cuts: Sequence[tuple[AnyPlacement, int, int]]) -> tuple[int, int]:
-    """The rows of one dim after (placement, number of ranks, rank) of each mesh dim in turn.
+    """Range of one dim after applying (placement, number of ranks, rank) of each mesh dim.
 
-    FSDP over tensor parallelism says it with a strided shard; the rows are a block all the same.
+    FSDP over tensor parallelism uses a strided shard, but the rows are contiguous.
     """
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import _StridedShard

@@ -1,9 +1,9 @@
-"""How a layout cuts tensors: the local part of every tensor of a map, from the parallel plan.
+"""Sharding of tensors in a layout: the local part of every tensor of a map, from the parallel plan.
 
-The plan names size symbols (`{"Q": "tp", "E": "ep"}`); a dim with such a symbol is cut along
-that axis. Heads are never torn: Q and K are cut in whole heads, and with more ranks than
-key-value heads each head lies on several ranks. A dim that is a sum ("F+F") is cut term by term,
-so that a rank holds its gate rows and its up rows.
+The plan names size symbols (`{"Q": "tp", "E": "ep"}`); a dim with such a symbol is sharded over
+that axis. Q and K are sharded in whole heads; with more ranks than key-value heads, heads are
+replicated. A dim that is a sum ("F+F") is sharded term by term, so a rank has gate rows and the
+matching up rows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ KIND_OF_UNITS = {
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows [start, start + length) of the global dim lie at `local` in the shard."""
+    """Rows [start, start + length) of the global dim; they start at `local` in the shard."""
 
     start: int
     length: int
@@ -64,13 +64,13 @@ class Local:
 
 
 def cut_range(size: int, num: int, rank: int) -> tuple[int, int]:
-    """Rank's share of `size` rows: equal parts, rounded up, the last ones shorter (as chunk)."""
+    """The (start, stop) of a rank's shard of `size` rows, with the sizes of torch.chunk."""
     step = -(-size // num)
     return min(rank * step, size), min((rank + 1) * step, size)
 
 
 def cut_symbol(symbol: str, axis: str, num: int, rank: int, sizes: Sizes) -> tuple[int, int]:
-    """The rows of a symbol that a rank holds."""
+    """The (start, stop) of a rank's rows of a size symbol."""
     if axis == "ep":
         return expert_range(size_of(symbol, sizes), num, rank)
     if symbol not in UNITS:
@@ -91,7 +91,7 @@ def cut_symbol(symbol: str, axis: str, num: int, rank: int, sizes: Sizes) -> tup
 
 
 def cut_dim(token: str, plan: CutPlan, coords: RankCoords, sizes: Sizes) -> list[Segment]:
-    """The parts of one dim that a rank holds, in local order."""
+    """The segments of one dim that a rank holds, in local order."""
     out: list[Segment] = []
     offset = local = 0
     for term in token.split("+"):
@@ -108,7 +108,7 @@ def cut_dim(token: str, plan: CutPlan, coords: RankCoords, sizes: Sizes) -> list
 
 
 def cut_entry(entry: Entry, plan: CutPlan, coords: RankCoords, sizes: Sizes) -> Local:
-    """One rank's part of a tensor under the plan."""
+    """One rank's shard of a tensor under the plan."""
     dims = [cut_dim(token, plan, coords, sizes) for token in entry.rule.shape.split()]
     shape = tuple(sum(segment.length for segment in dim) for dim in dims)
     boxes, regions = [], []
@@ -121,18 +121,18 @@ def cut_entry(entry: Entry, plan: CutPlan, coords: RankCoords, sizes: Sizes) -> 
 
 
 def split_dims(entry: Entry, plan: CutPlan) -> dict[str, int]:
-    """Axis -> tensor dim that it cuts, for an entry without sums: {"ep": 0, "etp": 2}."""
+    """Maps axes to the tensor dims they shard, in entries without sums: {"ep": 0, "etp": 2}."""
     symbols = entry.rule.shape.split()
     return {plan[symbol]: dim for dim, symbol in enumerate(symbols) if symbol in plan}
 
 
 @dataclass(frozen=True, slots=True)
 class Seam:
-    """A module at which a model meets other ranks' parts of it, as its model file declares it.
+    """A module boundary where tensor-parallel ranks communicate, as declared by the model file.
 
-    Under tensor parallelism the residual stream is dealt over the ranks by tokens, while
-    projections are cut by heads or columns and need all tokens: here one becomes the other.
-    Example: Seam("layers.{i}.attn", "gather"), {i} counts layers.
+    Between layers tokens are split over the ranks (sequence parallelism), while projections are
+    split by heads or columns and need all tokens: a seam gathers or scatters the tokens. Example:
+    Seam("layers.{i}.attn", "gather"), {i} counts layers.
     """
 
     module: str

@@ -1,8 +1,8 @@
-"""Folders of torch.distributed.checkpoint: any block of any tensor, read in place by threads.
+"""Reads torch.distributed.checkpoint (DCP) folders: any block of any tensor, with threads.
 
-`.metadata` says where the blocks of each tensor lie in the `.distcp` files, each block a torch file
-of its own. Blocks may be cut in any way. Where the bytes before a block's numbers are those that
-this torch writes, only the stretches that are asked for are read; any other file torch reads whole.
+`.metadata` lists the blocks of each tensor in the `.distcp` files; each block is a torch file.
+Blocks may have any boundaries. If the bytes before a block's data are as this torch version writes
+them, only the needed byte ranges are read; otherwise torch reads the whole block.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.serialization import skip_data
 
 from pentad.core.errors import Problem, UserError, raise_problems
+from pentad.core.machine import num_cores
 from pentad.weights.megatron.layout import INDEX
 from pentad.weights.pickles import load_metadata, load_tensor
 from pentad.weights.regions import Box, Shape, box_shape, full_box, intersect, show, within
@@ -51,20 +52,20 @@ class StoredBlock:
 
 
 class Verifier(Protocol):
-    """Knows which bytes the files of a folder were written with."""
+    """Interface to the checksums of the files of a folder."""
 
     def pieces(self, file: str) -> Sequence[tuple[int, int]]:
-        """(offset, length) of the stretches that can be checked, in order and without gaps."""
+        """(offset, length) of the ranges that have checksums, in order and without gaps."""
         ...
 
     def check(self, file: str, offset: int, length: int, data: memoryview) -> None:
-        """Raises if these are not the bytes of that piece."""
+        """Raises if the data differ from the checksum of that range."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """A block of a stored tensor, and the memory it goes to: its elements in the box's order."""
+    """A block of a stored tensor to read, and the memory to fill, in the order of the block."""
 
     name: str
     box: Box
@@ -73,7 +74,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What `torch.save` writes around the numbers of a contiguous tensor."""
+    """Bytes that `torch.save` writes before and after the data of a contiguous tensor."""
 
     before: bytes
     after: bytes
@@ -84,7 +85,7 @@ class Frame:
 
 
 class _Gap(io.BytesIO):
-    """Takes what is written, and leaves out what is skipped."""
+    """A file object that discards skipped ranges and keeps the rest."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +103,7 @@ class _Gap(io.BytesIO):
 
 @lru_cache(maxsize=4096)
 def frame_of(dtype: torch.dtype, shape: Shape) -> Frame:
-    """Describes a tensor on the CPU. Its memory is never touched, so its size does not matter."""
+    """The `Frame` of a CPU tensor. Its memory is never touched, so its size does not matter."""
     out = _Gap()
     with skip_data():
         torch.save(torch.empty(shape, dtype=dtype, device="cpu"), out)
@@ -110,8 +111,8 @@ def frame_of(dtype: torch.dtype, shape: Shape) -> Frame:
 
 
 def flat_boxes(start: int, stop: int, shape: Shape) -> Iterator[tuple[int, Box]]:
-    """Elements [start, stop) of a tensor, counted as they lie in memory, as boxes, each with the
-    place of its first element."""
+    """Splits elements [start, stop) of a flattened tensor into boxes, each with the flat index of
+    its first element."""
     if start >= stop:
         return
     if not shape:
@@ -132,7 +133,7 @@ def flat_boxes(start: int, stop: int, shape: Shape) -> Iterator[tuple[int, Box]]
 
 
 class DcpFolder:
-    """The tensors of a DCP folder by name, as a reader; `is_wanted` leaves names out."""
+    """Reader of the tensors of a DCP folder by name; `is_wanted` filters names."""
 
     def __init__(
         self,
@@ -142,7 +143,7 @@ class DcpFolder:
         index: bytes | None = None,
         sizes: Mapping[str, int] | None = None,
     ) -> None:
-        """`index` and `sizes`: what is known of the folder already, its index and its files."""
+        """Opens the folder; `index` and `sizes` are its metadata and file sizes, if known."""
         self.folder = folder
         self.where = str(folder)
         self.verifier = verifier
@@ -178,7 +179,7 @@ class DcpFolder:
         return list(out.values())
 
     def _check_blocks(self) -> None:
-        """Every element of a tensor must be in some file."""
+        """Raises unless the stored blocks cover every element of each tensor."""
         problems = []
         for name, info in self.infos.items():
             held = sum(math.prod(box_shape(block.box)) for block in self.blocks[name])
@@ -204,7 +205,7 @@ class DcpFolder:
                 problems.append(Problem(str(path), rule, "fetch or write the file again"))
         raise_problems(problems)
 
-    # A block at a time, kept for a while
+    # Reading single blocks, with a cache
 
     def read(self, name: str, box: Box) -> Tensor:
         hits = self._hits(name, box)
@@ -217,7 +218,7 @@ class DcpFolder:
         return out
 
     def _hits(self, name: str, box: Box) -> list[tuple[StoredBlock, Box]]:
-        """The blocks that cover the box, each with the part that it contains."""
+        """The stored blocks that overlap the box, each with the overlap."""
         both = [(block, intersect(block.box, box)) for block in self.blocks[name]]
         hits = [(block, inside) for block, inside in both if inside is not None]
         found = sum(math.prod(box_shape(inside)) for _, inside in hits)
@@ -259,15 +260,15 @@ class DcpFolder:
                 raise UserError(Problem(str(self.folder / file), rule, "fetch the file again"))
             done += count
 
-    # Everything at once
+    # Reading all tensors
 
     def read_into(self, name: str, box: Box, out: Tensor) -> None:
         self.read_all([Demand(name, box, out)])
 
     @torch.no_grad()
     def read_all(self, demands: Iterable[Demand]) -> None:
-        """Fills all memory that is asked for, in the order of the files; each stretch of a file is
-        read once, checked where there is a verifier, and copied to the tensors that need it."""
+        """Fills the memory of all demands, in file order. Each byte range of a file is read once,
+        verified if there is a verifier, and copied to all tensors that need it."""
         wanted: dict[StoredBlock, tuple[str, list[tuple[Box, Tensor]]]] = {}
         for demand in demands:
             if not demand.out.numel():
@@ -298,7 +299,7 @@ class DcpFolder:
         fd: int,
         buffers: _Buffers,
     ) -> Iterator[Callable[[], None]]:
-        """One for each stretch of the block that holds anything wanted."""
+        """One read job for each byte range of the block that contains demanded elements."""
         dtype, shape = self.infos[name].dtype, box_shape(block.box)
         frame, size = frame_of(dtype, shape), math.prod(shape) * dtype.itemsize
         stretches = (
@@ -357,7 +358,7 @@ class DcpFolder:
             stop = start + math.prod(shape) * dtype.itemsize
             numbers = buffer[start:stop].view(dtype).view(shape)
             out.copy_(numbers[index], non_blocking=True)
-        if buffers.device is not None:  # before the buffer is filled again
+        if buffers.device is not None:  # before the buffer is reused
             torch.cuda.current_stream(buffers.device).synchronize()
 
 
@@ -366,7 +367,7 @@ Copy = tuple[int, Shape, tuple[slice, ...], Tensor]
 
 
 def _copies(first: int, last: int, whole: Box, parts: list[tuple[Box, Tensor]]) -> Iterator[Copy]:
-    """What of elements [first, last) of a block is wanted."""
+    """The copies from elements [first, last) of a block to the demanded boxes."""
     for place, local in flat_boxes(first, last, box_shape(whole)):
         box = tuple(
             (start + zero, stop + zero)
@@ -388,13 +389,13 @@ def _cut(start: int, length: int) -> Iterator[tuple[int, int]]:
 
 
 def _over(pieces: Sequence[tuple[int, int]], block: StoredBlock) -> Iterator[tuple[int, int]]:
-    """The pieces of a file that hold anything of the block."""
+    """The checksummed ranges of a file that overlap the block."""
     end = block.start + block.length
     return ((at, size) for at, size in pieces if at < end and at + size > block.start)
 
 
 class _Buffers:
-    """Memory of each thread to read into, kept while all is read; pinned on its way to a GPU."""
+    """Read buffers, one per thread, reused until all is read; pinned for copies to a GPU."""
 
     def __init__(self, device: torch.device | None) -> None:
         self.device = device
@@ -404,7 +405,7 @@ class _Buffers:
         buffer: Tensor | None = vars(self.own).get("buffer")
         if buffer is None or buffer.numel() < length:
             if self.device is not None:
-                torch.cuda.set_device(self.device)  # a new thread begins with the first GPU
+                torch.cuda.set_device(self.device)  # new threads start on GPU 0
             pins = self.device is not None
             buffer = torch.empty(length, dtype=torch.uint8, pin_memory=pins)
             self.own.buffer = buffer
@@ -412,8 +413,8 @@ class _Buffers:
 
 
 def _run_all(jobs: Sequence[Callable[[], None]]) -> None:
-    """In threads; the first failure ends it."""
-    num = min(MAX_READERS, max(NUM_READERS, len(os.sched_getaffinity(0))))
+    """Runs the jobs in threads; raises the first failure."""
+    num = min(MAX_READERS, max(NUM_READERS, num_cores()))
     pool = ThreadPoolExecutor(num)
     try:
         for future in [pool.submit(job) for job in jobs]:

@@ -1,7 +1,7 @@
-"""One safetensors file: its header checked, and any block of any tensor read where it is wanted.
+"""Reads one safetensors file: checks the header and reads any block of any tensor.
 
-Bytes go from the file straight into the given memory, or through a small buffer where the dtype,
-the device or the order differs. (Mapped files cost several times as much: each page is faulted in.)
+Bytes are read directly into the given memory, or through a small buffer if dtype, device or order
+differ. (Memory mapping costs several times as much, because of page faults.)
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def checksum(data: memoryview, total: int = 0) -> int:
-    """crc32 over the sums of blocks of 64-bit words, and over the bytes that make up no block.
+    """Checksum: crc32 of the sums of blocks of 64-bit words and of the remaining bytes.
 
-    Several times as fast as crc32 itself. Any one changed word shows, and so do blocks that are
-    missing or exchanged: what disks do. It is no protection against a forger.
+    Several times as fast as crc32 alone. It detects any single changed word, and missing or swapped
+    blocks, which are the usual disk errors. It does not protect against forgery.
     """
     block_bytes = 8 * BLOCK_WORDS
     whole = len(data) // block_bytes * block_bytes
@@ -63,7 +63,7 @@ def checksum(data: memoryview, total: int = 0) -> int:
 
 
 class SafeFile:
-    """The tensors of one file. Threads may read at the same time."""
+    """Reader of the tensors of one file; thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -77,7 +77,7 @@ class SafeFile:
         return out
 
     def read_into(self, name: str, box: Box, out: Tensor) -> None:
-        """Fills `out`, of the box's shape, whatever its dtype, device and strides."""
+        """Fills `out`, of the box's shape, with any dtype, device and strides."""
         info = self.infos[name]
         assert intersect(box, full_box(info.shape)) == box or out.numel() == 0, f"{name}: {box}"
         if out.numel() == 0:
@@ -111,7 +111,7 @@ class SafeFile:
         return total
 
     def _buffer(self, size: int) -> Tensor:
-        """Bytes to read into, kept per thread: fresh memory would be faulted in each time."""
+        """A read buffer per thread: new memory would cause page faults on each read."""
         kept: Tensor | None = vars(self.own).get("buffer")
         if kept is None or len(kept) < size:
             kept = self.own.buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
@@ -139,7 +139,7 @@ def _open(path: Path) -> Header:
 
 
 def read_header(handle: BinaryIO, size: int, where: str) -> Header:
-    """The header's entries of a file of `size` bytes, checked against each other."""
+    """Parses the header of a file of `size` bytes and validates its entries."""
     try:
         (length,) = struct.unpack("<Q", handle.read(8))
         if length >= size:
@@ -170,7 +170,7 @@ def _is_size(number: object) -> bool:
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; of two equal names a plain parser would drop one silently."""
+    """Builds a JSON object and rejects duplicate names, which json would drop silently."""
     out = dict(pairs)
     if len(out) != len(pairs):
         names = [name for name, _ in pairs]
@@ -179,7 +179,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_order(where: str, ends: list[tuple[int, int, str]]) -> None:
-    """Every byte of the data is one tensor's: two that share bytes are a forged or torn file."""
+    """Raises unless the tensors cover the data without gaps or overlaps."""
     at = 0
     for start, stop, name in ends:
         if start != at:

@@ -1,8 +1,8 @@
-"""HF folders: reading any block of any tensor in place, writing a folder that is whole, uploading.
+"""Reads and writes HF model folders, and uploads them to the hub.
 
-Reading opens every safetensors header first, so a missing file, a truncated one or an index that
-lies is found before a tensor is touched. Writing goes to a folder beside the target, is read back
-and compared, and takes the target's name last: a failure leaves the old folder as it was.
+Reading opens every safetensors header first, so missing or truncated files and a wrong index are
+found before any tensor is read. Writing uses a temporary folder next to the target, which is read
+back, compared and then renamed: a failure leaves the old folder unchanged.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from torch import Tensor
 
 from pentad.core.errors import Problem, RunError, UserError, raise_problems
 from pentad.core.files import atomic_folder
-from pentad.core.folders import read_object
+from pentad.core.folders import INDEX, SINGLE, read_object
 from pentad.weights.files import DTYPE_NAMES, SafeFile, checksum
+from pentad.weights.map import WeightMap
 from pentad.weights.regions import Box
 from pentad.weights.transfer import NUM_READERS, TensorInfo
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 METADATA = {"format": "pt"}
 """What transformers wants in the header of a file."""
 SHARD_BYTES = 5 << 30
@@ -38,6 +37,7 @@ COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer.model",
+    "tekken.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -45,13 +45,16 @@ COMPANIONS = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
 """Files that travel with the weights; those that exist are copied."""
 LINK_REMEDY = "put the file itself there, since exports copy it"
 
 
 class HfFolder:
-    """The tensors of a folder's safetensors files, as a reader."""
+    """Reader of the tensors in a folder's safetensors files."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -114,18 +117,41 @@ class HfFolder:
         raise_problems(problems)
 
     def read(self, name: str, box: Box) -> Tensor:
-        """That block of the tensor."""
+        """Reads a block of a tensor."""
         return self.files[self.file_of[name]].read(name, box)
 
     def read_into(self, name: str, box: Box, out: Tensor) -> None:
-        """Fills `out` with that block, without a copy where dtype and order allow."""
+        """Reads a block of a tensor into `out`, without a copy if dtype and order allow."""
         self.files[self.file_of[name]].read_into(name, box, out)
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """A tensor that an export copies unchanged from the source folder of the model."""
+
+    info: TensorInfo
+    file: Path
+    start: int
+    """Where its bytes begin in the file."""
+
+
+def carried_tensors(folder: str | Path, weight_map: WeightMap) -> dict[str, Carried]:
+    """Tensors outside the text tower of a multimodal folder, by name; empty for a text model."""
+    if not weight_map.dims.tower_names:
+        return {}
+    reader = HfFolder(folder)
+    return {
+        name: Carried(info, file.path, file.offsets[name])
+        for file in reader.files.values()
+        for name, info in file.infos.items()
+        if weight_map.is_other(name)
+    }
 
 
 def plan_files(
     infos: Mapping[str, TensorInfo], shard_bytes: int = SHARD_BYTES
 ) -> dict[str, list[str]]:
-    """File name -> tensor names, in the order given; a file is closed before it gets too large."""
+    """Assigns tensors to files of limited size, in the order given: file name -> tensor names."""
     groups: list[list[str]] = [[]]
     filled = 0
     for name, info in infos.items():
@@ -141,10 +167,10 @@ def plan_files(
 
 
 class FileLayout:
-    """A safetensors file before a tensor is there: its header, and where each tensor begins."""
+    """Header and tensor offsets of a safetensors file, computed before its tensors exist."""
 
     def __init__(self, infos: Mapping[str, TensorInfo], align: int = 8) -> None:
-        """`align`: of the first tensor."""
+        """Computes the layout; `align` is the alignment of the first tensor in bytes."""
         self.infos = infos
         self.header = header_bytes(infos, METADATA, align)
         self.starts: dict[str, int] = {}
@@ -154,7 +180,7 @@ class FileLayout:
             self.num_bytes += info.size_bytes
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The tensors in bytes that hold the whole file."""
+        """Views of the tensors in a byte buffer of the whole file."""
         return {
             name: flat[start : start + info.size_bytes].view(info.dtype).view(info.shape)
             for (name, info), start in zip(self.infos.items(), self.starts.values(), strict=True)
@@ -163,7 +189,7 @@ class FileLayout:
 
 @dataclass(frozen=True, slots=True)
 class FolderPlan:
-    """What a HF folder holds, before a tensor is there."""
+    """Files and tensors of a HF folder that is to be written."""
 
     tensors: Mapping[str, Mapping[str, TensorInfo]]
     """By file, in the order in which they are written."""
@@ -172,7 +198,7 @@ class FolderPlan:
 
     @classmethod
     def around(cls, infos: Mapping[str, TensorInfo], shard_bytes: int = SHARD_BYTES) -> FolderPlan:
-        """The safetensors files alone, with the index where there are several."""
+        """A plan of only the safetensors files, and an index if there are several."""
         files = plan_files(infos, shard_bytes)
         tensors = {file: {name: infos[name] for name in names} for file, names in files.items()}
         if len(files) == 1:
@@ -183,13 +209,13 @@ class FolderPlan:
         return cls(tensors, {INDEX: index})
 
     def small_parts(self) -> Iterator[tuple[str, bytes]]:
-        """By file what is not a tensor and lies at its start: headers, and the other files."""
+        """The non-tensor content of each file: safetensors headers and the small files."""
         for file, infos in self.tensors.items():
             yield file, FileLayout(infos).header
         yield from self.others.items()
 
     def places(self) -> dict[str, tuple[str, int, TensorInfo]]:
-        """Where each tensor lies: its file, and where it begins there."""
+        """Location of each tensor: file, offset and info."""
         found: dict[str, tuple[str, int, TensorInfo]] = {}
         for file, infos in self.tensors.items():
             starts = FileLayout(infos).starts
@@ -197,7 +223,7 @@ class FolderPlan:
         return found
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each file."""
+        """Size of each file in bytes."""
         files = {file: FileLayout(infos).num_bytes for file, infos in self.tensors.items()}
         return files | {file: len(data) for file, data in self.others.items()}
 
@@ -209,8 +235,8 @@ def plan_folder(
     companions: Sequence[str | Path] = (),
     shard_bytes: int = SHARD_BYTES,
 ) -> FolderPlan:
-    """Tokenizer and generation config are copied from the folders in `companions`: each file from
-    the first folder that has it."""
+    """Plans a folder. Tokenizer and generation config files are copied from the first folder in
+    `companions` that has them."""
     around = FolderPlan.around(infos, shard_bytes)
     others = {name: path.read_bytes() for name, path in find_companions(companions).items()}
     others["config.json"] = json_bytes(config)
@@ -218,9 +244,9 @@ def plan_folder(
 
 
 def save_folder(folder: str | Path, pairs: Iterable[tuple[str, Tensor]], plan: FolderPlan) -> None:
-    """Writes a whole HF folder in the place of `folder`; memory needed is one tensor.
+    """Writes a HF folder and replaces `folder`; extra memory is one tensor.
 
-    `pairs` come in the order of the plan.
+    `pairs` are in the order of the plan.
     """
     target = Path(folder)
     try:
@@ -248,10 +274,10 @@ def write_file(
     infos: Mapping[str, TensorInfo],
     metadata: Mapping[str, str] = METADATA,
 ) -> None:
-    """One safetensors file from the next tensors of the stream, on disk, read back and compared.
+    """Writes one safetensors file from the next tensors of the stream, reads it back and compares.
 
-    Nothing waits for the disk: it works while further tensors are summed and written, and while
-    they are read back.
+    Disk writes are asynchronous: they overlap with summing and writing later tensors and with the
+    read-back.
     """
     sums: dict[str, int] = {}
     flushes: list[Future[None]] = []
@@ -285,7 +311,7 @@ def _check_back(
     sums: Mapping[str, int],
     readers: ThreadPoolExecutor,
 ) -> None:
-    """The file holds these names, shapes and dtypes, and the bytes that were handed over."""
+    """Raises unless the file has these names, shapes and dtypes and the written checksums."""
     file = SafeFile(path)
     assert file.infos == infos, f"{path}: the header was not written as planned"
     found = dict(zip(infos, readers.map(file.checksum, infos), strict=True))
@@ -297,7 +323,7 @@ def _check_back(
 def header_bytes(
     infos: Mapping[str, TensorInfo], metadata: Mapping[str, str], align: int = 8
 ) -> bytes:
-    """The start of a safetensors file, up to the first tensor."""
+    """The bytes of a safetensors file before the first tensor."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
     for name, info in infos.items():
@@ -325,7 +351,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def find_companions(folders: Sequence[str | Path]) -> dict[str, Path]:
-    """The files that travel with the weights, each from the first folder that has it."""
+    """Tokenizer and config files to copy, each from the first folder that has it."""
     found = [companion_files(Path(folder)) for folder in reversed(folders)]
     return {name: path for files in found for name, path in files.items()}
 
@@ -336,9 +362,9 @@ def copy_companions(folders: Sequence[str | Path], target: Path) -> None:
 
 
 def companion_files(folder: Path, names: Sequence[str] = COMPANIONS) -> dict[str, Path]:
-    """Those of the named files that a folder has. A link out of it is refused: an export would
-    publish what it points at. In the hub's cache, `snapshots/REVISION` and the folders below it
-    link to the `blobs` of the same model."""
+    """The named files that a folder has. Links to other places are rejected, because an export
+    would publish their targets. In the hub's cache, links from `snapshots/REVISION` and its
+    subfolders to `blobs` of the same model are allowed."""
     files = {name: folder / name for name in names if (folder / name).is_file()}
     home = folder.resolve()
     blobs = next((p.parent / "blobs" for p in home.parents if p.name == "snapshots"), home)
@@ -360,10 +386,10 @@ def push_to_hub(
     message: str = "Upload model",
     endpoint: str | None = None,
 ) -> str:
-    """Uploads a folder as it is and returns the address of the commit.
+    """Uploads a folder unchanged and returns the URL of the commit.
 
-    The folder is opened first, so that a torn one never leaves the machine. Without a token the
-    one of `hf auth login` is used.
+    The folder is opened first, so an incomplete one is never uploaded. Without a token, that of `hf
+    auth login` is used.
     """
     from huggingface_hub import HfApi
 
@@ -374,7 +400,7 @@ def push_to_hub(
     try:
         api.create_repo(repo, private=private, exist_ok=True)
         return str(api.upload_folder(folder_path=folder, repo_id=repo, commit_message=message))
-    except Exception as error:  # the hub's, the network's and the login's are of many kinds
+    except Exception as error:  # hub, network and login raise many types
         reason = str(error).strip().split("\n")[0]
         rule = f"{folder} was not uploaded to {repo} at {api.endpoint} ({reason})"
         raise RunError(f"{rule}; check the network, the name and `hf auth login`") from error

@@ -1,9 +1,9 @@
-"""The weight map of a LoRA adapter, derived from that of its model: two factors for each matrix.
+"""Weight map of a LoRA adapter, derived from the map of its model: factors A and B per matrix.
 
-A matrix "O I" that lies in files as MODULE.weight gets A "r I" and B "O r", which lie there as
-MODULE.lora_A.weight and MODULE.lora_B.weight. Gate and up, and stacked experts, keep their leading
-axes. So a layout that cuts O cuts B, one that cuts I cuts A, and every other way of a weight
-(shards, publishing, checkpoints) is that of the model's own.
+A matrix "O I" stored as MODULE.weight gets A "r I" and B "O r", stored as MODULE.lora_A.weight and
+MODULE.lora_B.weight. Gate and up, and stacked experts, keep their leading axes. So a layout that
+shards O shards B, one that shards I shards A, and sharding, publishing and checkpoints work as for
+the model's weights.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ NATIVE = {
 """Word of a recipe -> how the native names of its matrices end."""
 HIDDEN = "D"
 VALUE_HEAD = "value_head.weight"
+OF_FSDP = " of transformers"
+"""What follows the name of a family whose layers are not those of its model file."""
 NO_FACTORS = {
     "head": "log-probs are computed together with the head, which has no factors",
     "router": "experts would be chosen by other numbers than the sampler's",
@@ -41,13 +43,13 @@ NO_FACTORS = {
 
 
 def target_words(rules: Sequence[Rule], dims: ModelDims) -> list[str]:
-    """The words for which a model has matrices that can be given factors."""
+    """LoRA target names (such as "q") for which a model has matrices."""
     return _words([rule for rule in _held(rules, dims) if _is_apart(as_spec(rule.source))])
 
 
 def fused_words(rules: Sequence[Rule], dims: ModelDims) -> list[str]:
-    """The words for matrices that share one tensor of the files. An adapter's file would have one
-    A for all of them, and here each has its own."""
+    """Target names whose matrices share one stored tensor. An adapter file would have one A for all
+    of them, but here each has its own."""
     return _words([rule for rule in _held(rules, dims) if not _is_apart(as_spec(rule.source))])
 
 
@@ -78,8 +80,8 @@ def target_problems(
     fused: Sequence[str] = (),
     role: str = "actor",
 ) -> list[Problem]:
-    """What is wrong with the targets for a model that has these words; `fused` are those of
-    `fused_words`. A critic without any trains its head alone."""
+    """Lists invalid LoRA targets for a model with these names; `fused` is from `fused_words`. A
+    critic without targets trains only its head."""
     chosen = [*words, *fused] if lora.targets == "all-linear" else lora.targets
     together = [word for word in chosen if word in fused]
     if together:
@@ -97,7 +99,8 @@ def target_problems(
     if unknown:
         reason = NO_FACTORS.get(unknown[0], f"{family} has no {', '.join(unknown)}")
         return [Problem(where, reason, remedy)]
-    if ("gate" in lora.targets) != ("up" in lora.targets):
+    halves = {"gate", "up"}
+    if halves <= set(words) and len(halves & set(lora.targets)) == 1:
         return [Problem(where, "gate and up are one product here", "name both or neither")]
     return []
 
@@ -110,17 +113,19 @@ def lora_map(
     *,
     value_head: bool = False,
 ) -> WeightMap:
-    """The factors of an adapter as regions of the tensors of its file. A factor that experts share
-    lies there once, under the name of its experts without their number. With them the head of a
-    critic, which is trained whole."""
-    chosen = [rule for rule in rules if _is_target(rule, words)]
-    trained = [factor for rule in chosen for factor in _factors(rule, lora.experts)]
-    if value_head:
-        trained += [
-            replace(rule, optional=False, dtype="float32", is_factor=True)
-            for rule in rules
-            if rule.target == VALUE_HEAD
-        ]
+    """Weight map of an adapter's factors over the tensors of its file. A factor shared by experts
+    is stored once, under the experts' name without a number. The map also has the head of a critic,
+    which is trained fully."""
+    heads = [rule for rule in rules if value_head and rule.target == VALUE_HEAD]
+    return factor_map([rule for rule in rules if _is_target(rule, words)], heads, dims, lora)
+
+
+def factor_map(
+    matrices: Iterable[Rule], heads: Iterable[Rule], dims: ModelDims, lora: LoraConfig
+) -> WeightMap:
+    """`lora_map` for matrices that are already selected."""
+    trained = [factor for rule in matrices for factor in _factors(rule, lora.experts)]
+    trained += [replace(rule, optional=False, dtype="float32", is_factor=True) for rule in heads]
     return build_map(trained, dims, extra_sizes={"r": lora.rank})
 
 
@@ -153,7 +158,7 @@ def _factors(rule: Rule, experts: str) -> tuple[Rule, Rule]:
 
 
 def _factor_of(source: Spec, factor: str, *, is_shared: bool) -> Spec:
-    """The same place in files, of a factor instead of a weight."""
+    """The spec of a weight, changed to refer to a factor of the same module."""
     match source:
         case One(name):
             name = name.replace(".{e}.", ".") if is_shared else name
@@ -167,7 +172,7 @@ def _factor_of(source: Spec, factor: str, *, is_shared: bool) -> Spec:
 
 
 def merged(base: WeightMap, adapter: WeightMap | None) -> WeightMap:
-    """Both as one map: how a layout cuts them."""
+    """Base and adapter in one map, for the sharding of a layout."""
     if adapter is None:
         return base
     entries = {**base.entries, **adapter.entries}

@@ -1,9 +1,9 @@
-"""The weight-map language: each tensor of a model as regions of HF-on-disk tensors, as data.
+"""Weight maps: declarative mapping of each tensor of a model to regions of HF-on-disk tensors.
 
-A `Rule` names a target tensor, its global shape in symbols, and where its elements lie in the
+A `Rule` names a target tensor, its global shape in symbols, and the location of its elements in the
 source name space. For a model's own map the target is the native tensor and the source the
 HF-on-disk one; another column (Megatron) is a list of rules whose sources are native names. A
-`WeightMap` is a list of rules at given sizes: the regions both ways, checked to be exact.
+`WeightMap` is a list of rules at given sizes: the regions in both directions, verified to be exact.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ Indices = Mapping[str, int]
 
 
 def sizes_of(dims: ModelDims) -> dict[str, int]:
-    """The symbols of shapes. Q and K are the widths of all query and all key heads; 2M are rows of
-    gate and up that take turns. Of latent attention Lq and Lk are the widths of the latents, Lr
-    that of Lk and the turned key, U and O those of all heads of keys and values made of the latent,
-    and of all values."""
+    """Values of the shape symbols. Q and K are the widths of all query and key heads; 2M counts
+    interleaved rows of gate and up. For latent attention, Lq and Lk are the latent widths, Lr is Lk
+    plus the rotary key, U all heads of keys and values expanded from the latent, O all values."""
     return {
         "V": dims.vocab_size,
         "D": dims.hidden_size,
@@ -63,8 +62,8 @@ def sizes_of(dims: ModelDims) -> dict[str, int]:
 
 
 def linear_sizes(dims: ModelDims) -> dict[str, int]:
-    """Those of delta nets: widths of all keys, values and value heads, and their shares that
-    belong to one key head, in which layouts cut them."""
+    """Symbols of delta nets: widths of all keys, values and value heads, and their widths per key
+    head, the unit of sharding."""
     if not dims.linear_key_heads:
         return {}
     widths = {"LK": dims.linear_k_dim, "LV": dims.linear_v_dim, "LH": dims.linear_value_heads}
@@ -73,12 +72,12 @@ def linear_sizes(dims: ModelDims) -> dict[str, int]:
 
 
 def size_of(token: str, sizes: Sizes) -> int:
-    """A symbol, a number, or a sum of them: "D", "2", "Q+K+K"."""
+    """Value of a dim token: a symbol, a number, or a sum of them: "D", "2", "Q+K+K"."""
     return sum(int(term) if term.isdigit() else sizes[term] for term in token.split("+"))
 
 
 class Spec(Protocol):
-    """Where a target tensor's elements lie among source tensors."""
+    """Interface of specs, which locate a target tensor's elements in source tensors."""
 
     def regions(self, shape: Shape, sizes: Sizes, index: Indices) -> list[Region]:
         """The regions that make up a target of that shape."""
@@ -97,7 +96,7 @@ class One:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The target is one of several row blocks of a source, Rows("qkv", "Q+K+K", 1) the second."""
+    """One of several row blocks of a source; Rows("qkv", "Q+K+K", 1) is the second."""
 
     source: str
     of: str
@@ -114,9 +113,9 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class GroupRows:
-    """As `Rows`, where the blocks stand side by side anew for each head: GroupRows("q", "Q+Q", 1,
-    "d") is the second of two blocks of d rows, of every head. `unit` is a block's rows in one
-    head, or has one symbol for each block."""
+    """`Rows` where the blocks repeat in each head: GroupRows("q", "Q+Q", 1, "d") is the second of
+    two blocks of d rows, of every head. `unit` is the number of rows of a block in one head, or has
+    one symbol for each block."""
 
     source: str
     of: str
@@ -143,7 +142,7 @@ class GroupRows:
 
 @dataclass(frozen=True, slots=True)
 class Transposed:
-    """The target is the source with its last two dims exchanged."""
+    """The target is the source with its last two dims swapped."""
 
     source: str
 
@@ -158,7 +157,7 @@ class Transposed:
 
 @dataclass(frozen=True, slots=True)
 class Glu:
-    """Gate and up on an own leading axis: target [2, ...], gate first."""
+    """Gate and up stacked on a new leading axis: target [2, ...], gate first."""
 
     gate: str | Spec
     up: str | Spec
@@ -171,7 +170,7 @@ class Glu:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Experts on an own leading axis; {e} in the sources counts along it."""
+    """Experts stacked on a new leading axis; {e} in the sources counts along it."""
 
     each: str | Spec
 
@@ -186,7 +185,7 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Qkv:
-    """Query, key and value rows fused by query group: for each group its q heads, its k, its v."""
+    """Query, key and value rows fused by query group: q heads, k and v of each group in turn."""
 
     q: str
     k: str
@@ -215,7 +214,7 @@ class Qkv:
 
 @dataclass(frozen=True, slots=True)
 class Planes:
-    """The planes of the source's leading axis one under the other: [2, F, D] as [F+F, D]."""
+    """Flattens the source's leading axis into rows: [2, F, D] as [F+F, D]."""
 
     source: str
 
@@ -237,7 +236,7 @@ class Planes:
 
 @dataclass(frozen=True, slots=True)
 class Expert:
-    """Expert {e} of sources that stack all experts on their leading axis."""
+    """Expert {e} of a source in which all experts are stacked on the leading axis."""
 
     inner: str | Spec
 
@@ -255,7 +254,7 @@ class Expert:
 
 @dataclass(frozen=True, slots=True)
 class Padded:
-    """The first rows of the target are the source; the rest is zero and never read back."""
+    """The source, padded with zero rows at the end; the padding is never read back."""
 
     source: str
     rows: str
@@ -265,7 +264,7 @@ class Padded:
 
 
 def _plane(region: Region, j: int) -> Region:
-    """The region moved into plane j of a new leading target dim."""
+    """Moves the region to index j of a new leading target dim."""
     runs = tuple(DimRun(run.source_dim, run.target_dim + 1, run.length) for run in region.runs)
     return replace(region, target_start=(j, *region.target_start), runs=runs)
 
@@ -280,7 +279,7 @@ def always(dims: ModelDims, layer: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One line of a map. {i} counts layers, {e} experts.
+    """One rule of a map. {i} counts layers, {e} experts.
 
     Example: Rule("layers.{i}.ffn.gate_up.weight", "2 F D", Glu("...gate_proj", "...up_proj"))
     """
@@ -305,7 +304,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a map at its sizes."""
+    """One target tensor of a map, with its rule expanded at given sizes."""
 
     name: str
     shape: Shape
@@ -321,7 +320,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One tensor of the source name space, as regions of targets."""
+    """One source tensor, as regions of target tensors."""
 
     name: str
     shape: Shape
@@ -335,7 +334,7 @@ class Source:
 
 @dataclass(frozen=True)
 class WeightMap:
-    """The rules at given sizes. Both tables are in layer order."""
+    """Expanded rules at given sizes, by target and by source. Both tables are in layer order."""
 
     dims: ModelDims
     sizes: Sizes
@@ -352,7 +351,15 @@ class WeightMap:
     """How further such names begin."""
 
     def ignores(self, name: str) -> bool:
-        return name in self.ignored or name.startswith(self.ignored_prefixes)
+        is_left_out = name in self.ignored or name.startswith(self.ignored_prefixes)
+        return is_left_out or self.is_other(name)
+
+    def is_other(self, name: str) -> bool:
+        """Whether a multimodal tensor is outside the text tower; exports copy it."""
+        if not self.dims.tower_names or name in self.sources:
+            return False
+        own = tuple(there for _, there in self.dims.tower_names)
+        return not name.startswith((*own, *self.ignored_prefixes))
 
 
 def build_map(
@@ -362,7 +369,7 @@ def build_map(
     ignored: Sequence[str] = (),
     extra_sizes: Sizes | None = None,
 ) -> WeightMap:
-    """Expands the rules; refuses a map that does not cover every element exactly once."""
+    """Expands the rules; rejects a map that does not cover every element exactly once."""
     sizes = {**sizes_of(dims), **(extra_sizes or {})}
     entries: dict[str, Entry] = {}
     tied: dict[str, str] = {}
@@ -391,7 +398,7 @@ def build_map(
 
 
 def through(outer: WeightMap, inner: WeightMap) -> WeightMap:
-    """A column over native names, and the native map over HF names, as one map over HF names."""
+    """Composes a map over native names and the native map into one map over HF names."""
     native = {name: Lookup(entry.regions) for name, entry in inner.entries.items()}
     entries = {
         name: replace(entry, regions=tuple(join(entry.regions, native)))
@@ -402,7 +409,7 @@ def through(outer: WeightMap, inner: WeightMap) -> WeightMap:
 
 
 def between(own: WeightMap, other: WeightMap) -> dict[str, list[Region]]:
-    """The targets of one map as regions of the targets of another map of the same sources."""
+    """The targets of one map as regions of the targets of another map with the same sources."""
     inner = {name: Lookup(source.regions) for name, source in other.sources.items()}
     return {
         name: join(entry.regions, inner)
@@ -435,7 +442,7 @@ def _expert_indices(rule: Rule, dims: ModelDims, layer: int) -> list[dict[str, i
 
 
 def sources_of(entries: Mapping[str, Entry], dims: ModelDims) -> dict[str, Source]:
-    """The entries seen from their sources; refuses what does not cover every element once."""
+    """Inverts entries to a table by source; raises unless every element is covered once."""
     shapes: dict[str, Shape] = {}
     regions: dict[str, list[Region]] = {}
     first: dict[str, Entry] = {}

@@ -1,7 +1,7 @@
-"""Merging an adapter into the weights of its base, and what is lost by it.
+"""Merges a LoRA adapter into its base weights and measures the rounding loss.
 
-W + scale B A is computed in float32 and rounded to the dtype of the folder. An update that is small
-beside the weights is rounded away in 16 bits, so the loss is measured and said.
+W + scale B A is computed in float32 and rounded to the dtype of the folder. In 16 bits, updates
+much smaller than the weights are rounded away, so the loss is measured and reported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pentad.weights.transfer import TensorInfo
 
 @dataclass(slots=True)
 class MergeLoss:
-    """What rounding did to the update of the adapted weights."""
+    """Rounding error of the update of the adapted weights."""
 
     dtype: str
     num_weights: int = 0
@@ -36,7 +36,7 @@ class MergeLoss:
 
     @property
     def lost(self) -> float:
-        """Norm of the error as a share of the norm of the update; 0 of an update that is 0."""
+        """Norm of the error relative to the norm of the update; 0 for a zero update."""
         return (self.error / self.update) ** 0.5 if self.update else 0.0
 
     @property
@@ -54,7 +54,7 @@ class MergeLoss:
 def merge_weight(
     weight: Tensor, pair: tuple[Tensor, Tensor], scale: float, dtype: torch.dtype, loss: MergeLoss
 ) -> Tensor:
-    """The merged weight in `dtype`; what was lost is added to `loss`."""
+    """Returns the merged weight in `dtype` and adds its rounding error to `loss`."""
     a, b = (factor.to(weight.device, torch.float32) for factor in pair)
     base = weight.float()
     update = (b @ a).mul_(scale)
@@ -70,7 +70,7 @@ def merge_weight(
 def merge_folder(
     base: str | Path, adapter: Adapter, target: str | Path, dtype: str | None, where: str
 ) -> MergeLoss:
-    """Writes a HF folder with the adapter merged; `where` names the adapter in sentences."""
+    """Writes a HF folder with the adapter merged; `where` names the adapter in messages."""
     folder = HfFolder(base)
     raise_problems(fit_problems(adapter, folder.infos, where, str(base)))
     if dtype is not None and dtype not in DTYPES:

@@ -1,8 +1,8 @@
-"""A tensor cut in balanced parts over ranks: 8 experts over 5 ranks as 2, 2, 2, 1 and 1.
+"""Balanced sharding of a tensor over ranks: 8 experts over 5 ranks as 2, 2, 2, 1 and 1.
 
-DTensor's `Shard` cuts as torch.chunk does (2, 2, 2, 2 and none), and its operations rebuild their
-results' placements as such. So a balanced cut has a placement and a tensor of its own, with what
-saving, restoring and gathering use of a DTensor, and without arithmetic.
+DTensor's `Shard` uses the sizes of torch.chunk (2, 2, 2, 2 and none), and DTensor operations assume
+them. So balanced sharding has its own placement and tensor class, with the DTensor methods that
+saving, restoring and gathering use, and without arithmetic.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BalancedShard:
-    """As `Shard`, but in parts whose sizes differ by at most one, the larger ones first."""
+    """A `Shard` placement whose part sizes differ by at most one, larger ones first."""
 
     dim: int
 
@@ -33,7 +33,7 @@ AnyPlacement = Placement | BalancedShard
 
 
 class PartTensor(Tensor):
-    """A rank's part of a whole tensor, with the whole's shape."""
+    """A rank's shard of a tensor; shape() is that of the whole tensor."""
 
     part: Tensor
     box: Box
@@ -76,8 +76,8 @@ class PartTensor(Tensor):
         raise TypeError(f"{func}: a part of a tensor has no arithmetic; use its to_local()")
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
-        """What a planner of torch.distributed.checkpoint asks for."""
-        # Here, since it takes a second that runs of other layouts do without.
+        """Write items for the planner of torch.distributed.checkpoint."""
+        # Imported here: it takes a second, and other layouts do not need it.
         from torch.distributed.checkpoint import metadata
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 

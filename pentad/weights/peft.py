@@ -1,9 +1,9 @@
-"""Low-rank adapters as files: PEFT folders under the names of Hugging Face modules.
+"""Reads and writes low-rank adapters (LoRA) as PEFT folders with Hugging Face module names.
 
 An adapter adds `alpha / rank * B A` to the weight of a linear module. Its factors are named
 `<module>.lora_A.weight` [rank, in] and `<module>.lora_B.weight` [out, rank], where `<module>` is
-the name in the base's safetensors files, such as `model.layers.3.self_attn.q_proj`. A factor that
-the experts of a layer share is named without their number; PEFT's files repeat it for each expert.
+the name in the base's safetensors files, such as `model.layers.3.self_attn.q_proj`. A factor shared
+by the experts of a layer has no expert number; PEFT's files repeat it for each expert.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 
 from pentad.core.errors import Problem, UserError, raise_problems
 from pentad.core.files import atomic_folder
-from pentad.core.folders import read_object
+from pentad.core.folders import ADAPTER_CONFIG, read_object
 from pentad.weights.files import SafeFile
 from pentad.weights.hf import write_file, write_json
 from pentad.weights.regions import full_box
 from pentad.weights.transfer import TensorInfo, is_finite
 
 A, B = ".lora_A.weight", ".lora_B.weight"
-CONFIG, FACTORS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, FACTORS = ADAPTER_CONFIG, "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """What PEFT puts before the name of a module."""
 SUFFIXES = {
@@ -45,6 +45,10 @@ SUFFIXES = {
 """Word of a recipe -> last name of its modules; those of `experts` are gate, up and down."""
 WORDS = {suffix: word for word, suffix in SUFFIXES.items()} | {"out_proj": "o"}
 """The output of a delta net is an `o`, too."""
+NO_FACTORS = re.compile(r"norm|embed|router|^gate$|^shared_expert_gate$")
+"""In the last names of modules that take none: norms, tables, routers."""
+ROUTER = re.compile(r"\.(router|gate)\.")
+"""Around the layers of routers that are modules of their own (`mlp.gate.wg`)."""
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)")
 OUTER = {"gate_proj": A, "up_proj": A, "down_proj": B}
 """The factor of an expert's matrix on the side of the hidden dimension."""
@@ -63,7 +67,7 @@ SAME_BASE = (True, False, "gaussian", "orthogonal", "eva")
 
 @dataclass(frozen=True, slots=True)
 class LoraSpec:
-    """Which modules have factors, and of which size."""
+    """The adapted modules, rank and alpha of an adapter."""
 
     rank: int
     alpha: float
@@ -80,7 +84,7 @@ class LoraSpec:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """The factors of every adapted module, and the model that they were trained beside."""
+    """The factors of every adapted module, and the name of the base model."""
 
     spec: LoraSpec
     factors: Mapping[str, Tensor]
@@ -89,11 +93,11 @@ class Adapter:
 
     @property
     def modules(self) -> list[str]:
-        """Every adapted module, experts one by one."""
+        """Names of all adapted modules, with each expert separately."""
         return [name.removesuffix(A) for name in expanded(self.factors) if name.endswith(A)]
 
     def pair(self, module: str) -> tuple[Tensor, Tensor]:
-        """A and B of a module."""
+        """The factors A and B of a module."""
         return self._factor(module, A), self._factor(module, B)
 
     def _factor(self, module: str, kind: str) -> Tensor:
@@ -102,20 +106,23 @@ class Adapter:
 
 
 def without_number(module: str) -> str:
-    """`...experts.gate_proj` of `...experts.7.gate_proj`: where a shared factor lies."""
+    """Removes the expert number: `...experts.7.gate_proj` becomes `...experts.gate_proj`."""
     found = EXPERT.fullmatch(module)
     return f"{found[1]}.{found[3]}" if found else module
 
 
 def word_of(module: str) -> str | None:
-    """The word of a recipe for a module; None for one that takes no factors here."""
+    """The target name of a module in recipes, or its last name if there is none (`c_fc`); None for
+    a module that cannot be adapted."""
+    last = module.rpartition(".")[2]
     if EXPERT.fullmatch(module):
         return "experts"
-    return WORDS.get(module.rpartition(".")[2])
+    takes_none = NO_FACTORS.search(last) or ROUTER.search(module)
+    return None if takes_none else WORDS.get(last, last)
 
 
 def expanded(factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The factors with each expert's under its own name, sorted: as PEFT's files have them."""
+    """The factors as in PEFT's files: shared ones repeated for each expert, sorted."""
     numbers: dict[str, set[str]] = {}
     for name in factors:
         if found := EXPERT.fullmatch(name.removesuffix(A).removesuffix(B)):
@@ -129,12 +136,12 @@ def expanded(factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(sorted(out.items()))
 
 
-# Writing.
+# Writing
 
 
 def write_adapter(folder: str | Path, adapter: Adapter, base_names: Iterable[str]) -> None:
-    """A PEFT folder in the place of `folder`, read back and compared before it takes the name.
-    `base_names`: the tensors of the base, by which target_modules are spelled shortly."""
+    """Writes a PEFT folder, reads it back, compares it and then renames it to `folder`.
+    `base_names`: the tensors of the base, used to shorten target_modules."""
     factors = {PREFIX + name: tensor for name, tensor in expanded(adapter.factors).items()}
     infos = {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in factors.items()}
     with atomic_folder(Path(folder)) as aside:
@@ -159,7 +166,7 @@ def peft_config(adapter: Adapter, base_names: Iterable[str]) -> dict[str, Any]:
 
 
 def _target_modules(adapter: Adapter, base_names: Iterable[str]) -> list[str]:
-    """Last names of modules where these mean the adapted modules and no others, else all names."""
+    """The last names of modules if they match exactly the adapted modules, else all full names."""
     modules = set(adapter.modules)
     last = {module.rpartition(".")[2] for module in modules}
     named = {name.removesuffix(".weight") for name in base_names if name.endswith(".weight")}
@@ -168,7 +175,7 @@ def _target_modules(adapter: Adapter, base_names: Iterable[str]) -> list[str]:
     return sorted(modules)
 
 
-# Reading.
+# Reading
 
 
 def is_adapter(folder: str | Path) -> bool:
@@ -176,7 +183,7 @@ def is_adapter(folder: str | Path) -> bool:
 
 
 def read_adapter(folder: str | Path) -> Adapter:
-    """The adapter of a PEFT folder; every reason why it cannot be used as it is, is refused."""
+    """Reads the adapter of a PEFT folder; rejects every feature that is not supported."""
     path = Path(folder)
     try:
         config = read_object(path / CONFIG)
@@ -260,8 +267,8 @@ def _pair_problems(path: Path, infos: Mapping[str, TensorInfo], rank: int) -> It
 
 
 def _shared(factors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """The factors with one in the place of those that all experts of a layer have alike; None
-    where there are no experts, or not all outer factors are alike."""
+    """The factors with one entry for those that are equal in all experts of a layer; None without
+    experts or if the outer factors differ."""
     out: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
     for name, tensor in factors.items():
@@ -277,14 +284,14 @@ def _shared(factors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
     return out if any(count > 1 for count in counts.values()) else None
 
 
-# What it is held against.
+# Compatibility checks
 
 
 def fit_problems(
     adapter: Adapter, infos: Mapping[str, TensorInfo], where: str, base: str
 ) -> Iterator[Problem]:
-    """Why an adapter is not one of this base: modules that it lacks, or of another shape, or
-    modules of the targets that have no factors. `infos`: the tensors of the base's files."""
+    """Lists why an adapter does not match a base: missing modules, other shapes, or target modules
+    without factors. `infos`: the tensors of the base's files."""
     remedy = f"its own base is {adapter.base or 'not named in its config'}"
     modules = adapter.modules
     for module in modules:
@@ -306,7 +313,7 @@ def fit_problems(
 
 
 def spec_problems(adapter: Adapter, wanted: LoraSpec, where: str) -> Iterator[Problem]:
-    """Where an adapter is another than the recipe's `actor.lora`."""
+    """Problems for each difference between an adapter and the recipe's `actor.lora`."""
     for key in ("rank", "alpha", "targets", "experts"):
         found, own = getattr(adapter.spec, key), getattr(wanted, key)
         if key == "experts" and "experts" not in adapter.spec.targets:

@@ -1,9 +1,9 @@
-"""Reading torch's pickles without running what is in them.
+"""Reads torch's pickles without executing code in them.
 
-Tensors, and Megatron's rank files and `common.pt`, go through torch's weights-only unpickler; the
-`.metadata` of a DCP folder, which torch itself would unpickle freely, goes through one that knows
-torch's metadata classes. A few classes that others write are let through by name and become
-`Inert`: nothing of them is called or kept. Any other class is refused.
+Tensors, and Megatron's rank files and `common.pt`, use torch's weights-only unpickler. The
+`.metadata` of a DCP folder, which torch itself unpickles without restrictions, uses an unpickler
+that allows torch's metadata classes. A few foreign classes are allowed by name and replaced by
+`Inert`, without calling them or keeping their data. Any other class is rejected.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MISREAD = (
 
 
 class Inert:
-    """What stands for an object of a class that is let through and not wanted."""
+    """Placeholder for an object of an allowed class whose data are not needed."""
 
     def __init__(self, *args: object) -> None:
         pass
@@ -84,7 +84,7 @@ _METADATA: dict[str, Any] = {
 
 
 class FileWindow(io.RawIOBase):
-    """A stretch of a file as a file of its own; torch looks for a file's directory at its end."""
+    """A byte range of a file as a file object; torch looks for the zip directory at its end."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self.file = file
@@ -116,7 +116,7 @@ class FileWindow(io.RawIOBase):
 
 
 def load_tensor(path: Path, start: int, length: int) -> torch.Tensor:
-    """The one tensor of a torch file that lies within another file."""
+    """Loads the tensor of a torch file that is embedded in another file."""
     try:
         with path.open("rb") as file:
             window = io.BufferedReader(FileWindow(file, start, length))
@@ -144,7 +144,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def load_metadata(path: Path, data: bytes | None = None) -> dcp.Metadata:
-    """The index of a DCP folder, or what was read of it."""
+    """Loads the index of a DCP folder from its file, or from `data` if given."""
     try:
         with path.open("rb") if data is None else io.BytesIO(data) as file:
             content = _MetadataUnpickler(file).load()
@@ -159,7 +159,7 @@ def load_metadata(path: Path, data: bytes | None = None) -> dcp.Metadata:
 
 
 def refused(path: Path, error: Exception) -> UserError:
-    """The sentence for a class that is not let through, or for bytes that are no pickle."""
+    """The error for a class that is not allowed, or for bytes that are not a pickle."""
     named = re.search(r"GLOBAL ([\w.]+)", str(error))
     if named is None:
         return broken(path, error)
@@ -204,7 +204,7 @@ _SAFE: list[Any] = [
 
 
 def load_rank_file(path: Path) -> dict[str, Any]:
-    """A torch file that holds a dict; its tensors are views of the mapped file, read on use."""
+    """Loads a torch file that contains a dict; its tensors are views of the mapped file."""
     try:
         with safe_globals(_SAFE):
             content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)

@@ -1,8 +1,8 @@
-"""Regions: which block of one tensor is which block of another, and the algebra on them.
+"""Regions map blocks of one tensor to blocks of another; this module has the algebra on them.
 
 A tensor of one name space (native, Megatron) is described as a list of regions of tensors of
 another (HF-on-disk). Loading, saving, conversion, resharding and coverage are all clipping,
-inverting and joining such lists. Nothing here knows torch.
+inverting and joining such lists. Independent of torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class DimRun:
-    """Source and target advance together along these dims for `length` steps."""
+    """A pair of source and target dims that advance together for `length` steps."""
 
     source_dim: int
     target_dim: int
@@ -28,7 +28,7 @@ class DimRun:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A block of `source` that is a block of the target it is listed under.
+    """A block of `source` that equals a block of the target that lists it.
 
     Dims without a run have extent 1 at their start. Example: up_proj [F, D] as plane 1 of a target
     [2, F, D] has source start (0, 0), target start (1, 0, 0), and the runs DimRun(0, 1, F) and
@@ -55,17 +55,17 @@ class Region:
 
     @property
     def alone(self) -> Region:
-        """The region within a tensor that holds just its source box."""
+        """The region relative to a tensor that contains only its source box."""
         return replace(self, source_start=(0,) * len(self.source_start))
 
     def moved(self, by: Shape) -> Region:
-        """The region so much further on in the target."""
+        """The region with its target start shifted by `by`."""
         start = tuple(a + b for a, b in zip(self.target_start, by, strict=True))
         return replace(self, target_start=start)
 
 
 def whole_region(source: str, shape: Shape) -> Region:
-    """A tensor that is the target itself."""
+    """The region that maps all of `source` to a target of the same shape."""
     zeros = (0,) * len(shape)
     return Region(
         source, shape, zeros, zeros, tuple(DimRun(dim, dim, size) for dim, size in enumerate(shape))
@@ -89,13 +89,13 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 
 def within(box: Box, origin: Box) -> tuple[slice, ...]:
-    """The box as slices of a tensor that holds the origin."""
+    """The box as slices of a tensor that covers the box `origin`."""
     pairs = zip(box, origin, strict=True)
     return tuple(slice(start - zero, stop - zero) for (start, stop), (zero, _) in pairs)
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The common part of two boxes of one tensor."""
+    """Intersection of two boxes of one tensor; None if empty."""
     both = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return None if any(start >= stop for start, stop in both) else both
 
@@ -124,13 +124,13 @@ def clip_all(regions: Iterable[Region], box: Box) -> list[Region]:
 
 
 def flip(region: Region, target: str, target_shape: Shape) -> Region:
-    """The same fact seen from the other side: a block of `target` that is a block of the source."""
+    """The inverse region: source and target swapped."""
     runs = tuple(DimRun(run.target_dim, run.source_dim, run.length) for run in region.runs)
     return Region(target, target_shape, region.target_start, region.source_start, runs)
 
 
 class Lookup:
-    """The regions of one tensor, found by the rows of it that they fill.
+    """Index of the regions of one tensor by the rows they fill.
 
     A stack of experts has hundreds of regions, and one expert needs two of them.
     """
@@ -142,7 +142,7 @@ class Lookup:
         self.tallest = max(heights, default=0)
 
     def near(self, box: Box) -> Sequence[Region]:
-        """All that meet the box, and perhaps a few more."""
+        """All regions that overlap the box, and possibly some others."""
         if not box:
             return self.regions
         start, stop = box[0]
@@ -151,7 +151,7 @@ class Lookup:
 
 
 def join(outer: Sequence[Region], inner: Mapping[str, Lookup]) -> list[Region]:
-    """A <- B and B <- C give A <- C: the outer regions with their sources followed one step on."""
+    """Composes A <- B and B <- C to A <- C: replaces the sources of the outer regions by theirs."""
     out = []
     for region in outer:
         for part in inner[region.source].near(region.source_box):
@@ -162,7 +162,7 @@ def join(outer: Sequence[Region], inner: Mapping[str, Lookup]) -> list[Region]:
 
 
 def _chain(outer: Region, inner: Region) -> Region:
-    """`inner` is relative to the outer region's source box, so its starts are offsets in it."""
+    """Composes two regions; the starts of `inner` are relative to the outer region's source box."""
     target_start = list(outer.target_start)
     target_dim_of = {}
     for run in outer.runs:
@@ -179,14 +179,14 @@ def _chain(outer: Region, inner: Region) -> Region:
 def coverage_fault(boxes: Sequence[Box], shape: Shape, *, gaps: bool = False) -> str | None:
     """Why the boxes do not cover a tensor of that shape exactly once, or None if they do.
 
-    With `gaps` elements may stay uncovered (padding), but none may be given twice.
+    With `gaps` elements may stay uncovered (padding), but none may be covered twice.
     """
     if len(boxes) == 1 and boxes[0] == full_box(shape):
         return None
     for box in boxes:
         if any(start < 0 or stop > size for (start, stop), size in zip(box, shape, strict=True)):
             return f"block {show(box)} lies outside shape {list(shape)}"
-    # A sweep along dim 0: only blocks that are open at the same time can overlap.
+    # A sweep along dim 0: only blocks that are active at the same time can overlap.
     active: list[Box] = []
     for box in sorted(boxes):
         active = [other for other in active if not other or other[0][1] > box[0][0]]

@@ -1,4 +1,4 @@
-"""Where the bytes of a block lie in a file that holds the whole tensor. Neither torch nor numpy."""
+"""Byte ranges of a block in a file that holds the whole tensor. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ CHUNK_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Where bytes lie in a file: in runs of `length`, the first at `start`, the others at `steps`
-    from it: (number, distance), outermost first."""
+    """Byte ranges in a file: runs of `length` bytes, the first at `start`, the others at multiples
+    of `steps`: (number, stride), outermost first."""
 
     start: int
     length: int
@@ -25,7 +25,7 @@ class Runs:
         return self.length * math.prod(number for number, _ in self.steps)
 
     def parts(self) -> Iterator[tuple[int, int, int]]:
-        """(offset in the file, start and stop in the bytes) of what is written in one go."""
+        """(offset in the file, start and stop in the block's bytes) of each contiguous write."""
         at = 0
         shifts = (range(0, number * distance, distance) for number, distance in self.steps)
         for found in product(*shifts):
@@ -39,7 +39,7 @@ class Runs:
 def runs_of(
     shape: Sequence[int], box: Sequence[tuple[int, int]], item_bytes: int, start: int
 ) -> Runs:
-    """Where the bytes of a box lie in the file, whose tensor begins at `start`."""
+    """The byte ranges of a box in the file; the tensor's data begin at `start`."""
     steps: list[tuple[int, int]] = []
     length, row_bytes, is_one_run = item_bytes, item_bytes, True
     for size, (low, high) in reversed(list(zip(shape, box, strict=True))):

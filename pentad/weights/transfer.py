@@ -1,7 +1,7 @@
-"""Moving elements along a weight map: from a reader into (shards of) tensors, and out by name.
+"""Copies elements along a weight map: from a reader into (shards of) tensors, and back by name.
 
-Everything here works on named tensors and a `WeightMap`; what the tensors belong to, and whether
-the reader is a folder, a list in memory or a random generator, makes no difference.
+It works on named tensors and a `WeightMap`, independent of the owner of the tensors and of the
+reader (a folder, a list in memory, a random generator).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TWIN_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What is known of a tensor without reading it."""
+    """Shape and dtype of a tensor, known without reading it."""
 
     shape: Shape
     dtype: torch.dtype
@@ -51,14 +51,14 @@ class TensorInfo:
 
 
 class Reader(Protocol):
-    """Source tensors by name, any block of them at a time."""
+    """Interface to source tensors by name; reads any block."""
 
     @property
     def infos(self) -> Mapping[str, TensorInfo]: ...
 
     @property
     def where(self) -> str:
-        """What the sentences call it, such as the folder's path."""
+        """Name of the reader in messages, such as the folder's path."""
         ...
 
     def read(self, name: str, box: Box) -> Tensor: ...
@@ -66,16 +66,16 @@ class Reader(Protocol):
 
 @runtime_checkable
 class DirectReader(Reader, Protocol):
-    """A reader that can put a block straight into given memory."""
+    """A reader that can read a block directly into given memory."""
 
     def read_into(self, name: str, box: Box, out: Tensor) -> None:
-        """Fills `out`, whose elements are those of the box in its order."""
+        """Fills `out` with the elements of the box, in its order."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of a target tensor that is held here, and the memory that holds it."""
+    """The local part of a target tensor, and its memory."""
 
     tensor: Tensor
     box: Box
@@ -86,7 +86,7 @@ def whole_shards(tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
 
 
 def target_block(tensor: Tensor, region: Region) -> Tensor:
-    """A view of the region's elements in the target, with its runs as dims, in their order."""
+    """A view of the region's elements in the target, with one dim per run, in their order."""
     lengths = {run.target_dim: run.length for run in region.runs}
     order = [run.target_dim for run in region.runs]
     return _block(tensor, region.target_start, lengths, order)
@@ -100,7 +100,7 @@ def source_block(tensor: Tensor, region: Region) -> Tensor:
 
 def _block(tensor: Tensor, start: Shape, lengths: Mapping[int, int], order: list[int]) -> Tensor:
     if order == list(range(tensor.ndim)) and [*lengths.values()] == [*tensor.shape]:
-        return tensor  # most are whole, and there are hundreds in a publish
+        return tensor  # shortcut for whole tensors, the most common case in a publish
     index = tuple(
         slice(s, s + lengths[dim]) if dim in lengths else s for dim, s in enumerate(start)
     )
@@ -117,11 +117,11 @@ def fill(
     has_heads: bool = True,
     must_be_finite: bool = False,
 ) -> int:
-    """Reads every shard's elements straight into its memory; returns the number of tensors read.
+    """Reads every shard's elements directly into its memory; returns the number of tensors read.
 
-    Names and shapes are checked before the first element moves. Peak extra memory is one region,
-    or one for each thread where several read.
-    A part of a model without its heads does not ask whether the reader's are wanted.
+    Names and shapes are checked before the first element is copied. Peak extra memory is one
+    region, or one for each thread where several read. Without the model's heads, unused heads of
+    the reader are not an error.
     """
     read = partial(_read_block, reader, must_be_finite=must_be_finite)
     check(shards, weight_map, reader, has_heads=has_heads)
@@ -136,7 +136,7 @@ def fill(
             blocks.append((region, target_block(tensor, region)))
             used.add(region.source)
     if isinstance(reader, DirectReader | RandomReader):
-        # One thread reads, casts, copies to a GPU or draws numbers with one core alone.
+        # Reading, casting, copying to a GPU and generating random numbers use one core per thread.
         with ThreadPoolExecutor(NUM_READERS) as readers:
             for _ in readers.map(read, *zip(*blocks, strict=True)):
                 pass
@@ -150,9 +150,9 @@ def fill(
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether no number is NaN or infinite; whole and 8-bit numbers are not looked at. On the CPU
-    without further memory, as fast as it reads: the largest bits among the positive numbers, then,
-    with the sign as the top bit, among all."""
+    """Whether no number is NaN or infinite; integer and 8-bit types are not checked. On a CPU it
+    allocates nothing and runs at memory bandwidth: it compares the largest bit patterns of positive
+    numbers and, with the sign as the top bit, of all."""
     if tensor.dtype not in WORDS:
         return True
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
@@ -172,11 +172,11 @@ def is_finite(tensor: Tensor) -> bool:
 def _read_block(
     reader: Reader, region: Region, block: Tensor, *, must_be_finite: bool = False
 ) -> None:
-    """`block` is the region's elements in the target, its runs as dims."""
+    """Reads a region into `block`, a view of the target with one dim per run."""
     name, box, dims = region.source, region.source_box, [run.source_dim for run in region.runs]
     if isinstance(reader, DirectReader) and dims == sorted(dims):
         for dim in range(len(region.source_shape)):
-            if dim not in dims:  # where the region has extent 1 without a run
+            if dim not in dims:  # dims without a run have extent 1
                 block = block.unsqueeze(dim)
         reader.read_into(name, box, block)
     else:
@@ -192,7 +192,7 @@ def check_finite(
     block: Tensor,
     remedy: str = "load the model in a wider dtype",
 ) -> None:
-    """Refuses numbers of a block that was read, and perhaps cast, that are NaN or infinite."""
+    """Raises if a block, after reading and casting, has NaN or infinite numbers."""
     if is_finite(block):
         return
     where, count = f"{reader.where}: {name}", int((~reader.read(name, box).isfinite()).sum())
@@ -210,7 +210,7 @@ def _is_absent(entry: Entry, reader: Reader) -> bool:
 def missing_optional(
     shards: Mapping[str, Shard], weight_map: WeightMap, reader: Reader
 ) -> list[str]:
-    """Held targets that the reader lacks and that are therefore to be initialised."""
+    """Local targets that are optional and missing in the reader; they are initialised."""
     held = [entry for name, entry in weight_map.entries.items() if name in shards]
     return [entry.name for entry in held if _is_absent(entry, reader)]
 
@@ -218,7 +218,7 @@ def missing_optional(
 def check(
     shards: Mapping[str, Shard], weight_map: WeightMap, reader: Reader, *, has_heads: bool = True
 ) -> None:
-    """Raises one error with a sentence for every missing, unknown or misshapen tensor.
+    """Raises one error that lists every missing, unknown or misshapen tensor.
 
     Reads metadata only.
     """
@@ -246,7 +246,7 @@ def check(
 
 
 def check_tied(weight_map: WeightMap, reader: Reader) -> None:
-    """A folder may hold a tied tensor a second time; the two must then be equal."""
+    """Raises if a folder stores a tied tensor twice with different values."""
     for name, twin in weight_map.tied.items():
         if name in reader.infos and twin in reader.infos and not _are_equal(reader, name, twin):
             rule = f"differs from {twin}, but the config ties the two (tie_word_embeddings)"
@@ -265,7 +265,7 @@ def _are_equal(reader: Reader, name: str, twin: str) -> bool:
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
-    """Equal numbers, or equal bytes: NaN equals nothing, and has a sentence of its own."""
+    """Whether numbers or bytes are equal: NaN equals nothing and has its own error message."""
     if torch.equal(a, b):
         return True
     return a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b))
@@ -291,7 +291,7 @@ def _shape_problem(reader: Reader, name: str, shape: Shape) -> list[Problem]:
 
 
 def held_sources(held: Iterable[str], weight_map: WeightMap) -> list[Source]:
-    """Source tensors that can be written from the held targets, in layer order."""
+    """Source tensors that can be written from the local targets, in layer order."""
     names = set(held)
     out = []
     for source in weight_map.sources.values():
@@ -309,11 +309,9 @@ def iter_sources(
     dtype: torch.dtype | None = None,
     gather: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(source name, whole tensor) in layer order; a view where no element has to move. Where a
-    dtype is given, tensors that are kept in one of their own keep it.
-
-    `gather` makes a sharded target whole; it is called once per target, in order, on every rank.
-    """
+    """Yields (source name, whole tensor) in layer order, as a view if no copy is needed. `dtype`
+    does not change tensors whose rule fixes their dtype. `gather` returns the full tensor of a
+    shard; it is called once per target, in order, on every rank."""
     ready: dict[str, Tensor] = {}
     order = held_sources(tensors, weight_map)
     last_use = {region.source: source.name for source in order for region in source.regions}
@@ -367,8 +365,8 @@ DECAYS = (0.01, 16.0)
 
 
 class RandomReader:
-    """A reader that makes its tensors: normal with the config's range, uniform within one over the
-    root of the last dim, logs of uniform ones, ones, or zeros."""
+    """A reader that generates random tensors for initialisation: normal with the config's range,
+    uniform within 1 / sqrt(last dim), logs of uniform numbers, ones, or zeros."""
 
     where = "fresh weights"
 
@@ -385,7 +383,7 @@ class RandomReader:
             value = 1.0 if source.init == "ones" else 0.0
             return torch.full(box_shape(box), value, device="cpu")
         generator = torch.Generator("cpu").manual_seed(derive_seed(self.seed, "init", name))
-        # The whole tensor is drawn whatever part is asked for: that is what keeps it one tensor.
+        # The whole tensor is generated, so values do not depend on the block.
         whole = torch.empty(source.shape, device="cpu")
         if source.init == "uniform":
             bound = source.shape[-1] ** -0.5

@@ -1,7 +1,7 @@
-"""`pentad bench`: the measured tables made anew, beside a baseline of the same kind of machine.
+"""`pentad bench`: runs the benchmarks and compares them with a baseline of the same hardware.
 
-A baseline is a JSON file (`nvidia-h200.json`) with every figure, the versions and the commit it was
-made with. Speeds are compared as how many times better they are now.
+A baseline is a JSON file (`nvidia-h200.json`) with every figure, the versions and the commit of its
+run. Comparisons are speedups over the baseline.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HEAD = ("Log-probs with the head, forward and backward", ["ms", "peak GiB", "flo
 
 
 class Baseline:
-    """Figures of an earlier run on the same kind of machine; none where there is no file."""
+    """Figures of an earlier run on the same kind of machine; empty if there is no file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,7 +42,7 @@ class Baseline:
         self.figures: dict[str, float] = self.content["figures"]
 
     def compare(self, figure: Figure) -> str:
-        """How many times better the figure is now; empty without an earlier one."""
+        """Speedup of the figure over the baseline; an empty string without a baseline."""
         old = self.figures.get(f"{figure.key} [{figure.unit}]")
         if not old or not figure.value:
             return ""
@@ -50,7 +50,7 @@ class Baseline:
         return f"{ratio if MORE_IS_BETTER[figure.unit] else 1 / ratio:.2f}x"
 
     def save(self, figures: Iterable[Figure], about: dict[str, Any]) -> None:
-        """Adds to what is there: a run of some parts leaves the others' figures alone."""
+        """Merges the figures into the file: figures of other benchmarks are kept."""
         fresh = {f"{figure.key} [{figure.unit}]": round(figure.value, 4) for figure in figures}
         whole = {**about, "figures": {**self.figures, **fresh}}
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ class Baseline:
 
 
 class BenchReport:
-    """What was measured so far, and how it is shown."""
+    """Collects the figures and prints them."""
 
     def __init__(self, baseline: Baseline, is_json: bool) -> None:
         self.baseline = baseline
@@ -100,7 +100,7 @@ def run_bench(
     save: bool,
     json: bool,
 ) -> int:
-    """0, or 1 when a contestant did not compute what the others did."""
+    """Runs the benchmarks. Returns 0, or 1 if an implementation computed other values."""
     chosen = pick_device(device)
     check_parts(parts, chosen)
     about = describe(chosen)
@@ -183,7 +183,7 @@ T = TypeVar("T", TrainCase, RlCase)
 
 
 def named(cases: list[T], models: list[str], device: torch.device) -> list[T]:
-    """Those with one of these in the name of their model; all if none is given."""
+    """The cases whose model name contains one of `models`; all if none is given."""
     names = list(dict.fromkeys(case.model for case in cases))
     unknown = [m for m in models if not any(m in name for name in names)]
     if unknown:
@@ -207,14 +207,14 @@ def show_rl(report: BenchReport, device: torch.device, models: list[str], num_st
         report.show(title, [*names, "first step s", "baseline"], [row])
         if bench_trl.is_installed():
             if device.type == "cuda":
-                bench_train.free_memory(device)  # the peer is another process
+                bench_train.free_memory(device)  # TRL runs in another process
             show_peer(report, case, device, num_steps, found.tokens_per_s)
 
 
 def show_peer(
     report: BenchReport, case: RlCase, device: torch.device, num_steps: int, ours: float
 ) -> None:
-    """The same steps by TRL, and how many times as fast they were here."""
+    """Runs the same steps with TRL and shows the speedup over it."""
     peer = bench_trl.measure(case, device, num_steps)
     if isinstance(peer, str):
         report.say(peer)
@@ -261,7 +261,7 @@ def show_model(
 
 
 def training_row(one: TrainMeasurement, found: list[TrainMeasurement]) -> list[str]:
-    """Against the fastest of transformers with the same dtype of weights and the same lengths."""
+    """Table row with the speedup over the fastest comparable transformers case."""
     theirs = [
         x.tokens_per_s
         for x in found

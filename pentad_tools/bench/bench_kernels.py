@@ -1,6 +1,6 @@
-"""What `pentad bench` measures of single operations: the router, a mixture layer, the head.
+"""Benchmarks of single operations for `pentad bench`: router, mixture layer, lm head.
 
-Device times are those of replayed CUDA graphs, so launches do not count.
+Device times are measured on replayed CUDA graphs, so they exclude launch overhead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHAPES = [(16384, 128, 8), (16384, 256, 8), (32768, 128, 8), (1024, 128, 8)]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number that a later run is compared with."""
+    """One measured number, which later runs compare with."""
 
     key: str
     value: float
@@ -33,7 +33,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A figure, what is shown of it, and figures that are kept besides."""
+    """One output line: a figure, its text, and further figures to store."""
 
     figure: Figure
     cells: list[str]
@@ -65,7 +65,7 @@ def device_us(run: Callable[[], Any], rounds: int = 20, replays: int = 50) -> fl
 
 
 def both_ways(forward: Callable[[Tensor], Tensor], logits: Tensor) -> tuple[float, float]:
-    """(forward, backward) in microseconds; backward is what differentiating adds."""
+    """Times of (forward, backward) in microseconds; backward is the increase with autograd."""
     direction = torch.randn_like(forward(logits.detach()))
 
     def train() -> None:
@@ -77,13 +77,13 @@ def both_ways(forward: Callable[[Tensor], Tensor], logits: Tensor) -> tuple[floa
 
 
 def eager_route(logits_TE: Tensor, num_chosen: int) -> Tensor:
-    """What a user would write; topk leaves ties open."""
+    """Plain router as in user code; topk does not define the order of ties."""
     weights_Tk, _ = logits_TE.softmax(-1).topk(num_chosen, dim=-1)
     return weights_Tk / weights_Tk.sum(-1, keepdim=True)
 
 
 def measure_router(num_tokens: int, num_experts: int, num_chosen: int) -> list[list[float]]:
-    """[eager, fused] microseconds of each direction; the gate's product is not part of them."""
+    """[eager, fused] microseconds of forward and backward, without the gate's matrix product."""
     rule = RouteRule(num_chosen)
     logits = torch.randn(num_tokens, num_experts, device="cuda")
     eager = both_ways(lambda x: eager_route(x, num_chosen), logits)
@@ -103,7 +103,7 @@ def router_lines() -> list[Line]:
 
 
 def mixture_lines(num_tokens: int = 16384) -> list[Line]:
-    """One mixture layer: gate, router, dispatch, experts, sum."""
+    """Benchmarks one mixture layer: gate, router, dispatch, experts, sum."""
     width, inner, num_experts, num_chosen = 2048, 768, 128, 8
     rule = RouteRule(num_chosen)
 
@@ -135,7 +135,7 @@ def mixture_lines(num_tokens: int = 16384) -> list[Line]:
 
 
 def head_lines(device: torch.device, num_rounds: int = 3) -> list[Line]:
-    """Log-probs of all tokens and their gradients, without ever holding all logits."""
+    """Benchmarks log-probs of all tokens and their gradients, without materialising all logits."""
     is_gpu = device.type == "cuda"
     num_tokens, vocab_size, width = (32768, 151936, 1024) if is_gpu else (1024, 8192, 128)
     dtype = torch.bfloat16 if is_gpu else torch.float32
@@ -161,7 +161,7 @@ def head_lines(device: torch.device, num_rounds: int = 3) -> list[Line]:
     ms = (time.perf_counter() - start) / num_rounds * 1e3
     key = f"log-probs T={num_tokens} V={vocab_size} D={width}"
     logits_gib = num_tokens * vocab_size * 4 / 2**30
-    if not is_gpu:  # a CPU does not report its peak
+    if not is_gpu:  # no peak memory on a CPU
         return [Line(Figure(key, ms, "ms"), [f"{ms:.1f}", "", f"{logits_gib:.2f}"])]
     peak = (torch.cuda.max_memory_allocated() - held) / 2**30
     cells = [f"{ms:.1f}", f"{peak:.2f}", f"{logits_gib:.2f}"]

@@ -1,9 +1,8 @@
-"""What `pentad bench` measures of whole RL steps: GRPO as `pentad train` runs it, by phase.
+"""Benchmarks of whole RL steps for `pentad bench`: GRPO by `pentad train`, timed by phase.
 
 A case is a model config with random weights, a byte tokenizer, sorting prompts, a reward function
-in a file as a user writes one, and defaults for everything else. Random weights draw tokens almost
-evenly, so a set of stop ids makes answers end by chance: their lengths are geometric, ragged as
-those of real runs.
+in a user file, and defaults for everything else. Random weights sample tokens almost uniformly, so
+a set of stop ids ends answers at random: lengths are geometric and vary as in real runs.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class RlCase:
 
     @property
     def stop_ids(self) -> list[int]:
-        """One of `mean_length` ids ends an answer; the byte tokenizer's own stay out of it."""
+        """Stop ids: one in `mean_length` tokens, without the tokenizer's own."""
         step = self.mean_length
         return list(range(300 + step, self.config["vocab_size"], step))
 
@@ -129,7 +128,7 @@ def cpu_cases() -> list[RlCase]:
 
 
 def measure(case: RlCase, device: torch.device, num_steps: int, *extra: str) -> RlMeasured:
-    """Runs the case in a folder of its own; `extra` are overrides of the recipe."""
+    """Runs the case in a temporary folder; `extra` are overrides of the recipe."""
     total = NUM_WARM + num_steps
     with TemporaryDirectory(prefix="pentad-bench-") as folder:
         config, notes = prepare(write_recipe(case, Path(folder), total), list(extra), "train")
@@ -162,13 +161,13 @@ def measure(case: RlCase, device: torch.device, num_steps: int, *extra: str) -> 
 
 
 def write_recipe(case: RlCase, folder: Path, num_steps: int) -> Path:
-    """A folder of a model, prompts and a reward, and the recipe over them."""
+    """Writes a folder with model, prompts and reward function, and its recipe."""
     model = folder / "model"
     write_byte_model(model)
     tokens = json.loads((model / "config.json").read_text())
     kept = {key: tokens[key] for key in ("pad_token_id", "eos_token_id", "bos_token_id")}
     (model / "config.json").write_text(json.dumps({**case.config, **kept}))
-    # More than are used: the end of an epoch begins a recovery checkpoint, which TRL has none of.
+    # One step more than used: the end of an epoch writes a recovery checkpoint, unlike TRL.
     num_train = case.num_prompts * (num_steps + 1)
     write_task(folder, seed=0, num_train=num_train, num_sft=0, num_valid=0)
     (folder / "reward.py").write_text(REWARD)
@@ -192,13 +191,13 @@ def write_recipe(case: RlCase, folder: Path, num_steps: int) -> Path:
         "total_train_steps": num_steps,
     }
     path = folder / "recipe.yaml"
-    path.write_text(json.dumps(recipe))  # JSON is YAML
+    path.write_text(json.dumps(recipe))  # JSON is valid YAML
     return path
 
 
 @contextmanager
 def watched(path: Path, device: torch.device) -> Iterator[None]:
-    """Writes to `path`, several times a second, for how much of the time the GPU was at work."""
+    """Records GPU utilisation to `path`, several times a second."""
     if device.type != "cuda" or shutil.which("nvidia-smi") is None:
         yield
         return
@@ -212,8 +211,8 @@ def watched(path: Path, device: torch.device) -> Iterator[None]:
 
 
 def idle_share(path: Path, begin_s: float, end_s: float) -> float | None:
-    """The share of a span of time in which nothing ran on the GPU, by its driver's own count; None
-    where it was not measured."""
+    """Share of a time span in which the GPU was idle, by the driver's utilisation counter; None if
+    not measured."""
     if not path.is_file():
         return None
     busy = []
@@ -223,6 +222,6 @@ def idle_share(path: Path, begin_s: float, end_s: float) -> float | None:
             at = datetime.strptime(moment.strip(), "%Y/%m/%d %H:%M:%S.%f").timestamp()
             if begin_s <= at <= end_s:
                 busy.append(float(share) / 100)
-        except ValueError:  # cut off in mid-line when it was stopped
+        except ValueError:  # incomplete last line
             continue
     return 1.0 - statistics.mean(busy) if busy else None

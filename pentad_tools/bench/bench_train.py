@@ -1,7 +1,7 @@
-"""What `pentad bench` measures of training: steps of this engine beside transformers' own.
+"""Training benchmarks for `pentad bench`: steps of Pentad's engine and of transformers.
 
-Every contestant gets a model of the same config with random weights, the same tokens, AdamW with
-clipping at norm 1 and the same dtypes. Microbatches are part of a case, and shown.
+Every implementation gets a model of the same config with random weights, the same tokens, AdamW
+with clipping at norm 1 and the same dtypes. Microbatches are part of a case, and shown.
 """
 
 from __future__ import annotations
@@ -58,12 +58,13 @@ TOY_MOE = TOY | {
     "norm_topk_prob": True,
 }
 LR = 1e-5
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 Who = Literal["pentad", "transformers"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainCase:
-    """One contestant at one size."""
+    """One implementation at one model size."""
 
     model: str
     config: dict[str, Any]
@@ -89,7 +90,7 @@ class TrainCase:
 
     @property
     def lengths(self) -> list[int]:
-        """Lengths of the sequences of a step."""
+        """Sequence lengths of one step."""
         if not self.is_ragged:
             return [self.length] * (self.num_tokens // self.length)
         shares = itertools.cycle((0.47, 1.0, 0.31, 1.73, 0.9, 1.59))
@@ -101,7 +102,7 @@ class TrainCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainMeasurement:
-    """What a case gave."""
+    """Results of a case."""
 
     case: TrainCase
     ms: float
@@ -116,12 +117,12 @@ class TrainMeasurement:
 
     @property
     def key(self) -> str:
-        """Under which baselines hold it."""
+        """Key of the case in baseline files."""
         return f"train {self.case.model}, {self.case.name}, {self.case.masters} weights"
 
 
 def gpu_cases() -> list[TrainCase]:
-    """The cases that a GPU of 80 GiB or more is asked for."""
+    """Cases for GPUs with 80 GiB or more."""
 
     def sized(model: str, config: dict[str, Any], length: int, num_tokens: int) -> dict[str, Any]:
         return {"model": model, "config": config, "length": length, "num_tokens": num_tokens}
@@ -144,7 +145,7 @@ def gpu_cases() -> list[TrainCase]:
 
 
 def cpu_cases() -> list[TrainCase]:
-    """The same code at sizes a CPU has patience for, in float32 and not compiled."""
+    """Cases for CPUs: small sizes, float32, without torch.compile."""
     shape: dict[str, Any] = {"length": 256, "num_tokens": 2048, "microbatch": 2048}
     options: dict[str, Any] = {"masters": "float32", "compiled": False}
     models = {"toy dense": TOY, "toy mixture": TOY_MOE}
@@ -191,7 +192,7 @@ def measure(
 
 
 def check_losses(found: list[TrainMeasurement]) -> list[str]:
-    """Sentences about contestants that did not compute the same thing."""
+    """Messages about implementations whose losses differ."""
     problems = []
     for one in found:
         wanted = math.log(one.case.config["vocab_size"])
@@ -222,7 +223,7 @@ def make_ids(case: TrainCase) -> Tensor:
 
 def make_row(ids: Tensor) -> Row:
     weights = torch.ones(len(ids))
-    weights[0] = 0  # nothing predicts the first token
+    weights[0] = 0  # the first token is not predicted
     return Row(ids, {"weights": weights}, float(len(ids) - 1))
 
 
@@ -260,8 +261,9 @@ def build_theirs(case: TrainCase, device: torch.device) -> Callable[[], float]:
     config = AutoConfig.for_model(case.config["model_type"], **options)
     is_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if case.masters == "bfloat16" else torch.float32
-    kernels = {"attn_implementation": "sdpa"}
-    if "num_experts" in case.config:
+    has_sinks = case.config["model_type"] == "gpt_oss"  # transformers has no SDPA with sinks
+    kernels = {"attn_implementation": "eager" if has_sinks else "sdpa"}
+    if any(key in case.config for key in NUM_EXPERTS):
         kernels["experts_implementation"] = "grouped_mm"
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, **kernels)

@@ -1,9 +1,9 @@
-"""The peer of `pentad bench rl`: the same GRPO steps by TRL's GRPOTrainer, where it is installed.
+"""TRL's side of `pentad bench rl`: the same GRPO steps by GRPOTrainer, if TRL is installed.
 
 Same model config with random weights, prompts, group size, stop ids, reward and optimizer. TRL
-samples with vLLM in its own process where that is installed and there is a GPU, else with
-transformers. It runs as a process of its own, `python -m pentad_tools.bench.bench_trl FOLDER`, over
-a folder that `bench_rl.write_recipe` made.
+samples with colocated vLLM if it is installed and there is a GPU, else with transformers. It runs
+as a separate process, `python -m pentad_tools.bench.bench_trl FOLDER`, on a folder written by
+`bench_rl.write_recipe`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NUM_SHOWN = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrlMeasured:
-    """Times of one step, the median of the counted ones, and tokens sampled over wall clock."""
+    """Median times of the measured steps, and sampled tokens per second of wall-clock time."""
 
     wall_ms: float
     rollout_ms: float
@@ -56,7 +56,7 @@ def is_installed() -> bool:
 
 
 def measure(case: RlCase, device: torch.device, num_steps: int) -> TrlMeasured | str:
-    """What a process with TRL measured, or why it did not."""
+    """Measurements of a TRL process, or the reason why it failed."""
     with TemporaryDirectory(prefix="pentad-bench-trl-") as name:
         folder = Path(name)
         write_recipe(case, folder, NUM_WARM + num_steps)
@@ -86,8 +86,8 @@ def measure(case: RlCase, device: torch.device, num_steps: int) -> TrlMeasured |
 
 
 class StepClock:
-    """When steps ended, how long sampling took and how much it drew; written after every counted
-    step, so that a peer that is ended before its last one leaves a figure, too."""
+    """Records the end of steps, sampling time and sampled tokens. It writes them after every
+    measured step, so a process that is stopped early leaves results."""
 
     def __init__(self, path: Path, *, is_gpu: bool, sampler: str) -> None:
         self.path, self.is_gpu, self.sampler = path, is_gpu, sampler
@@ -96,7 +96,7 @@ class StepClock:
         self.num_drawn: list[int] = []
 
     def score(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
-        """The reward of `bench_rl`."""
+        """Reward function of `bench_rl`."""
         self.num_drawn.append(sum(map(len, completion_ids)))
         return [(sum(ids) % 97) / 97 for ids in completion_ids]
 
@@ -142,7 +142,7 @@ def run_steps(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     model.save_pretrained(folder / "model")
     del model
-    from trl import GRPOConfig, GRPOTrainer  # it imports for long, and a model may fail before
+    from trl import GRPOConfig, GRPOTrainer  # late, since the import is slow
 
     sampler = "vLLM in the same process" if has_vllm else "transformers"
     clock = StepClock(folder / FOUND, is_gpu=is_gpu, sampler=sampler)
@@ -168,7 +168,7 @@ def run_steps(folder: Path) -> None:
 
 
 def options_of(case: dict[str, Any], *, has_vllm: bool) -> dict[str, Any]:
-    """The arguments of GRPOConfig."""
+    """Builds the arguments of GRPOConfig."""
     is_gpu = case["device"] == "cuda"
     whole = case["num_prompts"] * case["num_samples"]
     microbatch = max(1, min(whole, MICROBATCH_TOKENS // (case["max_new_tokens"] + 16)))
@@ -202,7 +202,7 @@ def read_prompts(path: Path) -> Any:
 
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     table = pyarrow.Table.from_pylist([{"prompt": row["prompt"]} for row in rows])
-    # With a fingerprint: to make one datasets pickles types of pyarrow, which fails on Python 3.12.
+    # A given fingerprint: computing one pickles pyarrow types, which fails on Python 3.12.
     return Dataset(InMemoryTable(table), fingerprint="prompts")
 
 
@@ -212,7 +212,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Under its own name: datasets pickles what belongs to __main__ with all that it can reach.
+    # Imported by name: datasets pickles objects of __main__ with everything they refer to.
     from pentad_tools.bench import bench_trl
 
     bench_trl.main()

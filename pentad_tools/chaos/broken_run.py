@@ -1,4 +1,4 @@
-"""One run of real processes under faults: started, watched, broken from outside, started again."""
+"""One run with real processes under fault injection: start, watch, fault, restart."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ GROUPS = 4
 
 
 class Broken(Exception):
-    """What a scenario found that should not be, in a sentence."""
+    """A violated invariant, with a message."""
 
 
 def require(condition: object, sentence: str) -> None:
@@ -83,7 +83,7 @@ class ChaosRun:
     processes: set[tuple[int, str, int]] = field(default_factory=set)
     """(start, role process such as rollout-0, pid), as found at the end of each step."""
 
-    # What it leaves
+    # Outputs of the run
 
     @property
     def records(self) -> Path:
@@ -99,7 +99,7 @@ class ChaosRun:
 
     @property
     def said(self) -> str:
-        """On the screen and in its log, over all starts."""
+        """Terminal output and log, over all starts."""
         files = [file for file in (self.log, self.records / "log.txt") if file.exists()]
         return "\n".join(file.read_text(errors="replace") for file in files)
 
@@ -107,21 +107,21 @@ class ChaosRun:
     def lines(self) -> list[dict[str, Any]]:
         return read_lines(self.records / "steps.jsonl")
 
-    # What the seed chooses
+    # Choices by the seed
 
     def some_rank(self, *, but: int | None = None) -> int:
         ranks = [rank for rank in range(self.workload.world) if rank != but]
         return self.draw.choice(ranks)
 
     def some_step(self) -> int:
-        """Neither the first, before which nothing is saved, nor the last."""
+        """A random step except the first, before which no checkpoint exists, and the last."""
         return self.draw.randint(2, self.workload.steps - 1)
 
     def fault(self, at: str, do: str, **more: Any) -> InjectedFault:
         self.num_faults += 1
         return InjectedFault(at, do, self.folder / f"{self.name}.fault{self.num_faults}", **more)
 
-    # Starting and ending
+    # Start and stop
 
     def start(self, *faults: InjectedFault, words: Sequence[str] = ()) -> None:
         require(self.process is None, "the scenario starts a run while one runs")
@@ -129,13 +129,13 @@ class ChaosRun:
         self.num_starts += 1
 
     def start_until(self, *faults: InjectedFault, words: Sequence[str] = ()) -> None:
-        """Starts the run and waits for these faults to happen."""
+        """Starts the run and waits until these faults have been injected."""
         self.start(*faults, words=words)
         for fault in faults:
             self.wait_fault(fault)
 
     def start_beside(self, *faults: InjectedFault, words: Sequence[str] = ()) -> ForkServerProcess:
-        """The same command, in a session of its own."""
+        """Starts the same command in a separate process session."""
         given = [
             *(self.workload.command, *self.workload.words),
             *(f"fileroot={self.folder}", "user=me", "experiment_name=default"),
@@ -160,7 +160,7 @@ class ChaosRun:
         return self.process.pid
 
     def wait(self, condition: Callable[[], object], what: str) -> None:
-        """RunError-like sentences where it does not come true while the run is active."""
+        """Waits for a condition; raises with a message if the run ends first."""
         deadline = time.monotonic() + LIMIT_S
         while not condition():
             self.look()
@@ -202,7 +202,7 @@ class ChaosRun:
         require(found == code, f"exit status {found}, not {code}: {self.last_words}")
 
     def kill_run(self) -> None:
-        """SIGKILL of the scheduler alone; what it started has to end by itself."""
+        """Kills the scheduler with SIGKILL; its child processes have to end by themselves."""
         assert self.process is not None
         self.look()
         self.process.kill()
@@ -224,7 +224,7 @@ class ChaosRun:
         self.struck_at, self.recovery_s = time.monotonic(), None
 
     def roles(self, role: str) -> list[int]:
-        """Its processes by number, such as those of learner or rollout."""
+        """Indices of the role's processes, such as learner or rollout."""
         found = self.role_processes()
         numbers = sorted(number for name, number in found if name == role)
         return [found[role, number] for number in numbers]
@@ -238,7 +238,7 @@ class ChaosRun:
         return found
 
     def close(self) -> None:
-        """Nothing of it stays, however the scenario ended."""
+        """Removes all processes and files of the run, however the scenario ended."""
         for pid in processes_of(str(self.folder / self.name)):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -246,7 +246,7 @@ class ChaosRun:
             self.process.kill()
             self.process.join()
 
-    # Watching
+    # Monitoring
 
     def look(self) -> None:
         assert self.process is not None
@@ -258,7 +258,7 @@ class ChaosRun:
                 self.processes.add((self.num_starts, f"{role}-{number}", pid))
 
     def count_lines(self) -> bool:
-        """Whether a step was recorded since it was last asked."""
+        """Whether a step was recorded since the last call."""
         path = self.records / "steps.jsonl"
         number = path.read_bytes().count(b"\n") if path.exists() else 0
         is_new, self.num_lines = number > self.num_lines, number
@@ -268,8 +268,8 @@ class ChaosRun:
 
 
 def run_command(words: list[str], environment: dict[str, str], log: str, num_spares: int) -> None:
-    """In the child: the command line, with its output in a file."""
-    os.setsid()  # a signal to its group reaches no other process
+    """Child process: runs the command line with its output in a file."""
+    os.setsid()  # signals to its group reach no other process
     os.environ.clear()
     os.environ.update(environment)
     overwrite(ENVIRONMENT, f"{MARK}={environment[MARK]}".encode())  # for `processes_of`
@@ -283,11 +283,11 @@ def run_command(words: list[str], environment: dict[str, str], log: str, num_spa
 
 
 def open_files(pid: int) -> list[str]:
-    """Names of the files that a process has open; none of one that has ended."""
+    """Names of the files that a process has open; empty if it has ended."""
     found = []
     with suppress(OSError):
         for link in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(OSError):  # closed meanwhile
+            with suppress(OSError):  # closed in the meantime
                 found.append(str(link.readlink()))
     return found
 

@@ -1,4 +1,4 @@
-"""`pentad chaos`: runs broken on purpose, and a table of what became of each."""
+"""`pentad chaos`: runs training with injected faults and prints a table of the results."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def run_chaos(
     num_soak: int,
     keep: bool,
 ) -> int:
-    """0 when every invariant held in every scenario, 1 otherwise."""
+    """Runs the scenarios. Returns 0 if every invariant held in every scenario, else 1."""
     unknown = [name for name in names if name not in {one.name for one in SCENARIOS}]
     if unknown:
         rule, remedy = "there is no such scenario", "pentad chaos --list names them"
         raise UserError([Problem(f"--scenario {name}", rule, remedy) for name in unknown])
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # bitwise equality is promised for the CPU
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # runs are bitwise repeatable on the CPU
     folder = Path(tempfile.mkdtemp(prefix="pentad-chaos-"))
     suite = Suite(workloads_of(recipe, command, folder), folder, seed)
     chosen = fitting(suite.workloads, names)
@@ -61,7 +61,7 @@ def run_chaos(
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """As ctrl-C ends it, so that the run in hand is ended too."""
+    """Handles SIGTERM like ctrl-C, so the current run is ended too."""
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         yield
@@ -92,7 +92,7 @@ def workloads_of(
 
 
 def show(result: Result) -> None:
-    """A line as soon as it is known: a suite takes minutes."""
+    """Prints a result immediately: a suite takes minutes."""
     verdict = "FAILED" if result.broken else result.scenario.outcome
     typer.echo(f"{result.scenario.name}: {result.done}: {verdict} ({result.seconds:.0f} s)")
     if result.broken:

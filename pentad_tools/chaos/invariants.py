@@ -1,4 +1,4 @@
-"""What must hold after a run was broken, whatever was done to it: each check raises a sentence."""
+"""Invariants of runs after faults: each check raises an error with a message."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Invariant = Callable[[ChaosRun, ChaosRun | None], None]
 
 
 def check_once(trial: ChaosRun, whole: ChaosRun | None) -> None:
-    """Every step was trained exactly once, in its order."""
+    """Checks that every step was trained exactly once and in order."""
     steps = [line["step"] for line in trial.lines]
     require(steps == list(range(1, len(steps) + 1)), f"steps {steps}: one is missing or twice")
     if whole is not None:
@@ -33,7 +33,7 @@ def check_once(trial: ChaosRun, whole: ChaosRun | None) -> None:
 
 
 def check_monotone(trial: ChaosRun, whole: ChaosRun | None) -> None:
-    """Every start resumes from what was committed, and none trains a step that it restored."""
+    """Checks that every start resumes from the committed step and does not train it again."""
     starts = json.loads((trial.records / "manifest.json").read_text())["starts"]
     generations = [start["generation"] for start in starts]
     require(generations == list(range(len(starts))), f"generations {generations}")
@@ -48,7 +48,7 @@ def check_monotone(trial: ChaosRun, whole: ChaosRun | None) -> None:
 
 
 def check_equal(trial: ChaosRun, whole: ChaosRun | None) -> None:
-    """Weights, records and trained groups are bit for bit those of the run without a fault."""
+    """Checks that weights, records and trained groups are bitwise equal to the reference run."""
     assert whole is not None, "given where it is asked for"
     for mine, theirs in zip(trial.lines, whole.lines, strict=True):
         one, other = comparable(mine), comparable(theirs)
@@ -59,7 +59,7 @@ def check_equal(trial: ChaosRun, whole: ChaosRun | None) -> None:
 
 
 def check_near(trial: ChaosRun, whole: ChaosRun | None) -> None:
-    """The same samples in every step, and losses equal up to the order of summation."""
+    """Checks that samples of every step are equal, and losses up to the order of summation."""
     assert whole is not None, "given where it is asked for"
     for mine, theirs in zip(trial.lines, whole.lines, strict=True):
         step, apart = mine["step"], abs(mine["loss"] / theirs["loss"] - 1)
@@ -82,7 +82,7 @@ def groups(trial: ChaosRun) -> list[tuple[int, int]]:
 
 
 def check_groups(trial: ChaosRun, whole: ChaosRun | None) -> None:
-    """No prompt was trained in two steps, and none of a step is missing."""
+    """Checks that no prompt was trained in two steps and that no group of a step is missing."""
     found = groups(trial)
     gids = [gid for _, gid in found]
     require(len(gids) == len(set(gids)), "a group was trained in two steps")
@@ -91,7 +91,7 @@ def check_groups(trial: ChaosRun, whole: ChaosRun | None) -> None:
 
 
 def check_whole(trial: ChaosRun, whole: ChaosRun | None) -> None:
-    """Every byte of every committed checkpoint is what was saved, and nothing half-made is left."""
+    """Checks that committed checkpoints are intact and no partial checkpoint is left."""
     root, steps = trial.checkpoints, []
     for step in list_steps(root):
         found = read_checkpoint(root, step)
@@ -107,7 +107,7 @@ def check_whole(trial: ChaosRun, whole: ChaosRun | None) -> None:
 
 
 def check_leaks(trial: ChaosRun, whole: ChaosRun | None) -> None:
-    """No process, no temporary folder, and no more open files than before."""
+    """Checks that no processes, temporary folders or additional open files remain."""
     trial.wait_gone()
     left = sorted(str(path) for path in trial.shared if path.exists())
     require(not left, f"folders that are left: {left}")
@@ -118,8 +118,8 @@ def check_leaks(trial: ChaosRun, whole: ChaosRun | None) -> None:
 
 
 def check_tokens(trial: ChaosRun, whole: ChaosRun | None) -> None:
-    """Tokens that the router sent to experts, and over ranks those that arrived there and were
-    computed, are the tokens times the experts each visits."""
+    """Checks token counts: tokens routed to experts, and with expert parallelism those received and
+    computed, equal tokens times experts per token."""
     load = trial.workload
     for line in trial.lines if load.num_experts else ():
         sent = line["kernel"]["tokens_per_expert_mean"] * load.num_experts
@@ -127,15 +127,15 @@ def check_tokens(trial: ChaosRun, whole: ChaosRun | None) -> None:
         right = math.isclose(sent, wanted, rel_tol=1e-6)
         require(right, f"step {line['step']}: {sent} tokens at experts, not {wanted}")
         exchange = line.get("collective") or {}
-        if exchange.get("dispatch_bytes") is not None:  # else no expert is on another rank
+        if exchange.get("dispatch_bytes") is not None:  # else all experts are local
             pairs, all_pairs = exchange["pairs_computed"], wanted * len(line["kernel"]["balance"])
             sentence = f"step {line['step']}: {pairs} pairs were computed, not {all_pairs}"
             require(pairs == all_pairs, sentence)
 
 
 def check_restarts(trial: ChaosRun, whole: ChaosRun | None) -> None:
-    """What the fault hit was restarted by itself, and nothing else: neither by what the run says
-    nor by its processes."""
+    """Checks by log and processes that the faulted component was restarted automatically, and
+    nothing else."""
     lives = len(json.loads((trial.records / "manifest.json").read_text())["starts"])
     number = f"{lives} groups of ranks in {trial.num_starts} starts of the run"
     if "ranks" in trial.restarts:
@@ -152,7 +152,7 @@ def check_restarts(trial: ChaosRun, whole: ChaosRun | None) -> None:
 
 
 def restarted(trial: ChaosRun, role: str) -> list[str]:
-    """Roles of this kind that had several processes within a start of the run."""
+    """Roles of this kind that had several processes within one start of the run."""
     seen = Counter((start, name) for start, name, _ in trial.processes if name.startswith(role))
     return sorted({name for (_, name), number in seen.items() if number > 1})
 
@@ -172,7 +172,7 @@ ALWAYS = ("once", "monotone", "whole", "leaks", "tokens", "restarts")
 
 
 def newest_state(trial: ChaosRun) -> Path:
-    """A file of the newest committed checkpoint's tensors."""
+    """A tensor file of the newest committed checkpoint."""
     step = list_steps(trial.checkpoints)[0]
     return sorted(trial.checkpoints.glob(f"default/recover_checkpoint/globalstep{step}/*.distcp"))[
         0

@@ -1,4 +1,4 @@
-"""The scenarios by name: what each does to a run, and what it promises."""
+"""Fault scenarios by name: the injected faults and the expected invariants of each."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Scenario:
     """Whether it is one of the faults that a soak draws from."""
 
 
-# A rank is lost
+# Lost ranks
 
 
 def kill_rank(trial: ChaosRun, at: str, rank: int | None = None) -> None:
@@ -99,7 +99,7 @@ def slow_rank(trial: ChaosRun) -> None:
 
 
 def starts(trial: ChaosRun) -> list[str]:
-    """The generation of each step that was trained."""
+    """The start (generation) that trained each step."""
     return sorted({str(line["generation"]) for line in trial.lines})
 
 
@@ -129,7 +129,7 @@ def shrink(trial: ChaosRun, *, grows: bool) -> None:
         says(trial, "ranks have returned, the group is re-formed after step")
 
 
-# The code fails
+# Exceptions in code
 
 
 def poison(trial: ChaosRun) -> None:
@@ -168,7 +168,7 @@ def no_number(trial: ChaosRun) -> None:
     require(after and all(finite), "the step after it has no finite loss")
 
 
-# The scheduler is lost, asked to stop, or started twice
+# Scheduler killed, stopped, or started twice
 
 
 def preempt(trial: ChaosRun) -> None:
@@ -192,7 +192,7 @@ def preempt(trial: ChaosRun) -> None:
 
 
 def kill_run(trial: ChaosRun, at: str, where: str) -> None:
-    """SIGKILL of the process that leads the run, while a fault holds it or its ranks."""
+    """Kills the scheduler with SIGKILL while a fault pauses it or its ranks."""
     step = trial.some_step()
     trial.done = f"SIGKILL of {where} step {step}"
     fault = trial.fault(at, "hold", step=step)
@@ -206,7 +206,7 @@ def kill_scheduler(trial: ChaosRun, at: str = "optimizer") -> None:
 
 
 def again(trial: ChaosRun) -> None:
-    """The run is killed; what it started ends by itself, and the same command continues."""
+    """Kills the run, waits until its processes have ended, and starts the command again."""
     trial.kill_run()
     trial.start()
     trial.wait_end()
@@ -230,7 +230,7 @@ def two_schedulers(trial: ChaosRun) -> None:
 def stale_writer(trial: ChaosRun) -> None:
     fault = trial.fault("commit", "hold")
     beside = ["saver.mode=async"]
-    # Beside training, which step is saved next is not known: any after the first will do.
+    # Saves are asynchronous, so the next saved step is not known: any after the first will do.
     steps = range(2, trial.workload.steps + 1)
     trial.start(*(replace(fault, step=step) for step in steps), words=beside)
     step = trial.wait_fault(fault)["step"]
@@ -248,7 +248,7 @@ def says(trial: ChaosRun, *sentences: str) -> None:
         require(sentence in trial.said, f'the run does not say "{sentence}"')
 
 
-# Samplers, weights on their way to them, rewards
+# Samplers, publishing, rewards
 
 NUM_BAD = 2
 """Rows whose reward fails."""
@@ -267,13 +267,13 @@ def kill_sampler(trial: ChaosRun, at: str, words: tuple[str, ...] = ()) -> None:
 
 
 def note_served(trial: ChaosRun) -> None:
-    """A step sampled before may end meanwhile: the run says how long a sampler was away."""
+    """Reads the sampler's downtime from the log; a step sampled before may end meanwhile."""
     found = re.findall(r"serves again ([0-9.]+) s after it was lost", trial.said)
     trial.recovery_s = max(map(float, found), default=None)
 
 
 def kill_one_of_two(trial: ChaosRun) -> None:
-    """The other one takes its groups: in other company, which rounds otherwise."""
+    """Kills one of two samplers; the other takes its groups. Rounding differs."""
     kill_sampler(trial, "generate", ("allocation_mode=embedded:d2|archon:d2",))
 
 
@@ -290,7 +290,7 @@ def kill_samplers(trial: ChaosRun) -> None:
 
 
 def shrink_and_grow(trial: ChaosRun) -> None:
-    """Fewer ranks round otherwise, so samples may differ; prompts may not."""
+    """Removes and adds ranks. Rounding and samples may differ, prompts may not."""
     shrink(trial, grows=True)
     check_groups(trial, None)
 
@@ -299,7 +299,7 @@ HOW = {"hang": "hangs", "crash": "crashes"}
 
 
 def fail_reward(trial: ChaosRun, how: str) -> None:
-    """Rewards of two rows fail every time; other rows take their place."""
+    """Makes rewards of two rows always fail; other rows replace them."""
     folder = trial.workload.folder
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     for row in trial.draw.sample(rows[: 4 * trial.workload.steps], NUM_BAD):
@@ -315,7 +315,7 @@ def fail_reward(trial: ChaosRun, how: str) -> None:
     check_groups(trial, None)
 
 
-# Storage: dead writers, full disks and stalled ones, damaged checkpoints
+# Storage: dead writers, full or stalled disks, damaged checkpoints
 
 BESIDE = ("saver.mode=async", "recover.freq_steps=2")
 """Saves are written by a process beside training; the first is that of step 2."""
@@ -343,12 +343,12 @@ def stall(trial: ChaosRun) -> None:
 
 
 def kill_in_save(trial: ChaosRun, at: str) -> None:
-    """Saves are written by the training process itself."""
+    """Kills the training process, which also writes checkpoints, during a save."""
     kill_run(trial, at, f"the run in the {at} of")
 
 
 def spoil(trial: ChaosRun, what: str, change: Callable[[ChaosRun], Path], sentence: str) -> None:
-    step = max(3, trial.some_step())  # two are committed
+    step = max(3, trial.some_step())  # two checkpoints are committed
     trial.done = f"SIGKILL of the run in step {step}; the newest checkpoint {what}"
     fault = trial.fault("forward", "hold", step=step)
     trial.start_until(fault)

@@ -1,7 +1,7 @@
-"""Spares: forks of a program that has imported everything, made while it has no threads.
+"""Spare processes: forks of a program with all imports done, created while it has no threads.
 
-A fork takes milliseconds where a process of its own imports for seconds. They are made at the start
-of every run that is broken; each waits to become the process of a role, in the place of one that
+A fork takes milliseconds, while the imports of a new process take seconds. Spares are created
+before every run under test; each waits to become the process of a role, in place of one that
 `runtime.local_roles` would start.
 """
 
@@ -25,10 +25,15 @@ from pentad.runtime.standby import stand_in
 
 @dataclass(slots=True)
 class Fork:
-    """As much of `Popen` as a `Child` needs."""
+    """The part of the `Popen` interface that `Child` needs."""
 
     pid: int
     code: int | None = None
+
+    def poll(self) -> int | None:
+        if self.code is None and (found := os.waitpid(self.pid, os.WNOHANG))[0]:
+            self.code = os.waitstatus_to_exitcode(found[1])
+        return self.code
 
     def wait(self) -> int:
         if self.code is None:
@@ -49,7 +54,7 @@ start_cold = LocalProcess._start
 
 
 def start(self: LocalProcess, spec: RoleSpec) -> None:
-    """Takes a spare for the role; starts a process where there is none left."""
+    """Starts the role in a spare, or in a new process if no spare is left."""
     job = job_of(spec, self.token, standing_in=own_environment(spec))
     if (taken := take_spare(job)) is None:
         start_cold(self, spec)
@@ -58,7 +63,7 @@ def start(self: LocalProcess, spec: RoleSpec) -> None:
 
 
 def make_spares(count: int) -> None:
-    """In the main thread of a process that has no other; roles of this process take them first."""
+    """Forks spares for roles; call it in the main thread, before other threads exist."""
     LocalProcess._start = start  # type: ignore[method-assign]
     sys.stdout.flush(), sys.stderr.flush()
     for _ in range(count):
@@ -73,7 +78,7 @@ def make_spares(count: int) -> None:
 
 
 def take_spare(job: Mapping[str, Any]) -> tuple[Child, tuple[str, int]] | None:
-    """The process that does this job from now on and its address; None where there is none."""
+    """Assigns the job to a spare; returns its process and address, or None if no spare is left."""
     while SPARES:
         spare = SPARES.pop(0)
         try:

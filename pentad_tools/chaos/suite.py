@@ -1,4 +1,4 @@
-"""Runs scenarios one after the other, each compared with the same run without a fault."""
+"""Runs scenarios in sequence and compares each with the same run without faults."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Suite:
     """The runs without a fault, by workload."""
 
     def run(self, scenario: Scenario, number: int = 0) -> Result:
-        """`number` distinguishes repetitions, which choose other ranks and steps."""
+        """Runs a scenario; repetitions with other `number`s choose other ranks and steps."""
         workload = self.workloads[scenario.kind]
         name = f"{scenario.name}-{number}" if number else scenario.name
         draw = random.Random(f"{self.seed} {scenario.name} {number}")
@@ -59,7 +59,7 @@ class Suite:
         return Result(scenario, trial.done, seconds, trial.recovery_s, tuple(held), broken)
 
     def reference(self, workload: Workload) -> ChaosRun:
-        """The run without a fault, made once."""
+        """The reference run without faults; run once per workload."""
         if workload.name not in self.whole:
             name = f"whole-{len(self.whole)}"
             trial = ChaosRun(workload, self.folder, name, random.Random(0))
@@ -75,13 +75,13 @@ class Suite:
 
 
 def fitting(workloads: dict[WorkloadKind, Workload], names: Sequence[str] = ()) -> list[Scenario]:
-    """Those that the workloads can stand; `names` choose among them."""
+    """The scenarios that these workloads support, filtered by `names`."""
     found = [one for one in SCENARIOS if one.kind in workloads]
     return [one for one in found if not names or one.name in names]
 
 
 def soak(suite: Suite, num_faults: int, report: Callable[[Result], None]) -> list[Result]:
-    """So many faults, which the seed draws from those that a run recovers from."""
+    """Runs `num_faults` random recoverable faults, chosen by the seed."""
     draw = random.Random(f"{suite.seed} soak")
     known = [one for one in fitting(suite.workloads) if one.is_soaked]
     results = []

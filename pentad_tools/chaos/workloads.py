@@ -1,4 +1,4 @@
-"""What `pentad chaos` breaks: small runs of its own, or that of a recipe."""
+"""Workloads of `pentad chaos`: small built-in runs, or that of a recipe."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def crash(completion, answer):
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A command that trains, in few steps, and saves after each."""
+    """A training command with few steps and a checkpoint after each."""
 
     name: str
     command: RunCommand
@@ -49,7 +49,7 @@ class Workload:
 
 
 def built_in(folder: Path) -> dict[WorkloadKind, Workload]:
-    """A mixture pretrained over ranks, the same in one process, and RL."""
+    """Built-in workloads: pretraining of a mixture over ranks and in one process, and RL."""
     write_byte_model(folder / "mixture", num_experts=4)
     write_model(folder / "model")
     write_task(folder, seed=5, num_train=32, num_sft=4, num_valid=4)
@@ -86,8 +86,8 @@ COMMON = (
 def of_recipe(
     words: tuple[str, ...], command: RunCommand, config: Config
 ) -> dict[WorkloadKind, Workload]:
-    """The run of a recipe, cut to a few steps, in the place of those it can stand for. Every
-    sample is recorded: the records are how the groups of a step are counted."""
+    """Replaces built-in workloads by the run of a recipe, limited to a few steps. Every sample is
+    recorded, since groups per step are counted from the records."""
     world = config.component("actor").world
     words = (*words, f"total_train_steps={STEPS}")
     if command == "train":

@@ -1,9 +1,9 @@
-"""Tiny configs that are hard on a weight map, and transformers' models of them with random weights.
+"""Tiny configs that test weight maps, and random transformers models of them.
 
-Every size differs from every other, head_dim is not hidden / heads, there are four key heads
-with three query heads each, vocabulary and ffn are odd, and dense and mixture layers alternate.
-Square or equal dims would let transposed, swapped and mis-cut weights pass. Constants are far from
-every default, so a config that is not read shows.
+Every size differs from every other, head_dim is not hidden / heads, there are four key heads with
+three query heads each, vocabulary and ffn are odd, and dense and mixture layers alternate. Square
+or equal dims would hide transposed, swapped and wrongly sharded weights. Constants differ from
+every default, so ignored config keys are detected.
 """
 
 from __future__ import annotations
@@ -116,6 +116,8 @@ TUNED_YARN = {
     "mscale_all_dim": 0.2,
     "truncate": False,
 }
+GROWTH = {"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 9}
+"""Beside every kind of rotary, where queries grow with the position; yarn's own length wins."""
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 333.0}
 LOCAL_ROPE = {"rope_type": "default", "rope_theta": 55.0}
 LAYER_KINDS = {"full_attention", "sliding_attention"}
@@ -139,10 +141,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def variants_of(family_keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The variants of a family, by the keys that its transformers config has."""
+    """Config variants of a family, by the keys that its transformers config has."""
     has_experts = "moe_intermediate_size" in family_keys
-    by_layer = LAYER_KINDS & (family_keys.get("rope_parameters") or {}).keys()
-    base = {**SIZES, "rope_parameters": PLAIN_ROPE}
+    rope = family_keys.get("rope_parameters") or {}
+    by_layer = LAYER_KINDS & rope.keys()
+    grown = GROWTH if GROWTH.keys() <= rope.keys() else {}
+    base = {**SIZES, "rope_parameters": {**grown, **PLAIN_ROPE}}
     if has_experts:
         base |= DEEPSEEK_SIZES if "n_routed_experts" in family_keys else EXPERT_SIZES
     elif "num_local_experts" in family_keys:
@@ -156,18 +160,20 @@ def variants_of(family_keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     out = {}
     for name, changes in VARIANTS.items():
         known = {key: value for key, value in changes.items() if key in family_keys}
+        if "rope_parameters" in known:
+            known["rope_parameters"] = {**grown, **known["rope_parameters"]}
         if known and by_layer:
             known |= {"layer_types": LAYER_TYPES, "sliding_window": 5}
             full = {**known.get("rope_parameters", PLAIN_ROPE)}
-            full.pop("truncate", None)  # transformers does not read it there
+            full.pop("truncate", None)  # transformers ignores it there
             known["rope_parameters"] = {"full_attention": full, "sliding_attention": LOCAL_ROPE}
         if known and (name != "window" or "sliding_window" in known):
-            out[name] = deepcopy({**base, **known})  # transformers' configs change what they get
+            out[name] = deepcopy({**base, **known})  # transformers' configs modify their input
     return out
 
 
 def shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A real config at tiny sizes, with its own switches kept."""
+    """Shrinks a real config to tiny sizes and keeps its options."""
     has_experts = bool(config.get("num_experts") or config.get("num_local_experts"))
     out = {**config, **SIZES, "head_dim": PARTIAL_ROTARY["head_dim"]}
     for key in ("layer_types", "num_local_experts", "dtype", "torch_dtype"):
@@ -192,11 +198,11 @@ def shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
 
 NUM_TOKENS = 37
 PLAIN = {"attn_implementation": "eager", "experts_implementation": "eager"}
-"""transformers' written-out arithmetic: its fused expert kernels refuse odd widths."""
+"""transformers' written-out arithmetic: its fused expert kernels reject odd widths."""
 
 
 class Fault(Exception):
-    """A check's finding: one sentence naming the tensor and the rule."""
+    """A failed check: one sentence with the tensor and the rule."""
 
 
 @dataclass
@@ -215,20 +221,20 @@ class FamilyCase:
         return map_of(self.dims)
 
     def disk(self) -> dict[str, Tensor]:
-        """Everything transformers wrote, by its name on disk."""
+        """All tensors that transformers wrote, by name on disk."""
         return read_all(self.folder)
 
     def load(self, dtype: torch.dtype = torch.float32) -> Decoder:
         return load_model(self.folder, dtype=dtype, model=path_of(self.spec.family))
 
     def expected(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Their logits, the weights of a scalar of them, and its gradients by name on disk."""
+        """Reference logits, weights of a scalar loss, and its gradients by name on disk."""
         self.theirs.zero_grad()
         logits = self.theirs(self.ids[None]).logits[0]
         weight = torch.randn(logits.shape, generator=generator(2))
         (logits * weight).sum().backward()
         grads = {n: p.grad for n, p in self.theirs.named_parameters() if p.grad is not None}
-        # transformers fuses experts in memory; this gives the names and shapes of its files.
+        # transformers fuses experts in memory; this restores the names and shapes of its files.
         on_disk = revert_weight_conversion(self.theirs, grads)
         own = {name: grad for name, grad in on_disk.items() if name not in self.weight_map.tied}
         return logits.detach(), weight, own
@@ -252,13 +258,13 @@ def build_case(name: str, spec: ModelSpec, config: Mapping[str, Any], scratch: P
     dims = dims_of(scratch / "hf", path_of(spec.family))
     ids = torch.randint(dims.vocab_size, (NUM_TOKENS,), generator=generator(1))
     if dims.padding_id is not None:
-        ids[NUM_TOKENS // 2] = dims.padding_id  # its row of the table is frozen
+        ids[NUM_TOKENS // 2] = dims.padding_id  # the padding row of the table is frozen
     return FamilyCase(name, spec, dims, theirs.eval(), scratch / "hf", ids)
 
 
 @torch.no_grad()
 def randomise(model: nn.Module) -> None:
-    """Every parameter and persistent buffer; at their initial ones swapped norms would pass."""
+    """Randomises parameters and persistent buffers, so swapped norms are detected."""
     source = generator(0)
     for tensor in model.state_dict().values():
         noise = torch.randn(tensor.shape, generator=source)

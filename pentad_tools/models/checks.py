@@ -1,4 +1,4 @@
-"""The checks of `verify-model`: each takes a case and returns what it saw, or raises a `Fault`."""
+"""Checks of `verify-model`: each takes a case and returns a summary, or raises a `Fault`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ FEW_DRAWS = 30
 
 
 def check_config(case: FamilyCase) -> str:
-    """A key left out and the older spelling of rope mean to us what they mean to transformers."""
+    """Missing config keys and the old rope format have the same meaning as in transformers."""
     hf_config = case.theirs.config
     assert isinstance(hf_config, transformers.PretrainedConfig)
     full = _as_written(hf_config)
@@ -71,14 +71,14 @@ def check_config(case: FamilyCase) -> str:
     count = 0
     for what, config in _variations(full):
         try:
-            # `from_dict` does the same, and writes the whole config for a log that is off.
+            # `from_dict` does the same, but serialises the whole config for a disabled log.
             theirs = _as_written(type(hf_config)(**deepcopy(config)))
             expected = case.spec.read_dims(theirs)
-        except Exception:  # transformers refuses it, each config in its own way: nothing to compare
+        except Exception:  # transformers rejects it with various types: nothing to compare
             continue
         try:
             ours = case.spec.read_dims(config)
-        except UserError:  # refused in a sentence: never silently another model
+        except UserError:  # rejected with a message, which is correct
             continue
         for field in fields(expected):
             got, wanted = getattr(ours, field.name), getattr(expected, field.name)
@@ -90,7 +90,7 @@ def check_config(case: FamilyCase) -> str:
 
 
 def _as_written(config: transformers.PretrainedConfig) -> dict[str, Any]:
-    """The config as config.json has it, every key of it."""
+    """The complete config as written to config.json."""
     out: dict[str, Any] = json.loads(json.dumps(config.to_dict()))
     return {**out, "model_type": config.model_type}
 
@@ -109,7 +109,7 @@ def _variations(full: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def check_plan(case: FamilyCase) -> str:
-    """What the plan cuts lies where its ranks meet again: at a seam, or among the experts."""
+    """Sharded tensors are at places where ranks communicate: at a seam, or in the experts."""
     model = build_model(case.dims, device="meta", dtype=torch.float32)
     seams: dict[str, set[str]] = {"lookup": set(), "gather": set(), "norm": set(), "scatter": set()}
     for seam in case.spec.seams:
@@ -148,7 +148,7 @@ def check_plan(case: FamilyCase) -> str:
 
 
 def check_fresh(case: FamilyCase) -> str:
-    """Fresh weights: ones and zeros where transformers has them, elsewhere about as wide."""
+    """Initialised weights: ones and zeros as in transformers, others with a similar spread."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         theirs = transformers.AutoModelForCausalLM.from_config(deepcopy(case.theirs.config))
@@ -177,7 +177,7 @@ GRADIENT_TOLERANCE = 1e-4
 
 
 def check_headers(folder: Path) -> str:
-    """A real folder's names and shapes, from its headers alone."""
+    """Checks names and shapes of a real folder from its headers only."""
     if not any(folder.glob("*.safetensors*")):
         return "no safetensors there, so only its config was used"
     reader, dims = HfFolder(folder), dims_of(folder)
@@ -190,7 +190,7 @@ def check_headers(folder: Path) -> str:
 
 
 def check_coverage(case: FamilyCase) -> str:
-    """Names and shapes: the map, the model as built, and transformers' files are one set."""
+    """Names and shapes are equal in the map, in the built model and in transformers' files."""
     model = build_model(case.dims, device="meta", dtype=torch.float32)
     built = {name: tuple(tensor.shape) for name, tensor in native_tensors(model).items()}
     entries = case.weight_map.entries
@@ -211,7 +211,7 @@ def _same(what: str, a: Mapping[str, Any], b: Mapping[str, Any], of_a: str, of_b
 
 
 def check_round_trip(case: FamilyCase) -> str:
-    """HF -> ours -> HF, in both dtypes, byte for byte; and transformers reads it back."""
+    """HF -> Pentad -> HF is bitwise equal in both dtypes, and transformers can load the result."""
     disk = case.disk()
     for dtype in (torch.float32, torch.bfloat16):
         out = case.folder.parent / "out"
@@ -223,7 +223,7 @@ def check_round_trip(case: FamilyCase) -> str:
             out, dtype=dtype, trust_remote_code=False
         )
         found = again.state_dict()
-        # In the types transformers keeps them in: what it keeps wide must have been saved wide.
+        # With transformers' dtypes: tensors that it keeps in fp32 must be saved in fp32.
         expected = {
             n: t.to(found[n].dtype) for n, t in case.theirs.state_dict().items() if n in found
         }
@@ -232,13 +232,13 @@ def check_round_trip(case: FamilyCase) -> str:
 
 
 def _dtype_of(case: FamilyCase, source: str) -> torch.dtype | None:
-    """That of the rule, where one keeps it whatever the model's."""
+    """The dtype of the source's rule if it fixes one."""
     known = case.weight_map.sources.get(source)
     return DTYPES[known.dtype] if known is not None and known.dtype else None
 
 
 def _same_class(theirs: nn.Module, folder: Path) -> None:
-    """What was saved names transformers' own class, which is what serving stacks go by."""
+    """The saved config names transformers' class, which serving engines use."""
     named, expected = read_config(folder)["architectures"], [type(theirs).__name__]
     if named != expected:
         raise Fault(f"architectures = {named} in the saved config.json, transformers' {expected}")
@@ -252,7 +252,7 @@ def _same_bytes(what: str, got: Mapping[str, Tensor], wanted: Mapping[str, Tenso
             raise Fault(f"{name}, {what}: not the values that were loaded")
 
 
-def _compare(what: str, ours: Tensor, theirs: Tensor, tolerance: float) -> float:
+def compare(what: str, ours: Tensor, theirs: Tensor, tolerance: float) -> float:
     if ours.shape != theirs.shape:
         raise Fault(f"{what}: shape {list(ours.shape)}, transformers has {list(theirs.shape)}")
     ours, theirs = ours.detach(), theirs.detach()
@@ -263,7 +263,7 @@ def _compare(what: str, ours: Tensor, theirs: Tensor, tolerance: float) -> float
 
 
 def layouts_of(dims: ModelDims) -> list[dict[str, int]]:
-    """Every tp, and with experts beside them every way of dealing and cutting those."""
+    """All layouts: every tp, and for mixtures all ep and etp with it."""
     if not dims.num_experts:
         return [{"tp": tp} for tp in TP_GRID]
     pairs = zip(TP_GRID, EXPERT_GRID, strict=True)
@@ -275,7 +275,7 @@ def _said(layout: Mapping[str, int]) -> str:
 
 
 def check_parity(case: FamilyCase) -> str:
-    """Logits and every gradient, as each layout's ranks compute them, against transformers."""
+    """Logits and all gradients of every layout's ranks agree with transformers."""
     expected, weight, grads = case.expected()
     model = case.load()
     trained = dict(model.named_parameters())
@@ -289,26 +289,26 @@ def check_parity(case: FamilyCase) -> str:
         ranks = SimulatedLayout(case.weight_map, case.spec.plan, natives, **layout)
         logits = ranks.logits(model, case.ids, causal_attend)
         what = f"logits at {_said(layout)}"
-        worst = max(worst, _compare(what, logits, expected, LOGITS_TOLERANCE))
+        worst = max(worst, compare(what, logits, expected, LOGITS_TOLERANCE))
         ours = torch.autograd.grad((logits * weight).sum(), [natives[name] for name in trained])
         by_name = dict(
             transfer.iter_sources(dict(zip(trained, ours, strict=True)), case.weight_map)
         )
         for name, grad in grads.items():
             what = f"gradient of {name} at {_said(layout)}"
-            worst = max(worst, _compare(what, by_name[name], grad, GRADIENT_TOLERANCE))
+            worst = max(worst, compare(what, by_name[name], grad, GRADIENT_TOLERANCE))
     return f"{len(layouts_of(case.dims))} layouts, worst {worst:.0e}"
 
 
 def check_stages(case: FamilyCase) -> str:
-    """Pipeline stages: each loads its own part, together they are the model, and give it back."""
+    """Pipeline stages load their own parts, and together compute and export the whole model."""
     expected, disk = case.expected()[0], case.disk()
     for num_stages in (2, case.dims.num_layers):
         stages = _stages(case, num_stages)
         x = case.ids
         for stage in stages:
             x = stage(x, torch.arange(NUM_TOKENS), causal_attend)
-        _compare(f"logits at pp {num_stages}", stages[-1].logits(x), expected, LOGITS_TOLERANCE)
+        compare(f"logits at pp {num_stages}", stages[-1].logits(x), expected, LOGITS_TOLERANCE)
         written: dict[str, Tensor] = {}
         for name, tensor in itertools.chain(*map(iter_hf, stages)):
             if name in written:
@@ -333,7 +333,7 @@ def _stages(case: FamilyCase, num_stages: int) -> list[Decoder]:
 
 
 def check_layouts(case: FamilyCase) -> str:
-    """HF -> the shards of every layout -> HF, bit for bit."""
+    """HF -> shards of every layout -> HF is bitwise equal."""
     disk, layouts = case.disk(), layouts_of(case.dims)
     for layout in layouts:
         name = round_trip_fault(case.weight_map, case.spec.plan, ranks_of(layout), disk)
@@ -343,9 +343,9 @@ def check_layouts(case: FamilyCase) -> str:
 
 
 def check_megatron(case: FamilyCase) -> str:
-    """Megatron's tensors at every tp and etp: back to HF bit for bit, and Megatron's arithmetic."""
+    """Megatron's tensors at every tp and etp convert back bitwise and compute the same logits."""
     if refused := unsayable(case.dims):
-        return f"refused: {refused[0].rule}"
+        return f"rejected: {refused[0].rule}"
     disk, expected = case.disk(), case.expected()[0]
     layouts = [{"tp": at["tp"], "etp": at.get("etp", 1)} for at in layouts_of(case.dims)]
     for layout in layouts:
@@ -366,12 +366,12 @@ def check_megatron(case: FamilyCase) -> str:
         }
         forward = MegatronForward(case.dims, ranks["tp"], ranks["etp"], causal_attend)
         what = f"Megatron logits at {_said(layout)}"
-        _compare(what, forward.logits(case.ids), expected, LOGITS_TOLERANCE)
+        compare(what, forward.logits(case.ids), expected, LOGITS_TOLERANCE)
     return f"{len(layouts)} layouts"
 
 
 def check_value_head(case: FamilyCase) -> str:
-    """The scalar head: transformers' folder gives transformers' scores, and goes back whole."""
+    """Value head: scores of a transformers folder agree, and it exports unchanged."""
     config = transformers.AutoConfig.from_pretrained(
         case.folder, num_labels=1, trust_remote_code=False
     )
@@ -384,10 +384,10 @@ def check_value_head(case: FamilyCase) -> str:
     ours = load_model(folder, value_head=True, model=path_of(case.spec.family))
     hidden = ours(case.ids, torch.arange(NUM_TOKENS), causal_attend)[-1:]
     score = theirs.eval()(case.ids[None]).logits[0]
-    # One number that is a sum: its rounding is that of the terms, however small the sum is.
+    # The score is a sum: its rounding error scales with the terms, not with the sum.
     terms = (hidden.detach() * read_all(folder)["score.weight"]).abs().sum()
     size = max(1.0, float(terms / score.detach().abs().clamp_min(1e-30)))
-    _compare("score", ours.values(hidden), score, LOGITS_TOLERANCE * size)
+    compare("score", ours.values(hidden), score, LOGITS_TOLERANCE * size)
     save_model(ours, out, source_folder=folder)
     _same_class(theirs, out)
     again = transformers.AutoModelForSequenceClassification.from_pretrained(
@@ -398,7 +398,7 @@ def check_value_head(case: FamilyCase) -> str:
 
 
 def _own_value_head(case: FamilyCase) -> str:
-    """Where transformers has no such model: a fresh head survives our own folder."""
+    """Without a transformers class: a new head survives export and import."""
     out = case.folder.parent / "scalar-out"
     family = path_of(case.spec.family)
     ours = load_model(case.folder, value_head=True, lm_head=True, model=family, seed=1)

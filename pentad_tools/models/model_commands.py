@@ -1,8 +1,9 @@
-"""`pentad new-model` drafts a model file; `pentad verify-model` prints what its checks find."""
+"""`pentad new-model` drafts a model file; `pentad verify-model` prints check results."""
 
 from __future__ import annotations
 
 import json as jsonlib
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -15,12 +16,35 @@ from pentad.cli.output import make_table, print_parts, quiet_transformers
 from pentad.core.errors import Problem, UserError
 from pentad.models.families import read_config
 from pentad_tools.models.skeleton import draft, full_config
+from pentad_tools.models.types_table import TypeReport, types_page
 from pentad_tools.models.verify import FamilyReport, verify
 
 
-def run_verify_model(name_or_path: str, as_json: bool) -> int:
-    """0 when every check passed, 1 otherwise."""
-    torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other
+def run_types_table(name: str | None) -> int:
+    """Returns 0 if every supported type has transformers' log-probs, else 1."""
+    if name is not None:
+        rule = "it tries a list of its own"
+        raise UserError(Problem(f"--table with {name}", rule, "leave one of the two out"))
+    torch.set_num_threads(1)
+    quiet_transformers()
+    wrong: list[TypeReport] = []
+
+    def note(report: TypeReport) -> None:
+        print(report.model_type, file=sys.stderr, flush=True)
+        wrong.extend([] if report.passed else [report])
+
+    print(types_page(note), end="")
+    for report in wrong:
+        print(f"{report.model_type}: log-probs differ by {report.max_diff}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def run_verify_model(name_or_path: str | None, as_json: bool) -> int:
+    """Returns 0 if every check passed, else 1."""
+    if name_or_path is None:
+        rule = "there is no model to verify"
+        raise UserError(Problem("MODEL", rule, "name a family, a model file or a folder"))
+    torch.set_num_threads(1)  # faster for tiny tensors
     quiet_transformers()
     start = time.perf_counter()
     report = verify(name_or_path)
@@ -55,7 +79,7 @@ def rules_table(report: FamilyReport) -> Table:
 
 
 def checks_table(report: FamilyReport) -> Table:
-    """One row per check: how many cases, what the first good one saw, and the time of all."""
+    """One row per check: number of cases, summary of the first passed case, total time."""
     rows = []
     for check in dict.fromkeys(outcome.check for outcome in report.outcomes):
         own = [outcome for outcome in report.outcomes if outcome.check == check]
@@ -67,7 +91,7 @@ def checks_table(report: FamilyReport) -> Table:
 
 
 def run_new_model(config: str, out: str | None, *, plain: bool = False) -> None:
-    """`config` is a folder, a config.json, or a model_type that transformers knows."""
+    """Prints or writes a draft. `config`: a folder, a config.json, or a transformers model_type."""
     quiet_transformers()
     text = draft(_read(config), plain=plain)
     family = _read(config)["model_type"]

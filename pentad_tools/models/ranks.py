@@ -1,10 +1,9 @@
-"""The ranks of a layout on one device: their shards, put together again, and their sums.
+"""Simulates the ranks of a layout on one device: their shards, and sums over ranks.
 
-A model is run as its ranks would run it, each with the part of the weights that the parallel plan
-gives it; the result is differentiable in the whole weights. It proves maps and plans. What
-Megatron-core computes from its tensors is written out, too: it reads the fused tensors as Megatron
-does (qkv rows group by group, a rank's fc1 as its gate rows over its up rows) and so separates a
-wrong Megatron column from a right one.
+Each simulated rank computes with its shards from the parallel plan; the result is differentiable in
+the whole weights. This verifies maps and plans. `MegatronForward` repeats Megatron-core's
+arithmetic on its fused tensors (qkv rows group by group, a rank's fc1 as its gate rows over its up
+rows) and so detects a wrong Megatron column.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ from pentad.weights.transfer import source_block, target_block
 
 
 class SumOverRanks(nn.Module):
-    """A part of a layer on every rank of an axis; the results are summed as all-reduce would."""
+    """A layer's shards on every rank of an axis; results are summed as by all-reduce."""
 
     def __init__(self, part: nn.Module, ranks: Sequence[Mapping[str, Tensor]]) -> None:
         super().__init__()
-        self.parts = [part]  # in a list: its parameters are not this module's
+        self.parts = [part]  # in a list, so its parameters are not registered
         self.ranks = ranks
 
     def forward(self, *args: Any) -> Tensor:
         norms = [x for x in self.parts[0].modules() if isinstance(x, Norm) and self.is_cut(x)]
         for norm in norms:
             norm.mean_square = MeansOfRanks(len(self.ranks))  # type: ignore[method-assign]
-        for _ in range(2 if norms else 1):  # first each norm's own means, then those of all
+        for _ in range(2 if norms else 1):  # a first pass collects each norm's local means
             results = [functional_call(self.parts[0], dict(rank), args) for rank in self.ranks]
         return torch.stack(results).sum(0)
 
@@ -53,8 +52,8 @@ class SumOverRanks(nn.Module):
 
 
 class MeansOfRanks:
-    """Mean squares of a norm whose width lies on several ranks: it is asked by one rank after the
-    other, and then again, when all of them are known."""
+    """Mean squares of a norm whose width is sharded: the first pass collects them rank by rank, the
+    second uses their mean."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
@@ -68,7 +67,7 @@ class MeansOfRanks:
 
 
 class EmbeddingOverRanks(nn.Module):
-    """A table cut by rows: each rank looks up the ids it has, and zeros for the others."""
+    """An embedding sharded by rows: each rank looks up its own ids and returns zeros for others."""
 
     def __init__(self, tables: Sequence[Tensor], padding_id: int | None) -> None:
         super().__init__()
@@ -89,7 +88,7 @@ class EmbeddingOverRanks(nn.Module):
 
 
 class ExpertsOverRanks:
-    """A dispatch: each (ep, etp) rank runs the pairs that chose its experts, on its columns."""
+    """Expert dispatch: each (ep, etp) rank computes its experts' pairs with its columns."""
 
     def __init__(self, ranks: Sequence[tuple[int, dict[str, Tensor]]]) -> None:
         self.ranks = ranks
@@ -116,7 +115,7 @@ class ExpertsOverRanks:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedLayout:
-    """Whole weights, and the layout that cuts them."""
+    """Whole weights, and a layout that shards them."""
 
     weight_map: WeightMap
     plan: CutPlan
@@ -126,7 +125,7 @@ class SimulatedLayout:
     etp: int = 1
 
     def part(self, name: str, **coords: tuple[int, int]) -> Tensor:
-        """A rank's part of a native tensor, differentiable in the whole."""
+        """A rank's shard of a native tensor, differentiable in the whole."""
         entry, whole = self.weight_map.entries[name], self.weights[name]
         local = cut_entry(entry, self.plan, coords, self.weight_map.sizes)
         if not local.boxes:
@@ -142,7 +141,7 @@ class SimulatedLayout:
         ranks = [
             {name: tensors[rank] for name, tensors in parts.items()} for rank in range(self.tp)
         ]
-        for name in {"o.bias", "down.bias"} & parts.keys():  # added after the sum, so by one rank
+        for name in {"o.bias", "down.bias"} & parts.keys():  # added once, after the sum
             for rank in ranks[1:]:
                 rank[name] = torch.zeros_like(rank[name])
         return SumOverRanks(module, ranks)
@@ -157,7 +156,7 @@ class SimulatedLayout:
         return ExpertsOverRanks(ranks)
 
     def spread(self, model: Decoder) -> None:
-        """Makes a model that was built on meta compute as the ranks do."""
+        """Replaces modules of a model on meta by simulated ranks."""
         for i, block in model.layers.items():
             assert isinstance(block, Block), f"layer {i} is no Block: its ranks are not simulated"
             block.add_module("attn", self.summed(f"layers.{i}.attn", block.attn))
@@ -183,7 +182,7 @@ class SimulatedLayout:
 
 
 def ranks_of(layout: Mapping[str, int]) -> list[RankCoords]:
-    """The coordinates of every rank: tp, and (ep, etp), are two readings of one world."""
+    """Coordinates of every rank; tp and (ep, etp) are two factorisations of one world."""
     tp, ep, etp = (layout.get(axis, 1) for axis in ("tp", "ep", "etp"))
     return [
         {"tp": (tp, rank % tp), "ep": (ep, rank // etp % ep), "etp": (etp, rank % etp)}
@@ -198,7 +197,7 @@ def local_tensor(
     coords: RankCoords,
     sources: Mapping[str, Tensor],
 ) -> Tensor:
-    """A rank's part of a target, filled from source tensors; padding is zero."""
+    """A rank's shard of a target tensor, filled from source tensors; padding is zero."""
     local = cut_entry(entry, plan, coords, weight_map.sizes)
     out = torch.zeros(local.shape)
     for region in local.regions:
@@ -209,7 +208,7 @@ def local_tensor(
 def round_trip_fault(
     weight_map: WeightMap, plan: CutPlan, ranks: Sequence[RankCoords], disk: Mapping[str, Tensor]
 ) -> str | None:
-    """The first source tensor that is not itself after it went through the ranks' shards."""
+    """The first source tensor that changes in a round trip through the ranks' shards, or None."""
     back = {name: torch.full_like(tensor, float("nan")) for name, tensor in disk.items()}
     for entry in weight_map.entries.values():
         if entry.is_copy or entry.rule.optional:
@@ -225,7 +224,7 @@ def round_trip_fault(
 
 
 class MegatronForward:
-    """The logits of one sequence from the tensors of all tp ranks and all etp ranks."""
+    """Computes logits of one sequence from the Megatron tensors of all tp and etp ranks."""
 
     def __init__(
         self,

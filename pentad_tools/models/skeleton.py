@@ -1,7 +1,7 @@
-"""Writes the first draft of a model file from a HF config, by the names that transformers saves.
+"""Writes the first draft of a model file from a HF config, by the tensor names in transformers.
 
-Tensors with customary names become rules; the others are listed as remarks, to be mapped by
-hand. Whether the draft is right is `verify-model`'s business.
+Tensors with common names become rules; others are listed in comments, to be mapped by hand. Use
+`verify-model` to verify the draft.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ DEFAULTS_SAID = '"""What transformers takes for these keys where a config.json l
 
 
 def draft(config: Mapping[str, Any], *, plain: bool = False) -> str:
-    """The text of a model file for a family that transformers knows. `plain`: without the package's
-    own file of the family."""
+    """Text of a model file for a family that transformers supports. `plain` ignores Pentad's own
+    file of the family."""
     family = str(config.get("model_type"))
     if family not in transformers.CONFIG_MAPPING:
         rule = "transformers has no such model_type, so its tensors are not known"
         raise UserError(Problem(f"model_type = {family}", rule, "write the file by hand"))
-    is_ours = has_file(family) and not plain  # and reads its config already
+    is_ours = has_file(family) and not plain  # Pentad can read its config
     defaults = {} if is_ours else _defaults(family)
     always, ever = tensors_of(family, False), tensors_of(family, True)
     rules = _rules(always, ever)
@@ -120,7 +120,7 @@ def draft(config: Mapping[str, Any], *, plain: bool = False) -> str:
 
 
 def tensors_of(family: str, switched_on: bool) -> dict[str, tuple[int, ...]]:
-    """Patterns of the names that transformers saves, with shapes at tiny sizes."""
+    """Patterns of the tensor names that transformers saves, with shapes at tiny sizes."""
     keys = full_config(family)
     tiny = {**SIZES, "tie_word_embeddings": False}
     tiny |= EXPERT_SIZES if "moe_intermediate_size" in keys else {}
@@ -133,7 +133,7 @@ def tensors_of(family: str, switched_on: bool) -> dict[str, tuple[int, ...]]:
 
 
 def _build_tiny(family: str, tiny: Mapping[str, Any]) -> transformers.PreTrainedModel:
-    """In memory, once it is known without memory that it is small."""
+    """Builds a tiny model in memory, after a check of its size on meta."""
     where, remedy = f"model_type = {family}", "write the file by hand"
     make = transformers.AutoModelForCausalLM.from_config
     try:
@@ -142,7 +142,7 @@ def _build_tiny(family: str, tiny: Mapping[str, Any]) -> transformers.PreTrained
             num_params = make(config, trust_remote_code=False).num_parameters()
         if num_params <= MAX_PARAMS:
             return make(config, trust_remote_code=False)
-    except Exception as error:  # config and model classes check sizes in ways of their own
+    except Exception as error:  # checks raise many types
         rule = f"transformers does not build it at small sizes ({' '.join(str(error).split())})"
         raise UserError(Problem(where, rule, remedy)) from error
     rule = f"it has {num_params:.0e} parameters at small sizes: its keys for them are its own"
@@ -150,10 +150,10 @@ def _build_tiny(family: str, tiny: Mapping[str, Any]) -> transformers.PreTrained
 
 
 def full_config(family: str) -> dict[str, Any]:
-    """The config of a family with all its defaults."""
+    """The config of a family with all defaults."""
     try:
         config: dict[str, Any] = transformers.AutoConfig.for_model(family).to_dict()
-    except Exception as error:  # some cannot be had without parts of their own
+    except Exception as error:  # some need sub-configs
         rule = f"transformers has no config of it by default ({' '.join(str(error).split())})"
         raise UserError(
             Problem(f"model_type = {family}", rule, "write the file by hand")
@@ -196,7 +196,7 @@ def _unknown(names: Mapping[str, Any]) -> list[str]:
 
 
 def _rules(always: Mapping[str, Any], ever: Mapping[str, Any]) -> list[str]:
-    """The lines of the rules, one entry per rule."""
+    """Source lines of the rules, one entry per rule."""
     has_mixture = any("{e}" in name for name in ever)
     out = []
     for customary in DECODER:
@@ -229,7 +229,7 @@ def _rule(rule: Rule, when: str) -> str:
 
 
 def _folded(call: str, indent: int) -> str:
-    """A call on one line with a comma after it, or its arguments on lines of their own."""
+    """Formats a call on one line with a trailing comma, or with one argument per line."""
     pad = " " * indent
     if len(pad + call) < 100 or not call.endswith(")"):
         return f"{pad}{call},"
@@ -250,14 +250,14 @@ def _arguments(text: str) -> list[str]:
 
 
 def _unread_keys(family: str) -> dict[str, Any]:
-    """Config keys of the family, with its defaults, that neither we nor every model have."""
+    """Config keys of the family, with defaults, that Pentad does not read."""
     general = transformers.PretrainedConfig().to_dict().keys() | READ | WITHOUT_EFFECT
     own = full_config(family)
     return {k: v for k, v in own.items() if k not in general and not k.endswith("_token_id")}
 
 
 def _defaults(family: str) -> dict[str, Any]:
-    """What transformers takes for keys that a config leaves out, where we would take another."""
+    """Defaults of transformers for missing config keys that differ from Pentad's."""
     full = full_config(family)
     dims, out = dims_from_hf(full), dict[str, Any]()
     for key, value in full.items():
@@ -265,7 +265,7 @@ def _defaults(family: str) -> dict[str, Any]:
             continue
         try:
             same = dims_from_hf({k: v for k, v in full.items() if k != key}) == dims
-        except UserError:  # without it a config is refused
+        except UserError:  # required keys
             same = True
         if not same:
             is_rope = key == "rope_parameters"
@@ -282,7 +282,7 @@ def _folded_defaults(defaults: Mapping[str, Any]) -> str:
 
 
 def _adapter(config: Mapping[str, Any], always: Mapping[str, Any], has_defaults: bool) -> str:
-    """A config adapter, if something is to be said that the config does not say."""
+    """Source of a config adapter, if the config needs one."""
     dims = dims_from_hf({**config, **dict.fromkeys(SWITCHES, False)})
     read = {
         "qkv_bias": dims.qkv_bias,
@@ -306,7 +306,7 @@ def _adapter(config: Mapping[str, Any], always: Mapping[str, Any], has_defaults:
 
 
 def _imports(text: str, ours: str) -> list[str]:
-    """What the text uses, and the family's file here if it has one."""
+    """Import lines of the names that the text uses, and of the family's file if it exists."""
     standard = {
         "Mapping[": "from collections.abc import Mapping",
         "replace(": "from dataclasses import replace",

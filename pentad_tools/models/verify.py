@@ -1,4 +1,4 @@
-"""`verify-model`: every claim of a model file held against transformers; needs no GPU, no hub."""
+"""`verify-model`: compares a model file with transformers; needs neither GPU nor network."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ import transformers
 from pentad.core.errors import Problem, UserError
 from pentad.models.families import family_of, read_config, spec_of
 from pentad.models.spec import ModelSpec
+from pentad.models.towers import text_config, tower_of
 from pentad_tools.models.cases import FamilyCase, Fault, build_case, shrunk, variants_of
 from pentad_tools.models.checks import CHECKS, WEIGHT_CHECKS, check_headers
+from pentad_tools.models.wholes import check_whole
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What one check said about one case."""
+    """Result of one check on one case."""
 
     check: str
     case: str
@@ -34,7 +36,7 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class RuleRow:
-    """One rule at the sizes of the first case."""
+    """One rule expanded at the sizes of the first case."""
 
     target: str
     shape: str
@@ -44,7 +46,7 @@ class RuleRow:
 
 @dataclass
 class FamilyReport:
-    """Everything `verify` found."""
+    """All results of `verify`."""
 
     family: str
     rules: list[RuleRow] = field(default_factory=list)
@@ -58,17 +60,19 @@ class FamilyReport:
 
 @dataclass(frozen=True, slots=True)
 class FamilySubject:
-    """What is to be verified: a spec, the tiny configs to try it at, perhaps a real folder."""
+    """The subject of a verification: a spec, tiny configs, and optionally a real folder."""
 
     spec: ModelSpec
     configs: Mapping[str, Mapping[str, Any]]
     folder: Path | None = None
     skipped: tuple[str, ...] = ()
     """Variants that transformers' config of the family refuses."""
+    whole: bool = False
+    """Whether the folder is multimodal, and the family that of its text tower."""
 
 
 def verify(name_or_path: str) -> FamilyReport:
-    """Checks a family by name or dotted path, or a folder's family at the folder's switches."""
+    """Verifies a family by name or dotted path, or the family of a folder with its options."""
     return verify_subject(subject_of(name_or_path))
 
 
@@ -79,9 +83,11 @@ def verify_subject(subject: FamilySubject) -> FamilyReport:
 
 
 def iter_outcomes(subject: FamilySubject, rules: list[RuleRow]) -> Iterator[CheckResult]:
-    """Each check when it is asked for; `rules` is given those of the first case."""
+    """Runs the checks one by one as they are consumed; fills `rules` from the first case."""
     if (folder := subject.folder) is not None:
         yield _run("real headers", folder.name, partial(check_headers, folder))
+        if subject.whole:
+            yield _run("whole model", folder.name, partial(check_whole, folder))
     seen: set[tuple[tuple[str, object], ...]] = set()
     for name, config in subject.configs.items():
         with tempfile.TemporaryDirectory() as scratch:
@@ -110,10 +116,10 @@ def subject_of(name_or_path: str) -> FamilySubject:
         name_or_path = f"{path}:SPEC"
     elif path.exists():
         config = read_config(path)
-        spec = spec_of(family_of(config))
-        return FamilySubject(
-            spec, {"as configured": shrunk(config)}, path if path.is_dir() else None
-        )
+        spec, tower = spec_of(family_of(config)), tower_of(config)
+        text = config if tower is None else text_config(config, tower)
+        folder = path if path.is_dir() else None
+        return FamilySubject(spec, {"as configured": shrunk(text)}, folder, whole=tower is not None)
     spec = spec_of(name_or_path)
     if spec.family not in transformers.CONFIG_MAPPING:
         rule = "transformers has no such model_type, so there is nothing to hold it against"
@@ -125,10 +131,10 @@ def subject_of(name_or_path: str) -> FamilySubject:
 
 
 def _is_offered(spec: ModelSpec, config: Mapping[str, Any]) -> bool:
-    """Whether transformers' config takes the variant (Phi-3, for one, takes no linear rope)."""
+    """Whether transformers' config accepts the variant (Phi-3, for one, has no linear rope)."""
     try:
         transformers.AutoConfig.for_model(spec.family, **deepcopy(dict(config)))
-    except Exception:  # each config class raises its own kinds
+    except Exception:  # each config class has its own types
         return False
     return True
 
@@ -144,7 +150,7 @@ def _run(check: str, case: str, body: Callable[[], str]) -> CheckResult:
     start = time.perf_counter()
     try:
         detail, passed = body(), True
-    except Exception as error:  # the boundary: whatever a wrong model file raises is a finding
+    except Exception as error:  # any error of a wrong model file is a finding
         kind = "" if isinstance(error, Fault | UserError) else f"{type(error).__name__}: "
         detail, passed = f"{kind}{error}", False
     return CheckResult(check, case, passed, detail, time.perf_counter() - start)

@@ -1,4 +1,4 @@
-"""What `verify-parallel` runs: the model it is given, made small, and the layouts to try."""
+"""Cases of `verify-parallel`: the given model at a small size, and the layouts to test."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SHARED_EXPERTS = {"shared_expert_intermediate_size": 32, "n_shared_experts": 2}
 
 @dataclass(frozen=True, slots=True)
 class ParallelSubject:
-    """What is verified: a model, and the settings a recipe gives its engine."""
+    """The model under test, and the engine settings of its recipe."""
 
     name: str
     hf_config: dict[str, Any]
@@ -60,17 +60,17 @@ class ParallelSubject:
 
 @dataclass(frozen=True, slots=True)
 class LayoutCase:
-    """One layout to run."""
+    """One layout to test."""
 
     text: str
     layout: Layout
 
 
-# What is verified
+# The model
 
 
 def read_subject(words: list[str]) -> ParallelSubject:
-    """From a recipe, a model's folder, a public name, or the name of a family."""
+    """Reads the subject from a recipe, a model folder, a hub name, or the name of a family."""
     if not words or "=" in words[0]:
         remedy = "name a recipe, a model's folder, a public name or a family, such as qwen3_moe"
         raise UserError(Problem("model", "is not given", remedy))
@@ -102,10 +102,10 @@ def read_subject(words: list[str]) -> ParallelSubject:
 
 
 def family_config(name: str) -> dict[str, Any]:
-    """A small model of a family, with one dense layer where it has experts."""
+    """A small config of a family, with one dense layer if it has experts."""
     given = {"model_type": name, **FAMILY}
     dims = dims_of(given)
-    if not dims.num_experts:  # the family's defaults name none
+    if not dims.num_experts:  # no experts in the family's defaults
         return {**given, "tie_word_embeddings": True}
     return {**given, **FAMILY_EXPERTS, **(SHARED_EXPERTS if dims.shared_expert_size else {})}
 
@@ -113,7 +113,7 @@ def family_config(name: str) -> dict[str, Any]:
 def shrink(
     hf_config: dict[str, Any], dims: ModelDims, cases: list[LayoutCase], stages: int
 ) -> dict:
-    """The config made small; heads, experts and switches stay, and what layouts must divide."""
+    """Shrinks the config; keeps heads, experts, options and sizes that layouts must divide."""
     layers = min(dims.num_layers, max(4, stages))
     ways = math.lcm(*(case.layout.tp for case in cases))
     found = {**hf_config, **SMALL, "num_hidden_layers": layers, "intermediate_size": 16 * ways}
@@ -127,18 +127,18 @@ def shrink(
         found["moe_intermediate_size"] = 8 * math.lcm(*(case.layout.etp for case in cases))
         if found.get("shared_expert_intermediate_size"):
             found["shared_expert_intermediate_size"] = 24
-        if found.get("first_k_dense_replace"):  # at least one layer is a mixture
+        if found.get("first_k_dense_replace"):  # at least one mixture layer
             found["first_k_dense_replace"] = min(found["first_k_dense_replace"], layers - 1)
         found["mlp_only_layers"] = [i for i in range(layers) if not dims.is_moe(i)]
         found["decoder_sparse_step"] = 1
     return found
 
 
-# Which layouts
+# The layouts
 
 
 def choose_cases(subject: ParallelSubject, world: int | None, texts: list[str]) -> list[LayoutCase]:
-    """The layouts asked for; else the recipe's own, or all plain ones of the world."""
+    """The requested layouts, else the recipe's own, or all plain ones of the world."""
     written = [text for item in texts for text in item.replace(",", " ").split()]
     own = subject.config.allocation_mode
     if written:
@@ -165,7 +165,7 @@ def choose_cases(subject: ParallelSubject, world: int | None, texts: list[str]) 
 
 
 def actor_of(allocation: str) -> Component:
-    """The component that trains."""
+    """The training component of an allocation."""
     found = parse_allocation(allocation)
     trained = found.find("actor") or next((c for c in found if not c.is_inference), None)
     if trained is None:
@@ -175,8 +175,8 @@ def actor_of(allocation: str) -> Component:
 
 
 def read_cases(subject: ParallelSubject, texts: list[str]) -> list[LayoutCase]:
-    """Parses layouts such as archon:d2t2, with or without the backend; reports all errors together,
-    as a run does."""
+    """Parses layouts such as archon:d2t2, with or without the backend; reports all errors
+    together."""
     texts = [text if ":" in text.split("(")[0] else f"archon:{text}" for text in texts]
     problems = [problem for text in texts for problem in case_problems(subject, text)]
     if problems:
@@ -186,12 +186,12 @@ def read_cases(subject: ParallelSubject, texts: list[str]) -> list[LayoutCase]:
 
 
 def config_at(subject: ParallelSubject, text: str) -> Config:
-    """What a run of the recipe with this layout would have, resolved."""
+    """The resolved config of a run of the recipe with this layout."""
     return resolve(subject.config.model_copy(update={"allocation_mode": text}))[0]
 
 
 def case_problems(subject: ParallelSubject, text: str) -> list[Problem]:
-    """All that `plan` would say against the layout."""
+    """All problems that `plan` would report for the layout."""
     config = config_at(subject, text)
     problems = layout_problems(config, subject.dims)
     if problems:
@@ -204,8 +204,8 @@ def case_problems(subject: ParallelSubject, text: str) -> list[Problem]:
 
 
 def plain_cases(subject: ParallelSubject, world: int) -> Iterator[LayoutCase]:
-    """Every way to deal the world over data, pipeline, tensor and context, experts as wide as can
-    be, that fits the model."""
+    """All layouts of the world over data, pipeline, tensor and context parallelism that fit the
+    model, with maximal expert parallelism."""
     for d, p, t in product(divisors(world), repeat=3):
         if world % (d * p * t):
             continue

@@ -1,7 +1,7 @@
-"""What `verify-parallel` runs: one training step, on one rank as the truth and on every layout.
+"""Worker of `verify-parallel`: one training step on one rank (reference) and on every layout.
 
 Gradients are read from the optimizer's first moment, which after one step from zero is a fixed
-share of the gradient that was applied: what is compared went the whole way of a real step.
+share of the applied gradient: so the comparison covers a real step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_LENGTH = 48
 
 @dataclass(frozen=True, slots=True)
 class StepMeasurement:
-    """One step under one layout, against one rank where there is something to compare."""
+    """Measurements of one step under a layout, with errors relative to one rank."""
 
     loss: float
     grad_norm: float
@@ -52,13 +52,13 @@ class StepMeasurement:
 
 
 def engine_settings_of(model: ModelConfig, layout: Layout) -> dict[str, Any]:
-    """What a run on GPUs gives its engine, but for what changes numbers beyond rounding (16 bit,
-    losses that depend on the split), the size of the model, or what the ranks here do not have."""
+    """Engine settings of a GPU run, except those that change numbers (16 bit, losses that depend on
+    the split), the model size, and features that ranks here lack."""
     made = EngineSettings(model=model).settled("cuda", layout).model
     archon = made.archon
     plain = {
         "enable_compile": False,
-        "ac_mode": "none" if archon.ac_mode == "memory_budget" else archon.ac_mode,  # compiles
+        "ac_mode": "none" if archon.ac_mode == "memory_budget" else archon.ac_mode,  # it compiles
         "ac_debug": False,
         "layers_per_stage": None,
         "offload_params": False,
@@ -73,7 +73,7 @@ def engine_settings_of(model: ModelConfig, layout: Layout) -> dict[str, Any]:
 
 
 def make_rows(vocab_size: int, num_rows: int, max_length: int, seed: int) -> list[Row]:
-    """Rows of unequal lengths, some of their tokens not trained."""
+    """Random rows of unequal lengths, with some tokens masked from the loss."""
     gen = torch.Generator().manual_seed(seed)
     rows = []
     for _ in range(num_rows):
@@ -86,8 +86,8 @@ def make_rows(vocab_size: int, num_rows: int, max_length: int, seed: int) -> lis
 
 
 def measure_alone(payload: dict[str, Any]) -> StepMeasurement:
-    """The truth, on this process alone; leaves model and results in the payload's folder."""
-    torch.set_num_threads(1)  # as each rank has: tiny tensors, and times that can be compared
+    """Reference measurement in this process; writes model and results to the payload's folder."""
+    torch.set_num_threads(1)  # as on each rank, so times can be compared
     folder = Path(payload["folder"])
     engine = _build(payload, {}, Layout(), device_of(Rank(), payload["device"]))
     if payload["source"] is None:
@@ -101,12 +101,12 @@ def measure_alone(payload: dict[str, Any]) -> StepMeasurement:
 
 
 class LayoutService:
-    """One rank of a group that tries layouts of its size."""
+    """One rank of a process group, which tests layouts of its size."""
 
     mild: frozenset[str] = frozenset()
 
     def __init__(self, payload: dict[str, Any], rank: Rank, device: torch.device) -> None:
-        # What libraries will do differently one day is not what is asked here.
+        # Deprecations in libraries are not under test.
         warnings.simplefilter("ignore", FutureWarning)
         self.payload = payload
         self.rank = rank
@@ -116,7 +116,7 @@ class LayoutService:
     def measure(
         self, number: int, layout: dict[str, Any], settings: dict[str, Any]
     ) -> dict[str, Any]:
-        """What was found of one layout, as fields of StepMeasurement."""
+        """Measures one layout; returns fields of StepMeasurement."""
         self.rank.report(number)
         engine = _build(self.payload, settings, Layout(**layout), self.device)
         rows = _rows(self.payload, engine)
@@ -128,7 +128,7 @@ class LayoutService:
         return {**asdict(found), "gradient_error": error, "worst": worst, "routes_differ": differ}
 
     def close(self, *, is_failed: bool) -> None:
-        """Nothing is under way between calls."""
+        """No cleanup needed between calls."""
 
 
 def _build(
@@ -149,7 +149,7 @@ def _build(
 
 @torch.no_grad()
 def _unsettle(engine: Engine, seed: int) -> None:
-    """Moves norms and biases off their equal start: exchanged ones would go unseen."""
+    """Randomises norms and biases: with equal initial values swapped ones would pass."""
     gen = torch.Generator().manual_seed(seed)
     for tensor in engine.tensors.values():
         if tensor.ndim == 1:
@@ -164,7 +164,7 @@ def _rows(payload: dict[str, Any], engine: Engine) -> list[Row]:
 def _step(
     engine: Engine, rows: list[Row], routes: list[Tensor] | None
 ) -> tuple[StepMeasurement, Iterator[tuple[str, Tensor]]]:
-    """Two steps measured, and the gradients of the first, whole, one after the other."""
+    """Runs and measures two steps; also yields the whole gradients of the first one by one."""
     for row, given in zip(rows, routes or (), strict=False):
         row.routes = given
     if engine.device.type == "cuda":
@@ -176,7 +176,7 @@ def _step(
         if name.startswith(EXP_AVG)
     }
     share = 1.0 / (1.0 - OPTIMIZER.beta1)
-    # Copied before the second step moves them.
+    # Copied before the second step changes them.
     kept = {name: moment.detach().clone() for name, moment in moments.items()}
     gradients = ((name, gather_whole(moment).cpu() * share) for name, moment in kept.items())
     start = time.perf_counter()
@@ -195,12 +195,12 @@ def _train(engine: Engine, rows: list[Row]) -> StepResult:
 
 
 def _size(engine: Engine) -> int:
-    """Bytes on the rank that holds most."""
+    """Bytes on the rank that uses most."""
     if engine.device.type == "cuda":
         size = torch.cuda.max_memory_allocated(engine.device)
     else:
         size = sum(x.numel() * x.element_size() for x in engine.tensors.values())
-        size += sum(x.numel() * 12 for x in engine.masters.values())  # gradients, both moments
+        size += sum(x.numel() * 12 for x in engine.masters.values())  # with gradients and moments
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return size
     largest = torch.tensor(size, device=engine.device)
@@ -211,7 +211,7 @@ def _size(engine: Engine) -> int:
 def _worst_error(
     gradients: Iterator[tuple[str, Tensor]], truth: dict[str, Tensor]
 ) -> tuple[float, str]:
-    """(largest error over all tensors and ranks, which tensor); every tensor must be somewhere."""
+    """(largest error over all tensors and ranks, its tensor); raises if a tensor is missing."""
     errors: dict[str, float] = {}
     for name, gradient in gradients:
         wanted = truth[name]
@@ -233,7 +233,7 @@ def _worst_error(
 
 
 def _share_of_other(mine: list[Tensor], truth: list[Tensor]) -> float:
-    """The last token of a row leads to nothing, so its experts do not count."""
+    """Share of differing expert choices, without each row's last token, which has no effect."""
     a = torch.cat([routes[:-1] for routes in mine]).sort(-1).values
     b = torch.cat([routes[:-1] for routes in truth]).sort(-1).values
     return float((a != b).any(-1).float().mean())

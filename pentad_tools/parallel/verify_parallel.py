@@ -1,7 +1,7 @@
-"""`pentad verify-parallel`: layouts of a model run on this machine and held against one rank.
+"""`pentad verify-parallel`: compares layouts of a model with one rank, on this machine.
 
-By default the model is made small first: fewer layers and narrow, with its own heads, experts and
-switches, since those decide how it is cut.
+By default the model is shrunk first: fewer and narrower layers. Its heads, experts and options
+stay, since those determine the sharding.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class LayoutResult:
-    """What was found of one layout."""
+    """Result of one layout."""
 
     text: str
     measured: dict[str, Any]
@@ -66,16 +66,16 @@ def run_verify_parallel(
     seed: int = 1,
     json: bool = False,
 ) -> int:
-    """0 when every layout gives one rank's numbers, 1 otherwise."""
+    """Returns 0 if every layout agrees with one rank, else 1."""
     if rank_from_environment() is not None:
         rule, remedy = "verify-parallel starts its ranks itself", "start it without torchrun"
         raise UserError(Problem("WORLD_SIZE is set", rule, remedy))
     subject = read_subject(words)
-    check_devices(world or 1, device)  # before the layouts of so many are searched
+    check_devices(world or 1, device)  # fail before searching layouts
     cases = choose_cases(subject, world, layouts or [])
     check_devices(max(case.layout.world for case in cases), device)
     folder = Path(tempfile.mkdtemp(prefix="pentad-verify-"))
-    is_kept = False  # logs of ranks that failed are
+    is_kept = False  # logs of failed ranks are kept
     try:
         payload = make_payload(subject, cases, folder, full=full, device=device, seed=seed)
         from pentad_tools.parallel.parallel_ranks import measure_alone
@@ -91,7 +91,7 @@ def run_verify_parallel(
             shutil.rmtree(folder, ignore_errors=True)
     if json:
         report = {"alone": alone, "layouts": [asdict(outcome) for outcome in outcomes]}
-        # JSON has no infinity; what is not finite becomes null, and its fault says it.
+        # JSON has no infinity: non-finite values become null, and the fault has them.
         print(jsonlib.dumps(finite(report), indent=2, allow_nan=False))
     else:
         show(subject, alone, outcomes, is_cuda=payload["is_cuda"])
@@ -102,7 +102,7 @@ def run_verify_parallel(
 
 
 def check_devices(most: int, device: str) -> None:
-    """Ranks on GPUs need one each, and those on a CPU a process that it can hold."""
+    """Raises unless there is a GPU per rank, or the CPU can run that many processes."""
     from pentad.core.device import pick_device
 
     if pick_device(device).type == "cpu":
@@ -151,7 +151,7 @@ def run_cases(
     alone: dict[str, Any],
     folder: Path,
 ) -> Iterator[tuple[int, LayoutResult]]:
-    """Layouts of equal size in one group of processes; after a failure the rest in a new one."""
+    """Runs layouts of equal size in one process group; after a failure, the rest in a new one."""
     from pentad.runtime.rank_host import specs_of_ranks
     from pentad_tools.parallel.parallel_ranks import LayoutService, engine_settings_of
 
@@ -193,7 +193,7 @@ def run_cases(
 
 
 def judge(text: str, measured: dict[str, Any], alone: dict[str, Any]) -> LayoutResult:
-    """Every number that is not one rank's, with both values."""
+    """Compares each number with that of one rank; faults have both values."""
     faults = []
     limits = {"loss": VALUE_TOLERANCE, "grad_norm": VALUE_TOLERANCE, "next_loss": NEXT_TOLERANCE}
     for name, limit in limits.items():
@@ -208,7 +208,7 @@ def judge(text: str, measured: dict[str, Any], alone: dict[str, Any]) -> LayoutR
     return LayoutResult(text, measured, tuple(faults))
 
 
-# Showing
+# Output
 
 
 def describe(subject: ParallelSubject, payload: dict[str, Any]) -> str:
@@ -253,7 +253,7 @@ def show(
 
 
 def _cells(found: dict[str, Any], number: int, *, is_alone: bool = False) -> list[str | Text]:
-    """The figures of a layout; blanks where it failed."""
+    """Table cells of a layout; blank if it failed."""
     if not found:
         return [""] * number
     cells: list[str | Text] = [

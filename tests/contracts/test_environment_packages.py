@@ -107,7 +107,7 @@ def test_reasoning_gym_makes_rows_and_scores_answers():
     wrong = score("<answer>x</answer>", row["reasoning_gym"])
     assert wrong.value < 1.0 and wrong.parts == {"correct": 0.0}
     for wrong in ("reasoning_gym:nothing", "reasoning_gym:chain_sum?terms=1"):
-        with pytest.raises(UserError, match="reasoning-gym refuses it"):
+        with pytest.raises(UserError, match="reasoning-gym rejects it"):
             data_source(path=wrong).open(streaming=False)
 
     async def start():

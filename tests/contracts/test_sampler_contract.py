@@ -329,6 +329,36 @@ def test_an_abort_ends_one_request_at_once_and_no_other(subject):
     assert finished.finish == "length" and len(finished.ids) == 30
 
 
+def test_what_an_aborted_request_drew_is_where_another_goes_on(installing):
+    """By newer weights: each token has the log-prob and version of those that drew it."""
+    request = ask("cut", [1, 2], n=3, max_new_tokens=installing.long)
+
+    async def scenario(sampler):
+        task = asyncio.create_task(sampler.generate(request))
+        await installing.drawing()
+        await sampler.abort("cut")
+        cut = await task
+        if any(g.finish == "length" or not g.ids for g in cut):
+            raise Missed
+        await sampler.install(1, iter_hf(policy(2)))
+        before = sampler.stats()["tokens_drawn"]
+        whole = await sampler.generate(replace(request, id="rest", drawn=tuple(cut)))
+        return cut, whole, sampler.stats()["tokens_drawn"] - before
+
+    cut, whole, num_drawn = run(installing, scenario, "abort")
+    for begun, g in zip(cut, whole, strict=True):
+        old = len(begun.ids)
+        assert len(g.ids) == installing.long and g.finish == "length"
+        assert (g.ids[:old], g.logprobs[:old]) == (begun.ids, begun.logprobs)
+        assert g.versions == [0] * old + [1] * (len(g.ids) - old)
+        wanted = truth(policy(2), request.prompt_ids, g.ids)[old:]
+        found = torch.tensor(g.logprobs[old:])
+        torch.testing.assert_close(found, wanted, atol=ATOL, rtol=0)
+    assert num_drawn == sum(
+        len(g.ids) - len(begun.ids) for begun, g in zip(cut, whole, strict=True)
+    )
+
+
 def test_a_request_waits_through_sleep_and_is_exact_after_wake(subject):
     request = ask("a", [1, 2, 3], n=2, max_new_tokens=subject.long)
 

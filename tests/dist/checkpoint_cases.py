@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from pentad.weights.transfer import iter_sources
 CONFIGS["moe6"] = MOE | {"num_hidden_layers": 3, "num_experts": 6}
 """Six experts: three or two on a rank, and uneven over the ranks that share them."""
 STEP = 1
+Seen = TypeVar("Seen")
 PARTS = ("model.", "optimizer.exp_avg.", "optimizer.exp_avg_sq.", "tags.ref.")
 
 
@@ -59,7 +61,7 @@ def train(engine: Engine, loss: str, routes: list[Tensor] | None) -> None:
 
 def seen(engine: Engine, parts: tuple[str, ...] = PARTS) -> dict[str, Any]:
     """On rank 0, the whole state under HF names, whatever the layout and the backend."""
-    weight_map, state = engine.held.whole.weight_map, engine.state_tensors()
+    weight_map, state = engine.held.whole.trained_map, engine.state_tensors()
     held = {name: whole(tensor) for name, tensor in state.items() if name.startswith(parts)}
     steps = {name: float(t) for name, t in state.items() if name.startswith("optimizer.step.")}
     if engine.meshes.layout.pp > 1:
@@ -90,22 +92,34 @@ def save(
     for _ in range(STEP + 1):
         train(engine, loss, routes)
     then = seen(engine)
+
+    def go_on() -> dict[str, Any]:
+        train(engine, loss, routes)  # what is saved is the state before it
+        return seen(engine, PARTS[:1])
+
+    after = write_checkpoint(engine, root, go_on, is_async=is_async)
+    return {"then": then, "after": after, "routes": routes}
+
+
+def write_checkpoint(
+    engine: Engine, root: str, go_on: Callable[[], Seen], *, is_async: bool = False
+) -> Seen:
+    """One of the engine as it is; gives what `go_on` sees between the save and its end."""
     writer = Writer()
     saver = StateSaver(writer)
     saver.prepare(engine.state_tensors())
     folder = state_folder("default", STEP)
     staged = save_learner(saver, engine, Path(root), folder, is_async=is_async)
-    train(engine, loss, routes)  # what is saved is the state before it
-    after = seen(engine, PARTS[:1])
+    after = go_on()
     staged.pending.wait(240)
     if engine.meshes.rank == 0:
         written = {path: file for one in saver.outcomes() for path, file in one["files"].items()}
         run_job(CommitJob(Path(root), info_folder(STEP), written, ()))
-    if layout.world > 1:
+    if engine.meshes.layout.world > 1:
         dist.barrier()
     saver.close()
     writer.close()
-    return {"then": then, "after": after, "routes": routes}
+    return after
 
 
 def load(

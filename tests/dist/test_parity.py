@@ -203,6 +203,7 @@ FAMILIES = [
 FAMILIES_HERE = [
     ("olmo2", Layout(dp_shard=2, tp=4)),
     ("glm4", Layout(tp=2)),
+    ("ministral3", Layout(cp=2)),
     ("qwen3_5_text", Layout(tp=2)),
     ("qwen3_next", Layout(dp_shard=2, ep=2)),
 ]

@@ -13,7 +13,7 @@ import pytest
 from run_cases import settings_of
 
 from pentad.data.toy import write_model, write_task
-from pentad_tools.chaos.broken_run import SHARED, open_files
+from pentad_tools.chaos.broken_run import MARK, SHARED, open_files, processes_of
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.ray, pytest.mark.dist, pytest.mark.slow]
@@ -33,6 +33,7 @@ def head_of(pid):
     raise AssertionError("the run has no head of a cluster")
 
 
+OWN = "/tmp/pentad-ray-"
 OTHER = """
 import ray, sys
 given = ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
@@ -70,7 +71,7 @@ def started(tmp_path, command, **environment):
     given = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     run = subprocess.Popen(
         [sys.executable, "-m", "pentad.cli.main", command, *words],
-        env={**given, "OMP_NUM_THREADS": "1", **environment},
+        env={**given, "OMP_NUM_THREADS": "1", MARK: str(tmp_path), **environment},
         stdout=(tmp_path / "out.txt").open("wb"),
         stderr=subprocess.STDOUT,
     )
@@ -98,6 +99,7 @@ def check_end(tmp_path, run, shared):
     end = json.loads((tmp_path / "logs/me/default/met/exit.json").read_text())
     assert end["end"] == "failed" and "the Ray cluster at " in end["reason"]
     assert not [path for path in shared if path.exists()]
+    assert not processes_of(str(tmp_path)), "agents of the node, whose head is gone"
 
 
 @pytest.mark.parametrize("command", ["train", pytest.param("sft", marks=pytest.mark.full)])
@@ -105,6 +107,24 @@ def test_a_run_ends_with_a_sentence_when_the_head_of_its_cluster_is_killed(tmp_p
     with started(tmp_path, command) as (run, shared):
         os.kill(head_of(run.pid), signal.SIGKILL)
         check_end(tmp_path, run, shared)
+
+
+GONE_S = 10.0
+"""Agents of a node that lost its head end by themselves after a minute."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_however_a_run_ends_no_process_and_no_folder_of_its_cluster_is_left(tmp_path, number):
+    with started(tmp_path, "train") as (run, _):
+        (folder,) = {Path(name).parents[-3] for name in open_files(head_of(run.pid)) if OWN in name}
+        lived = processes_of(str(tmp_path))
+        assert len(lived) > 5 and folder.is_dir(), lived
+        run.send_signal(number)
+        run.wait(timeout=60)
+        until = time.monotonic() + (GONE_S if number == signal.SIGKILL else 0.0)
+        while (left := processes_of(str(tmp_path))) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert not left and not folder.exists()
 
 
 @pytest.mark.full

@@ -20,11 +20,13 @@ import torch
 
 from pentad.core.errors import DataFailure, GivenUp, InfraFailure, RunError, Transient
 from pentad.core.roles import Installed
-from pentad.core.types import Group, Prompt, Sample
+from pentad.core.types import Generation, Group, Prompt, Sample
 from pentad.data.ledger import Ledger
 from pentad.data.prompts import RejectedPrompt
 from pentad.data.store import MemoryStore
+from pentad.rollout.drafts import Draft
 from pentad.sync.publisher import Publisher, Snapshot, take_snapshot
+from pentad.trainer.pumps.oversampling import Oversampling
 from pentad.trainer.pumps.rollout_pump import RolloutPump
 from pentad.trainer.pumps.scheduler import Scheduler
 from pentad.trainer.pumps.scorers import ScorePump
@@ -114,6 +116,11 @@ class World:
     score_s: float = 0.5
     faults: dict[str, float] = field(default_factory=dict)
     """Kind -> probability, of a group unless said otherwise."""
+    num_started: int | None = None
+    """Groups that a step starts, where that is more than it trains."""
+    max_carries: int = 1
+    holds: bool = False
+    """Whether samplers hold by themselves."""
     num_ends: int = 0
     """Times that the run is killed or asked to stop."""
 
@@ -231,7 +238,7 @@ class Simulation:
     def __init__(self, world: World, seed: int) -> None:
         self.world = world
         self.draw = random.Random(seed)
-        self.budget = Budget(world.groups_per_batch, world.max_staleness, world.num_batches)
+        self.budget = self._budget()
         self.saved: tuple[str, list[Group], int] | None = None
         """Ledger, groups and trained batches of the last checkpoint."""
         self.ended: dict[int, str] = {}
@@ -240,6 +247,22 @@ class Simulation:
         self.num_starts = 0
         self.num_losses = 0
         self.most_live = 0
+        self.num_carried = 0
+
+    def _budget(self) -> Budget:
+        world = self.world
+        return Budget(
+            *(world.groups_per_batch, world.max_staleness, world.num_batches),
+            max_carries=world.max_carries if world.num_started else 0,
+        )
+
+    @property
+    def capacity(self) -> int:
+        return self.world.num_started or self.budget.capacity_groups
+
+    @property
+    def max_lag(self) -> int:
+        return self.world.max_staleness + (self.world.max_carries if self.world.num_started else 0)
 
     # -- a run ----------------------------------------------------------------------------------
 
@@ -294,7 +317,7 @@ class Simulation:
 
     def _build(self) -> None:
         world = self.world
-        self.budget = Budget(world.groups_per_batch, world.max_staleness, world.num_batches)
+        self.budget = self._budget()
         ledger = Ledger(world.groups_per_batch, has_scorers=world.num_scorers > 0)
         self.state = RunState(ledger, LosingStore(), self.budget)
         if self.saved is not None:
@@ -320,7 +343,8 @@ class Simulation:
             placement,
             turnstile,
             lambda group: "no_signal" if self.happens("no_signal") else None,
-            max_groups=world.max_groups,
+            max_groups=None if world.num_started else world.max_groups,
+            oversampling=self._oversampling(),
         )
         self.run_of_steps = SimulatedRun(self)
         trainer = BatchTrainer(
@@ -338,6 +362,18 @@ class Simulation:
             publish,
             score if self.scorers else None,
         )
+
+    def _oversampling(self) -> Oversampling | None:
+        self.num_allowed: int | None = None
+        if self.world.num_started is None:
+            return None
+        oversampling = Oversampling(self.state, self.world.num_started)
+        if self.world.holds:
+            oversampling.hold = self.hold_after
+        return oversampling
+
+    def hold_after(self, num: int | None) -> None:
+        self.num_allowed = num
 
     def _watch_ends(self, ledger: Ledger) -> None:
         """Notes the end of every gid. A second end is the ledger's to refuse."""
@@ -383,18 +419,31 @@ class Simulation:
         return Prompt(gid, (1, 2), {})
 
     async def rollout(
-        self, prompt: Prompt, attempt: int, hold: Callable[[float | None], None]
+        self, prompt: Prompt, attempt: int, hold: Callable[[float | None], None], draft: Draft
     ) -> Group:
         self.check_memory()
+        begun = [version for answer in draft.answers for version in answer.versions]
         while True:
             hold(self.world.lease_s)
             serving = [replica for replica in self.replicas if replica.is_serving]
             if not serving:
                 await asyncio.sleep(0.5)
                 continue
-            versions = await self._on(self.draw.choice(serving))
+            draft.note_sent()
+            replica = self.draw.choice(serving)
+            try:
+                versions = await self._on(replica)
+            except asyncio.CancelledError:
+                if draft.is_cut and self.draw.random() < 0.8:  # else the tokens are lost
+                    drawn = [*begun[:1], replica.version]
+                    draft.answers = [
+                        Generation([3] * len(drawn), [0.0] * len(drawn), drawn, "abort")
+                    ]
+                    self.num_carried += 1
+                raise
             if versions is not None:
                 break
+        draft.note_answered()
         hold(None)
         self.lose_unit()
         await self.pass_time(0.1)  # rewards
@@ -402,7 +451,9 @@ class Simulation:
             raise DataFailure("reward_error", "no reward", is_final=True)
         if self.happens("infra_failure"):
             raise InfraFailure("no replica is left")
-        return Group(prompt, [replace(sample(*versions), columns={})], attempt)
+        return Group(
+            prompt, [replace(sample(*(begun or versions)[:1], versions[1]), columns={})], attempt
+        )
 
     async def _on(self, replica: Replica) -> list[int] | None:
         """Versions of the tokens; None if the replica died meanwhile."""
@@ -418,11 +469,17 @@ class Simulation:
                 self.zombies.add(asyncio.current_task())
                 asyncio.current_task().uncancel()
         await self.pass_time(self.world.rollout_s)
-        return None if death.is_set() else [first, replica.version]
+        while self.num_allowed == 0:
+            await asyncio.sleep(0.1)
+        if death.is_set():
+            return None
+        if self.num_allowed:
+            self.num_allowed -= 1
+        return [first, replica.version]
 
     def check_memory(self) -> None:
         live = self.state.ledger.funnel().in_flight
-        assert live <= self.budget.capacity_groups, f"{live} groups live"
+        assert live <= self.capacity, f"{live} groups live"
         assert len(self.state.store.groups) <= live
         self.most_live = max(self.most_live, live)
 
@@ -435,7 +492,7 @@ class Simulation:
             trained = self.budget.trained
             assert versions.max() <= trained, "a token of the future"
             lag = trained - versions.min()
-            assert lag <= self.world.max_staleness, f"group {group.gid} has lag {lag}"
+            assert lag <= self.max_lag, f"group {group.gid} has lag {lag}"
 
     def check_scores(self, gids: list[int]) -> None:
         wanted = {f"{role}_logprobs" for role in self.scorers}

@@ -11,10 +11,14 @@ import signal
 import time
 
 import pytest
+import torch
 from kill_lab import KillLab
 from role_processes import role_processes
 from tables import table
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from pentad.data.toy import write_model
 from pentad.telemetry.steps import read_lines
 
 NUM_KILLS = int(os.environ.get("PENTAD_KILLS", "4"))
@@ -77,6 +81,35 @@ def test_killed_at_random_moments_a_run_ends_bitwise_as_if_nothing_had_happened(
         for line in every:
             began = starts[line["generation"]]["from_step"]
             assert line["step"] > began, "no start does a step again that it restored"
+
+
+def test_a_killed_adapter_beside_a_model_of_transformers_ends_bitwise(task, folder):
+    """cohere, which has no model file here: its checkpoints hold factors and moments alone."""
+    base = folder / "cohere"
+    write_model(base)
+    given = json.loads((base / "config.json").read_text()) | {"model_type": "cohere"}
+    torch.manual_seed(7)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**given)).save_pretrained(base)
+    lab = KillLab(task, folder, "sft", f"train_dataset.path={task / 'sft.jsonl'}")
+    begin = ("actor.path=", "actor.init_from_scratch=")
+    lab.words = [word for word in lab.words if not word.startswith(begin)]
+    lab.words += [f"actor.path={base}", "allocation_mode=fsdp:d1", "actor.lora.rank=4", SYNC]
+    lab.words += ["train_dataset.batch_size=8", f"total_train_steps={STEPS}"]
+    lab.run("adapter")
+    process = lab.start("killed adapter", hold=3)
+    lab.wait_for_steps("killed adapter", 3, process)
+    lab.kill(process)
+    lab.run("killed adapter")
+    assert "resumed after step" in lab.log("killed adapter").read_text()
+    assert lab.steps("killed adapter") == lab.steps("adapter")
+    found = []
+    for trial in ("adapter", "killed adapter"):
+        (saved,) = (lab.checkpoints(trial) / "default").glob(f"epoch*globalstep{STEPS - 1}")
+        found.append((saved / "adapter_model.safetensors").read_bytes())
+        last = lab.checkpoints(trial) / f"default/recover_checkpoint/globalstep{STEPS - 1}"
+        names = FileSystemReader(last).read_metadata().state_dict_metadata
+        assert len(names) > 100 and all(".lora." in n or n.startswith("rng.") for n in names)
+    assert found[0] == found[1]
 
 
 def test_a_step_whose_checkpoint_is_committed_is_never_done_again(rl):

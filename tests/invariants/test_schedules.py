@@ -43,6 +43,9 @@ def world_of(seed: int) -> World:
         num_ends=draw.choice([0, 0, 1, 3]),
         num_scorers=0 if is_shared else draw.choice([0, 1, 2]),
         score_s=draw.choice([0.1, 1.0, 5.0]),
+        num_started=draw.choice([None, draw.randint(size, 2 * size)]) if staleness == 0 else None,
+        max_carries=draw.randint(1, 3),
+        holds=draw.random() < 0.5,
     )
 
 
@@ -62,12 +65,22 @@ def test_every_schedule_keeps_every_promise(caplog, first, num):
             pytest.fail(f"seed {seed}: {failure!r}; {simulation.world}; {waits}")
         seen["lost"] = seen.get("lost", 0) + simulation.num_losses
         seen["resumed"] = seen.get("resumed", 0) + (simulation.num_starts > 1)
-        is_full = simulation.most_live == simulation.budget.capacity_groups
+        is_full = simulation.most_live == simulation.capacity
+        seen["carried"] = seen.get("carried", 0) + simulation.num_carried
         seen["full"] = seen.get("full", 0) + is_full
         for how in simulation.ended.values():
             seen[how] = seen.get(how, 0) + 1
     few = min(20, num // 50)  # what never happens is not tried
-    for what in ("lost", "resumed", "full", "no_signal", "bad_row", "reward_error", "deadline"):
+    for what in (
+        "lost",
+        "resumed",
+        "full",
+        "carried",
+        "no_signal",
+        "bad_row",
+        "reward_error",
+        "deadline",
+    ):
         assert seen.get(what, 0) >= few, seen
 
 

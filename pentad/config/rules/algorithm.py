@@ -1,10 +1,10 @@
-"""Rules on sampling and the algorithm: switches that contradict, details that are never read."""
+"""Rules on sampling and the algorithm: contradicting switches, and settings that are never read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pentad.config.describe import show
+from pentad.config.describe import show, value_at
 from pentad.config.rules.rule import Rules, RunFacts
 from pentad.config.schema import Config
 from pentad.core.errors import Problem
@@ -13,8 +13,8 @@ from pentad.rl.facts import unused_settings
 from pentad.rl.section import SWITCHES
 
 RULES = Rules()
-ON_POLICY = {"max_staleness": 0, "updates_per_batch": 1}
-"""Above these values of a run the policy that is trained is not the one that sampled."""
+ON_POLICY = {"max_staleness": 0, "updates_per_batch": 1, "rollout.oversample": 1}
+"""Above these values the trained policy is not the one that sampled."""
 NEUTRAL: dict[str, object] = {
     "gamma": 1.0,
     "reward_scale": 1.0,
@@ -25,7 +25,7 @@ NEUTRAL: dict[str, object] = {
     "mask_truncated": False,
     "kl_weighted": False,
 }
-"""Values that ask for nothing, hence pass also where a setting is not read."""
+"""Values without effect, which are accepted even if a setting is not read."""
 TURN_ON = {
     "kl_coef": "give it, for instance 0.001",
     "correction": "set it to tis or mis",
@@ -46,7 +46,7 @@ def a_refreshed_reference_is_used(config: Config) -> Problem | None:
 
 @RULES.add()
 def details_belong_to_something(config: Config) -> Iterator[Problem]:
-    """Details of a part that is not turned on. An explicit "off" is a decision and passes."""
+    """Reports settings of a part that is not switched on. An explicit "off" is accepted."""
     settings, given = config.algorithm.settings, config.algorithm.given
     for switch, details in SWITCHES.items():
         if getattr(settings, switch) not in (0, "none") or switch in given:
@@ -68,7 +68,7 @@ def decoupled_ppo_has_a_correction(config: Config) -> Problem | None:
 
 @RULES.add()
 def the_ratio_against_the_sampler_is_read(config: Config) -> Iterator[Problem]:
-    """It has a reader, and needs no weight beside it."""
+    """Requires a reader of the ratio against the sampler, and no second weight besides it."""
     settings, given = config.algorithm.settings, config.algorithm.given
     where = "algorithm.correction = sampler_ratio"
     if settings.correction != "sampler_ratio":
@@ -125,9 +125,9 @@ def off_policy_data_are_corrected(config: Config) -> Problem | None:
 
 
 def off_policy(config: Config) -> str:
-    """The keys by which the policy that is trained leaves the one that sampled; empty: none."""
-    values = {key: getattr(config, key) for key in ON_POLICY}
-    found = [f"{key} = {n}" for key, n in values.items() if n > ON_POLICY[key]]
+    """The keys by which the trained policy differs from the one that sampled; empty: none."""
+    values = {key: value_at(config, key) for key in ON_POLICY}
+    found = [f"{key} = {n:g}" for key, n in values.items() if n > ON_POLICY[key]]
     return " and ".join([*found, *(["only = train"] if config.only == "train" else [])])
 
 
@@ -162,7 +162,7 @@ def the_overlong_buffer_fits(config: Config) -> Problem | None:
 
 @RULES.add()
 def the_length_that_counts_is_bounded(config: Config) -> Problem | None:
-    """A turn's limit is none of the sample: lengths would be measured against the wrong one."""
+    """Rejects a limit per turn only: lengths would be compared with the wrong limit."""
     algorithm, rollout = config.algorithm, config.rollout
     if rollout.is_single_turn or config.gconfig.max_sampled_tokens is not None:
         return None
@@ -178,7 +178,8 @@ def the_length_that_counts_is_bounded(config: Config) -> Problem | None:
 
 
 def sample_limit(config: Config) -> int:
-    """Most tokens sampled in one sample; where nothing limits several turns, those of one."""
+    """Maximum number of sampled tokens per sample; if several turns have no limit, that of one
+    turn."""
     given, turn = config.gconfig.max_sampled_tokens, config.gconfig.max_new_tokens
     if given is None or config.rollout.is_single_turn:
         return min(turn, given or turn)
@@ -186,8 +187,8 @@ def sample_limit(config: Config) -> int:
 
 
 def longest_sample(config: Config, prompt_tokens: int, max_position: int) -> int:
-    """Most tokens of a sample. With several turns what environments say comes on top: it is
-    bounded by the model's context alone, and not counted where `max_sampled_tokens` is given."""
+    """Maximum number of tokens of a sample. With several turns the text of environments is added:
+    it is bounded by the model's context only, and not counted if `max_sampled_tokens` is given."""
     is_open = config.gconfig.max_sampled_tokens is None
     if is_open and not config.rollout.is_single_turn:
         return max_position

@@ -1,7 +1,7 @@
-"""Rules on checkpoints: the addresses of a store, and which keys may differ when a run continues.
+"""Rules on checkpoints: the addresses of a store, and which keys may differ when a run is resumed.
 
-One table has those that do not change what a run trains. What it does not name is taken to change
-the run: it is refused, with the key that forces it.
+One table lists the keys that do not change the training. Any other key is assumed to change it: the
+resume is rejected, with the key that forces it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pentad.config.describe import fields, nearest_keys, show, without_numbers
+from pentad.config.rules.inputs import url_problem
 from pentad.config.rules.rule import RUNS, Rules
 from pentad.config.schema import ALIASES, Config
 from pentad.core.errors import Problem
@@ -40,15 +41,9 @@ def the_endpoint_is_a_url(config: Config) -> Iterator[Problem]:
     where = f"checkpoint.endpoint_url = {url}"
     if url is None:
         return
-    try:
-        parts = urlsplit(url)
-        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        is_whole = False
-    if not is_whole:
-        remedy = "give for instance http://127.0.0.1:9000, or null for Amazon's"
-        yield Problem(where, "is no address of a server, http or https", remedy)
-    elif parts.username or parts.password:
+    if rule := url_problem(url):
+        yield Problem(where, rule, "give for instance http://127.0.0.1:9000, or null for Amazon's")
+    elif "@" in urlsplit(url).netloc:
         remedy = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY instead"
         yield Problem("checkpoint.endpoint_url", "has credentials in it", remedy)
 
@@ -64,7 +59,8 @@ HARMLESS = (
     *("offload_train", "offload_rollout", "stall_warning_s", "stall_abort_s"),
     *(f"{role}.{key}" for role in ("actor", "critic") for key in OF_A_MODEL),
     *("reward.num_workers", "reward.memory_mb", "reward.allow_processes", "reward.allow_weaker"),
-    *("rollout.max_concurrent_groups", "rollout.deadline_s", "rollout.max_retries"),
+    *("rollout.max_concurrent_groups", "rollout.oversample", "rollout.max_carries"),
+    *("rollout.deadline_s", "rollout.max_retries"),
     *("rollout.max_batch_tokens", "rollout.max_running", "rollout.kv_cache_gb", "rollout.server"),
     *(
         "rollout.workflows.valid",
@@ -77,9 +73,9 @@ HARMLESS = (
     ),
     *("guards", "telemetry"),
 )
-"""Where and how fast it runs, and what is looked at; a block stands for everything in it."""
+"""Keys of placement, speed and monitoring; a block stands for all its keys."""
 FIXED = {"train_dataset.batch_size": "the place in the data is counted by it"}
-"""What no `recover.allow` forces, and why."""
+"""Keys that no `recover.allow` forces, and the reason."""
 LENGTHS = ("total_train_epochs", "total_train_steps")
 """Harmless as long as the learning rate does not depend on the number of steps."""
 
@@ -94,7 +90,7 @@ class ChangedKeys:
 def judge_changes(
     old: Mapping[str, Any], new: Mapping[str, Any], allow: tuple[str, ...] = ()
 ) -> ChangedKeys:
-    """Differences between the config of a run and the one it is to continue with, as JSON."""
+    """Differences between the config of a run and the one with which it is resumed, as JSON."""
     changes, default = ChangedKeys(), Config().model_dump(mode="json")
     harmless = HARMLESS + (() if _follows_length(old) or _follows_length(new) else LENGTHS)
     for key, before, after in changed_keys(old, new):
@@ -118,14 +114,14 @@ def judge_changes(
 
 
 def _other_commit(before: object, after: object) -> str:
-    """The commit that a name of the hub had, where the same name has another one now."""
+    """The recorded commit of a Hub name, if the name has another commit now."""
     found = [HUB_NAME.fullmatch(one) for one in (before, after) if isinstance(one, str)]
     same = [(one[1], one[3]) for one in found if one is not None and one[2]]
     return str(found[0][2]) if len(same) == 2 and same[0] == same[1] and found[0] else ""
 
 
 def fixed_problems(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Problem]:
-    """Changes that a run cannot continue with, whatever is allowed."""
+    """Changes with which a run can never be resumed."""
     for key, why in FIXED.items():
         before, after = _value(old, key), _value(new, key)
         if before != after:
@@ -137,8 +133,8 @@ def fixed_problems(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[P
 def changed_keys(
     old: Mapping[str, Any], new: Mapping[str, Any], path: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, old value, new value) of everything that differs; records of older versions
-    may have aliases beside their keys."""
+    """(dotted key, old value, new value) of everything that differs; records of older versions may
+    have aliases beside their keys."""
     names = [*old, *(key for key in new if key not in old)]
     for key in [name for name in names if path or name not in ALIASES]:
         here = f"{path}.{key}" if path else str(key)
@@ -169,7 +165,7 @@ def allowed_keys_are_keys(config: Config) -> Iterator[Problem]:
 
 
 def _follows_length(config: Mapping[str, Any]) -> bool:
-    """Whether a learning rate depends on how many steps the run has."""
+    """Whether the learning rate depends on the number of steps."""
     optimizers = [_value(config, f"{role}.optimizer") or {} for role in ("actor", "critic")]
     return any(
         found.get("lr_scheduler_type") != "constant" or found.get("warmup_steps_proportion")

@@ -18,15 +18,16 @@ from pentad.models.catalog import known_dims
 @dataclass(frozen=True, slots=True)
 class Fitted:
     config: Config
-    """With the layout that fits; all else, the global batch and the order of data too, stays."""
+    """With the new layout; everything else is unchanged, including the global batch and the order
+    of data."""
     world: int
-    """Ranks that it uses."""
+    """Number of ranks in use."""
     why: str
-    """What changed, in words; empty: nothing."""
+    """The changes in words; empty: none."""
 
 
 def fit_world(config: Config, world: int) -> Fitted | None:
-    """For at most `world` ranks that train; None where no layout of so few is valid."""
+    """The config for at most `world` training ranks; None if no layout of that size is valid."""
     actor = config.component("actor")
     if actor.world <= world:
         return Fitted(config, actor.world, "")
@@ -43,7 +44,7 @@ def fit_world(config: Config, world: int) -> Fitted | None:
 
 
 def sharing(allocation: Allocation, actor: Component) -> list[Component]:
-    """What trains on the ranks of the actor, itself included."""
+    """Components on the ranks of the actor, itself included."""
     return [
         part
         for part in allocation
@@ -52,7 +53,7 @@ def sharing(allocation: Allocation, actor: Component) -> list[Component]:
 
 
 def _shrunk(config: Config, before: Component, world: int) -> Config | None:
-    """With this component alone made smaller."""
+    """The config with only this component made smaller."""
     allocation, dims = config.allocation, known_dims(config.actor.path)
     key = "critic" if before.role == "critic" else "actor"
     is_shared = key == "actor" and allocation.find("critic") is None

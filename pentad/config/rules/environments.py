@@ -1,6 +1,5 @@
-"""Rules on environments: workflows and agents that can be found, rewards for their samples, and
-several of them in one run.
-"""
+"""Rules on environments: workflows and agents that exist, rewards for their samples, and several
+environments in one run."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from collections.abc import Iterator
 
 from pentad.config.describe import show
 from pentad.config.environments import environments
-from pentad.config.rules.inputs import model_folder_problem, part_problem
+from pentad.config.rules.inputs import model_folder_problem, part_problem, url_problem
 from pentad.config.rules.rule import Rules, RunFacts
 from pentad.config.schema import Config
 from pentad.core.errors import Problem
@@ -21,7 +20,7 @@ RULES = Rules()
 
 @RULES.add(commands=("train",))
 def answers_are_scored(config: Config) -> Problem | None:
-    """A workflow may bring rewards of its own; the executor sees to it that it does."""
+    """Requires rewards by functions or by a workflow, which the executor checks."""
     single = [one for one in environments(config) if one.workflow == "single_turn"]
     open_ones = [one for one in single if not one.reward.functions]
     if not open_ones or config.only == "train":
@@ -80,8 +79,7 @@ def _judge_problems(block: str, reward: RewardConfig) -> Iterator[Problem]:
         if not getattr(judge, key):
             rule = f"is not set, and {block}.fn = judge asks with it"
             yield Problem(f"{block}.judge.{key}", rule, "see docs/environments.md")
-    if judge.url and not judge.url.startswith(("http://", "https://")):
-        rule = "is no address"
+    if judge.url and (rule := url_problem(judge.url)):
         yield Problem(f"{block}.judge.url = {judge.url}", rule, "give http://HOST:PORT/v1")
     if judge.template and "{completion}" not in judge.template:
         rule = "has no {completion}, so the judge would not see the answer"
@@ -128,6 +126,9 @@ def _workflow_problem(key: str, spec: str) -> Problem | None:
     kind, rest = workflow_kind(spec)
     if kind and not rest:
         return Problem(where, f"nothing follows {kind}:", "name the environment")
+    is_address = kind == "openenv" or (kind == "mcp" and rest.startswith(("http://", "https://")))
+    if is_address and (rule := url_problem(rest)):
+        return Problem(where, rule, f"give {kind}:http://HOST:PORT")
     if kind not in ("", "class"):
         return None  # the package that has it says what is wrong with it
     problem = part_problem(key, rest, WORKFLOW_NAMES, remedy)
@@ -152,7 +153,7 @@ def _agent_problem(key: str, workflow: str, agent: str | None) -> Problem | None
 
 @RULES.add(commands=("train", "plan"))
 def several_environments_are_apart(config: Config) -> Iterator[Problem]:
-    """They have names of their own and shares that can be kept, and no other key says the same."""
+    """They need distinct names and attainable shares, and no other key may set the same."""
     workflows = config.rollout.workflows
     if not workflows:
         return

@@ -1,12 +1,12 @@
-"""Rules on what a command cannot do without: models, data, names for folders, and the
-Megatron checkpoint that it starts from or converts to.
-"""
+"""Rules on required inputs of a command: models, data, names for folders, and the Megatron
+checkpoint it starts from or converts to."""
 
 from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pentad.config.describe import join_or, show, value_at
 from pentad.config.environments import environments, is_evaluated
@@ -14,7 +14,7 @@ from pentad.config.resolve import path_keys
 from pentad.config.rules.rule import RUNS, Rules, RunFacts
 from pentad.config.schema import Config, ModelConfig
 from pentad.core.errors import Problem, UserError
-from pentad.core.folders import recovery_problem
+from pentad.core.folders import recovery_problem, what_else
 from pentad.core.hub import name_in_cache
 from pentad.data.section import is_made
 from pentad.models.catalog import full_name
@@ -23,7 +23,7 @@ from pentad.models.families import register
 RULES = Rules()
 HUB_REMEDY = "give a model's folder, or its name on the hub, OWNER/NAME or OWNER/NAME@REVISION"
 MAX_NAME_BYTES = 255
-"""Longest name of one folder, on every usual file system."""
+"""Maximum length of a folder's name, valid on all usual file systems."""
 
 
 @RULES.add(commands=("train", "sft", "plan", "eval", "reward"))
@@ -35,7 +35,7 @@ def a_model_is_named(config: Config) -> Problem | None:
 
 @RULES.add(commands=("eval",))
 def the_evaluated_model_has_weights(config: Config) -> Problem | None:
-    """Whatever a recipe says of its start: what is evaluated is what the folder holds."""
+    """Whatever the start of a recipe is: the weights in the folder are evaluated."""
     found = model_folder_problem("actor.path", config.actor.path, must_be_trained=True)
     if found is None or not config.actor.init_from_scratch:
         return found
@@ -129,7 +129,7 @@ def held_out_data_exists(config: Config, facts: RunFacts) -> list[Problem]:
 
 
 def _rows(key: str, path: str | None, *, is_open: bool = False) -> Problem | None:
-    """`is_open`: whether the block may be left out."""
+    """Checks the path of a dataset; `is_open`: whether the block is optional."""
     if path is not None:
         return _data_path(f"{key}.path", path)
     remedy = "give a JSONL or Parquet file" + (f", or leave {key} out" if is_open else "")
@@ -145,7 +145,11 @@ def there_is_data_to_evaluate_on(config: Config) -> Problem | None:
 
 def _data_path(key: str, path: str) -> Problem | None:
     is_pattern = set(path) & set("*?[")  # what fits it shows later
-    is_there = Path(path).expanduser().exists() or name_in_cache(path) is not None
+    place = Path(path).expanduser()
+    is_there = place.exists() or name_in_cache(path) is not None
+    if place.exists() and not place.is_dir() and (other := what_else(place)):
+        rule = f"{other}, not a file or a folder"
+        return Problem(f"{key} = {path}", rule, "copy what it gives to a file")
     if is_pattern or is_made(path) or is_there:
         return None
     remedy = "check the path, or give a name of the hub, OWNER/NAME:CONFIG:SPLIT"
@@ -176,8 +180,23 @@ def model_files_can_be_found(config: Config) -> Iterator[Problem]:
             yield from error.as_problems()
 
 
+def url_problem(url: str) -> str | None:
+    """The rule that the address of a server breaks, if any. A port beyond the range would be taken
+    modulo 65,536."""
+    try:
+        parts = urlsplit(url)
+        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname)
+        port = parts.port
+    except ValueError as error:
+        return f"is not an address ({error})"
+    if not is_whole:
+        return "is not an address http://HOST:PORT or https://..."
+    return "0 is not a port (1 to 65535)" if port == 0 else None
+
+
 def part_problem(key: str, name: str | None, known: tuple[str, ...], remedy: str) -> Problem | None:
-    """A part is one of ours, or a place and a name in it; what is in a module shows later."""
+    """A reward or workflow is built-in, or a module or file and a name in it; the content of a
+    module is checked later."""
     if name is None or name in known:
         return None
     where = f"{key} = {name}"
@@ -203,7 +222,7 @@ def names_can_be_folders(config: Config) -> list[Problem]:
 
 
 def _no_folder_name(name: str) -> str:
-    """Why a folder cannot have this name, or must not since it could not be typed or read."""
+    """Why a folder cannot or should not have this name."""
     if not name.strip():
         return "is empty"
     if name in (".", "..") or set(name) & set("/\\"):
@@ -229,7 +248,8 @@ def paths_can_be_read(config: Config) -> list[Problem]:
 
 
 def _hidden_character(text: str) -> str:
-    """What a terminal obeys instead of showing it. Two joiners are letters of some scripts."""
+    """A character that a terminal interprets instead of showing it. Two joiners are letters of some
+    scripts."""
     for char in text:
         if unicodedata.category(char) in ("Cc", "Cf", "Zl", "Zp") and char not in "\u200c\u200d":
             name = unicodedata.name(char, "control character").lower()
@@ -294,7 +314,7 @@ def what_is_converted_is_there(config: Config) -> Problem | None:
     return Problem(f"{key} = {source}", rule, "give the folder of a HF model")
 
 
-@RULES.add(commands=("train", "sft"))
+@RULES.add(commands=RUNS)
 def checkpoints_to_start_from_are_there(config: Config) -> list[Problem]:
     found = _start_problems("critic", config.critic)
     if not config.megatron.use_hf_ckpt:
@@ -329,7 +349,7 @@ def weights_have_one_origin(config: Config) -> list[Problem]:
 
 @RULES.add(commands=("eval",))
 def what_is_evaluated_has_one_origin(config: Config) -> Problem | None:
-    """A recipe's start is not what became of it: `eval` never takes the one for the other."""
+    """Rejects a start checkpoint in `eval`, which evaluates only actor.path."""
     start = config.actor.checkpoint_load_path
     if start is None or config.megatron.use_hf_ckpt:
         return None

@@ -1,8 +1,8 @@
-"""The rules of a layout: what devices, model, schedule and memory settings allow together.
+"""The rules of a layout: valid combinations of devices, model, schedule and memory settings.
 
-Rules on a component look at it with its settings (`Placed`); each problem lists values that would
-work. `layout_notes` holds what is lawful and worth a second look. The engine's own settings have
-rules for the actor and the critic alike.
+Rules on a component see it with its settings (`Placed`); each problem lists values that would work.
+`layout_notes` has valid settings that deserve attention. The engine's own settings have rules for
+the actor and the critic alike.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Placed:
     config: Config
     component: Component
     dims: ModelDims | None
-    """None where the model is not known; rules that need it are silent then."""
+    """None if the model is not known; rules that need it are skipped then."""
     key: str
     """Block of its settings: actor or critic."""
     model: ModelConfig
@@ -82,7 +82,7 @@ def the_layout_is_valid(config: Config, facts: RunFacts) -> list[Problem]:
 def layout_problems(
     config: Config, dims: ModelDims | None, num_devices: int | None = None
 ) -> list[Problem]:
-    """Every broken rule. `num_devices` is what the machines have; None: not limited."""
+    """Every broken rule. `num_devices`: those of the machines; None: no limit."""
     allocation, problems = config.read_allocation()
     if allocation is None:
         return problems
@@ -97,7 +97,7 @@ def layout_problems(
 def placed_components(
     config: Config, allocation: Allocation, dims: ModelDims | None
 ) -> list[Placed]:
-    """One for each component; a critic without devices of its own stands on the actor's."""
+    """One for each component; a critic without devices is on the actor's."""
     parts = [(component.role, component) for component in allocation]
     actor = allocation.find("actor")
     if config.algorithm.facts.needs_critic and actor and allocation.find("critic") is None:
@@ -138,14 +138,14 @@ def cluster_size(config: Config, num_devices: int | None) -> Iterator[Problem]:
 
 
 def placed_on(config: Config, num_devices: int | None) -> Topology | None:
-    """On so many devices."""
+    """The component on this many devices."""
     return find_topology(config, replace(facts_of(config), num_devices=num_devices))
 
 
 @RULES.add(commands=RUNS)
 def idle_devices(config: Config) -> Iterator[Problem]:
-    """A layout that uses at most half of the devices it was given was meant for another cluster.
-    One side alone leaves idle what the other has."""
+    """A layout that uses at most half of the given devices was probably meant for another cluster.
+    A run with one side only leaves the other's devices idle."""
     cluster, placed = config.cluster, find_topology(config.model_copy(update={"only": None}))
     if cluster.n_gpus_per_node is None or cluster.allow_idle or placed is None:
         return
@@ -298,7 +298,7 @@ def trees_can_be_made(part: Placed) -> Iterator[Problem]:
 
 
 def transformers_own_models(part: Placed) -> Iterator[Problem]:
-    """What the fsdp backend cannot do with models that have no model file."""
+    """Features that the fsdp backend lacks for models without a model file."""
     if part.component.backend != "fsdp":
         return
     archon, tp = part.model.archon, part.component.size("t")
@@ -353,7 +353,7 @@ TRAINING: tuple[PlacedRule, ...] = (
 def layout_notes(
     config: Config, dims: ModelDims | None, num_devices: int | None = None
 ) -> list[str]:
-    """What is lawful and worth a second look."""
+    """Valid settings that deserve attention."""
     placed = placed_on(config, num_devices)
     if placed is None:
         return []

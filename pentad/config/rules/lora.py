@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from pentad.config.rules.rule import RUNS, Rules, RunFacts
 from pentad.config.schema import Config
 from pentad.config.topology import scorers
 from pentad.core.errors import Problem
 from pentad.core.fit import splits_backward
+from pentad.core.folders import ADAPTER_CONFIG
 from pentad.engine.section import LoraConfig, ModelConfig
 from pentad.models.catalog import known_dims
 from pentad.models.families import is_known, spec_of
-from pentad.weights.lora_map import fused_words, target_problems, target_words
+from pentad.weights.lora_map import OF_FSDP, fused_words, target_problems, target_words
 
 RULES = Rules()
 
@@ -28,19 +30,27 @@ def adapted(config: Config) -> Iterator[tuple[str, ModelConfig, LoraConfig]]:
 
 
 @RULES.add(commands=RUNS)
-def targets_exist(config: Config) -> Iterator[Problem]:
-    """Each word of the targets names matrices of the model."""
+def targets_exist(config: Config, facts: RunFacts) -> Iterator[Problem]:
+    """Each word of the targets names matrices of the model. fsdp's models may hold them otherwise
+    than a model file: those that no sampler here runs are asked themselves at the start."""
     for role, model, lora in adapted(config):
         dims = known_dims(model.path or config.actor.path)
-        if dims is not None and is_known(dims.family):
-            rules = spec_of(dims.family).rules
-            words, fused = target_words(rules, dims), fused_words(rules, dims)
-            yield from target_problems(lora, words, dims.family, fused, role)
+        if dims is None or not is_known(dims.family):
+            continue
+        rules, part = spec_of(dims.family).rules, config.part(role) or config.part("actor")
+        words, fused, owner = target_words(rules, dims), fused_words(rules, dims), dims.family
+        if part is not None and part.backend == "fsdp":
+            if fused and (role == "critic" or not facts.samples(config)):
+                continue
+            fused += [word for word in words if word == "experts"]
+            words = [word for word in words if word != "experts"]
+            owner += OF_FSDP
+        yield from target_problems(lora, words, owner, fused, role)
 
 
 @RULES.add(commands=RUNS)
 def frozen_weights_come_from_a_folder(config: Config) -> Iterator[Problem]:
-    """A checkpoint holds the factors and the path of the rest."""
+    """Requires a folder of frozen weights, since checkpoints have only its path."""
     for role, model, _ in adapted(config):
         remedy = f"give the weights in {role}.path, or leave {role}.lora out"
         if model.init_from_scratch:
@@ -49,6 +59,17 @@ def frozen_weights_come_from_a_folder(config: Config) -> Iterator[Problem]:
         if model.checkpoint_load_path is not None:
             where = f"{role}.checkpoint_load_path = {model.checkpoint_load_path}"
             yield Problem(where, f"{role}.lora stands on a Hugging Face folder", remedy)
+
+
+@RULES.add(commands=RUNS)
+def the_adapter_to_start_from_is_there(config: Config) -> Problem | None:
+    start = config.actor.lora.init_path if config.actor.lora is not None else None
+    if start is None or (Path(start).expanduser() / ADAPTER_CONFIG).is_file():
+        return None
+    is_folder = Path(start).expanduser().is_dir()
+    rule = f"no {ADAPTER_CONFIG} there" if is_folder else "there is no such folder"
+    remedy = "give a folder that peft, or a run with actor.lora, has saved"
+    return Problem(f"actor.lora.init_path = {start}", rule, remedy)
 
 
 @RULES.add(commands=RUNS)
@@ -84,14 +105,10 @@ def adapters_of_critics(config: Config) -> Iterator[Problem]:
 
 @RULES.add(commands=RUNS)
 def layouts_of_adapters(config: Config) -> Iterator[Problem]:
-    where = f"allocation_mode = {config.allocation_mode}"
     for role, model, _ in adapted(config):
         part = config.part(role) or config.part("actor")
         if part is None:
             continue
-        if part.backend == "fsdp":
-            rule = f"{role}.lora is built for archon, and {part} trains models of transformers"
-            yield Problem(where, rule, f"use archon, or leave {role}.lora out")
         schedule = model.archon.pp_schedule
         if part.size("p") > 1 and splits_backward(schedule):
             rule = f"it splits the backward pass by parameters, which are frozen under {role}.lora"
@@ -115,7 +132,7 @@ def samplers_of_adapters(config: Config, facts: RunFacts) -> Iterator[Problem]:
 
 @RULES.add()
 def frozen_models_beside_adapters(config: Config) -> Iterator[Problem]:
-    """A learner holds one set of frozen weights."""
+    """Rejects frozen models other than the adapter's base."""
     if config.actor.lora is None:
         return
     apart, remedy = scorers(config), "give it its own devices (mode: async)"

@@ -1,4 +1,4 @@
-"""The rules of training on Megatron-Core: which of our keys it takes, and its package."""
+"""The rules of training on Megatron-Core: supported keys, and its package."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from pentad.weights.megatron.model_args import unsayable
 
 RULES = Rules()
 VERSIONS = ("0.16",)
-"""The releases of megatron-core whose interfaces the learner is written for."""
+"""The supported releases of megatron-core."""
 SCHEDULES = ("1F1B", "Interleaved1F1B")
-"""What megatron-core has of the schedules of a pipeline."""
+"""The pipeline schedules of megatron-core."""
 ON_CPU = "PENTAD_MEGATRON_ON_CPU"
-"""Set where megatron-core's calls of CUDA are replaced, as its tests do."""
+"""Set if megatron-core's CUDA calls are replaced, as in its tests."""
 REMEDY = "leave it out, or use archon"
 
 
@@ -65,7 +65,7 @@ def megatron_needs_a_gpu(config: Config, facts: RunFacts) -> Iterator[Problem]:
 
 @RULES.add(commands=RUNS)
 def megatron_has_the_layers(config: Config, facts: RunFacts) -> list[Problem]:
-    """What a config.json says and Megatron has no word for; roles of one model share it."""
+    """Settings of a config.json that Megatron lacks; roles of one model share them."""
     dims = [part.dims for part in megatron_parts(config, facts)]
     found = [problem for one in dims if one is not None for problem in unsayable(one)]
     return list({str(problem): problem for problem in found}.values())
@@ -81,7 +81,7 @@ def megatron_takes_the_keys(config: Config, facts: RunFacts) -> Iterator[Problem
 
 
 def _keys(part: Placed) -> Iterator[tuple[str, Any, str]]:
-    """(key, value, why not) of what a layer of Megatron's cannot do."""
+    """(key, value, reason) of settings that a Megatron layer does not support."""
     archon, model = part.model.archon, part.model
     cannot: dict[str, tuple[bool, str]] = {
         "enable_compile": (archon.enable_compile is True, "Megatron's layers are not compiled"),

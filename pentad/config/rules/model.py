@@ -18,7 +18,6 @@ from pentad.models.families import (
     is_known,
     is_registered,
     known_families,
-    no_sampler_for,
     no_such_family,
 )
 
@@ -27,7 +26,7 @@ RULES = Rules()
 
 @RULES.add(commands=RUNS)
 def unknown_families(config: Config, facts: RunFacts) -> list[Problem]:
-    """Models without a model file, which `fsdp` trains and the embedded sampler cannot run.
+    """Models without a model file, which only `fsdp` trains.
 
     A model file of the user's own that could not be loaded may be the one that is missing.
     """
@@ -35,26 +34,22 @@ def unknown_families(config: Config, facts: RunFacts) -> list[Problem]:
     is_loaded = all(map(is_registered, config.model_files))
     if allocation is None or not is_loaded:
         return []
-    actor, rollout = allocation.find("actor"), allocation.find("rollout")
-    is_fsdp = actor is not None and actor.backend == "fsdp"
+    actor = allocation.find("actor")
+    if actor is not None and actor.backend == "fsdp":
+        return []
     is_rl = facts.command not in ON_EXAMPLES
-    samples_here = is_rl and rollout is not None and rollout.backend == "embedded"
     has_critic = is_rl and config.algorithm.facts.needs_critic
     paths = [config.actor.path, config.critic.path if has_critic else None]
     found: dict[str, Problem] = {}
     for path in filter(None, paths):
         family = model_type(path)
-        if family is None or is_known(family):
-            continue
-        if not is_fsdp:
+        if family is not None and not is_known(family):
             found[family] = no_such_family(family, known_families())
-        elif samples_here and path == config.actor.path:
-            found[family] = no_sampler_for(family, config.allocation_mode)
     return list(found.values())
 
 
 def uncounted(config: Config) -> str | None:
-    """Why the memory of a plan cannot be known; None if it can, or if the model is refused."""
+    """Why the memory of a plan is unknown; None if it is known, or if the model is rejected."""
     actor = config.part("actor")
     if actor is None or actor.backend != "fsdp" or config.actor.path is None:
         return None
@@ -66,7 +61,7 @@ def uncounted(config: Config) -> str | None:
 
 @RULES.add(commands=RUNS, depends_on=("actor.path",))
 def planned_models_are_known(config: Config, facts: RunFacts) -> list[Problem]:
-    """Models whose dimensions cannot be found out; a run complains about a missing folder."""
+    """Models whose dimensions are unknown; a run reports a missing folder instead."""
     if not facts.is_plan:
         return []
     problems: list[Problem] = []
@@ -97,15 +92,50 @@ def _sampled_dims(config: Config, facts: RunFacts) -> ModelDims | None:
 
 
 def _folder_dims(config: Config, facts: RunFacts) -> ModelDims | None:
-    """Dimensions read from a folder; a public name stands for models of different lengths."""
+    """Dimensions from a folder; a public name stands for models of different lengths."""
     path = config.actor.path
     is_folder = path is not None and (Path(path) / "config.json").is_file()
     return _sampled_dims(config, facts) if is_folder else None
 
 
 @RULES.add(commands=RUNS)
+def towers_are_trained_natively(config: Config, facts: RunFacts) -> Iterator[Problem]:
+    """Rejects features that are not built for the text tower of a multimodal folder."""
+    dims = None if unknown_families(config, facts) else known_dims(config.actor.path)
+    if dims is None or not dims.tower_names:
+        return
+    whole = f"{config.actor.path} is a multimodal folder"
+    allocation = config.parsed_allocation
+    for part in allocation or ():
+        if part.backend in NO_TOWERS and not (part.is_inference and facts.command in ON_EXAMPLES):
+            where = f"allocation_mode = {config.allocation_mode}"
+            remedy = "sample with embedded" if part.is_inference else "train it with archon"
+            yield Problem(where, f"{whole}, and {NO_TOWERS[part.backend]}", remedy)
+    if config.actor.lora is not None:
+        rule = f"{whole}, and adapters under the names of the whole model are not built"
+        yield Problem("actor.lora", rule, "train all weights: leave it out")
+    if config.actor.init_from_scratch:
+        rule = f"{whole}, and its other towers are copied from its files"
+        yield Problem("actor.init_from_scratch = true", rule, "leave it out")
+    if facts.command == "reward-model":
+        rule = f"{whole}, and transformers has no class of it with a scalar head"
+        yield Problem(f"actor.path = {config.actor.path}", rule, "give a language model")
+
+
+@RULES.add(commands=RUNS)
+def critics_are_language_models(config: Config, facts: RunFacts) -> Iterator[Problem]:
+    if facts.command in ON_EXAMPLES or not config.algorithm.facts.needs_critic:
+        return
+    path = config.critic.path or config.actor.path
+    dims = known_dims(path)
+    if dims is not None and dims.tower_names:
+        rule = "is a multimodal folder, and transformers has no class of it with a scalar head"
+        yield Problem(f"critic.path = {path}", rule, "give a language model with its tokenizer")
+
+
+@RULES.add(commands=RUNS)
 def context_fits(config: Config, facts: RunFacts) -> Iterator[Problem]:
-    """The longest sequence a run can meet lies within the model's positions."""
+    """Checks that the longest possible sequence of a run fits the model's positions."""
     dims = _folder_dims(config, facts)
     if dims is None:
         return
@@ -157,8 +187,8 @@ def stop_id_problems(config: Config, dims: ModelDims) -> Iterator[Problem]:
 
 @RULES.add(commands=RUNS)
 def tags_are_alike(config: Config, facts: RunFacts) -> Iterator[Problem]:
-    """Reference and teacher are other weights of the actor's model, so they are made like it;
-    on devices of their own they need no more than its tokens."""
+    """Reference and teacher are other weights of the actor's model, so they are built like it; on
+    separate devices they only need the same tokens."""
     is_dpo = facts.command == "dpo" and not unknown_families(config, facts)
     actor = known_dims(config.actor.path) if is_dpo else _sampled_dims(config, facts)
     if actor is None:
@@ -181,11 +211,21 @@ def tags_are_alike(config: Config, facts: RunFacts) -> Iterator[Problem]:
 
 
 def frozen_paths(config: Config) -> dict[str, str | None]:
-    """Key -> folder of the models that judge what was sampled."""
+    """Key -> folder of the models that score samples."""
     paths = {"ref.path": config.ref.path, "teacher.path": config.teacher.path}
     return {f"{role}.path": paths[f"{role}.path"] for role in config.frozen_models}
 
 
+NO_SERVER = (
+    "what a server holds is verified by name and digest: this is not built for one that holds "
+    "other towers, too"
+)
+NO_TOWERS = {
+    "fsdp": "fsdp builds language models of transformers alone",
+    "vllm": NO_SERVER,
+    "sglang": NO_SERVER,
+}
+"""Backends without text towers, and why; Megatron-Core has a rule of its own."""
 OF_THE_ACTOR = ("max_position", "initializer_range")
-"""How long texts may be and how weights begin: what the weights of a tag do not depend on."""
+"""Keys of lengths and initial weights, which the weights of a tag do not depend on."""
 OF_A_SCORER = "vocab_size"

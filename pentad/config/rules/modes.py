@@ -1,10 +1,12 @@
-"""Rules on modes, devices and machines: who samples, one side alone, what a launcher can spread."""
+"""Rules on modes, devices and machines: the sampler, runs with one side only, limits of
+launchers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
+from pentad.config.rules.inputs import url_problem
 from pentad.config.rules.rule import RUNS, Rules
 from pentad.config.schema import Config
 from pentad.config.topology import find_topology
@@ -18,7 +20,7 @@ RULES = Rules()
 
 
 def server_of(config: Config) -> Component | None:
-    """Who samples, where it is not the embedded engine."""
+    """The server that samples, if it is not the embedded engine."""
     rollout = config.part("rollout")
     return None if not rollout or rollout.backend == "embedded" else rollout
 
@@ -45,6 +47,26 @@ def colocation_is_on_policy(config: Config) -> Problem | None:
     where = f"max_staleness = {config.max_staleness}"
     rule = "must be 0 in mode = colocate, where rollout waits for training"
     return Problem(where, rule, "set mode: hybrid and join the allocation with +")
+
+
+@RULES.add()
+def oversampled_steps_wait_for_their_groups(config: Config) -> Iterator[Problem]:
+    keys = config.rollout
+    if not config.oversamples:
+        return
+    where, off = f"rollout.oversample = {keys.oversample:g}", "leave it out"
+    if config.max_staleness:
+        rule = f"max_staleness = {config.max_staleness} has the next batch sampled meanwhile"
+        yield Problem(where, f"is for steps that wait for their groups: {rule}", f"{off}, or set 0")
+    if not keys.is_single_turn:
+        several = next(spec for spec in keys.specs if spec != "single_turn")
+        rule = f"what {several} has begun cannot continue in a later step: single answers can"
+        yield Problem(where, rule, f"{off}, or use workflow: single_turn")
+    most = keys.max_concurrent_groups
+    if most is not None and most < config.groups_started:
+        rule = f"a step starts {config.groups_started} groups at once ({where})"
+        remedy = f"give at least {config.groups_started}, or leave it out"
+        yield Problem(f"rollout.max_concurrent_groups = {most}", rule, remedy)
 
 
 @RULES.add()
@@ -175,10 +197,9 @@ def servers_fit_the_allocation(config: Config) -> list[Problem]:
     if server.addresses and len(server.addresses) != rollout.size("d"):
         rule = f"{layout} has {rollout.size('d')} replicas, each at its own address"
         found.append(Problem(where, rule, f"give {rollout.size('d')}"))
-    bare = [a for a in server.addresses if not a.startswith(("http://", "https://"))]
-    if bare:
-        rule = "an address begins with http:// or https://"
-        found.append(Problem(where, rule, f"write for instance http://{bare[0]}"))
+    for address in server.addresses:
+        if rule := url_problem(address):
+            found.append(Problem(where, f"{address} {rule}", "give http://HOST:PORT"))
     if len(set(server.addresses)) != len(server.addresses):
         found.append(Problem(where, "two replicas have the same address", "give each its own"))
     where = "rollout.server.weight_transport = ipc"
@@ -221,7 +242,7 @@ def no_groups(folder: str) -> Problem:
 
 @RULES.add()
 def groups_are_of_another_run(config: Config) -> Problem | None:
-    """A run begins by removing batches of its folder that it has not trained."""
+    """Rejects kept groups of the run's own folder: it removes untrained batches at its start."""
     if config.only != "train" or config.groups_from is None:
         return None
     own = run_path(config.fileroot, config.experiment_name, config.trial_name, config.user)
@@ -241,7 +262,7 @@ def one_side_is_no_job(config: Config) -> Problem | None:
 
 @RULES.add(commands=RUNS)
 def slurm_nodes_hold_the_layout(config: Config) -> Iterator[Problem]:
-    """Nodes that train have as many ranks each; what is beside them is on one node each."""
+    """Training nodes must have equally many ranks; every other component must fit on one node."""
     nodes, per_node = config.cluster.n_nodes, config.cluster.n_gpus_per_node
     placed = find_topology(config)
     actor = placed and placed.allocation.find("actor")

@@ -1,7 +1,7 @@
 """A view of a config that records which keys are read through it.
 
-A rule is given such a view: where it reads a key that is known to be wrong, what it finds is left
-out, since a second complaint about the same mistake is no help.
+A rule gets such a view: if it reads a key that is known to be wrong, its problems are dropped,
+because a second message about the same mistake does not help.
 """
 
 from __future__ import annotations

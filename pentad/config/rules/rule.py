@@ -1,7 +1,8 @@
-"""What a rule is: a function that returns the problems it finds, and when it is asked.
+"""The form of a rule: a function that returns the problems it finds, and the commands it applies
+to.
 
-Rules look at a resolved config and, where they need it, at facts of the run. A rule that reads a
-key which is known to be wrong is left out: a second complaint about the same mistake is no help.
+Rules read a resolved config and, if needed, facts of the run. A rule that reads a key which is
+known to be wrong is left out: a second message about the same mistake does not help.
 """
 
 from __future__ import annotations
@@ -19,24 +20,23 @@ from pentad.core.sizes import DeviceKind
 RunCommand = Literal["train", "sft", "pretrain", "dpo", "reward-model"]
 Command = Literal[RunCommand, "plan", "eval", "reward"]
 RUNS: tuple[Command, ...] = ("train", "sft", "plan")
-"""What starts a run that trains, or plans one; what `sft` is checked for, all of `ON_EXAMPLES`
-are."""
+"""Commands that start a training run, or plan one; rules of `sft` apply to all of `ON_EXAMPLES`."""
 ON_EXAMPLES: tuple[Command, ...] = ("sft", "pretrain", "dpo", "reward-model")
-"""Commands of runs that train on examples and sample nothing."""
+"""Commands that train on examples without sampling."""
 FoundProblems = Problem | str | Iterable[Problem | str] | None
 C = TypeVar("C", bound=Callable[..., object])
 
 
 class UnknownFact(Exception):
-    """A rule asked for what is not known at this stage; a later one asks it again."""
+    """A rule needs a fact that is not known at this stage; a later stage checks it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartFacts:
-    """What is known where processes are started."""
+    """Facts that are known when processes are started."""
 
     num_gpus: int
-    """GPUs of this machine that torch finds."""
+    """GPUs that torch finds on this machine."""
     is_torchrun: bool = False
     """Whether torchrun started this process."""
     has_agents: bool = False
@@ -45,8 +45,8 @@ class StartFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What rules ask beside the config. A stage is what is known of it: while a recipe is read the
-    command, of a plan also the device it is for, at the start of a run all of it."""
+    """Facts besides the config. They depend on the stage: while a recipe is read the command, in a
+    plan also the device, at the start of a run all."""
 
     command: Command = "plan"
     device: DeviceKind | None = None
@@ -54,7 +54,7 @@ class RunFacts:
 
     @property
     def kind(self) -> DeviceKind:
-        """What the run computes on."""
+        """The device type of the run."""
         if self.device is None:
             raise UnknownFact
         return self.device
@@ -70,7 +70,7 @@ class RunFacts:
         return self.command == "plan"
 
     def is_rl(self, config: Config) -> bool:
-        """Whether the run trains what was sampled, as far as the layout can be read."""
+        """Whether the run trains on samples, as far as the layout can be read."""
         if self.command in ON_EXAMPLES:
             return False
         return config.only == "train" or config.has_sampler
@@ -82,15 +82,16 @@ class RunFacts:
 @dataclass(frozen=True, slots=True)
 class ConfigRule:
     check: Callable[..., FoundProblems]
-    """Takes the config, and the facts if it has a second parameter."""
+    """Its parameters are the config, and the facts if it has a second one."""
     commands: tuple[Command, ...]
     depends_on: tuple[str, ...]
-    """The keys whose mistakes silence it; empty: those that it reads."""
+    """The keys whose mistakes disable it; empty: those that it reads."""
     is_noted: bool
-    """Whether a plan notes what a run refuses by it."""
+    """Whether a plan notes what a run rejects by it."""
 
     def is_asked(self, config: Config, facts: RunFacts) -> bool:
-        """A plan without a sampler is one of `sft`: rules that only `train` has do not matter."""
+        """Whether it applies. A plan without a sampler is one of `sft`: rules of `train` only do
+        not apply."""
         command: Command = "sft" if facts.command in ON_EXAMPLES else facts.command
         wanted = {command, "sft"} if command == "plan" and not config.has_sampler else {command}
         return wanted <= set(self.commands)
@@ -98,7 +99,7 @@ class ConfigRule:
     def problems(
         self, config: Config, facts: RunFacts, bad: frozenset[str] = frozenset()
     ) -> list[Problem | str]:
-        """What it finds, unless it reads one of the bad keys or asks for an unknown fact."""
+        """Its problems, unless it reads one of the bad keys or needs an unknown fact."""
         view, reads = recorded(config) if bad else (config, set())
         given = (view, facts)[: len(inspect.signature(self.check).parameters)]
         try:
@@ -123,7 +124,7 @@ class Rules:
         depends_on: tuple[str, ...] = (),
         is_noted: bool = False,
     ) -> Callable[[C], C]:
-        """Decorates a check with the commands it matters to."""
+        """Decorates a check with the commands it applies to."""
 
         def register(check: C) -> C:
             rule = ConfigRule(check, commands, depends_on, is_noted)  # type: ignore[arg-type]
@@ -135,7 +136,7 @@ class Rules:
     def problems(
         self, config: Config, facts: RunFacts, bad: frozenset[str] = frozenset()
     ) -> list[Problem | str]:
-        """What those rules find that matter to the command."""
+        """The problems that these rules find for the command."""
         asked = [rule for rule in self.all if rule.is_asked(config, facts)]
         return [problem for rule in asked for problem in rule.problems(config, facts, bad)]
 

@@ -1,8 +1,8 @@
-"""Rules on what a run can start: what is built, and what the device it computes on can do.
+"""Rules on the start of a run: implemented features, and the limits of the device.
 
-A start refuses by these what a plan notes (`plan` draws layouts that are not built yet) or refuses
-too, where it plans for the machine it is asked on. Both say the same sentences. `trainer.preflight`
-adds rules that need the parts themselves.
+A start rejects what a plan notes (`plan` also shows layouts that are not implemented) or rejects
+too, if it plans for this machine. Both use the same sentences. `trainer.preflight` adds rules that
+need the parts themselves.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from functools import reduce
 
 from pentad.config.rules.algorithm import longest_sample
 from pentad.config.rules.environments import rewards_of
+from pentad.config.rules.model import uncounted
 from pentad.config.rules.rule import RUNS, Rules, RunFacts
 from pentad.config.schema import SCORERS, Config
 from pentad.config.topology import facts_of, find_topology, topology
@@ -33,7 +34,7 @@ from pentad.rewards.section import REWARD_MODEL
 
 RULES = Rules()
 RANKS_PER_CORE = 16
-"""A rank takes 5 s of a core to start; so many take over a minute and then crawl."""
+"""A rank takes 5 s of a core to start; this many take over a minute and then run slowly."""
 
 
 @RULES.add(commands=("train", "sft"), is_noted=True)
@@ -69,7 +70,7 @@ def packages_are_installed(config: Config, facts: RunFacts) -> Iterator[Problem]
 
 @RULES.add(commands=("train", "sft"), is_noted=True)
 def scorers_have_devices(config: Config, facts: RunFacts) -> Iterator[Problem]:
-    """In mode async whatever judges the samples stands on its own devices."""
+    """Rule: in mode async, scorers have separate devices."""
     where, allocation = f"allocation_mode = {config.allocation_mode}", config.parsed_allocation
     if allocation is None or not facts.samples(config):
         return
@@ -130,15 +131,14 @@ def the_device_suits_the_servers(config: Config, facts: RunFacts) -> Iterator[Pr
 
 @RULES.add(commands=RUNS)
 def ranks_have_a_machine(config: Config, facts: RunFacts) -> list[Problem]:
-    """Under torchrun the number of ranks is known to fit."""
+    """Rejects more ranks than this machine has devices for; torchrun has checked this already."""
     if facts.is_plan:
         return process_problems(config, facts.kind)
     return [] if facts.at_start.is_torchrun else rank_problems(config, facts)
 
 
 def rank_problems(config: Config, facts: RunFacts) -> list[Problem]:
-    """Each rank needs a GPU of its own where there are any, and a process; on Ray the cluster says
-    what it has."""
+    """Checks for a GPU (if there are any) and a process per rank; on Ray the cluster checks it."""
     actor = config.part("actor")
     if not actor or config.scheduler.type == "ray":
         return []
@@ -157,7 +157,7 @@ def rank_problems(config: Config, facts: RunFacts) -> list[Problem]:
 
 
 def process_problems(config: Config, kind: DeviceKind) -> list[Problem]:
-    """Whether this machine can hold a process for each rank where they share its cores."""
+    """Whether this machine can run a process for each rank if they share its cores."""
     actor = config.part("actor")
     if not actor or kind == "cuda":
         return []
@@ -169,7 +169,7 @@ def process_problems(config: Config, kind: DeviceKind) -> list[Problem]:
 
 
 def too_many_ranks(world: int) -> str | None:
-    """Why this machine cannot hold so many processes that compute on its cores; None if it can."""
+    """Why this machine cannot run this many computing processes; None if it can."""
     cores, (memory_bytes, _) = num_cores(), host_memory()
     most = max(1, min(RANKS_PER_CORE * cores, memory_bytes // PROCESS_BYTES["cpu"]))
     if world <= most:
@@ -187,7 +187,7 @@ def the_saved_model_has_room(config: Config, facts: RunFacts) -> list[Problem]:
 
 
 def disk_problems(config: Config, dims: ModelDims, kind: DeviceKind) -> list[Problem]:
-    """Room for the model that is saved at the end: without it all training would be lost."""
+    """Checks disk space for the final model: without it all training would be lost."""
     if not dims.is_whole:
         return []
     needed = export_bytes(dims, config.actor.bytes_on(kind))
@@ -210,8 +210,8 @@ def the_cache_holds_a_sample(config: Config, facts: RunFacts) -> list[Problem]:
 
 
 def cache_problems(config: Config, dims: ModelDims, kind: DeviceKind) -> list[Problem]:
-    """The sampler has the format of its cache; where the size of an embedded one's is given, it
-    holds the longest sequence."""
+    """The sampler must support the format of its cache; an embedded cache of given size must hold
+    the longest sequence."""
     rollout, size_gb = config.part("rollout"), config.rollout.kv_cache_gb
     if not rollout:
         return []
@@ -221,7 +221,7 @@ def cache_problems(config: Config, dims: ModelDims, kind: DeviceKind) -> list[Pr
         return []
     if problems := latent_cache_problems(dims, config.rollout.kv_cache_dtype):
         return problems
-    if size_gb is None:
+    if size_gb is None or uncounted(config):  # how much a token takes is not known
         return []
     prompt = config.train_dataset.max_length or 1  # a prompt has at least one token
     longest = longest_sample(config, prompt, dims.max_position)
@@ -259,7 +259,7 @@ def cache_format_problems(config: Config, backend: str, kind: DeviceKind) -> lis
 
 @RULES.add(commands=("train", "sft"), is_noted=True)
 def other_machines_are_reached(config: Config, facts: RunFacts) -> list[Problem]:
-    """What only Ray and Slurm start on other machines than the first."""
+    """Rejects processes on other machines than the first without Ray or Slurm."""
     if not facts.is_plan and (not facts.at_start.is_torchrun or facts.at_start.has_agents):
         return []
     placed = find_topology(config)
@@ -276,7 +276,7 @@ def other_machines_are_reached(config: Config, facts: RunFacts) -> list[Problem]
 
 @RULES.add(commands=("train", "sft"))
 def one_machine_is_enough(config: Config, facts: RunFacts) -> list[Problem]:
-    """What a start without torchrun cannot spread: it starts processes on this machine alone."""
+    """Rejects several machines without torchrun or another launcher."""
     nodes, kind = config.cluster.n_nodes, config.scheduler.type
     if nodes == 1 or kind != "local" or config.rollout.server.addresses:
         return []
@@ -290,7 +290,7 @@ def one_machine_is_enough(config: Config, facts: RunFacts) -> list[Problem]:
 
 @RULES.add(commands=("train",))
 def a_reward_model_has_a_device(config: Config, facts: RunFacts) -> Iterator[Problem]:
-    """Beside processes that have GPUs of their own the scheduler takes none by itself."""
+    """If other processes have GPUs, the scheduler uses none by default."""
     for block, reward in rewards_of(config).items():
         is_open = REWARD_MODEL in reward.functions and reward.model.device == "auto"
         if is_open and facts.kind == "cuda" and topology(config).is_learner_apart:

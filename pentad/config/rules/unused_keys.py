@@ -1,7 +1,7 @@
-"""Which keys a run does not read, given its other keys: each is named, none is silently ignored.
+"""Keys that a run does not read, given its other keys: each is reported, none is silently ignored.
 
-One table says when a key is read. A key that differs from its default and is not read costs one
-sentence, in `plan` and at the start of a run; it is no error, since recipes are used for several
+One table says when a key is read. A key that differs from its default and is not read gives one
+sentence, in `plan` and at the start of a run; it is no error, because recipes are used for several
 layouts and commands.
 """
 
@@ -26,18 +26,18 @@ from pentad.rewards.section import JUDGE, REWARD_MODEL
 
 @dataclass(frozen=True, slots=True)
 class KeyUse:
-    """When some keys are read."""
+    """The condition under which some keys are read."""
 
     keys: tuple[str, ...]
-    """Dotted keys; a block stands for everything in it."""
+    """Dotted keys; a block stands for all its keys."""
     reads: Callable[[Config], object]
-    """True where the run reads them."""
+    """True if the run reads them."""
     why: str
-    """Why it does not, where it is false."""
+    """The reason if it does not."""
 
 
 def unread(config: Config, command: Command = "plan") -> list[str]:
-    """A sentence on each key that is given and that a command does not read."""
+    """A message for each key that is set and that a command does not read."""
     readers = list(READERS)
     for role, model in (("actor", config.actor), ("critic", config.critic)):
         if role == "actor" or config.algorithm.facts.needs_critic:
@@ -62,7 +62,7 @@ def unread(config: Config, command: Command = "plan") -> list[str]:
 
 
 def given(config: Config, key: str) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of what differs from its default at or below a key."""
+    """(dotted key, value) of all values at or below a key that differ from their default."""
     default: Any = fields()[key].default
     value: Any = config
     for name in key.split("."):
@@ -83,7 +83,7 @@ def rest_of(block: str, *names: str) -> tuple[str, ...]:
 
 
 def samples_with(config: Config, *backends: str) -> bool:
-    """Whether the sampler is one of these, or not known."""
+    """Whether the sampler is one of these, or unknown."""
     rollout = config.part("rollout")
     return not rollout or rollout.backend in backends
 
@@ -99,13 +99,13 @@ def has_units(config: Config) -> bool:
 
 
 def has_sampler_processes(config: Config) -> bool:
-    """Or their number is not known."""
+    """Whether the run has sampler processes; also true if their number is unknown."""
     placed = find_topology(config)
     return placed is None or not placed.is_one_process
 
 
 def saves_by(key: str, config: Config) -> bool:
-    """Whether a run looks at this frequency of its recovery checkpoints, or it has its default."""
+    """Whether a run uses this frequency of its recovery checkpoints, or it has its default."""
     return config.only != "rollout" or value_at(config, key) == DEFAULT_RECOVERY.get(key)
 
 
@@ -262,6 +262,16 @@ READERS = (
         "reward.fn is not set",
     ),
     KeyUse(
+        ("rollout.oversample",),
+        lambda config: config.only is None,
+        "only = rollout waits for every group: its weights do not change",
+    ),
+    KeyUse(
+        ("rollout.max_carries",),
+        lambda config: config.oversamples,
+        "rollout.oversample = 1 cuts no group off",
+    ),
+    KeyUse(
         ("rollout.history",),
         lambda config: not config.rollout.is_single_turn,
         "single answers have no history",
@@ -291,7 +301,7 @@ READERS = (
         "only rollout.server.weight_transport = disk writes there",
     ),
 )
-"""For every run. Unused keys of the algorithm are refused by its own rules."""
+"""For every run. Unused keys of the algorithm are rejected by its own rules."""
 OF_PROMPTS = (
     *("prompt_key", "messages_key", "tools_key", "answer_key", "response_key", "chat_template"),
 )
@@ -304,4 +314,4 @@ OF_ROLLOUT = (
     *("evaluator.n_samples", "evaluator.temperature", "evaluator.max_new_tokens"),
     *("guards.max_logprob_gap", "only", "groups_from"),
 )
-"""Read by `train` alone."""
+"""Read by `train` only."""

@@ -1,4 +1,4 @@
-"""What dimensions, settings and layout become in Megatron's TransformerConfig."""
+"""Translates dimensions, settings and layout to Megatron's TransformerConfig."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
         "recompute_num_layers": 1,
     },
 }
-"""`archon.ac_mode` -> its fields. selective computes the attention core again."""
+"""`archon.ac_mode` -> fields of TransformerConfig. selective recomputes the attention core."""
 
 
 def transformer_config(
@@ -34,8 +34,8 @@ def transformer_config(
     pipeline: Pipeline | None,
     device: str,
 ) -> TransformerConfig:
-    """The model of these dimensions, laid out; attention and norms are ours, nothing is dropped,
-    and what its fused kernels need is not asked for."""
+    """Builds the TransformerConfig of a model and its layout. Attention and norms are Pentad's,
+    dropout is 0, and options for fused kernels are off."""
     args, model = model_args(dims), settings.model
     dtype = DTYPES[model.dtype]
     mode = model.archon.ac_mode if model.gradient_checkpointing else "none"
@@ -72,20 +72,20 @@ def transformer_config(
         persist_layer_norm=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        moe_token_dispatcher_type="alltoall",  # a pipeline asks for it without experts, too
+        moe_token_dispatcher_type="alltoall",  # pipelines require it without experts, too
         **RECOMPUTED[mode],
         **(_stages(pipeline) if pipeline is not None else {}),
         **(_mixture(dims, args, layout) if dims.num_experts else {}),
     )
     for name, value in args.items():
-        if name.startswith("yarn_"):  # its attention reads them; the class does not declare them
+        if name.startswith("yarn_"):  # read by its attention, but not declared
             setattr(config, name, value)
     return config
 
 
 def _stages(pipeline: Pipeline) -> dict[str, Any]:
-    """The layers of each stage as the pipeline deals them. Sends of an interleaved schedule overlap
-    computation: without that two ranks would confuse what they send in both directions."""
+    """The layers of each stage in the pipeline's order. Sends of an interleaved schedule overlap
+    computation: otherwise two ranks would confuse their sends in both directions."""
     stages = [["decoder"] * len(layers) for layers in pipeline.layers]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")
@@ -112,7 +112,7 @@ def _mixture(dims: ModelDims, args: dict[str, Any], layout: Layout) -> dict[str,
         "num_moe_experts": dims.num_experts,
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32" if dims.router_bias else None,
-        "moe_router_bias_update_rate": 0.0,  # it would move in steps that are skipped, too
+        "moe_router_bias_update_rate": 0.0,  # Megatron would also apply it in skipped steps
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": False,
         "expert_model_parallel_size": layout.ep,

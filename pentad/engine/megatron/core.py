@@ -1,4 +1,4 @@
-"""Everything that is taken from megatron-core, and the process groups it keeps for a layout."""
+"""All imports from megatron-core, and setup of its process groups for a layout."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pentad.core.layout import Layout
 from pentad.parallel.mesh import solo_mesh
 from pentad.parallel.pipeline import Pipeline
 
-# Its linear layers want the order of launches on a GPU to be that of the program.
+# Its linear layers need kernels to run in launch order on a GPU.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of Apex and Transformer Engine, which are optional
+    warnings.simplefilter("ignore")  # about Apex and Transformer Engine, which are optional
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -32,7 +32,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 if not hasattr(moe_utils, "te_general_gemm"):
-    # 0.16.1 defines it only beside Transformer Engine, and asks without whether it is None.
+    # 0.16.1 defines it only with Transformer Engine, but always checks whether it is None.
     moe_utils.te_general_gemm = None
 
 __all__ = [
@@ -49,20 +49,20 @@ __all__ = [
 ]
 
 Key = tuple[object, Layout, int | None]
-"""The world, layout and stages a rank that groups are made for."""
+"""The world, layout and stages per rank of a set of groups."""
 _MADE: dict[Key, dict[str, Any]] = {}
-"""What Megatron's module of process groups holds for each."""
+"""The state of Megatron's module of process groups, for each key."""
 
 
 def virtual_stages(pipeline: Pipeline | None) -> int | None:
-    """Stages of a rank as Megatron counts them: None where it holds one."""
+    """Stages of a rank as Megatron counts them: None if it holds one."""
     return pipeline.stages_per_rank if pipeline and pipeline.stages_per_rank > 1 else None
 
 
 def join_groups(layout: Layout, pipeline: Pipeline | None, device: torch.device) -> None:
-    """Puts the groups of a layout in Megatron's place for them, of which a process has one: engines
-    of one layout share groups, and actor and critic may have two. Ranks stand in Megatron's default
-    order, which is ours."""
+    """Sets Megatron's process groups to those of a layout. A process has one set: engines of one
+    layout share groups, and actor and critic may have two. Ranks are in Megatron's default order,
+    which is also ours."""
     if not dist.is_initialized():
         solo_mesh(device)
     wanted = (dist.group.WORLD, layout, virtual_stages(pipeline))
@@ -75,7 +75,8 @@ def join_groups(layout: Layout, pipeline: Pipeline | None, device: torch.device)
 
 
 def _held() -> dict[str, Any]:
-    """Its module keeps groups, ranks and sizes in variables, and nothing else in such."""
+    """The groups, ranks and sizes in the variables of Megatron's module, which has no other
+    state."""
     kept = vars(parallel_state).items()
     return {name: x for name, x in kept if re.fullmatch("_[A-Z_]+", name)}
 
@@ -92,5 +93,5 @@ def _make_groups(layout: Layout, stages: int | None) -> None:
         expert_tensor_parallel_size=layout.etp,
         create_gloo_process_groups=False,
     )
-    # Nothing is drawn, as there is no dropout and weights are given; layers ask for the state.
+    # Not used for sampling (no dropout, weights are given), but layers need the RNG state.
     tensor_parallel.model_parallel_cuda_manual_seed(0)

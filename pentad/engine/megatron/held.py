@@ -1,7 +1,7 @@
 """The stages of a Megatron model on one rank, their weights by name, and their gradients.
 
 A weight is a block of a whole tensor of `models.megatron_names`, or this rank's share of one
-(`masters`). Gradients add up in the buffers of Megatron's DistributedDataParallel.
+(`masters`). Gradients accumulate in the buffers of Megatron's DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class MegatronModel(HeldModel):
         stages = [self._build_stage(n, device) for n in self._stages()]
         self.chunks = [DistributedDataParallel(self.config, sums, gpt) for gpt in stages]
         self.is_dropped = False
-        """Whether the gradients in the buffers count no more."""
+        """Whether the gradients in the buffers are invalid."""
         self.shared: dict[str, SharedWeight] = {}
-        """By name, what modules hold of each weight."""
+        """The memory of each weight in the modules, by name."""
         self.cuts: dict[str, Cut] = {}
         self.parts = [self._wrap(gpt, settings, dtype) for gpt in stages]
         self.decoders = [part.decoder for part in self.parts]
@@ -100,13 +100,13 @@ class MegatronModel(HeldModel):
         ).to(device)
 
     def _wrap(self, gpt: GPTModel, settings: EngineSettings, dtype: torch.dtype) -> Predictor:
-        """Weights by name, and the heads around the stage."""
+        """Wraps the stage: weights by name, and the heads around it."""
         dims, meshes = self.whole.dims, self.meshes
         weight_map = learner_map(dims)
         first_expert = meshes.coords.ep * dims.num_experts // meshes.layout.ep
         names = names_of(gpt, weight_map, first_expert)
         if dims.tie_embeddings:
-            names.pop(HEAD, None)  # the last stage's copy of the table
+            names.pop(HEAD, None)  # a copy of the embedding on the last stage
         tensors: dict[str, Tensor] = {}
         for name, held in names.items():
             is_trained = isinstance(held, torch.nn.Parameter)
@@ -134,7 +134,7 @@ class MegatronModel(HeldModel):
         return predictor
 
     def _tie(self, stages: Sequence[GPTModel]) -> TiedHead:
-        """The two ends of a tied embedding where they lie on two stages."""
+        """Ties embedding and head that are on two stages."""
         is_tied = self.whole.dims.tie_embeddings and self.whole.has_lm_head
         if self.pipeline is None or not is_tied:
             return TiedHead()
@@ -160,25 +160,25 @@ class MegatronModel(HeldModel):
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Modules take over what the weights are now, wherever ranks keep shares of them or another
+        """Copies the current weights to the modules, if ranks hold shares of them or another
         dtype."""
         self._make_ready()
         follow_masters(self.shared, self.parameters)
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's share of Megatron's sums: over data-parallel ranks, over tp where tokens are
-        dealt, over the two ends of a tied embedding."""
+        """This rank's share of Megatron's sums: over data-parallel ranks, over tp if tokens are
+        split, over the two ends of a tied embedding."""
         self._make_ready()
         finalize_model_grads(self.chunks)
         return {name: weight.share(weight.gradient) for name, weight in self.shared.items()}
 
     def drop_gradients(self) -> None:
-        """Noted alone: the buffers may have left the device until the next pass."""
+        """Marks the gradients as dropped; the buffers may be offloaded until the next pass."""
         self.is_dropped = True
 
     def _make_ready(self) -> None:
-        """Before Megatron computes: other engines of the process may have put groups of another
-        layout in place, and gradients may be those of a step that has ended."""
+        """Prepares Megatron for a pass: other engines of the process may have set the groups of
+        another layout, and the buffers may hold gradients of an ended step."""
         join_groups(self.meshes.layout, self.pipeline, self.meshes.device)
         if self.is_dropped:
             for chunk in self.chunks:
@@ -189,7 +189,7 @@ class MegatronModel(HeldModel):
         """Weights are always in place."""
 
     def buffers(self) -> list[Tensor]:
-        """What is computed with, and the gradients."""
+        """Memory of the modules, and the gradients."""
         return [
             tensor for weight in self.shared.values() for tensor in (weight.used, weight.gradient)
         ]
@@ -197,7 +197,7 @@ class MegatronModel(HeldModel):
     def iter_hf(
         self, dtype: torch.dtype, *, is_frozen: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor put together from the blocks that ranks write."""
+        """Whole tensors, joined from the blocks that ranks write."""
         weight_map, device = self.whole.weight_map, self.meshes.device
         infos = hf_metadata(self.whole, dtype)
         shards = {
@@ -214,7 +214,7 @@ class MegatronModel(HeldModel):
             for number in blocks.get(name, []):
                 planned[number].copy_to(whole[slices(planned[number].box)], shards)
             if group is not None:
-                dist.all_reduce(whole.view(-1).view(torch.uint8), group=group)  # others have 0
+                dist.all_reduce(whole.view(-1).view(torch.uint8), group=group)  # others add zeros
             yield name, whole
 
 
@@ -234,7 +234,7 @@ def names_of(gpt: GPTModel, weight_map: WeightMap, first_expert: int) -> dict[st
 
 
 def _global_name(name: str, gpt: GPTModel, first_expert: int) -> str:
-    """Megatron counts the layers of a stage and the experts of a rank from 0."""
+    """Translates a local name: Megatron counts layers per stage and experts per rank."""
     words = name.split(".")
     if "layers" in words:
         at = words.index("layers") + 1
@@ -250,16 +250,16 @@ def _filled(name: str, entry: Entry) -> str:
 
 
 def as_block(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Memory of a module as a block of the map's tensor: gate and up on their own axis, without
-    rows that fill up the vocabulary."""
+    """Memory of a module as a block of the map's tensor: gate and up on a separate axis, without
+    rows that pad the vocabulary."""
     if len(shape) > tensor.ndim:
         return tensor.view(shape)
     return tensor[: shape[0]]
 
 
 def cut_of(entry: Entry, weight_map: WeightMap, meshes: Meshes, *, is_stored: bool = True) -> Cut:
-    """What a rank computes with, and, where `is_stored`, the share of it that this one of the
-    data-parallel ranks steps and saves."""
+    """The block with which a rank computes and, if `is_stored`, the share of it that this
+    data-parallel rank updates and saves."""
     layout, at = meshes.layout, meshes.coords
     coords: Mapping[str, tuple[int, int]] = {
         "tp": (layout.tp, at.tp),
@@ -287,12 +287,12 @@ def cut_of(entry: Entry, weight_map: WeightMap, meshes: Meshes, *, is_stored: bo
 
 
 def stored_over(cut: Cut, meshes: Meshes) -> Axis:
-    """The ranks that share the masters of a weight: those that compute with the same of it."""
+    """The ranks that share the masters of a weight: those that compute with the same block."""
     return meshes.factor_axes()[True] if cut.is_expert else meshes.batch
 
 
 class MegatronPasses(WholePasses):
-    """Whole models: the engine's passes, over weights as they are now."""
+    """The engine's passes over whole models, with the current weights."""
 
     def __init__(self, held: MegatronModel, settings: EngineSettings) -> None:
         super().__init__(held.parts[0], settings, held.meshes)
@@ -312,7 +312,7 @@ class MegatronPasses(WholePasses):
 
 
 class MegatronPipelinedPasses(PipelinedPasses):
-    """The engine's passes of a pipeline, by Megatron's schedules."""
+    """The engine's passes over a pipeline, by Megatron's schedules."""
 
     def __init__(self, held: MegatronModel, plan: Pipeline, settings: EngineSettings) -> None:
         schedule = MegatronSchedule(plan, held.chunks, held.config)

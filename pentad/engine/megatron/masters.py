@@ -1,8 +1,8 @@
-"""Master weights beside what Megatron's modules compute with.
+"""Master weights of Megatron's modules.
 
 Data-parallel ranks share the masters, and with them the optimizer's state, as in Megatron's
-distributed optimizer; unlike there a share is a block of each tensor, so that every backend reads
-it from a recovery checkpoint. Before a pass the shares are gathered into the modules.
+distributed optimizer; unlike there a share is a block of each tensor, so that every backend can
+read it from a recovery checkpoint. Before a pass the shares are gathered into the modules.
 """
 
 from __future__ import annotations
@@ -17,41 +17,42 @@ from torch import Tensor
 from pentad.parallel.mesh import Axis
 
 GATHERED = 2**27
-"""Elements that are gathered at a time."""
+"""Number of elements gathered at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedWeight:
-    """The block of one weight that a module of this rank computes with."""
+    """The block of one weight with which a module of this rank computes."""
 
     used: Tensor
     """The module's memory."""
     gradient: Tensor
-    """Where backward adds up its gradient."""
+    """Accumulated by the backward pass."""
     dim: int
-    """The dim that data-parallel ranks share it along."""
+    """The dim along which data-parallel ranks split it."""
     axis: Axis
-    """Those ranks."""
+    """The mesh axis of those ranks."""
 
     def shares(self, block: Tensor) -> list[Tensor]:
-        """What each of the ranks has of a block; shares memory."""
+        """The shares of all ranks in a block, as views."""
         parts = list(block.chunk(self.axis.size, self.dim))
         empty = block.narrow(self.dim, 0, 0)
         return [*parts, *(empty for _ in range(self.axis.size - len(parts)))]
 
     def share(self, block: Tensor) -> Tensor:
-        """What this rank has of it, in one piece of memory."""
+        """This rank's share of a block, as contiguous memory."""
         return self.shares(block)[self.axis.rank].contiguous()
 
     def master(self, dtype: torch.dtype) -> Tensor:
-        """Unfilled; the module's memory itself where that is whole and of the same dtype."""
+        """Uninitialised master weights; the module's memory itself if it is whole and of the same
+        dtype."""
         if self.axis.size == 1 and self.used.dtype == dtype:
             return self.used
         return torch.empty_like(self.share(self.used), dtype=dtype)
 
 
 def follow_masters(weights: Mapping[str, SharedWeight], masters: Mapping[str, Tensor]) -> None:
-    """Every module's memory takes over the masters of all ranks."""
+    """Gathers the masters of all ranks into the modules."""
     copied = [name for name, weight in weights.items() if weight.axis.size == 1]
     copied = [name for name in copied if masters[name] is not weights[name].used]
     if copied:
@@ -62,8 +63,8 @@ def follow_masters(weights: Mapping[str, SharedWeight], masters: Mapping[str, Te
 
 
 def _groups(weights: Mapping[str, SharedWeight]) -> Iterator[dict[str, SharedWeight]]:
-    """Those that ranks share, of one axis and dtype, so many that their memory is bounded. All
-    ranks of an axis make the same groups."""
+    """Groups of weights with one axis and dtype, limited in size to bound memory. All ranks of an
+    axis make the same groups."""
     kinds: dict[tuple[int, torch.dtype], dict[str, SharedWeight]] = {}
     for name, weight in weights.items():
         if weight.axis.size > 1:

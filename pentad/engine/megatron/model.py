@@ -1,7 +1,7 @@
 """Megatron's GPTModel, or a pipeline stage of it, as a `LanguageModel` over packed rows.
 
-Its layers run as it builds them from its local spec. Attention happens in our core, which knows the
-boundaries of packed rows; its own core does not. Rotary angles are those of each token's position.
+Its layers are built from Megatron's local spec. Attention runs in Pentad's core, because Megatron's
+does not know the boundaries of packed rows. Rotary angles are those of each token's position.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from pentad.parallel.mesh import Axis
 
 @dataclass
 class PackedRowsParams(PackedSeqParams):
-    """What a layer is given of a microbatch: its attention, and the experts of its tokens."""
+    """A layer's input besides hidden states: the attention of the microbatch, and the experts of
+    its tokens."""
 
     attend: Attend | None = None
     routes: Routes | None = None
-    """Followed where they are given, and filled in where not."""
+    """Routes to follow, or to fill in if they are not given."""
 
 
 class PackedCore(nn.Module):
-    """Our packed attention in the place of Megatron's core attention."""
+    """Pentad's packed attention in place of Megatron's core attention."""
 
     def __init__(self, dims: ModelDims, layer_number: int, **_: Any) -> None:
         super().__init__()
@@ -49,7 +50,7 @@ class PackedCore(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: None, /, **given: Any
     ) -> Tensor:
-        """[T, 1, heads, d] each, to [T, 1, heads * d]."""
+        """Maps q, k, v [T, 1, heads, d] to [T, 1, heads * d]."""
         attend = given["packed_seq_params"].attend
         out_THd: Tensor = attend(
             self.layer, query.squeeze(1), key.squeeze(1), value.squeeze(1), **self.options
@@ -58,11 +59,9 @@ class PackedCore(nn.Module):
 
 
 class RouteChoice:
-    """The experts of a layer's tokens, in the place of Megatron's `RouterReplay`.
-
-    The layer takes them from what it is given, also where it is computed again in backward: by
-    then they are filled in, so that both times the same experts compute.
-    """
+    """The experts of a layer's tokens, in place of Megatron's `RouterReplay`. When the layer is
+    recomputed in the backward pass, the routes are filled in already, so that both times the same
+    experts compute."""
 
     def __init__(self, layer: int) -> None:
         self.layer = layer
@@ -85,7 +84,7 @@ class RouteChoice:
 
 
 class RmsNorm(Norm):
-    """Our norm in Megatron's spec: torch's refuses sequence parallelism there."""
+    """Pentad's norm in Megatron's spec; torch's does not support sequence parallelism there."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
@@ -105,7 +104,7 @@ def build_gpt(
     chunk: int | None,
     lm_head: bool,
 ) -> GPTModel:
-    """A stage with uninitialised weights. `chunk`: which one of several on this rank."""
+    """A stage with uninitialised weights. `chunk`: its index among several on this rank."""
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=chunk
     )
@@ -130,8 +129,8 @@ def build_gpt(
     )
     for name, parameter in gpt.named_parameters():
         if ".experts." in name:
-            # Without expert parallelism Megatron would sum their gradients over the ranks of dense
-            # weights, and leave out tp ranks that hold the same experts.
+            # Without expert parallelism Megatron would reduce their gradients over the ranks of
+            # dense weights, which omits tp ranks with the same experts.
             parameter.allreduce = False
     if is_last and not lm_head:
         gpt.output_layer = None
@@ -141,7 +140,8 @@ def build_gpt(
 
 
 class MegatronStage(NamedModel):
-    """Called as any `LanguageModel`; tokens lie dealt over tp between layers, as in a `Decoder`."""
+    """Called like any `LanguageModel`; tokens are split over tp between layers, as in a
+    `Decoder`."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class MegatronStage(NamedModel):
         self.value_head = getattr(gpt, "value_head", None)
         self.tp = tp
         self.num_rows = num_rows
-        """Rows of the vocabulary held here, without those that fill it up."""
+        """Rows of the vocabulary on this rank, without padding."""
         self.inverse: Tensor | None = None
         for number, layer in self.blocks.items():
             router = getattr(layer.mlp, "router", None)
@@ -194,7 +194,7 @@ class MegatronStage(NamedModel):
         return torch.where(is_padding_T[:, None, None], x_T1D.detach(), x_T1D)
 
     def _angles(self, positions_T: Tensor) -> Tensor:
-        """[T, 1, 1, d]; cos and sin are taken, and scaled for yarn, by its attention."""
+        """Rotary angles [T, 1, 1, d]; Megatron computes cos and sin and the YaRN scale."""
         if self.inverse is None:
             with torch.device("cpu"):
                 inverse, _ = frequencies(self.dims)

@@ -1,5 +1,5 @@
-"""Microbatches through the pipeline stages of this rank by Megatron's schedules, 1F1B and its
-interleaved form."""
+"""Runs microbatches through this rank's pipeline stages with Megatron's 1F1B and interleaved 1F1B
+schedules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pentad.parallel.pipeline import PartCompute, Pipeline
 
 
 class MegatronSchedule:
-    """As `parallel.pipeline_run.PipelineRun`, with Megatron's sends and order of passes."""
+    """Like `parallel.pipeline_run.PipelineRun`, with Megatron's sends and order of passes."""
 
     def __init__(
         self,
@@ -40,10 +40,10 @@ class MegatronSchedule:
         backward: bool,
         reduces: bool = True,
     ) -> None:
-        """All microbatches forward, and backward if asked. Gradients stay in Megatron's buffers
-        until they are summed, so `reduces` changes nothing."""
+        """Runs all microbatches forward, and backward if requested. Gradients stay in Megatron's
+        buffers until they are summed, so `reduces` has no effect."""
         number = len(shapes)
-        # The microbatches of a round: all rounds are of one size, as `Pipeline.take` counts them.
+        # Microbatches per round: all rounds are equal, as in `Pipeline.take`.
         self.config.microbatch_group_size_per_vp_stage = number // max(1, number // self.plan.pp)
 
         def step(turn: Iterator[int], chunk: DistributedDataParallel) -> tuple[Tensor, Any]:
@@ -64,9 +64,9 @@ class MegatronSchedule:
             )
 
     def settle(self) -> None:
-        """Nothing is under way between two runs."""
+        """Nothing is pending between two runs."""
 
 
 def _as_it_is(loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Our loss is a sum, and Megatron divides it by nothing. It counts no tokens."""
+    """Loss function for Megatron, which must not divide it: the loss is a sum."""
     return loss, torch.zeros((), dtype=torch.int), {}

@@ -21,12 +21,13 @@ from pentad.core.specs import import_named
 from pentad.engine.section import LoraConfig
 from pentad.models.config_reader import dims_from_hf
 from pentad.models.spec import ModelSpec
+from pentad.models.towers import text_config, text_family, tower_names, tower_of
 from pentad.weights.lora_map import fused_words, lora_map, target_problems, target_words
 from pentad.weights.map import WeightMap
 
 FOLDER = Path(__file__).parent
 MAX_NAME = 100
-"""Letters of a family's name, which is that of a file."""
+"""Maximum length of a family's name, which is a file name."""
 REGISTERED: dict[str, str] = {}
 """model_type -> dotted path of its SPEC, for families from outside this package."""
 _MAPS: dict[tuple[str, str], WeightMap] = {}
@@ -42,7 +43,7 @@ ConfigLike = str | Path | Mapping[str, Any] | HfConfig
 
 
 def register(path: str) -> ModelSpec:
-    """Makes the family of a model file from outside known under its `model_type`."""
+    """Registers the family of an outside model file under its `model_type`."""
     spec, _ = _load(path)
     REGISTERED[spec.family] = path
     return spec
@@ -69,7 +70,8 @@ def has_file(family: str) -> bool:
 
 
 def path_of(family: str) -> str:
-    """Where the spec of a `model_type` lies; a dotted path is registered and stays itself."""
+    """The dotted path of a `model_type`'s spec; a dotted path is registered and returned
+    unchanged."""
     if ":" in family:
         register(family)
         return family
@@ -85,8 +87,8 @@ def spec_of(family: str) -> ModelSpec:
 
 
 def class_of(family: str) -> Any:
-    """What a family's spec names as its class; in a model file given by its path, `stem:Class` is
-    a class of that file."""
+    """The class that a family's spec names; in a model file given by its path, `stem:Class` is a
+    class of that file."""
     path = path_of(family)
     spec, home = _load(path)
     where, _, name = spec.model.rpartition(":")
@@ -144,15 +146,23 @@ def read_config(source: ConfigLike) -> dict[str, Any]:
 
 
 def dims_of(source: ConfigLike, model: str | None = None) -> ModelDims:
-    """The dimensions of a folder or config; `model` names the spec instead of its model_type."""
+    """The dimensions of a folder or config; `model` names the spec in place of its model_type."""
     config = read_config(source)
     spec = spec_of(model or family_of(config))
-    return replace(spec.read_dims(config), family=spec.family)
+    tower = tower_of(config)
+    if tower is None:
+        return replace(spec.read_dims(config), family=spec.family)
+    folder = Path(source) if isinstance(source, str | Path) else None
+    read = tower.read_dims or spec.read_dims
+    text = text_config(config, tower)
+    return replace(read(text), family=spec.family, tower_names=tower_names(folder))
 
 
 def family_of(config: Mapping[str, Any]) -> str:
-    """The `model_type` of a config. It is a name: a path in it would let a folder run its code."""
-    family = str(config.get("model_type"))
+    """The `model_type` of a config, or of its text tower. It is a name: a path in it would let a
+    folder run its code."""
+    tower = tower_of(config)
+    family = str(config.get("model_type") if tower is None else text_family(config, tower))
     if not family.replace("-", "_").isidentifier() or len(family) > MAX_NAME:
         rule = "is no name of a family"
         remedy = "name a model file of your own where the model is loaded, not in config.json"
@@ -160,16 +170,16 @@ def family_of(config: Mapping[str, Any]) -> str:
     return family
 
 
-def planned_dims(config: Mapping[str, Any]) -> ModelDims:
-    """The same of a config whose family may have no file here: transformers' models can be trained
-    without one."""
-    is_known_here = is_known(str(config.get("model_type")))
-    return dims_of(config) if is_known_here else dims_from_hf(config)
+def planned_dims(source: ConfigLike) -> ModelDims:
+    """Dimensions of a config whose family may have no model file: transformers' models can be
+    trained without one."""
+    config = read_config(source)
+    return dims_of(source) if is_known(family_of(config)) else dims_from_hf(config)
 
 
 def public_configs() -> dict[str, dict[str, Any]]:
-    """Public models by name, with what of their config.json counts: a run can be planned with them
-    before any download."""
+    """Public models by name, with the relevant keys of their config.json: a run can be planned with
+    them before any download."""
     return {
         name: {"model_type": family, **config}
         for family in known_families()
@@ -194,12 +204,6 @@ def _public(path: str) -> dict[str, ModelDims]:
     }
 
 
-def no_sampler_for(family: str, allocation: str | None) -> Problem:
-    rule = f"the embedded sampler has no model file for model_type = {family}"
-    remedy = "sample with vllm or sglang, which run any HF model"
-    return Problem(f"allocation_mode = {allocation}", rule, remedy)
-
-
 def no_such_family(family: str, known: Iterable[str]) -> Problem:
     remedy = (
         f"use one of {', '.join(sorted(known))}, give a model file of your own, or train it "
@@ -209,7 +213,7 @@ def no_such_family(family: str, known: Iterable[str]) -> Problem:
 
 
 def lora_words(dims: ModelDims, lora: LoraConfig, role: str = "actor") -> Sequence[str]:
-    """The targets of an adapter of the family, as words."""
+    """The targets of an adapter of the family, by name."""
     rules = spec_of(dims.family).rules
     words = target_words(rules, dims)
     raise_problems(target_problems(lora, words, dims.family, fused_words(rules, dims), role))
@@ -217,7 +221,7 @@ def lora_words(dims: ModelDims, lora: LoraConfig, role: str = "actor") -> Sequen
 
 
 def lora_map_of(dims: ModelDims, lora: LoraConfig, *, value_head: bool = False) -> WeightMap:
-    """The weight map of an adapter of the family; of a critic with its head."""
+    """The weight map of an adapter of the family; a critic's includes its head."""
     words = lora_words(dims, lora, "critic" if value_head else "actor")
     return lora_map(spec_of(dims.family).rules, dims, lora, words, value_head=value_head)
 

@@ -1,5 +1,5 @@
-"""DeepSeek-V3 (DeepSeek-R1, Moonlight): latent attention, dense layers first, then mixtures as
-GLM-4-MoE has them, whose experts may be chosen from some groups only."""
+"""DeepSeek-V3 (DeepSeek-R1, Moonlight): latent attention, dense layers first, then mixtures as in
+GLM-4-MoE, whose experts may be chosen from some groups only."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ DEFAULTS = {
 
 
 def latents(read: ConfigValues) -> dict[str, Any]:
-    """A key that is null is none: queries are then made of the stream."""
+    """Latent dimensions; without a query latent (null), queries are projected from the stream."""
     heads, turned = read.whole("num_attention_heads"), read.whole("qk_rope_head_dim")
     plain, value = read.whole("qk_nope_head_dim"), read.whole("v_head_dim")
     rule = f"must be num_attention_heads = {heads}: the latent gives each head its keys"
@@ -70,7 +70,7 @@ def latents(read: ConfigValues) -> dict[str, Any]:
 
 
 def scales(read: ConfigValues, dims: ModelDims) -> dict[str, Any]:
-    """Whatever stretches rotary, with `mscale_all_dim` scores are scaled, too."""
+    """Attention scale: with `mscale_all_dim`, any rotary scaling scales attention scores too."""
     scaling = dims.rope_scaling
     weight, factor = scaling.get("mscale_all_dim"), scaling.get("factor")
     if not scaling or not weight or read.problems:
@@ -82,7 +82,7 @@ def scales(read: ConfigValues, dims: ModelDims) -> dict[str, Any]:
 
 
 def checked_mixture(read: ConfigValues, num_layers: int) -> dict[str, Any]:
-    """Keys that the code beside released weights reads and transformers does not."""
+    """Keys that the code of the released weights reads and transformers does not."""
     fixed = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
     for key, built in fixed.items():
         given = read.hf.get(key, built)
@@ -128,7 +128,7 @@ SPEC = ModelSpec(
         defaults=DEFAULTS,
         mlp_bias=False,
         attention=latents,
-        scales=scales,
+        more=scales,
         windows="none",
         has_shared_experts=True,
         mixture=checked_mixture,

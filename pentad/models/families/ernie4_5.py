@@ -1,4 +1,4 @@
-"""ERNIE 4.5, dense: Llama with one switch for all biases, and rotary over neighbouring numbers."""
+"""ERNIE 4.5, dense: Llama with one switch for all biases, and rotary over neighbouring pairs."""
 
 from __future__ import annotations
 

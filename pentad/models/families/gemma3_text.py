@@ -55,7 +55,7 @@ SPEC = ModelSpec(
         post_norms=True,
         norm_offset=1.0,
         activation=("hidden_activation", "gelu_tanh"),
-        scales=scales,
+        more=scales,
         refused={
             "attn_logit_softcapping": "a limit on attention scores",
             "final_logit_softcapping": "a limit on logits",

@@ -1,5 +1,5 @@
 """GLM-4 (GLM-4-0414), dense: norms before and after attention and ffn, rotary over neighbouring
-numbers of half a head, gate and up one tensor of the files."""
+pairs of half a head, gate and up as one tensor in files."""
 
 from __future__ import annotations
 

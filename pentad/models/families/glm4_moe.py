@@ -1,5 +1,5 @@
 """GLM-4-MoE (GLM-4.5, GLM-4.5-Air): rotary over part of a head, optional q/k norms, dense layers
-first, then mixtures routed by sigmoid with a selection bias, beside an expert for every token."""
+first, then mixtures routed by sigmoid with a selection bias, and a shared expert."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ RELEASED: dict[str, Any] = {"head_dim": 128, "attention_bias": True, "max_positi
 
 
 def mixture(read: ConfigValues, num_layers: int) -> dict[str, Any]:
-    """As DeepSeek-V3: scores by sigmoid, a selection bias in the files, perhaps a choice of groups
-    first, weights scaled, shared experts without a gate, and the first layers dense."""
+    """As in DeepSeek-V3: sigmoid scores, a selection bias in the files, optionally a choice of
+    groups first, scaled weights, shared experts without a gate, and dense first layers."""
     groups, groups_per_token = read.whole("n_group", 1), read.whole("topk_group", 1)
     num_experts, num_chosen = read.whole("n_routed_experts"), read.whole("num_experts_per_tok")
     size, is_choice = num_experts // groups, groups_per_token < groups

@@ -1,5 +1,5 @@
 """gpt-oss: attention sinks, windows on every second layer, biases everywhere, experts with a
-limited activation, which files stack, with gate and up as columns that take turns."""
+clamped activation, which are stacked in files, with interleaved columns of gate and up."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def slides(layer: int, first: int) -> bool:
 
 
 def mixture(read: ConfigValues, num_layers: int) -> dict[str, Any]:
-    """Every layer has experts, and the chosen ones' logits alone are weighed."""
+    """Mixture in every layer; weights are a softmax over the chosen experts' logits only."""
     limit = read.number("swiglu_limit", CLAMP_LIMIT)
     read.must(limit == CLAMP_LIMIT, "swiglu_limit", limit, f"transformers has {CLAMP_LIMIT}")
     own = {"norm_topk_prob": True, "moe_bias": True, "moe_layers": (True,) * num_layers}

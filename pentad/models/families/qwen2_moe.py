@@ -20,7 +20,7 @@ DEFAULTS = {
 
 
 def slides(layer: int, first: int) -> bool:
-    """Every other of the first layers has the window."""
+    """Windowed layers: every second one of the first layers."""
     return layer % 2 == 0 and layer < first
 
 

@@ -14,7 +14,7 @@ EVERYWHERE = {"mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob":
 
 
 def everywhere(read: ConfigValues, num_layers: int) -> dict[str, Any]:
-    """transformers passes over keys that would leave mixtures out."""
+    """transformers ignores keys that would leave mixtures out."""
     own = ConfigValues({**read.hf, **EVERYWHERE}, read.left_out)
     own.problems = read.problems
     return mixture(own, num_layers)

@@ -1,4 +1,4 @@
-"""Qwen3.5, text: the layers of Qwen3-Next with dense ffns, their projections apart in files."""
+"""Qwen3.5, text: the layers of Qwen3-Next with dense ffns and separate projections in files."""
 
 from __future__ import annotations
 

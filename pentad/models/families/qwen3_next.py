@@ -1,5 +1,5 @@
-"""Qwen3-Next: three of four layers are gated delta nets, the others attend with a gate on the
-result; mixtures with a shared expert, norms with weights around 0, rotary over part of a head."""
+"""Qwen3-Next: three of four layers are gated delta nets, the others have gated attention; mixtures
+with a shared expert, norms with weights around 0, rotary over part of a head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama, with every fourth layer left without rotary positions."""
+"""SmolLM3: Llama, with no rotary positions on every fourth layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEFAULTS = {
 
 
 def unturned(read: ConfigValues, num_layers: int) -> tuple[bool, ...]:
-    """`no_rope_layers` has a 1 for each layer with rotary; else every so many layers have none."""
+    """`no_rope_layers` has a 1 for each layer with rotary; else every n-th layer has none."""
     given = read.hf.get("no_rope_layers")
     if given is None:
         interval = read.whole("no_rope_layer_interval", 4)

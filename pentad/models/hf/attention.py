@@ -1,11 +1,9 @@
-"""The attention of transformers' models handed to our core: packed rows, one core for all models.
+"""Attention of transformers' models computed by our core: packed rows, one core for all models.
 
-The core travels as a keyword through the model's forward, so that no state is shared between
-passes and a recomputed block sees the core it was run with.
-
-Windows are in the masks that transformers builds, and some families hand them to attention in no
-other way. So a probe is run once with masks that say what they are, and each attention keeps the
-window that its masks had.
+The core is passed as a keyword through the model's forward, so that no state is shared between
+passes and a recomputed block uses the same core. Windows are in the masks that transformers builds,
+and some families pass them to attention in no other way. So a probe is run once with masks that
+describe themselves, and each attention module stores the window of its mask.
 
 Shapes: T packed tokens, H query heads, K key-value heads, d head width.
 """
@@ -25,13 +23,13 @@ from pentad.core.errors import Problem, UserError
 from pentad.core.types import Attend
 
 NAME = "pentad"
-"""The attention implementation that models are given. transformers builds no mask for it."""
+"""The attention implementation of the models. transformers builds no mask for it."""
 PROBE = "pentad_probe"
-"""The same, with masks that say what they are."""
+"""The same, with masks that describe themselves."""
 WINDOW = "pentad_window"
 """The attribute under which an attention module keeps its window."""
 CORE = "pentad_attend"
-"""The keyword under which the core travels."""
+"""The keyword of the core."""
 WITHOUT_EFFECT = {
     "cache_position",
     "dropout",
@@ -42,12 +40,12 @@ WITHOUT_EFFECT = {
     "sliding_window",
     "use_cache",
 }
-"""Keywords of attention calls that change nothing here: models are run in eval mode, positions are
-in the rotated queries and keys already, and windows are known from the masks."""
+"""Keywords of attention calls without effect here: models run in eval mode, positions are in the
+rotated queries and keys already, and windows are known from the masks."""
 
 
 class NoCoreError(Exception):
-    """The model does not hand its keywords on to its attention."""
+    """The model does not pass its keywords on to its attention."""
 
 
 def attend_packed(
@@ -85,7 +83,7 @@ def attend_packed(
 def _refuse_unknown(
     module: nn.Module, mask: Tensor | None, is_causal: bool, others: dict[str, Any]
 ) -> None:
-    """What the core cannot honour must not be ignored."""
+    """Arguments that the core does not support must not be ignored."""
     unknown = sorted(k for k, v in others.items() if v is not None and k not in WITHOUT_EFFECT)
     if mask is not None:
         unknown.append("attention_mask")
@@ -104,7 +102,7 @@ def _refuse_unknown(
 
 @dataclass(frozen=True, slots=True)
 class Sliding:
-    """In the place of a mask: every token sees so many, itself included."""
+    """A placeholder for a mask: every token attends to this many, itself included."""
 
     width: int
 
@@ -112,7 +110,7 @@ class Sliding:
 def describe_mask(
     *, mask_function: Callable[..., Tensor], local_size: int | None = None, **others: Any
 ) -> Sliding | None:
-    """In the place of a mask that transformers would build: its window, None for plain causal."""
+    """Replaces transformers' mask creation: returns the window, None for plain causal."""
     far = 2 * (local_size or 4)
     q_Q1 = torch.tensor([0, 1, far // 2 - 1, far // 2, far // 2 + 1, far], device="cpu")[:, None]
     k_1K = torch.arange(far + 2, device="cpu")[None]
@@ -135,7 +133,7 @@ def attend_probed(
     attention_mask: Sliding | Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """`attend_packed`, with the window of the mask kept by the module."""
+    """`attend_packed`; stores the mask's window in the module."""
     width = attention_mask.width if isinstance(attention_mask, Sliding) else None
     mask = None if isinstance(attention_mask, Sliding) else attention_mask
     if vars(module).setdefault(WINDOW, width) != width:

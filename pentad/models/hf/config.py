@@ -1,4 +1,4 @@
-"""Configs of transformers' models: read, refused where they cannot be trained, and measured."""
+"""Configs of transformers' models: read, rejected where they cannot be trained, and measured."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pentad.models.config_reader import MAX_LAYERS
 from pentad.models.families import ConfigLike, read_config
 
 PACKABLE = {"full_attention", "sliding_attention"}
-"""Kinds of layers (`layer_types`) in which tokens meet in attention only."""
+"""Kinds of layers (`layer_types`) that mix tokens only in attention."""
 SHIFTING = {"dynamic", "longrope"}
-"""Kinds of rotary embeddings that look at how long the rows are."""
+"""Kinds of rotary embeddings that depend on the length of rows."""
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
-"""Keys that transformers makes lists and modules of that length by."""
+"""Keys with the length of transformers' lists and modules."""
 UNBOUNDED = 1 << 20
-"""Number of positions, where a config names no limit."""
+"""Number of positions if a config has no limit."""
 
 
 def read_hf_config(source: ConfigLike) -> PretrainedConfig:
@@ -36,7 +36,8 @@ def read_hf_config(source: ConfigLike) -> PretrainedConfig:
         config = AutoConfig.for_model(**given) if folder is None else _read_folder(folder)
     except Exception as error:  # config classes check their fields in ways of their own
         rule = f"transformers cannot read it ({str(error).partition('. ')[0]})"
-        raise UserError(Problem(where, rule, "give a model type it knows")) from error
+        remedy = "give a model type that it knows, or a model file of your own"
+        raise UserError(Problem(where, rule, remedy)) from error
     raise_problems(Problem(where, rule) for rule in _faults(config))
     return config
 
@@ -48,7 +49,7 @@ def _read_folder(folder: str | Path) -> PretrainedConfig:
 
 
 def _faults(config: PretrainedConfig) -> list[str]:
-    """Why a config cannot be trained here, of what it says by itself."""
+    """Reasons in a config why the model cannot be trained here."""
     fields = config.to_dict()
     faults = []
     if config.get_text_config() is not config:
@@ -85,8 +86,8 @@ def _faults(config: PretrainedConfig) -> list[str]:
 def dims_of_hf(source: ConfigLike) -> ModelDims:
     """The dimensions of any decoder of transformers, as far as engine and data need them.
 
-    They say how tokens are checked, dealt and balanced, not what a layer is made of: experts and
-    windows are left out, so FLOPs and memory must not be counted with them.
+    They are sufficient to check, distribute and balance tokens, and do not describe layers: experts
+    and windows are left out, so FLOPs and memory must not be computed from them.
     """
     return measure(read_hf_config(source))
 

@@ -1,18 +1,17 @@
 """A causal language model of transformers as a `LanguageModel`: packed rows in, hidden states out.
 
-Its body runs as transformers wrote it, with our attention core inside; its head is left to the
-fused log-probs. Parameters keep transformers' names.
-
-What a class makes of its head's product, and how its tensors lie on disk, is asked of the class
-itself, not listed by family: its forward is run with stand-ins for body and head, and transformers
-writes tensors without memory, whose views show which block of which tensor each one is.
+Its body runs as transformers wrote it, with our attention core inside; its head is replaced by the
+fused log-probs. Parameters keep transformers' names. The logit rule of a class, and the layout of
+its tensors on disk, are found by running the class itself, not listed by family: its forward is run
+with stand-ins for body and head, and transformers writes tensors without memory, whose views show
+which block of which tensor each one is.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,9 +31,11 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Attend
+from pentad.engine.section import LoraConfig
 from pentad.models.hf.attention import CORE, NAME, PROBE, WINDOW, NoCoreError
 from pentad.models.hf.config import measure
-from pentad.models.language_model import LanguageModel
+from pentad.models.hf.factors import factors_beside, linear_layers, words_of
+from pentad.models.language_model import LanguageModel, bent
 from pentad.models.moe import Routes
 from pentad.weights.map import Entry, Rule, WeightMap, sources_of
 from pentad.weights.regions import DimRun, Region, Shape, whole_region
@@ -43,7 +44,7 @@ from pentad.weights.regions import DimRun, Region, Shape, whole_region
 def build_hf_model(
     config: PretrainedConfig, *, dtype: torch.dtype, value_head: bool = False
 ) -> HfModel:
-    """Without memory. A value head replaces the lm head."""
+    """Builds the model on meta. A value head replaces the lm head."""
     where = f"config.json: model_type = {config.model_type}"
     try:
         with torch.device("meta"):
@@ -61,21 +62,29 @@ class HfModel(LanguageModel):
     """Built by `build_hf_model`."""
 
     def __init__(
-        self, causal: PreTrainedModel, where: str, head_dim: int, *, value_head: bool
+        self,
+        causal: PreTrainedModel,
+        where: str,
+        cache_shapes: tuple[tuple[int, int], ...],
+        *,
+        value_head: bool,
     ) -> None:
+        head_dim = max(width for _, width in cache_shapes)
         super().__init__(replace(measure(causal.config), head_dim=head_dim))
+        self.cache_shapes = cache_shapes
         self.hf_map = build_hf_map(causal, self.dims, where)
         self.tp_plan: Mapping[str, str] = dict(causal.tp_plan or {})
-        """transformers' styles by module, * for numbers; of the head too."""
+        """transformers' styles by module, * for numbers; including the head."""
         self.unshared = (causal,)  # in a tuple, so that its parameters are not ours a second time
         self.body_name = causal.base_model_prefix
         self.add_module(self.body_name, causal.base_model)
         self.block_names = _block_names(causal)
         if not self.block_names:
             raise UserError(Problem(where, "transformers does not name the blocks of its model"))
+        self.linears = linear_layers(causal, self.block_names)
         self.has_lm_head = not value_head
         self.head_name = ""
-        """The name of a head that is not the embedding."""
+        """The name of a head that is not tied to the embedding."""
         if self.has_lm_head:
             rule = read_logit_rule(causal, where)
             self.logit_scale, self.logit_cap = rule.scale, rule.cap
@@ -93,7 +102,7 @@ class HfModel(LanguageModel):
 
     @property
     def causal(self) -> PreTrainedModel:
-        """transformers' model, of the same modules."""
+        """transformers' causal model with the same modules."""
         return self.unshared[0]
 
     @property
@@ -107,6 +116,16 @@ class HfModel(LanguageModel):
     @property
     def weight_map(self) -> WeightMap:
         return self.hf_map
+
+    def lora_words(self, lora: LoraConfig) -> Sequence[str]:
+        role = "actor" if self.value_head is None else "critic"
+        return words_of(self.body, self.linears, lora, self.dims.family, role)
+
+    def lora_map(self, lora: LoraConfig) -> WeightMap:
+        entries, words = self.hf_map.entries, self.lora_words(lora)
+        heads = [] if self.value_head is None else [entries[VALUE_HEAD]]
+        chosen = [entries[f"{name}.weight"] for name, word in self.linears.items() if word in words]
+        return factors_beside(chosen, heads, self.dims, lora)
 
     @property
     def hf_classes(self) -> tuple[str, str]:
@@ -150,13 +169,13 @@ class HfModel(LanguageModel):
                 self._owner(name)._init_weights(module)
 
     def _owner(self, name: str) -> PreTrainedModel:
-        """The class that initialises a module: transformers asks the innermost model around it."""
+        """The class that initialises a module: the innermost transformers model around it."""
         body: PreTrainedModel = self.causal.base_model
         return body if name.startswith(self.body_name) else self.causal
 
     @cached_property
     def blank(self) -> PreTrainedModel:
-        """The model before anything was laid out, without memory."""
+        """The model without memory, before any layout."""
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(
                 self.causal.config, dtype=torch.float32, trust_remote_code=False
@@ -164,7 +183,7 @@ class HfModel(LanguageModel):
 
     @torch.no_grad()
     def draw(self, name: str, seed: int) -> Tensor | None:
-        """As transformers initialises it."""
+        """Initialises weights as transformers does."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, "init", name))
             if name == VALUE_HEAD:
@@ -184,7 +203,7 @@ class HfModel(LanguageModel):
 
 
 def _block_names(causal: PreTrainedModel) -> list[str]:
-    """The repeated layers, by the classes transformers keeps whole."""
+    """The repeated layers, found by the classes that transformers marks as not splittable."""
     kinds = set(causal._no_split_modules or ())
     names = [name for name, module in causal.named_modules() if type(module).__name__ in kinds]
     # Of blocks within blocks the outer ones.
@@ -192,30 +211,26 @@ def _block_names(causal: PreTrainedModel) -> list[str]:
 
 
 class _Note:
-    """A core that computes nothing and counts how often it is asked, for how wide heads."""
+    """A core that computes nothing and records the heads and width of the keys of each call."""
 
     def __init__(self) -> None:
-        self.num_calls = 0
-        self.head_dim = 0
+        self.calls: list[tuple[int, int]] = []
 
     def __call__(
         self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: int | None = None
     ) -> Tensor:
-        self.num_calls += 1
-        self.head_dim = max(self.head_dim, q_THd.shape[-1])
+        self.calls.append((k_TKd.shape[1], k_TKd.shape[2]))
         return torch.zeros_like(q_THd)
 
 
-def check_packable(causal: PreTrainedModel, where: str) -> int:
-    """Whether tokens meet in our attention core and nowhere else, found by a pass without memory.
-
-    Each attention is left with its window. Returns the width of the heads that the core is given,
-    the widest if they differ.
-    """
+def check_packable(causal: PreTrainedModel, where: str) -> tuple[tuple[int, int], ...]:
+    """Checks, by a pass without memory, that tokens meet in our attention core and nowhere else.
+    Each attention gets its window. Returns the heads and width of the keys of each call."""
     rules = []
     convolutions = [m for m in causal.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
     if causal._is_stateful or convolutions:
-        rules.append("its layers carry state or convolve from token to token")
+        rule = "its layers carry state or convolve from token to token, so rows cannot be packed"
+        raise UserError(Problem(where, rule, "use a plain attention decoder"))
     note = _Note()
     # Products of experts are written for 16 bit.
     probe = copy.deepcopy(causal).to(torch.bfloat16)
@@ -236,10 +251,10 @@ def check_packable(causal: PreTrainedModel, where: str) -> int:
         rules.append(f"its forward pass cannot be run on packed rows ({error})")
     else:
         num_layers = int(causal.config.num_hidden_layers)
-        if note.num_calls == 0 or note.num_calls % num_layers:
+        if not note.calls or len(note.calls) % num_layers:
             rules.append(
                 f"its {num_layers} layers call the attention interface of transformers "
-                f"{note.num_calls} times, so not all of them use it"
+                f"{len(note.calls)} times, so not all of them use it"
             )
     if rules:
         remedy = "rows cannot be packed; use a plain attention decoder"
@@ -247,13 +262,13 @@ def check_packable(causal: PreTrainedModel, where: str) -> int:
     for name, module in probe.named_modules():
         if vars(module).get(WINDOW) is not None:
             setattr(causal.get_submodule(name), WINDOW, vars(module)[WINDOW])
-    return note.head_dim
+    return tuple(note.calls)
 
 
 TOLERANCE = 1e-6
 """Some classes compute their logits in float32."""
 FAR = 1e6
-"""Where a cap is reached, to the last digit."""
+"""Beyond this the cap is reached, to the last digit."""
 NEAR = 0.5
 
 
@@ -265,19 +280,18 @@ class LogitRule:
     cap: float | None = None
 
     def apply(self, x: Tensor) -> Tensor:
-        x = x * self.scale
-        return x if self.cap is None else self.cap * torch.tanh(x / self.cap)
+        return bent(x, self.scale, self.cap)
 
 
 class _Output(MoeModelOutputWithPast):
-    """What a body may give besides hidden states is None here."""
+    """A body's outputs other than hidden states are None here."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
 class _Body(nn.Module):
-    """Gives the hidden states it was made with."""
+    """Body of a model for a head: returns precomputed hidden states."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -288,14 +302,15 @@ class _Body(nn.Module):
 
 
 class _Head(nn.Module):
-    """Passes on what it is given."""
+    """Replaces the head: returns its input."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden
 
 
 def read_logit_rule(causal: PreTrainedModel, where: str) -> LogitRule:
-    """The rule of a class, with the numbers of its config; UserError where it has another form."""
+    """The logit rule of a class, with the numbers of its config; UserError if it has another
+    form."""
     head = causal.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.bias is not None:
         rule = "its head has a bias or is no linear layer, which the fused log-probs cannot take"
@@ -341,7 +356,7 @@ VALUE_HEAD_ON_DISK = "score.weight"
 
 
 def build_hf_map(causal: PreTrainedModel, dims: ModelDims, where: str) -> WeightMap:
-    """Exact and complete, or UserError."""
+    """The exact and complete map, or UserError."""
     held = causal.state_dict()
     tied = _tied(causal, held)
     shapes = {name: tuple(x.shape) for name, x in held.items() if name not in tied}
@@ -369,7 +384,7 @@ def _layer(name: str) -> int | None:
 
 
 def _tied(causal: PreTrainedModel, held: Mapping[str, Tensor]) -> dict[str, str]:
-    """Name -> the name before it of the same tensor."""
+    """Name -> the earlier name of the same tensor."""
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     parameters = dict(causal.named_parameters(remove_duplicate=False))
@@ -384,7 +399,7 @@ def _tied(causal: PreTrainedModel, held: Mapping[str, Tensor]) -> dict[str, str]
 def _parts_on_disk(
     causal: PreTrainedModel, shapes: Mapping[str, Shape], where: str
 ) -> dict[str, list[Region]]:
-    """For every tensor in memory, the tensors on disk that it is made of."""
+    """For every tensor in memory, the tensors on disk that it consists of."""
     blank = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     owners = {x.untyped_storage()._cdata: name for name, x in blank.items()}
     with _ViewsOnly():
@@ -400,7 +415,7 @@ def _parts_on_disk(
 
 
 class _ViewsOnly(TorchFunctionMode):
-    """`contiguous` would copy, and a copy does not show where it comes from."""
+    """`contiguous` would copy, and a copy does not show its source."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -33,15 +33,16 @@ from pentad.trainer.run_folders import describe_progress
 from pentad.trainer.stopping import too_early
 
 RESET_S = 15.0
-"""How long the GPUs may take to give back what this process has there."""
+"""Time limit for the GPUs to free the memory of this process, in seconds."""
 
 
 class Died(Transient):
-    """The fresh process ended without an answer: what follows is decided here."""
+    """The fresh process ended without an answer; this process decides how to continue."""
 
 
 def run_in_fresh_processes(job: RunJob, policy: RestartPolicy) -> RunSummary:
-    """The rest of the run, each process after the other while they become unusable."""
+    """Runs the rest of the run in fresh processes; a process that becomes unusable is followed by
+    the next."""
     check_gpus_free()
     while True:
         answer = ask_fresh_process(job, policy)
@@ -56,7 +57,7 @@ def run_in_fresh_processes(job: RunJob, policy: RestartPolicy) -> RunSummary:
 
 
 def check_gpus_free() -> None:
-    """Raises where a kernel that never ends keeps the memory of this process."""
+    """Raises if a kernel that never ends keeps this process's GPU memory."""
     resetting = threading.Thread(target=reset_gpus, daemon=True)
     resetting.start()
     resetting.join(RESET_S)
@@ -66,7 +67,7 @@ def check_gpus_free() -> None:
 
 
 def ask_fresh_process(job: RunJob, policy: RestartPolicy) -> Any:
-    """A summary, a policy where that process became unusable too, or an exception."""
+    """Returns a summary, the policy if that process became unusable too, or an exception."""
     ours, theirs = Pipe()
     names: list[str] = []
     path = os.pathsep.join([str(Path(pentad.__file__).parents[1]), *filter(None, sys.path)])

@@ -1,4 +1,4 @@
-"""Which slots have the ranks that train: some are lost for good, some return.
+"""Membership of elastic runs: assigns training ranks to slots, some of which are lost or return.
 
 The group shrinks, grows, or waits where too few are left. The rules are those of `core.shrink`;
 which slot is retired is decided by `runtime.restarts`.
@@ -26,7 +26,7 @@ KINDS: dict[str, LossKind] = {
     **{"died": "died", "stuck": "stuck", "away": "away"},
     **dict.fromkeys(("bug", "run", "user"), "raised"),
 }
-"""How a rank failed, as restarts see it."""
+"""Kinds of failures of a rank, by the names that the restart policy uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,13 @@ class RankGeneration:
 @dataclass(slots=True)
 class Membership:
     config: Config
-    """The requested config."""
+    """The config as requested, before any shrinking."""
     slots: Slots
     why_unavailable: Callable[[int], str | None] = lambda slot: None
-    """Why the runtime has no place for a slot."""
+    """Why the runtime cannot place a process in a slot."""
     formed: RankGeneration | None = None
     missed_at: dict[int, float] = field(default_factory=dict)
-    """Since when a slot has been away."""
+    """When each missing slot was first missed."""
 
     @property
     def is_on(self) -> bool:
@@ -59,7 +59,7 @@ class Membership:
         return self.config.component("actor").world
 
     def away(self, slots: Iterable[int] | None = None) -> dict[int, str]:
-        """Those of these slots, or of all, that cannot be used, with the reason."""
+        """The unusable slots among these, or among all, with the reason."""
         if not self.is_on:
             return {}
         found = self.slots.away()
@@ -68,8 +68,8 @@ class Membership:
         return {slot: why for slot, why in reasons.items() if why}
 
     def form(self, generation: int) -> RankGeneration:
-        """The largest group that can be had; waits while it is too small. RunError where that takes
-        longer than `elastic.wait_timeout_s`."""
+        """Forms the largest possible group; waits while too few slots are usable. RunError if that
+        takes longer than `elastic.wait_timeout_s`."""
         if not self.is_on:
             return RankGeneration(self.config, tuple(range(self.count)))
         began, said_at = time.monotonic(), -SAY_S
@@ -96,7 +96,7 @@ class Membership:
         return found if found and found.world >= self.config.elastic.min_ranks else None
 
     def _is_graced(self, now: float) -> bool:
-        """Whether a slot that is away may still return before the others train without it."""
+        """Whether a missing slot may still return before the others train without it."""
         grace_s = self.config.elastic.drop_grace_s
         return any(now - at < grace_s for at in self.missed_at.values())
 
@@ -122,7 +122,7 @@ class Membership:
         return self.formed
 
     def has_returned(self) -> bool:
-        """Whether a larger group could be formed than the one that trains."""
+        """Whether a larger group than the current one could be formed."""
         if not self.is_on or self.formed is None or len(self.formed.used) == self.count:
             return False
         away = self.away()
@@ -135,15 +135,15 @@ class Membership:
         return fitted is not None and fitted.world > len(self.formed.used)
 
     def why_away(self, rank: int) -> str | None:
-        """Why the slot of this rank of the group that trains is away; None: it is not."""
+        """Why the slot of this rank is unusable; None if it is usable."""
         if not self.is_on or self.formed is None:
             return None
         slot = self.formed.used[rank]
         return self.slots.away().get(slot)
 
     def loss_of(self, cause: Failure | None) -> tuple[LossKind, int | None, bool]:
-        """What was lost, in which slot, and whether the other slots can train without it. What only
-        follows from the loss of another rank is no slot's own."""
+        """The lost slot and the kind of loss, and whether the other slots can train without it. A
+        failure that only follows from the loss of another rank belongs to no slot."""
         if cause is None or (cause.is_consequence and cause.kind != "away"):
             return "died", None, False
         kind = KINDS[cause.kind]
@@ -159,7 +159,7 @@ class Membership:
         return kind, slot, self._fitted(left) is not None
 
     def carry_out(self, decision: Decision, lost: Lost) -> None:
-        """Slots that are retired go, and those that were retired for nothing come back."""
+        """Retires slots as the restart policy decided, and gives wrongly retired ones back."""
         for slot in decision.give_back if self.is_on else ():
             self.slots.join(slot)
         if decision.action == "regroup" and lost.slot is not None:

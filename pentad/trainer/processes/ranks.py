@@ -1,7 +1,7 @@
-"""On which processes a run runs: this one alone, those it starts for its ranks, or torchrun's.
+"""Starts a run on its processes: this one alone, the ranks it starts, or torchrun's ranks.
 
 Every rank has a service (`trainer.rank.service`). The scheduler calls the services of all ranks:
-from a process of its own (`runtime.group_calls`), or under torchrun from rank 0 (`runtime.calls`).
+from a separate process (`runtime.group_calls`), or under torchrun from rank 0 (`runtime.calls`).
 """
 
 from __future__ import annotations
@@ -35,10 +35,8 @@ def run_over_ranks(
     fresh: bool,
     device: str,
 ) -> RunSummary:
-    """Runs it on as many ranks as the layout has. `check` raises what is wrong before any starts.
-
-    Under torchrun every rank comes here, and rank 0 alone returns.
-    """
+    """Runs a job on as many ranks as the layout has. `check` raises config problems before any
+    process starts. Under torchrun every rank calls this, and only rank 0 returns."""
     own = rank_from_environment()
     if own is not None and config.elastic.enabled:
         config, own, why = fit_torchrun(config, own)
@@ -61,8 +59,8 @@ def run_over_ranks(
 
 
 def fit_torchrun(config: Config, rank: Rank) -> tuple[Config, Rank, str]:
-    """The layout for the ranks that torchrun's agents came together with, fewer than it asks for or
-    not, and what changed, in words. A rank that it has no use for ends here."""
+    """The layout for the ranks that torchrun's agents formed, and its changes in words; the number
+    of ranks may be lower than requested. Ranks that the layout does not use end here."""
     if shares_store() and not is_one_machine():
         rule = "the agents keep one store over restarts, with the addresses of dead ranks"
         remedy = "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all machines (scripts/launch.sh does)"
@@ -86,7 +84,8 @@ def fit_torchrun(config: Config, rank: Rank) -> tuple[Config, Rank, str]:
 
 
 def check_same_commits(config: Config) -> None:
-    """Ranks look names of the hub up one by one; a branch may move in between."""
+    """Checks that all ranks resolved Hub names to the same commits; a branch may move in
+    between."""
     found = sorted(set(gather_values(pins_of(config))))
     if len(found) > 1:
         rule = f"ranks found different commits on the hub: {' and '.join(found)}"
@@ -94,7 +93,7 @@ def check_same_commits(config: Config) -> None:
 
 
 def run_under_torchrun(job: RunJob, rank: Rank, *, fresh: bool) -> RunSummary:
-    """One rank of a group that torchrun started, and starts again; rank 0 is the scheduler too."""
+    """Runs one rank of a group that torchrun starts and restarts; rank 0 is also the scheduler."""
     if rank.world == 1:
         summary = run_rank(job, rank, job.place, fresh=fresh)
         assert summary is not None, "rank 0 has one"
@@ -114,7 +113,8 @@ def run_under_torchrun(job: RunJob, rank: Rank, *, fresh: bool) -> RunSummary:
 
 
 def run_rank(job: RunJob, rank: Rank, device: torch.device, *, fresh: bool) -> RunSummary | None:
-    """Within a process group: rank 0 runs the trainer besides, the others make its calls."""
+    """Runs one rank within a process group: rank 0 also runs the trainer, the others serve its
+    calls."""
     service = job.make_service(job.config, rank, device)
     if rank.rank > 0:
         job.config.register_models()

@@ -1,5 +1,5 @@
-"""What of a run outlives a generation of its learners: the event loop, the samplers, and how
-weights reach them."""
+"""Parts of a run that outlive a generation of its learners: the event loop, the samplers and the
+transport of weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pentad.sync.weights_dir import WeightsDir
 
 
 class Regroup(Exception):
-    """The group of ranks is to be formed anew after a checkpoint; nothing has failed."""
+    """Raised to form a new group of ranks after a checkpoint; nothing has failed."""
 
 
 class RunResources:
@@ -23,18 +23,18 @@ class RunResources:
         self.runner = asyncio.Runner(loop_factory=AwakeLoop)
         self.stack, self.sampler_stack = AsyncExitStack(), AsyncExitStack()
         self.runtime: Runtime | None = None
-        """Where learners and samplers are started; None: on this machine."""
+        """Starts learners and samplers; None: they run on this machine."""
         self.weights_dir: WeightsDir | None = None
         self.samplers: dict[str, Sampler] | None = None
         self.holder = "rollout"
-        """Which side had the devices last that samplers and learners share."""
+        """Which side used the shared devices of samplers and learners last."""
         self.standbys: StandbyPool | None = None
 
     def note_holder(self, holder: str) -> None:
         self.holder = holder
 
     def close_samplers(self) -> None:
-        """The next generation of the learners has samplers of its own."""
+        """Closes the samplers; the next generation of learners opens new ones."""
         self.samplers = self.weights_dir = None
         self.holder = "rollout"
         stack, self.sampler_stack = self.sampler_stack, AsyncExitStack()
@@ -42,7 +42,7 @@ class RunResources:
 
     @property
     def is_spread(self) -> bool:
-        """Whether learners and samplers may be on other machines, where Ray started them."""
+        """Whether Ray may have started learners and samplers on other machines."""
         return self.runtime is not None and self.runtime.is_spread
 
     def __enter__(self) -> RunResources:

@@ -1,9 +1,9 @@
-"""The generations of a run's learners: formed, started, and after a failure that may pass followed
-by the next one, from the newest checkpoint.
+"""The generations of a run's learners: each is formed and started; after a transient failure the
+next one continues from the newest checkpoint.
 
-All that is counted of failures, generations and retired slots is in one `runtime.restarts` policy.
-Learners are processes beside the scheduler, or a thread of its process; that one is rebuilt within
-the process, or by `trainer.processes.fresh` where a failure has left the process unusable.
+One `runtime.restarts` policy counts failures, generations and retired slots. Learners are processes
+beside the scheduler, or a thread of its process; that thread is rebuilt within the process, or by
+`trainer.processes.fresh` if a failure has left the process unusable.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ log = logging.getLogger(__name__)
 
 MakeService = Callable[[Config, Rank, torch.device], RankService]
 RunFunction = Callable[[Carrier, Config, Sequence[str], bool, "Supervisor"], RunSummary]
-"""A whole run over one generation of its learners: their calls, config, notes, whether to start
-anew, and its supervisor."""
+"""A whole run over one generation of its learners. Arguments: calls, config, notes, whether to
+start anew, and the supervisor."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunJob:
-    """What a supervisor runs; can be pickled."""
+    """The job of a supervisor; can be pickled."""
 
     run: RunFunction
     make_service: MakeService
     check: Callable[[Config, torch.device], Any]
-    """Raises what is wrong before anything starts; what it found is `Supervisor.checked`."""
+    """Raises config problems before anything starts; its result is `Supervisor.checked`."""
     config: Config
     notes: Sequence[str] = ()
     device: str = "auto"
@@ -81,25 +81,26 @@ class RunJob:
 
     @property
     def is_remote(self) -> bool:
-        """Whether learners are processes beside this one."""
+        """Whether learners are separate processes."""
         return topology(self.config, facts_of(self.config, kind_of(self.place))).is_learner_apart
 
 
 @dataclass(slots=True)
 class OutageTimes:
-    """From the loss of learners to the end of the next step, by monotonic clock."""
+    """Times of an outage, from the loss of learners to the end of the next step, on the monotonic
+    clock."""
 
     cause: str
     seen_at: float
     """The last sign of life of the rank that was lost first."""
     failed_at: float
-    """The group was given up."""
+    """When the group was given up."""
     fenced_at: float = 0.0
-    """No process of it was left."""
+    """When its last process had ended."""
     joined_at: float = 0.0
-    """All ranks of the next one had met."""
+    """When all ranks of the next group had connected."""
     loaded_at: float = 0.0
-    """They had the state of the checkpoint."""
+    """When they had loaded the checkpoint."""
     num_losses: int = 1
 
     def seconds(self, now: float) -> dict[str, float]:
@@ -126,22 +127,22 @@ class Supervisor:
         is_remote: bool = False,
         policy: RestartPolicy | None = None,
     ) -> None:
-        """`policy`: what is counted already, in another process; None: nothing was lost yet."""
+        """`policy`: the counts so far, from another process; None: no failure yet."""
         self.job, self.config, self.resources = job, job.config, resources
         self.is_remote = is_remote
         self.policy = policy or policy_of(job.config)
         self.folder = run_path_of(job.config).absolute()
         self.members = Membership(job.config, Slots(self.folder / "slots"), self._why_unavailable)
         self.checked: Any = None
-        """What `job.check` has read and found good."""
+        """The result of `job.check`."""
         self.group: RankGroup | None = None
-        """The learners, where they are processes of their own."""
+        """The learners, if they are separate processes."""
         self.is_loaded = False
         """Whether they have the state of the checkpoint, and are in a step or between two."""
         self.outage: OutageTimes | None = None
-        """Under way, since learners were lost that have not trained again."""
+        """The current outage: learners were lost and the next ones have not trained a step yet."""
         self.facts: dict[str, Any] = {}
-        """What a record of an outage says of the group."""
+        """Facts about the group for the record of an outage."""
 
     def _why_unavailable(self, slot: int) -> str | None:
         runtime = self.resources.runtime
@@ -150,8 +151,8 @@ class Supervisor:
     # Generations
 
     def run_checked(self, *, fresh: bool) -> RunSummary:
-        """The whole run, once its checks have passed. Raises `Unusable` where the next generation
-        cannot be in this process."""
+        """Runs the whole run after its checks passed. Raises `Unusable` if the next generation
+        cannot start in this process."""
         job = self.job
         with in_generation(self.policy.generation):
             self.checked = job.check(job.config, job.place)
@@ -161,7 +162,7 @@ class Supervisor:
         return self.run_generations(fresh=fresh)
 
     def run_generations(self, *, fresh: bool) -> RunSummary:
-        """One after the other, until the run ends."""
+        """Runs one generation after the other until the run ends."""
         job, resources = self.job, self.resources
         if self.is_remote and self.config.scheduler.type == "ray":
             resources.runtime = open_runtime(self.config, job.place, is_remote=True)
@@ -184,7 +185,7 @@ class Supervisor:
                 raise Unusable(self.policy)
 
     def _run_one(self, generation: RankGeneration, fresh: bool) -> RunSummary | None:
-        """None where the next one is to have more ranks."""
+        """Runs one generation; None if the next one is to have more ranks."""
         job = self.job
         with in_generation(self.policy.generation), self.start(generation) as calls:
             try:
@@ -194,8 +195,8 @@ class Supervisor:
         return None
 
     def form(self) -> RankGeneration:
-        """The next one. Waiting for it may be what the run ends with: the folder stays ours, and
-        `exit.json` says how."""
+        """Forms the next group. If the run ends while it waits, the folder stays locked and
+        `exit.json` has the reason."""
         if not (self.is_remote and self.members.is_on):
             return RankGeneration(self.config, tuple(range(self.members.count)))
         with (
@@ -207,8 +208,8 @@ class Supervisor:
             return self.members.form(self.policy.generation)
 
     def start(self, generation: RankGeneration) -> RankGroup | RankCalls:
-        """Its learners: a process for each rank, with its GPU, where there are any; or a service
-        of this process."""
+        """Starts the learners: a process per rank, with its GPU if there are any; or a service of
+        this process."""
         self.is_loaded = False
         if not self.is_remote:
             return RankCalls(self.job.make_service(generation.config, Rank(), self.job.place))
@@ -258,7 +259,8 @@ class Supervisor:
         return f"{make.__module__}:{make.__qualname__}"
 
     def _standbys(self, specs: Sequence[RoleSpec]) -> StandbyPool | None:
-        """As many as the first group has ranks: a group that lost one is replaced whole."""
+        """Starts as many standbys as the first group has ranks, because a group that lost a rank is
+        replaced whole."""
         resources, elastic = self.resources, self.config.elastic
         if resources.standbys is None and elastic.enabled and elastic.standbys:
             modules = [rank_host.__name__, self._service.partition(":")[0], *IMPORTED_LATE]
@@ -269,7 +271,7 @@ class Supervisor:
     # Failures
 
     def note_lost(self, error: Exception) -> None:
-        """The generation has ended with this failure. Raises it where no other follows."""
+        """Handles the failure that ended a generation; raises it if no other generation follows."""
         self._note_outage(error)
         if isinstance(error, RunError | UserError) and not isinstance(error, Transient):
             raise error
@@ -331,7 +333,7 @@ class Supervisor:
     # What the run reports
 
     def note_loaded(self) -> None:
-        """The learners have the state of the checkpoint."""
+        """Records that the learners have loaded the checkpoint."""
         self.is_loaded = True
         if self.outage is not None and self.group is not None:
             self.outage.joined_at, self.outage.loaded_at = self.group.joined_at, awake_s()
@@ -363,8 +365,8 @@ class Supervisor:
             file.write(json.dumps(line) + "\n")
 
     def regroup_if_due(self, recover: RecoverHandler, savers: Sequence[Saver], step: int) -> None:
-        """Raises Regroup where ranks have returned and this step is committed. Exports that these
-        ranks write are waited for."""
+        """Raises Regroup if ranks have returned and this step is committed. Waits for exports that
+        these ranks write."""
         if self.members.has_returned() and recover.is_saved(step):
             for saver in savers:
                 saver.collect(step, wait=True)
@@ -398,7 +400,7 @@ def first_line(error: Exception) -> str:
 
 
 def step_under_way(config: Config) -> int:
-    """The step after the last one that was recorded."""
+    """The step in progress: the one after the last recorded step."""
     lines = read_lines(run_path_of(config) / "steps.jsonl")
     return max((line["step"] for line in lines), default=0) + 1
 
@@ -417,7 +419,7 @@ def newest_step(config: Config) -> int:
 
 
 def release(error: BaseException | None) -> None:
-    """Clears the frames of exceptions, which keep tensors of a failed generation alive."""
+    """Clears the frames of exceptions, which keep tensors of a failed generation in memory."""
     seen: set[int] = set()
     found = [error]
     while found:
@@ -430,7 +432,7 @@ def release(error: BaseException | None) -> None:
 
 def why_unusable(earlier: Set[threading.Thread]) -> str | None:
     """Why no learner can be built in this process again, in words. `earlier`: threads from before
-    the run, which are not its learner's."""
+    the run, which do not belong to its learner."""
     if any(thread.name == "learner" for thread in set(threading.enumerate()) - earlier):
         return "a call of the learner does not return"
     if torch.cuda.is_initialized():

@@ -1,4 +1,4 @@
-"""What runs beside the steps of an RL run, on the event loop of its scheduler.
+"""Pumps: background tasks of an RL run, on the event loop of its scheduler.
 
 Contract: pumps share one `RunState` (ledger, store, staleness budget) and wait for its changes. The
 rollout pump admits prompts within the budget and commits groups, the score pump adds columns, the

@@ -15,8 +15,10 @@ from pentad.core.types import Group
 from pentad.data.prompts import Prompts, RejectedPrompt
 from pentad.rl.section import AlgorithmSettings
 from pentad.rl.shaping import has_signal
+from pentad.rollout.drafts import Draft
 from pentad.rollout.executor import Executor, Executors
 from pentad.telemetry.timeline import gate_of
+from pentad.trainer.pumps.oversampling import Oversampling
 from pentad.trainer.pumps.state import RunState
 from pentad.trainer.sampling.placement import Placement, Turnstile
 
@@ -26,13 +28,13 @@ MAX_DRAWS_PER_SLOT = 50
 """A batch that needs more prompts than this per slot will never fill: the run stops."""
 
 MIN_ALIKE = 4
-"""Groups of small batches that fail alike before it is more than chance."""
+"""Number of alike failures from which small batches count as failing systematically."""
 
 MAX_LEASES = 3
-"""Attempts of a group that may come to no end before it is dropped."""
+"""Number of attempts of a group without a result before it is dropped."""
 
 REJECTIONS = {"no_signal": "all rewards of such a group are equal"}
-"""What it means that a finished group was turned down."""
+"""Explanations of why a finished group was rejected."""
 
 
 @dataclass(eq=False)
@@ -51,16 +53,25 @@ class RolloutPump:
     reject: Callable[[Group], str | None]
     _: KW_ONLY
     max_groups: int | None = None
-    """Running at once; None: as many as the budget lets live."""
+    """Limit of concurrent groups; None: only the staleness budget limits them."""
+    oversampling: Oversampling | None = None
+    """Set if a step starts more groups than it trains."""
     running: int = 0
     last_failures: dict[str, str] = field(default_factory=dict)
-    """Reason of a drop -> what the latest one said."""
+    """Reason of a drop -> the latest message."""
     num_scored: int = 0
-    """Groups that came to rewards, trained or not."""
+    """Number of groups that were scored, trained or not."""
     failed_alike: dict[str, int] = field(default_factory=dict)
-    """What was said when a group failed, numbers aside -> how often."""
+    """Message of a failed group, without its numbers -> how often it occurred."""
 
     async def run(self) -> None:
+        try:
+            await self._run()
+        finally:
+            if self.oversampling is not None:
+                self.oversampling.close()
+
+    async def _run(self) -> None:
         rolling: dict[asyncio.Task[None], int] = {}  # in the order of their start
         self.num_scored = self.state.ledger.funnel().trained
         async with asyncio.TaskGroup() as tasks:
@@ -85,7 +96,10 @@ class RolloutPump:
         return self.max_groups or self.state.budget.capacity_groups
 
     def _next_groups(self) -> list[int]:
-        """What a resumed run had planned, and what was lost, comes before what is admitted now."""
+        """The next groups to sample: first those a resumed run had planned and those that were
+        lost, then newly admitted ones."""
+        if self.oversampling is not None:
+            return self.oversampling.next_groups(self._admit)
         room = self._most - self.running
         if planned := self.state.planned:
             now, self.state.planned = planned[:room], planned[room:]
@@ -99,16 +113,18 @@ class RolloutPump:
         return batch if self.state.budget.may_admit(batch) else None
 
     def _can_admit(self) -> bool:
+        if self.oversampling is not None:
+            return not self.running and self.oversampling.is_due
         if self.running >= (1 if self.placement.is_on_policy else self._most):
             return False
         return bool(self.state.planned) or self._next_batch() is not None
 
     def _has_moved(self, gate: str) -> bool:
-        """Groups can be admitted, or another gate keeps them now."""
+        """Whether groups can be admitted, or the gate that blocks them has changed."""
         return self._can_admit() or gate_of(self._why_idle()) != gate
 
     def _why_idle(self) -> str:
-        """The closed gate, and after a colon what opens it."""
+        """The closed gate, and after a colon the event that opens it."""
         budget = self.state.budget
         if self.placement.is_on_policy and self.running:
             return f"running groups: {self.running} are to finish"
@@ -128,7 +144,7 @@ class RolloutPump:
         return [ledger.admit(batch) for _ in range(min(room, ledger.num_missing(batch)))]
 
     def _why_dropped(self) -> str:
-        """Counts and, of each reason, the latest words: the cause of a batch that never fills."""
+        """Counts by reason of a drop, each with the latest message: why a batch never fills."""
         reasons = []
         for reason, count in self.state.ledger.funnel().dropped.items():
             last = self.last_failures.get(reason)
@@ -136,8 +152,8 @@ class RolloutPump:
         return ", ".join(reasons)
 
     def _stop_if_all_fail(self, gid: int, failure: DataFailure) -> None:
-        """As many groups as a batch has failed alike, and none ever came to rewards: it is the
-        reward or the workflow, and not the prompts."""
+        """Stops the run if as many groups as a batch failed alike and none was ever scored: then
+        the cause is the reward or the workflow, not the prompts."""
         kind = re.sub(r"[0-9]+", "#", str(failure))
         self.failed_alike[kind] = self.failed_alike.get(kind, 0) + 1
         num = max(MIN_ALIKE, self.state.budget.groups_per_batch)
@@ -146,23 +162,29 @@ class RolloutPump:
             raise RunError(f"the first {num} groups failed alike, the last ({where}): {failure}")
 
     async def _roll(self, gid: int) -> None:
-        """One group from prompt to ready, or dropped with its reason. What comes of an attempt
-        whose lease ended is ignored: the group has another by then."""
+        """Samples one group: it becomes ready, or is dropped with its reason. The result of an
+        attempt whose lease ended is ignored, because the group has another attempt by then."""
         ledger = self.state.ledger
         attempt = ledger.start(gid)
-        lease = Lease(partial(self._expire, gid, attempt, asyncio.current_task()))
+        task = asyncio.current_task()
+        lease = Lease(partial(self._expire, gid, attempt, task))
+        draft = self._draft(gid, task)
         try:
-            group = await self.executor.rollout(self.stream.prompt(gid), attempt, lease.hold)
+            prompt = self.stream.prompt(gid)
+            group = await self.executor.rollout(prompt, attempt, lease.hold, draft)
             if lease.has_ended:
                 return
             self.num_scored += 1
             reason = self.reject(group)
             if reason is None:
-                self.state.put(group)
-                ledger.commit(gid, attempt)
+                self._take(group, attempt)
             else:
                 self.last_failures[reason] = REJECTIONS.get(reason, "")
                 ledger.drop(gid, reason)
+        except asyncio.CancelledError:
+            if lease.has_ended or self.oversampling is None or not draft.is_cut:
+                raise
+            self.oversampling.carry(prompt, attempt, draft)
         except (DataFailure, RejectedPrompt) as failure:
             if lease.has_ended:
                 return
@@ -177,10 +199,22 @@ class RolloutPump:
         finally:
             if not lease.has_ended:
                 lease.hold(None)
-                self._leave()
+                self._leave(gid)
+
+    def _draft(self, gid: int, task: asyncio.Task[Any] | None) -> Draft:
+        if self.oversampling is None or task is None:
+            return Draft()
+        return self.oversampling.begin(gid, task)
+
+    def _take(self, group: Group, attempt: int) -> None:
+        if self.oversampling is not None:
+            self.oversampling.complete[group.gid] = group, attempt
+            return
+        self.state.put(group)
+        self.state.ledger.commit(group.gid, attempt)
 
     def _expire(self, gid: int, attempt: int, task: asyncio.Task[Any] | None) -> None:
-        """The group gave no sign in time: it is planned again, with seeds of its own."""
+        """Plans the group again, with new seeds, after its lease ended."""
         text = f"attempt {attempt} made no progress within its lease (workflow and sampler)"
         log.warning("group %d: %s", gid, text)
         if attempt + 1 < MAX_LEASES:
@@ -191,15 +225,17 @@ class RolloutPump:
             self.state.ledger.drop(gid, "deadline")
         assert task is not None, "it runs in a task"
         task.cancel()
-        self._leave()
+        self._leave(gid)
 
-    def _leave(self) -> None:
+    def _leave(self, gid: int) -> None:
         self.running -= 1
+        if self.oversampling is not None:
+            self.oversampling.leave(gid)
         self.state.changed.notify()
 
 
 class Lease:
-    """The time within which a running group must give a sign."""
+    """The time within which a running group must make progress."""
 
     def __init__(self, end: Callable[[], None]) -> None:
         self.end = end
@@ -207,7 +243,7 @@ class Lease:
         self.timer: asyncio.TimerHandle | None = None
 
     def hold(self, seconds: float | None) -> None:
-        """Renews it; None: there is no limit for now."""
+        """Renews the lease; None: no limit for now."""
         if self.timer is not None:
             self.timer.cancel()
         self.timer = None
@@ -220,7 +256,7 @@ class Lease:
 
 
 def rejection(settings: AlgorithmSettings) -> Callable[[Group], str | None]:
-    """Which groups are not worth training, and why."""
+    """Decides which groups are not worth training, and why."""
 
     def reject(group: Group) -> str | None:
         if settings.dynamic_filter and not has_signal([s.reward or 0.0 for s in group.samples]):

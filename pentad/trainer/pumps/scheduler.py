@@ -37,17 +37,19 @@ from pentad.trainer.stopping import stop_on_signals
 log = logging.getLogger(__name__)
 
 GROUP_S = 30.0
-"""How much longer than the group of ranks the watchdog waits for a call of all of them."""
+"""How much longer than the group of ranks the watchdog waits for a call on all of them, in
+seconds."""
 
 
 class Watchdog:
-    """When nothing moves, names what is stuck, since when, behind which gate. Work that takes
-    long (a training step, an evaluation, long answers) is no stall: it is named in the log, and a
-    warning comes only where nothing works. The abort always comes.
+    """Names the stuck component, since when it is stuck and behind which gate, if nothing makes
+    progress. Long work (a training step, an evaluation, long answers) is no stall: it is named in
+    the log, and a warning comes only if no component works. The abort always comes.
 
-    Warns after `warn_s` without progress, and again each time that long; ends the run after
-    `abort_s`. Progress is a change of what was committed, dropped, trained or published, or a
-    sign of work: a microbatch, a tensor, a token drawn."""
+    Warns after `warn_s` without progress, and again after each further `warn_s`; ends the run after
+    `abort_s`. Progress is a change of the committed, dropped, trained or published counts, or a
+    sign of work: a microbatch, a tensor, a sampled token.
+    """
 
     def __init__(
         self,
@@ -65,21 +67,21 @@ class Watchdog:
         self.warn_s = warn_s
         self.abort_s = abort_s
         self.sampled = sampled
-        """Tokens that samplers have drawn so far."""
+        """Tokens sampled so far."""
         self.is_watched = is_watched
-        """Whether the group of ranks is watched elsewhere, which names the one that hangs."""
+        """Whether the group of ranks is monitored elsewhere, which names the rank that hangs."""
         self.check = check
-        """Raises what ended the learner."""
+        """Raises the failure that ended the learner."""
         self.show = show
-        """Takes what is under way, in words."""
+        """Called with the work in progress, in words."""
         self.clock = clock
         self.step_began = (-1, 0.0, clock())
-        """Step under way, tokens drawn before it, and when it was first seen."""
+        """Step in progress, tokens sampled before it, and when it was first seen."""
         self.last_progress: tuple[object, ...] = ()
         self.last_change = clock()
         self.last_warning = clock()
         self.last_beat = clock()
-        """When the event loop was last seen to turn."""
+        """When the event loop last ran a turn."""
         self.period_s = min(warn_s, abort_s, 5.0) / 4
 
     async def run(self) -> None:
@@ -92,7 +94,8 @@ class Watchdog:
 
     @contextmanager
     def watching_the_loop(self) -> Iterator[None]:
-        """From a thread, since code that holds the event loop holds this watchdog too."""
+        """Watches the event loop from a thread, because code that blocks the event loop blocks the
+        watchdog too."""
         owner, done = threading.get_ident(), threading.Event()
         is_main = owner == threading.main_thread().ident
         before = signal.signal(signal.SIGUSR2, self._give_up) if is_main else None
@@ -124,7 +127,7 @@ class Watchdog:
         raise RunError(held_loop(self.clock() - self.last_beat, frame))
 
     def look(self) -> None:
-        """One look at the counters; raises RunError when the run has stood still too long."""
+        """Reads the counters once; raises RunError if the run has made no progress for too long."""
         self.check()
         now = self.clock()
         progress = self._progress()
@@ -141,7 +144,7 @@ class Watchdog:
             log.log(level, "batch %d stalled for %.0f s: %s", self._batch, stalled_s, self.report())
 
     def phase(self) -> str:
-        """The step under way: seconds, groups that are sampled, tokens, and what is at work."""
+        """The step in progress: seconds, groups being sampled, tokens, and active components."""
         state, now, drawn = self.state, self.clock(), self.sampled()
         step, size = state.budget.trained + 1, state.budget.groups_per_batch
         if self.step_began[0] != step:
@@ -152,7 +155,7 @@ class Watchdog:
         return text + ", ".join([f"{drawn - before:,.0f} tokens", *state.working])
 
     def report(self) -> str:
-        """Active components, what each pump waits for, and unfinished groups."""
+        """Describes active components, the condition each pump waits for, and unfinished groups."""
         ledger = self.state.ledger
         waits = [f"{what} is under way" for what in self.state.working]
         waits += [f"{pump} waits for {what}" for pump, what in sorted(self.state.waiting.items())]
@@ -174,7 +177,7 @@ class Watchdog:
 
 
 def held_loop(held_s: float, frame: FrameType | None) -> str:
-    """Who holds the event loop: the innermost frame of its thread."""
+    """The innermost frame of the event loop's thread, if it blocks the loop."""
     place = "unknown code"
     if frame is not None:
         place = f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
@@ -186,12 +189,12 @@ def held_loop(held_s: float, frame: FrameType | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HangWatch:
-    """The watchdog of a run without pumps, whose learner is this process: no microbatch and no
+    """The watchdog of a run without pumps whose learner is in this process: no microbatch and no
     tensor for `abort_s` ends the run."""
 
     abort_s: float
     stacks: Path
-    """Where the stacks of all threads are written then."""
+    """File for the stacks of all threads at an abort."""
 
     async def run(self) -> None:
         seen, since = pulse.count, awake_s()
@@ -210,30 +213,30 @@ class HangWatch:
 
 class Pump(Protocol):
     async def run(self) -> None:
-        """Until the run is over."""
+        """Watches until the run is over."""
         ...
 
 
 class ClosablePump(Pump, Protocol):
     def close(self) -> None:
-        """Ends it once what waits is done."""
+        """Ends the watchdog."""
         ...
 
 
 @dataclass(slots=True)
 class Scheduler:
-    """Runs the steps of a run beside the pumps that make its batches and publish its weights."""
+    """Runs the steps of a run, beside the pumps that fill its batches and publish its weights."""
 
     request_stop: Callable[[str], None]
-    """Takes the name of a signal."""
+    """Called with the name of a signal."""
     watchdog: Pump | None
     rollout: Pump | None = None
     publish: ClosablePump | None = None
     score: Pump | None = None
 
     async def run(self, steps: Coroutine[Any, Any, None]) -> None:
-        """Until all batches are trained and published, or a signal stops it. Raises the first
-        failure, unwrapped."""
+        """Runs until all batches are trained and published, or a signal stops it. Raises the first
+        failure, not wrapped in a group."""
         try:
             with stop_on_signals(self.request_stop):
                 async with asyncio.TaskGroup() as tasks:

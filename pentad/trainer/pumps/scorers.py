@@ -1,6 +1,6 @@
-"""The scorers of a run: models on devices of their own that judge what was sampled.
+"""The scorers of a run: models on separate devices that score samples.
 
-Where the learner is processes beside the scheduler, so is each scorer; else it is a thread.
+If the learner is separate processes, so is each scorer; else a scorer is a thread.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ async def open_scorers(
     log_folder: Path | None,
     runtime: Runtime | None = None,
 ) -> dict[str, ScorerCalls]:
-    """By role, each with its weights and the store; closed with `stack`. Processes where there is a
-    folder for their logs: of this machine, or of the learner's `runtime`, which has places for
-    them."""
+    """Opens the scorers, by role, each with its weights and the store; `stack` closes them. They
+    are processes if there is a folder for their logs: on this machine, or placed by the learner's
+    `runtime`."""
     found: dict[str, ScorerCalls] = {}
     if not scorers(config):
         return found
@@ -116,15 +116,15 @@ def scorer_thread(
 
 
 def serve_scorer(given: dict[str, Any], rank: Rank, device: torch.device) -> ScorerService:
-    """One rank of a scorer, in its process."""
+    """Runs one rank of a scorer in its process."""
     config = Config.model_validate(given["config"])
     config.register_models()
     return ScorerService(config, rank, device, given["role"])
 
 
 class ScorerProcesses:
-    """A scorer whose ranks are processes. One that is lost is started again alone, with the next
-    generation: it has no state."""
+    """A scorer whose ranks are processes. If one is lost, only this scorer is restarted, as the
+    next generation: it has no state."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class ScorerProcesses:
         self.log_folder.mkdir(parents=True, exist_ok=True)
         self.runtime = runtime or LocalRuntime()
         self.steps = dict(steps)
-        """Calls that prepare it, with their arguments."""
+        """Calls that prepare a new process, with their arguments."""
         self.policy = RestartPolicy(retries=config.rollout.restarts)
         self.settings = GroupSettings(stall_s=config.stall_abort_s, timeout_s=JOIN_S)
         self.lost_at = 0.0
@@ -181,7 +181,7 @@ class ScorerProcesses:
         return answer
 
     async def _make(self, call: tuple[str, dict[str, Any]] | None) -> Any:
-        """Makes the call, of processes that are prepared for it, however often they are lost."""
+        """Makes the call on prepared processes, again after each loss."""
         while True:
             try:
                 if self.thread is None:
@@ -208,8 +208,8 @@ class ScorerProcesses:
 
 
 class ScorerService:
-    """What every rank of a scorer runs: a frozen model that writes its log-probs of groups. Holds
-    no state: started again, it gives the same numbers."""
+    """The service of every rank of a scorer: a frozen model that writes log-probs of groups. It
+    holds no state: after a restart it gives the same numbers."""
 
     mild: frozenset[str] = frozenset()
 
@@ -221,7 +221,8 @@ class ScorerService:
         self.store: GroupStore | None = None
 
     def build(self, max_row_tokens: int, weights: str | None = None) -> None:
-        """The model, also in the place of an earlier one; the number follows from the data."""
+        """Builds the model, also as a replacement of an earlier one. `max_row_tokens`
+        follows from the data."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # of the thread that makes all calls
         self.engine: Engine | None = None  # a model at a time
@@ -231,11 +232,11 @@ class ScorerService:
         )
 
     def open_store(self, address: dict[str, Any]) -> None:
-        """Where the groups are; a score does not ask for their prompts."""
+        """Connects to the store of groups; scoring does not need their prompts."""
         self.store = open_store(address, lambda gid: Prompt(gid, (), {}))
 
     def score(self, gids: list[int]) -> None:
-        """Writes the column of these groups."""
+        """Writes the score column of these groups."""
         assert self.store is not None and self.engine is not None, "it is built and opened first"
         groups = self.store.get(gids)
         outputs = self.engine.forward(scored_rows(groups))
@@ -245,37 +246,39 @@ class ScorerService:
             self.store.write(group.gid, group.attempt, {column_of(self.role): own})
 
     def close(self, *, is_failed: bool) -> None:
-        """The store is that of the run where both are one process."""
+        """Keeps the store open if it is the run's own."""
         if self.store is not None and self.store.address["kind"] != "memory":
             self.store.close()
 
 
 @dataclass(eq=False)
 class RefreshedReference:
-    """The reference on its own devices, made the actor every `ref_update_interval` steps.
+    """A reference on separate devices, set to the actor's weights every `ref_update_interval`
+    steps.
 
-    Batch b is scored by the actor as it was after the last of these steps before it, the reference
-    that a weight tag in the trainer would be. Groups that are sampled ahead of such a step wait for
-    it. Each reference is a HF folder named by its version, from which a lost scorer is restarted.
+    Batch b is scored by the actor as it was after the last of these steps before b, the same
+    reference that a weight tag in the trainer would be. Groups that are sampled ahead of such a
+    step wait for it. Each reference is an HF folder named by its version, from which a lost scorer
+    is restarted.
     """
 
     scorer: ScorerCalls
     learner: LearnerClient
     folder: Path
-    """Absolute."""
+    """An absolute path."""
     every: int
     max_row_tokens: int
     oldest: Callable[[], int]
-    """Steps in the oldest checkpoint that the run may resume from."""
+    """Steps in the oldest checkpoint from which the run may resume."""
     version: int = 0
-    """The version of the weights that the scorer holds; 0: those it began with."""
+    """The version of the weights that the scorer holds; 0: the initial ones."""
 
     def scores(self, batch: int) -> bool:
-        """Whether it is the reference of this batch."""
+        """Whether the scorer holds the reference of this batch."""
         return batch - batch % self.every == self.version
 
     async def resume(self, trained: int) -> None:
-        """What it was after so many steps."""
+        """Restores the reference for a run resumed at this step."""
         version = trained - trained % self.every
         if version and not (self.folder / str(version)).is_dir():
             rule = f"the reference after step {version} is not in {self.folder}"
@@ -285,7 +288,7 @@ class RefreshedReference:
             await self._install(version)
 
     async def refresh(self, version: int) -> None:
-        """After the step that made this version."""
+        """Refreshes the reference after the step that made this version."""
         folder = str(self.folder / str(version))
         await self.learner.call("export", role="actor", folder=folder, is_async=False)
         await self._install(version)
@@ -304,13 +307,12 @@ class RefreshedReference:
 
 @dataclass(eq=False)
 class ScorePump:
-    """Sends sampled groups to the scorers; with all their columns they are ready.
+    """Sends sampled groups to the scorers; a group with all columns is ready. Scorers work
+    concurrently, each on the same groups.
 
-    Scorers work at the same time, each on the same groups.
-
-    On-policy the groups of a chunk are scored together, as a learner with weight tags does: what is
-    computed in one batch, and so every bit of the run, is then a function of the data alone.
-    Otherwise the oldest groups that are there are scored at once.
+    On-policy, the groups of a chunk are scored together, as a learner with weight tags does: the
+    tokens computed in one batch, and so every bit of the run, are then a function of the data
+    alone. Otherwise the oldest sampled groups are scored at once.
     """
 
     state: RunState
@@ -320,7 +322,7 @@ class ScorePump:
     _: KW_ONLY
     num_chunks: int
     is_open: Callable[[int], bool] = lambda batch: True
-    """Whether scorers hold the weights that judge a batch."""
+    """Whether the scorers hold the weights for a batch."""
 
     @property
     def chunks(self) -> list[range]:
@@ -369,7 +371,7 @@ class ScorePump:
             await self.scorers[role].call("score", gids=gids)
 
     def _read(self, gids: list[int]) -> list[Group]:
-        """Those of the groups that the store has."""
+        """Reads the groups that the store has."""
         try:
             return self.state.store.get(gids)
         except MissingGroups as missing:

@@ -1,4 +1,4 @@
-"""What the pumps share: ledger, store, staleness budget, and a signal that something changed."""
+"""Shared state of the pumps: ledger, store, staleness budget, and a change signal."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ import numpy as np
 import torch
 
 from pentad.core.types import Group
-from pentad.data.ledger import Ledger
+from pentad.data.ledger import Ledger, read_live
 from pentad.data.store import GroupStore
 from pentad.engine.state import read_random, write_random
+from pentad.telemetry.record import Oversampled
 from pentad.telemetry.timeline import timeline
 from pentad.trainer.stopping import StopFlag
 
 
 @dataclass(slots=True)
 class Budget:
-    """How far sampling may lead the weights: staleness as arithmetic on two counters.
+    """Limits the staleness of samples by arithmetic on two counters.
 
-    Batch b is trained as the step that makes version b into version b + 1. It may be admitted once
-    b <= published + max_staleness. Tokens are drawn at a version not below `published` as it was at
+    Batch b is trained by the step that turns version b into version b + 1. It may be admitted once
+    b <= published + max_staleness. Tokens are sampled at a version not below `published` at
     admission, so trained version - token version <= max_staleness holds by construction; nothing is
     discarded, and slow prompts are not starved.
     """
@@ -36,14 +37,22 @@ class Budget:
     num_batches: int
     """Batches of the whole run; none beyond the last is admitted."""
     trained: int = 0
-    """Batches trained, hence the version the learner holds."""
+    """Batches trained, which is also the learner's version."""
     published: int = 0
-    """Oldest version a serving sampler holds."""
+    """Oldest version that a serving sampler holds."""
+    max_carries: int = 0
+    """How often a group may be cut off and continue in the next step, one version later."""
 
     @property
     def capacity_groups(self) -> int:
-        """Groups that may be alive at once; derived, since a smaller one could deadlock."""
+        """Groups that may be in flight at once; derived, because a smaller number could
+        deadlock."""
         return self.groups_per_batch * (self.max_staleness + 1)
+
+    @property
+    def max_lag(self) -> int:
+        """Most versions between a token and the weights that it trains."""
+        return self.max_staleness + self.max_carries
 
     @property
     def last_open_batch(self) -> int:
@@ -76,14 +85,14 @@ class Budget:
 log = logging.getLogger(__name__)
 
 KEEP_S = 1.0
-"""How often the store is looked at for groups that it lost."""
+"""Interval at which the store is checked for lost groups."""
 
 
 class Signal:
-    """Wakes those whose condition holds after the run's state changed. One event loop only.
+    """Wakes the tasks whose condition holds after the run's state changed. For one event loop only.
 
-    Conditions are evaluated once for all changes of a turn of the loop, and no task is woken whose
-    condition does not hold: with thousands of groups in flight that is most of its work.
+    Conditions are evaluated once for all changes in a turn of the loop, and only tasks whose
+    condition holds are woken: with thousands of groups in flight this is most of its work.
     """
 
     def __init__(self) -> None:
@@ -116,12 +125,12 @@ class Signal:
 
 @dataclass(frozen=True, slots=True)
 class DataProgress:
-    """Where the data stood between two events of the loop."""
+    """Progress of the data between two events of the loop."""
 
     ledger: dict[str, Any]
-    """Its snapshot."""
+    """A snapshot of the ledger."""
     ready: list[Group]
-    """The groups it has samples of."""
+    """The groups with samples; planned groups among them have a part of their tokens."""
 
 
 @dataclass(slots=True)
@@ -131,17 +140,23 @@ class RunState:
     budget: Budget
     changed: Signal = field(default_factory=Signal)
     stop: StopFlag = field(default_factory=StopFlag)
-    """Set from outside (a signal) to end the run after the step in progress."""
+    """Set from outside (by a signal) to end the run after the step in progress."""
     waiting: dict[str, str] = field(default_factory=dict)
-    """What each pump waits for just now; the watchdog reads it out."""
+    """The condition each pump waits for; the watchdog reads it."""
 
     planned: list[int] = field(default_factory=list)
-    """Groups that are to be begun, or begun again, before any is admitted."""
+    """Groups to be started, or restarted, before any other is admitted."""
     held: dict[int, Group] = field(default_factory=dict)
-    """Groups with samples, until they are trained: what the store loses is put again."""
+    """Groups with samples that are not trained yet; if the store loses one, it is put again."""
+
+    carried: dict[int, Group] = field(default_factory=dict)
+    """What planned groups drew before they were cut off; samples to be continued have finish
+    "abort"."""
+    oversampled: Oversampled | None = None
+    """What the last step with more groups than it trains came to, until it is recorded."""
 
     working: list[str] = field(default_factory=list)
-    """What is being done just now that may take long by itself."""
+    """Work in progress that may take long by itself."""
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
@@ -152,28 +167,28 @@ class RunState:
             self.working.remove(what)
 
     def progress(self) -> DataProgress:
-        ready = [self.held[gid] for gid in sorted(self.held)]
-        return DataProgress(self.ledger.snapshot(), ready)
+        groups = self.held | self.carried
+        return DataProgress(self.ledger.snapshot(), [groups[gid] for gid in sorted(groups)])
 
     def put(self, group: Group) -> None:
-        """Where learners and scorers read it."""
+        """Puts groups where learners and scorers read them."""
         self.held[group.gid] = group
         self.store.put(group)
 
     def drop(self, gids: Iterable[int]) -> None:
-        """Groups that nothing is read from any more."""
+        """Drops groups that are no longer read."""
         gids = list(gids)
         for gid in gids:
             self.held.pop(gid, None)
         self.store.delete(gids)
 
     def lease(self, batch: int, slots: Iterable[int]) -> list[Group]:
-        """The ready groups in these slots, leased from now on."""
+        """Leases the ready groups of these slots."""
         return [self.held[gid] for gid in self.ledger.lease(batch, slots)]
 
     @asynccontextmanager
     async def kept(self, gids: Iterable[int]) -> AsyncIterator[None]:
-        """Within, what the store has lost or loses of these groups is put again."""
+        """While active, puts these groups again if the store loses them."""
         gids = list(gids)
         self._put_missing(gids)
         keeping = asyncio.ensure_future(self._keep(gids))
@@ -194,18 +209,36 @@ class RunState:
         for gid in lost:
             self.store.put(self.held[gid])
 
-    def resume(self, snapshot: Mapping[str, Any], groups: Iterable[Group], trained: int) -> None:
-        """Continues from a snapshot, in the place of whatever was here. Ready groups that are older
-        than the budget promises are, like all that were under way, sampled anew. LookupError,
-        TypeError or ValueError, and no change, for what `progress` would not give."""
+    def resume(
+        self,
+        snapshot: Mapping[str, Any],
+        groups: Iterable[Group],
+        trained: int,
+        *,
+        continues: bool = True,
+    ) -> None:
+        """Continues from a snapshot, which replaces the present state. Groups older than the budget
+        allows are sampled anew, like all groups in progress; without `continues` also those that
+        were cut off. Raises LookupError, TypeError or ValueError, and changes nothing, for a
+        snapshot that `progress` would not return."""
         if snapshot["groups_per_batch"] != self.ledger.groups_per_batch:
             raise ValueError(f"a batch has {snapshot['groups_per_batch']} groups")
-        batches = {gid: batch for gid, batch, *_ in snapshot["live"]}
-        oldest = self.budget.max_staleness
-        kept = {g.gid: g for g in groups if batches[g.gid] - g.min_version <= oldest}
+        live = {
+            gid: (batch, state, num_carries)
+            for gid, batch, _, state, _, num_carries in map(read_live, snapshot["live"])
+        }
+        kept, carried = {}, {}
+        for group in groups:
+            batch, state, num_carries = live[group.gid]
+            if state == "planned":
+                if continues and num_carries <= self.budget.max_carries:
+                    carried[group.gid] = group
+            elif batch - group.min_version <= self.budget.max_lag:
+                kept[group.gid] = group
         restored = Ledger.restore(snapshot, kept, has_scorers=self.ledger.has_scorers)
         self.drop(list(self.held))
-        self.ledger, self.planned = restored, restored.gids_in("planned")
+        self.ledger, self.planned, self.carried = restored, restored.gids_in("planned"), carried
+        self.oversampled = None
         for group in kept.values():
             self.put(group)
         self.budget.trained = self.budget.published = trained
@@ -219,7 +252,7 @@ class RunState:
         return bool(self.stop.reason) or self.budget.trained >= self.budget.num_batches
 
     async def wait_for(self, pump: str, what: str, predicate: Callable[[], bool]) -> None:
-        """Waits for the predicate or the end of the run, saying meanwhile what for."""
+        """Waits for the predicate or the end of the run; `waiting` shows the reason meanwhile."""
         self.waiting[pump] = what
         with timeline.span(f"{pump} waits", what):
             await self.changed.until(lambda: predicate() or self.is_over)
@@ -227,7 +260,7 @@ class RunState:
 
 
 class ProcessRandom:
-    """The generators of the scheduler's process, from which workflows may draw. Implements
+    """The random generators of the scheduler's process, which workflows may use. Implements
     `recovery.RunPart`."""
 
     def state(self) -> dict[str, str]:

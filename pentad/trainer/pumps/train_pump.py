@@ -1,6 +1,5 @@
-"""How sampled groups reach the learner, and how its weights reach the samplers: the groups of a
-batch are leased, trained and acknowledged; the publish pump installs a snapshot, then evaluates it
-if due."""
+"""Moves sampled groups to the learner and its weights to the samplers: the groups of a batch are
+leased, trained and acknowledged; the publish pump installs a snapshot, then evaluates it if due."""
 
 from __future__ import annotations
 
@@ -24,7 +23,8 @@ from pentad.trainer.sampling.selftest import Prober
 
 @dataclass(eq=False)
 class PublishPump:
-    """Latest wins: a snapshot not yet on its way is replaced by a newer one.
+    """Publishes snapshots; the latest wins: a snapshot that is not being sent yet is replaced by a
+    newer one.
 
     An evaluation is pinned to one version because no publish starts while it runs. On-policy,
     admission waits for it too, so that nothing else is decoded beside it.
@@ -37,9 +37,9 @@ class PublishPump:
     turnstile: Turnstile
     prober: Prober | None = None
     find_cause: Callable[[], Awaitable[None]] | None = None
-    """Raises what ended the learner, of which a failed publish may be a consequence."""
+    """Raises the failure that ended the learner, of which a failed publish may be a consequence."""
     is_probing: bool = False
-    """Samplers are to be compared with the version on its way, or just are."""
+    """Whether samplers are compared with the version being published, or have just been."""
     pending: Snapshot | None = None
     is_closed: bool = False
 
@@ -49,7 +49,7 @@ class PublishPump:
         self.state.changed.notify()
 
     def close(self) -> None:
-        """No more snapshots come; what is pending is still published."""
+        """Accepts no more snapshots; a pending one is still published."""
         self.is_closed = True
         self.state.changed.notify()
 
@@ -95,13 +95,14 @@ class SamplerSink:
 
     publish: PublishPump
     snapshot: Callable[[int], Awaitable[Snapshot]]
-    """Takes the learner's weights as they are, under the number of a version."""
+    """Snapshots the learner's weights under a version."""
 
     async def take(self, version: int) -> Snapshot:
         return await self.snapshot(version)
 
     async def hand_on(self, snapshot: Snapshot) -> None:
-        """Returns at once, or where roles take turns when samplers have the version."""
+        """Hands over the snapshot. Returns at once, or, if roles take turns, when the samplers have
+        the version."""
         state, version = self.publish.state, snapshot.version
         self.publish.submit(snapshot)
         del snapshot  # a whole model
@@ -112,8 +113,8 @@ class SamplerSink:
 
 @dataclass(eq=False)
 class BatchTrainer:
-    """Leases the groups of a batch as they are ready, has the learner train them, and acknowledges
-    them once they are in the weights."""
+    """Leases the groups of a batch once they are ready, has the learner train them, and
+    acknowledges them once the weights contain them."""
 
     state: RunState
     learner: LearnerClient
@@ -123,7 +124,7 @@ class BatchTrainer:
     num_chunks: int
 
     async def train(self, batch: int, timer: PhaseTimer) -> TrainedBatch | None:
-        """None when the run was stopped before the batch was whole."""
+        """Trains a batch; None if the run was stopped before the batch was complete."""
         groups: list[Group] = []
         with self.state.doing(f"the start of step {batch + 1}"):
             await self.learner.call("begin", batch=batch)
@@ -145,23 +146,28 @@ class BatchTrainer:
         gids = [group.gid for group in groups]
         self.state.ledger.ack(gids)
         self.state.drop(gids)
-        funnel, progress = self.state.ledger.funnel(), self.state.progress()
-        return TrainedBatch(batch, facts, timer, groups, funnel, progress)
+        state = self.state
+        oversampled, state.oversampled = state.oversampled, None
+        return TrainedBatch(
+            *(batch, facts, timer, groups, state.ledger.funnel(), state.progress()),
+            oversampled=oversampled,
+        )
 
     async def _add(self, groups: list[Group], last: bool) -> None:
-        """Every rank reads them from the store."""
+        """Adds groups; every rank reads them from the store."""
         gids = [group.gid for group in groups]
         async with self.state.kept(gids):
             await self.learner.call("add", gids=gids, last=last)
 
     def _finish(self, timer: PhaseTimer) -> BatchFacts:
-        """The update and what is known of it, in one go: what is in the weights is recorded."""
+        """Finishes the step and records it without a break in between: a step in the weights is
+        always recorded."""
         self.learner.call_all("finish")
         with timer.phase("record"):
             return BatchFacts.read(self.learner.query("measure"))
 
     async def _chunks(self, batch: int, timer: PhaseTimer) -> AsyncIterator[list[Group]]:
-        """The batch's groups in slot order, as soon as each chunk of them is ready."""
+        """The batch's groups in slot order, each chunk as soon as it is ready."""
         ledger, size = self.state.ledger, self.state.budget.groups_per_batch
         for chunk, slots in enumerate(chunk_slots(size, self.num_chunks)):
             # Sleeping samplers finish nothing, so the devices are taken only for a whole batch.
@@ -178,10 +184,10 @@ class BatchTrainer:
             yield groups
 
     def _check_lag(self, batch: int, group: Group) -> None:
-        """The promise of the budget, checked on what is really trained."""
+        """Checks the staleness bound on the groups that are trained."""
         lag = batch - group.min_version
-        if lag > self.placement.max_staleness:
+        if lag > (most := self.placement.max_staleness + self.state.budget.max_carries):
             raise RunError(
                 f"group {group.gid} holds tokens of version {group.min_version} but is trained at "
-                f"version {batch}: lag {lag} exceeds max_staleness = {self.placement.max_staleness}"
+                f"version {batch}: lag {lag} exceeds max_staleness + rollout.max_carries = {most}"
             )

@@ -1,4 +1,4 @@
-"""What every rank of a learner runs, in its process or in the scheduler's.
+"""Services that every rank of a learner runs, in its own or the scheduler's process.
 
 Contract: a service has methods that the scheduler calls on all ranks in one order, JSON in and JSON
 out; rank 0 answers. Data are read from the store or the dataset, weights leave as folders of files.

@@ -1,4 +1,5 @@
-"""What every rank of a run on examples has: the data too, of which it makes the rows of a step."""
+"""The service of every rank of a run on examples; the ranks also read the data and make the rows of
+a step."""
 
 from __future__ import annotations
 
@@ -27,32 +28,33 @@ from pentad.trainer.rank.service import EngineService
 
 ExampleCommand = Literal["sft", "pretrain", "dpo", "reward-model"]
 EVALUATED_AT_ONCE = 1024
-"""Examples."""
+"""Number of examples evaluated together."""
 
 
 class ExampleService(EngineService, ABC):
-    """Learns from examples, and measures the loss on held-out ones."""
+    """Trains on examples, and measures the loss on held-out ones."""
 
     command: ClassVar[ExampleCommand]
     tags: ClassVar[tuple[str, ...]] = ()
-    """Frozen weights that it scores with."""
+    """Frozen weights that score the examples."""
 
     def __init__(self, config: Config, rank: Rank, device: torch.device) -> None:
         super().__init__(config, rank, device)
         self.loss: Loss = SftLoss()
         self.data: dict[str, Examples] = {}
-        """By "train" and "valid"; read by `build`, where they were not given."""
+        """By "train" and "valid"; read by `build` unless given."""
         self.num_done = 0
-        """Steps that are in the weights."""
+        """Steps that the weights contain."""
 
     @staticmethod
     @abstractmethod
     def open_part(config: Config, part: str, dims: ModelDims, tokenizer: Tokenizer) -> Examples:
-        """UserError with what is wrong with the data."""
+        """Opens a part of the data; UserError with its problems."""
 
     def build(self, num_steps: int, data: Mapping[str, Mapping[str, Any]]) -> None:
-        """`data`: the state of each part as the caller read it; UserError where it is another
-        here, such as of a file that was edited before this rank was started again."""
+        """Builds the model. `data`: the state of each part as the caller read it; UserError if
+        a part differs here, for example because its file was edited before this rank was
+        restarted."""
         path = self.config.model_folder()
         if not self.data:
             dims, tokenizer = trained_dims(self.config, path), tokenizer_of(self.config)
@@ -69,7 +71,7 @@ class ExampleService(EngineService, ABC):
         )
 
     def step(self, step: int) -> dict[str, Any]:
-        """Trains the examples of a step, counted from 0; its result, and which rows those were."""
+        """Trains the examples of a step, counted from 0; returns its result and its rows."""
         self.rank.report(step + 1)
         size = self.config.train_dataset.batch_size
         data = self.data["train"]
@@ -89,8 +91,8 @@ class ExampleService(EngineService, ABC):
         }
 
     def train(self, places: Sequence[int]) -> dict[str, Any]:
-        """One optimizer step on examples by their places in the data: its `result`, the `rows` that
-        were trained, and what else is recorded."""
+        """One optimizer step on examples, by their index in the data: its `result`, the trained
+        `rows`, and further figures for the record."""
         rows = [row for place in places for row in self.data["train"].example(place)]
         engine = self.engines["actor"]
         engine.begin_step()
@@ -106,7 +108,7 @@ class ExampleService(EngineService, ABC):
         return counters
 
     def evaluate(self) -> dict[str, float | int]:
-        """The loss on the examples that are not trained."""
+        """The loss on held-out examples."""
         data, total, count = self.data["valid"], 0.0, 0.0
         for start in range(0, len(data), EVALUATED_AT_ONCE):
             places = range(start, min(start + EVALUATED_AT_ONCE, len(data)))
@@ -119,7 +121,7 @@ class ExampleService(EngineService, ABC):
 
 
 class SftService(ExampleService):
-    """Learns the responses to prompts."""
+    """Trains on responses to prompts."""
 
     command = "sft"
 
@@ -129,7 +131,7 @@ class SftService(ExampleService):
 
 
 class PretrainService(ExampleService):
-    """Learns to continue texts."""
+    """Trains on plain text."""
 
     command = "pretrain"
 

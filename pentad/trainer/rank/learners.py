@@ -1,8 +1,6 @@
 """The learners of an RL run, made from its config: engines by role, weight tags, the update.
-
-Everything here follows from the config and two numbers that follow from the data, so that
-a replay of a batch builds the same learners.
-"""
+Everything here follows from the config and two numbers that follow from the data, so that a replay
+of a batch builds the same learners."""
 
 from __future__ import annotations
 
@@ -26,10 +24,10 @@ from pentad.data.tokenizer import Tokenizer, load_tokenizer
 from pentad.engine.engine import Engine, build_engine
 from pentad.engine.frozen import BASE, spec_of_lora
 from pentad.engine.section import EngineSettings, ModelConfig
-from pentad.models.families import dims_of, known_families, read_config
+from pentad.models.families import dims_of
 from pentad.models.hf_weights import native_shards
 from pentad.models.language_model import LanguageModel
-from pentad.models.registry import build_whole, open_weights
+from pentad.models.registry import build_whole, dims_to_sample, open_weights
 from pentad.rl.section import AlgorithmSettings
 from pentad.telemetry.log import NOTICE
 from pentad.trainer.rank.update import BatchUpdate
@@ -40,35 +38,27 @@ from pentad.weights.peft import fit_problems, read_adapter, spec_problems
 Role = Literal["actor", "critic"]
 VALUE_HEAD = "score.weight"
 FAMILY_NAMES = {"qwen2.5": "qwen2"}
-"""What others call a family -> its `model_type`."""
+"""Names of families in other systems -> their `model_type`."""
 
 
 def backend_of(config: Config, role: str) -> Backend:
-    """Whose models a role has."""
+    """The backend whose models a role has."""
     backend = config.component(role).backend
     return next(one for one in TRAINING if one == backend)
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
-    """The actor's, which renders conversations as the run says."""
+    """The actor's tokenizer, which renders conversations as the run configures it."""
     return load_tokenizer(config.model_folder(), template_args=config.template_args.given)
 
 
 def trained_dims(config: Config, path: str) -> ModelDims:
-    """The dimensions of the actor's model: of its family where there is a model file."""
-    if backend_of(config, "actor") != "fsdp":
-        return dims_of(path)
-    family = str(read_config(path).get("model_type"))
-    if family in known_families():
-        return dims_of(path)
-    # Here and below, since transformers takes seconds to import.
-    from pentad.models.hf.config import dims_of_hf
-
-    return dims_of_hf(path)
+    """The dimensions of the actor's model: those of its family if there is a model file."""
+    return (dims_to_sample if backend_of(config, "actor") == "fsdp" else dims_of)(path)
 
 
 def weights_folder(config: Config, role: Role) -> Path | None:
-    """The folder a role's weights are read from; None when they are random."""
+    """The folder of a role's weights; None if they are random."""
     model = _origin(config, role)
     if model.init_from_scratch:
         return None
@@ -77,8 +67,8 @@ def weights_folder(config: Config, role: Role) -> Path | None:
 
 
 def _origin(config: Config, role: Role) -> ModelConfig:
-    """The block that says where weights come from. A critic that is made from the actor's folder
-    and names no weights of its own begins as the actor does."""
+    """The block that names the source of weights. A critic that is made from the actor's folder and
+    names no weights starts as the actor."""
     critic = config.critic
     has_own = critic.init_from_scratch or critic.checkpoint_load_path is not None
     if role == "critic" and (has_own or critic.path not in (None, config.actor.path)):
@@ -87,10 +77,8 @@ def _origin(config: Config, role: Role) -> ModelConfig:
 
 
 def start_run(config: Config, roles: tuple[Role, ...]) -> None:
-    """Makes the Megatron folder of `megatron.use_hf_ckpt`, or finds that it was made.
-
-    Called once for a run, before its folder is made and before its ranks start.
-    """
+    """Makes the Megatron folder of `megatron.use_hf_ckpt`, or finds an existing one. Called once
+    per run, before its folder is made and before its ranks start."""
     convertor = config.megatron.ckpt_convertor
     if not config.megatron.use_hf_ckpt:
         return
@@ -112,18 +100,31 @@ def start_run(config: Config, roles: tuple[Role, ...]) -> None:
 
 
 def check_start(config: Config, role: Role) -> None:
-    """As `check_weights`; what is yet to be converted is checked when that is done."""
+    """Calls `check_weights`, unless the folder will be converted, which checks it."""
     if not (config.megatron.use_hf_ckpt and _origin(config, role) is config.actor):
         check_weights(config, role)
 
 
+def check_models(config: Config) -> None:
+    """Raises UserError with every reason why the models of a run cannot be built."""
+    is_rl = config.task == "train" and config.algorithm.facts.needs_critic
+    roles: tuple[Role, ...] = ("actor", "critic") if is_rl else ("actor",)
+    problems: list[Problem | str] = []
+    for role in roles:
+        try:
+            _meta_model(config, role)
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(dict.fromkeys(problems))
+
+
 def check_weights(config: Config, role: Role) -> None:
-    """Raises UserError if the role's model cannot be built or filled; reads metadata only."""
+    """Raises UserError if the role's model cannot be built or loaded; reads metadata only."""
     folder = weights_folder(config, role)
-    path = (config.critic.path if role == "critic" else None) or config.actor.path
-    if path is None:
+    if config.actor.path is None and (role != "critic" or config.critic.path is None):
         return
-    model = _meta_model(config, path, role)
+    model = _meta_model(config, role)
     if folder is not None:
         reader = open_weights(folder, model.dims)
         transfer.check(native_shards(model), model.map_for(reader.infos), reader)
@@ -136,24 +137,26 @@ def check_weights(config: Config, role: Role) -> None:
         if role == "actor" and lora is not None and lora.init_path is not None:
             where = f"actor.lora.init_path = {lora.init_path}"
             adapter = read_adapter(lora.init_path)
-            problems = [*spec_problems(adapter, spec_of_lora(model.dims, lora), where)]
+            problems = [*spec_problems(adapter, spec_of_lora(model, lora), where)]
             problems += fit_problems(adapter, reader.infos, where, str(folder))
             raise_problems(problems)
 
 
 def has_value_head(config: Config, role: Role) -> bool:
-    """Whether a role's model gives a value, and no log-probs."""
+    """Whether a role's model returns values instead of log-probs."""
     return role == "critic" or config.trains_reward
 
 
-def _meta_model(config: Config, path: str, role: Role) -> LanguageModel:
+def _meta_model(config: Config, role: Role) -> LanguageModel:
     """The role's model without memory."""
     is_critic = role == "critic"
+    path = config.model_folder(role)
     backend = backend_of(config, role)
     if backend == "megatron":
         raise_problems(unsayable(dims_of(path)))
     if backend != "fsdp":
         return build_whole(path, backend, value_head=has_value_head(config, role))
+    # Here, since transformers takes seconds to import.
     from pentad.engine.transformers_model import match_layout
     from pentad.models.hf.config import read_hf_config
     from pentad.models.hf.module import build_hf_model
@@ -163,6 +166,8 @@ def _meta_model(config: Config, path: str, role: Role) -> LanguageModel:
     component = config.component(role)
     archon = config.critic.archon if is_critic else config.actor.archon
     match_layout(model, component.layout(archon.dp_replicate))
+    if (lora := (config.critic if is_critic else config.actor).lora) is not None:
+        model.lora_words(lora)
     return model
 
 
@@ -170,7 +175,7 @@ log = logging.getLogger(__name__)
 
 
 def build_learner(config: Config, role: Role, size: RunSize, *, device: torch.device) -> Engine:
-    """The same call on every rank of the role's layout."""
+    """Builds the learner; the same call on every rank of the role's layout."""
     return build_role(
         config,
         role,
@@ -227,11 +232,8 @@ def build_scorer(
     device: torch.device,
     weights: Path | None = None,
 ) -> Engine:
-    """The engine of `ref` or `teacher` on ranks of its own; it computes as the actor does.
-
-    Without `weights` of another folder a reference without one is the actor as it was before the
-    first step.
-    """
+    """The engine of `ref` or `teacher` on separate ranks; it computes as the actor does. Without
+    `weights`, a reference without a folder is the actor as it was before the first step."""
     given = config.ref.path if role == "ref" else config.teacher.path
     path, layout = config.model_folder(role), config.layout(role)
     settings = EngineSettings(
@@ -277,8 +279,8 @@ def build_update(
 def load_tags(
     learner: Learner, config: Config, needed: Collection[str], step: int, *, keeps_ref: bool
 ) -> None:
-    """The frozen weights that the learner scores with and does not have yet, after `step` steps.
-    `keeps_ref`: so far the reference was the actor as it was before the first of them."""
+    """The frozen weights that the learner scores with and lacks, after `step` steps. `keeps_ref`:
+    until now the reference was the actor as it was before the first step."""
     if "ref" in needed and config.ref.path:
         learner.load_tag("ref", config.ref.path)
     elif "ref" in needed and keeps_ref:

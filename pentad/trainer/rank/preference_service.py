@@ -43,7 +43,7 @@ from pentad.trainer.rank.learners import load_tags
 
 
 class PreferenceService(ExampleService):
-    """Learns from preferences."""
+    """Trains on preferences."""
 
     command: ClassVar[ExampleCommand] = "dpo"
     tags: ClassVar[tuple[str, ...]] = ("ref",)
@@ -59,7 +59,7 @@ class PreferenceService(ExampleService):
         return open_preferences(source, tokenizer, LabelDataset if is_kto else PairDataset)
 
     def load_tags(self, has: list[str], step: int) -> None:
-        """The reference, unless the checkpoint brought it."""
+        """Loads the reference, unless the checkpoint contained it."""
         needed = set(self.tags) - set(has)
         load_tags(self.engines["actor"], self.config, needed, step, keeps_ref=False)
 
@@ -76,7 +76,7 @@ class PreferenceService(ExampleService):
         }
 
     def evaluate(self) -> dict[str, float | int]:
-        """The loss on held-out preferences, and how often the preferred answer is."""
+        """The loss on held-out preferences, and how often the preferred answer wins."""
         total, parts = len(self.data["valid"]), []
         for start in range(0, total, EVALUATED_AT_ONCE):
             places = range(start, min(start + EVALUATED_AT_ONCE, total))
@@ -89,7 +89,7 @@ class PreferenceService(ExampleService):
         return {"num_prompts": total, "loss": float(found.losses.mean()), **given}
 
     def _compare(self, part: str, places: Sequence[int]) -> tuple[list[Row], Preferred]:
-        """Examples of a part by their place in the data."""
+        """Compares examples of a part, by their index in the data."""
         data, settings = self.data[part], self.settings
         rows = self._rows(part, places)
         if not isinstance(data, LabelDataset):
@@ -118,7 +118,7 @@ class PreferenceService(ExampleService):
 
 
 class RewardModelService(PreferenceService):
-    """Learns to give preferred answers the higher reward."""
+    """Trains a reward model to give preferred answers the higher reward."""
 
     command = "reward-model"
     tags = ()
@@ -139,18 +139,18 @@ class RewardModelService(PreferenceService):
 
 
 def unweighted(rows: Sequence[Row]) -> list[Row]:
-    """The rows to be scored, without what training reads."""
+    """The rows for scoring, without training columns."""
     return [replace(row, columns={}, count=0.0) for row in rows]
 
 
 def sums(outputs: Sequence[Mapping[str, Tensor]], masks: Sequence[Tensor]) -> np.ndarray:
-    """Log-probs of each sequence, over its trained tokens."""
+    """Sums the log-probs of each sequence over its trained tokens."""
     pairs = zip(outputs, masks, strict=True)
     return np.array([float((out["logprobs"].double().cpu() * mask).sum()) for out, mask in pairs])
 
 
 def weighted(rows: Sequence[Row], found: Preferred) -> list[Row]:
-    """The rows with their slopes as weights. They count so that the gradient is that of the mean
+    """The rows with their slopes as weights, scaled so that the gradient is that of the mean
     loss."""
     count = len(found.losses) / len(rows)
     return [
@@ -160,7 +160,7 @@ def weighted(rows: Sequence[Row], found: Preferred) -> list[Row]:
 
 
 def mismatched(rows: Sequence[Row], limit: int | None) -> list[Row]:
-    """Each prompt with the answer of the next row, cut where it is too long."""
+    """Pairs each prompt with the answer of the next row, truncated if too long."""
     found = []
     for row, other in zip(rows, [*rows[1:], rows[0]], strict=True):
         begin, answer = first_trained(row), first_trained(other)

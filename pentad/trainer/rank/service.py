@@ -1,7 +1,7 @@
-"""What every rank of a learner runs: engines by role, their steps, weights, state and exports.
+"""The service of every rank of a learner: engines by role, their steps, weights, state and exports.
 
 The scheduler reaches it through `runtime.calls`: methods take and return JSON values. Groups are
-read from the store, weights and state leave by files or by the memory of this process.
+read from the store; weights and state leave as files or through the memory of this process.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ FAILURES: dict[str, type[RunError]] = {
     **dict.fromkeys(("Damaged", "Missing"), Damaged),
     "Unreadable": Unreadable,
 }
-"""Errors of one rank that the others raise as well, by name; any other becomes a RunError."""
+"""Errors of one rank that the other ranks raise too, by name; any other becomes a RunError."""
 
 
 class EngineService:
-    """What learning from rollouts and from examples have in common."""
+    """Common part of learning from rollouts and from examples."""
 
     mild = frozenset({"save_state", "restore_state", "roll_back", "export"})
 
@@ -59,22 +59,22 @@ class EngineService:
         self.device = device
         self.engines: dict[str, Engine] = {}
         self.snapshots: dict[int, Snapshot] = {}
-        """By version: weights that were not fetched yet."""
+        """Weights by version that were not fetched yet."""
         self.shared: dict[int, torch.Tensor] = {}
-        """By version: buffers on the GPU that other processes read."""
+        """Buffers on the GPU by version that other processes read."""
         self.weights: ShardWriter | None = None
         self.writer = Writer(config.stall_abort_s)
         self.savers: dict[str, StateSaver] = {}
         self.exporters: dict[str, Exporter | AdapterExporter] = {}
         self.allocated_gb: float | None = None
         self.num_steps = 0
-        """Optimizer steps that this process has made."""
+        """Optimizer steps of this process."""
 
     # Weights
 
     def forward(self, rows: list[list[int]], tag: str = "actor") -> list[list[float]]:
-        """The actor's log-probs of a few rows of ids, or what else it predicts of each token; for
-        this an offloaded actor returns."""
+        """The actor's log-probs of a few rows of ids, or its other prediction per token; brings
+        back an offloaded actor."""
         actor = self.engines["actor"]
         is_offloaded = actor.is_offloaded
         found = actor.forward([Row(torch.tensor(ids), {}) for ids in rows], tag)
@@ -87,7 +87,7 @@ class EngineService:
         self.engines["actor"].shake_adapter(strength)
 
     def offload(self) -> None:
-        """Whatever needs it brings it back, so that nothing has to be called for that."""
+        """Offloads the state; every method that needs it brings it back."""
         for engine in self.engines.values():
             engine.offload()
 
@@ -103,8 +103,8 @@ class EngineService:
         deltas: bool = False,
         hashed: bool = True,
     ) -> dict[str, Any]:
-        """Keeps the actor's weights as `version` for `fetch`; with a `place` (kind and folder) for
-        other processes, as a folder: every rank writes its blocks."""
+        """Keeps the actor's weights as `version` for `fetch`. With a `place` (kind and folder) they
+        are written as a folder for other processes: every rank writes its blocks."""
         actor = self.engines["actor"]
         if place is None:
             assert self.rank.world == 1, "several ranks publish a folder"
@@ -122,11 +122,12 @@ class EngineService:
         return {"weights": asdict(made.weights), "digest": made.digest.entries}
 
     def release(self, version: int) -> None:
-        """Frees the weights of this version, which are no longer read."""
+        """Frees the weights of a version that is no longer read."""
         self.shared.pop(version, None)
 
     def fetch(self, version: int) -> Snapshot:
-        """For the scheduler within the process of rank 0, which holds it from now on."""
+        """Hands weights to the scheduler within the process of rank 0, which holds them from now
+        on."""
         return self.snapshots.pop(version)
 
     def after_step(self, step: int) -> None:
@@ -135,7 +136,8 @@ class EngineService:
         self.check_replicas(step)
 
     def check_replicas(self, step: int) -> None:
-        """RunError on all ranks if, after a step that is due, copies of a shard differ."""
+        """Raises RunError on all ranks if copies of a shard differ after a step at which they are
+        compared."""
         every = self.config.guards.replica_check_steps
         if every is None or step % every or self.rank.world == 1:
             return
@@ -154,15 +156,15 @@ class EngineService:
     # State
 
     def prepare_state(self) -> None:
-        """Makes the memory that saves beside training need."""
+        """Allocates the memory that asynchronous saves need."""
         for role, engine in self.engines.items():
             self._saver(role).prepare(engine.state_tensors())
 
     def save_state(
         self, role: str, root: str, folder: str, is_async: bool, generation: int | None = None
     ) -> list[dict[str, Any]]:
-        """Stages the state and has it written: what became of it on each rank, or nothing while it
-        is written beside training (`saved_state`). It fails on all ranks or on none."""
+        """Stages the state and starts its write. Returns the outcome of each rank, or nothing if it
+        is written in the background (`saved_state`). It fails on all ranks or on none."""
         save_learner(
             self._saver(role),
             self.engines[role],
@@ -174,15 +176,16 @@ class EngineService:
         return [] if is_async else self._saver(role).outcomes()
 
     def saved_state(self, roles: list[str]) -> list[dict[str, Any]]:
-        """What each rank wrote or failed with (`Pending.outcome`) since `save_state` of each role;
-        waits until all have ended."""
+        """The outcome of each rank (`Pending.outcome`) since `save_state`, by role; waits until all
+        have ended."""
         try:
             return [found for role in roles for found in self._saver(role).outcomes()]
         except RunError as error:
             return [{"files": {}, "error": str(error), "system": None}]
 
     def restore_state(self, role: str, root: str, step: int, folder: str) -> dict[str, Any]:
-        """The counters of the checkpoint. It fails on all ranks or on none."""
+        """Restores the state and returns the counters of the checkpoint. It fails on all ranks or
+        on none."""
         hit("load", step=step + 1)
         failure: RunError | None = None
         counters: dict[str, Any] = {}
@@ -205,7 +208,8 @@ class EngineService:
         return counters
 
     def roll_back(self, role: str, root: str, step: int, folder: str) -> None:
-        """Restores weights and optimizer state; steps, and so the learning rate, continue."""
+        """Restores weights and optimizer state; the step count, and so the learning rate,
+        continue."""
         engine = self.engines[role]
         counted = engine.num_steps, engine.num_skipped
         EngineService.restore_state(self, role, root, step, folder)
@@ -219,9 +223,9 @@ class EngineService:
     # Exports
 
     def export(self, role: str, folder: str, is_async: bool) -> None:
-        """Writes a HF folder, each rank its blocks, or the PEFT folder of an adapter; asynchronous,
-        weights are copied when this returns, and `exported` says what became of them. It fails on
-        all ranks or on none."""
+        """Writes an HF folder, each rank its blocks, or the PEFT folder of an adapter. If
+        asynchronous, weights are copied when this returns, and `exported` returns the outcome. It
+        fails on all ranks or on none."""
         engine = self.engines[role]
         if role not in self.exporters:
             is_adapter = engine.base is not None
@@ -229,19 +233,19 @@ class EngineService:
         self.exporters[role].export(engine, folder, is_async=is_async)
 
     def exported(self, role: str) -> dict[str, Any]:
-        """How the last export ended (`Pending.outcome`), once it has."""
+        """The outcome of the last export (`Pending.outcome`), once it has ended."""
         return self.exporters[role].outcomes()[0]
 
     # Figures
 
     def count_nodes(self) -> int:
-        """Machines that the ranks are on."""
+        """Number of machines of the ranks."""
         if self.rank.world == 1:
             return 1
         return len(set(gather_values(socket.gethostname(), self._saver("actor").group)))
 
     def memory(self) -> dict[str, float | None]:
-        """Memory of this process, by the fields of `telemetry.record.MemoryUse`."""
+        """Memory use of this process, by the fields of `telemetry.record.MemoryUse`."""
         before, rss = self.allocated_gb, rss_gb()
         if self.device.type != "cuda":
             self.allocated_gb = rss
@@ -258,7 +262,7 @@ class EngineService:
         }
 
     def close(self, *, is_failed: bool) -> None:
-        """What is worth waiting for was waited for: after a failure it ends at once."""
+        """Closes writers and weights; after a failure at once, else exports are finished first."""
         for exporter in self.exporters.values():
             if is_failed:
                 exporter.abandon()
@@ -273,19 +277,19 @@ class EngineService:
 
 
 class LearnerService(EngineService):
-    """Learns from the groups of a store."""
+    """Trains on the groups of a store."""
 
     def __init__(self, config: Config, rank: Rank, device: torch.device) -> None:
         super().__init__(config, rank, device)
         self.store: GroupStore | None = None
         self.scored_apart: Collection[str] = scorers(config)
-        """Frozen weights whose columns come with the groups."""
+        """Frozen weights of separate scorers, whose columns arrive with the groups."""
         self.batch = 0
         self.result: BatchResult | None = None
         """The update of the last batch, until the next begins."""
 
     def build(self, num_steps: int, max_row_tokens: int) -> None:
-        """The models; both numbers follow from the data."""
+        """Builds the models; both numbers follow from the data."""
         self.algorithm = self.config.algorithm.settings
         size = RunSize(num_steps, max_row_tokens)
         has_critic = self.algorithm.facts.needs_critic
@@ -296,12 +300,12 @@ class LearnerService(EngineService):
         self.update = build_update(self.config, self.algorithm, actor, critic, self.scored_apart)
 
     def load_tags(self, has: list[str], step: int, keeps_ref: bool = False) -> None:
-        """The frozen weights that it scores with besides those it has, after `step` steps."""
+        """Loads the frozen weights that it scores with and lacks, after `step` steps."""
         needed = set(self.update.tags) - set(has)
         load_tags(self.engines["actor"], self.config, needed, step, keeps_ref=keeps_ref)
 
     def open_store(self, address: dict[str, Any]) -> None:
-        """Where the groups are; what is learned from them does not ask for their prompts."""
+        """Connects to the store of groups; training does not need their prompts."""
         self.store = open_store(address, lambda gid: Prompt(gid, (), {}))
 
     def begin(self, batch: int) -> None:
@@ -310,20 +314,20 @@ class LearnerService(EngineService):
         self.update.begin()
 
     def add(self, gids: list[int], last: bool) -> None:
-        """Adds the next groups of the batch; `last`: there are no further ones."""
+        """Adds the next groups of the batch; `last`: the batch is complete."""
         assert self.store is not None, "it is opened before the first batch"
         self.update.add(self.store.get(gids), last=last)
 
     def finish(self) -> None:
-        """The optimizer steps."""
+        """Makes the optimizer steps."""
         self.result = self.update.finish()
         self.after_step(self.batch + 1)
 
     def train_kept(
         self, folder: str, step: int, number: int, digest: str, num_chunks: int | None = None
     ) -> None:
-        """All of a step from the groups that a run kept, as step `number` of this one, from 0.
-        `num_chunks`: as many as that run trained them in; None: as the config says."""
+        """Trains a whole step from the groups that a run kept, as step `number` of this one, from
+        0. `num_chunks`: the number of chunks in that run; None: as configured."""
         self.rank.report(number + 1)
         groups = read_batch(Path(folder), step, digest).groups
         self.batch = number
@@ -333,7 +337,7 @@ class LearnerService(EngineService):
         self.after_step(number + 1)
 
     def measure(self) -> dict[str, Any]:
-        """`BatchFacts` of the batch that was finished last; of rank 0."""
+        """`BatchFacts` of the last finished batch; of rank 0."""
         result = self.result
         assert result is not None, "a batch is finished first"
         samples = [sample for sample, _ in result.scored]
@@ -351,8 +355,8 @@ class LearnerService(EngineService):
         ).as_json()
 
     def keep_trained(self, path: str) -> str | None:
-        """Writes advantage and log-prob of the tokens of the batch's first optimizer step;
-        returns why it cannot."""
+        """Writes advantage and log-prob of the tokens of the batch's first optimizer step; returns
+        the reason if it cannot."""
         result = self.result
         assert result is not None, "a batch is finished first"
         places = {
@@ -374,7 +378,7 @@ class LearnerService(EngineService):
         return None
 
     def progress(self) -> dict[str, int]:
-        """Batches that are in the weights, and optimizer steps of the one under way."""
+        """Batches that the weights contain, and optimizer steps of the one in progress."""
         return {"num_done": self.update.num_done, "num_moved": self.update.num_moved}
 
     def restore_state(self, role: str, root: str, step: int, folder: str) -> dict[str, Any]:

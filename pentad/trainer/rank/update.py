@@ -27,30 +27,30 @@ from pentad.rl.metrics import Metrics
 from pentad.rl.section import AlgorithmSettings
 
 MAX_REROUTED = 8
-"""Samples of a step whose routes are held against the learner's own, by a forward pass more; and,
-beside an adapter, their log-probs against those of the frozen weights."""
+"""Number of samples per step whose routes are compared with the learner's own, by an extra forward
+pass; with an adapter, their log-probs are compared with those of the frozen weights too."""
 
 
 @dataclass(slots=True)
 class BatchResult:
-    """Everything a step record needs to know about the update."""
+    """Everything a step record needs about the update."""
 
     rows: list[Row]
     outputs: list[dict[str, Tensor]]
-    """Per row: what the policy said of it when its gradient was taken."""
+    """Per row: the policy's outputs at the time of its gradient."""
     steps: list[StepResult]
     stats: dict[str, float]
     critic_steps: list[StepResult] = field(default_factory=list)
     rerouted_share: float | None = None
-    """Where routes were replayed, how many the learner itself would have chosen otherwise."""
+    """If routes were replayed: the share that the learner would have chosen differently."""
     scored: list[tuple[Sample, Tensor]] = field(default_factory=list)
-    """Samples of the first optimizer step, with the log-probs that the policy gave them there."""
+    """Samples of the first optimizer step, with the policy's log-probs there."""
     adapter_effect: tuple[float, float] | None = None
-    """Mean distance of log-probs from the frozen weights', of the trainer and of the sampler."""
+    """Mean distance of log-probs from those of the frozen weights, for trainer and sampler."""
 
 
 class BatchUpdate:
-    """Makes batches of groups into optimizer steps."""
+    """Turns batches of groups into optimizer steps."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class BatchUpdate:
         self.critic = critic
         self.settings = settings
         self.tags = sorted(settings.needs_tags - set(scored_apart))
-        """Frozen weights that the learner scores with; of others the columns come with the
+        """Frozen weights that the learner scores with; the columns of others arrive with the
         groups."""
         self.max_new_tokens = max_new_tokens
         self.num_updates = num_updates
@@ -86,9 +86,9 @@ class BatchUpdate:
         self.rerouted: list[Tensor] = []
         self.scored: list[tuple[Sample, Tensor]] = []
         self.num_done = 0
-        """Batches that are in the weights, whole."""
+        """Whole batches that the weights contain."""
         self.num_moved = 0
-        """Optimizer steps of the batch that is under way."""
+        """Optimizer steps of the batch in progress."""
 
     def begin(self) -> None:
         self.groups, self.rows, self.seen, self.rerouted, self.scored = [], [], [], [], []
@@ -98,7 +98,7 @@ class BatchUpdate:
                 self.critic.begin_step()
 
     def add(self, groups: Sequence[Group], *, last: bool) -> None:
-        """Takes the next groups of the batch; `last` says that no more will come."""
+        """Adds the next groups of the batch; `last`: the batch is complete."""
         self._score(groups)
         self.groups += groups
         if self.streams:
@@ -106,14 +106,14 @@ class BatchUpdate:
             self._note(samples_of(groups))
 
     def train(self, groups: Sequence[Group], num_chunks: int) -> BatchResult:
-        """A whole batch, in the chunks in which it would have come from samplers."""
+        """Trains a whole batch, in the chunks in which samplers would have delivered it."""
         self.begin()
         for slots in chunk_slots(len(groups), num_chunks):
             self.add([groups[slot] for slot in slots], last=slots.stop == len(groups))
         return self.finish()
 
     def finish(self) -> BatchResult:
-        """The optimizer step, or all of them when a batch makes several."""
+        """Makes the optimizer step, or all of them if a batch makes several."""
         steps: list[StepResult] = []
         critic_steps: list[StepResult] = []
         if self.streams:
@@ -170,7 +170,8 @@ class BatchUpdate:
         self.rows += rows
 
     def _note(self, samples: Sequence[Sample]) -> None:
-        """What the policy said of the samples just accumulated, before any step moved it."""
+        """Notes the policy's outputs for the accumulated samples, before an optimizer step changes
+        it."""
         outputs = self.seen[-1].outputs
         pairs = zip(samples, outputs, strict=True)
         self.scored += [(sample, output["logprobs"]) for sample, output in pairs]
@@ -182,7 +183,8 @@ class BatchUpdate:
             critic_steps.append(self.critic.end_step())
 
     def _split(self, num_rows: int) -> list[list[int]]:
-        """`num_updates` parts of equal size, dealt by the run's seed and the batch's first gid."""
+        """Splits a batch into `num_updates` parts of equal size, shuffled by the run's seed and the
+        batch's first gid."""
         order = list(range(num_rows))
         if self.num_updates > 1:
             gid = self.groups[0].gid if self.groups else 0
@@ -191,7 +193,7 @@ class BatchUpdate:
         return [sorted(part) for part in parts if part]
 
     def _score(self, groups: Sequence[Group]) -> None:
-        """Adds the columns that the algorithm needs and no one has written yet."""
+        """Adds the columns that the algorithm needs and that are still missing."""
         samples = samples_of(groups)
         needs_old = self.settings.needs_old_logprobs(self.num_updates)
         has_routes = any(sample.routes is not None for sample in samples)
@@ -222,7 +224,7 @@ def chunk_slots(size: int, num_chunks: int) -> list[range]:
 
 
 def column_of(tag: str) -> str:
-    """Where the log-probs under frozen weights are found."""
+    """The column of the log-probs under frozen weights."""
     return f"{tag}_logprobs"
 
 
@@ -236,7 +238,7 @@ def on_host(columns: Sequence[Tensor]) -> list[np.ndarray]:
 
 
 def scored_rows(groups: Sequence[Group]) -> list[Row]:
-    """All samples, as rows that are only looked at."""
+    """All samples, as rows for scoring only."""
     return [
         Row(torch.from_numpy(sample.ids), {}, group=group.gid)
         for group in groups
@@ -249,8 +251,8 @@ def samples_of(groups: Sequence[Group]) -> list[Sample]:
 
 
 def rerouted(row: Row, own_TLk: Tensor) -> Tensor:
-    """Which tokens, in which layers, the learner's routers would have sent elsewhere. Without the
-    last token, whose routes mean nothing."""
+    """Per token and layer, 1 if the learner's router would choose other experts. The last token is
+    excluded: its routes have no meaning."""
     assert row.routes is not None
     wanted, own = (x[:-1].sort(-1).values for x in (row.routes, own_TLk))
     return (wanted != own).any(-1).float()
@@ -273,8 +275,8 @@ def step_from(value: Mapping[str, Any]) -> StepResult:
 
 @dataclass(frozen=True, slots=True)
 class BatchFacts:
-    """What a learner reports of one trained batch: its optimizer steps, and figures of its
-    tokens. Travels as JSON."""
+    """A learner's report on one trained batch: its optimizer steps, and figures of its tokens. Sent
+    as JSON."""
 
     steps: list[StepResult]
     critic_steps: list[StepResult]
@@ -282,9 +284,9 @@ class BatchFacts:
     """Tokens of each row."""
     metrics: Metrics = field(default_factory=dict)
     rerouted_share: float | None = None
-    """Where routes were replayed, how many the learner itself would have chosen otherwise."""
+    """If routes were replayed: the share that the learner would have chosen differently."""
     signs: Signs | None = None
-    """None of examples, which no sampler drew."""
+    """None for examples, which no sampler drew."""
     adapter_effect: tuple[float, float] | None = None
     """As in `BatchResult`."""
 

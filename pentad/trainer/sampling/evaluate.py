@@ -1,4 +1,4 @@
-"""Evaluation: on its own (a model folder or its server, a dataset, a reward), or within a run."""
+"""Evaluation: standalone (a model folder or its server, a dataset, a reward), or within a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pentad.data.prompts import Prompts
 from pentad.data.section import DatasetConfig
 from pentad.data.tokenizer import Tokenizer
 from pentad.infer.sampler import EmbeddedSampler
-from pentad.models.families import dims_of
+from pentad.models.registry import dims_to_sample
 from pentad.rewards.scorer import RewardScorer
 from pentad.rewards.section import RewardConfig
 from pentad.rollout.evaluation import Answered, EvalResult, answer_prompts, summarise
@@ -50,7 +50,7 @@ from pentad.weights.peft import read_adapter
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What an evaluation reads, read and found good."""
+    """The inputs of an evaluation, read and checked."""
 
     dims: ModelDims
     tokenizer: Tokenizer
@@ -60,15 +60,15 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The figures, and what one must know to read them."""
+    """The results of an evaluation with their caveats."""
 
     result: EvalResult
     num_left_out: dict[str, int]
     """Rows that never became prompts, by reason."""
     no_majority: str
-    """Why there is no vote; empty if there is one."""
+    """Why there is no majority vote; empty if there is one."""
     failures: dict[str, int] = field(default_factory=dict)
-    """Prompts that failed, by what was said."""
+    """Failed prompts, by message."""
 
     def as_record(self) -> dict[str, Any]:
         record = self.result.as_record()
@@ -81,7 +81,7 @@ def check_eval(config: Config) -> Subject:
     checks = Collector()
     path = config.model_folder()
     checks.attempt(lambda: config.register_models())
-    dims = checks.attempt(lambda: dims_of(path))
+    dims = checks.attempt(lambda: dims_to_sample(path))
     adapter, addresses = adapter_of(config), config.rollout.server.addresses
     if adapter is not None and addresses:
         rule, remedy = (
@@ -148,14 +148,14 @@ async def _evaluate(
 
 
 class Scorers:
-    """The reward processes of a run, opened once for each block of keys; closed with `stack`."""
+    """The reward processes of a run, one pool for each block of keys; `stack` closes them."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self.stack = stack
         self.opened: dict[tuple[RewardConfig, str], RewardScorer] = {}
 
     async def open(self, config: Config, data: DatasetConfig) -> RewardScorer | None:
-        """For samples of this dataset; None where no reward is named."""
+        """The scorer for samples of this dataset; None if no reward is configured."""
         key = config.reward, data.answer_key
         if not config.reward.functions:
             return None
@@ -175,8 +175,8 @@ async def open_executors(
     *,
     purpose: Literal["train", "eval"],
 ) -> Executors:
-    """Draws groups as training or evaluation does, with random numbers of its own; closed with
-    `stack`."""
+    """Opens executors, which sample groups as training or evaluation does, with separate random
+    numbers; `stack` closes them."""
     trains, found = purpose == "train", {}
     fleet = Fleet(samplers)
     for one in checked.environments:
@@ -217,7 +217,7 @@ def _executor(
 
 
 def sampling_params(config: Config, tokenizer: Tokenizer) -> SamplingParams:
-    """How answers are drawn for training."""
+    """Sampling parameters for training."""
     gconfig = config.gconfig
     return SamplingParams(
         max_new_tokens=gconfig.max_new_tokens,
@@ -230,7 +230,8 @@ def sampling_params(config: Config, tokenizer: Tokenizer) -> SamplingParams:
 
 
 def eval_params(config: Config, tokenizer: Tokenizer) -> SamplingParams:
-    """As in training, but for what the evaluator says, and from all tokens."""
+    """Sampling parameters for evaluation: those of training, changed by the evaluator's keys,
+    without top-k or top-p limits."""
     keys, train = config.evaluator, sampling_params(config, tokenizer)
     length = keys.max_new_tokens or train.max_new_tokens
     temperature = keys.temperature
@@ -238,12 +239,12 @@ def eval_params(config: Config, tokenizer: Tokenizer) -> SamplingParams:
 
 
 def adapter_of(config: Config) -> str | None:
-    """The PEFT folder whose factors stand beside the model's weights."""
+    """The PEFT folder of the adapter beside the model's weights."""
     return None if config.actor.lora is None else config.actor.lora.init_path
 
 
 async def _samplers(config: Config, subject: Subject, device: torch.device) -> dict[str, Sampler]:
-    """The model in this process, or whatever serves it at the given addresses."""
+    """The model in this process, or the servers at the given addresses."""
     addresses = config.rollout.server.addresses
     if addresses:
         return {address: await completions.attach(address, subject.dims) for address in addresses}
@@ -261,7 +262,7 @@ async def _samplers(config: Config, subject: Subject, device: torch.device) -> d
 
 
 def no_majority(config: Config, reward: RewardScorer | None) -> str:
-    """Why the most frequent answer cannot be found; empty if it can."""
+    """Why the most frequent answer cannot be determined; empty if it can."""
     if config.evaluator.n_samples == 1:
         return "one answer a prompt"
     if reward is None:
@@ -274,8 +275,8 @@ def no_majority(config: Config, reward: RewardScorer | None) -> str:
 
 @dataclass(eq=False)
 class Evaluator:
-    """Held-out evaluation within a run: the prompts go through an executor with sampling parameters
-    of its own, pinned to one weight version."""
+    """Held-out evaluation within a run: prompts go through a separate executor with separate
+    sampling parameters, pinned to one weight version."""
 
     prompts: Sequence[Prompt]
     executor: Executors
@@ -286,7 +287,8 @@ class Evaluator:
     """The last version that `is_due` was called with."""
 
     def is_due(self, version: int) -> bool:
-        """The baseline before step 1, the end of the run, and whenever the frequency says so."""
+        """Due before step 1 (the baseline), at the end of the run, and at the configured
+        frequency."""
         # Versions that a newer one overtook on their way have no call of their own.
         due = [self.frequency.is_due(passed) for passed in range(self.seen + 1, version + 1)]
         self.seen = version

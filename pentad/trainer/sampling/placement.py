@@ -21,10 +21,10 @@ class Placement:
     """Trainer and rollout in one process, on one device."""
 
     is_shared: bool
-    """Both use the device by turns; otherwise each is a thread that owns its time."""
+    """Both roles use the device in turns; otherwise each is a thread with exclusive use."""
     max_staleness: int
     snapshots_on_host: bool = False
-    """Weights that are published lie in host memory (`Config.snapshot_on_host`)."""
+    """Published weights are in host memory (`Config.snapshot_on_host`)."""
     offload_rollout: bool = False
     """Put the samplers to sleep while the trainer has the shared devices."""
     offload_train: bool = False
@@ -32,34 +32,37 @@ class Placement:
 
     @property
     def is_on_policy(self) -> bool:
-        """Everything trained was sampled by the weights it trains; such runs are repeatable."""
+        """Whether all trained samples were sampled by the current weights; such runs are
+        repeatable."""
         return self.max_staleness == 0
 
     @property
     def takes_turns(self) -> bool:
-        """Trainer and rollout alternate on the same devices, so one waits for the other."""
+        """Whether trainer and rollout alternate on the same devices, so that one waits for the
+        other."""
         return self.is_shared and self.is_on_policy
 
     @property
     def copies_snapshots(self) -> bool:
-        """The learner moves on, or away, while its weights travel."""
+        """Whether the learner trains on, or leaves the device, while its weights are
+        transferred."""
         return not self.takes_turns or self.offload_train
 
 
 @dataclass(eq=False)
 class Turnstile:
-    """Roles that share devices pass one at a time; all sleep before any wakes."""
+    """Lets the roles on shared devices run one at a time; all sleep before any wakes."""
 
     placement: Placement
     samplers: Sequence[Sampler]
     offload: Callable[[], Awaitable[None]] | None = None
-    """Makes the trainer leave; it comes back by itself when it is used."""
+    """Moves the trainer's state away; it returns when the trainer is used."""
     holder: str = "rollout"
-    """Who had the devices last."""
+    """The role that used the devices last."""
     memory_used: Callable[[], int | None] = lambda: None
-    """Bytes in use on them."""
+    """Bytes in use on the devices."""
     turns_gb: dict[str, float] = field(default_factory=dict)
-    """Memory in use at the latest turns."""
+    """Memory in use at the latest switches."""
 
     @property
     def alternates(self) -> bool:
@@ -91,7 +94,7 @@ class Turnstile:
 
 
 async def _required(turn: Awaitable[None]) -> None:
-    """A sampler that does not give or take back its memory leaves the other side none."""
+    """Reports a sampler that cannot free its memory, which the other role needs."""
     try:
         await turn
     except InfraFailure as failure:

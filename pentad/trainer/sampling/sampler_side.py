@@ -1,6 +1,5 @@
-"""The samplers of an RL run beside its learner: how they are opened, how groups and weights
-travel between the two, and who has the devices that both share.
-"""
+"""The samplers of an RL run beside its learner: how they are opened, how groups and weights travel
+between the two, and which side uses shared devices."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ class SamplerSide:
     weights_dir: WeightsDir | None
 
     async def snapshot_weights(self, version: int, *, copy: bool | None = None) -> Snapshot:
-        """The learner's weights as `version`, to be published."""
+        """Snapshots the learner's weights as `version`, to be published."""
         given: dict[str, Any] = {
             "version": version,
             "copy": self.placement.copies_snapshots if copy is None else copy,
@@ -76,8 +75,8 @@ async def open_sampler_side(
     *,
     build: Callable[[], None],
 ) -> SamplerSide:
-    """Learners that are other processes are built (`build`) while their samplers start, others
-    before."""
+    """Opens the samplers. Learners in other processes are built (`build`) while their samplers
+    start, others before."""
     if learner.is_remote:
         samplers = await _open_beside(run, checked, learner, resources, placement, build)
     else:
@@ -145,7 +144,7 @@ async def _open_samplers(
 
 
 def _serve(weights_dir: WeightsDir, learner: LearnerClient) -> None:
-    """These learners publish to it from now on."""
+    """Connects these learners as the source of published weights."""
 
     def release(version: int) -> None:
         """Lets the learner free the weights of this version on the GPU."""
@@ -158,7 +157,7 @@ def _serve(weights_dir: WeightsDir, learner: LearnerClient) -> None:
 def open_group_store(
     run: RunContext, checked: Checked, learner: LearnerClient, resources: RunResources
 ) -> GroupStore:
-    """In memory only where the learner is this process alone."""
+    """Opens the store of groups; in memory only if the learner is this process alone."""
     config, service = run.config, learner.service
     device = kind_of(learner.device)
     placed = topology(config, facts_of(config, device, is_spread=resources.is_spread))

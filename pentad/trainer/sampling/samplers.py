@@ -1,5 +1,5 @@
-"""The samplers of a run, from its rollout component: in this process, in processes of their own, or
-servers beside it."""
+"""The samplers of a run, from its rollout component: in this process, in separate processes, or
+servers."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ from pentad.core.specs import absolute
 from pentad.data.tokenizer import Tokenizer
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.section import SamplerSettings
+from pentad.models.language_model import LanguageModel
 from pentad.models.lora import share_weights
-from pentad.models.registry import blank_model, build_model
+from pentad.models.registry import blank_model, build_model, build_unfiled, load_to_sample
 from pentad.planner.plan import choose_device
 from pentad.planner.remedies import shares_by_gpu
 from pentad.rollout.section import RolloutConfig
@@ -60,8 +61,8 @@ PLACED = ("ray", "srun")
 
 @dataclass(frozen=True, slots=True)
 class SamplerOpener:
-    """What the samplers of a run are made from. They are closed with `stack`, and hold weights of
-    no use, so that only a real publish can make them agree with the trainer."""
+    """Opens the samplers of a run. `stack` closes them. They start with unusable weights, so that
+    only a real publish can make them agree with the trainer."""
 
     config: Config
     dims: ModelDims
@@ -70,7 +71,7 @@ class SamplerOpener:
     log_folder: Path
     stack: AsyncExitStack
     base: Mapping[str, Tensor] | None = None
-    """The frozen weights of a learner of this process that trains an adapter, by native name."""
+    """The frozen weights, by native name, if a learner of this process trains an adapter."""
 
     @property
     def placed(self) -> Topology:
@@ -79,8 +80,8 @@ class SamplerOpener:
     async def open(
         self, weights_dir: WeightsDir | None = None, runtime: Runtime | None = None
     ) -> dict[str, Sampler]:
-        """By name. `weights_dir`: how weights come from a learner elsewhere; `runtime`: that of the
-        learner, which starts them too."""
+        """Opens all samplers, by name. `weights_dir`: how weights arrive from a learner elsewhere;
+        `runtime`: the learner's runtime, which starts them too."""
         config = self.config
         if config.rollout.server.addresses:
             samplers = await self._attach()
@@ -105,7 +106,8 @@ class SamplerOpener:
         return self.config.component("rollout").backend
 
     def open_weights_dir(self, *, is_spread: bool) -> WeightsDir:
-        """Where weights lie between processes: in memory, or in a folder that all machines see."""
+        """Opens the place of weights between processes: shared memory, or a folder that all
+        machines see."""
         config = self.config
         self.log_folder.mkdir(parents=True, exist_ok=True)
         place = self.log_folder if is_spread else shared_memory()
@@ -118,7 +120,7 @@ class SamplerOpener:
         return WeightsDir(kind, folder, deltas=config.rollout.weight_deltas)
 
     async def _attach(self) -> dict[str, Sampler]:
-        """Servers that run already."""
+        """Connects to running servers."""
         made: dict[str, Sampler] = {}
         addresses = self.config.rollout.server.addresses
         for index, (one, address) in enumerate(zip(self.placed.samplers, addresses, strict=True)):
@@ -127,7 +129,7 @@ class SamplerOpener:
         return made
 
     async def _open_servers(self) -> dict[str, Sampler]:
-        """Servers that this process starts: their weights may be tensors of this process."""
+        """Starts servers from this process: their weights may be tensors of this process."""
 
         async def start(name: str, settings: ServerSettings, generation: int) -> StartedServer:
             log_file = self.log_folder / f"{name}.log"
@@ -142,7 +144,7 @@ class SamplerOpener:
     async def _open_processes(
         self, weights_dir: WeightsDir | None, runtime: Runtime | None
     ) -> dict[str, Sampler]:
-        """Role processes, with an embedded sampler or a server in each."""
+        """Starts role processes with an embedded sampler or a server in each."""
         if runtime is None:
             runtime = open_runtime(self.config, self.device, is_remote=False)
             self.stack.push_async_callback(runtime.close)
@@ -180,7 +182,8 @@ class SamplerOpener:
         return server_settings(self.config, self.dims, self.device, index)
 
     def _embedded_specs(self) -> list[RoleSpec]:
-        """Each with its GPU, or with its cores where it decodes while others train."""
+        """Specs of embedded samplers, each with its GPU, or with its cores if it decodes while
+        others train."""
         environment = DETERMINISTIC if is_deterministic(self.config) else {}
         hosted = [self._hosted(len(one.cores)) for one in self.placed.samplers]
         return [
@@ -189,7 +192,7 @@ class SamplerOpener:
         ]
 
     def _server_specs(self) -> list[RoleSpec]:
-        """Processes that start a server each, on the machine that has its GPUs."""
+        """Specs of processes that start one server each, on the machine with its GPUs."""
         folder, specs = self.log_folder.absolute(), []
         for index, one in enumerate(self.placed.samplers):
             settings, log_file = self._server_settings(index), folder / f"{one.name}.log"
@@ -217,8 +220,10 @@ class SamplerOpener:
         )
 
     def _hosted(self, num_cores: int) -> HostedSettings:
-        """Like `embedded_sampler` in this process: at staleness 0 both draw the same bits."""
+        """An embedded sampler in another process, equal to `embedded_sampler` in this one: at
+        staleness 0 both sample the same bits."""
         config, threads = self.config, torch.get_num_threads()
+        folder = str(Path(config.model_folder()).resolve())
         return HostedSettings(
             dims=self.dims,
             sampler=sampler_settings(config, self.dims),
@@ -228,13 +233,14 @@ class SamplerOpener:
             model_files=tuple(map(absolute, config.model_files)),
             deterministic=is_deterministic(config),
             num_threads=min(threads, num_cores or threads),
-            base=str(Path(config.model_folder()).resolve()) if config.actor.lora else "",
+            base=folder if config.actor.lora else "",
+            unfiled="" if self.dims.is_whole else folder,
         )
 
 
 def open_runtime(config: Config, device: torch.device, *, is_remote: bool) -> Runtime:
-    """What starts the processes of a run. On Ray it has a place for each, on nodes that have what
-    they read; `is_remote`: the learners are among them."""
+    """Opens the runtime that starts the processes of a run. On Ray it places each process on nodes
+    that have its files; `is_remote`: learners are among them."""
     placed = topology_on(config, device)
     if config.scheduler.type != "ray":
         places = {one.name: one.node or 0 for one in placed.samplers}
@@ -248,15 +254,15 @@ def open_runtime(config: Config, device: torch.device, *, is_remote: bool) -> Ru
 
 
 def ray_options(config: Config) -> dict[str, Any]:
-    """For a cluster that the run starts: CPUs for TransferQueue (its units and its controller), and
-    where Ray's own messages go."""
+    """Options for a cluster that the run starts: CPUs for TransferQueue (its units and its
+    controller), and the folder of Ray's messages."""
     spare = config.num_data_storage_units + 1 if config.store == "transfer_queue" else 0
     folder = run_path(config.fileroot, config.experiment_name, config.trial_name, config.user)
     return {"spare_cpus": spare, "log_file": folder / "ray.log"}
 
 
 def topology_on(config: Config, device: torch.device) -> Topology:
-    """On a device of this machine."""
+    """The topology on a device of this machine."""
     return topology(config, facts_of(config, "cuda" if device.type == "cuda" else "cpu"))
 
 
@@ -275,13 +281,19 @@ def embedded_sampler(
     device: torch.device,
     base: Mapping[str, Tensor] | None = None,
 ) -> EmbeddedSampler:
-    """Over the tensors of `base`, or with memory of its own."""
+    """An embedded sampler over the tensors of `base`, or with separate memory: for an adapter with
+    the frozen weights of the folder."""
     dtype = DTYPES[config.actor.compute_dtype(device.type)]
-    if base is None:
-        model = blank_model(dims, device=device, dtype=dtype)
-    else:
+    model: LanguageModel
+    if base is not None:
         model = build_model(dims, device="meta", dtype=dtype)
         share_weights(model, base)
+    elif config.actor.lora is not None:
+        model = load_to_sample(config.model_folder(), device=device, dtype=dtype)
+    elif not dims.is_whole:
+        model = build_unfiled(config.model_folder(), device=device, dtype=dtype)
+    else:
+        model = blank_model(dims, device=device, dtype=dtype)
     return EmbeddedSampler(
         model,
         sampler_settings(config, dims),
@@ -292,7 +304,7 @@ def embedded_sampler(
 def server_settings(
     config: Config, dims: ModelDims, device: torch.device, index: int
 ) -> ServerSettings:
-    """For the `index`-th replica."""
+    """Settings of the `index`-th replica."""
     component, server = config.component("rollout"), config.rollout.server
     placed = topology_on(config, device)
     share = server.gpu_memory_share or (COLOCATED_SHARE if placed.shares_gpus else None)
@@ -315,7 +327,7 @@ def server_settings(
 
 
 def sampler_settings(config: Config, dims: ModelDims) -> SamplerSettings:
-    """For an embedded sampler."""
+    """Settings of an embedded sampler."""
     keys = rollout_keys(config)
     lora = config.actor.lora
     return SamplerSettings(
@@ -332,7 +344,8 @@ def rollout_keys(config: Config, **chosen: object) -> RolloutConfig:
 
 
 def server_problems(config: Config, facts: RunFacts) -> list[Problem | str]:
-    """What keeps the servers of a run from starting, as far as can be known without them."""
+    """Problems that keep the servers of a run from starting, as far as they can be found without
+    starting them."""
     rollout, server = config.part("rollout"), config.rollout.server
     if rollout is None or rollout.backend == "embedded" or server.addresses:
         return []
@@ -355,7 +368,7 @@ def server_problems(config: Config, facts: RunFacts) -> list[Problem | str]:
 
 
 def check_capabilities(config: Config, samplers: Mapping[str, Sampler]) -> None:
-    """UserError with what the run asks of its samplers that they cannot do."""
+    """Raises UserError with the features that the run requests and its samplers lack."""
     problems = [
         problem
         for name, sampler in samplers.items()
@@ -368,7 +381,7 @@ def check_capabilities(config: Config, samplers: Mapping[str, Sampler]) -> None:
 def capability_problems(
     config: Config, name: str, capabilities: frozenset[str]
 ) -> list[Problem | str]:
-    """What the run asks of a sampler that it declares it cannot do."""
+    """Features that the run requests and a sampler does not declare."""
     needs: dict[str, tuple[bool, str, str]] = {
         "pause": (True, f"rollout = {name}", "weights could not be replaced safely"),
         "sleep": (bool(config.offload_rollout), "offload_rollout = true", "leave it out"),

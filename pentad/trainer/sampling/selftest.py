@@ -1,11 +1,11 @@
-"""Proof that samplers and learner hold one policy: the start-up self-test, and probes after it.
+"""Proof that samplers and learner hold one policy: the start-up self-test, and probes afterwards.
 
 The self-test takes seconds:
 
 1. Packed equals unpacked: sequences scored together and alone get the same log-probs.
 2. The samplers hold the learner's weights: checked by digest when they were published.
-3. Trainer and sampler agree: tokens drawn by each sampler get the same log-probs from the learner.
-4. Beside frozen weights: with other factors both sides move alike (`check_adapter`).
+3. Trainer and sampler agree: the learner gives tokens of each sampler the same log-probs.
+4. With frozen weights: other factors change both sides equally (`check_adapter`).
 A failure stops the run with the reason.
 """
 
@@ -29,11 +29,11 @@ from pentad.rl.bounds import Bounds, gap_of
 from pentad.trainer.learner_client import LearnerClient
 
 MAX_APART = 0.5
-"""Largest difference of trainer and sampler with an adapter, relative to what the adapter changes.
-A sampler that ignores the adapter has 1."""
+"""Largest difference of trainer and sampler with an adapter, relative to the adapter's effect. A
+sampler that ignores the adapter has 1."""
 SHAKES = (1.0, 4.0, 16.0)
-"""Strengths of the test's factors. How far one moves a log-prob differs from model to model; where
-16-bit rounding is as large, the next one is tried."""
+"""Strengths of the test's factors. Their effect on a log-prob differs between models; if 16-bit
+rounding is as large, the next strength is tried."""
 PROBE_NEW_TOKENS = 16
 PROBE_SAMPLES = 4
 NUM_PROBES = 3
@@ -41,7 +41,7 @@ NUM_PROBES = 3
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Largest difference of a log-prob, and largest mean, that rounding explains."""
+    """Largest difference of a log-prob, and largest mean difference, that rounding can cause."""
 
     max_difference: float
     mean_difference: float
@@ -64,7 +64,7 @@ def tolerance_of(
 
 @dataclass(frozen=True, slots=True)
 class SelfTest:
-    """What was measured; goes into the manifest."""
+    """The measurements of the self-test, for the manifest."""
 
     packed_max_difference: float
     sampler_max_difference: float
@@ -87,7 +87,7 @@ class Probe:
     """A few tokens of a sampler, with the log-probs it reported."""
 
     ids: list[int]
-    """After their prompt."""
+    """The ids after their prompt."""
     start: int
     """Where they begin."""
     logprobs: list[float]
@@ -137,7 +137,7 @@ def score(
 def probe_differences(
     learner: LearnerClient, probes: Sequence[Probe], tag: str = "actor"
 ) -> np.ndarray:
-    """The learner's log-probs of the drawn tokens less those reported."""
+    """The learner's log-probs of the sampled tokens minus the sampler's."""
     scores = score(learner, [probe.ids for probe in probes], tag)
     return np.concatenate(
         [
@@ -158,8 +158,8 @@ async def run_selftest(
     seed: int,
     stall_s: float | None = None,
 ) -> SelfTest:
-    """Raises RunError on the first thing that does not hold; a sampler that gives no answer for
-    `stall_s` is a failure that may pass."""
+    """Raises RunError at the first failed check; a sampler that gives no answer for `stall_s`
+    counts as a transient failure."""
     probes: list[Probe] = []
     for s, sampler in enumerate(samplers):
         drawing = draw_probes(sampler, prompts, f"selftest-{s}", temperature=temperature, seed=seed)
@@ -194,9 +194,9 @@ async def check_adapter(
     temperature: float,
     seed: int,
 ) -> AdapterTest:
-    """With other factors in place, published as a step's are, samplers and trainer must move away
-    from the frozen weights alike. RunError if one of them does not; the factors are put back, and
-    published, in any event."""
+    """Checks that samplers and trainer move away from the frozen weights equally after a publish of
+    other factors. RunError if one of them does not; the original factors are always restored and
+    published."""
     try:
         for strength in SHAKES:
             await learner.call("shake_adapter", strength=strength)
@@ -226,7 +226,7 @@ async def check_adapter(
 def check_packing(
     learner: LearnerClient, rows: Sequence[list[int]], tolerance: Tolerance, interval: int = 1
 ) -> float:
-    """Scores every `interval`-th row alone and holds that against its score among all of them."""
+    """Scores every `interval`-th row alone and compares it with its score among all rows."""
     worst = 0.0
     for row, among in list(zip(rows, score(learner, rows), strict=True))[::interval]:
         (alone,) = score(learner, [row])
@@ -244,20 +244,20 @@ def check_packing(
 log = logging.getLogger(__name__)
 
 INTERVAL = 5
-"""Versions from one comparison to the next, as long as all samplers are where they should be; from
-a doubt on every version is compared."""
+"""Versions between two comparisons while all samplers agree; after a doubtful one every version is
+compared."""
 TIMEOUT_S = 60.0
-"""A sampler that takes longer is not compared; whether it still serves is others' concern."""
+"""A slower sampler is not compared; whether it still serves is checked elsewhere."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Prober:
-    """Probes of a run under way: whether samplers serve the weights that were published to them.
+    """Probes during a run: whether samplers serve the weights that were published to them.
 
-    Where data may be stale, the trained tokens cannot show it: their log-probs differ from the
-    trainer's by right. So each sampler draws a few tokens after a publish, and the learner scores
-    them before its weights move on. On-policy, the trained tokens themselves are compared; with
-    several samplers each of them is probed too, since one among many hardly moves the mean.
+    With stale data the trained tokens cannot show it: their log-probs rightly differ from the
+    trainer's. So each sampler samples a few tokens after a publish, and the learner scores them
+    before its next update. On-policy, the trained tokens themselves are compared; with several
+    samplers each is probed too, because one among many hardly changes the mean.
     """
 
     samplers: Sequence[Sampler]
@@ -272,7 +272,7 @@ class Prober:
         return version >= self.next_version
 
     async def probe(self, version: int) -> None:
-        """Raises RunError when a sampler has been too far away for too long."""
+        """Raises RunError if a sampler has differed too much for too long."""
         gaps = [await self._gap(i, version) for i in range(len(self.samplers))]
         for index, gap in enumerate(gaps):
             if sentence := self.bounds.past_probe(index, gap):
@@ -281,7 +281,7 @@ class Prober:
         self.next_version = version + (1 if is_doubted else INTERVAL)
 
     async def _gap(self, index: int, version: int) -> float | None:
-        """The mean difference; None where the sampler did not answer, or has other weights."""
+        """The mean difference; None if the sampler did not answer, or has other weights."""
         sampler = self.samplers[index]
         if sampler.version != version:
             return None

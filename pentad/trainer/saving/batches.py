@@ -1,10 +1,11 @@
-"""The batches of a run's last steps, a file each: what a replay, or a run that only trains, reads.
+"""The batches of a run's last steps, one file each: input of a replay, or of a run that only
+trains.
 
-`batches/step12.groups` is a line of JSON, then the groups of step 12 (`data.packing`). The
-line says what the step was trained with and holds a digest of the rest. A file has its name once it
-is whole and on disk, which is before its step is recorded. One that cannot be written is reported
-and left out; training continues. `batches/step12.trained` beside it holds advantage and log-prob of
-every token as they were trained, for people who look at samples.
+`batches/step12.groups` is a line of JSON, then the groups of step 12 (`data.packing`). The line has
+the settings of the step and a digest of the rest. A file gets its name once it is complete and on
+disk, which is before its step is recorded. If a file cannot be written, that is reported and
+training continues. `batches/step12.trained` beside it holds advantage and log-prob of every trained
+token, for `pentad view`.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ NAME = re.compile(r"step(\d+)\.groups")
 
 @dataclass(frozen=True, slots=True)
 class KeptBatch:
-    """One step's, as it is kept."""
+    """The batch of one step."""
 
     step: int
     facts: Mapping[str, Any]
-    """What it was trained with: JSON values."""
+    """Settings and figures of its training: JSON values."""
     groups: list[Group]
-    """Their prompts have a gid and nothing else."""
+    """The groups; their prompts have a gid only."""
 
 
 class BatchKeeper:
@@ -56,8 +57,8 @@ class BatchKeeper:
     def keep(
         self, step: int, groups: Sequence[Group], write_trained: Callable[[str], str | None]
     ) -> None:
-        """`write_trained` writes the figures of the step's tokens to a path, or returns why it
-        cannot."""
+        """Writes a batch. `write_trained` writes the figures of the step's tokens to a path, or
+        returns the reason why it cannot."""
         if not self.num_kept:
             return
         try:
@@ -72,7 +73,8 @@ class BatchKeeper:
                 log.warning(text, step, error)
 
     def forget(self, after: int) -> None:
-        """Those of steps that are done again, and what a killed run left half written."""
+        """Removes the batches of steps that are repeated, and half-written files of a killed
+        run."""
         self._remove(lambda kept: kept > after)
         for left in self.folder.glob(".*.aside*"):
             left.unlink(missing_ok=True)
@@ -97,14 +99,14 @@ class BatchKeeper:
 
 @dataclass(frozen=True, slots=True)
 class TrainedTokens:
-    """Figures of one sample's tokens as they were trained."""
+    """Figures of one sample's tokens in training."""
 
     gid: int
     index: int
-    """The sample's place in its group."""
+    """Index of the sample in its group."""
     advantages: np.ndarray
     logprobs: np.ndarray
-    """The trainer's, before its weights moved."""
+    """The trainer's log-probs, before the update."""
 
 
 def trained_file(folder: Path, step: int) -> Path:
@@ -123,7 +125,7 @@ def write_trained(place: Path, samples: Sequence[TrainedTokens]) -> None:
 
 
 def read_trained(folder: Path, step: int) -> dict[tuple[int, int], TrainedTokens]:
-    """By group and place in it; nothing where the file is missing or damaged."""
+    """Reads the figures by group and index; empty if the file is missing or damaged."""
     try:
         with np.load(trained_file(folder, step), allow_pickle=False) as file:
             samples, columns = file["samples"], (file["advantages"], file["logprobs"])
@@ -140,7 +142,7 @@ def kept_steps(folder: Path) -> list[int]:
 
 
 def read_head(folder: Path, step: int) -> dict[str, Any]:
-    """What its file says of a batch; UserError where it is none."""
+    """Reads the line of JSON of a batch; UserError if the file is not a batch."""
     place = folder / f"step{step}.groups"
     try:
         with place.open("rb") as file:
@@ -155,8 +157,8 @@ def read_head(folder: Path, step: int) -> dict[str, Any]:
 
 
 def read_batch(folder: Path, step: int, digest: str | None = None) -> KeptBatch:
-    """UserError for a file that is not there or not what was written; `digest`: of the groups, as
-    `read_head` found it."""
+    """Reads the groups. UserError if the file is missing or damaged; `digest`: that of the groups,
+    from `read_head`."""
     place = folder / f"step{step}.groups"
     try:
         line, _, data = place.read_bytes().partition(b"\n")

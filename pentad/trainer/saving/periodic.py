@@ -1,7 +1,7 @@
-"""What is saved now and then beside training: when it is due, tried again and waited for.
+"""Periodic saves during training: when they are due, retried and waited for.
 
-An artifact is staged, while the weights are those of its step, then committed, and whole some time
-later: `Periodic` is that state machine; an export and a checkpoint are its artifacts.
+An artifact is staged while the weights are those of its step, then committed, and complete some
+time later: `Periodic` is that state machine; exports and checkpoints are its artifacts.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from pentad.trainer.learner_client import LearnerClient
 log = logging.getLogger(__name__)
 
 MAX_WAIT_STEPS = 32
-"""Between two attempts to save while a disk is full; they come after 1, 2, 4, ... steps."""
+"""Maximum number of steps between two attempts to save while a disk is full; attempts come after 1,
+2, 4, ... steps."""
 LAST_WAITS_S = (2.0, 8.0)
-"""Between attempts at the end of a run."""
+"""Pauses between attempts at the end of a run, in seconds."""
 FAILED_S = 10.0
-"""How long a run that failed, or that a signal stops, waits for what is being written."""
+"""How long a run that failed, or that a signal stops, waits for a write in progress, in seconds."""
 POLL_S = 0.05
 
 
 @dataclass(slots=True)
 class Frequency:
-    """When periodic things are due: every so many epochs, steps or seconds, whichever comes first;
-    all None means never."""
+    """Condition for periodic work: every N epochs, steps or seconds, whichever comes first; never
+    if all are None."""
 
     epochs: int | None = None
     steps: int | None = None
@@ -43,7 +44,7 @@ class Frequency:
     last_time: float | None = None
 
     def is_due(self, step: int) -> bool:
-        """Whether it is due after `step` steps are done; asking starts the clock anew if so."""
+        """Whether it is due after `step` steps; a positive answer restarts the clock."""
         now = self.clock()
         if self.last_time is None:
             self.last_time = now
@@ -57,7 +58,7 @@ class Frequency:
         return due
 
     def state(self) -> dict[str, Any]:
-        """For JSON: how long ago the clock was started."""
+        """For JSON: seconds since the clock was started."""
         since = None if self.last_time is None else self.clock() - self.last_time
         return {"seconds_since": since}
 
@@ -68,7 +69,7 @@ class Frequency:
 
 @dataclass(slots=True, kw_only=True)
 class Periodic(ABC):
-    """At most one is being written. One that fails is reported at once and tried again after 1, 2,
+    """Writes at most one artifact at a time. A failure is reported at once and retried after 1, 2,
     4, ... steps; training does not stop for it."""
 
     learner: LearnerClient
@@ -77,64 +78,65 @@ class Periodic(ABC):
     is_async: bool = False
     """Written in the background; otherwise training waits."""
     must_wait: bool = False
-    """Whether training waits for one being written when the next is due; else the next one is
+    """Whether training waits for a write in progress when the next is due; else the next one is
     staged after a later step."""
     staged: tuple[int, Pending] | None = None
-    """The step of one that is staged and not committed."""
+    """The step of an artifact that is staged and not committed."""
     under_way: tuple[int, Pending] | None = None
-    """The step of one that is committed and not known to be whole."""
+    """The step of an artifact that is committed and not known to be complete."""
     is_owed: bool = False
     """Whether one was due while another was being written."""
     last_saved: int = -1
-    """The last step that is whole on disk."""
+    """The last step that is complete on disk."""
     stall_ms: float | None = None
-    """How long training waited for the last one to be staged."""
+    """How long training waited for the last stage, in ms."""
     commit_ms: float | None = None
-    """From its stage until it was whole, of the last one."""
+    """Time from the last stage until the artifact was complete, in ms."""
     num_failed: int = 0
-    """Since the last that succeeded."""
+    """Failed attempts since the last success."""
     error: Exception | None = None
-    """What the last failed attempt failed with."""
+    """The error of the last failed attempt."""
     retry_at: int | None = None
     is_ending: bool = False
-    """Whether the steps of the run are over: nothing is tried after a further step."""
+    """Whether the steps of the run are over: there are no further attempts after steps."""
     is_cut: Callable[[], bool] | None = None
-    """Whether a signal asked not to wait any longer; None: the signal that stops the run does."""
+    """Whether a signal asked to stop waiting; None: the signal that stops the run does."""
     is_given_up: bool = False
-    """Whether the one being written was not waited for."""
+    """Whether the run stopped waiting for the write in progress."""
 
     # An artifact
 
     @abstractmethod
     def stage(self, step: int) -> None:
-        """Copies what is saved of `step`, on all ranks; returns when it may change."""
+        """Copies the state of `step`, on all ranks; after it returns, the state may change."""
 
     @abstractmethod
     def commit(self, step: int) -> Callable[[], dict[str, Any]]:
-        """Once the step is recorded: what makes it whole, run in the background where `is_async`.
-        Returns its result, or raises what it failed with."""
+        """Completes the artifact once the step is recorded, in the background if `is_async`.
+        Returns its result, or raises its error."""
 
     @abstractmethod
     def describe(self, step: int) -> str:
-        """Names it in a sentence."""
+        """The artifact's name for sentences."""
 
     @property
     @abstractmethod
     def good(self) -> str:
-        """What there is on disk, in words."""
+        """The complete artifacts on disk, in words."""
 
     @abstractmethod
     def on_saved(self, step: int, result: dict[str, Any]) -> None:
-        """It is whole."""
+        """Called when the artifact is complete."""
 
     @abstractmethod
     def on_failed(self, error: Exception) -> None:
-        """It was reported; what is left of it may be removed."""
+        """Called after a failure was reported; remains may be removed."""
 
     # Steps
 
     def save_if_due(self, step: int, *, is_doubtful: bool = False) -> None:
-        """After `step`, whose weights are in place. While they are doubtful, it waits."""
+        """Saves if due after `step`, whose weights are in place. Doubtful weights are not saved;
+        the save waits."""
         self.collect(step)
         is_due = self.frequency.is_due(step + 1) or self.is_owed
         is_due = is_due or (self.retry_at is not None and step >= self.retry_at)
@@ -168,7 +170,7 @@ class Periodic(ABC):
         self.collect(step, wait=not self.is_async)
 
     def collect(self, now: int, *, wait: bool = False) -> None:
-        """What became of the one that is being written; `now`: the last step of the run."""
+        """Collects the outcome of the write in progress; `now`: the last step of the run."""
         if self.under_way is None:
             return
         step, pending = self.under_way
@@ -187,7 +189,7 @@ class Periodic(ABC):
         self.on_saved(step, result)
 
     def is_saved(self, step: int) -> bool:
-        """Whether this step is whole on disk; waits for it where that is under way."""
+        """Whether this step is complete on disk; waits for its write if it is in progress."""
         if self.under_way is not None and self.under_way[0] == step:
             self.collect(step, wait=True)
         return self.last_saved == step
@@ -195,7 +197,7 @@ class Periodic(ABC):
     # The end
 
     def save_now(self, step: int) -> None:
-        """Has the step saved, whose weights are in place, where nothing else is being written."""
+        """Saves the step, whose weights are in place, if no other write is in progress."""
         self.collect(step)
         if self.under_way is None and self.last_saved != step:
             if self.staged is None:
@@ -203,7 +205,7 @@ class Periodic(ABC):
             self.commit_staged()
 
     def finish_step(self, step: int) -> bool:
-        """Whether the step is whole on disk, after some attempts."""
+        """Saves the step with several attempts; whether it is complete on disk."""
         self.collect(step, wait=True)
         for wait_s in (0.0, *LAST_WAITS_S):
             if self.last_saved == step or (wait_s and self.is_stopped):
@@ -218,7 +220,7 @@ class Periodic(ABC):
         return (self.is_cut or self.learner.is_stopping)()
 
     def _wait_for(self, pending: Pending) -> None:
-        """Ranks that are gone and a signal end the waiting after FAILED_S."""
+        """Waits for the write; if ranks are gone or a signal came, for FAILED_S at most."""
         deadline = awake_s() if self.is_given_up else float("inf")
         while not pending.is_done:
             if self.is_stopped or self.learner.is_gone:

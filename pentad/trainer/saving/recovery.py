@@ -1,10 +1,11 @@
-"""Recovery checkpoints of a run: when one is saved, what is in it, and how a run resumes from it.
+"""Recovery checkpoints of a run: when they are saved, their content, and how a run resumes from
+them.
 
 A checkpoint is the state of the learners after a step (`checkpoint.shards`, every rank its part),
-the state of all else that the run continues from (JSON, and the samples of groups that wait for
-training), and a commit. Ranks answer a save with the sizes and digests of what they wrote, or with
-what they failed with; then a thread here commits. The record of the step is written before the
-commit, so that a run that resumes from it has records without gaps.
+the other state of the run (JSON, and the samples of groups that wait for training), and a commit.
+Ranks answer a save with the sizes and digests of their files, or with their error; then a thread
+here commits. The record of the step is written before the commit, so that a resumed run has records
+without gaps.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ INFOS = (
 
 
 class RunPart(Protocol):
-    """Something that a run continues from besides its learners."""
+    """A part of the run's state besides its learners."""
 
     def state(self) -> dict[str, Any]:
         """As JSON values."""
@@ -66,7 +67,7 @@ class RunPart(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What must still be the same when a run continues, computed once; the caller compares."""
+    """Values that must be equal when a run continues, computed once; the caller compares."""
 
     compute: Callable[[], dict[str, Any]]
     known: dict[str, Any] = field(default_factory=dict)
@@ -81,7 +82,7 @@ class Identity:
 
 
 Check = Callable[[Checkpoint], None]
-"""Looks at a checkpoint whose small files were read, and raises what it does not accept."""
+"""Checks a checkpoint whose small files were read; raises if it is not acceptable."""
 
 
 @dataclass(slots=True)
@@ -100,25 +101,25 @@ class RecoverHandler(Periodic):
     tiers: Tiers
     is_on: bool = True
     upload_timeout_s: float = 600.0
-    """How long the end of the run waits for the store."""
+    """How long the end of the run waits for uploads to the store, in seconds."""
     before_commit: Callable[[], None] = lambda: None
     facts: Callable[[], dict[str, Any]] = dict
-    """What the manifest says besides, as JSON values."""
+    """Further facts for the manifest, as JSON values."""
     parts: dict[tuple[str, str], RunPart] = field(default_factory=dict)
     """By file and name in it."""
     infos: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The small files of the checkpoint that is restored."""
     ready: bytes | None = None
-    """The samples that waited for training in it."""
+    """The samples in it that waited for training."""
     counters: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Counters by role, for each learner that was restored."""
+    """Counters by role, for each restored learner."""
     point: FinishedStep | None = None
     outcomes: list[dict[str, Any]] = field(default_factory=list)
-    """What became of it on each rank, where that was waited for."""
+    """The outcome on each rank, if it was waited for."""
     was_full: bool = False
-    """Whether a disk without room cost older checkpoints."""
+    """Whether older checkpoints were removed because the disk was full."""
     generation: int | None = None
-    """The learners' generation: what an earlier one still writes does not count."""
+    """The learners' generation: late writes of an earlier one are rejected."""
 
     @property
     def root(self) -> Path:
@@ -126,8 +127,8 @@ class RecoverHandler(Periodic):
 
     @property
     def next_start(self) -> str:
-        """Where the run resumes when started again, in words; empty: nowhere. For the end of
-        a run: a commit that is under way is waited for, so that the next start says the same."""
+        """Description of where the run resumes if restarted; empty if it cannot. Called at the end
+        of a run: waits for a commit in progress, so that the next start agrees."""
         last = self.last_saved
         if self.under_way is not None:
             self._settle_last()
@@ -137,15 +138,15 @@ class RecoverHandler(Periodic):
         return f"started again, the run resumes after step {last + 1}"
 
     def add(self, file: str, name: str, part: RunPart) -> None:
-        """Saves the part with the checkpoints, and restores it if one is."""
+        """Adds a part to the checkpoints, and restores it if a checkpoint is restored."""
         assert file in INFOS and not self.infos, "parts are added before a checkpoint is restored"
         self.parts[file, name] = part
 
     # Resuming
 
     def restore(self, check: Check) -> Checkpoint | None:
-        """The learners, and the parts that are known, from the newest checkpoint that is whole;
-        None where there never was one, RunError where none can be used."""
+        """Restores learners and known parts from the newest intact checkpoint. None if there never
+        was a checkpoint, RunError if none is usable."""
         if not self.is_on:
             return None
         self.generation = raise_fence(self.root)
@@ -163,7 +164,7 @@ class RecoverHandler(Periodic):
         return None
 
     def _all_damaged(self, found: Mapping[str, int]) -> str:
-        """`found`: the checkpoints that were set aside, the newest first."""
+        """`found`: the damaged checkpoints, newest first."""
         place, step = next(iter(found.items()))
         more = f" and {len(found) - 1} more are" if found.keys() - {place} else " is"
         return (
@@ -194,9 +195,9 @@ class RecoverHandler(Periodic):
                     part.restore(self.infos[file][name])
 
     def roll_back(self, now: int, before: Sequence[tuple[int, int]]) -> int | None:
-        """Puts the learners' state of the newest checkpoint in place of theirs, and gives its step;
-        None where there is none. `before`: when that was done (at, to). One that was gone back to
-        is passed over for an older one, if there is any and nothing was committed since."""
+        """Restores the learners from the newest checkpoint, and returns its step; None if there is
+        none. `before`: earlier rollbacks (at, to). A checkpoint that was already rolled back to is
+        skipped for an older one, if there is one and nothing was committed since."""
         self.collect(now, wait=True)
         found = find_checkpoints(self.root) if self.is_on else []
         if before and found and found[0].step <= before[-1][0]:
@@ -218,12 +219,12 @@ class RecoverHandler(Periodic):
         return None
 
     def _place(self, role: str, step: int) -> dict[str, Any]:
-        """Where the state of a learner lies."""
+        """The folder of a learner's state."""
         folder = state_folder(role, step)
         return {"root": str(self.root.absolute()), "step": step, "folder": folder}
 
     def prepare(self) -> None:
-        """Makes the memory that saves beside training need, before the first is due."""
+        """Allocates the memory of asynchronous saves before the first is due."""
         if self.is_on and self.is_async:
             self.learner.call_all("prepare_state")
 
@@ -232,8 +233,8 @@ class RecoverHandler(Periodic):
     def after_step(
         self, step: int, progress: DataProgress | None = None, *, is_doubtful: bool = False
     ) -> None:
-        """Stages a checkpoint if one is due; the weights are those after `step`. While they are
-        doubtful it waits: a rollback must find good ones."""
+        """Stages a checkpoint if one is due; the weights are those after `step`. Doubtful weights
+        wait: a rollback must find good ones."""
         self.point = FinishedStep(step, progress)
         if self.is_on:
             self.save_if_due(step, is_doubtful=is_doubtful)
@@ -264,7 +265,7 @@ class RecoverHandler(Periodic):
         return partial(self._commit, job)
 
     def _commit(self, job: CommitJob) -> dict[str, Any]:
-        """Once all ranks have written their parts, or with what one of them failed with."""
+        """Commits once all ranks have written their parts, or raises the error of a rank."""
         outcomes = self.outcomes
         if self.is_async:
             outcomes = self.learner.query("saved_state", roles=list(self.roles))
@@ -274,7 +275,8 @@ class RecoverHandler(Periodic):
         return run_job(replace(job, keep_last=self._keep_last(written)))
 
     def _keep_last(self, written: Mapping[str, Any]) -> int:
-        """One where the disk was full and has no room for one more beside those kept."""
+        """The number of checkpoints to keep: one if the disk was full and has no room for
+        another."""
         size = sum(file["size"] for file in written.values())
         if self.was_full and self.tiers.remote is None:
             self.was_full = shutil.disk_usage(self.root).free < size
@@ -282,24 +284,24 @@ class RecoverHandler(Periodic):
         return self.tiers.keep_committed
 
     def begin(self) -> None:
-        """Has the last finished step saved, where nothing else is being written."""
+        """Saves the last finished step, if no other write is in progress."""
         if self.is_on and self.point is not None:
             self.save_now(self.point.step)
 
     def finish(self) -> None:
-        """The last finished step is committed when this returns, or it is said why not."""
+        """Commits the last finished step before it returns, or reports why it cannot."""
         if self.is_on and self.point is not None:
             self.finish_step(self.point.step)
 
     def close(self, *, is_failed: bool) -> None:
-        """Waits for what is on its way; after a failure a few seconds."""
+        """Waits for writes in progress; after a failure a few seconds."""
         if self.point is not None and not is_failed:
             self.collect(self.point.step, wait=True)
         self._settle_last()
         self.tiers.close(FAILED_S if is_failed else self.upload_timeout_s)
 
     def _settle_last(self) -> None:
-        """A few seconds for the commit that is under way, once."""
+        """Waits a few seconds for the commit in progress, once."""
         if self.under_way is not None and not self.is_given_up:
             self.under_way[1].settled(FAILED_S)
             self.is_given_up = not self.under_way[1].is_done
@@ -346,7 +348,7 @@ class RecoverHandler(Periodic):
             self._make_room()
 
     def _make_room(self) -> None:
-        """Gives up older checkpoints for the next attempt, never the newest."""
+        """Removes older checkpoints for the next attempt, never the newest."""
         try:
             removed = self.tiers.make_room()
         except (OSError, RunError) as error:
@@ -358,7 +360,7 @@ class RecoverHandler(Periodic):
             log.warning(text, step + 1)
 
     def rescue(self, num_done: int, num_moved: int) -> None:
-        """After a failure: commits what was trained, if it can be had; the failure is raised
+        """After a failure: commits the trained state if it is available; the failure is raised
         anyway."""
         if self.point is None or self.point.step != num_done - 1 or num_moved:
             return
@@ -372,8 +374,8 @@ class RecoverHandler(Periodic):
 
 
 def begin_ending(saves: Iterable[Periodic], stop: StopFlag) -> str:
-    """The steps of the run are over: a further signal ends the waiting, and not one that came
-    before, whose name is returned."""
+    """Marks the steps of the run as over: a further signal ends the waiting, an earlier one does
+    not and its name is returned."""
     before = stop.reason
     for one in saves:
         one.is_ending, one.is_given_up = True, False
@@ -384,9 +386,9 @@ def begin_ending(saves: Iterable[Periodic], stop: StopFlag) -> str:
 def finish_saves(
     recover: RecoverHandler, savers: Sequence[Saver], trained: int, stop: StopFlag
 ) -> list[Path | None]:
-    """The models of a run whose steps are over, and the recovery checkpoint of its last one, which
-    is written meanwhile. A signal from here on ends the waiting within FAILED_S seconds; a second
-    one raises KeyboardInterrupt."""
+    """Saves the models of a run whose steps are over, while the recovery checkpoint of its last
+    step is written. A signal from here on ends the waiting within FAILED_S seconds; a second one
+    raises KeyboardInterrupt."""
     before = begin_ending((recover, *savers), stop)
     recover.begin()
     try:
@@ -407,8 +409,8 @@ def finish_saves(
 
 
 def progress_of(learner: LearnerClient, trained: int) -> tuple[int, int]:
-    """Batches that are in the weights, and updates of a further one; `trained` where the learners
-    are gone or were never built."""
+    """Batches that the weights contain, and updates of a further one; `trained` if the learners are
+    gone or were never built."""
     if learner.is_gone:
         return trained, 0
     progress = learner.query("progress")
@@ -423,8 +425,9 @@ def save_after_failure(
     num_done: int,
     num_moved: int = 0,
 ) -> None:
-    """Saves what was trained, unless a rank is gone, without which no save can succeed; the
-    failure is raised anyway. `num_moved` are updates of a further step that are in the weights."""
+    """Saves the trained state after a failure, unless a rank is gone, without which no save can
+    succeed; the failure is raised anyway. `num_moved`: updates of a further step that the weights
+    contain."""
     if not num_done:
         return
     begin_ending((recover, *savers), stop)

@@ -1,10 +1,10 @@
-"""HF exports of a run: when, where, how they are written, and the one at the end.
+"""HF exports of a run: when and where they are written, and the one at the end.
 
-Asynchronous (`saver.mode`), every rank copies its blocks to host memory while they are those of the
-step, and its writer process writes them beside training: at most one is under way. A folder
-that cannot be written is reported at once and tried again after further steps. Folders that are
-whole stay, unless `saver.keep_last` or `saver.keep_best` is set: then older ones go once a newer
-one is whole.
+If asynchronous (`saver.mode`), every rank copies its blocks to host memory while the weights are
+those of the step, and its writer process writes them beside training: at most one at a time. A
+folder that cannot be written is reported at once and retried after further steps. Complete folders
+stay, unless `saver.keep_last` or `saver.keep_best` is set: then older ones are removed once a newer
+one is complete.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Saver(Periodic):
     """Whose weights: "actor" or "critic"."""
     root: Path
     size_bytes: float = 0.0
-    """Size of one folder, to warn before there is no room for it; 0: unknown."""
+    """Size of one folder, for a warning before the disk is full; 0: unknown."""
     must_wait: bool = True
     cut_off: int | None = None
-    """The step of a folder that was being written when the run that is continued ended."""
+    """The step of a folder that was incomplete when the resumed run ended."""
     keep_last: int | None = None
     keep_best: int | None = None
-    """How many of the newest and of the best evaluated folders stay; both None: all."""
+    """How many of the newest and of the best evaluated folders to keep; both None: all."""
     warned_room_at: int | None = None
     scores: dict[int, float] = field(default_factory=dict)
     """By step, for the weights after it, in the order of evaluation; higher is better."""
@@ -57,13 +57,13 @@ class Saver(Periodic):
         return self.root / f"epoch{epoch}epochstep{epoch_step}globalstep{step}"
 
     def after_step(self, step: int) -> None:
-        """Saves if due; `step` is the global step just finished, its weights still in place."""
+        """Saves if due; `step` is the last finished global step, its weights still in place."""
         self.save_if_due(step)
         self.commit_staged()
         self._watch_room(step)
 
     def finish(self, step: int) -> Path:
-        """The folder after `step`, whole; RunError if that cannot be had."""
+        """The complete folder after `step`; RunError if that is not possible."""
         folder = self.folder(step)
         if not self.finish_step(step):
             why = self.error if self.under_way is None else "it was still being written"
@@ -72,8 +72,8 @@ class Saver(Periodic):
         return folder
 
     def resume(self, step: int) -> None:
-        """The run continues with the weights after `step`: a folder that was being written when it
-        ended is begun again if it is of these, and reported if not."""
+        """Resumes with the weights after `step`: a folder that was incomplete is written again if
+        it is of this step, and reported if not."""
         cut, self.cut_off = self.cut_off, None
         if cut is None:
             return
@@ -90,7 +90,7 @@ class Saver(Periodic):
         self.scores[step] = score
 
     def state(self) -> dict[str, Any]:
-        """What a run that is continued needs, for JSON; the folders themselves are on disk."""
+        """State for a resume, as JSON; the folders themselves are on disk."""
         return {
             "last_saved": self.last_saved,
             "under_way": None if self.under_way is None else self.under_way[0],
@@ -125,7 +125,7 @@ class Saver(Periodic):
         self.learner.call_all("export", role=self.role, folder=folder, is_async=is_async)
 
     def commit(self, step: int) -> Callable[[], dict[str, Any]]:
-        """Rank 0 puts the folder in its place when all ranks have written."""
+        """Rank 0 renames the folder when all ranks have written."""
         return self._exported
 
     def _exported(self) -> dict[str, Any]:
@@ -143,7 +143,8 @@ class Saver(Periodic):
             sweep(self.root)  # what a writer left that was killed
 
     def _prune(self) -> None:
-        """Removes what neither `keep_last` nor `keep_best` keeps, up to the last that is whole."""
+        """Removes folders that neither `keep_last` nor `keep_best` keeps, up to the last complete
+        one."""
         if self.keep_last is None and self.keep_best is None:
             return
         found = {int(m[1]): f for f in self.root.glob("epoch*") if (m := FOLDER.fullmatch(f.name))}
@@ -160,7 +161,7 @@ class Saver(Periodic):
                 log.info("removed %s (saver.%s)", found[step], rule)
 
     def _watch_room(self, step: int) -> None:
-        """Says as soon as the disk has no room for another folder, and now and then again."""
+        """Warns as soon as the disk has no room for another folder, and again from time to time."""
         if self.warned_room_at is not None and step < self.warned_room_at + MAX_WAIT_STEPS:
             return
         place = next(path for path in (self.root, *self.root.parents) if path.exists())
@@ -184,8 +185,8 @@ def outdated(
     keep_best: int | None,
     scores: Mapping[int, float],
 ) -> list[int]:
-    """Which of the steps on disk go. Later ones than the last saved are of a run that was set back
-    and are not counted; what may still be evaluated stays until it is."""
+    """The steps on disk to remove. Steps after the last saved one belong to a run that was rolled
+    back and are not counted; steps that may still be evaluated stay until then."""
     present = sorted(step for step in steps if step <= last_saved)
     kept = set(present[-(keep_last or 1) :])
     if keep_best is not None:
@@ -196,7 +197,8 @@ def outdated(
 
 
 def rescue(saver: Saver, num_done: int, num_moved: int) -> None:
-    """After a failure: exports what was trained, if it can be had; the failure is raised anyway."""
+    """After a failure: exports the trained state if it is available; the failure is raised
+    anyway."""
     try:
         folder = saver.finish(num_done - 1)
     except Exception as error:  # the first failure is the one to be raised

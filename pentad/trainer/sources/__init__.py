@@ -1,4 +1,4 @@
-"""Where the batches of a run come from, one file a kind of run.
+"""Batch sources, one file per kind of run.
 
 Contract: a file reads and checks the inputs of its command (`RunInputs`), opens a `BatchSource`
 over them, and has `processes.ranks` run it. A source trains one batch a step, says what a

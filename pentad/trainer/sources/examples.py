@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleInputs(RunInputs):
-    """What a run on examples reads."""
+    """The inputs of a run on examples."""
 
     data: Examples
     valid: Examples | None
@@ -49,7 +49,7 @@ class ExampleInputs(RunInputs):
 
     @property
     def parts(self) -> dict[str, Examples]:
-        """By "train" and "valid"."""
+        """The parts "train" and "valid"."""
         return {"train": self.data} | ({"valid": self.valid} if self.valid else {})
 
     async def open(self, run: Run, stack: AsyncExitStack) -> ExampleSource:
@@ -78,19 +78,19 @@ class ExampleSource(BatchSource):
     evals: Frequency | None
     """When held-out examples are evaluated; None: there are none."""
     packed: float
-    """The largest difference that the self-test found."""
+    """The largest difference in the self-test."""
     tags: tuple[str, ...] = ()
-    """Frozen weights that the ranks score examples with."""
+    """Frozen weights with which the ranks score examples."""
 
     def check(self, checkpoint: Checkpoint) -> None:
-        """UserError if the next rows are not those that would have come."""
+        """Raises UserError if the next rows differ from those of the checkpoint."""
         with reading(checkpoint.root / checkpoint.info / "dataloader_info.json"):
             known = dict(self.run.recover.infos["dataloader_info"]["data"])
         if "train_dataset" not in self.run.config.recover.allow:
             self.data.check_state(known)
 
     def restored(self, checkpoint: Checkpoint | None) -> None:
-        """The frozen weights that examples are scored with, besides those of the checkpoint."""
+        """The frozen weights for scoring examples that the checkpoint lacks."""
         if self.tags:
             saved = self.run.recover.counters.get("actor", {"tags": ()})["tags"]
             self.run.learner.call_all("load_tags", has=sorted(saved), step=self.run.trained)
@@ -135,18 +135,18 @@ def run_examples(
     fresh: bool = False,
     device: str = "auto",
 ) -> RunSummary:
-    """Trains on examples; returns where everything is."""
+    """Trains on examples; returns the summary of the run."""
     return run_over_ranks(partial(begin_examples, service), service, config, notes, fresh, device)
 
 
 run_sft = partial(run_examples, SftService)
-"""On prompts with given responses."""
+"""SFT on prompts with given responses."""
 run_pretrain = partial(run_examples, PretrainService)
-"""On a stream of tokens."""
+"""Pretraining on a stream of tokens."""
 run_dpo = partial(run_examples, PreferenceService)
 """On preferences."""
 run_reward_model = partial(run_examples, RewardModelService)
-"""A model that gives rewards, on preferences."""
+"""Trains a reward model on preferences."""
 ON_EXAMPLES: dict[RunCommand, Callable[..., RunSummary]] = {
     "sft": run_sft,
     "pretrain": run_pretrain,
@@ -159,7 +159,7 @@ ON_EXAMPLES: dict[RunCommand, Callable[..., RunSummary]] = {
 def begin_examples(
     service: type[ExampleService], config: Config, device: torch.device
 ) -> ExampleInputs:
-    """What must be done before anything else is, on any rank."""
+    """Preparations before anything else, on any rank."""
     inputs = check_examples(service, config, device)
     start_run(config, inputs.roles)
     return inputs
@@ -168,7 +168,7 @@ def begin_examples(
 def check_examples(
     service: type[ExampleService], config: Config, device: torch.device
 ) -> ExampleInputs:
-    """Everything the run reads, or one UserError with every problem."""
+    """Checks everything the run reads; raises one UserError with every problem."""
     checks = Collector()
     checks.problems += start_problems(config, device, service.command)
     path = config.model_folder()

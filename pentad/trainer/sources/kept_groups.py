@@ -1,7 +1,7 @@
-"""Kept groups as the source of a run's batches: what another run sampled, without a sampler.
+"""Kept groups as the source of a run's batches: the samples of another run, without a sampler.
 
-Every rank reads them from the folder of that run. Whose weights drew them is not known here, so
-the data count as off-policy: a correction is chosen, and no staleness is claimed or checked.
+Every rank reads them from the folder of that run. The weights that sampled them are not known here,
+so the data count as off-policy: a correction is chosen, and no staleness is claimed or checked.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class KeptGroups:
         return max(head["size"]["max_row_tokens"] for head in self.heads)
 
     def state(self) -> dict[str, Any]:
-        """What must be the same when the run continues."""
+        """The values that must be equal when the run continues."""
         return {"steps": self.steps, "digests": [head["sha256"] for head in self.heads]}
 
     def summary(self) -> str:
@@ -68,7 +68,7 @@ class KeptGroups:
 
 @dataclass(frozen=True, kw_only=True)
 class KeptInputs(RunInputs):
-    """What a run that only trains reads."""
+    """The inputs of a run that only trains."""
 
     data: KeptGroups
 
@@ -87,10 +87,10 @@ class KeptSource(BatchSource):
     kept: KeptGroups
     batches: BatchKeeper
     num_groups: int = 0
-    """Trained so far."""
+    """Number of groups trained so far."""
 
     def check(self, checkpoint: Checkpoint) -> None:
-        """UserError if the groups are not those it began with."""
+        """Raises UserError if the groups differ from those at its start."""
         with reading(checkpoint.root / checkpoint.info / "dataloader_info.json"):
             known = dict(self.run.recover.infos["dataloader_info"]["groups"])
         if known != self.kept.state():
@@ -140,7 +140,7 @@ def run_train_only(
 
 
 def begin_train_only(config: Config, device: torch.device) -> KeptInputs:
-    """Everything the run reads, or one UserError with every problem."""
+    """Checks everything the run reads; raises one UserError with every problem."""
     checks = Collector()
     checks.problems += start_problems(config, device, "train")
     path = config.model_folder()
@@ -179,7 +179,7 @@ def open_groups(config: Config) -> KeptGroups:
 
 
 def with_prompt(group: Group) -> Group:
-    """Kept groups have no prompts but what their samples begin with."""
+    """Kept groups have no prompts except the first tokens of their samples."""
     sample = group.samples[0]
     length = int(sample.mask.argmax()) if sample.mask.any() else len(sample.ids)
     return Group(Prompt(group.gid, tuple(sample.ids[:length].tolist()), {}), group.samples)

@@ -1,8 +1,8 @@
 """Trains recorded steps of a run again, without a sampler, and compares with their records.
 
-The learners begin as the newest recovery checkpoint before the step left them, or as the run began;
-then the kept batches up to the step are trained, by the calls that a run makes. Nothing of the run
-is written.
+The learners start from the newest recovery checkpoint before the step, or from the run's initial
+state; then the kept batches up to the step are trained by the same calls as in the run. Nothing in
+the run's folder is written.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from pentad.trainer.run_folders import checkpoint_path
 from pentad.trainer.saving.batches import kept_steps, read_batch, read_head
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2}
-"""How far a loss may be off, relative to 1, and a norm relative to itself, where sums are added up
-in another order; a step that was trained again on the way there adds as much."""
+"""Tolerances where sums are added in another order: of a loss relative to 1, of a norm relative to
+itself. Each step trained before the replayed one adds as much."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedNumber:
-    """One number of a step, recorded and found again."""
+    """One number of a step: recorded and replayed."""
 
     step: int
     name: str
@@ -83,12 +83,12 @@ class ReplayedNumber:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a replay found."""
+    """The result of a replay."""
 
     begin: str
-    """What it began from, in words."""
+    """Its starting point, in words."""
     differences: list[str]
-    """What differs between the run and this machine, in words; empty: numbers must be equal."""
+    """Differences between the run and this machine, in words; if empty, numbers must be equal."""
     compared: list[ReplayedNumber]
 
     @property
@@ -98,24 +98,24 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """What is read and trained."""
+    """The inputs and steps of a replay."""
 
     config: Config
     checkpoint: Checkpoint | None
     folder: Path
-    """The batches', absolute."""
+    """The folder of the batches, absolute."""
     batches: list[dict[str, Any]]
-    """What the file of each says of it (`batches.read_head`)."""
+    """The first line of each batch file (`batches.read_head`)."""
     records: Mapping[int, Mapping[str, Any]]
 
     @property
     def first(self) -> int:
-        """The step that is trained first."""
+        """The first step to be trained."""
         return int(self.batches[0]["step"])
 
     @property
     def given(self) -> dict[str, Any]:
-        """What a rank is made from, as JSON values."""
+        """Arguments for building a rank, as JSON values."""
         last = self.batches[-1]
         return {
             "config": with_absolute_paths(self.config).model_dump(mode="json"),
@@ -131,7 +131,8 @@ class ReplayPlan:
 
 
 def run_replay(folder: Path, step: int, *, layout: str | None, device: str, dump: str) -> Replay:
-    """Raises UserError with what is missing. `dump` is a file for the log-probs of the step."""
+    """Runs a replay; UserError if something is missing. `dump` is a file for the log-probs of the
+    step."""
     if rank_from_environment() is not None:
         rule, remedy = "replay starts its ranks itself", "start it without torchrun"
         raise UserError(Problem("WORLD_SIZE is set", rule, remedy))
@@ -181,7 +182,8 @@ def serve_replay(given: Mapping[str, Any], rank: Rank, device: torch.device) -> 
 
 
 class ReplayService(LearnerService):
-    """A learner that says what it computes on, and what the policy said of each sample."""
+    """A learner that also returns its hardware and versions, and the policy's outputs for each
+    sample."""
 
     def __init__(self, config: Config, rank: Rank, device: torch.device) -> None:
         super().__init__(config, rank, device)
@@ -201,7 +203,7 @@ class ReplayService(LearnerService):
 
 @contextmanager
 def reading_run(folder: Path) -> Iterator[None]:
-    """Within, the run cannot be started; UserError where it is no run, or continuing."""
+    """Locks the run while active; UserError if the folder is no run, or the run is in progress."""
     if not (folder / "manifest.json").is_file():
         remedy = "give the folder of a run's records: {fileroot}/logs/USER/EXPERIMENT/TRIAL"
         raise UserError(Problem(f"run = {folder}", "is not the folder of a run", remedy))
@@ -215,7 +217,7 @@ def reading_run(folder: Path) -> Iterator[None]:
 
 
 def make_plan(folder: Path, step: int, layout: str | None) -> ReplayPlan:
-    """Reads all that the replay needs but tensors."""
+    """Reads everything the replay needs except tensors."""
     records = {line["step"]: line for line in read_lines(folder / "steps.jsonl")}
     if step not in records:
         rule = f"the run has recorded steps 1 to {max(records)}" if records else "it has no steps"
@@ -246,7 +248,7 @@ def make_plan(folder: Path, step: int, layout: str | None) -> ReplayPlan:
 
 
 def _read_whole(folder: Path, step: int) -> dict[str, Any]:
-    """What the file of a batch says of it; UserError where its groups are damaged."""
+    """The first line of a batch file; UserError if its groups are damaged."""
     head = read_head(folder, step)
     read_batch(folder, step, head["sha256"])
     return head
@@ -266,7 +268,7 @@ def missing_batches_problem(config: Config, step: int, first: int, missing: list
 
 
 def config_of(batch: Mapping[str, Any], folder: Path, layout: str | None) -> Config:
-    """The one that the step was trained with, in the place where the run is now."""
+    """The config of the step, with paths changed to where the run is now."""
     values = dict(batch["config"])
     if folder.resolve().parents[2].name == "logs":
         values["fileroot"] = str(folder.resolve().parents[3])
@@ -312,7 +314,7 @@ def replay(plan: ReplayPlan, learner: LearnerClient, dump: str = "") -> Replay:
 
 
 def restore(plan: ReplayPlan, learner: LearnerClient, roles: Sequence[Role]) -> set[str]:
-    """Fills the learners from the checkpoint, if there is one; the weight tags they have then."""
+    """Restores the learners from the checkpoint, if there is one; returns their weight tags."""
     checkpoint = plan.checkpoint
     if checkpoint is None:
         return set()

@@ -1,7 +1,7 @@
-"""A run that only samples: groups of every step by the weights it begins with, and no learner.
+"""A run that only samples: the groups of every step by the initial weights, without a learner.
 
 Gids, seeds, rewards and drops are those of a run that trains. Each step's groups are a file of
-`batches/`, which holds the place in the data too: started again, it resumes after the last one.
+`batches/`, which also holds the position in the data: a restarted run resumes after the last one.
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ class NoLearner:
         return {"num_done": 0, "num_moved": 0}
 
     def close(self, *, is_failed: bool) -> None:
-        """It has nothing under way."""
+        """No cleanup needed between steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleInputs(RunInputs):
-    """What a run that only samples reads."""
+    """The inputs of a run that only samples."""
 
     checked: Checked
 
@@ -128,7 +128,7 @@ class SampleInputs(RunInputs):
         return f"{run.trained} steps are sampled"
 
     def summary(self, run: Run, model: Path | None) -> RunSummary:
-        """The groups of the steps are its model."""
+        """Summary of the run, with the sampled groups as result in place of a model."""
         folder = run.context.folder.file("batches/")
         if run.trained < run.num_steps:
             rest = f"after {run.trained} of {run.num_steps} steps, whose groups are in "
@@ -148,10 +148,10 @@ class SampleSource(BatchSource):
     batches: BatchKeeper
 
     def check(self, checkpoint: Checkpoint) -> None:
-        """Such a run has no checkpoints."""
+        """Never called: such a run has no checkpoints."""
 
     def restored(self, checkpoint: Checkpoint | None) -> None:
-        """Continues after the last step of those that are there without a gap."""
+        """Resumes after the last step without a gap before it."""
         kept, done = kept_steps(self.batches.folder), 0
         while done + 1 in kept:
             done += 1
@@ -175,7 +175,7 @@ class SampleSource(BatchSource):
         await self.scheduler.run(steps)
 
     async def train(self, step: int, timer: PhaseTimer) -> TrainedBatch | None:
-        """Takes a whole batch, writes it and opens the next one."""
+        """Writes a complete batch and opens the next one."""
         state = self.state
         what, is_ready = f"the groups of batch {step}", partial(state.ledger.are_ready, step)
         with timer.phase("rollout"):
@@ -228,7 +228,8 @@ class SampleSource(BatchSource):
 
 
 def first_weights(config: Config, device: torch.device) -> Snapshot:
-    """What the actor begins with, as samplers on this device get it; read on the CPU."""
+    """The initial weights of the actor, as samplers on this device receive them; read on the
+    CPU."""
     path, weights = config.model_folder(), weights_folder(config, "actor")
     dtype = config.actor.compute_dtype(device.type)
     engine = build_engine(

@@ -26,6 +26,7 @@ from pentad.core.sizes import RunSize
 from pentad.data.ledger import Ledger
 from pentad.data.packing import unpack_groups
 from pentad.data.store import BlobStore
+from pentad.infer.sampler import EmbeddedSampler
 from pentad.rollout.evaluation import EvalResult
 from pentad.rollout.executor import Executors
 from pentad.sync.publisher import Snapshot
@@ -34,6 +35,7 @@ from pentad.telemetry.record import MemoryUse, PhaseTimer, StepRecord
 from pentad.trainer.context import RunSummary
 from pentad.trainer.preflight import Checked, check_train, kind_of, size_of
 from pentad.trainer.processes.ranks import run_over_ranks
+from pentad.trainer.pumps.oversampling import Oversampling
 from pentad.trainer.pumps.rollout_pump import RolloutPump, rejection
 from pentad.trainer.pumps.scheduler import Scheduler, Watchdog
 from pentad.trainer.pumps.scorers import RefreshedReference, ScorePump, ScorerCalls, open_scorers
@@ -63,13 +65,13 @@ log = logging.getLogger(__name__)
 def run_train(
     config: Config, notes: Sequence[str] = (), fresh: bool = False, device: str = "auto"
 ) -> RunSummary:
-    """Reinforcement learning from start to end; returns where everything is."""
+    """Runs reinforcement learning from start to end; returns the summary of the run."""
     assert config.only is None, "a run of one side has a source of its own"
     return run_over_ranks(begin_train, LearnerService, config, notes, fresh, device)
 
 
 def begin_train(config: Config, device: torch.device) -> RolloutInputs:
-    """What must be done before anything else is, on any rank."""
+    """Preparations before anything else, on any rank."""
     checked = check_train(config, device)
     has_critic = checked.algorithm.facts.needs_critic
     roles: tuple[Role, ...] = ("actor", "critic") if has_critic else ("actor",)
@@ -87,7 +89,7 @@ def begin_train(config: Config, device: torch.device) -> RolloutInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutInputs(RunInputs):
-    """What a run that samples and trains reads."""
+    """The inputs of a run that samples and trains."""
 
     checked: Checked
 
@@ -100,7 +102,10 @@ class RolloutInputs(RunInputs):
         state = RunState(
             Ledger(batch_size, has_scorers=bool(scorers(config))),
             store,
-            Budget(batch_size, config.max_staleness, run.num_steps),
+            Budget(
+                *(batch_size, config.max_staleness, run.num_steps),
+                max_carries=config.rollout.max_carries if config.oversamples else 0,
+            ),
             stop=run.stop,
         )
         address = store.address if isinstance(store, BlobStore) else None
@@ -129,7 +134,10 @@ class RolloutInputs(RunInputs):
         scheduler = Scheduler(
             state.request_stop,
             watchdog_of(run, state, side.samplers),
-            rollout_pump(config, checked, state, executor, placement, side.turnstile),
+            rollout_pump(
+                *(config, checked, state, executor, placement, side.turnstile),
+                oversampling=oversampling_of(config, state, side.samplers),
+            ),
             publish,
             score_pump(state, models, placement, reference, num_chunks) if models else None,
         )
@@ -158,6 +166,7 @@ def rollout_pump(
     executor: Executors,
     placement: Placement,
     turnstile: Turnstile,
+    oversampling: Oversampling | None = None,
 ) -> RolloutPump:
     return RolloutPump(
         state,
@@ -167,7 +176,27 @@ def rollout_pump(
         turnstile,
         rejection(checked.algorithm),
         max_groups=config.rollout.max_concurrent_groups,
+        oversampling=oversampling,
     )
+
+
+def draws_alike(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether an answer that was begun under one config may be continued under the other."""
+    routes = "replay_routes"
+    is_same = before["rollout"].get(routes) == now["rollout"][routes]
+    return bool(is_same and before["gconfig"] == now["gconfig"])
+
+
+def oversampling_of(
+    config: Config, state: RunState, samplers: Mapping[str, Sampler]
+) -> Oversampling | None:
+    if not config.oversamples:
+        return None
+    oversampling = Oversampling(state, config.groups_started)
+    only, *others = samplers.values()
+    if isinstance(only, EmbeddedSampler) and not others:
+        oversampling.hold = only.hold_after
+    return oversampling
 
 
 def watchdog_of(run: Run, state: RunState, samplers: Mapping[str, Sampler]) -> Watchdog:
@@ -223,7 +252,8 @@ def placement_of(config: Config, device: torch.device) -> Placement:
 
 
 def build_learners(run: Run, size: RunSize, address: dict[str, Any] | None) -> None:
-    """`address`: of the store that they read the groups from; None: it is in their memory."""
+    """Builds the learners. `address`: of the store from which they read the groups; None: it is in
+    their memory."""
     run.build(**asdict(size))
     if address is not None:
         run.learner.call_all("open_store", address=address)
@@ -232,7 +262,7 @@ def build_learners(run: Run, size: RunSize, address: dict[str, Any] | None) -> N
 def reference_of(
     run: Run, models: Mapping[str, ScorerCalls], size: RunSize
 ) -> RefreshedReference | None:
-    """Where the reference has devices of its own and is refreshed."""
+    """The reference, if it has separate devices and is refreshed."""
     if "ref" not in models or not run.config.ref_update_interval:
         return None
     return RefreshedReference(
@@ -283,7 +313,7 @@ async def open_evaluator(
 
 
 def note_score(run: Run, line: Mapping[str, Any]) -> None:
-    """`line`: an evaluation, as it is recorded."""
+    """Notes a score for the savers. `line`: an evaluation as it is recorded."""
     score = line["reward_mean"] if line["accuracy"] is None else line["accuracy"]
     for saver in run.savers.values():
         saver.scored(line["version"] - 1, math.nan if score is None else score)
@@ -321,10 +351,16 @@ class RolloutSource(BatchSource):
         with reading(place / GROUPS):
             groups = [] if ready is None else list(unpack_groups(bytearray(ready), stream.prompt))
         with reading(place / "dataloader_info.json"):
-            self.state.resume(info["ledger"], groups, checkpoint.step + 1)
+            self.state.resume(
+                *(info["ledger"], groups, checkpoint.step + 1),
+                continues=draws_alike(
+                    with_hub_names(checkpoint.manifest.facts["config"]),
+                    record_values(self.run.config),
+                ),
+            )
 
     def restored(self, checkpoint: Checkpoint | None) -> None:
-        """The frozen weights that it scores with, besides those of the checkpoint."""
+        """The frozen weights for scoring that the checkpoint lacks."""
         run = self.run
         self.batches.forget(after=run.trained)
         if checkpoint is None:
@@ -389,7 +425,7 @@ class RolloutSource(BatchSource):
                     await self.evaluator.evaluate(trained)
 
     async def _publish(self, version: int) -> Snapshot:
-        """The weights as they are, to all samplers, before any step."""
+        """Publishes the weights to all samplers, before any step."""
         snapshot = await self.side.snapshot_weights(version, copy=self.placement.offload_train)
         await self.side.turnstile.enter("rollout")
         await self.side.publisher.publish(snapshot)
@@ -410,7 +446,7 @@ class RolloutSource(BatchSource):
         return trained
 
     async def after_update(self, trained: TrainedBatch) -> None:
-        """Makes the reference the actor as it is, where that is due."""
+        """Refreshes the reference with the actor's weights if that is due."""
         version, every = trained.batch + 1, self.run.config.ref_update_interval
         if every is None or version % every:
             return

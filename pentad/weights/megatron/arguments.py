@@ -1,8 +1,8 @@
-"""The arguments a Megatron checkpoint carries: written from a model's dimensions, and checked.
+"""Builds and checks the arguments stored in a Megatron checkpoint.
 
-Megatron takes its own from them (`--use-checkpoint-args`), so they are written under the names of
-Megatron-LM's command line: the table of `model_args`, which the arguments of a checkpoint are
-compared with, and those of its layout and files.
+Megatron reads its own arguments from them (`--use-checkpoint-args`), so they have the names of
+Megatron-LM's command line. They consist of the table in `model_args`, which is also compared with
+the arguments of a checkpoint, and of arguments for layout and files.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NONE_IS_A_VALUE = {
 
 
 def differences(args: Args, dims: ModelDims) -> list[str]:
-    """Which arguments of a checkpoint make another model of it than config.json does."""
+    """Lists arguments of a checkpoint that contradict its config.json."""
     wanted, out = model_args(dims), []
     for name in wanted.keys() & args.keys() - NOT_ALONE:
         is_open = args[name] is None and name not in NONE_IS_A_VALUE
@@ -76,7 +76,7 @@ def _matters(name: str, args: Args, wanted: Args) -> bool:
 def _meaning(name: str, args: Args, dims: ModelDims) -> Any:
     try:
         return MEANINGS[name](args, dims.num_layers) if name in MEANINGS else args[name]
-    except (TypeError, ValueError, ArithmeticError, LookupError):  # of a kind it never has
+    except (TypeError, ValueError, ArithmeticError, LookupError):  # arguments of unexpected types
         return args[name]
 
 
@@ -86,10 +86,10 @@ def _groups(args: Args, num_layers: int) -> Any:
 
 
 def _layer_windows(args: Args, num_layers: int) -> Any:
-    """Per layer the tokens before the present one that it sees; -1: all."""
+    """Attention window per layer: visible tokens before the current one; -1: all."""
     size, pattern = args["window_size"], args.get("window_attn_skip_freq")
     left = size[0] if size else -1
-    if isinstance(pattern, int):  # so many windows, then one layer without
+    if isinstance(pattern, int):  # N layers with a window, then one without
         pattern = [(layer + 1) % pattern for layer in range(num_layers)]
     return [left if slides else -1 for slides in pattern or [1] * num_layers]
 
@@ -102,7 +102,7 @@ def _moe_pattern(args: Args, num_layers: int) -> Any:
 
 
 def _concentration(args: Args, num_layers: int) -> float:
-    """What yarn multiplies cos and sin by."""
+    """The factor by which YaRN multiplies cos and sin."""
     weights = [args["yarn_mscale"], args.get("yarn_mscale_all_dim")]
     factor = float(args.get("yarn_rotary_scaling_factor") or 1)
     mine, whole = (1.0, 0.0) if None in weights else weights
@@ -112,7 +112,7 @@ def _concentration(args: Args, num_layers: int) -> float:
 
 def _unturned_layers(args: Args, num_layers: int) -> Any:
     pattern = args["no_rope_freq"] or [0] * num_layers
-    if isinstance(pattern, int):  # every so many layers one without rotary
+    if isinstance(pattern, int):  # every N-th layer has no rotary embedding
         return [int((layer + 1) % pattern == 0) for layer in range(num_layers)]
     return list(pattern)
 
@@ -137,7 +137,7 @@ MEANINGS: dict[str, Callable[[Args, int], Any]] = {
 
 def _same(said: Any, wanted: Any) -> bool:
     if isinstance(said, int | float) and isinstance(wanted, int | float):
-        return math.isclose(said, wanted, rel_tol=1e-6)  # far below what any argument is given to
+        return math.isclose(said, wanted, rel_tol=1e-6)  # finer than any argument's precision
     return bool(said == wanted)
 
 
@@ -160,7 +160,7 @@ some versions, with the values that Megatron then has."""
 
 
 def command_line(dims: ModelDims) -> str:
-    """What Megatron has to be started with besides `--use-checkpoint-args`."""
+    """The Megatron arguments that are needed besides `--use-checkpoint-args`."""
     args = model_args(dims)
     flags = {name: args[name] for name, own in FROM_COMMAND_LINE.items() if args[name] != own}
     text = " ".join(_flag(name, value) for name, value in flags.items())
@@ -194,7 +194,7 @@ def build_args(
     spelling: str,
     dtype: torch.dtype,
 ) -> Namespace:
-    """The arguments of a model with these dimensions on that layout."""
+    """Builds the arguments for a model of these dimensions in this layout."""
     problems = unsayable(dims)
     raise_problems(problems)
     table = model_args(dims)
@@ -233,7 +233,7 @@ def build_args(
 
 
 def read_args(content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The arguments of a checkpoint; empty where it carries none."""
+    """The arguments of a checkpoint; empty if it has none."""
     args = content.get("args")
     version = content.get("checkpoint_version", CHECKPOINT_VERSION)
     if not isinstance(version, int | float) or version < CHECKPOINT_VERSION:
@@ -242,13 +242,13 @@ def read_args(content: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(args, Namespace):
         return {}
     known = dict(vars(args))
-    if "layernorm_epsilon" in known:  # its name in the code, and once in the arguments
+    if "layernorm_epsilon" in known:  # the name in the code differs
         known.setdefault("norm_epsilon", known["layernorm_epsilon"])
     return known
 
 
 def check_args(args: Mapping[str, Any], dims: ModelDims, where: str) -> None:
-    """The checkpoint's model must be the one its config.json describes."""
+    """Raises unless the checkpoint's arguments match its config.json."""
     found = differences(args, dims)
     problems = unsayable(dims) if args else []
     if found:
@@ -258,7 +258,7 @@ def check_args(args: Mapping[str, Any], dims: ModelDims, where: str) -> None:
 
 
 def claimed_axes(args: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes of the parallel axes that the arguments name; etp is tp unless given."""
+    """Sizes of the parallel axes in the arguments; etp is tp unless given."""
     named = {axis: args[name] for axis, name in AXES.items() if args.get(name) is not None}
     claimed = {axis: int(size) for axis, size in named.items()}
     if "tp" in claimed:

@@ -1,7 +1,6 @@
-"""Megatron's torch_dist folders: plain files of torch.distributed.checkpoint, without Megatron.
+"""Reads and writes Megatron's torch_dist folders (DCP files) without Megatron.
 
-`common.pt` beside the tensors holds the arguments. The blocks that are written here are whole
-tensors.
+`common.pt` next to the tensors contains the arguments. Written blocks are whole tensors.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine", "op
 
 
 class DistFiles(DcpFolder):
-    """The tensors of a torch_dist folder by key, as a reader."""
+    """Reader of the tensors of a torch_dist folder by key."""
 
     def __init__(self, folder: Path, dims: ModelDims) -> None:
         _check_format(folder)
@@ -69,7 +68,7 @@ class DistFiles(DcpFolder):
 
 
 def _check_format(folder: Path) -> None:
-    """A missing metadata.json is a plain DCP folder; another backend has no `.metadata`."""
+    """Raises for plain DCP folders (no metadata.json) and other backends (no `.metadata`)."""
     path = folder / FORMAT
     if path.is_file():
         try:
@@ -84,7 +83,7 @@ def _check_format(folder: Path) -> None:
 
 
 def form_of(files: DistFiles, column: MegatronColumn) -> Form:
-    """How the folder's keys are written: the first form of which one is there."""
+    """Detects the key format of the folder: the first one with a matching key."""
     for form in ("stacked", "separate", "singleton"):
         wanted = [p for p in dist_pieces(column, form) if p.entry.layer is not None]
         fused = [p for p in wanted if "+" in p.entry.rule.shape]
@@ -95,7 +94,7 @@ def form_of(files: DistFiles, column: MegatronColumn) -> Form:
 
 
 def read_dist(files: DistFiles, column: MegatronColumn) -> MegatronReader:
-    """The folder under HF names; refuses missing, unknown and misshapen keys, each by name."""
+    """Opens the folder under HF names; rejects missing, unknown and misshapen keys by name."""
     pieces = dist_pieces(column, form_of(files, column))
     shapes = key_shapes(pieces)
     problems: list[Problem] = []
@@ -129,7 +128,7 @@ def _key_problems(files: DistFiles, key: str, stored: str, wanted: Shape) -> lis
 
 @dataclass(frozen=True, slots=True)
 class WrittenBlock:
-    """Where one block was written: what `.metadata` will say of it."""
+    """Location of one written block, as recorded in `.metadata`."""
 
     key: str
     offset: Shape
@@ -155,7 +154,7 @@ def write_index(
     pieces: Iterable[TensorPiece],
     spelling: Spelling,
 ) -> None:
-    """`.metadata` and `metadata.json`, and the empty fp8 states in a file of their own."""
+    """Writes `.metadata`, `metadata.json` and a file with empty fp8 states."""
     pieces = list(pieces)
     shapes = key_shapes(pieces)
     tensors: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
@@ -188,7 +187,7 @@ def _tensor_metadata(item: WrittenBlock, shape: Shape) -> dcp.TensorStorageMetad
 def extra_state_keys(
     pieces: Iterable[TensorPiece], shapes: Mapping[str, Shape], spelling: Spelling
 ) -> list[str]:
-    """The keys of the fp8 states: one object per layer and expert, numbered like its weight."""
+    """Keys of the fp8 states: one object per layer and expert, numbered as the weights."""
     out: dict[str, None] = {}
     for piece in pieces:
         lead, size = piece.lead or (0,), shapes[piece.key][: len(piece.lead)] or (1,)
@@ -199,7 +198,7 @@ def extra_state_keys(
 
 
 def write_common(folder: Path, args: Namespace, iteration: int, form: Form) -> None:
-    """`common.pt`: the arguments, and how the keys are written."""
+    """Writes `common.pt`: the arguments and the key format."""
     content = {
         "args": args,
         "checkpoint_version": CHECKPOINT_VERSION,

@@ -1,8 +1,8 @@
-"""Megatron's layouts and folders: which layers, experts and rows each model-parallel rank holds,
-and where a checkpoint lies.
+"""Megatron's layouts and folders: layers, experts and rows of each model-parallel rank, and paths
+of a checkpoint.
 
-A legacy checkpoint has one file per rank of tp x pp x ep; within a pipeline rank, `vpp` chunks of
-layers lie side by side. Experts are cut by ep and etp over the same ranks, in Megatron's default
+A legacy checkpoint has one file per rank of tp x pp x ep; within a pipeline rank, there are `vpp`
+chunks of layers. Experts are sharded by ep and etp over the same ranks, in Megatron's default
 order: of the ranks r of a pipeline rank, tp = r % TP, etp = r % ETP, ep = r // ETP % EP.
 
 FOLDER/latest_checkpointed_iteration.txt     "release", or the iteration
@@ -22,10 +22,9 @@ from typing import Literal
 
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError, raise_problems
-from pentad.core.folders import recovery_problem
+from pentad.core.folders import INDEX as HF_INDEX
+from pentad.core.folders import SINGLE, recovery_problem
 from pentad.core.layout import divisors
-from pentad.weights.hf import INDEX as HF_INDEX
-from pentad.weights.hf import SINGLE
 
 RANK_FILE = "model_optim_rng.pt"
 RANK_FOLDER = re.compile(r"mp_rank_(\d\d+)(?:_(\d\d\d+))?(?:_(\d\d\d+))?")
@@ -33,7 +32,7 @@ RANK_FOLDER = re.compile(r"mp_rank_(\d\d+)(?:_(\d\d\d+))?(?:_(\d\d\d+))?")
 
 @dataclass(frozen=True, slots=True)
 class MegatronRank:
-    """Where a rank file stands."""
+    """The coordinates of a rank file: tp, pp and ep."""
 
     tp: int
     pp: int
@@ -42,7 +41,7 @@ class MegatronRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronLayout:
-    """The sizes of the model-parallel axes, and how many layers each pipeline stage holds."""
+    """Sizes of the model-parallel axes, and the number of layers of each pipeline stage."""
 
     tp: int = 1
     pp: int = 1
@@ -53,13 +52,13 @@ class MegatronLayout:
     """Layers of each stage in the order of the model: stage v * pp + p is chunk v of rank p."""
 
     def layers(self, pp: int, chunk: int) -> range:
-        """The layers, counted over the whole model, of one chunk of a pipeline rank."""
+        """Global indices of the layers in one chunk of a pipeline rank."""
         stage = chunk * self.pp + pp
         start = sum(self.stages[:stage])
         return range(start, start + self.stages[stage])
 
     def ranks(self) -> list[MegatronRank]:
-        """The ranks that have a file of their own: each pair of tp and ep that some rank is."""
+        """Ranks with their own file: each pair of tp and ep that occurs."""
         pairs = {
             (r % self.tp, r // self.etp % self.ep)
             for r in range(math.lcm(self.tp, self.etp * self.ep))
@@ -74,25 +73,25 @@ class MegatronLayout:
         return name + (f"_{rank.ep:03d}" if self.ep > 1 else "")
 
     def folders(self) -> set[str]:
-        """The folders that ranks of this layout read."""
+        """Names of the folders that ranks of this layout read."""
         return {self.folder(rank) for rank in self.ranks()}
 
     def grid(self) -> set[str]:
-        """Every folder of tp x pp x ep; where etp is not tp some are replicas that are not read."""
+        """Names of all tp x pp x ep folders; some are unread replicas if etp is not tp."""
         spots = itertools.product(range(self.tp), range(self.pp), range(self.ep))
         return {self.folder(MegatronRank(*spot)) for spot in spots}
 
     def coords(self, rank: MegatronRank) -> dict[str, tuple[int, int]]:
-        """How the rank's tensors are cut, for the parallel plan."""
+        """(index, size) per axis of a rank, for the parallel plan."""
         return {"tp": (self.tp, rank.tp), "etp": (self.etp, rank.tp % self.etp)}
 
     def chunks(self) -> list[str]:
-        """The keys of a rank file that hold its chunks."""
+        """Keys of the model chunks in a rank file."""
         return ["model"] if self.vpp == 1 else [f"model{v}" for v in range(self.vpp)]
 
     @property
     def sizes(self) -> dict[str, int | None]:
-        """The axes as Megatron's arguments have them: without chunks vpp is None."""
+        """Axis sizes as Megatron's arguments: without chunks vpp is None."""
         vpp = self.vpp if self.vpp > 1 else None
         return {"tp": self.tp, "pp": self.pp, "vpp": vpp, "ep": self.ep, "etp": self.etp}
 
@@ -104,7 +103,7 @@ class MegatronLayout:
 def build_layout(
     dims: ModelDims, *, tp: int = 1, pp: int = 1, vpp: int = 1, ep: int = 1, etp: int | None = None
 ) -> MegatronLayout:
-    """A layout with equal stages; raises UserError with every rule that the sizes break.
+    """Builds a layout with equal stages; raises UserError listing every violated rule.
 
     `etp` is `tp` unless given, as in Megatron; without experts it does not matter and is 1.
     """
@@ -166,7 +165,7 @@ def _fits(number: int) -> str:
 
 
 def check_rank_files(layout: MegatronLayout) -> None:
-    """Rank folders are named by tp, pp and ep, so files of differing etp would collide."""
+    """Raises if rank files would collide: folders are named by tp, pp and ep, without etp."""
     if layout.tp % layout.etp:
         where = f"etp = {layout.etp}"
         rule = f"must divide tp = {layout.tp} in legacy folders, whose names do not tell etp"
@@ -175,7 +174,7 @@ def check_rank_files(layout: MegatronLayout) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FoundRank:
-    """What one rank folder turned out to hold."""
+    """Contents of one rank folder: indices and layers."""
 
     indices: tuple[int, int | None, int | None]
     """The numbers of its name."""
@@ -186,12 +185,12 @@ class FoundRank:
 
 
 def infer_layout(where: str, found: Mapping[str, FoundRank], dims: ModelDims) -> MegatronLayout:
-    """The layout of a legacy folder from its names and contents, which need no arguments."""
+    """Infers the layout of a legacy folder from names and contents, without its arguments."""
     tp = 1 + max(folder.indices[0] for folder in found.values())
     pp = 1 + max((folder.indices[1] or 0) for folder in found.values())
     ep = 1 + max((folder.indices[2] or 0) for folder in found.values())
     first = found[min(found)]
-    # `mp_rank_00_001` is a pipeline rank or an expert rank: a pipeline rank lacks layers.
+    # `mp_rank_00_001` is a pipeline rank or an expert rank: only a pipeline rank has fewer layers.
     if first.indices[2] is None and sum(first.layers) == dims.num_layers:
         pp, ep = 1, pp
     by_rank = []
@@ -221,7 +220,7 @@ FolderKind = Literal["hf", "torch_dist", "legacy"]
 
 
 def checkpoint_name(iteration: int | None) -> str:
-    """The folder of an iteration; without one, that of released weights."""
+    """Folder name of an iteration; None means released weights."""
     return RELEASE if iteration is None else f"iter_{iteration:07d}"
 
 
@@ -231,7 +230,7 @@ def write_tracker(folder: Path, iteration: int | None) -> None:
 
 
 def kind_of(folder: Path) -> FolderKind | None:
-    """What one checkpoint's folder holds; None for a folder that is none."""
+    """Format of a checkpoint folder; None if it is not a checkpoint."""
     if (folder / INDEX).is_file():
         return "torch_dist"
     if any(RANK_FOLDER.fullmatch(path.name) for path in folder.iterdir()):
@@ -240,9 +239,9 @@ def kind_of(folder: Path) -> FolderKind | None:
 
 
 def find_weights(folder: Path, name: str | None = None) -> tuple[Path, FolderKind]:
-    """The folder with the weights, and its kind. `name` picks a Megatron checkpoint.
+    """Finds the folder with the weights and its kind. `name` selects a Megatron checkpoint.
 
-    Megatron is looked for first: such folders may carry the index of the HF model they came from.
+    Megatron formats have priority: such folders may contain the index of the source HF model.
     """
     if not folder.is_dir():
         rule = "is a file" if folder.exists() else "there is no such folder"
@@ -297,6 +296,6 @@ def _tracked(tracker: Path) -> str:
 
 
 def iteration_of(folder: Path) -> int | None:
-    """The iteration in the name of a checkpoint's folder."""
+    """The iteration in a checkpoint folder's name; None for released weights."""
     digits = folder.name.removeprefix("iter_")
     return int(digits) if digits.isdigit() else None

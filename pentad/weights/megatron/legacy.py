@@ -1,4 +1,4 @@
-"""Megatron's legacy folders: one pickled torch file per rank, read in place and written whole."""
+"""Reads and writes Megatron's legacy folders: one pickled torch file per rank."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ IGNORED = ("rotary_pos_emb.inv_freq",)
 
 
 class LegacyFiles:
-    """The tensors of all rank files of a checkpoint, as a reader; ids are folder:chunk:name."""
+    """Reader of the tensors in all rank files of a checkpoint; ids are folder:chunk:name."""
 
     def __init__(self, folder: Path, dims: ModelDims) -> None:
         self.folder = folder
@@ -85,7 +85,7 @@ class LegacyFiles:
         return {name: load_rank_file(self.folder / name / RANK_FILE) for name in names}
 
     def _check_claims(self, present: Set[str]) -> None:
-        """The folders must be those of the layout that the arguments name."""
+        """Raises unless the folders match the layout in the arguments."""
         claimed = claimed_axes(self.args)
         if not {"tp", "pp"} <= claimed.keys():
             return
@@ -120,7 +120,7 @@ class LegacyFiles:
 
     @property
     def vocab_rows(self) -> int:
-        """Rows of the vocabulary with padding, which depends on who wrote the checkpoint."""
+        """Vocabulary rows including padding, which depends on the writer of the checkpoint."""
         rows = {}
         for rank in self.layout.ranks():
             name = f"{self.layout.folder(rank)}:{self.layout.chunks()[0]}:{EMBEDDING}"
@@ -135,7 +135,7 @@ class LegacyFiles:
 
 
 def chunks_of(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The model chunks of a rank file, by their keys."""
+    """The model chunks of a rank file by key."""
     if isinstance(content.get("model"), dict):
         return {"model": content["model"]}
     out: dict[str, dict[str, Any]] = {}
@@ -161,7 +161,7 @@ def _found(name: str, chunks: Mapping[str, Mapping[str, Any]]) -> FoundRank:
 
 
 def read_legacy(files: LegacyFiles, column: MegatronColumn) -> MegatronReader:
-    """The folder under HF names; refuses missing, unknown and misshapen tensors, each by name."""
+    """Opens the folder under HF names; rejects missing, unknown and misshapen tensors by name."""
     problems: list[Problem] = []
     held: list[StoredPiece] = []
     used: set[str] = set()
@@ -183,7 +183,7 @@ def read_legacy(files: LegacyFiles, column: MegatronColumn) -> MegatronReader:
             held.append((piece, stored))
     ranks = files.layout.folders()
     for name in files.infos:
-        # A full grid of tp and ep has files that no rank of this layout reads: replicas.
+        # With tp and ep, some files are replicas that no rank of this layout reads.
         if name not in used and name.partition(":")[0] in ranks:
             rule = "no rule of the map knows it"
             problems.append(Problem(f"{files.where}: {name}", rule))
@@ -199,7 +199,7 @@ def write_rank_file(
     iteration: int,
     spelling: Spelling,
 ) -> None:
-    """One rank's file, as Megatron saves it without optimizer."""
+    """Writes one rank's file in Megatron's format, without optimizer."""
     content: dict[str, object] = {
         "args": args,
         "checkpoint_version": CHECKPOINT_VERSION,
@@ -216,7 +216,7 @@ def write_rank_file(
 def pieces_of_file(
     column: MegatronColumn, layout: MegatronLayout, spelling: Spelling
 ) -> dict[str, dict[str, Sequence[TensorPiece]]]:
-    """File -> chunk -> what it holds."""
+    """Maps each file to its chunks and their tensor pieces."""
     out: dict[str, dict[str, Sequence[TensorPiece]]] = {}
     for (rank, chunk), pieces in rank_pieces(column, layout, spelling).items():
         out.setdefault(f"{layout.folder(rank)}/{RANK_FILE}", {})[chunk] = pieces

@@ -1,6 +1,6 @@
-"""What Megatron's arguments say of a model: the table of them, and what no argument can say.
+"""Translates a model's config to Megatron's arguments, and lists what they cannot express.
 
-No torch: a plan asks which models Megatron cannot train, too.
+Without torch, so that `plan` can check whether Megatron can train a model.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LLAMA3 = {
 
 
 def model_args(dims: ModelDims) -> dict[str, Any]:
-    """The table for a model. It has a meaning only where `unsayable` finds nothing."""
+    """Megatron's arguments for a model. Valid only if `unsayable` returns nothing."""
     return {
         **SAME_FOR_ALL,
         "num_layers": dims.num_layers,
@@ -89,7 +89,7 @@ def _yarn(dims: ModelDims) -> dict[str, Any]:
     scaling, old_length = dims.rope_scaling, _old_length(dims)
     factor = float(scaling.get("factor") or dims.max_position / old_length)
     given, weights = scaling.get("attention_factor"), (1.0, 0.0)
-    if given is not None and factor > 1:  # what gives it back in `_concentration`
+    if given is not None and factor > 1:  # the inverse of `_concentration`
         weights = ((given - 1) / (0.1 * math.log(factor)), 0.0)
     elif scaling.get("mscale") and scaling.get("mscale_all_dim"):
         weights = (float(scaling["mscale"]), float(scaling["mscale_all_dim"]))
@@ -105,7 +105,7 @@ def _yarn(dims: ModelDims) -> dict[str, Any]:
 
 
 def _windows(dims: ModelDims) -> dict[str, Any]:
-    """Megatron counts the tokens before the present one, ours counts it too."""
+    """Window arguments. Megatron excludes the current token, Pentad includes it."""
     windows = [dims.window(layer) for layer in range(dims.num_layers)]
     slides = [int(window is not None) for window in windows]
     width = max((window for window in windows if window is not None), default=None)
@@ -132,7 +132,7 @@ def _mixture(dims: ModelDims) -> dict[str, Any]:
 
 
 def unsayable(dims: ModelDims) -> list[Problem]:
-    """What a config.json says and no argument of Megatron does."""
+    """Lists features of a config.json that Megatron's arguments cannot express."""
     found = [*_unsayable_layers(dims), *_unsayable_rotary(dims), *_unsayable_biases(dims)]
     several = dims.num_experts_per_token > 1
     if dims.router_score == "sigmoid" and dims.norm_topk_prob != several:
@@ -147,14 +147,19 @@ def _unsayable_layers(dims: ModelDims) -> Iterable[Problem]:
     if dims.kv_latent:
         yield Problem(where, "its latent attention has no Megatron tensors here", "use archon")
     others = {
+        "other towers beside its text": bool(dims.tower_names),
         "gated delta nets": bool(dims.linear_layers),
         "a gate on attention's result": dims.attn_gate,
         "attention sinks": dims.attn_sinks,
         "biases of experts, or a limited activation": dims.moe_bias or dims.activation == "clamped",
         "norms after attention and ffn": dims.post_norms or not dims.pre_norms,
         "norms of queries and keys over all heads": dims.wide_qk_norm,
+        "norms of queries and keys after rotary": dims.norms_turned,
         "rotary settings of their own for layers with a window": bool(dims.sliding_rope),
         "scaled embeddings or queries": (dims.embed_scale, dims.query_scale) != (1.0, 1.0),
+        "factors of layers' results or of logits": (dims.residual_scale, dims.logit_scale)
+        != (1.0, 1.0),
+        "queries that grow with the position": bool(dims.query_growth),
         "norms with weights around 0, or gelu": bool(dims.norm_offset)
         or dims.activation == "gelu_tanh",
         "rotary over neighbouring numbers": dims.rotary_pairs == "neighbours",
@@ -190,7 +195,7 @@ def _unsayable_rotary(dims: ModelDims) -> Iterable[Problem]:
 
 
 def _unsayable_biases(dims: ModelDims) -> Iterable[Problem]:
-    """Megatron puts biases on q, k, v alone, or on every linear layer, experts included."""
+    """Lists unsupported biases: Megatron has them on q, k, v only, or on every linear layer."""
     biases = {"q, k, v": dims.qkv_bias, "o": dims.out_bias, "mlp": dims.mlp_bias}
     having = [name for name, has in biases.items() if has]
     everywhere = all(biases.values()) and not any(dims.moe_layers)

@@ -1,7 +1,7 @@
-"""What a conversion writes: each output knows its files, and writes any one of them alone.
+"""Output formats of a conversion. Each output lists its files and writes each one independently.
 
-Sources are read under HF-on-disk names whatever they are, so one output serves all of them. A
-file is read back after writing and compared with what was handed over.
+Sources are read under HF-on-disk names, so each output works with every source format. A file is
+read back after writing and compared with the written tensors.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from pentad.core.device import DTYPES
 from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.folders import INDEX as HF_INDEX
 from pentad.weights.files import checksum
-from pentad.weights.hf import INDEX as HF_INDEX
 from pentad.weights.hf import METADATA, HfFolder, bytes_of, write_file, write_json
 from pentad.weights.map import WeightMap
 from pentad.weights.megatron.dist import WrittenBlock, write_block, write_common, write_index
@@ -46,32 +46,32 @@ WIDER = "give a wider type with --dtype"
 
 
 class Output(Protocol):
-    """The files of a converted checkpoint."""
+    """Interface to the files of a converted checkpoint."""
 
     @property
     def files(self) -> Mapping[str, int]:
-        """Path within the folder -> bytes of tensors in it."""
+        """Relative path -> bytes of tensors in the file."""
         ...
 
     def write(self, name: str, path: Path) -> Notes:
-        """Writes one of the files at `path` and reads it back."""
+        """Writes one of the files to `path` and reads it back."""
         ...
 
     def finish(self, folder: Path, notes: Mapping[str, Notes]) -> None:
-        """Writes what belongs to the files together, once all of them are there."""
+        """Writes the common files (index, config) after all others."""
         ...
 
 
 @dataclass(frozen=True)
 class Filler:
-    """Makes stored tensors from a reader of HF tensors."""
+    """Builds stored tensors from a reader of HF tensors."""
 
     reader: Reader
     dtype: torch.dtype | None
     """Cast to it, but for tensors that are kept in one of their own; None casts none."""
 
     def dtype_of(self, piece: TensorPiece) -> torch.dtype:
-        """The type of the tensors a piece is made of, which must be one."""
+        """The common dtype of a piece's source tensors; raises if they differ."""
         if self.dtype is not None:
             return DTYPES[piece.entry.rule.dtype] if piece.entry.rule.dtype else self.dtype
         kinds = {self.reader.infos[r.source].dtype: r.source for r in piece.entry.regions}
@@ -151,7 +151,7 @@ class LegacyOutput:
 
 @dataclass
 class DistOutput:
-    """A torch_dist checkpoint: whole tensors, layer after layer, in files of limited size."""
+    """A torch_dist checkpoint: whole tensors in layer order, in files of limited size."""
 
     column: MegatronColumn
     filler: Filler
@@ -193,7 +193,7 @@ class DistOutput:
 
 
 def _check_one_dtype(filler: Filler, pieces: Iterable[TensorPiece]) -> None:
-    """A stacked key has one type, so all layers must have it."""
+    """Raises unless all layers of a stacked key have one dtype."""
     kinds: dict[str, tuple[torch.dtype, str]] = {}
     for piece in pieces:
         dtype = filler.dtype_of(piece)
@@ -205,7 +205,7 @@ def _check_one_dtype(filler: Filler, pieces: Iterable[TensorPiece]) -> None:
 
 @dataclass(frozen=True)
 class HfFile:
-    """What one safetensors file of a HF folder holds, in its order."""
+    """The tensors of one safetensors file, in order."""
 
     name: str
     tensors: tuple[str, ...]
@@ -213,7 +213,7 @@ class HfFile:
 
 
 class HfOutput:
-    """A HF folder; with the files of the folder the weights once came from, those again."""
+    """A HF folder; it keeps the file split of the original HF folder if there is one."""
 
     def __init__(self, files: Sequence[HfFile], filler: Filler, weight_map: WeightMap) -> None:
         self.plan = {file.name: file for file in files}
@@ -235,7 +235,7 @@ class HfOutput:
         return TensorInfo(info.shape, cast or info.dtype)
 
     def _source(self, name: str) -> str:
-        """A tied tensor is another one of the reader's a second time."""
+        """The reader's name for a tensor; a tied tensor is the same source a second time."""
         return name if name in self.reader.infos else self.map.tied[name]
 
     def _read(self, name: str, info: TensorInfo) -> Tensor:
@@ -263,7 +263,7 @@ def hf_files(plan: Mapping[str, Sequence[str]]) -> list[HfFile]:
 
 
 def hf_files_of(reader: HfFolder) -> list[HfFile]:
-    """The files of a HF folder as they are."""
+    """The existing file split of a HF folder."""
     names: dict[Path, list[str]] = {}
     for name, path in reader.file_of.items():
         names.setdefault(path, []).append(name)

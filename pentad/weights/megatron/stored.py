@@ -1,8 +1,8 @@
-"""Megatron's tensors as files hold them: their pieces, the names they have, and a reader over them.
+"""Stored form of Megatron's tensors: pieces, their names, and a reader over them.
 
 A `TensorPiece` is one tensor of a rank file, or one part of a torch_dist key, with the blocks of
-the column's tensor that it is. Both directions use the same pieces: written, a piece is filled from
-the regions of its blocks; read, the blocks are found in the pieces.
+the column's tensor that it contains. Both directions use the same pieces: written, a piece is
+filled from the regions of its blocks; read, the blocks are found in the pieces.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ STATEFUL: dict[Spelling, set[str]] = {"te": LINEARS | NORMS, "local": LINEARS}
 
 @dataclass(frozen=True)
 class MegatronColumn:
-    """A model's Megatron tensors over its HF-on-disk tensors, and how ranks cut them."""
+    """A model's Megatron tensors mapped to HF-on-disk tensors, with their sharding."""
 
     map: WeightMap
     plan: CutPlan
@@ -70,7 +70,7 @@ class MegatronColumn:
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """One stored tensor, and which blocks of a column's tensor it is."""
+    """One stored tensor, and the blocks of a column's tensor in it."""
 
     key: str
     """Its name where it is stored; several pieces of torch_dist may lie in one key."""
@@ -113,7 +113,7 @@ class TensorPiece:
 def rank_pieces(
     column: MegatronColumn, layout: MegatronLayout, spelling: Spelling = "te"
 ) -> dict[tuple[MegatronRank, str], list[TensorPiece]]:
-    """(rank, chunk) -> what it holds, under the names it counts its own layers and experts by."""
+    """Maps (rank, chunk) to its pieces, under the rank's local layer and expert numbers."""
     out: dict[tuple[MegatronRank, str], list[TensorPiece]] = {}
     seen: set[tuple[str, tuple[tuple[Box, Shape], ...]]] = set()
     local_experts = column.map.dims.num_experts // layout.ep
@@ -149,14 +149,14 @@ def rank_pieces(
 
 
 def _spell(rule: Rule, spelling: Spelling) -> tuple[str, tuple[str, ...]]:
-    """The pattern a rank file uses, and those of other specs."""
+    """The name pattern in a rank file, and the patterns of other layer specs."""
     every = (rule.target, *rule.alias)
     name = rule.alias[0] if spelling == "local" and rule.alias else rule.target
     return name, tuple(other for other in every if other != name)
 
 
 def _by_stage(column: WeightMap, layout: MegatronLayout) -> list[list[Entry]]:
-    """The tensors of every stage; a tied head lies on the last stage if it is not the first."""
+    """The tensors of every stage; a tied head is also on the last stage if there are several."""
     out: list[list[Entry]] = [[] for _ in layout.stages]
     stage_of = [stage for stage, count in enumerate(layout.stages) for _ in range(count)]
     last = len(layout.stages) - 1
@@ -173,7 +173,7 @@ def _by_stage(column: WeightMap, layout: MegatronLayout) -> list[list[Entry]]:
 
 
 def dist_pieces(column: MegatronColumn, form: Form, spelling: Spelling = "te") -> list[TensorPiece]:
-    """What a torch_dist folder holds, whole tensors each."""
+    """The pieces of a torch_dist folder, which are whole tensors."""
     out = []
     for entry in column.map.entries.values():
         if entry.is_copy:
@@ -195,7 +195,7 @@ def dist_pieces(column: MegatronColumn, form: Form, spelling: Spelling = "te") -
 
 
 def _dist_names(entry: Entry, form: Form, spelling: Spelling) -> tuple[str, tuple[str, ...]]:
-    """The key of torch_dist, and the key that files of the other spec have."""
+    """The key in torch_dist, and the keys that other layer specs use."""
     te, local = entry.rule.target, _spell(entry.rule, "local")[0]
     for norm, fused in FUSED_NORMS.items():
         local = local.replace(norm, fused)
@@ -224,7 +224,7 @@ def _halves(piece: TensorPiece) -> list[TensorPiece]:
 
 
 def key_shapes(pieces: Iterable[TensorPiece]) -> dict[str, Shape]:
-    """The shape of every torch_dist key: the pieces' shape under the axes they are counted on."""
+    """Shape of every torch_dist key: the shape of its pieces plus stacked axes."""
     leads: dict[str, Shape] = {}
     shapes: dict[str, Shape] = {}
     for piece in pieces:
@@ -235,7 +235,7 @@ def key_shapes(pieces: Iterable[TensorPiece]) -> dict[str, Shape]:
 
 
 def extra_states(keys: Iterable[str], spelling: Spelling) -> list[str]:
-    """The fp8 state keys that belong to the modules of these tensors."""
+    """Keys of the fp8 states of the modules that own these tensors."""
     modules: dict[str, None] = {}
     for key in keys:
         module, _, leaf = key.rpartition(".")
@@ -256,8 +256,8 @@ StoredPiece = tuple[TensorPiece, str]
 class MegatronReader:
     """Implements `weights.transfer.Reader` over the stored tensors of a checkpoint.
 
-    Elements that several ranks hold are read from the first and compared with the others: ranks
-    that disagree are a broken checkpoint, whichever of them is taken.
+    Replicated elements are read from the first rank and compared with the others. If ranks differ,
+    the checkpoint is rejected as broken.
     """
 
     def __init__(
@@ -311,7 +311,7 @@ class MegatronReader:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The same memory as integers: a NaN equals itself."""
+    """The memory as integers, so that NaN equals itself."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.view(integers[tensor.element_size()])
 

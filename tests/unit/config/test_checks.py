@@ -54,6 +54,13 @@ SLURM = [
 ]
 BROKEN = [
     (
+        "oversampled_steps_wait_for_their_groups",
+        "plan",
+        ["rollout.oversample=1.5", "mode=hybrid", "max_staleness=2"],
+        "rollout.oversample = 1.5",
+        "max_staleness = 2 has the next batch sampled meanwhile",
+    ),
+    (
         "what_shrinks_has_checkpoints",
         "plan",
         ["elastic.enabled=true", "recover.mode=off", "allocation_mode=embedded:d1|archon:d2"],
@@ -220,9 +227,16 @@ BROKEN = [
         "there is no such folder",
     ),
     (
+        "checkpoints_to_start_from_are_there",
+        "plan",
+        ["actor.checkpoint_load_path={root}/nope"],
+        "actor.checkpoint_load_path = {root}/nope",
+        "there is no such folder",
+    ),
+    (
         "weights_have_one_origin",
         "plan",
-        ["actor.init_from_scratch=true", "actor.checkpoint_load_path={root}/mg"],
+        ["actor.init_from_scratch=true", "actor.checkpoint_load_path={root}/empty"],
         "actor.init_from_scratch = true",
         "gives the weights",
     ),
@@ -1028,3 +1042,55 @@ def test_a_temperature_that_the_sampler_refuses_is_refused_before():
         prepare(None, ["actor.path=Qwen/Qwen3-8B", "gconfig.temperature=1e-4"])
     prepare(None, ["actor.path=Qwen/Qwen3-8B", "gconfig.temperature=1e-3"])
     assert sampler_requests.MIN_TEMPERATURE == algorithm.MIN_TEMPERATURE
+
+
+def test_missing_starts_of_a_plan_are_reported_together():
+    start = ["actor.lora.rank=8", "actor.lora.init_path=/nope/a", "critic.path=/nope/c"]
+    start += ["actor.path=/nope/m", "algorithm.name=ppo", "critic.checkpoint_load_path=/nope/b"]
+    with pytest.raises(UserError) as caught:
+        prepare(None, start)
+    found = sorted(problem.where for problem in caught.value.problems)
+    assert found == [
+        "actor.lora.init_path = /nope/a",
+        "actor.path = /nope/m",
+        "critic.checkpoint_load_path = /nope/b",
+        "critic.path = /nope/c",
+    ]
+
+
+@pytest.mark.parametrize(
+    "url, rule",
+    [
+        ("http://h", None),
+        ("https://h:65535/v1", None),
+        ("http://[::1]:9000", None),
+        ("h:9000", "is not an address http://HOST:PORT"),
+        ("ftp://h", "is not an address http://HOST:PORT"),
+        ("http://:80", "is not an address http://HOST:PORT"),
+        ("http://h:0", "0 is not a port"),
+        ("http://h:65536", "Port out of range"),
+        ("http://h:99999", "Port out of range"),
+        ("http://h:x", "Port could not be cast"),
+        ("http://[::1", "Invalid IPv6"),
+    ],
+)
+def test_addresses_of_servers_are_refused_wherever_they_are_named(url, rule):
+    said = inputs.url_problem(url)
+    assert said is None if rule is None else rule in said
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["checkpoint.endpoint_url={url}"],
+        ["reward.fn=judge", "reward.judge.url={url}"],
+        ["rollout.workflow=openenv:{url}"],
+        ["rollout.workflow=mcp:{url}"],
+        ["allocation_mode=vllm:d1+archon:d1", "rollout.server.addresses=[{url}]"],
+    ],
+)
+def test_no_address_has_a_port_beyond_the_range(folders, overrides):
+    """The system would take it modulo 65,536, and ask another program."""
+    with pytest.raises(UserError, match="http://h:99999.*Port out of range"):
+        given = [one.format(url="http://h:99999") for one in overrides]
+        prepare(None, overrides_for(folders, given), "plan")

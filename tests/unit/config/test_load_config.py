@@ -148,8 +148,9 @@ def test_every_key_refuses_a_value_of_the_wrong_kind_and_says_what_it_takes(key)
     assert takes(fields()[key]) in problem
 
 
-def test_words_near_a_choice_are_recognised():
-    (problem,) = problems_of(None, ["algorithm.name=gropo"])
+@pytest.mark.parametrize("word", ["gropo", "gpro"])
+def test_words_near_a_choice_are_recognised(word):
+    (problem,) = problems_of(None, [f"algorithm.name={word}"])
     assert "did you mean grpo?" in problem
     assert "reinforce_plus_plus" in problem
 

@@ -26,7 +26,15 @@ def said(*words: str, command: str = "train") -> list[str]:
         (["actor.init_from_scratch=true"], "actor.lora would freeze random weights"),
         (["actor.param_dtype=bfloat16"], "float32 under actor.lora"),
         (["actor.archon.offload_params=true"], "no gradients and no optimizer state to offload"),
-        (["allocation_mode=embedded:d1|fsdp:d1"], "actor.lora is built for archon"),
+        (
+            ["allocation_mode=embedded:d1|fsdp:d1", "actor.path=Qwen/Qwen3-30B-A3B"],
+            "qwen3_moe of transformers holds experts in shared tensors, which get no factors; "
+            "name some of q, k, v, o",
+        ),
+        (
+            ["allocation_mode=embedded:d1|fsdp:d1", "actor.lora.targets=[q,c_fc]"],
+            "qwen3 of transformers has no c_fc; use all-linear, or some of q, k, v, o, gate",
+        ),
         (["actor.archon.pp_schedule=ZBV", "allocation_mode=embedded:d2|archon:d1p2"], "frozen"),
         (["algorithm.name=ppo", "critic.lora.targets=[zz]"], "critic.lora.targets = ['zz']"),
         (["algorithm.name=ppo", "critic.lora.init_path=x"], "a critic's factors start anew"),
@@ -44,11 +52,24 @@ def test_what_an_adapter_does_not_go_with_is_refused(words, answer):
     assert len(found) == 1 and answer in found[0], found
 
 
+@pytest.mark.parametrize("command", ["plan", "train", "sft"])
+def test_an_adapter_to_start_from_must_be_there(tmp_path, command):
+    start = ["actor.lora.rank=8", f"actor.lora.init_path={tmp_path}/a"]
+    (found,) = said(*start, command=command)
+    assert found.startswith(f"actor.lora.init_path = {tmp_path}/a: there is no such folder; give")
+    (tmp_path / "a").mkdir()
+    (found,) = said(*start, command=command)
+    assert "no adapter_config.json there; give" in found
+    (tmp_path / "a/adapter_config.json").write_text("{}")
+    assert said(*start, command=command) == []
+
+
 def test_plain_recipes_take_it():
     assert said("actor.lora.rank=8") == []
     assert said("actor.lora.rank=8", "algorithm.name=ppo", "critic.lora.rank=4") == []
     assert said("algorithm.name=ppo", "critic.lora.targets=[]") == [], "its head alone"
     assert said("actor.lora.rank=8", command="sft") == []
+    assert said("actor.lora.rank=8", "allocation_mode=embedded:d1|fsdp:d2t2") == []
 
 
 def test_without_a_learning_rate_it_gets_ten_times_the_default_and_says_so():

@@ -150,7 +150,7 @@ def test_missing_and_binary_files_are_one_sentence(tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     for path, said in [
         (tmp_path / "nope.yaml", "no such file"),
-        (tmp_path, "is a directory"),
+        (tmp_path, "is a folder, not a file"),
         (tmp_path / "binary", "not UTF-8"),
     ]:
         (problem,) = read_tree(path, [], {}).problems
@@ -236,8 +236,11 @@ def test_a_recipe_that_multiplies_or_lies_about_types_ends_in_a_sentence(tmp_pat
     assert time.monotonic() - started < 60  # a second; without a bound for ever
 
 
-def test_an_endless_recipe_is_not_read_to_its_end():
+def test_a_recipe_without_end_or_bound_is_not_read(tmp_path):
     (problem,) = read_tree("/dev/zero", [], {}).problems
+    assert "is a pipe, a socket or a device, not a file" in str(problem)
+    (tmp_path / "large.yaml").write_text("# " + "x" * (1 << 20))
+    (problem,) = read_tree(tmp_path / "large.yaml", [], {}).problems
     assert "larger than 1 MiB" in str(problem)
 
 

@@ -219,6 +219,10 @@ def test_a_column_of_text_takes_the_place_of_messages_and_stays_in_the_template(
             ],
             320,
         ),
+        (
+            ["train_dataset.batch_size=33", "gconfig.n_samples=16", "rollout.oversample=1.5"],
+            800,
+        ),
     ],
 )
 def test_a_sampler_decodes_what_it_is_given_at_once(overrides, expected):

@@ -32,6 +32,7 @@ def judged(*overrides, begun=(), allow=()):
         "recover.freq_secs=30",
         "stall_abort_s=100",
         "rollout.max_running=9",
+        "rollout.max_carries=9",
         "reward.num_workers=2",
         "fileroot=elsewhere",
         "total_train_epochs=9",

@@ -108,6 +108,17 @@ def test_another_prompt_column_is_not_read_beside_messages():
     assert said(given[0]) == []
 
 
+def test_only_steps_that_oversample_carry_groups():
+    assert said("rollout.max_carries=2", "rollout.oversample=1.5") == []
+    assert said("rollout.max_carries=2") == [
+        "rollout.max_carries = 2: without effect, rollout.oversample = 1 cuts no group off"
+    ]
+    assert said("rollout.oversample=1.5", "only=rollout") == [
+        "rollout.oversample = 1.5: without effect, only = rollout waits for every group: its "
+        "weights do not change"
+    ]
+
+
 def test_servers_that_run_are_not_told_how_to_start():
     given = ["allocation_mode=vllm:d1+archon:d1", "rollout.server.args=[--x]"]
     address = "rollout.server.addresses=[http://a:1]"

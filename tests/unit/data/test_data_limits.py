@@ -16,7 +16,7 @@ import pytest
 from sections import data_source
 
 from pentad.core.errors import UserError
-from pentad.data import arrow, cut, rows
+from pentad.data import arrow, cut, rows, shards
 from pentad.data.render import BadRow, check_source, render
 from pentad.data.rows import open_rows
 from pentad.data.tokenizer import MAX_EXPANSION, load_tokenizer
@@ -35,6 +35,13 @@ def bounded(max_s: float = 60.0, max_bytes: int = 2 << 30):
 
 def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def test_a_text_that_memory_does_not_hold_is_not_read(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("x" * 60)
+    monkeypatch.setattr(shards, "host_memory", lambda: (200, 100))
+    with pytest.raises(UserError, match="a.txt: has 60 bytes of text, and half .* is 50; split it"):
+        shards.TextFiles([tmp_path / "a.txt"], "text").row(0)
 
 
 # --- rows -------------------------------------------------------------------------------------
@@ -183,7 +190,7 @@ def test_a_template_without_end_is_a_sentence(chat, monkeypatch, name):
 @pytest.mark.parametrize("name", REFUSING)
 def test_a_template_that_fails_in_any_way_refuses_its_row(chat, monkeypatch, name):
     monkeypatch.setattr(chat.inner, "chat_template", REFUSING[name])
-    with bounded(), pytest.raises(BadRow, match="the chat template refuses it: "):
+    with bounded(), pytest.raises(BadRow, match="the chat template rejects it: "):
         render([{"role": "user", "content": "x"}], chat, for_answer=True)
 
 

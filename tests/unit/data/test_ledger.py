@@ -229,6 +229,32 @@ class LedgerUnderFaults(RuleBasedStateMachine):
         if running:
             assert self.ledger.fail(*data.draw(st.sampled_from(running)))
 
+    @precondition(lambda self: self.gids("running"))
+    @rule(data=st.data())
+    def carry(self, data):
+        """It continues as the attempt that it was."""
+        running = [a for a in self.attempts if self.ledger.is_current(*a)]
+        if running:
+            gid, attempt = data.draw(st.sampled_from(running))
+            before = self.ledger.num_carries(gid)
+            self.ledger.carry(gid, attempt)
+            assert gid in self.gids("planned")
+            assert self.ledger.num_carries(gid) == before + 1
+            self.attempts.remove((gid, attempt))
+
+    @precondition(lambda self: self.gids("planned", "running"))
+    @rule(data=st.data())
+    def reseat(self, data):
+        """In any order they take the oldest places."""
+        gids = data.draw(st.permutations(self.gids("planned", "running")))
+        kept = {gid: self.ledger.batch_of(gid) for gid in self.gids("sampled", "ready", "leased")}
+        self.ledger.reseat(gids)
+        batches = [self.ledger.batch_of(gid) for gid in gids]
+        assert batches == sorted(batches)
+        assert batches[-1] <= self.ledger.next_batch, "no older slot is left free"
+        assert kept == {gid: self.ledger.batch_of(gid) for gid in kept}
+        self.batch_of |= dict(zip(gids, batches, strict=True))
+
     @precondition(lambda self: self.gids(*LIVE))
     @rule(data=st.data(), reason=st.sampled_from(["too_long", "no_signal"]))
     def drop(self, data, reason):
@@ -299,7 +325,7 @@ class LedgerUnderFaults(RuleBasedStateMachine):
                 assert self.ledger.fail(*current)
             for gid in self.ledger.gids_in("planned"):
                 assert self.ledger.commit(gid, self.ledger.start(gid))
-            for gid, *_, state, num_attempts in self.ledger.snapshot()["live"]:
+            for gid, *_, state, num_attempts, _ in self.ledger.snapshot()["live"]:
                 assert self.ledger.score(gid, num_attempts - 1) == (state == "sampled")
             before = self.trained_batches
             self.train()

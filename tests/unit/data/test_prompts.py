@@ -222,7 +222,7 @@ def test_a_template_that_refuses_a_row_is_quoted(open_stream, tokenizer_folder, 
     template = "{{ raise_exception('no system role') }}"
     tokenizer = load_tokenizer(tokenizer_folder(tmp_path / "m", template=template))
     rows = [{"chat": [{"role": "user", "content": "hi"}]}]
-    with pytest.raises(UserError, match="the chat template refuses it: no system role"):
+    with pytest.raises(UserError, match="the chat template rejects it: no system role"):
         open_stream(rows, tokenizer, {"messages_key": "chat"})
 
 
@@ -243,7 +243,7 @@ def test_a_template_that_fails_in_any_way_is_a_sentence(
 
     tokenizer = load_tokenizer(tokenizer_folder(tmp_path / "m", template=template))
     rows = [{"chat": [{"role": "user", "content": "hi"}]}]
-    with pytest.raises(UserError, match="train.jsonl:1: the chat template refuses it: "):
+    with pytest.raises(UserError, match="train.jsonl:1: the chat template rejects it: "):
         open_stream(rows, tokenizer, {"messages_key": "chat"})
 
 

@@ -250,7 +250,7 @@ def test_a_broken_file_is_named_and_not_the_cache(opened, tmp_path):
     assert "fileroot" not in text and "tokens go to" not in text
     (tmp_path / "folder.txt").mkdir()
     text = said(lambda: opened(tmp_path / "*.txt"))
-    assert "folder.txt cannot be read: Is a directory" in text
+    assert "folder.txt is a folder, not a file" in text
 
 
 def test_a_cache_that_cannot_be_written_is_named(opened, tmp_path, monkeypatch):

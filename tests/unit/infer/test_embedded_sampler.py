@@ -47,6 +47,35 @@ def test_tokens_after_an_update(
     assert sampler.stats()["preemptions"] == (2 if on_update == "reprefill" else 0)
 
 
+def test_it_holds_when_as_many_requests_have_ended_as_were_allowed(make_sampler, make_request):
+    """However long that is noticed afterwards, the others have what they had then."""
+    lengths = {"a": 5, "b": 9, "c": 9, "d": 30, "e": 40}
+    requests = [make_request(n, range(4), max_new_tokens=num) for n, num in lengths.items()]
+
+    async def scenario(wait_s):
+        sampler = make_sampler(version=0)
+        sampler.hold_after(1)
+        tasks = [asyncio.create_task(sampler.generate(one)) for one in requests]
+        await tasks[0]
+        await asyncio.sleep(wait_s)
+        assert not any(task.done() for task in tasks[1:])
+        sampler.hold_after(1)
+        await asyncio.gather(*tasks[1:3])
+        await asyncio.sleep(wait_s)
+        await sampler.abort("e")
+        (cut,) = await tasks[4]
+        await asyncio.sleep(wait_s)
+        assert not tasks[3].done(), "an abort allows nothing"
+        sampler.hold_after(None)
+        (whole,) = await tasks[3]
+        await sampler.close()
+        return cut, whole
+
+    (cut, whole), again = (asyncio.run(scenario(wait_s)) for wait_s in (0.0, 0.2))
+    assert len(cut.ids) == 9 and cut.finish == "abort" and len(whole.ids) == 30
+    assert (cut, whole) == again
+
+
 def test_a_blank_model_draws_nothing_until_weights_are_installed(tiny_dims, make_request):
     settings = sampler_settings(max_running=4, kv_cache_tokens=1024)
     request = make_request("a", range(20), n=2, max_new_tokens=6)

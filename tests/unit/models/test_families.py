@@ -95,6 +95,11 @@ def test_released_models_have_their_published_sizes():
         "OLMo-2-1124-7B": 7.3,
         "Olmo-3-1125-32B": 32.2,
         "Qwen3-Next-80B-A3B": 80,
+        "EXAONE-4.0-32B": 32.0,
+        "EXAONE-4.0-1.2B": 1.28,
+        "granite-3.3-2b-base": 2.53,
+        "granite-3.3-8b-instruct": 8.17,
+        "Seed-OSS-36B-Base": 36.15,
         "gpt-oss-20b": 20.91,
         "gpt-oss-120b": 116.83,
     }
@@ -142,6 +147,11 @@ REFUSED = {
         "gemma3_text",
         {"hidden_activation": "silu"},
         "hidden_activation = 'silu', only gelu_pytorch_tanh is built",
+    ),
+    "queries that cannot grow": (
+        "ministral3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        "rope_parameters.llama_4_scaling_beta = None: missing(.|\n)*original_max_position_embed",
     ),
     "another activation": ("glm4", {"hidden_act": "gelu"}, "hidden_act = 'gelu', only silu"),
 }

@@ -2,14 +2,16 @@
 
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 
 import pytest
 import transformers
 from family_toys import FAMILY_CONFIGS
+from tower_toys import write_whole
 
 from pentad.core.errors import UserError
-from pentad.models import families
+from pentad.models import families, towers
 from pentad.models.families import spec_of
 from pentad.models.spec import MEGATRON
 from pentad.weights import cuts
@@ -293,6 +295,12 @@ TUNING = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
             lambda dims, hf: replace(dims, sliding_window=dims.sliding_window + 1),
             id="window one too wide",
         ),
+        pytest.param(
+            "ministral3",
+            "untied",
+            lambda dims, hf: replace(dims, query_growth_step=10),
+            id="queries grow a token late",
+        ),
         *(
             pytest.param(
                 "glm4_moe",
@@ -422,6 +430,28 @@ def test_a_folder_is_verified_at_its_own_switches(tmp_path):
     assert report.passed, [outcome for outcome in report.outcomes if not outcome.passed]
     assert report.outcomes[0].check == "real headers"
     assert report.outcomes[0].detail.startswith("24 tensors")
+
+
+@pytest.mark.parametrize("kind", ["glm4v", "mistral3", "qwen2_5_vl", "qwen3_5_moe"])
+def test_a_multimodal_folder_is_verified_with_the_whole_model(kind, tmp_path):
+    write_whole(tmp_path, kind)
+    report = verify(str(tmp_path))
+    assert report.passed, [outcome for outcome in report.outcomes if not outcome.passed]
+    assert [outcome.check for outcome in report.outcomes[:2]] == ["real headers", "whole model"]
+
+
+def test_a_tower_whose_config_is_misread_is_found(tmp_path, monkeypatch):
+    write_whole(tmp_path, "qwen3_vl")
+    wrong = replace(towers.TOWERS["qwen3_vl"], read_dims=partial(half_the_theta, tower="qwen3_vl"))
+    monkeypatch.setattr(towers, "TOWERS", {**towers.TOWERS, "qwen3_vl": wrong})
+    report = verify(str(tmp_path))
+    (fault,) = [outcome for outcome in report.outcomes if not outcome.passed]
+    assert fault.check == "whole model" and "differs from transformers" in fault.detail
+
+
+def half_the_theta(hf, tower, right=towers.TOWERS):
+    dims = right[tower].read_dims(hf)
+    return replace(dims, rope_theta=dims.rope_theta / 2)
 
 
 def test_a_family_that_transformers_lacks_is_refused(monkeypatch):

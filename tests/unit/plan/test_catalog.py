@@ -58,6 +58,14 @@ PUBLISHED = {
     "gpt-oss-20b": (20.91, None),
     "gpt-oss-120b": (116.83, None),
     "Qwen3-Next-80B-A3B": (80, 79),
+    "EXAONE-4.0-32B": (32, 30.95),
+    "EXAONE-4.0-1.2B": (1.28, 1.07),
+    "granite-3.3-2b-base": (2.53, None),
+    "granite-3.3-2b-instruct": (2.53, None),
+    "granite-3.3-8b-base": (8.17, None),
+    "granite-3.3-8b-instruct": (8.17, None),
+    "Seed-OSS-36B-Base": (36, None),
+    "Seed-OSS-36B-Instruct": (36, None),
 }
 
 

@@ -55,10 +55,15 @@ def test_axes_cut_what_they_cut_of_the_matrices():
     assert num_factors(dims, shared, Layout(dp_shard=2, ep=2), [0]) == 3 * (40 + 3 * 28)
 
 
+LAYOUT = "allocation_mode=embedded:d1|archon:d1"
+FSDP = LAYOUT.replace("archon", "fsdp")
+
+
 def plan_of(model, memory, *overrides):
     words = [f"actor.path={model}", "train_dataset.path=x", "train_dataset.batch_size=32"]
     words += ["gconfig.n_samples=16", "gconfig.max_new_tokens=1024", "reward.fn=gsm8k"]
-    words += ["allocation_mode=embedded:d1|archon:d1", *overrides]
+    layout = [] if any("allocation_mode" in word for word in overrides) else [LAYOUT]
+    words += [*layout, *overrides]
     config, _ = prepare(None, words, "plan", gpu_memory=memory)
     return build_plan(config, Device("cuda", int(memory * GIB), "", False))
 
@@ -96,3 +101,21 @@ def test_an_adapter_is_offered_where_all_weights_do_not_fit():
     words = [word for step in steps for word in step.overrides]
     assert plan_of("Qwen/Qwen3-30B-A3B", 80, *words).peak_bytes == steps[-1].peak_bytes
     assert propose_adapter(plan_of("Qwen/Qwen3-30B-A3B", 80, "actor.lora.rank=32")) == []
+
+
+def test_beside_transformers_layers_the_sampler_holds_frozen_weights_of_its_own():
+    words = ("actor.lora.rank=32", "rollout.kv_cache_gb=4")
+    mine, archon = (plan_of("Qwen/Qwen3-0.6B", 80, *words, one) for one in (FSDP, LAYOUT))
+    (phases,), (theirs,) = mine.trainers[0].phases, archon.trainers[0].phases
+    for key in ("weights", "adapter", "optimizer"):
+        assert phases["load"].device[key] == theirs["load"].device[key], key
+    held, shared = mine.samplers[0].weights_bytes, archon.samplers[0].weights_bytes
+    assert held - shared == 2 * mine.dims.num_params
+
+
+@pytest.mark.parametrize(("model", "is_offered"), [("Qwen3-8B", True), ("Qwen3-30B-A3B", False)])
+def test_fsdp_is_offered_an_adapter_of_a_dense_model(model, is_offered):
+    """Experts of transformers take none, and without them it would be a rule's refusal."""
+    plan = plan_of(f"Qwen/{model}", 141, FSDP, "algorithm.kl_coef=0.01")
+    assert not plan.fits
+    assert bool(propose_adapter(plan)) is is_offered

@@ -69,6 +69,12 @@ def test_rewards_lengths_and_truncation_are_counted_over_samples():
     }
 
 
+def test_equal_rewards_have_no_deviation():
+    rewards = [0.1] * 3
+    assert np.std(rewards) > 0  # the mean of three times 0.1 is rounded
+    assert sample_metrics([group(0, *(sample(2, r) for r in rewards))])["reward_std"] == 0.0
+
+
 def test_unscored_samples_leave_rewards_null():
     metrics = sample_metrics([group(0, sample(2, None))])
     assert metrics["reward_mean"] is None and metrics["groups_without_variance"] is None

@@ -21,8 +21,9 @@ ray = pytest.importorskip("ray")
 from ray.exceptions import AuthenticationError, GetTimeoutError  # noqa: E402
 
 from pentad.data import ray_blobs  # noqa: E402
-from pentad.runtime import ray_cluster  # noqa: E402
-from pentad.runtime.ray_cluster import Cluster, ClusterLost, own_folder, within  # noqa: E402
+from pentad.runtime import ray_cluster, ray_roles  # noqa: E402
+from pentad.runtime.ray_cluster import Cluster, ClusterLost, within  # noqa: E402
+from pentad.runtime.ray_guard import own_folder  # noqa: E402
 from pentad.runtime.ray_roles import answer_of, joined_cluster  # noqa: E402
 
 
@@ -43,6 +44,7 @@ def inits(monkeypatch):
     monkeypatch.setattr(ray, "nodes", lambda: [1])
     monkeypatch.setattr(ray, "shutdown", lambda: asked.append("shutdown"))
     monkeypatch.setattr(ray, "get_runtime_context", Context)
+    monkeypatch.setattr(ray_roles, "comes_up", lambda address, within_s: True)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     return asked
 
@@ -96,6 +98,73 @@ def test_a_named_cluster_that_does_not_answer_is_refused(inits, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "h:1")
     with pytest.raises(UserError, match="RAY_ADDRESS = h:1: no Ray cluster answers there .no head"):
         joined_cluster(BUNDLES).__enter__()
+
+
+@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1", "h:port", "h:6379/x"])
+def test_a_name_that_is_no_address_is_refused_before_ray_is_asked(inits, monkeypatch, address):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(UserError, match=f"RAY_ADDRESS = {address}: is not HOST:PORT"):
+        joined_cluster(BUNDLES).__enter__()
+    assert not inits
+
+
+@pytest.mark.parametrize("number", [0, 65536, 99999])
+def test_a_number_that_is_no_port_is_refused_before_it_is_asked(inits, monkeypatch, number):
+    """The system takes it modulo 65,536: 99999 is asked at 34463, where another program may be."""
+    monkeypatch.setattr(ray_roles, "comes_up", lambda *_: pytest.fail("another port is asked"))
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{number}")
+    with pytest.raises(UserError, match=f"RAY_ADDRESS = .*: {number} is not a port .1 to 65535"):
+        joined_cluster(BUNDLES).__enter__()
+    assert not inits
+
+
+def test_a_port_without_a_listener_is_refused_in_time(monkeypatch):
+    """Ray itself asks there for more than a minute, and again."""
+    monkeypatch.setattr(ray, "init", lambda **options: pytest.fail("Ray is not asked"))
+    monkeypatch.setattr(ray_roles, "ANSWER_S", 0.5)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(UserError, match="127.0.0.1:1: no Ray cluster answers there .no con"):
+        joined_cluster(BUNDLES).__enter__()
+
+
+def test_a_head_that_is_just_starting_is_waited_for():
+    with socket.socket() as head:
+        head.bind(("127.0.0.1", 0))
+        threading.Timer(0.6, head.listen).start()
+        assert ray_cluster.comes_up(f"127.0.0.1:{head.getsockname()[1]}", 30)
+
+
+SILENT = """
+import socket, sys, os, time
+from pentad.core.errors import UserError
+from pentad.runtime import ray_roles
+ray_roles.JOIN_S = 3.0
+head = socket.create_server(("127.0.0.1", 0))
+os.environ["RAY_ADDRESS"] = f"127.0.0.1:{head.getsockname()[1]}"
+began = time.monotonic()
+try:
+    ray_roles.joined_cluster([]).__enter__()
+except UserError as error:
+    print(f"{time.monotonic() - began:.1f}", error, flush=True)
+    sys.exit(2)
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.dist
+def test_what_accepts_connections_and_says_nothing_is_left_in_time_and_the_program_ends():
+    """Also at its end, where what was left behind still asks."""
+    given = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    done = subprocess.run(
+        [sys.executable, "-c", SILENT],
+        env={**given, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert 3 <= float(done.stdout.split()[0]) < 30
+    assert "something accepts connections there, and did not let Ray join within" in done.stdout
 
 
 def test_an_address_of_ray_client_is_refused_and_an_empty_one_names_no_cluster(inits, monkeypatch):

@@ -393,7 +393,8 @@ def test_a_model_file_of_your_own_is_served(byte_folder, tmp_path, monkeypatch):
     shutil.copy(tmp_path / "weights" / "model.safetensors", folder)
     words = ["serve", str(folder), "--port", "0", "--device", "cpu"]
     refused = CliRunner().invoke(app, words)
-    assert refused.exit_code == 2 and "model_type = mine: no such model family" in refused.output
+    assert refused.exit_code == 2 and "model_type = mine: transformers cannot" in refused.output
+    assert "or a model file of your own" in refused.output
     shown = CliRunner().invoke(app, [*words, "--model-files", f"{tmp_path}/mine.py:SPEC"])
     assert shown.exit_code == 0, shown.output
     assert served == [None]

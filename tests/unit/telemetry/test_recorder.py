@@ -5,10 +5,12 @@ import logging
 import os
 import threading
 import warnings as python_warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pentad.core.errors import RunError
 from pentad.core.types import Group, Prompt, Sample
 from pentad.rl.health import find_alarms
 from pentad.telemetry.log import ScreenHandler, log_to
@@ -295,3 +297,13 @@ def test_alarms_of_a_resumed_run_know_what_came_before(folder, caplog):
     assert [text for text in warnings(caplog) if "entropy" in text] == said, (
         "not said again so soon"
     )
+
+
+def test_a_log_on_a_full_disk_is_one_line_and_hides_no_failure(capsys):
+    """26.4, 26.21: the cause of the end stays the last line, without a traceback."""
+    with pytest.raises(RunError, match="the cause"), log_to(Path("/dev/full")):
+        for n in range(3):
+            logging.getLogger("pentad.test").info("message %d", n)
+        raise RunError("the cause")
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1 and "/dev/full cannot be written" in shown

@@ -18,7 +18,7 @@ from pentad.trainer.sources.examples import run_sft
 from pentad_tools.models.model_commands import run_verify_model
 from pentad_tools.models.verify import subject_of, verify_subject
 
-FILE = Path(__file__).parent / "seed_oss.py"
+FILE = Path(__file__).parent / "cwm.py"
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(families, "REGISTERED", {})
     write_model(tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
-    own = {"model_type": "seed_oss", "attention_bias": True, "attention_out_bias": True}
+    own = {"model_type": "cwm", "sliding_window": 8, "bos_token_id": 0}
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | own))
     write_task(tmp_path, seed=5, num_train=8, num_sft=8, num_valid=2)
     return tmp_path
@@ -62,33 +62,35 @@ def plan(*overrides):
 def test_it_is_planned_without_torch(folder):
     status, page = plan(*settings(folder, "allocation_mode=archon:d1"))
     dims = families.dims_of(folder / "model", f"{FILE}:SPEC")
-    assert dims.out_bias and dims.qkv_bias
+    assert dims.sliding_window == 8 and dims.sliding_layers[:2] == (False, True)
     assert status == 0, page
     assert f'"num_params": {dims.num_params}' in page
     without = [s for s in settings(folder, "allocation_mode=archon:d1") if "model_files" not in s]
     status, page = plan(*without)
-    assert status == 2 and "model_type = seed_oss: no such model family" in " ".join(page.split())
+    assert status == 2 and "model_type = cwm: no such model family" in " ".join(page.split())
 
 
 def test_its_public_models_can_be_planned_with(folder):
-    assert known_model("Seed-OSS-36B") is None
+    assert known_model("cwm") is None
     families.register(f"{FILE}:SPEC")
-    known = known_model("ByteDance-Seed/Seed-OSS-36B-Instruct")
-    assert known is not None and known.num_params == pytest.approx(36e9, rel=0.02)
+    known = known_model("facebook/cwm")
+    assert known is not None and known.num_params == pytest.approx(32e9, rel=0.03)
 
 
 def test_it_is_verified_against_transformers(folder, capsys):
     """Its own switch among those of all families; a file that reads it otherwise is caught."""
     assert run_verify_model(str(FILE), as_json=True) == 0, capsys.readouterr().out
     outcomes = json.loads(capsys.readouterr().out)["outcomes"]
-    assert {"untied", "biases", "bias of o"} <= {outcome["case"] for outcome in outcomes}
-    text = FILE.read_text().replace('out_bias="attention_out_bias"', "")
+    assert {"untied", "biases", "windows by their pattern"} <= {
+        outcome["case"] for outcome in outcomes
+    }
+    text = FILE.read_text().replace("layer % 4 != 0", "layer % 4 != 1")
     (folder / "wrong.py").write_text(text)
     subject = subject_of(str(folder / "wrong.py"))
-    own = {"bias of o": subject.configs["bias of o"]}
+    own = {"windows by their pattern": subject.configs["windows by their pattern"]}
     report = verify_subject(replace(subject, configs=own))
     faults = {outcome.check for outcome in report.outcomes if not outcome.passed}
-    assert "coverage" in faults
+    assert "config" in faults
 
 
 def test_it_is_trained(folder):
@@ -97,5 +99,5 @@ def test_it_is_trained(folder):
     losses = [line["loss"] for line in read_lines(run.records / "steps.jsonl")]
     assert len(losses) == 2 and losses[1] != losses[0]
     saved = transformers.AutoModelForCausalLM.from_pretrained(run.model)
-    assert type(saved).__name__ == "SeedOssForCausalLM"
-    assert saved.model.layers[0].self_attn.o_proj.bias is not None
+    assert type(saved).__name__ == "CwmForCausalLM"
+    assert saved.config.sliding_window == 8

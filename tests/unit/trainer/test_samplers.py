@@ -83,7 +83,7 @@ def refusal(make, *overrides):
         ),
         (
             ["allocation_mode=vllm:d1+archon:d1", "rollout.server.addresses=[node7]"],
-            "an address begins with http://",
+            "rollout.server.addresses = ['node7']: node7 is not an address http://HOST:PORT",
         ),
         (
             [

@@ -1,5 +1,6 @@
-"""A model file of a family that the package does not have: Seed-OSS is Qwen2 with a head_dim of
-its own, and with a key of its own for the bias of o."""
+"""Seed-OSS: Qwen2, with an explicit head_dim and a separate key for the bias of o."""
+
+from __future__ import annotations
 
 from pentad.models.config_reader import ConfigReader
 from pentad.models.spec import ModelSpec, sizes
@@ -14,8 +15,13 @@ DEFAULTS = {
 
 SPEC = ModelSpec(
     family="seed_oss",
-    read_dims=ConfigReader(defaults=DEFAULTS, out_bias="attention_out_bias"),
+    read_dims=ConfigReader(defaults=DEFAULTS, out_bias="attention_out_bias", windows="none"),
     classes=("SeedOssForCausalLM", "SeedOssForSequenceClassification"),
     variants={"bias of o": {"attention_bias": False, "attention_out_bias": True}},
-    public={"ByteDance-Seed/Seed-OSS-36B": sizes(5120, 27648, 64, 80, 8, 155136, rope_theta=1e7)},
+    public={
+        f"ByteDance-Seed/Seed-OSS-36B-{name}": sizes(
+            5120, 27648, 64, 80, 8, 155136, rope_theta=1e7, max_position=524288
+        )
+        for name in ("Base", "Instruct")
+    },
 )

@@ -1,0 +1,199 @@
+"""Text towers of multimodal folders: which family each one is, how its config.json describes it,
+and under which names its tensors are on disk. No torch.
+
+Loading, publishing, exports, plans and `verify-model` read the towers here alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pentad.core.dims import ModelDims
+from pentad.core.errors import Problem, UserError
+from pentad.core.folders import tensor_bytes, tensor_names
+from pentad.models.config_reader import PART, ConfigReader
+
+TEXT = "text_config"
+EMBEDDING = "model.embed_tokens.weight"
+SPELLINGS = tuple(
+    (("model.", begin), ("lm_head.", head))
+    for begin, head in (
+        ("model.language_model.", "lm_head."),
+        ("language_model.model.", "language_model.lm_head."),
+        ("model.text_model.", "lm_head."),
+        ("model.", "lm_head."),
+    )
+)
+"""How names of a family begin, and how they begin in multimodal folders. Most types have two:
+transformers reads both, and which one it writes depends on the release."""
+MROPE = ("mrope_section", "mrope_interleaved")
+NOT_TEXT = ("vision_config", "model_type", "architectures")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tower:
+    """How a config.json of several modalities describes its text tower."""
+
+    family: str = ""
+    """The family of the tower; empty: `model_type` of `text_config` names it..."""
+    default: str = ""
+    """...and where that is left out, it is this one."""
+    read_dims: Callable[[Mapping[str, Any]], ModelDims] | None = None
+    """The config adapter, where the tower has a config class of its own; None: the family's."""
+    tied: bool = False
+    """`tie_word_embeddings` where the config leaves it out."""
+    text_ties: bool = False
+    """Whether true in `text_config` ties the embeddings, too."""
+    is_flat: bool = False
+    """Whether older files have the keys of `text_config` beside `vision_config`."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What transformers takes for keys that `text_config` leaves out, beside the adapter's."""
+
+
+QWEN2_VL = Tower(
+    family="qwen2",
+    read_dims=ConfigReader(
+        defaults={
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+        },
+        qkv_bias=True,
+        out_bias=False,
+        mlp_bias=False,
+        slides_key=("max_window_layers", 80, 0),
+    ),
+    text_ties=True,
+    is_flat=True,
+)
+LLAVA = Tower(default="llama", text_ties=True)
+TOWERS: Mapping[str, Tower] = {
+    "gemma3": Tower(
+        family="gemma3_text",
+        tied=True,
+        defaults={"vocab_size": 262208, "num_attention_heads": 8},
+    ),
+    "glm4v": Tower(
+        family="glm4",
+        read_dims=ConfigReader(
+            defaults={"num_key_value_heads": 2, "rms_norm_eps": 1e-5},
+            qkv_bias=True,
+            out_bias=False,
+            mlp_bias=False,
+            post_norms=True,
+            partial_rotary=True,
+            rotary_pairs="neighbours",
+            windows="none",
+        ),
+        text_ties=True,
+    ),
+    "internvl": Tower(default="qwen2", tied=True),
+    "llava": LLAVA,
+    "llava_next": Tower(default="llama"),
+    "llava_onevision": Tower(default="qwen2", text_ties=True),
+    "mistral3": Tower(default="mistral", tied=True),
+    "qwen2_vl": QWEN2_VL,
+    "qwen2_5_vl": QWEN2_VL,
+    "qwen3_5": Tower(family="qwen3_5_text"),
+    "qwen3_5_moe": Tower(family="qwen3_5_moe_text"),
+    "qwen3_vl": Tower(
+        family="qwen3",
+        read_dims=ConfigReader(
+            defaults={
+                "num_key_value_heads": 32,
+                "head_dim": 128,
+                "max_position_embeddings": 128000,
+                "rope_theta": 5e5,
+            },
+            mlp_bias=False,
+            qk_norm=True,
+            windows="none",
+        ),
+    ),
+}
+"""By the `model_type` of the whole."""
+LLAMA_SIZES = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+SIZES = {"llama": LLAMA_SIZES, "mistral": LLAMA_SIZES | {"intermediate_size": 14336}}
+"""Sizes that transformers takes where a `text_config` of these types leaves them out, as those of
+LLaVA do."""
+
+
+def tower_of(config: Mapping[str, Any]) -> Tower | None:
+    """None for a config of a language model, and for types whose text is not trained."""
+    return TOWERS.get(str(config.get("model_type")))
+
+
+def text_family(config: Mapping[str, Any], tower: Tower) -> str:
+    return tower.family or str(_given(config, tower).get("model_type") or tower.default)
+
+
+def text_config(config: Mapping[str, Any], tower: Tower) -> dict[str, Any]:
+    """The config of the tower as one of its family."""
+    text, family = _given(config, tower), text_family(config, tower)
+    own = {**SIZES.get(family, {}), **tower.defaults, **text}  # null is a value: no window, say
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(own.get(key), Mapping):
+            own[key] = _plain_rope(key, own[key], own)
+    tied = config.get("tie_word_embeddings")
+    is_tied = tower.tied if tied is None else tied
+    text_ties = tower.text_ties and own.get("tie_word_embeddings")
+    own["tie_word_embeddings"] = is_tied or bool(text_ties)
+    if config.get("quantization_config"):
+        own["quantization_config"] = config["quantization_config"]
+    return {**own, "model_type": family}
+
+
+def _given(config: Mapping[str, Any], tower: Tower) -> Mapping[str, Any]:
+    text = config.get(TEXT)
+    if text is None and tower.is_flat:
+        return {key: value for key, value in config.items() if key not in NOT_TEXT}
+    if not isinstance(text, Mapping):
+        where = f"config.json: model_type = {config.get('model_type')}"
+        rule = f"{TEXT} = {str(text)[:80]}: must be a JSON object, which describes the text tower"
+        raise UserError(Problem(where, rule, "give the config.json of the model"))
+    return text
+
+
+def _plain_rope(key: str, rope: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary settings without the sections for time, height and width: the three positions of a
+    token of text are one number, so every section turns by the same angle."""
+    out = {name: value for name, value in rope.items() if name not in MROPE}
+    for name in ("rope_type", "type"):
+        if out.get(name) == "mrope":
+            out[name] = "default"
+    sections = rope.get(MROPE[0])
+    if sections is not None:
+        pairs = _head_dim(text) * float(rope.get(PART) or text.get(PART) or 1) // 2
+        if not isinstance(sections, list | tuple) or sum(sections) != pairs:
+            where = f"config.json: {TEXT}.{key}.{MROPE[0]} = {sections}"
+            rule = f"must sum to {int(pairs)}, the pairs that rotary turns in a head"
+            raise UserError(Problem(where, rule))
+    return out
+
+
+def _head_dim(text: Mapping[str, Any]) -> int:
+    return int(text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"])
+
+
+def tower_names(folder: Path | None) -> tuple[tuple[str, str], ...]:
+    """Name prefixes of the tower in a folder; without one, those of transformers in memory."""
+    held = set() if folder is None else tensor_names(folder)
+    found = (names for names in SPELLINGS if names[0][1] + EMBEDDING.partition(".")[2] in held)
+    return next(found, SPELLINGS[0])
+
+
+def other_bytes(folder: Path, dims: ModelDims) -> int:
+    """Bytes of the other towers, which every export copies."""
+    own = tuple(there for _, there in dims.tower_names)
+    sizes = tensor_bytes(folder) if own else {}
+    return sum(size for name, size in sizes.items() if not name.startswith(own))

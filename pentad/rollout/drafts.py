@@ -1,0 +1,119 @@
+"""Drafts: sampled tokens of a group that is cut off, which continues in a later step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pentad.core.types import Generation, Group, Prompt, Request, Sample
+from pentad.samplers.dialect import flaw_of
+
+
+def nothing() -> None:
+    """Default listener of a draft: does nothing."""
+
+
+@dataclass(eq=False, slots=True)
+class Draft:
+    """The answers of one group, of which some may be cut."""
+
+    answers: Sequence[Generation] = ()
+    """One for each sample, or none; those that are to be continued have finish "abort"."""
+    is_sampling: bool = False
+    """Whether a request is under way; else it is about to begin, or its samples are scored."""
+    num_ended: int = 0
+    """Requests that were answered."""
+    is_cut: bool = False
+    """Whether its task was cancelled so that another step continues it: what samplers hand over is
+    kept."""
+    changed: Callable[[], None] = nothing
+    """Called when a request is sent or answered."""
+
+    def note_sent(self) -> None:
+        self.is_sampling, self.is_cut = True, False
+        self.changed()
+
+    def note_answered(self) -> None:
+        self.is_sampling = False
+        self.num_ended += 1
+        self.changed()
+
+    @property
+    def missing(self) -> list[int]:
+        """The samples that are not complete."""
+        return [i for i, one in enumerate(self.answers) if one.finish == "abort"]
+
+    def rest_of(self, request: Request) -> Request:
+        """The request for the missing samples."""
+        if not self.answers:
+            return request
+        seeds = tuple(request.seeds[i] for i in self.missing)
+        drawn = tuple(self.answers[i] for i in self.missing)
+        return replace(request, seeds=seeds, drawn=drawn if any(d.ids for d in drawn) else ())
+
+    def joined(self, found: Sequence[Generation]) -> list[Generation]:
+        """All answers, with those of the request for what is missing in their places."""
+        if not self.answers:
+            return list(found)
+        answers = list(self.answers)
+        for index, answer in zip(self.missing, found, strict=True):
+            answers[index] = answer
+        return answers
+
+    def keep(self, request: Request, found: Sequence[Generation], vocab_size: int) -> None:
+        """Keeps results; `found`: those of the request for missing samples. Invalid answers are
+        sampled again."""
+        if len(found) == len(request.seeds):
+            self.answers = self.joined([sound(request, one, vocab_size) for one in found])
+
+
+def sound(request: Request, answer: Generation, vocab_size: int) -> Generation:
+    """The answer, if it can be complete or be continued; else one without tokens. A server may have
+    cut it off after its last token, which nothing may follow."""
+    params = request.params
+    whole = replace(answer, finish="length") if answer.finish == "abort" else answer
+    num_tokens = len(request.prompt_ids) + len(answer.ids)
+    has_routes = answer.routes is None or len(answer.routes) == num_tokens
+    is_sound = has_routes and not flaw_of(whole, params.max_new_tokens, vocab_size)
+    if not is_sound:
+        return Generation([], [], [], "abort")
+    if answer.finish != "abort":
+        return answer
+    if answer.ids[-1] in params.stop_ids:
+        return replace(answer, finish="stop")
+    return whole if len(answer.ids) == params.max_new_tokens else answer
+
+
+def as_group(prompt: Prompt, attempt: int, answers: Sequence[Generation]) -> Group:
+    """The answers as samples, in which form they are stored."""
+    samples = []
+    for answer in answers:
+        ids, logprobs, versions = answer.columns()
+        num = len(prompt.ids)
+        samples.append(
+            Sample(
+                ids=np.concatenate([np.array(prompt.ids, np.int64), ids]),
+                mask=np.arange(num + len(ids)) >= num,
+                rollout_logprobs=np.concatenate([np.zeros(num, np.float32), logprobs]),
+                versions=np.concatenate([np.full(num, -1), versions]),
+                finish=answer.finish,
+                routes=answer.routes,
+            )
+        )
+    return Group(prompt, samples, attempt)
+
+
+def answers_of(group: Group) -> list[Generation]:
+    """The opposite of `as_group`. Log-probs are the same 32-bit numbers."""
+    return [
+        Generation(
+            one.ids[one.mask].tolist(),
+            one.rollout_logprobs[one.mask].tolist(),
+            one.versions[one.mask].tolist(),
+            one.finish,
+            one.routes,
+        )
+        for one in group.samples
+    ]

@@ -1,0 +1,97 @@
+"""Ends the processes of a Ray cluster with the run that started it: `python -m
+pentad.runtime.ray_guard FOLDER PARENT`, a process that outlives its parent for a moment.
+
+Ray binds its head to the program that started it, but not the agents and the actors of the node:
+after a SIGKILL they run for up to a minute. They all inherit a variable that names the folder of
+the cluster, by which the guard finds them, and those that Ray itself leaves at a normal end.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from pentad.core.scratch import scratch_folder
+from pentad.runtime.process import Child
+
+log = logging.getLogger(__name__)
+
+VARIABLE = "PENTAD_RAY_FOLDER"
+"""Every process of the cluster has it: the folder of the cluster."""
+WATCH_S, LOOK_S = 0.5, 0.1
+QUIET_LOOKS = 3
+"""So many looks in a row find none: one that was being started has its variables by then."""
+END_S = 20.0
+
+
+@contextmanager
+def own_folder() -> Iterator[Path]:
+    """For a cluster's sockets and logs; whatever has it in VARIABLE is ended with this program or
+    with the block. Short: the path of a socket has at most 107 bytes."""
+    with scratch_folder("pentad-ray-", Path("/tmp")) as folder:
+        if sys.platform != "linux":  # no list of processes with their variables
+            yield folder
+            return
+        nowhere = subprocess.DEVNULL
+        command = [sys.executable, "-m", "pentad.runtime.ray_guard", str(folder), str(os.getpid())]
+        guard = Child.start(command, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere)
+        try:
+            yield folder
+        finally:
+            assert guard.stdin is not None
+            guard.stdin.close()
+            if not guard.wait(END_S):
+                log.warning("some processes of the Ray cluster in %s did not end", folder)
+            guard.end()
+
+
+def main(folder: str, parent: int) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they are for the run
+        signal.signal(number, signal.SIG_IGN)
+    while os.getppid() == parent and not select.select([0], [], [], WATCH_S)[0]:
+        pass
+    end_all(folder)
+    if os.getppid() != parent:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def end_all(folder: str) -> None:
+    """Kills processes until none is left: live ones may start others meanwhile."""
+    until, quiet = time.monotonic() + END_S, 0
+    while quiet < QUIET_LOOKS and time.monotonic() < until:
+        found = [int(one.name) for one in Path("/proc").iterdir() if one.name.isdigit()]
+        ended = [pid for pid in found if pid != os.getpid() and end_member(pid, folder)]
+        quiet = 0 if ended else quiet + 1
+        time.sleep(LOOK_S)
+
+
+def end_member(pid: int, folder: str) -> bool:
+    """SIGKILL for a process of the cluster; whether it was one."""
+    with suppress(OSError):  # it has ended, or is another user's
+        watch = os.pidfd_open(pid)
+        try:
+            if is_member(Path(f"/proc/{pid}"), os.fsencode(folder)):
+                signal.pidfd_send_signal(watch, signal.SIGKILL)
+                return True
+        finally:
+            os.close(watch)
+    return False
+
+
+def is_member(process: Path, folder: bytes) -> bool:
+    """Whether a process has the cluster's variable; ended, unreaped processes have none."""
+    mark = VARIABLE.encode() + b"=" + folder
+    return mark in (process / "environ").read_bytes().split(b"\0")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
