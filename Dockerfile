@@ -1,5 +1,5 @@
-# Pentad in a container, from the wheel of `make wheel`. Linted, and built where there is a builder,
-# by tests/unit/docs/test_packaging.py.
+# Pentad in a container, from the wheel of `make wheel`. `make test` lints this file, `make test-image`
+# builds it and runs two steps of the demo in it.
 #
 #   make wheel
 #   docker build -t pentad .                                  # CUDA: torch's wheels bring its libraries

@@ -7,7 +7,7 @@ TESTS := $(VENV)/.installed-tests
 # Or every process of a test compiles what it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup setup-tests setup-megatron demo test test-full test-runs test-ray test-megatron test-environments test-vllm test-servers-gpu test-transfer-queue test-kills chaos soak check bench recipes docs setup-site site wheel test-wheel clean
+.PHONY: setup setup-tests setup-megatron demo test test-full test-runs test-ray test-megatron test-environments test-vllm test-servers-gpu test-transfer-queue test-kills chaos soak check bench recipes docs setup-site site wheel test-wheel test-image clean
 
 setup: $(STAMP)
 setup-tests: $(TESTS)
@@ -181,6 +181,12 @@ test-wheel: setup-tests wheel $(INSTALLED)/.made
 	$(INSTALLED)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
 	$(INSTALLED)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall dist/*.whl
 	PENTAD_TEST_WHEEL=$(INSTALLED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/wheel $(ARGS)
+
+# The image of the Dockerfile, built by docker, podman or buildah, and a run of two steps in it.
+# More options of the build: make test-image BUILD="--build-arg TORCH=cuda"
+BUILD := --build-arg TORCH=cpu
+test-image: setup-tests wheel
+	PENTAD_TEST_IMAGE="$(BUILD)" $(BIN)/python -m pytest tests/unit/docs/test_packaging.py -k container_is_built $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(MEGATRON) $(VLLM) $(ENVIRONMENTS) $(VERIFIERS) $(QUEUE) $(INSTALLED) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
