@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,11 @@ PLAIN = {"attn_implementation": "eager", "experts_implementation": "eager"}
 """transformers' written-out arithmetic: its fused expert kernels reject odd widths."""
 
 
+LOGITS_TOLERANCE = 1e-5
+"""Share of the largest logit: float32 rounding over a few layers."""
+ROUNDING_DRAWS, ROUNDING_FACTOR = 3, 4.0
+
+
 class Fault(Exception):
     """A failed check: one sentence with the tensor and the rule."""
 
@@ -227,6 +233,10 @@ class FamilyCase:
     def load(self, dtype: torch.dtype = torch.float32) -> Decoder:
         return load_model(self.folder, dtype=dtype, model=path_of(self.spec.family))
 
+    @cached_property
+    def tolerance(self) -> float:
+        return logits_tolerance(self.theirs, self.ids)
+
     def expected(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Reference logits, weights of a scalar loss, and its gradients by name on disk."""
         self.theirs.zero_grad()
@@ -238,6 +248,29 @@ class FamilyCase:
         on_disk = revert_weight_conversion(self.theirs, grads)
         own = {name: grad for name, grad in on_disk.items() if name not in self.weight_map.tied}
         return logits.detach(), weight, own
+
+
+@torch.no_grad()
+def logits_tolerance(model: nn.Module, ids: Tensor) -> float:
+    """How far the logits of an equal model may be from this one's, as a share of the largest.
+
+    Some layers amplify rounding (delta nets 20 times as much as attention), and how much depends on
+    the CPU. So it is measured: every weight is moved by up to one unit in its last place.
+    """
+    state = {n: t for n, t in model.state_dict().items() if t.is_floating_point()}
+    kept = {name: tensor.clone() for name, tensor in state.items()}
+    expected = model(input_ids=ids[None]).logits[0]
+    moved = 0.0
+    for seed in range(ROUNDING_DRAWS):
+        source = generator(seed)
+        for name, tensor in state.items():
+            shift = 2 * torch.rand(tensor.shape, generator=source) - 1
+            tensor.copy_(kept[name] * (1 + torch.finfo(torch.float32).eps * shift))
+        logits = model(input_ids=ids[None]).logits[0]
+        moved = max(moved, float((logits - expected).abs().max() / expected.abs().max()))
+    for name, tensor in state.items():
+        tensor.copy_(kept[name])
+    return max(LOGITS_TOLERANCE, ROUNDING_FACTOR * moved)
 
 
 def read_all(folder: Path) -> dict[str, Tensor]:

@@ -21,11 +21,12 @@ from pentad_tools.models.cases import (
     PLAIN,
     Fault,
     generator,
+    logits_tolerance,
     randomise,
     read_all,
     shrunk,
 )
-from pentad_tools.models.checks import LOGITS_TOLERANCE, compare
+from pentad_tools.models.checks import compare
 
 NO_HEAD_DIM = {
     "hidden_size": 96,
@@ -54,7 +55,9 @@ def check_whole(folder: Path) -> str:
         with torch.no_grad():
             expected = theirs(input_ids=ids[None]).logits[0]
             logits = ours.logits(ours(ids, torch.arange(NUM_TOKENS), causal_attend))
-        worst = compare("logits of the whole model", logits, expected, LOGITS_TOLERANCE)
+        worst = compare(
+            "logits of the whole model", logits, expected, logits_tolerance(theirs, ids)
+        )
         save_model(ours, out, source_folder=source)
         before, after = read_all(source), read_all(out)
         if before.keys() != after.keys():
