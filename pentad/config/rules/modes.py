@@ -198,8 +198,8 @@ def servers_fit_the_allocation(config: Config) -> list[Problem]:
         rule = f"{layout} has {rollout.size('d')} replicas, each at its own address"
         found.append(Problem(where, rule, f"give {rollout.size('d')}"))
     for address in server.addresses:
-        if rule := url_problem(address):
-            found.append(Problem(where, f"{address} {rule}", "give http://HOST:PORT"))
+        if broken := url_problem(address):
+            found.append(Problem(where, f"{address} {broken}", "give http://HOST:PORT"))
     if len(set(server.addresses)) != len(server.addresses):
         found.append(Problem(where, "two replicas have the same address", "give each its own"))
     where = "rollout.server.weight_transport = ipc"
