@@ -41,7 +41,7 @@ from pentad.trainer.pumps.scheduler import Scheduler, Watchdog
 from pentad.trainer.pumps.scorers import RefreshedReference, ScorePump, ScorerCalls, open_scorers
 from pentad.trainer.pumps.state import Budget, RunState
 from pentad.trainer.pumps.train_pump import BatchTrainer, PublishPump, SamplerSink
-from pentad.trainer.rank.learners import Role, start_run
+from pentad.trainer.rank.learners import roles_of, start_run
 from pentad.trainer.rank.service import LearnerService
 from pentad.trainer.records import TrainedBatch
 from pentad.trainer.run import BatchSource, Run, RunInputs, WeightSink
@@ -73,8 +73,7 @@ def run_train(
 def begin_train(config: Config, device: torch.device) -> RolloutInputs:
     """Preparations before anything else, on any rank."""
     checked = check_train(config, device)
-    has_critic = checked.algorithm.facts.needs_critic
-    roles: tuple[Role, ...] = ("actor", "critic") if has_critic else ("actor",)
+    roles = roles_of(config)
     start_run(config, roles)
     return RolloutInputs(
         command="train",
@@ -97,8 +96,14 @@ class RolloutInputs(RunInputs):
         config, checked, context = run.config, self.checked, run.context
         batch_size = config.train_dataset.batch_size
         size = size_of(config, checked, run.num_steps)
-        placement = placement_of(config, run.learner.device)
-        store = open_group_store(context, checked, run.learner, run.supervisor.resources)
+        placement = Placement(
+            is_shared=config.mode == "colocate",
+            max_staleness=config.max_staleness,
+            snapshots_on_host=config.snapshot_on_host(kind_of(run.learner.device)),
+            offload_rollout=bool(config.offload_rollout),
+            offload_train=bool(config.offload_train),
+        )
+        store = open_group_store(run, checked)
         state = RunState(
             Ledger(batch_size, has_scorers=bool(scorers(config))),
             store,
@@ -110,26 +115,18 @@ class RolloutInputs(RunInputs):
         )
         address = store.address if isinstance(store, BlobStore) else None
         build = partial(build_learners, run, size, address)
-        side = await open_sampler_side(
-            context, checked, run.learner, run.supervisor.resources, placement, stack, build=build
-        )
+        side = await open_sampler_side(run, checked, placement, stack, build)
         rewards = Scorers(stack)
         evaluator = await open_evaluator(run, checked, side, rewards, stack)
-        models = await open_scorers(
-            config,
-            store,
-            size.max_row_tokens,
-            run.learner.device,
-            stack,
-            log_folder=context.folder.file("ranks/") if run.learner.is_remote else None,
-            runtime=run.supervisor.resources.runtime,
-        )
+        models = await open_scorers(run, store, size.max_row_tokens, stack)
         if placement.offload_train:
             await side.turnstile.enter("actor")
         run.recover.add("dataloader_info", "data", Identity(checked.stream.state))
         reference = reference_of(run, models, size)
         publish = publish_pump(run, checked, side, state, placement, evaluator)
         num_chunks = config.num_iters_per_train_update
+        is_open = reference.scores if reference else lambda batch: True
+        score = ScorePump(state, models, placement, num_chunks=num_chunks, is_open=is_open)
         executor = await open_executors(checked, side.samplers, rewards, stack, purpose="train")
         scheduler = Scheduler(
             state.request_stop,
@@ -139,7 +136,7 @@ class RolloutInputs(RunInputs):
                 oversampling=oversampling_of(config, state, side.samplers),
             ),
             publish,
-            score_pump(state, models, placement, reference, num_chunks) if models else None,
+            score if models else None,
         )
         return RolloutSource(
             run=run,
@@ -241,16 +238,6 @@ def publish_pump(
     )
 
 
-def placement_of(config: Config, device: torch.device) -> Placement:
-    return Placement(
-        is_shared=config.mode == "colocate",
-        max_staleness=config.max_staleness,
-        snapshots_on_host=config.snapshot_on_host(kind_of(device)),
-        offload_rollout=bool(config.offload_rollout),
-        offload_train=bool(config.offload_train),
-    )
-
-
 def build_learners(run: Run, size: RunSize, address: dict[str, Any] | None) -> None:
     """Builds the learners. `address`: of the store from which they read the groups; None: it is in
     their memory."""
@@ -273,17 +260,6 @@ def reference_of(
         size.max_row_tokens,
         lambda: oldest_saved(run.config),
     )
-
-
-def score_pump(
-    state: RunState,
-    models: Mapping[str, ScorerCalls],
-    placement: Placement,
-    reference: RefreshedReference | None,
-    num_chunks: int,
-) -> ScorePump:
-    is_open = reference.scores if reference else lambda batch: True
-    return ScorePump(state, models, placement, num_chunks=num_chunks, is_open=is_open)
 
 
 async def open_evaluator(
@@ -457,8 +433,8 @@ class RolloutSource(BatchSource):
                 await self.reference.refresh(version)
 
     def keep(self, trained: TrainedBatch) -> None:
-        ask = partial(self.run.learner.query, "keep_trained")
-        self.batches.keep(trained.batch + 1, trained.groups, lambda path: ask(path=path))
+        write_trained = partial(self.run.learner.query, "keep_trained")
+        self.batches.keep(trained.batch + 1, trained.groups, write_trained)
 
     def record(self, run: Run, trained: TrainedBatch) -> StepRecord:
         turns = dict(self.side.turnstile.turns_gb) or None
