@@ -25,7 +25,7 @@ from pentad.sync.weights_dir import WeightsDir, opened, snapshot_of
 from pentad.trainer.learner_client import LearnerClient
 from pentad.trainer.preflight import Checked, kind_of
 from pentad.trainer.run import Run
-from pentad.trainer.sampling.placement import Placement, Turnstile
+from pentad.trainer.sampling.placement import DeviceTurns, Placement
 from pentad.trainer.sampling.samplers import SamplerOpener, ray_options
 
 BuildLearners = Callable[[], None]
@@ -36,7 +36,7 @@ BuildLearners = Callable[[], None]
 class SamplerSide:
     samplers: dict[str, Sampler]
     publisher: Publisher
-    turnstile: Turnstile
+    device_turns: DeviceTurns
     learner: LearnerClient
     placement: Placement
     weights_dir: WeightsDir | None
@@ -84,10 +84,10 @@ async def open_sampler_side(
     used = partial(gpu_memory_used, device.index or 0)
     measure = used if device.type == "cuda" else lambda: None
     offload = partial(learner.call, "offload")
-    turnstile = Turnstile(placement, every, offload, resources.holder, measure)
-    stack.callback(lambda: resources.note_holder(turnstile.holder))
+    device_turns = DeviceTurns(placement, every, offload, resources.holder, measure)
+    stack.callback(lambda: resources.note_holder(device_turns.holder))
     return SamplerSide(
-        samplers, Publisher(every), turnstile, learner, placement, resources.weights_dir
+        samplers, Publisher(every), device_turns, learner, placement, resources.weights_dir
     )
 
 

@@ -47,7 +47,7 @@ from pentad.trainer.records import TrainedBatch
 from pentad.trainer.run import BatchSource, Run, RunInputs, WeightSink
 from pentad.trainer.run_folders import oldest_saved
 from pentad.trainer.sampling.evaluate import Evaluator, Scorers, open_executors
-from pentad.trainer.sampling.placement import Placement, Turnstile
+from pentad.trainer.sampling.placement import DeviceTurns, Placement
 from pentad.trainer.sampling.sampler_side import SamplerSide, open_group_store, open_sampler_side
 from pentad.trainer.sampling.selftest import (
     NUM_PROBES,
@@ -120,7 +120,7 @@ class RolloutInputs(RunInputs):
         evaluator = await open_evaluator(run, checked, side, rewards, stack)
         models = await open_scorers(run, store, size.max_row_tokens, stack)
         if placement.offload_train:
-            await side.turnstile.enter("actor")
+            await side.device_turns.enter("actor")
         run.recover.add("dataloader_info", "data", Identity(checked.stream.state))
         reference = reference_of(run, models, size)
         publish = publish_pump(run, checked, side, state, placement, evaluator)
@@ -132,7 +132,7 @@ class RolloutInputs(RunInputs):
             state.request_stop,
             watchdog_of(run, state, side.samplers),
             rollout_pump(
-                *(config, checked, state, executor, placement, side.turnstile),
+                *(config, checked, state, executor, placement, side.device_turns),
                 oversampling=oversampling_of(config, state, side.samplers),
             ),
             publish,
@@ -148,7 +148,7 @@ class RolloutInputs(RunInputs):
             reference=reference,
             scheduler=scheduler,
             trainer=BatchTrainer(
-                state, run.learner, publish, placement, side.turnstile, num_chunks
+                state, run.learner, publish, placement, side.device_turns, num_chunks
             ),
             batches=context.batch_keeper(size),
             sinks=(SamplerSink(publish, side.snapshot_weights),),
@@ -162,7 +162,7 @@ def rollout_pump(
     state: RunState,
     executor: Executors,
     placement: Placement,
-    turnstile: Turnstile,
+    device_turns: DeviceTurns,
     oversampling: Oversampling | None = None,
 ) -> RolloutPump:
     return RolloutPump(
@@ -170,7 +170,7 @@ def rollout_pump(
         checked.stream,
         executor,
         placement,
-        turnstile,
+        device_turns,
         rejection(checked.algorithm),
         max_groups=config.rollout.max_concurrent_groups,
         oversampling=oversampling,
@@ -232,7 +232,7 @@ def publish_pump(
         side.publisher,
         evaluator,
         placement,
-        side.turnstile,
+        side.device_turns,
         prober if is_probed else None,
         run.learner.find_cause,
     )
@@ -403,7 +403,7 @@ class RolloutSource(BatchSource):
     async def _publish(self, version: int) -> Snapshot:
         """Publishes the weights to all samplers, before any step."""
         snapshot = await self.side.snapshot_weights(version, copy=self.placement.offload_train)
-        await self.side.turnstile.enter("rollout")
+        await self.side.device_turns.enter("rollout")
         await self.side.publisher.publish(snapshot)
         return snapshot
 
@@ -437,7 +437,7 @@ class RolloutSource(BatchSource):
         self.batches.keep(trained.batch + 1, trained.groups, write_trained)
 
     def record(self, run: Run, trained: TrainedBatch) -> StepRecord:
-        turns = dict(self.side.turnstile.turns_gb) or None
+        turns = dict(self.side.device_turns.turns_gb) or None
         memory = MemoryUse(**run.learner.query("memory"), turns_gb=turns)
         times = self.side.publisher.times
         return run.context.steps.record(trained, memory, run.saver, run.recover, times)
