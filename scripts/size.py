@@ -100,9 +100,17 @@ def limits() -> dict[str, dict[str, int]]:
 
 
 def defined_in(path: Path) -> set[str]:
-    """Names of the classes and functions of a file, methods included."""
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)}
+    """Classes, functions and `Class.method` of a file."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [
+        n for n in ast.parse(path.read_text()).body if isinstance(n, (*functions, ast.ClassDef))
+    ]
+    return {node.name for node in found} | {
+        f"{node.name}.{inner.name}"
+        for node in found
+        for inner in node.body
+        if isinstance(node, ast.ClassDef) and isinstance(inner, functions)
+    }
 
 
 def missing_names() -> list[str]:
