@@ -12,8 +12,7 @@ import typer
 from typer import Argument, Exit, Option
 
 from pentad.cli.errors import reporting
-from pentad.cli.options import DeviceOption, Figures, Findings
-from pentad.cli.recipe import read_recipe
+from pentad.cli.recipe import DeviceOption, Figures, Findings, read_recipe
 
 
 def verify_parallel(

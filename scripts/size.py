@@ -1,8 +1,10 @@
 """How large the code is: `python scripts/size.py [FOLDER ...]` counts lines by package and by kind.
 
-`--table` prints the table of docs/architecture.md: lines and files, what a script can count of the
-design, and how many functions of the package two steps of SFT and of GRPO execute. `--limits`
-prints tests/size_limits.json, to which `tests/test_house.py` holds the code.
+`--table` prints the tables of docs/architecture.md: lines and files, what a script can count of the
+design, how many functions of the package two steps of SFT and of GRPO execute, and the lines of
+each capability added since commit 67e9f47. `size_table.json` names the classes and functions that
+are counted, and the files of the capabilities. `--limits` prints tests/size_limits.json, to which
+`tests/test_house.py` holds the code.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any
 
 HOME = Path(__file__).parents[1]
 PACKAGES = (HOME / "pentad", HOME / "pentad_tools")
+TABLE = json.loads((HOME / "scripts" / "size_table.json").read_text())
 KINDS = ("code", "docstrings", "comments", "imports", "blank")
 WRITERS = HOME / "pentad" / "core" / "files.py"
 """Where files and folders are renamed into their place."""
@@ -96,6 +99,45 @@ def limits() -> dict[str, dict[str, int]]:
     return {"lines": lines, "sites": {name: sites[name] for name in sorted(sites)}}
 
 
+def defined_in(path: Path) -> set[str]:
+    """Classes, functions and `Class.method` of a file."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [
+        n for n in ast.parse(path.read_text()).body if isinstance(n, (*functions, ast.ClassDef))
+    ]
+    return {node.name for node in found} | {
+        f"{node.name}.{inner.name}"
+        for node in found
+        for inner in node.body
+        if isinstance(node, ast.ClassDef) and isinstance(inner, functions)
+    }
+
+
+def missing_names() -> list[str]:
+    """What size_table.json names and the package lacks."""
+    lacks = []
+    for name in [name for concept in TABLE["concepts"] for name in concept["names"]]:
+        file, _, defined = name.partition(":")
+        if not (PACKAGES[0] / file).exists() or defined not in defined_in(PACKAGES[0] / file):
+            lacks.append(name)
+    patterns = [pattern for files in TABLE["files"].values() for pattern in files]
+    return lacks + [pattern for pattern in patterns if not any(PACKAGES[0].glob(pattern))]
+
+
+def lines_added() -> dict[str, int]:
+    """Lines of each capability: of files that commit 67e9f47 lacks, and that others have grown."""
+    before: dict[str, int] = TABLE["lines_before"]
+    added = {}
+    for capability, patterns in TABLE["files"].items():
+        files = {path for pattern in patterns for path in PACKAGES[0].glob(pattern)}
+        added[capability] = sum(
+            len(path.read_text().splitlines())
+            - before.get(path.relative_to(PACKAGES[0]).as_posix(), 0)
+            for path in files
+        )
+    return added
+
+
 def print_rooms(roots: list[Path]) -> None:
     print(f"{'':22}{'files':>8}{'lines':>8}" + "".join(f"{kind:>12}" for kind in KINDS))
     for root in roots:
@@ -118,25 +160,54 @@ def print_table() -> None:
         (sites["renames"],),
         (sites["docstrings that begin with Of"],),
     )
-    print("| counted | at 67e9f47 | now |\n|---|---|---|")
-    for (name, *before), now in zip(BEFORE, rows, strict=True):
-        cells = (" / ".join(f"{number:,}" for number in numbers) for numbers in (before, now))
+    if found := missing_names():
+        raise SystemExit(f"scripts/size_table.json names what is not there: {', '.join(found)}")
+    print("| counted | at 67e9f47 | goal | now |\n|---|---|---|---|")
+    for (name, goal, *before), now in zip(BEFORE, rows, strict=True):
+        cells = (" / ".join(f"{number:,}" for number in numbers) for numbers in (before, goal, now))
         print(f"| {name} | {' | '.join(cells)} |")
-    print("\n| package | files | lines |\n|---|---|---|")
-    for name, room in sorted(rooms.items(), key=lambda item: -item[1]["lines"]):
-        if name:
-            print(f"| `{name}` | {room['files']} | {room['lines']:,} |")
+    for concept in TABLE["concepts"]:
+        cells = (concept["before"], concept["goal"], len(concept["names"]))
+        print(f"| {concept['what']} | {' | '.join(map(str, cells))} |")
+    print()
+    for concept in TABLE["concepts"]:
+        names = ", ".join(f"`{name}`" for name in concept["names"])
+        why = f". {concept['why'][0].upper()}{concept['why'][1:]}" if concept["why"] else ""
+        print(f"- {concept['what'].capitalize()}: {names}{why}.")
+    print_rooms_table(rooms)
+    added = lines_added()
+    rest = all_rooms["lines"] - sum(added.values())
+    print("\n| lines of `pentad` | |\n|---|---|")
+    for name, lines in sorted(added.items(), key=lambda item: -item[1]):
+        print(f"| {name} | {lines:,} |")
+    print(f"| all of these | {sum(added.values()):,} |")
+    print(
+        f"| everything else (at 67e9f47, without what are tools now: {CORE_BEFORE:,}) | {rest:,} |"
+    )
 
 
-BEFORE = (
-    ("lines of `pentad` / `pentad_tools`", 70_045, 0),
-    ("files of `pentad` / `pentad_tools`", 361, 0),
-    ("functions that 2 steps of SFT / GRPO in one process execute", 1_012, 1_549),
-    ("calls of `subprocess.Popen` / `threading.Thread`", 6, 19),
-    ("renames of files and folders outside `core/files.py`", 23),
-    ('docstrings that begin with "Of"', 198),
+def print_rooms_table(rooms: dict[str, Counter[str]]) -> None:
+    """Two rooms in a line."""
+    ordered = sorted((item for item in rooms.items() if item[0]), key=lambda x: -x[1]["lines"])
+    cells = [f"`{name}` | {room['files']} | {room['lines']:,}" for name, room in ordered]
+    half = -(-len(cells) // 2)
+    cells += [" | | "] * (2 * half - len(cells))
+    print("\n| room | files | lines | room | files | lines |\n|---|---|---|---|---|---|")
+    for left, right in zip(cells[:half], cells[half:], strict=True):
+        print(f"| {left} | {right} |")
+
+
+BEFORE: tuple[tuple[Any, ...], ...] = (
+    ("lines of `pentad` / `pentad_tools`", (54_000, 5_000), 70_045, 0),
+    ("files of `pentad` / `pentad_tools`", (), 361, 0),
+    ("functions that 2 steps of SFT / GRPO execute in one process", (800, 1_200), 1_012, 1_549),
+    ("calls of `subprocess.Popen` / `threading.Thread`", (), 6, 19),
+    ("renames of files and folders outside `core/files.py`", (), 23),
+    ('docstrings that begin with "Of"', (0,), 198),
 )
-"""What this script counts at that commit."""
+"""What is counted, the goal if there is one, and what this script counts at that commit."""
+CORE_BEFORE = 65_373
+"""Lines at that commit without bench, chaos, verify-model, verify-parallel and the docs writers."""
 
 
 def count_in_a_process(command: str) -> int:

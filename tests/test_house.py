@@ -400,6 +400,15 @@ text.replace("a", "b"), replace(settings, a=1)
     assert above_limits(found, {**found, "renames": 1}) == ["renames: 2 > 1"]
 
 
+def test_the_table_of_sizes_names_what_is_there(monkeypatch):
+    assert SIZE["missing_names"]() == []
+    files = [pattern for patterns in SIZE["TABLE"]["files"].values() for pattern in patterns]
+    assert len(files) == len(set(files)) > 50
+    known = SIZE["TABLE"]["concepts"][0]
+    monkeypatch.setitem(known, "names", ["trainer/run.py:Run", "trainer/run.py:Walk", "gone.py:x"])
+    assert SIZE["missing_names"]() == ["trainer/run.py:Walk", "gone.py:x"]
+
+
 STYLE = ROOT.parent / "docs" / "style.md"
 PROSE = [ROOT.parent / "README.md", ROOT.parent / "CONTRIBUTING.md"]
 PROSE += [page for page in (ROOT.parent / "docs").glob("*.md") if page != STYLE]

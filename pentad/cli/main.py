@@ -16,8 +16,17 @@ import typer
 from typer import Argument, Exit, Option
 
 from pentad.cli.errors import leaving, reporting
-from pentad.cli.options import AdapterOption, DeviceOption, Figures, Findings
-from pentad.cli.recipe import EVAL_OPTIONS, Recipe, adapter_keys, read_subject, takes_recipe
+from pentad.cli.recipe import (
+    EVAL_OPTIONS,
+    AdapterOption,
+    DeviceOption,
+    Figures,
+    Findings,
+    Recipe,
+    adapter_keys,
+    read_subject,
+    takes_recipe,
+)
 from pentad.cli.runs import SMOKE_STEPS, run_command
 
 app = typer.Typer(
@@ -499,7 +508,7 @@ def verify_checkpoint(
     For example: pentad verify-checkpoint runs/checkpoints/me/gsm8k/trial0
     """
     if restore:
-        from pentad.cli.restore_checkpoint import run_restore
+        from pentad.cli.verify_checkpoint import run_restore
         from pentad.core.errors import UserError
 
         if other is not None or json:

@@ -21,7 +21,6 @@ from pentad.core.errors import Problem, UserError
 from pentad.planner.prepare import prepare
 from pentad.planner.remedies import propose
 from pentad.runtime.process import NICENESS, Child, bound
-from pentad.telemetry.runfolder import run_path
 from pentad.view.run import find_runs, is_recipe
 
 try:
@@ -126,7 +125,7 @@ def plan_of(recipe: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 def view_beside(config: Config) -> Child:
     """Starts the page of a run that is about to begin, in a child process, and prints its
     address."""
-    folder = run_path(config.fileroot, config.experiment_name, config.trial_name, config.user)
+    folder = config.run_path
     listener = listen(LOOPBACK, None)
     print(describe_address(listener, None), flush=True)
     number = listener.fileno()

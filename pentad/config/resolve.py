@@ -16,7 +16,7 @@ from pentad.config.describe import show, value_at
 from pentad.config.environments import environments
 from pentad.config.rules.algorithm import off_policy
 from pentad.config.schema import SCORERS, Config, ModelConfig
-from pentad.core.fit import default_stages_per_rank, splits_backward
+from pentad.core.fit import splits_backward
 from pentad.core.layout import Allocation, Component
 from pentad.core.machine import user_name
 from pentad.core.specs import absolute
@@ -360,10 +360,9 @@ def _choose_engine(draft: _Draft, role: str, model: ModelConfig) -> None:
         draft.set(f"{key}.ac_selective", archon.selection(pp), why)
     if pp == 1:
         return
-    stages = archon.stages_per_rank
-    if stages is None:
-        stages = default_stages_per_rank(archon.pp_schedule)
-        draft.set(f"{key}.stages_per_rank", stages, schedule)
-    if model.mb_spec.fewest < pp * stages:
+    stages = archon.num_stages(pp)
+    if archon.stages_per_rank is None:
+        draft.set(f"{key}.stages_per_rank", archon.stages, schedule)
+    if model.mb_spec.fewest < stages:
         why = f"raised from {model.mb_spec.fewest} to the number of pipeline stages"
-        draft.set(f"{role}.mb_spec.n_mbs", pp * stages, why)
+        draft.set(f"{role}.mb_spec.n_mbs", stages, why)

@@ -29,6 +29,7 @@ from pentad.rewards.section import RewardConfig
 from pentad.rl.section import AlgorithmConfig, GuardsConfig, PreferenceConfig
 from pentad.rollout.section import FEWEST_RUNNING, GenerationConfig, RolloutConfig
 from pentad.runtime.section import ClusterConfig, SchedulerConfig
+from pentad.telemetry.runfolder import run_path
 from pentad.telemetry.section import TelemetryConfig
 from pentad.trainer.section import (
     ElasticConfig,
@@ -375,6 +376,11 @@ class Config(Section):
     def checkpoint_root(self) -> str:
         """Folder of the checkpoints and exports of all runs."""
         return self.checkpoint.local_dir or os.path.join(self.fileroot, "checkpoints")  # noqa: PTH118
+
+    @property
+    def run_path(self) -> Path:
+        """Folder of the run's records."""
+        return run_path(self.fileroot, self.experiment_name, self.trial_name, self.user)
 
     @property
     def remote(self) -> Remote | None:

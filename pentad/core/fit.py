@@ -127,11 +127,6 @@ def expert_range(num_experts: int, ep: int, rank: int) -> tuple[int, int]:
     return start, start + each + (rank < more)
 
 
-def no_bias(dims: ModelDims) -> str:
-    """Why a router gets no selection bias."""
-    return f"a saved {dims.family} has no place for a bias, so it would route otherwise"
-
-
 def balance_problems(
     dims: ModelDims, losses: Mapping[str, float], bias: tuple[str, float]
 ) -> Iterator[Problem]:
@@ -141,9 +136,8 @@ def balance_problems(
         if value and not dims.num_experts:
             yield Problem(f"{name} = {value:g}", "the model has no experts", "leave it out")
     if rate and dims.num_experts and not dims.router_bias:
-        yield Problem(
-            f"{key} = {rate:g}", no_bias(dims), "use the balancing loss (moe_aux_loss_coef)"
-        )
+        rule = f"a saved {dims.family} has no place for a bias, so it would route otherwise"
+        yield Problem(f"{key} = {rate:g}", rule, "use the balancing loss (moe_aux_loss_coef)")
 
 
 def strict_problems(layout: Layout, who: str, dims: ModelDims | None = None) -> Iterator[Problem]:

@@ -24,6 +24,12 @@ YOUNG_S = 10.0
 """A folder gets its name once its lock is taken; one whose owner was killed before is older."""
 CLEANING_S = 60.0
 OTHERS_WRITE = 0o022
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def shared_memory() -> Path:
+    """The folder of this machine whose files are in memory, or that of temporary files."""
+    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,10 +16,9 @@ from typing import Any
 
 from pentad.core.errors import RunError
 from pentad.core.files import write_atomic
-from pentad.core.scratch import scratch_folder
+from pentad.core.scratch import scratch_folder, shared_memory
 from pentad.data.packing import Buffer
 
-SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "pentad-store-"
 NUM_FOLDERS = 64
 """Number of folders over which groups are spread, by gid: a folder with thousands of files is slow
@@ -74,8 +72,7 @@ class FileBlobs:
 
 def make_blobs(parent: Path | None = None) -> FileBlobs:
     """A fresh folder, in memory unless `parent` is given; it is removed at close."""
-    if parent is None:
-        parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    parent = parent or shared_memory()
     parent.mkdir(parents=True, exist_ok=True)
     owned = ExitStack()
     folder = owned.enter_context(scratch_folder(PREFIX, parent))

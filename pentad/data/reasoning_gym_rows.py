@@ -6,7 +6,6 @@ rows. `score` runs in the reward processes.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from functools import cache
 from typing import Any
@@ -17,6 +16,7 @@ from reasoning_gym.utils import extract_answer
 
 from pentad.core.errors import Problem, UserError
 from pentad.core.roles import Scored
+from pentad.data.verifiers_rows import MadeRows
 
 SIZE = 1000
 """Number of rows if no option sets it."""
@@ -42,32 +42,22 @@ def plain(text: str) -> Any:
         return text
 
 
-class ReasoningRows:
+class ReasoningRows(MadeRows):
     """Rows with `prompt`, `answer` and COLUMN."""
 
     def __init__(self, path: str, *, limit: int | None, where: str) -> None:
-        self.path = path
         try:
             tasks = tasks_of(path)
         except ValueError as error:
             raise UserError(Problem(where, f"reasoning-gym rejects it: {error}")) from error
         num = len(tasks) if limit is None else min(limit, len(tasks))
-        self.rows = [self._row(index, tasks[index]) for index in range(num)]
-        self.digest = hashlib.blake2b(json.dumps(self.rows).encode(), digest_size=16).digest()
+        super().__init__(path, [_row(path, index, tasks[index]) for index in range(num)])
 
-    def _row(self, index: int, entry: Any) -> dict[str, Any]:
-        place = {"path": self.path, "index": index}
-        answer = None if entry["answer"] is None else str(entry["answer"])
-        return {"prompt": entry["question"], "answer": answer, COLUMN: json.dumps(place)}
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def row(self, index: int) -> dict[str, Any]:
-        return self.rows[index]
-
-    def where(self, index: int) -> str:
-        return f"{self.path}:{index + 1}"
+def _row(path: str, index: int, entry: Any) -> dict[str, Any]:
+    answer = None if entry["answer"] is None else str(entry["answer"])
+    place = json.dumps({"path": path, "index": index})
+    return {"prompt": entry["question"], "answer": answer, COLUMN: place}
 
 
 def score(completion: str, reasoning_gym: str) -> Scored:

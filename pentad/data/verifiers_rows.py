@@ -72,11 +72,28 @@ def problem(where: str, said: str) -> Problem:
     return Problem(where, f"it cannot be loaded ({one_line(said, 500)})", remedy)
 
 
-class VerifiersRows:
+class MadeRows:
+    """Rows that a package makes, all in memory."""
+
+    def __init__(self, path: str, rows: list[dict[str, Any]]) -> None:
+        self.path = path
+        self.rows = rows
+        self.digest = hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).digest()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def row(self, index: int) -> dict[str, Any]:
+        return self.rows[index]
+
+    def where(self, index: int) -> str:
+        return f"{self.path}:{index + 1}"
+
+
+class VerifiersRows(MadeRows):
     """Rows with `prompt` and `verifiers`, the task as JSON."""
 
     def __init__(self, path: str, *, limit: int | None, where: str) -> None:
-        self.path = path
         command = command_of(path, where, "rows")
         try:
             done = subprocess.run(
@@ -94,16 +111,6 @@ class VerifiersRows:
         said = json.loads(done.stdout)
         if "error" in said:
             raise UserError(problem(where, said["error"]))
-        self.rows: list[dict[str, Any]] = said["rows"][:limit]
-        if not self.rows:
+        if not (rows := said["rows"][:limit]):
             raise UserError(Problem(where, "it has no tasks"))
-        self.digest = hashlib.blake2b(json.dumps(self.rows).encode(), digest_size=16).digest()
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def row(self, index: int) -> dict[str, Any]:
-        return self.rows[index]
-
-    def where(self, index: int) -> str:
-        return f"{self.path}:{index + 1}"
+        super().__init__(path, rows)

@@ -143,7 +143,7 @@ class HeldModel:
     def passes(self, settings: EngineSettings) -> Passes:
         if self.pipeline is None:
             return WholePasses(self.parts[0], settings, self.meshes)
-        from pentad.parallel.pipeline_run import PipelineRun  # brings torch's compiler: seconds
+        from pentad.parallel.pipeline_stage import PipelineRun  # brings torch's compiler: seconds
 
         schedule = PipelineRun(self.pipeline, self.parts, self.meshes)
         return PipelinedPasses(schedule, self.parts, self.tied, settings, self.meshes)

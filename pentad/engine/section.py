@@ -189,6 +189,15 @@ class ArchonConfig(Section):
             rule = f"{prefix}enable_compile = true{needs} hides what it would look at"
             yield Problem(f"{prefix}ac_debug = true", rule, "leave one of the two out")
 
+    @property
+    def stages(self) -> int:
+        """Stages of each pipeline rank: the key, or what the schedule has by default."""
+        return self.stages_per_rank or default_stages_per_rank(self.pp_schedule)
+
+    def num_stages(self, pp: int) -> int:
+        """Stages of the whole pipeline."""
+        return pp * self.stages if pp > 1 else 1
+
     def stage_problems(
         self, prefix: str, where: str, *, pp: int, num_layers: int | None
     ) -> Iterator[Problem]:
@@ -200,7 +209,7 @@ class ArchonConfig(Section):
             others = [name for name in SCHEDULES if takes_stages_per_rank(name, given)]
             rule = f"pp_schedule = {schedule} takes {want}"
             yield Problem(f"{prefix}stages_per_rank = {given}", rule, f"or use {', '.join(others)}")
-        each = given or default_stages_per_rank(schedule)
+        each = self.stages
         stages, layers = pp * each, self.layers_per_stage
         if num_layers is not None and stages > num_layers:
             rule = f"p{pp} x {each} stages a rank ({schedule}) = {stages} stages"
@@ -315,6 +324,11 @@ class ModelConfig(Section):
     """Trains low-rank factors beside frozen weights, which are stored once, in `dtype`, without
     gradients and optimizer state. null: all weights are trained."""
 
+    @property
+    def has_other_weights(self) -> bool:
+        """Whether `path` gives config and tokenizer only."""
+        return self.init_from_scratch or self.checkpoint_load_path is not None
+
     def compute_dtype(self, device: str) -> Literal["float32", "bfloat16"]:
         """The compute dtype of forward and backward on a device of this type."""
         return auto_dtype(device) if self.dtype == "auto" else self.dtype
@@ -366,8 +380,7 @@ class EngineSettings:
         model, archon, pp = self.model, self.model.archon, layout.pp
         tokens = model.mb_spec.max_tokens_per_mb
         if tokens is None and self.max_row_tokens is not None:
-            num_stages = pp * (archon.stages_per_rank or 1) if pp > 1 else 1
-            tokens = default_microbatch_tokens(self.max_row_tokens, device, num_stages)
+            tokens = default_microbatch_tokens(self.max_row_tokens, device, archon.num_stages(pp))
         choices = {
             "dtype": model.compute_dtype(device),
             "mb_spec": model.mb_spec.model_copy(update={"max_tokens_per_mb": tokens}),

@@ -111,7 +111,7 @@ def apply_to_block(
             watch.log_kept(index)
         else:
             contexts = _contexts(_rank_of(model)) if how is _keeping(model) else None
-            how = partial(_run_watched, watch, index, contexts)
+            how = _recomputing_by(partial(watch.contexts, index, contexts))
     if not (model.archon.enable_compile is True and device.type in COMPILED_ON):
         if how is not _run_plain:
             block.forward = _around(block, how)
@@ -254,8 +254,10 @@ def _rank_of(model: ModelConfig) -> int:
 @cache
 def _keeping_products(rank: int) -> Callable[..., Any]:
     """Runs a block that keeps its expensive results; one function for each rank of factors."""
-    contexts = _contexts(rank)
+    return _recomputing_by(_contexts(rank))
 
+
+def _recomputing_by(contexts: Callable[[], Any]) -> Callable[..., Any]:
     def run_keeping(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return checkpoint(
             run,
@@ -275,24 +277,6 @@ def _contexts(rank: int) -> Callable[[], Any]:
         return create_selective_checkpoint_contexts(_Policy(rank))
 
     return contexts
-
-
-def _run_watched(
-    watch: RecomputeLog,
-    layer: int,
-    contexts: Callable[[], Any] | None,
-    run: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    return checkpoint(
-        run,
-        *args,
-        use_reentrant=False,
-        preserve_rng_state=True,
-        context_fn=partial(watch.contexts, layer, contexts),
-        **kwargs,
-    )
 
 
 class _Policy:

@@ -6,7 +6,7 @@ Built on torch's functional collectives, which torch.compile can trace.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,18 @@ def _wait(x: Tensor) -> Tensor:
     return result
 
 
+def _own_rows(x: Tensor, axis: Axis) -> Tensor:
+    return x.chunk(axis.size)[axis.rank]
+
+
+def _alias(x: Tensor, axis: Axis) -> Tensor:
+    return x.view_as(x)
+
+
+def _same(x: Tensor, axis: Axis) -> Tensor:
+    return x
+
+
 def reduce_ranks(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     """The sum (max, min) over the ranks, a new tensor, without a gradient."""
     if axis.size == 1:
@@ -44,48 +56,20 @@ def reduce_ranks(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     return _wait(_ops.all_reduce(x.contiguous(), op, axis.name))
 
 
-class _GatherParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return _gather(x, axis)
+Change = Callable[[Tensor, Axis], Tensor]
+
+
+class _Collective(torch.autograd.Function):
+    """A collective `change` whose gradient is `undo` of the gradient."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _scatter(grads[0], ctx.axis), None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return _scatter(x, axis)
+    def forward(ctx: Any, x: Tensor, axis: Axis, change: Change, undo: Change) -> Tensor:
+        ctx.axis, ctx.undo = axis, undo
+        return change(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _gather(grads[0], ctx.axis), None
-
-
-class _GatherShared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return _gather(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].chunk(ctx.axis.size)[ctx.axis.rank], None
-
-
-class _SumRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return reduce_ranks(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return reduce_ranks(grads[0], ctx.axis), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.undo(grads[0], ctx.axis), None, None, None
 
 
 class _Exchange(torch.autograd.Function):
@@ -101,33 +85,33 @@ class _Exchange(torch.autograd.Function):
         return _swap(grads[0], ctx.axis, ctx.in_sizes, ctx.out_sizes), None, None, None
 
 
-def _apply(function: type[torch.autograd.Function], x: Tensor, axis: Axis, *sizes: Any) -> Tensor:
+def _apply(function: type[torch.autograd.Function], x: Tensor, axis: Axis, *given: Any) -> Tensor:
     if axis.size == 1:
         return x
-    result: Tensor = function.apply(x, axis, *sizes)
+    result: Tensor = function.apply(x, axis, *given)
     return result
 
 
 def gather_parts(x: Tensor, axis: Axis) -> Tensor:
     """Concatenates all ranks' rows; each rank then computes something different from them, so the
     gradients are summed."""
-    return _apply(_GatherParts, x, axis)
+    return _apply(_Collective, x, axis, _gather, _scatter)
 
 
 def scatter_sum(x: Tensor, axis: Axis) -> Tensor:
     """This rank's share of the rows of the sum over ranks."""
-    return _apply(_ScatterSum, x, axis)
+    return _apply(_Collective, x, axis, _scatter, _gather)
 
 
 def gather_shared(x: Tensor, axis: Axis) -> Tensor:
     """Concatenates all ranks' rows, from which all ranks compute the same: the gradient counts
     once."""
-    return _apply(_GatherShared, x, axis)
+    return _apply(_Collective, x, axis, _gather, _own_rows)
 
 
 def sum_ranks(x: Tensor, axis: Axis) -> Tensor:
     """The sum over ranks, of which each rank computes a part: gradients are summed."""
-    return _apply(_SumRanks, x, axis)
+    return _apply(_Collective, x, axis, reduce_ranks, reduce_ranks)
 
 
 def exchange(x: Tensor, axis: Axis, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> Tensor:
@@ -135,48 +119,16 @@ def exchange(x: Tensor, axis: Axis, out_sizes: Sequence[int], in_sizes: Sequence
     return _apply(_Exchange, x, axis, out_sizes, in_sizes)
 
 
-class _Share(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return reduce_ranks(grads[0], ctx.axis), None
-
-
-class _SumShared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        return reduce_ranks(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
-class _Deal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.chunk(axis.size)[axis.rank]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _gather(grads[0], ctx.axis), None
-
-
 def share(x: Tensor, axis: Axis) -> Tensor:
     """A value equal on all ranks, from which each computes a part: gradients are summed."""
-    return _apply(_Share, x, axis)
+    return _apply(_Collective, x, axis, _alias, reduce_ranks)
 
 
 def sum_shared(x: Tensor, axis: Axis) -> Tensor:
     """The sum over ranks, from which all ranks compute the same: its gradient counts once."""
-    return _apply(_SumShared, x, axis)
+    return _apply(_Collective, x, axis, reduce_ranks, _same)
 
 
 def deal(x: Tensor, axis: Axis) -> Tensor:
     """This rank's share of rows that are equal on all ranks; the gradient is gathered."""
-    return _apply(_Deal, x, axis)
+    return _apply(_Collective, x, axis, _own_rows, _gather)

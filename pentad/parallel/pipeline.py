@@ -16,7 +16,6 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.fit import (
     SCHEDULES,
-    default_stages_per_rank,
     split_layers,
     splits_backward,
     stages_of_rank,
@@ -126,7 +125,7 @@ def plan_pipeline(dims: ModelDims, layout: Layout, model: ModelConfig) -> Pipeli
     ]
     if problems:
         raise UserError(problems)
-    num = model.archon.stages_per_rank or default_stages_per_rank(schedule)
+    num = model.archon.stages
     return Pipeline(
         schedule=schedule,
         pp=layout.pp,

@@ -266,7 +266,7 @@ def stage_rows(trainer: TrainPlan) -> list[tuple[str, str, str, str, int, float,
         stages: tuple[int, ...] = (0,)
         if layout.pp > 1:
             stages = stages_of_rank(
-                training.model.archon.pp_schedule, layout.pp, training.stages_per_rank, pp
+                training.model.archon.pp_schedule, layout.pp, training.model.archon.stages, pp
             )
         first = trainer.devices.start + pp * size
         layers = [i for stage in stage_layers(training, pp) for i in stage]

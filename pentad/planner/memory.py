@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 
 from pentad.core.dims import ModelDims
 from pentad.core.fit import (
-    default_stages_per_rank,
     experts_each,
     peak_in_flight,
     split_layers,
@@ -94,11 +93,6 @@ class Training:
         return DTYPE_BYTES[self.model.reduce_dtype]
 
     @property
-    def stages_per_rank(self) -> int:
-        archon = self.model.archon
-        return archon.stages_per_rank or default_stages_per_rank(archon.pp_schedule)
-
-    @property
     def tags_on_host(self) -> bool:
         return self.device == "cuda" and self.model.gradient_checkpointing
 
@@ -115,7 +109,7 @@ class Training:
 
     @property
     def num_stages(self) -> int:
-        return self.layout.pp * self.stages_per_rank if self.layout.pp > 1 else 1
+        return self.model.archon.num_stages(self.layout.pp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +158,7 @@ def stage_layers(training: Training, pp_rank: int) -> list[range]:
     args = (
         training.model.archon.pp_schedule,
         training.layout.pp,
-        training.stages_per_rank,
+        training.model.archon.stages,
         pp_rank,
     )
     return [stages[stage] for stage in stages_of_rank(*args)]
@@ -305,7 +299,7 @@ def _pipeline_moment(training: Training, pp_rank: int, held: HeldParams) -> dict
     sets = peak_in_flight(
         training.model.archon.pp_schedule,
         training.layout.pp,
-        training.stages_per_rank,
+        training.model.archon.stages,
         training.num_microbatches,
         pp_rank,
     )

@@ -200,7 +200,7 @@ def microbatches(part: Placed, layout: Layout, batch: Batch, device: Device) -> 
     calls = config.updates_per_batch * config.num_iters_per_train_update
     rows = math.ceil(batch.samples / calls / layout.dp)
     length = batch.sequence_tokens
-    stages = layout.pp * part.stages_per_rank if layout.pp > 1 else 1
+    stages = part.model.archon.num_stages(layout.pp)
     budget = spec.max_tokens_per_mb or default_microbatch_tokens(length, device.kind, stages)
     each = min(max(1, budget // length), math.ceil(rows / spec.fewest))
     is_padded = part.model.pad_to_maximum is True
@@ -254,7 +254,7 @@ def planned_keys(
     counted: dict[str, object] = {
         "enable_compile": archon.enable_compile is True and device.kind == "cuda",
         "keep_logits": archon.keep_logits is True and keeps_logits,
-        "stages_per_rank": part.stages_per_rank,
+        "stages_per_rank": part.model.archon.stages,
     }
     if part.component.backend == "megatron":
         # Its layers are not compiled, and its selective recomputation frees what attention of

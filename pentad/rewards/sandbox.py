@@ -82,23 +82,17 @@ class WorkerLost(Exception):
     """A worker did not start, died, or sent an invalid answer."""
 
 
+@dataclass(eq=False)
 class Worker:
     """The parent's end of one warden process. One job at a time."""
 
-    def __init__(
-        self,
-        limits: confine.Limits,
-        preload: Sequence[str],
-        folder: str,
-        start_timeout_s: float = START_TIMEOUT_S,
-    ) -> None:
-        self.limits = limits
-        self.start_timeout_s = start_timeout_s
-        self.preload = preload
-        self.folder = folder
-        self.process: asyncio.subprocess.Process | None = None
-        self.lost_at: float | None = None
-        """When it stopped answering."""
+    limits: confine.Limits
+    preload: Sequence[str]
+    folder: str
+    start_timeout_s: float = START_TIMEOUT_S
+    process: asyncio.subprocess.Process | None = None
+    lost_at: float | None = None
+    """When it stopped answering."""
 
     async def start(self) -> dict[str, Any]:
         """Returns the warden's first message: its imports and the working protections."""

@@ -367,6 +367,7 @@ class Episodes:
 EpisodeRunner = Callable[[int, Generator], Coroutine[Any, Any, Sample | list[Sample]]]
 
 
+@dataclass(eq=False)
 class Attempts:
     """The episodes of one group.
 
@@ -376,16 +377,13 @@ class Attempts:
     of an episode.
     """
 
-    def __init__(
-        self, prompt: Prompt, sampler: Generator, context: Context, *, own_prompts: bool
-    ) -> None:
-        self.prompt = prompt
-        self.sampler = sampler
-        self.context = context
-        self.own_prompts = own_prompts
-        self.said: dict[int, Said] = {}
-        """By sample: the tokens sampled in the current attempt."""
-        self.failed: dict[int, EpisodeFailed] = {}
+    prompt: Prompt
+    sampler: Generator
+    context: Context
+    own_prompts: bool
+    said: dict[int, Said] = field(default_factory=dict)
+    """By sample: the tokens sampled in the current attempt."""
+    failed: dict[int, EpisodeFailed] = field(default_factory=dict)
 
     async def run(self, episode: EpisodeRunner) -> list[Sample]:
         indices = range(self.context.num_samples)

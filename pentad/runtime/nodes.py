@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pentad.core.errors import InfraFailure, RunError
+from pentad.core.files import write_atomic
 from pentad.runtime import wire
 from pentad.runtime.local_roles import LocalProcess
 from pentad.runtime.roles import CONNECT_S, RoleProcess, RoleSpec, Runtime
@@ -73,8 +74,7 @@ async def run_agent(node: int, folder: Path, token: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     said = json.dumps({"host": host, "port": sock.getsockname()[1]})
-    (folder / f".{node}.json").write_text(said)
-    (folder / f".{node}.json").replace(folder / f"{node}.json")
+    write_atomic(folder / f"{node}.json", said.encode(), is_durable=False)
     await stopped.wait()
     for name in list(agent.processes):
         await agent.kill(name)

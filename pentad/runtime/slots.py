@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pentad.core.errors import Problem, UserError
+from pentad.core.files import write_atomic
 
 ENDING = ".away"
 
@@ -52,18 +53,16 @@ class Slots:
 
     def drop(self, slot: int, reason: str) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        draft = self.folder / f"{slot}.draft"
-        draft.write_text(f"{reason}\n", encoding="utf-8")
-        draft.replace(self.folder / f"{slot}{ENDING}")
+        place = self.folder / f"{slot}{ENDING}"
+        write_atomic(place, f"{reason}\n".encode(), is_durable=False)
 
     def join(self, slot: int) -> None:
         (self.folder / f"{slot}{ENDING}").unlink(missing_ok=True)
 
     def write_now(self, now: GroupNow) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        draft = self.folder / "now.draft"
-        draft.write_text(json.dumps(asdict(now)), encoding="utf-8")
-        draft.replace(self.folder / "now.json")
+        data = json.dumps(asdict(now)).encode()
+        write_atomic(self.folder / "now.json", data, is_durable=False)
 
     def now(self) -> GroupNow:
         """The current state of the group; UserError if no elastic run has written it."""

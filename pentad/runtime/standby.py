@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -77,23 +78,19 @@ class Standby:
         self.process.end()
 
 
+@dataclass(eq=False)
 class StandbyPool:
     """Keeps a number of standbys ready, from the first `fill` on."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        count: int,
-        modules: Sequence[str],
-        environment: Mapping[str, str],
-    ) -> None:
-        self.command, self.modules, self.environment = command, modules, environment
-        self.count = count
-        self.ready: list[Standby] = []
-        self.lock = threading.Lock()
-        self.filling: threading.Thread | None = None
-        self.starting: Standby | None = None
-        self.is_closed = False
+    command: Sequence[str]
+    count: int
+    modules: Sequence[str]
+    environment: Mapping[str, str]
+    ready: list[Standby] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    filling: threading.Thread | None = None
+    starting: Standby | None = None
+    is_closed: bool = False
 
     def fill(self) -> None:
         """Starts the missing ones, one after the other, in the background."""

@@ -62,9 +62,9 @@ class HostedServer(HostedSampler[StartedServer]):
         log.error("%s: %s", server.process.name, await server.lost)
         os.kill(os.getpid(), signal.SIGTERM)  # `role_host` ends by it
 
-    async def _install(self, ticket: dict[str, Any]) -> Any:
-        pairs = await asyncio.to_thread(open_weights, ticket)
-        return await self.sampler.install(ticket["version"], pairs)
+    async def _install(self, weights: dict[str, Any]) -> Any:
+        pairs = await asyncio.to_thread(open_weights, weights)
+        return await self.sampler.install(weights["version"], pairs)
 
     async def _answer(self, call: Awaitable[T]) -> T:
         """Answers a call; nothing if the server has ended, because this process ends next."""

@@ -229,7 +229,8 @@ class Wire:
                 asyncio.timeout(timeout_s),
                 self.http.call(method, path, sent) as (status, pieces),
             ):
-                return status, await joined_text(pieces)
+                data = b"".join([piece async for piece in bounded(pieces)])
+                return status, data.decode("utf-8", "replace")
         except TimeoutError as error:
             raise InfraFailure(f"{self.where}: {path} was not answered in time") from error
         except HttpError as error:
@@ -260,10 +261,6 @@ class Wire:
         except (ValueError, RecursionError) as error:
             quoted = " ".join(text[:40].split())
             raise InfraFailure(f"{self.where}: {path} answered no JSON ({quoted!r})") from error
-
-
-async def joined_text(pieces: AsyncIterator[bytes]) -> str:
-    return b"".join([piece async for piece in bounded(pieces)]).decode("utf-8", "replace")
 
 
 async def bounded(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

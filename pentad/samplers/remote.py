@@ -136,12 +136,12 @@ class HostedSampler(Generic[S]):
         made = await self._answer(self.sampler.generate(request_of(request)))
         return {"generations": [pack_generation(one) for one in made], "stats": self.stats()}
 
-    async def pull(self, ticket: dict[str, Any]) -> dict[str, Any]:
+    async def pull(self, weights: dict[str, Any]) -> dict[str, Any]:
         """Installs the published weights; the receipt has the digest of the sampler's weights
         afterwards."""
-        return asdict(await self._answer(self._install(ticket)))
+        return asdict(await self._answer(self._install(weights)))
 
-    async def _install(self, ticket: dict[str, Any]) -> Installed:
+    async def _install(self, weights: dict[str, Any]) -> Installed:
         raise NotImplementedError
 
     async def _answer(self, call: Awaitable[T]) -> T:
@@ -161,7 +161,7 @@ class HostedEngine(HostedSampler[EmbeddedSampler]):
         self.held = -1, ""
         """Version and digest of the last install."""
 
-    async def _install(self, ticket: dict[str, Any]) -> Installed:
+    async def _install(self, weights: dict[str, Any]) -> Installed:
         """Installs weights; tensors unchanged since the held version are not read."""
         model = self.sampler.engine.model
         held, self.held = self.held, (-1, "")
@@ -172,8 +172,8 @@ class HostedEngine(HostedSampler[EmbeddedSampler]):
             held = iter_hf(model, weight_map=model.trained_map)
             return {name: tensor.detach() for name, tensor in held if name in names}
 
-        pairs = await asyncio.to_thread(open_weights, ticket, held, own)
-        receipt = await self.sampler.install(ticket["version"], pairs)
+        pairs = await asyncio.to_thread(open_weights, weights, held, own)
+        receipt = await self.sampler.install(weights["version"], pairs)
         self.held = receipt.version, receipt.digest
         return receipt
 
@@ -271,15 +271,15 @@ class RoleSampler:
 
     async def pull(self, published: PublishedVersion) -> Installed:
         """Raises WrongWeights if the sampler ends with other weights than the published ones."""
-        with self.weights_dir.reading(published) as ticket:
-            receipt = Installed(**await self.call("pull", ticket=asdict(ticket)))
-        if (receipt.version, receipt.digest) != (ticket.version, ticket.digest):
+        with self.weights_dir.reading(published) as weights:
+            receipt = Installed(**await self.call("pull", weights=asdict(weights)))
+        if (receipt.version, receipt.digest) != (weights.version, weights.digest):
             raise WrongWeights(
                 f"{self.process.name} holds version {receipt.version}, digest {receipt.digest}, "
-                f"after it was handed version {ticket.version} with digest {ticket.digest}"
+                f"after it was handed version {weights.version} with digest {weights.digest}"
             )
         self.version = receipt.version
-        return replace(receipt, num_bytes=ticket.num_bytes)
+        return replace(receipt, num_bytes=weights.num_bytes)
 
     async def call(self, method: str, **arguments: Any) -> Any:
         if self.is_closed:

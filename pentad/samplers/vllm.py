@@ -39,11 +39,11 @@ from pentad.samplers.dialect import (
     release,
     sampling_params,
 )
-from pentad.samplers.factor_proof import ADAPTER, check_targets, max_rank, prove_factors
 from pentad.samplers.http import Wire
 from pentad.samplers.process import ServerProcess, ServerSettings, server_environment
 from pentad.samplers.server_sampler import ServerSampler
 from pentad.samplers.started_server import StartedServer, attach_server, start_server
+from pentad.samplers.weight_proof import ADAPTER, check_targets, max_rank, prove_factors
 from pentad.sync.deltas import size_of
 from pentad.sync.group import PROTOCOL
 from pentad.sync.transport import Broadcast, CudaIpc, DiskTransport, Transport

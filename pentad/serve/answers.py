@@ -257,7 +257,10 @@ class Answer:
             return None
         if self.job.kind == "chat":
             entries = [
-                {**self._entry(token.id, token.logprob), "top_logprobs": self._entries(token.top)}
+                {
+                    **self._entry(token.id, token.logprob),
+                    "top_logprobs": [self._entry(*pair) for pair in token.top],
+                }
                 for token in tokens
             ]
             return {"content": entries, "refusal": None}
@@ -274,9 +277,6 @@ class Answer:
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._spelt(token)
         return {"token": text, "logprob": logprob, "bytes": bytes_of(text)}
-
-    def _entries(self, top: TopTokens) -> list[dict[str, Any]]:
-        return [self._entry(*pair) for pair in top]
 
     def _named(self, token: Token) -> dict[str, float]:
         """The likeliest tokens by their text, and the sampled one. Tokens with equal text, such as

@@ -43,8 +43,8 @@ def model_card(
     ]
     if evaluated := read_lines(run / "evals.jsonl"):
         parts.append("## Held-out evaluation\n\n" + _table(_evals(evaluated)))
-    changed = _changed(config, defaults)
-    parts.append(f"## Config\n\nWhat differs from the defaults:\n\n```yaml\n{_yaml(changed)}```")
+    changed = yaml.safe_dump(_changed(config, defaults), sort_keys=False)
+    parts.append(f"## Config\n\nWhat differs from the defaults:\n\n```yaml\n{changed}```")
     start = manifest["starts"][-1] if manifest["starts"] else {}
     versions = ", ".join(f"{key} {value}" for key, value in start.get("versions", {}).items())
     parts.append(f"## Versions\n\n{versions or 'not recorded'}")
@@ -161,10 +161,6 @@ def _changed(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str
         elif value != default:
             found[key] = value
     return found
-
-
-def _yaml(values: Mapping[str, Any]) -> str:
-    return str(yaml.safe_dump(dict(values), sort_keys=False))
 
 
 def _table(rows: Sequence[Sequence[object]]) -> str:

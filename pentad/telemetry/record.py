@@ -352,7 +352,8 @@ class StepRecord:
         record = {"schema": SCHEMA, **dataclasses.asdict(self)}
         record |= {"generation": self.generation or 0, "superseded": bool(self.superseded)}
         for block in BLOCKS:
-            record[block] = record[block] or dict.fromkeys(_names(BLOCKS[block]))
+            names = (entry.name for entry in dataclasses.fields(BLOCKS[block]))
+            record[block] = record[block] or dict.fromkeys(names)
         return plain_json(record)
 
 
@@ -395,10 +396,6 @@ def comparable(record: Mapping[str, Any]) -> dict[str, Any]:
     if kept.get("evals"):
         kept["evals"] = [{k: v for k, v in e.items() if k != "seconds"} for e in kept["evals"]]
     return kept
-
-
-def _names(cls: type) -> list[str]:
-    return [entry.name for entry in dataclasses.fields(cls)]
 
 
 def _varying(cls: type) -> set[str]:

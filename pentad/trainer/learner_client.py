@@ -12,9 +12,11 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from pentad.runtime.awake import awake_s
+from pentad.runtime.calls import RankCalls
+from pentad.runtime.group_calls import RankGroup
 
 T = TypeVar("T")
 
@@ -22,37 +24,8 @@ CAUSE_S, LOOK_S = 5.0, 0.1
 """How long after a follow-up failure the loss of a learner may still be reported, in seconds."""
 
 
-class Carrier(Protocol):
-    """`runtime.calls.RankCalls` or `runtime.group_calls.RankGroup`."""
-
-    is_broken: bool
-    """Whether a call failed in a way after which no other can be made."""
-    is_remote: bool
-    """Whether rank 0 is another process."""
-    is_alone: bool
-    """Whether the learner is one rank in this process."""
-    service: Any
-    """The service of rank 0, where it is this process; else None."""
-    is_stopping: Callable[[], bool]
-    """Set by the run: whether it is being stopped."""
-
-    @property
-    def straggler(self) -> int | None:
-        """The rank that the others wait for, where that is known."""
-        ...
-
-    @property
-    def device(self) -> Any:
-        """The learner's device."""
-        ...
-
-    def call(self, method: str, **arguments: Any) -> Any: ...
-
-    def ask(self, method: str, **arguments: Any) -> Any: ...
-
-    def check(self) -> None:
-        """Raises the failure that ended the learner between calls, if there is one."""
-        ...
+Carrier = RankCalls | RankGroup
+"""The carriers have the same calls and the same state, which the client shows."""
 
 
 class LearnerClient:

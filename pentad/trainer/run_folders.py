@@ -26,7 +26,7 @@ from pentad.core.folders import INFO
 from pentad.core.lock import FolderLock
 from pentad.core.section import chosen
 from pentad.telemetry.log import log_to
-from pentad.telemetry.runfolder import RunFolder, open_run_folder, run_path
+from pentad.telemetry.runfolder import RunFolder, open_run_folder
 
 if TYPE_CHECKING:
     from pentad.checkpoint.s3 import Store
@@ -121,7 +121,7 @@ def take_folder(config: Config, *, fresh: bool) -> Iterator[RunFolder]:
     with ExitStack() as stack:
         stack.enter_context(locked_checkpoints(config, root))
         folder = open_run_folder(
-            run_path(config.fileroot, config.experiment_name, config.trial_name, config.user),
+            config.run_path,
             config=values,
             config_yaml=dump_config(config),
             config_digest=digest_of_config(values),

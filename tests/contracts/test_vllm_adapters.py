@@ -18,7 +18,7 @@ from pentad.models.hf_weights import install_hf, iter_hf
 from pentad.models.registry import create_model, save_model
 from pentad.ops.digest import digest_of
 from pentad.samplers import vllm
-from pentad.samplers.factor_proof import check_targets
+from pentad.samplers.weight_proof import check_targets
 from pentad.weights.merge import MergeLoss, merge_weight
 from pentad.weights.peft import Adapter, LoraSpec, word_of
 

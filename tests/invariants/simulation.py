@@ -34,7 +34,7 @@ from pentad.trainer.pumps.state import Budget, RunState
 from pentad.trainer.pumps.train_pump import BatchTrainer, PublishPump, SamplerSink
 from pentad.trainer.records import TrainedBatch
 from pentad.trainer.run import Run
-from pentad.trainer.sampling.placement import Placement, Turnstile
+from pentad.trainer.sampling.placement import DeviceTurns, Placement
 
 MAX_TURNS = 50_000
 """Turns of the event loop after which a schedule counts as one that does not end."""
@@ -334,21 +334,26 @@ class Simulation:
             max_staleness=world.max_staleness,
             offload_rollout=world.offload,
         )
-        turnstile = Turnstile(placement, self.replicas)
-        publish = PublishPump(self.state, Publisher(self.replicas), None, placement, turnstile)
+        device_turns = DeviceTurns(placement, self.replicas)
+        publish = PublishPump(self.state, Publisher(self.replicas), None, placement, device_turns)
         rollout = RolloutPump(
             self.state,
             SimpleNamespace(prompt=self.prompt, row_of=lambda gid: f"row {gid}"),
             self,
             placement,
-            turnstile,
+            device_turns,
             lambda group: "no_signal" if self.happens("no_signal") else None,
             max_groups=None if world.num_started else world.max_groups,
             oversampling=self._oversampling(),
         )
         self.run_of_steps = SimulatedRun(self)
         trainer = BatchTrainer(
-            self.state, self.run_of_steps.learner, publish, placement, turnstile, world.num_chunks
+            self.state,
+            self.run_of_steps.learner,
+            publish,
+            placement,
+            device_turns,
+            world.num_chunks,
         )
         self.source = SimulatedSource(trainer, SamplerSink(publish, self.fetch))
         forever = SimpleNamespace(run=asyncio.Event().wait)

@@ -16,6 +16,7 @@ from role_processes import role_processes
 from run_lab import steps_of, values_of
 from test_rl_runs import assert_same_weights
 
+from pentad.core import scratch
 from pentad.core.errors import RunError
 from pentad.core.layout import parse_allocation
 from pentad.runtime import roles
@@ -23,7 +24,6 @@ from pentad.runtime.local_roles import LocalRuntime
 from pentad.samplers.replica import Replica, State
 from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.steps import read_lines
-from pentad.trainer.sampling import samplers
 
 SEPARATE = "scheduler.processes=separate"
 STALL_S = 8.0
@@ -62,7 +62,7 @@ def children(role="rollout"):
 def shared(tmp_path_factory, monkeypatch):
     """In the place of shared memory, which other runs use too."""
     folder = tmp_path_factory.mktemp("shared")
-    monkeypatch.setattr(samplers, "SHARED_MEMORY", folder)
+    monkeypatch.setattr(scratch, "SHARED_MEMORY", folder)
     return folder
 
 

@@ -79,8 +79,8 @@ def _judge_problems(block: str, reward: RewardConfig) -> Iterator[Problem]:
         if not getattr(judge, key):
             rule = f"is not set, and {block}.fn = judge asks with it"
             yield Problem(f"{block}.judge.{key}", rule, "see docs/environments.md")
-    if judge.url and (broken := url_problem(judge.url)):
-        yield Problem(f"{block}.judge.url = {judge.url}", broken, "give http://HOST:PORT/v1")
+    if judge.url and (why := url_problem(judge.url)):
+        yield Problem(f"{block}.judge.url = {judge.url}", why, "give http://HOST:PORT/v1")
     if judge.template and "{completion}" not in judge.template:
         rule = "has no {completion}, so the judge would not see the answer"
         yield Problem(f"{block}.judge.template", rule, "put it in")

@@ -46,9 +46,7 @@ def the_evaluated_model_has_weights(config: Config) -> Problem | None:
 
 @RULES.add(commands=("train", "sft"))
 def the_actor_is_a_model_folder(config: Config) -> Problem | None:
-    actor = config.actor
-    has_other_weights = actor.init_from_scratch or actor.checkpoint_load_path is not None
-    return model_folder_problem("actor.path", actor.path, has_other_weights)
+    return model_folder_problem("actor.path", config.actor.path, config.actor.has_other_weights)
 
 
 @RULES.add(commands=("train",))
@@ -56,8 +54,7 @@ def the_critic_is_a_model_folder(config: Config) -> Problem | None:
     critic = config.critic
     if not config.algorithm.facts.needs_critic or critic.path == config.actor.path:
         return None
-    has_other_weights = critic.init_from_scratch or critic.checkpoint_load_path is not None
-    return model_folder_problem("critic.path", critic.path, has_other_weights)
+    return model_folder_problem("critic.path", critic.path, critic.has_other_weights)
 
 
 @RULES.add(commands=("train", "sft"))

@@ -18,7 +18,6 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem
 from pentad.core.fit import (
     balance_problems,
-    default_stages_per_rank,
     delta_net_problems,
     expert_problems,
     head_problems,
@@ -53,11 +52,6 @@ class Placed:
     @property
     def where(self) -> str:
         return f"allocation_mode = {self.config.allocation_mode}"
-
-    @property
-    def stages_per_rank(self) -> int:
-        archon = self.model.archon
-        return archon.stages_per_rank or default_stages_per_rank(archon.pp_schedule)
 
 
 PlacedRule = Callable[[Placed], Iterator[Problem]]
@@ -326,7 +320,7 @@ def transformers_own_models(part: Placed) -> Iterator[Problem]:
 def microbatches_fit_rounds(part: Placed) -> Iterator[Problem]:
     schedule, pp = part.model.archon.pp_schedule, part.component.size("p")
     count = part.model.mb_spec.fewest
-    if pp == 1 or not is_interleaved(schedule) or count < pp * part.stages_per_rank:
+    if pp == 1 or not is_interleaved(schedule) or count < part.model.archon.num_stages(pp):
         return
     if not takes_microbatches(schedule, pp, count):
         rule = f"{schedule} runs in rounds of p{pp} microbatches"

@@ -98,7 +98,7 @@ def adapters_of_critics(config: Config) -> Iterator[Problem]:
             yield Problem(where, "a critic's factors start anew", "leave it out")
         actor = config.actor
         is_actors = model.path in (None, actor.path) and not model.init_from_scratch
-        if is_actors and (actor.init_from_scratch or actor.checkpoint_load_path is not None):
+        if is_actors and actor.has_other_weights:
             rule = "the critic begins with the actor's weights, which are not in a folder to freeze"
             yield Problem("critic.lora", rule, "leave it out, or give critic.path")
 

@@ -14,7 +14,6 @@ from pentad.core.errors import Problem
 from pentad.core.fit import list_of, strict_problems
 from pentad.core.layout import Component, divisors
 from pentad.samplers.section import ServerConfig
-from pentad.telemetry.runfolder import run_path
 
 RULES = Rules()
 
@@ -198,8 +197,8 @@ def servers_fit_the_allocation(config: Config) -> list[Problem]:
         rule = f"{layout} has {rollout.size('d')} replicas, each at its own address"
         found.append(Problem(where, rule, f"give {rollout.size('d')}"))
     for address in server.addresses:
-        if broken := url_problem(address):
-            found.append(Problem(where, f"{address} {broken}", "give http://HOST:PORT"))
+        if why := url_problem(address):
+            found.append(Problem(where, f"{address} {why}", "give http://HOST:PORT"))
     if len(set(server.addresses)) != len(server.addresses):
         found.append(Problem(where, "two replicas have the same address", "give each its own"))
     where = "rollout.server.weight_transport = ipc"
@@ -245,8 +244,7 @@ def groups_are_of_another_run(config: Config) -> Problem | None:
     """Rejects kept groups of the run's own folder: it removes untrained batches at its start."""
     if config.only != "train" or config.groups_from is None:
         return None
-    own = run_path(config.fileroot, config.experiment_name, config.trial_name, config.user)
-    if Path(config.groups_from).resolve() != own.resolve():
+    if Path(config.groups_from).resolve() != config.run_path.resolve():
         return None
     rule = "is this run's own folder, whose batches/ it writes itself"
     return Problem(f"groups_from = {config.groups_from}", rule, "give it another trial_name")

@@ -225,8 +225,8 @@ def names_of(gpt: GPTModel, weight_map: WeightMap, first_expert: int) -> dict[st
     held = {_global_name(name, gpt, first_expert): x for name, x in tensors}
     found: dict[str, Tensor] = {}
     for entry in weight_map.entries.values():
-        names = (entry.name, *(_filled(alias, entry) for alias in entry.rule.alias))
-        for name in names:
+        place = {"i": entry.layer, "e": entry.expert}
+        for name in (entry.name, *(alias.format(**place) for alias in entry.rule.alias)):
             if name in held:
                 found[entry.name] = held.pop(name)
     assert not held, f"the map has no name for {', '.join(held)}"
@@ -243,10 +243,6 @@ def _global_name(name: str, gpt: GPTModel, first_expert: int) -> str:
         at = words.index("local_experts") + 1
         words[at] = str(int(words[at]) + first_expert)
     return ".".join(words)
-
-
-def _filled(name: str, entry: Entry) -> str:
-    return name.format(i=entry.layer, e=entry.expert)
 
 
 def as_block(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -19,7 +19,7 @@ from pentad.parallel.pipeline import PartCompute, Pipeline
 
 
 class MegatronSchedule:
-    """Like `parallel.pipeline_run.PipelineRun`, with Megatron's sends and order of passes."""
+    """Like `parallel.pipeline_stage.PipelineRun`, with Megatron's sends and order of passes."""
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ class Membership:
     slots: Slots
     why_unavailable: Callable[[int], str | None] = lambda slot: None
     """Why the runtime cannot place a process in a slot."""
-    formed: RankGeneration | None = None
+    current: RankGeneration | None = None
     missed_at: dict[int, float] = field(default_factory=dict)
     """When each missing slot was first missed."""
 
@@ -78,7 +78,7 @@ class Membership:
             self.missed_at = {slot: self.missed_at.get(slot, now) for slot in away}
             present = [slot for slot in range(self.count) if slot not in away]
             if (fitted := self._fitted(present)) and not self._is_graced(now):
-                return self._settle(fitted, present, generation)
+                return self._form(fitted, present, generation)
             waited = now - began
             if waited > self.config.elastic.wait_timeout_s:
                 raise RunError(
@@ -107,38 +107,38 @@ class Membership:
             f"({reasons(away)})"
         )
 
-    def _settle(self, fitted: Fitted, present: list[int], generation: int) -> RankGeneration:
-        before = len(self.formed.used) if self.formed else self.count
+    def _form(self, fitted: Fitted, present: list[int], generation: int) -> RankGeneration:
+        before = len(self.current.used) if self.current else self.count
         # Of one rank, a config of its own would be a run in one process: this one has processes.
         processes = fitted.config.scheduler.model_copy(update={"processes": "separate"})
         config = fitted.config.model_copy(update={"scheduler": processes})
-        self.formed = RankGeneration(config, tuple(present[: fitted.world]))
+        self.current = RankGeneration(config, tuple(present[: fitted.world]))
         layout = str(fitted.config.component("actor"))
         if fitted.why or fitted.world != before:
             what = fitted.why or f"{layout} on all {self.count} slots"
             text = "elastic: generation %d has %d ranks: %s"
             log.info(text, generation, fitted.world, what, extra=NOTICE)
-        self.slots.write_now(GroupNow(self.count, self.formed.used, generation, layout))
-        return self.formed
+        self.slots.write_now(GroupNow(self.count, self.current.used, generation, layout))
+        return self.current
 
     def has_returned(self) -> bool:
         """Whether a larger group than the current one could be formed."""
-        if not self.is_on or self.formed is None or len(self.formed.used) == self.count:
+        if not self.is_on or self.current is None or len(self.current.used) == self.count:
             return False
         away = self.away()
-        if any(slot in away for slot in self.formed.used):  # its loss comes first
+        if any(slot in away for slot in self.current.used):  # its loss comes first
             return False
         present = self.count - len(away)
-        if present <= len(self.formed.used):
+        if present <= len(self.current.used):
             return False
         fitted = fit_world(self.config, present)
-        return fitted is not None and fitted.world > len(self.formed.used)
+        return fitted is not None and fitted.world > len(self.current.used)
 
     def why_away(self, rank: int) -> str | None:
         """Why the slot of this rank is unusable; None if it is usable."""
-        if not self.is_on or self.formed is None:
+        if not self.is_on or self.current is None:
             return None
-        slot = self.formed.used[rank]
+        slot = self.current.used[rank]
         return self.slots.away().get(slot)
 
     def loss_of(self, cause: Failure | None) -> tuple[LossKind, int | None, bool]:
@@ -147,9 +147,9 @@ class Membership:
         if cause is None or (cause.is_consequence and cause.kind != "away"):
             return "died", None, False
         kind = KINDS[cause.kind]
-        if not self.is_on or self.formed is None:
+        if not self.is_on or self.current is None:
             return kind, cause.rank, False
-        slot = self.formed.used[cause.rank]
+        slot = self.current.used[cause.rank]
         if kind != "away" and self.why_unavailable(
             slot
         ):  # its process cannot be started there again

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from traceback import clear_frames
 from typing import Any
 
@@ -41,7 +40,6 @@ from pentad.runtime.roles import BEAT_S, RoleSpec
 from pentad.runtime.slots import Slots
 from pentad.runtime.standby import IMPORTED_LATE, StandbyPool
 from pentad.telemetry.log import NOTICE, log_to
-from pentad.telemetry.runfolder import run_path
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.context import RunSummary, noted_end
 from pentad.trainer.learner_client import Carrier
@@ -131,7 +129,7 @@ class Supervisor:
         self.job, self.config, self.resources = job, job.config, resources
         self.is_remote = is_remote
         self.policy = policy or policy_of(job.config)
-        self.folder = run_path_of(job.config).absolute()
+        self.folder = job.config.run_path.absolute()
         self.members = Membership(job.config, Slots(self.folder / "slots"), self._why_unavailable)
         self.checked: Any = None
         """The result of `job.check`."""
@@ -401,12 +399,8 @@ def first_line(error: Exception) -> str:
 
 def step_under_way(config: Config) -> int:
     """The step in progress: the one after the last recorded step."""
-    lines = read_lines(run_path_of(config) / "steps.jsonl")
+    lines = read_lines(config.run_path / "steps.jsonl")
     return max((line["step"] for line in lines), default=0) + 1
-
-
-def run_path_of(config: Config) -> Path:
-    return run_path(config.fileroot, config.experiment_name, config.trial_name, config.user)
 
 
 def newest_step(config: Config) -> int:

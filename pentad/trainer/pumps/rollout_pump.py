@@ -20,7 +20,7 @@ from pentad.rollout.executor import Executor, Executors
 from pentad.telemetry.timeline import gate_of
 from pentad.trainer.pumps.oversampling import Oversampling
 from pentad.trainer.pumps.state import RunState
-from pentad.trainer.sampling.placement import Placement, Turnstile
+from pentad.trainer.sampling.placement import DeviceTurns, Placement
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class RolloutPump:
     stream: Prompts
     executor: Executor | Executors
     placement: Placement
-    turnstile: Turnstile
+    device_turns: DeviceTurns
     reject: Callable[[Group], str | None]
     _: KW_ONLY
     max_groups: int | None = None
@@ -82,7 +82,7 @@ class RolloutPump:
                         "rollout", why, partial(self._has_moved, gate_of(why))
                     )
                     continue
-                await self.turnstile.enter("rollout")
+                await self.device_turns.enter("rollout")
                 for gid in self._next_groups():
                     self.running += 1
                     task = tasks.create_task(self._roll(gid), name=f"group {gid}")

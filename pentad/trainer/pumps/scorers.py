@@ -31,13 +31,14 @@ from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.rank import Rank
 from pentad.runtime.rank_host import JOIN_S, specs_of_ranks
 from pentad.runtime.restarts import RestartPolicy
-from pentad.runtime.roles import RoleSpec, Runtime
+from pentad.runtime.roles import RoleSpec
 from pentad.telemetry.log import NOTICE, announced
 from pentad.telemetry.timeline import timeline
 from pentad.trainer.learner_client import LearnerClient
 from pentad.trainer.pumps.state import RunState
 from pentad.trainer.rank.learners import build_scorer
 from pentad.trainer.rank.update import chunk_slots, column_of, on_host, scored_rows
+from pentad.trainer.run import Run
 from pentad.trainer.sampling.placement import Placement
 
 log = logging.getLogger(__name__)
@@ -48,22 +49,15 @@ class ScorerCalls(Protocol):
 
 
 async def open_scorers(
-    config: Config,
-    store: GroupStore,
-    max_row_tokens: int,
-    device: torch.device,
-    stack: AsyncExitStack,
-    *,
-    log_folder: Path | None,
-    runtime: Runtime | None = None,
+    run: Run, store: GroupStore, max_row_tokens: int, stack: AsyncExitStack
 ) -> dict[str, ScorerCalls]:
     """Opens the scorers, by role, each with its weights and the store; `stack` closes them. They
-    are processes if there is a folder for their logs: on this machine, or placed by the learner's
-    `runtime`."""
+    are processes if the learner is one: on this machine, or placed by the learner's runtime."""
     found: dict[str, ScorerCalls] = {}
+    config, device = run.config, run.learner.device
     if not scorers(config):
         return found
-    is_placed = runtime is not None  # it says which GPUs they get
+    is_placed = run.supervisor.resources.runtime is not None  # it says which GPUs they get
     placed = topology(config, facts_of(config, "cuda" if device.type == "cuda" else "cpu"))
     devices = {
         role: tuple(gpu for one in placed.scorer(role) for gpu in one.devices)
@@ -74,14 +68,12 @@ async def open_scorers(
         steps["open_store"] = {"address": store.address}
     opening: list[Coroutine[Any, Any, None]] = []
     for role in scorers(config):
-        if log_folder is None:
+        if not run.learner.is_remote:
             own = torch.device("cuda", devices[role][0]) if devices.get(role) else device
             found[role] = thread = scorer_thread(config, role, own, store, stack)
             opening.append(prepare(thread, steps))
         else:
-            scorer = ScorerProcesses(
-                config, role, device.type, devices.get(role, ()), log_folder, steps, runtime
-            )
+            scorer = ScorerProcesses(run, role, devices.get(role, ()), steps)
             found[role] = scorer
             stack.push_async_callback(scorer.close)
             opening.append(scorer.open())
@@ -127,24 +119,15 @@ class ScorerProcesses:
     next generation: it has no state."""
 
     def __init__(
-        self,
-        config: Config,
-        role: str,
-        device: str,
-        devices: tuple[int, ...],
-        log_folder: Path,
-        steps: dict[str, dict[str, Any]],
-        runtime: Runtime | None,
+        self, run: Run, role: str, devices: tuple[int, ...], steps: dict[str, dict[str, Any]]
     ) -> None:
-        self.config = config
-        self.role = role
-        self.device = device
-        self.devices = devices
-        self.log_folder = log_folder.absolute()
+        """`steps`: calls that prepare a new process, with their arguments."""
+        config = self.config = run.config
+        self.role, self.devices, self.steps = role, devices, dict(steps)
+        self.device: str = run.learner.device.type
+        self.log_folder = run.context.folder.file("ranks/").absolute()
         self.log_folder.mkdir(parents=True, exist_ok=True)
-        self.runtime = runtime or LocalRuntime()
-        self.steps = dict(steps)
-        """Calls that prepare a new process, with their arguments."""
+        self.runtime = run.supervisor.resources.runtime or LocalRuntime()
         self.policy = RestartPolicy(retries=config.rollout.restarts)
         self.settings = GroupSettings(stall_s=config.stall_abort_s, timeout_s=JOIN_S)
         self.lost_at = 0.0

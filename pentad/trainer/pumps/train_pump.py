@@ -17,7 +17,7 @@ from pentad.trainer.pumps.state import RunState
 from pentad.trainer.rank.update import BatchFacts, chunk_slots
 from pentad.trainer.records import TrainedBatch
 from pentad.trainer.sampling.evaluate import Evaluator
-from pentad.trainer.sampling.placement import Placement, Turnstile
+from pentad.trainer.sampling.placement import DeviceTurns, Placement
 from pentad.trainer.sampling.selftest import Prober
 
 
@@ -34,7 +34,7 @@ class PublishPump:
     publisher: Publisher
     evaluator: Evaluator | None
     placement: Placement
-    turnstile: Turnstile
+    device_turns: DeviceTurns
     prober: Prober | None = None
     find_cause: Callable[[], Awaitable[None]] | None = None
     """Raises the failure that ended the learner, of which a failed publish may be a consequence."""
@@ -63,7 +63,7 @@ class PublishPump:
             del snapshot  # a whole model, which must not wait for the next one
 
     async def _publish(self, snapshot: Snapshot) -> None:
-        await self.turnstile.enter("rollout")
+        await self.device_turns.enter("rollout")
         what = f"version {snapshot.version}"
         with self.state.doing(f"publishing {what}"), timeline.span("publish", what):
             try:
@@ -120,7 +120,7 @@ class BatchTrainer:
     learner: LearnerClient
     publish: PublishPump
     placement: Placement
-    turnstile: Turnstile
+    device_turns: DeviceTurns
     num_chunks: int
 
     async def train(self, batch: int, timer: PhaseTimer) -> TrainedBatch | None:
@@ -131,7 +131,7 @@ class BatchTrainer:
         async for chunk in self._chunks(batch, timer):
             groups += chunk
             last = len(groups) == self.state.budget.groups_per_batch
-            await self.turnstile.enter("actor")
+            await self.device_turns.enter("actor")
             with timer.phase("train"), self.state.doing(f"training of step {batch + 1}"):
                 await self._add(chunk, last)
         if len(groups) < self.state.budget.groups_per_batch:
@@ -171,7 +171,7 @@ class BatchTrainer:
         ledger, size = self.state.ledger, self.state.budget.groups_per_batch
         for chunk, slots in enumerate(chunk_slots(size, self.num_chunks)):
             # Sleeping samplers finish nothing, so the devices are taken only for a whole batch.
-            awaited = range(size) if self.turnstile.alternates and chunk == 0 else slots
+            awaited = range(size) if self.device_turns.alternates and chunk == 0 else slots
             what = f"groups {awaited.start} to {awaited.stop - 1} of batch {batch}"
             are_ready = partial(ledger.are_ready, batch, awaited)
             with timer.phase("rollout"):

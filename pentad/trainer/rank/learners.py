@@ -69,11 +69,14 @@ def weights_folder(config: Config, role: Role) -> Path | None:
 def _origin(config: Config, role: Role) -> ModelConfig:
     """The block that names the source of weights. A critic that is made from the actor's folder and
     names no weights starts as the actor."""
-    critic = config.critic
-    has_own = critic.init_from_scratch or critic.checkpoint_load_path is not None
-    if role == "critic" and (has_own or critic.path not in (None, config.actor.path)):
-        return critic
-    return config.actor
+    critic, actor = config.critic, config.actor
+    is_own = critic.has_other_weights or critic.path not in (None, actor.path)
+    return critic if role == "critic" and is_own else actor
+
+
+def roles_of(config: Config) -> tuple[Role, ...]:
+    """The learners of an RL run: the actor, and a critic if the algorithm has one."""
+    return ("actor", "critic") if config.algorithm.facts.needs_critic else ("actor",)
 
 
 def start_run(config: Config, roles: tuple[Role, ...]) -> None:
@@ -107,10 +110,8 @@ def check_start(config: Config, role: Role) -> None:
 
 def check_models(config: Config) -> None:
     """Raises UserError with every reason why the models of a run cannot be built."""
-    is_rl = config.task == "train" and config.algorithm.facts.needs_critic
-    roles: tuple[Role, ...] = ("actor", "critic") if is_rl else ("actor",)
     problems: list[Problem | str] = []
-    for role in roles:
+    for role in roles_of(config) if config.task == "train" else ("actor",):
         try:
             _meta_model(config, role)
         except UserError as error:

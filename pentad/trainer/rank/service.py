@@ -37,7 +37,7 @@ from pentad.sync.published import Kind
 from pentad.sync.publisher import Snapshot, take_snapshot
 from pentad.sync.shards import ShardWriter
 from pentad.telemetry.host import rss_gb
-from pentad.trainer.rank.learners import Role, build_learner, build_update, load_tags
+from pentad.trainer.rank.learners import build_learner, build_update, load_tags, roles_of
 from pentad.trainer.rank.update import BatchFacts, BatchResult, on_host
 from pentad.trainer.saving.batches import TrainedTokens, read_batch, write_trained
 
@@ -292,9 +292,7 @@ class LearnerService(EngineService):
         """Builds the models; both numbers follow from the data."""
         self.algorithm = self.config.algorithm.settings
         size = RunSize(num_steps, max_row_tokens)
-        has_critic = self.algorithm.facts.needs_critic
-        roles: tuple[Role, ...] = ("actor", "critic") if has_critic else ("actor",)
-        for role in roles:
+        for role in roles_of(self.config):
             self.engines[role] = build_learner(self.config, role, size, device=self.device)
         actor, critic = self.engines["actor"], self.engines.get("critic")
         self.update = build_update(self.config, self.algorithm, actor, critic, self.scored_apart)

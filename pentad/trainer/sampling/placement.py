@@ -50,7 +50,7 @@ class Placement:
 
 
 @dataclass(eq=False)
-class Turnstile:
+class DeviceTurns:
     """Lets the roles on shared devices run one at a time; all sleep before any wakes."""
 
     placement: Placement

@@ -22,19 +22,21 @@ from pentad.runtime.rank import is_one_machine
 from pentad.samplers.replica import Replica
 from pentad.sync.publisher import Publisher, Snapshot
 from pentad.sync.weights_dir import WeightsDir, opened, snapshot_of
-from pentad.trainer.context import RunContext
 from pentad.trainer.learner_client import LearnerClient
 from pentad.trainer.preflight import Checked, kind_of
-from pentad.trainer.processes.resources import RunResources
-from pentad.trainer.sampling.placement import Placement, Turnstile
+from pentad.trainer.run import Run
+from pentad.trainer.sampling.placement import DeviceTurns, Placement
 from pentad.trainer.sampling.samplers import SamplerOpener, ray_options
+
+BuildLearners = Callable[[], None]
+"""Builds the learners."""
 
 
 @dataclass(eq=False)
 class SamplerSide:
     samplers: dict[str, Sampler]
     publisher: Publisher
-    turnstile: Turnstile
+    device_turns: DeviceTurns
     learner: LearnerClient
     placement: Placement
     weights_dir: WeightsDir | None
@@ -66,48 +68,37 @@ class SamplerSide:
 
 
 async def open_sampler_side(
-    run: RunContext,
-    checked: Checked,
-    learner: LearnerClient,
-    resources: RunResources,
-    placement: Placement,
-    stack: AsyncExitStack,
-    *,
-    build: Callable[[], None],
+    run: Run, checked: Checked, placement: Placement, stack: AsyncExitStack, build: BuildLearners
 ) -> SamplerSide:
     """Opens the samplers. Learners in other processes are built (`build`) while their samplers
     start, others before."""
+    learner, resources = run.learner, run.supervisor.resources
     if learner.is_remote:
-        samplers = await _open_beside(run, checked, learner, resources, placement, build)
+        samplers = await _open_beside(run, checked, placement, build)
     else:
         await learner.run(build)
         if placement.offload_train:
             await learner.call("offload")
-        samplers = await _open_samplers(run, checked, learner, resources, stack)
+        samplers = await _open_samplers(run, checked, stack)
     every, device = list(samplers.values()), learner.device
     used = partial(gpu_memory_used, device.index or 0)
     measure = used if device.type == "cuda" else lambda: None
     offload = partial(learner.call, "offload")
-    turnstile = Turnstile(placement, every, offload, resources.holder, measure)
-    stack.callback(lambda: resources.note_holder(turnstile.holder))
+    device_turns = DeviceTurns(placement, every, offload, resources.holder, measure)
+    stack.callback(lambda: resources.note_holder(device_turns.holder))
     return SamplerSide(
-        samplers, Publisher(every), turnstile, learner, placement, resources.weights_dir
+        samplers, Publisher(every), device_turns, learner, placement, resources.weights_dir
     )
 
 
 async def _open_beside(
-    run: RunContext,
-    checked: Checked,
-    learner: LearnerClient,
-    resources: RunResources,
-    placement: Placement,
-    build: Callable[[], None],
+    run: Run, checked: Checked, placement: Placement, build: BuildLearners
 ) -> dict[str, Sampler]:
+    learner, resources = run.learner, run.supervisor.resources
     building = asyncio.create_task(learner.run(build))
     try:
         if resources.samplers is None:
-            stack = resources.sampler_stack
-            resources.samplers = await _open_samplers(run, checked, learner, resources, stack)
+            resources.samplers = await _open_samplers(run, checked, resources.sampler_stack)
         else:  # of the learners before: they go back with these to the newest checkpoint
             if resources.weights_dir is not None:
                 resources.weights_dir.drop_all()
@@ -124,18 +115,13 @@ async def _open_beside(
     return resources.samplers
 
 
-async def _open_samplers(
-    run: RunContext,
-    checked: Checked,
-    learner: LearnerClient,
-    resources: RunResources,
-    stack: AsyncExitStack,
-) -> dict[str, Sampler]:
-    config, device = run.config, learner.device
-    folder = run.folder.file("servers/")
+async def _open_samplers(run: Run, checked: Checked, stack: AsyncExitStack) -> dict[str, Sampler]:
+    config, learner, resources = run.config, run.learner, run.supervisor.resources
+    folder = run.context.folder.file("servers/")
     actor = learner.service.engines["actor"] if learner.service is not None else None
     base = None if actor is None else actor.lend_base()
-    opener = SamplerOpener(config, checked.dims, checked.tokenizer, device, folder, stack, base)
+    given = config, checked.dims, checked.tokenizer, learner.device, folder, stack, base
+    opener = SamplerOpener(*given)
     if learner.is_remote or config.component("actor").world > 1:
         is_spread = resources.is_spread if learner.is_remote else facts_of(config).is_spread
         resources.weights_dir = opener.open_weights_dir(is_spread=is_spread or not is_one_machine())
@@ -154,27 +140,25 @@ def _serve(weights_dir: WeightsDir, learner: LearnerClient) -> None:
     weights_dir.release, weights_dir.check = release, learner.check
 
 
-def open_group_store(
-    run: RunContext, checked: Checked, learner: LearnerClient, resources: RunResources
-) -> GroupStore:
+def open_group_store(run: Run, checked: Checked) -> GroupStore:
     """Opens the store of groups; in memory only if the learner is this process alone."""
-    config, service = run.config, learner.service
-    device = kind_of(learner.device)
-    placed = topology(config, facts_of(config, device, is_spread=resources.is_spread))
+    config, learner, service = run.config, run.learner, run.learner.service
+    is_spread = run.supervisor.resources.is_spread
+    placed = topology(config, facts_of(config, kind_of(learner.device), is_spread=is_spread))
     kind = "memory" if learner.is_alone and config.store == "auto" else placed.store
     if kind == "memory" and service is not None:
         store = service.store = MemoryStore()
         return store
     if kind == "files":
-        parent = None if is_one_machine() else run.folder.file("groups/")
+        parent = None if is_one_machine() else run.context.folder.file("groups/")
         blobs: Blobs = make_blobs(parent)
     else:
         from pentad.runtime.ray_roles import joined_cluster
 
         held = () if learner.is_remote else placed.held_gpus
         bundles = placed.bundles(has_learners=learner.is_remote)
-        run.stack.enter_context(joined_cluster(bundles, held, **ray_options(config)))
+        run.context.stack.enter_context(joined_cluster(bundles, held, **ray_options(config)))
         blobs = import_module(KINDS[kind]).make_blobs(config.num_data_storage_units)
     shared = BlobStore(blobs, checked.stream.prompt)
-    run.stack.callback(shared.close)
+    run.context.stack.callback(shared.close)
     return shared

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import tempfile
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from pentad.core.device import DTYPES
 from pentad.core.dims import ModelDims
 from pentad.core.errors import InfraFailure, Problem, RunError, UserError
 from pentad.core.roles import Sampler
-from pentad.core.scratch import scratch_folder
+from pentad.core.scratch import scratch_folder, shared_memory
 from pentad.core.sizes import COLOCATED_SHARE
 from pentad.core.specs import absolute
 from pentad.data.tokenizer import Tokenizer
@@ -49,11 +48,9 @@ from pentad.samplers.replica import NewestWeights, Replica, Start
 from pentad.samplers.started_server import HeldWeights, StartedServer
 from pentad.sync.published import Kind
 from pentad.sync.weights_dir import WeightsDir
-from pentad.telemetry.runfolder import run_path
 
 log = logging.getLogger(__name__)
 
-SHARED_MEMORY = Path("/dev/shm")
 ATTACH = {"vllm": vllm.attach, "sglang": sglang.attach}
 PLACED = ("ray", "srun")
 """Starters of servers on other machines."""
@@ -257,8 +254,7 @@ def ray_options(config: Config) -> dict[str, Any]:
     """Options for a cluster that the run starts: CPUs for TransferQueue (its units and its
     controller), and the folder of Ray's messages."""
     spare = config.num_data_storage_units + 1 if config.store == "transfer_queue" else 0
-    folder = run_path(config.fileroot, config.experiment_name, config.trial_name, config.user)
-    return {"spare_cpus": spare, "log_file": folder / "ray.log"}
+    return {"spare_cpus": spare, "log_file": config.run_path / "ray.log"}
 
 
 def topology_on(config: Config, device: torch.device) -> Topology:
@@ -268,10 +264,6 @@ def topology_on(config: Config, device: torch.device) -> Topology:
 
 def is_deterministic(config: Config) -> bool:
     return config.actor.archon.use_deterministic_algorithms
-
-
-def shared_memory() -> Path:
-    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
 
 
 def embedded_sampler(

@@ -55,16 +55,16 @@ class BatchKeeper:
         self.num_failed = 0
 
     def keep(
-        self, step: int, groups: Sequence[Group], write_trained: Callable[[str], str | None]
+        self, step: int, groups: Sequence[Group], write_trained: Callable[..., str | None]
     ) -> None:
-        """Writes a batch. `write_trained` writes the figures of the step's tokens to a path, or
+        """Writes a batch. `write_trained` writes the figures of the step's tokens to `path`, or
         returns the reason why it cannot."""
         if not self.num_kept:
             return
         try:
             self.write(step, groups)
             self._remove(lambda kept: kept <= step - self.num_kept)
-            if problem := write_trained(str(trained_file(self.folder, step).absolute())):
+            if problem := write_trained(path=str(trained_file(self.folder, step).absolute())):
                 raise RunError(problem)
         except (OSError, RunError) as error:
             self.num_failed += 1

@@ -27,7 +27,7 @@ from pentad.telemetry.record import PhaseTimer
 from pentad.trainer.context import RunSummary
 from pentad.trainer.preflight import Collector, start_problems
 from pentad.trainer.processes.ranks import run_over_ranks
-from pentad.trainer.rank.learners import Role, check_start, start_run, trained_dims
+from pentad.trainer.rank.learners import check_start, roles_of, start_run, trained_dims
 from pentad.trainer.rank.service import LearnerService
 from pentad.trainer.rank.update import BatchFacts
 from pentad.trainer.records import TrainedBatch
@@ -129,8 +129,8 @@ class KeptSource(BatchSource):
             await self.run.learner.call("save_tag", tag="ref")
 
     def keep(self, trained: TrainedBatch) -> None:
-        ask = partial(self.run.learner.query, "keep_trained")
-        self.batches.keep(trained.batch + 1, trained.groups, lambda path: ask(path=path))
+        write_trained = partial(self.run.learner.query, "keep_trained")
+        self.batches.keep(trained.batch + 1, trained.groups, write_trained)
 
 
 def run_train_only(
@@ -144,20 +144,18 @@ def begin_train_only(config: Config, device: torch.device) -> KeptInputs:
     checks = Collector()
     checks.problems += start_problems(config, device, "train")
     path = config.model_folder()
-    algorithm = config.algorithm.settings
     checks.attempt(lambda: config.register_models())
     dims = checks.attempt(lambda: trained_dims(config, path))
     kept = checks.attempt(lambda: open_groups(config))
-    checks.attempt(lambda: check_start(config, "actor"))
-    if algorithm.facts.needs_critic:
-        checks.attempt(lambda: check_start(config, "critic"))
+    for role in roles_of(config):
+        checks.attempt(partial(check_start, config, role))
     if dims is not None and kept is not None and kept.max_row_tokens > dims.max_position:
         rule = f"its samples may have {kept.max_row_tokens} tokens, and the model takes "
         where = f"groups_from = {config.groups_from}"
         checks.problems.append(Problem(where, f"{rule}{dims.max_position}"))
     checks.raise_all()
     assert dims and kept, "what failed has raised"
-    roles: tuple[Role, ...] = ("actor", "critic") if algorithm.facts.needs_critic else ("actor",)
+    roles = roles_of(config)
     start_run(config, roles)
     return KeptInputs(
         command="train",

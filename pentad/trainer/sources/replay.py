@@ -44,7 +44,7 @@ from pentad.telemetry.steps import read_lines
 from pentad.trainer.context import place_of
 from pentad.trainer.learner_client import LearnerClient
 from pentad.trainer.preflight import start_facts
-from pentad.trainer.rank.learners import Role
+from pentad.trainer.rank.learners import Role, roles_of
 from pentad.trainer.rank.service import LearnerService
 from pentad.trainer.rank.update import BatchFacts, BatchResult
 from pentad.trainer.records import grad_norm_of, loss_of
@@ -286,8 +286,7 @@ def config_of(batch: Mapping[str, Any], folder: Path, layout: str | None) -> Con
 
 def replay(plan: ReplayPlan, learner: LearnerClient, dump: str = "") -> Replay:
     config, last = plan.config, plan.batches[-1]
-    algorithm = config.algorithm.settings
-    roles: tuple[Role, ...] = ("actor", "critic") if algorithm.facts.needs_critic else ("actor",)
+    roles = roles_of(config)
     learner.call_all("build", **last["size"])
     learner.call_all("load_tags", has=sorted(restore(plan, learner, roles)), step=plan.first - 1)
     changed = differences(last["place"], learner.query("place"))

@@ -42,7 +42,7 @@ from pentad.trainer.rank.update import BatchFacts
 from pentad.trainer.records import TrainedBatch, by_environment, mean_parts
 from pentad.trainer.run import BatchSource, Run, RunInputs, lead
 from pentad.trainer.sampling.evaluate import Scorers, open_executors
-from pentad.trainer.sampling.placement import Placement, Turnstile
+from pentad.trainer.sampling.placement import DeviceTurns, Placement
 from pentad.trainer.sampling.samplers import SamplerOpener
 from pentad.trainer.saving.batches import BatchKeeper, kept_steps, read_batch
 from pentad.trainer.sources.rollouts import rollout_pump, watchdog_of
@@ -117,8 +117,8 @@ class SampleInputs(RunInputs):
         rewards = Scorers(stack)
         executor = await open_executors(checked, samplers, rewards, stack, purpose="train")
         placement = Placement(is_shared=False, max_staleness=config.max_staleness)
-        turnstile = Turnstile(placement, [])
-        rollout = rollout_pump(config, checked, state, executor, placement, turnstile)
+        device_turns = DeviceTurns(placement, [])
+        rollout = rollout_pump(config, checked, state, executor, placement, device_turns)
         scheduler = Scheduler(state.request_stop, watchdog_of(run, state, samplers), rollout)
         batches = context.batch_keeper(size_of(config, checked, run.num_steps))
         batches.facts["data"] = checked.stream.state()

@@ -41,13 +41,13 @@ from pentad.trainer.pumps.scheduler import Scheduler, Watchdog
 from pentad.trainer.pumps.scorers import RefreshedReference, ScorePump, ScorerCalls, open_scorers
 from pentad.trainer.pumps.state import Budget, RunState
 from pentad.trainer.pumps.train_pump import BatchTrainer, PublishPump, SamplerSink
-from pentad.trainer.rank.learners import Role, start_run
+from pentad.trainer.rank.learners import roles_of, start_run
 from pentad.trainer.rank.service import LearnerService
 from pentad.trainer.records import TrainedBatch
 from pentad.trainer.run import BatchSource, Run, RunInputs, WeightSink
 from pentad.trainer.run_folders import oldest_saved
 from pentad.trainer.sampling.evaluate import Evaluator, Scorers, open_executors
-from pentad.trainer.sampling.placement import Placement, Turnstile
+from pentad.trainer.sampling.placement import DeviceTurns, Placement
 from pentad.trainer.sampling.sampler_side import SamplerSide, open_group_store, open_sampler_side
 from pentad.trainer.sampling.selftest import (
     NUM_PROBES,
@@ -73,8 +73,7 @@ def run_train(
 def begin_train(config: Config, device: torch.device) -> RolloutInputs:
     """Preparations before anything else, on any rank."""
     checked = check_train(config, device)
-    has_critic = checked.algorithm.facts.needs_critic
-    roles: tuple[Role, ...] = ("actor", "critic") if has_critic else ("actor",)
+    roles = roles_of(config)
     start_run(config, roles)
     return RolloutInputs(
         command="train",
@@ -97,8 +96,14 @@ class RolloutInputs(RunInputs):
         config, checked, context = run.config, self.checked, run.context
         batch_size = config.train_dataset.batch_size
         size = size_of(config, checked, run.num_steps)
-        placement = placement_of(config, run.learner.device)
-        store = open_group_store(context, checked, run.learner, run.supervisor.resources)
+        placement = Placement(
+            is_shared=config.mode == "colocate",
+            max_staleness=config.max_staleness,
+            snapshots_on_host=config.snapshot_on_host(kind_of(run.learner.device)),
+            offload_rollout=bool(config.offload_rollout),
+            offload_train=bool(config.offload_train),
+        )
+        store = open_group_store(run, checked)
         state = RunState(
             Ledger(batch_size, has_scorers=bool(scorers(config))),
             store,
@@ -110,36 +115,28 @@ class RolloutInputs(RunInputs):
         )
         address = store.address if isinstance(store, BlobStore) else None
         build = partial(build_learners, run, size, address)
-        side = await open_sampler_side(
-            context, checked, run.learner, run.supervisor.resources, placement, stack, build=build
-        )
+        side = await open_sampler_side(run, checked, placement, stack, build)
         rewards = Scorers(stack)
         evaluator = await open_evaluator(run, checked, side, rewards, stack)
-        models = await open_scorers(
-            config,
-            store,
-            size.max_row_tokens,
-            run.learner.device,
-            stack,
-            log_folder=context.folder.file("ranks/") if run.learner.is_remote else None,
-            runtime=run.supervisor.resources.runtime,
-        )
+        models = await open_scorers(run, store, size.max_row_tokens, stack)
         if placement.offload_train:
-            await side.turnstile.enter("actor")
+            await side.device_turns.enter("actor")
         run.recover.add("dataloader_info", "data", Identity(checked.stream.state))
         reference = reference_of(run, models, size)
         publish = publish_pump(run, checked, side, state, placement, evaluator)
         num_chunks = config.num_iters_per_train_update
+        is_open = reference.scores if reference else lambda batch: True
+        score = ScorePump(state, models, placement, num_chunks=num_chunks, is_open=is_open)
         executor = await open_executors(checked, side.samplers, rewards, stack, purpose="train")
         scheduler = Scheduler(
             state.request_stop,
             watchdog_of(run, state, side.samplers),
             rollout_pump(
-                *(config, checked, state, executor, placement, side.turnstile),
+                *(config, checked, state, executor, placement, side.device_turns),
                 oversampling=oversampling_of(config, state, side.samplers),
             ),
             publish,
-            score_pump(state, models, placement, reference, num_chunks) if models else None,
+            score if models else None,
         )
         return RolloutSource(
             run=run,
@@ -151,7 +148,7 @@ class RolloutInputs(RunInputs):
             reference=reference,
             scheduler=scheduler,
             trainer=BatchTrainer(
-                state, run.learner, publish, placement, side.turnstile, num_chunks
+                state, run.learner, publish, placement, side.device_turns, num_chunks
             ),
             batches=context.batch_keeper(size),
             sinks=(SamplerSink(publish, side.snapshot_weights),),
@@ -165,7 +162,7 @@ def rollout_pump(
     state: RunState,
     executor: Executors,
     placement: Placement,
-    turnstile: Turnstile,
+    device_turns: DeviceTurns,
     oversampling: Oversampling | None = None,
 ) -> RolloutPump:
     return RolloutPump(
@@ -173,7 +170,7 @@ def rollout_pump(
         checked.stream,
         executor,
         placement,
-        turnstile,
+        device_turns,
         rejection(checked.algorithm),
         max_groups=config.rollout.max_concurrent_groups,
         oversampling=oversampling,
@@ -235,19 +232,9 @@ def publish_pump(
         side.publisher,
         evaluator,
         placement,
-        side.turnstile,
+        side.device_turns,
         prober if is_probed else None,
         run.learner.find_cause,
-    )
-
-
-def placement_of(config: Config, device: torch.device) -> Placement:
-    return Placement(
-        is_shared=config.mode == "colocate",
-        max_staleness=config.max_staleness,
-        snapshots_on_host=config.snapshot_on_host(kind_of(device)),
-        offload_rollout=bool(config.offload_rollout),
-        offload_train=bool(config.offload_train),
     )
 
 
@@ -273,17 +260,6 @@ def reference_of(
         size.max_row_tokens,
         lambda: oldest_saved(run.config),
     )
-
-
-def score_pump(
-    state: RunState,
-    models: Mapping[str, ScorerCalls],
-    placement: Placement,
-    reference: RefreshedReference | None,
-    num_chunks: int,
-) -> ScorePump:
-    is_open = reference.scores if reference else lambda batch: True
-    return ScorePump(state, models, placement, num_chunks=num_chunks, is_open=is_open)
 
 
 async def open_evaluator(
@@ -427,7 +403,7 @@ class RolloutSource(BatchSource):
     async def _publish(self, version: int) -> Snapshot:
         """Publishes the weights to all samplers, before any step."""
         snapshot = await self.side.snapshot_weights(version, copy=self.placement.offload_train)
-        await self.side.turnstile.enter("rollout")
+        await self.side.device_turns.enter("rollout")
         await self.side.publisher.publish(snapshot)
         return snapshot
 
@@ -457,11 +433,11 @@ class RolloutSource(BatchSource):
                 await self.reference.refresh(version)
 
     def keep(self, trained: TrainedBatch) -> None:
-        ask = partial(self.run.learner.query, "keep_trained")
-        self.batches.keep(trained.batch + 1, trained.groups, lambda path: ask(path=path))
+        write_trained = partial(self.run.learner.query, "keep_trained")
+        self.batches.keep(trained.batch + 1, trained.groups, write_trained)
 
     def record(self, run: Run, trained: TrainedBatch) -> StepRecord:
-        turns = dict(self.side.turnstile.turns_gb) or None
+        turns = dict(self.side.device_turns.turns_gb) or None
         memory = MemoryUse(**run.learner.query("memory"), turns_gb=turns)
         times = self.side.publisher.times
         return run.context.steps.record(trained, memory, run.saver, run.recover, times)

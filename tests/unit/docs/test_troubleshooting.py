@@ -38,7 +38,7 @@ from pentad.telemetry.runfolder import open_run_folder
 from pentad.trainer.learner_client import LearnerClient
 from pentad.trainer.preflight import check_train
 from pentad.trainer.processes.resources import RunResources
-from pentad.trainer.processes.supervisor import RunJob, Supervisor, run_path_of
+from pentad.trainer.processes.supervisor import RunJob, Supervisor
 from pentad.trainer.pumps.rollout_pump import RolloutPump
 from pentad.trainer.pumps.scheduler import Watchdog, held_loop
 from pentad.trainer.pumps.state import Budget, RunState
@@ -177,7 +177,7 @@ def config_here():
 
 def crash_twice(caplog):
     config = config_here()
-    run_path_of(config).mkdir(parents=True)
+    config.run_path.mkdir(parents=True)
     error = ZeroDivisionError("division by zero")
     with RunResources() as resources, pytest.MonkeyPatch.context() as patch:
         patch.setattr("pentad.trainer.processes.supervisor.newest_step", lambda config: 3)

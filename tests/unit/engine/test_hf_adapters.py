@@ -15,7 +15,7 @@ from pentad.engine.section import LoraConfig, OptimizerConfig
 from pentad.models.families import dims_of, known_families, lora_map_of
 from pentad.models.hf.config import read_hf_config
 from pentad.models.hf.module import build_hf_model
-from pentad.samplers.factor_proof import check_targets
+from pentad.samplers.weight_proof import check_targets
 from pentad.weights.peft import A, read_adapter
 
 IDS = torch.randint(0, 40, (23,), generator=torch.Generator().manual_seed(5))

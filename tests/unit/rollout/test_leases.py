@@ -14,7 +14,7 @@ from pentad.rollout import executor as executor_file
 from pentad.rollout.workflows import SingleTurn
 from pentad.trainer.pumps.rollout_pump import MAX_LEASES, RolloutPump
 from pentad.trainer.pumps.state import Budget, RunState
-from pentad.trainer.sampling.placement import Placement, Turnstile
+from pentad.trainer.sampling.placement import DeviceTurns, Placement
 
 
 class Stubborn(SingleTurn):
@@ -64,8 +64,8 @@ def fill(samplers, tokenizer, workflow, monkeypatch):
         prompt=lambda gid: Prompt(gid, (1, 2, gid), {}), row_of=lambda gid: f"row {gid}"
     )
     placement = Placement(is_shared=False, max_staleness=1)
-    turnstile = Turnstile(placement, [])
-    pump = RolloutPump(state, stream, executor, placement, turnstile, lambda group: None)
+    device_turns = DeviceTurns(placement, [])
+    pump = RolloutPump(state, stream, executor, placement, device_turns, lambda group: None)
 
     async def run():
         filling = asyncio.create_task(pump.run())

@@ -6,8 +6,8 @@ import torch
 from pentad.core.errors import InfraFailure, UserError
 from pentad.engine.section import LoraConfig
 from pentad.models.families import dims_of, lora_map_of, map_of
-from pentad.samplers.factor_proof import check_targets, max_rank, prove_factors
 from pentad.samplers.vllm import entry_of, lora_flags
+from pentad.samplers.weight_proof import check_targets, max_rank, prove_factors
 from pentad.weights.peft import expanded, word_of
 
 DIMS = dims_of(

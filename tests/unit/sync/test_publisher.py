@@ -18,7 +18,7 @@ from pentad.trainer import learner_client
 from pentad.trainer.learner_client import LearnerClient
 from pentad.trainer.pumps.state import Budget, RunState
 from pentad.trainer.pumps.train_pump import PublishPump
-from pentad.trainer.sampling.placement import Placement, Turnstile
+from pentad.trainer.sampling.placement import DeviceTurns, Placement
 
 
 class Receiver:
@@ -123,8 +123,8 @@ def test_what_was_published_is_let_go_of_before_the_next_comes():
     async def publish_one():
         state = RunState(Ledger(1), MemoryStore(), Budget(1, max_staleness=0, num_batches=9))
         placement = Placement(is_shared=True, max_staleness=0)
-        turnstile = Turnstile(placement, [])
-        pump = PublishPump(state, Publisher([Receiver()]), None, placement, turnstile)
+        device_turns = DeviceTurns(placement, [])
+        pump = PublishPump(state, Publisher([Receiver()]), None, placement, device_turns)
         running = asyncio.create_task(pump.run())
         sent = weights()
         alive = [weakref.ref(tensor) for _, tensor in sent]
@@ -158,10 +158,10 @@ def test_a_learner_that_died_is_the_cause_of_what_samplers_say(monkeypatch, dies
     async def publish_one():
         state = RunState(Ledger(1), MemoryStore(), Budget(1, max_staleness=1, num_batches=9))
         placement = Placement(is_shared=False, max_staleness=1)
-        publisher, turnstile = Publisher([Receiver(spoil)]), Turnstile(placement, [])
+        publisher, device_turns = Publisher([Receiver(spoil)]), DeviceTurns(placement, [])
         learner = LearnerClient(SimpleNamespace(check=check, is_remote=True))
         find = learner.find_cause
-        pump = PublishPump(state, publisher, None, placement, turnstile, find_cause=find)
+        pump = PublishPump(state, publisher, None, placement, device_turns, find_cause=find)
         pump.submit(take_snapshot(1, weights(), copy=False))
         await pump.run()
 

@@ -243,8 +243,8 @@ def test_a_receipt_of_another_version_raises(tmp_path, damaged):
     weights_dir = WeightsDir("shm", tmp_path)
     receiver = Receiver(weights_dir)
 
-    async def answer(method, ticket):
-        return asdict(Installed(ticket["version"] - damaged, 1, ticket["digest"]))
+    async def answer(method, weights):
+        return asdict(Installed(weights["version"] - damaged, 1, weights["digest"]))
 
     receiver.call = answer
     published = asyncio.run(weights_dir.publish(3, weights(1)))

@@ -108,7 +108,7 @@ class Receiver(RoleSampler):
 
     async def call(self, method, **arguments):
         sent = json.loads(json.dumps(arguments))
-        sent["ticket"] = self.damage(sent["ticket"])
+        sent["weights"] = self.damage(sent["weights"])
         return json.loads(json.dumps(await getattr(self.own, method)(**sent)))
 
     @property

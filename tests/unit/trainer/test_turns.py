@@ -2,7 +2,7 @@
 
 import asyncio
 
-from pentad.trainer.sampling.placement import Placement, Turnstile
+from pentad.trainer.sampling.placement import DeviceTurns, Placement
 
 
 class Sleeper:
@@ -19,13 +19,13 @@ class Sleeper:
 def test_memory_before_and_after_each_turn_is_noted():
     used = [10_000_000_000]
     placement = Placement(is_shared=True, max_staleness=0, offload_rollout=True)
-    turnstile = Turnstile(placement, [Sleeper(used)], memory_used=lambda: used[0])
+    device_turns = DeviceTurns(placement, [Sleeper(used)], memory_used=lambda: used[0])
 
     async def step() -> dict[str, float]:
-        await turnstile.enter("actor")
+        await device_turns.enter("actor")
         used[0] += 1_000_000_000  # what training takes, and keeps
-        await turnstile.enter("rollout")
-        return dict(turnstile.turns_gb)
+        await device_turns.enter("rollout")
+        return dict(device_turns.turns_gb)
 
     assert asyncio.run(step()) == {
         "before_sleep": 10.0,
@@ -37,6 +37,6 @@ def test_memory_before_and_after_each_turn_is_noted():
 
 def test_where_nobody_knows_the_memory_nothing_is_noted():
     placement = Placement(is_shared=True, max_staleness=0, offload_rollout=True)
-    turnstile = Turnstile(placement, [Sleeper([0])])
-    asyncio.run(turnstile.enter("actor"))
-    assert turnstile.turns_gb == {} and turnstile.holder == "actor"
+    device_turns = DeviceTurns(placement, [Sleeper([0])])
+    asyncio.run(device_turns.enter("actor"))
+    assert device_turns.turns_gb == {} and device_turns.holder == "actor"
