@@ -32,7 +32,7 @@ class OpenEnvEnvironment:
     def __init__(self, target: str) -> None:
         self._address = target.rstrip("/")
         with urlopen(f"{self._address}/schema", timeout=TIMEOUT_S) as answer:
-            action = json.load(answer)["action"]
+            action = parse_json(answer.read(MAX_BYTES))["action"]
         self._properties = {**action.get("properties", {})}
         self._properties.pop("metadata", None)
         self._socket: ClientConnection | None = None

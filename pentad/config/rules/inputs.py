@@ -188,8 +188,8 @@ def model_files_can_be_found(config: Config) -> Iterator[Problem]:
 
 
 def url_problem(url: str) -> str:
-    """The rule that the address of a server breaks, or an empty text. A port beyond the range would be taken
-    modulo 65,536."""
+    """The rule that the address of a server breaks, or an empty text. A port beyond the range would
+    be taken modulo 65,536."""
     try:
         parts = urlsplit(url)
         is_whole = parts.scheme in ("http", "https") and bool(parts.hostname)

@@ -43,6 +43,8 @@ TRAIN = "train actor.path=m train_dataset.path=t/d.jsonl train_dataset.batch_siz
         ("serve m --model-files leaving.py:SPEC", "cannot be imported (SystemExit: 3)"),
         ("verify-model leaving.py:SPEC", "cannot be imported (SystemExit: 3)"),
         ("plan actor.path=m --gpu-memory inf", "Invalid value for '--gpu-memory'"),
+        (f"plan actor.path=m cluster.n_nodes={2**63 - 1}", "and at most 100000"),
+        (f"plan actor.path=m cluster.n_gpus_per_node={2**63 - 1}", "and at most 100000"),
         ("plan actor.path=m rollout.kv_cache_gb=1e300", "at most 1e+06"),
         ("plan actor.path=odd", "layer_types = 3: must name sliding_attention"),
         ("convert m out --to legacy --make-vocab-size-divisible-by 0", "Invalid value for"),
