@@ -239,7 +239,7 @@ def _check_plain(path: Path) -> None:
     """Refuses what a run would wait for, or write to without end, in the place of a record."""
     problems = []
     for name in (name for name in FILES if not name.endswith("/")):
-        with suppress(FileNotFoundError):
+        with suppress(OSError):  # of a file that cannot be looked at its reader says why
             if other := what_else(path / name):
                 remedy = "remove it, or choose another trial_name"
                 problems.append(Problem(str(path / name), f"{other}, not a file", remedy))

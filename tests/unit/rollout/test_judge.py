@@ -140,6 +140,9 @@ def raw():
             connection.recv(1 << 16)
             if raw.said is not DRIP:
                 connection.sendall(raw.said)
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(1 << 16):  # a close before the end would be a reset
+                    pass
                 return
             connection.sendall(HEAD + b"\r\n")
             end = time.monotonic() + 5
