@@ -10,6 +10,7 @@ from pathlib import Path
 from pentad.core import lock
 from pentad.core.errors import RunError
 from pentad.core.files import REAL_DISK, Disk, write_atomic
+from pentad.core.folders import open_file
 
 
 def holding(commit: Path) -> AbstractContextManager[None]:
@@ -21,6 +22,7 @@ FENCE = ".generation"
 """Name of a file in the folder of a trial: a number that each generation of the learners increases
 before it restores. Every save and commit carries the number of its generation, and compares it
 before it counts."""
+MAX_BYTES = 100
 FIRST = 1
 """Number of the first generation, which finds no folder and writes no file before its first
 save."""
@@ -29,7 +31,8 @@ save."""
 def read_fence(root: Path) -> int:
     """The number; 0 before the first generation."""
     try:
-        text = (root / FENCE).read_text()
+        with open_file(root / FENCE) as file:
+            text = file.read(MAX_BYTES)
     except FileNotFoundError:
         return 0
     return int(text) if text.strip().isdigit() else 0

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -59,20 +60,32 @@ class Unreadable(RunError):
 @contextmanager
 def from_storage(place: Path) -> Iterator[None]:
     """While active, files of a checkpoint are read: a missing file, or a path that is no file, is
-    damage; any other error of the operating system is not."""
+    damage; any other error of the operating system is not. Nor is a link that leads nowhere, as to
+    a disk that is not mounted."""
     try:
         yield
     except OSError as error:
         name = error.filename if isinstance(error.filename, str) else place  # not a number
         text = f"{name}: cannot be read ({error.strerror or error})"
+        if isinstance(error, FileNotFoundError) and (link := _link_to_nowhere(Path(name))):
+            raise _unreadable(f"{link}: cannot be read (a link to nowhere)") from error
         if isinstance(error, FileNotFoundError | NotADirectoryError):
             raise Missing(text) from error
         if isinstance(error, IsADirectoryError):
             raise Damaged(text) from error
-        raise Unreadable(
-            f"{text}; this says nothing about its bytes, so no checkpoint was changed; start again "
-            "when it can be read"
-        ) from error
+        raise _unreadable(text) from error
+
+
+def _unreadable(text: str) -> Unreadable:
+    return Unreadable(
+        f"{text}; this says nothing about its bytes, so no checkpoint was changed; start again "
+        "when it can be read"
+    )
+
+
+def _link_to_nowhere(path: Path) -> Path | None:
+    """The link on the way to this path whose target is missing, if there is one."""
+    return next((at for at in (path, *path.parents) if at.is_symlink() and not at.exists()), None)
 
 
 def info_folder(step: int) -> str:
@@ -448,9 +461,15 @@ def list_folders(folder: Path) -> list[str]:
     """Names of the folders in a folder, which may be missing; Unreadable if the storage fails."""
     try:
         with from_storage(folder), os.scandir(folder) as entries:
-            return [entry.name for entry in entries if entry.is_dir()]
+            return [entry.name for entry in entries if _is_folder(entry)]
     except Missing:
         return []
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    if step_of(entry.name) is not None:
+        return stat.S_ISDIR(entry.stat().st_mode)  # unlike is_dir, an error for a link to nowhere
+    return entry.is_dir()
 
 
 def _read_small(path: Path, limit: int) -> bytes:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from pentad.cli.output import make_table, print_parts, quiet_transformers
 from pentad.config.schema import Config
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, UserError, naming
 from pentad.core.section import chosen
 from pentad.rollout.evaluation import Answered
 from pentad.trainer.sampling.evaluate import Evaluation, check_eval, eval_params, run_eval
@@ -51,23 +51,31 @@ def run_eval_command(
 
 @contextmanager
 def kept_answers(out: Path | None) -> Iterator[IO[str] | None]:
-    """The file of the answers; it gets its name only when it is complete."""
+    """The file of the answers; it gets its name only when it is complete. A pipe or a device, such
+    as /dev/stdout, and the target of a link are written in place, never replaced."""
     if out is None:
         yield None
         return
-    part = out.with_name(out.name + ".part")
-    if out.is_dir():
-        raise UserError(Problem(f"--out = {out}", "is a folder", "give the name of a file"))
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        if out.is_dir():
+            raise UserError(Problem(f"--out = {out}", "is a folder", "give the name of a file"))
+        is_file = not out.is_symlink() and (out.is_file() or not out.exists())
+        part = out.with_name(out.name + ".part") if is_file else out
+        part.parent.mkdir(parents=True, exist_ok=True)
         file = part.open("w", encoding="utf-8")
     except OSError as error:
         raise UserError(
             Problem(f"--out = {out}", f"cannot be written: {error.strerror}")
         ) from error
-    with file:
-        yield file
-    part.replace(out)
+    try:
+        with naming(part), file:
+            yield file
+        if is_file:
+            part.replace(out)
+    except BaseException:
+        if is_file:
+            part.unlink(missing_ok=True)
+        raise
 
 
 @contextmanager

@@ -392,7 +392,8 @@ def serve(
         int, Option(min=1, max=10**6, help="Answers generated at the same time.")
     ] = 256,
     max_context: Annotated[
-        int | None, Option(min=2, help="Most tokens of prompt and answer together.")
+        int | None,
+        Option(min=2, max=10**9, help="Most tokens of prompt and answer together."),
     ] = None,
     kv_cache_gb: Annotated[
         float | None, Option(min=1e-9, max=1e6, help="Memory of the key-value cache in GB.")

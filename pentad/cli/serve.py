@@ -141,7 +141,7 @@ def run_serve(
 def read_template_args(text: str | None) -> dict[str, Any]:
     try:
         found = yaml.safe_load(text) if text else {}
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # thousands of digits, or of brackets
         found = None
     if not isinstance(found, dict):
         rule, remedy = "is no block of names and values", "give '{enable_thinking: false}'"

@@ -30,6 +30,7 @@ from pentad.checkpoint.folders import (
 from pentad.checkpoint.quarantine import list_aside, put_back
 from pentad.cli.output import make_table, print_parts
 from pentad.config.rules.checkpoint import changed_keys
+from pentad.config.rules.inputs import url_problem
 from pentad.core.errors import Problem, RunError, UserError, one_line, visible
 from pentad.core.lock import NAME, is_held
 from pentad.core.machine import GIB, installed
@@ -180,6 +181,9 @@ def open_store(place: str, root: str, endpoint_url: str | None, region: str | No
         split_uri(root)
     except ValueError as error:
         raise UserError(Problem(f"PATH = {place}", str(error))) from error
+    if endpoint_url is not None and (rule := url_problem(endpoint_url)):
+        remedy = "give for instance http://127.0.0.1:9000, or leave it out for Amazon's"
+        raise UserError(Problem(f"--endpoint-url = {endpoint_url}", rule, remedy))
     return Store(Remote(root, endpoint_url=endpoint_url, region=region))
 
 

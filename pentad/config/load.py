@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +44,7 @@ from pentad.config.resolve import path_keys
 from pentad.config.schema import Config, RecipeConfig
 from pentad.core.errors import Problem, UserError
 from pentad.core.hub import name_in_cache
-from pentad.core.section import MAX_INT
+from pentad.core.section import MAX_FLOAT, MAX_INT
 from pentad.rl.facts import ELSEWHERE
 
 
@@ -268,6 +269,8 @@ def _wrong_value(key: str, value: object, tree: Tree) -> Problem:
         return Problem(_where(key, value, tree), rule, f"use bfloat16; it must be {expected}")
     if isinstance(value, int) and value >= MAX_INT:
         remedy = "numbers have at most 63 bits"
+    elif isinstance(value, float) and MAX_FLOAT < abs(value) < math.inf:
+        remedy = f"numbers are at most {MAX_FLOAT:g}, as in float32"
     elif re.match(r"a list(?! of \d)", expected) and isinstance(value, str | int):
         remedy = f"write [{show(value)}]"
     elif expected.startswith("text") and isinstance(value, bool | dict | list):

@@ -20,12 +20,16 @@ def pick_device(wanted: str = "auto") -> torch.device:
         return torch.device("cuda:0" if has_gpu else "cpu")
     try:
         device = torch.device(wanted)
-    except RuntimeError as error:
-        rule = "no such device"
-        raise UserError(Problem(f"device = {wanted}", rule, "give auto, cpu or cuda")) from error
+    except RuntimeError:
+        device = torch.device("meta")
+    where = f"device = {wanted}"
+    if device.type not in ("cpu", "cuda"):  # torch knows the names of many more
+        raise UserError(Problem(where, "no such device", "give auto, cpu or cuda"))
     if device.type == "cuda" and not has_gpu:
-        rule = "torch finds no GPU"
-        raise UserError(Problem(f"device = {wanted}", rule, "give cpu, or see pentad doctor"))
+        raise UserError(Problem(where, "torch finds no GPU", "give cpu, or see pentad doctor"))
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        last = f"cuda:{torch.cuda.device_count() - 1}"
+        raise UserError(Problem(where, f"the last GPU here is {last}", "give one that is there"))
     return torch.device("cuda:0") if wanted == "cuda" else device
 
 

@@ -18,6 +18,8 @@ T = TypeVar("T")
 
 MAX_INT = 2**63
 """Integers are below it: larger ones fit no tensor, file or clock."""
+MAX_FLOAT = 3.4e38
+"""Numbers are at most this: larger ones are none in float32."""
 SHORT_NAMES = {
     "I1F1B": "Interleaved1F1B",
     "IZB": "InterleavedZeroBubble",
@@ -56,18 +58,23 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def refuse_boolean_numbers(cls, values: Any) -> Any:
-        """Rejects true as the number 1, like any other word."""
+    def refuse_other_numbers(cls, values: Any) -> Any:
+        """Rejects true as the number 1, and numbers beyond float32, like any other word."""
         if not isinstance(values, dict):
             return values
         return {key: _as_word(cls.model_fields.get(key), value) for key, value in values.items()}
 
 
 def _as_word(field: FieldInfo | None, value: Any) -> Any:
-    if field is None or not isinstance(value, bool):
+    if isinstance(value, list | tuple):
+        return [_as_word(field, one) if isinstance(one, float) else one for one in value]
+    if field is None or not isinstance(value, bool | int | float):
         return value
     types = leaves(field.annotation)
-    return value if bool in types or str in types else str(value).lower()
+    if isinstance(value, bool):
+        return value if bool in types or str in types else str(value).lower()
+    is_large = float in types and str not in types and not abs(value) <= MAX_FLOAT
+    return f"larger than {MAX_FLOAT:g}" if is_large else value
 
 
 def chosen(value: T | None, key: str) -> T:

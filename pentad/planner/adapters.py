@@ -33,6 +33,12 @@ def num_factors(
     return sum(layer_factors(dims, lora, layer, layout or Layout()) for layer in chosen)
 
 
+def folder_bytes(dims: ModelDims, lora: LoraConfig) -> float:
+    """Size of a PEFT folder, which repeats factors that experts share."""
+    apart = lora.model_copy(update={"experts": "each"})
+    return float(FACTOR_BYTES * num_factors(dims, apart))
+
+
 def layer_factors(dims: ModelDims, lora: LoraConfig, layer: int, layout: Layout) -> int:
     width, tp = dims.hidden_size, layout.tp
     kv = dims.kv_dim // min(tp, dims.num_kv_heads)

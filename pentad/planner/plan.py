@@ -31,7 +31,7 @@ from pentad.core.sizes import (
 from pentad.engine.section import EngineSettings, ModelConfig
 from pentad.models.catalog import dims_of
 from pentad.models.towers import other_bytes
-from pentad.planner.adapters import FACTOR_BYTES, JOINED_SHARE, num_factors
+from pentad.planner.adapters import FACTOR_BYTES, JOINED_SHARE, folder_bytes, num_factors
 from pentad.planner.figures import Batch, Device, Files, RunPlan, SamplePlan, TrainPlan
 from pentad.planner.memory import (
     HOST_BYTES_PER_RANK,
@@ -472,12 +472,11 @@ def staged_bytes(config: Config, trainers: list[TrainPlan]) -> float:
 
 
 def exported_bytes(training: Training) -> float:
-    """Size of an HF folder, or of a PEFT folder, which repeats factors that experts share."""
+    """Size of an HF folder, or of a PEFT folder."""
     lora = training.model.lora
     if lora is None:
         return export_bytes(training.dims, training.compute_bytes)
-    apart = lora.model_copy(update={"experts": "each"})
-    return float(FACTOR_BYTES * num_factors(training.dims, apart))
+    return folder_bytes(training.dims, lora)
 
 
 def saved_tags(training: Training) -> int:

@@ -8,8 +8,11 @@ has no reward and its group is dropped: a failure of the judge is never a score.
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import json
+import logging
+import math
 import os
 import re
 import time
@@ -17,11 +20,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any
 
 from pentad.core.errors import Problem, UserError, one_line
-from pentad.core.folders import what_else
+from pentad.core.folders import parse_json, what_else
 from pentad.core.roles import Scored
 from pentad.core.types import Prompt, Sample
 from pentad.rewards.sandbox import JobFailed
@@ -33,6 +37,13 @@ FIRST_WAIT_S = 1.0
 """Seconds before a question is repeated; doubled each time."""
 MAX_VERDICT = 1 << 16
 """Maximum bytes of a line of the cache, which holds a digest and a number."""
+MAX_ANSWER_BYTES = 16 << 20
+PART_BYTES = 1 << 16
+
+FAILURES = (OSError, HTTPException, ValueError, LookupError, TypeError)
+"""What a call raises if the server cannot be reached, or answers with something else."""
+
+log = logging.getLogger(__name__)
 
 
 class JudgeFailed(Exception):
@@ -50,6 +61,8 @@ class Judge:
         self.asked: dict[str, asyncio.Task[float]] = {}
         self.threads = ThreadPoolExecutor(keys.max_concurrent, thread_name_prefix="judge")
         self.api_key = os.environ.get(keys.api_key_env, "") if keys.api_key_env else ""
+        self.is_told = False
+        """Whether it was logged that the cache cannot be written."""
 
     def start(self) -> None:
         """Reads the cached answers. Raises UserError."""
@@ -100,17 +113,29 @@ class Judge:
         value = await loop.run_in_executor(self.threads, self._ask_again, question)
         self.known[key] = value
         if self.keys.cache is not None:
-            line = json.dumps({"question": key, "value": value}) + "\n"
-            with Path(self.keys.cache).open("a") as file:
-                file.write(line)
+            self._append(Path(self.keys.cache), {"question": key, "value": value})
         return value
+
+    def _append(self, cache: Path, verdict: Mapping[str, Any]) -> None:
+        """Without room for a verdict the run keeps it in memory only, and the file whole lines."""
+        try:
+            with cache.open("ab", buffering=0) as file:
+                size, line = file.tell(), json.dumps(verdict).encode() + b"\n"
+                if file.write(line) < len(line):
+                    file.truncate(size)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            if not self.is_told:
+                rule = f"a verdict was not written ({error.strerror})"
+                log.warning("reward.judge.cache = %s: %s; a later run asks again", cache, rule)
+            self.is_told = True
 
     def _ask_again(self, question: str) -> float:
         """Runs in a thread."""
         for attempt in range(self.keys.max_retries + 1):
             try:
                 return self._ask(question)
-            except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            except FAILURES as error:
                 said = f"{type(error).__name__}: {error}"
                 if attempt < self.keys.max_retries:
                     time.sleep(FIRST_WAIT_S * 2**attempt)
@@ -129,12 +154,29 @@ class Judge:
             json.dumps(body).encode(),
             {"Content-Type": "application/json", "Authorization": f"Bearer {self.api_key}"},
         )
+        end = time.monotonic() + self.keys.timeout_s
         with urllib.request.urlopen(request, timeout=self.keys.timeout_s) as answer:
-            said = json.loads(answer.read())["choices"][0]["message"]["content"]
+            said = parse_json(self._read(answer, end))["choices"][0]["message"]["content"]
         numbers = NUMBER.findall(said)
         if not numbers:
             raise ValueError(f"its answer was {said[-80:]!r}, which has no number")
-        return float(numbers[-1]) / self.keys.scale
+        value = float(numbers[-1]) / self.keys.scale
+        if not math.isfinite(value):
+            raise ValueError("the number in its answer is too large for a reward")
+        return value
+
+    def _read(self, answer: HTTPResponse, end: float) -> bytes:
+        """The whole answer, of bounded size; `timeout` of urllib limits each wait for data only."""
+        data = bytearray()
+        while part := answer.read1(PART_BYTES):
+            data += part
+            if len(data) > MAX_ANSWER_BYTES:
+                raise ValueError(f"its answer is longer than {MAX_ANSWER_BYTES >> 20} MiB")
+            if time.monotonic() > end:
+                raise TimeoutError(f"its answer took longer than {self.keys.timeout_s:g} s")
+        if answer.length:
+            raise ConnectionError(f"its answer ended {answer.length} bytes too early")
+        return bytes(data)
 
     def close(self) -> None:
         self.threads.shutdown(wait=False, cancel_futures=True)

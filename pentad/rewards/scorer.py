@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -160,7 +161,7 @@ class RewardScorer:
         columns = await together(
             [f.judge(prompt, samples, max_retries=max_retries) for f in self.functions]
         )
-        combined = [self._combine(verdicts) for verdicts in zip(*columns, strict=True)]
+        combined = [_bounded(self._combine(verdicts)) for verdicts in zip(*columns, strict=True)]
         works = any(isinstance(verdict, Scored) for verdict in combined)
         return [replace(v, cause="unclear") if v is ABSTAINED and works else v for v in combined]
 
@@ -251,6 +252,14 @@ class RewardScorer:
             self.shown.add(failed.kind)
             rule = "the reward fails on an answer, which is scored"
             log.warning("prompt %d: %s %g (%s)", prompt.gid, rule, value, failed)
+
+
+def _bounded(verdict: Scored | JobFailed) -> Scored | JobFailed:
+    """Weights and sums can lead out of the range of floats."""
+    if isinstance(verdict, Scored) and not math.isfinite(verdict.value):
+        detail = f"with the weights of reward.weights its value is {verdict.value}"
+        return JobFailed("error", detail, "sample")
+    return verdict
 
 
 def part_names(functions: Sequence[RewardFunction]) -> list[str]:

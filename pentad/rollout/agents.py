@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import math
 from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
@@ -119,8 +118,8 @@ def give_reward(
         return
     parts: dict[str, float] = {}
     for part, value in (reward if isinstance(reward, Mapping) else {name: reward}).items():
-        if not isinstance(value, Real) or not math.isfinite(value):
-            rule = f"returned {reward!r}; {part} = {value!r} is not a finite number"
+        if not isinstance(value, Real):
+            rule = f"returned {reward!r}; {part} = {value!r} is not a number"
             remedy = "return a number, a dict of numbers, or None"
             raise UserError(Problem(where, rule, remedy))
         parts[str(part)] = float(value)

@@ -126,9 +126,15 @@ def read_tool_call(call: str, names: Collection[str]) -> tuple[str, dict[str, An
         name, arguments = wanted["name"], wanted["arguments"]
     except (ValueError, KeyError, TypeError, RecursionError):
         name, arguments = None, None
-    if name not in names or not isinstance(arguments, dict):
+    if not isinstance(name, str) or name not in names or not isinstance(arguments, dict):
         raise ValueError(f"error: give a name of {sorted(names)} and arguments, as JSON")
     return name, arguments
+
+
+def as_text(value: object) -> str:
+    """Text that a tokenizer can encode: halves of surrogate pairs, which JSON may contain, are
+    replaced."""
+    return str(value).encode(errors="replace").decode()
 
 
 class ToolEnvironment:
@@ -162,8 +168,8 @@ class ToolEnvironment:
         except ValueError as error:
             return str(error)
         try:
-            return await self.tools[name](**arguments)
+            return as_text(await self.tools[name](**arguments))
         except (InfraFailure, DataFailure):
             raise
         except Exception as failure:
-            return f"error: {type(failure).__name__}: {failure}"
+            return as_text(f"error: {type(failure).__name__}: {failure}")

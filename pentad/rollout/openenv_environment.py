@@ -14,6 +14,8 @@ from urllib.request import urlopen
 
 from websockets.sync.client import ClientConnection, connect
 
+from pentad.core.folders import parse_json
+
 TIMEOUT_S = 60.0
 MAX_BYTES = 16 << 20
 FULL, NO_ACTION = "CAPACITY_REACHED", "VALIDATION_ERROR"
@@ -30,7 +32,7 @@ class OpenEnvEnvironment:
     def __init__(self, target: str) -> None:
         self._address = target.rstrip("/")
         with urlopen(f"{self._address}/schema", timeout=TIMEOUT_S) as answer:
-            action = json.load(answer)["action"]
+            action = parse_json(answer.read(MAX_BYTES))["action"]
         self._properties = {**action.get("properties", {})}
         self._properties.pop("metadata", None)
         self._socket: ClientConnection | None = None
@@ -76,7 +78,7 @@ class OpenEnvEnvironment:
         ValueError if there is none."""
         if [one.get("type") for one in self._properties.values()] == ["string"]:
             return dict.fromkeys(self._properties, text)
-        found = json.loads(text[text.index("{") : text.rindex("}") + 1])
+        found = parse_json(text[text.index("{") : text.rindex("}") + 1].encode())
         if not isinstance(found, dict):
             raise ValueError("an action is a JSON object")
         return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -408,6 +409,8 @@ class Attempts:
             said = self.said[index] = Said(self.sampler)
             try:
                 found = await contained(episode(index, said))
+                samples = [found] if isinstance(found, Sample) else found
+                check_finite(samples)
             except Exception as error:
                 cause = first_cause(error)
                 # Errors of the run and of its machinery are no doing of an answer.
@@ -419,7 +422,7 @@ class Attempts:
                     raise
             else:
                 self.failed.pop(index, None)
-                return [found] if isinstance(found, Sample) else found
+                return samples
         return []
 
     def _give_up(self, index: int) -> None:
@@ -464,6 +467,15 @@ class Attempts:
                 task.cancelled() or task.exception()  # asked for, so that asyncio reports none
             if stubborn:
                 log.warning("prompt %d: an episode does not end; it is left", self.prompt.gid)
+
+
+def check_finite(samples: Sequence[Sample]) -> None:
+    """A reward that is computed from an answer can be any number that the answer holds."""
+    for sample in samples:
+        parts = {"reward": sample.reward or 0.0, **sample.reward_parts}
+        wrong = [f"{name} = {value}" for name, value in parts.items() if not math.isfinite(value)]
+        if wrong:
+            raise ValueError(f"the episode's {wrong[0]} is not a finite number")
 
 
 class MultiTurn(Episodes):

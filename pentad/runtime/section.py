@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from pentad.core.machine import GpuQueryError, find_gpus
-from pentad.core.section import Count, Positive, Section
+from pentad.core.section import Positive, Section
+
+Few = Annotated[int, Field(ge=1, le=100_000)]
+"""A number of machines, or of what is on one: placement looks at each."""
 
 
 class ClusterConfig(Section):
-    n_nodes: Count = 1
+    n_nodes: Few = 1
     """Machines the run may use."""
-    n_gpus_per_node: Count | None = None
+    n_gpus_per_node: Few | None = None
     """Devices on each machine. null: the number found (one on a machine without a GPU)."""
-    n_cpus_per_node: Count | None = None
+    n_cpus_per_node: Few | None = None
     """CPU cores that a Slurm job requests on each machine. null: the whole machine
     (--exclusive)."""
     memory_gb_per_node: Positive | None = None

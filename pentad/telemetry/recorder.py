@@ -24,7 +24,7 @@ from pentad.telemetry.runfolder import RunFolder
 from pentad.telemetry.samples import pick_samples
 from pentad.telemetry.screen import Screen
 from pentad.telemetry.sinks import BackgroundSink
-from pentad.telemetry.steps import LineWriter, read_lines, supersede
+from pentad.telemetry.steps import LineWriter, read_lines, reading_records, supersede
 from pentad.telemetry.timeline import gates_of, timeline
 
 if TYPE_CHECKING:
@@ -129,19 +129,23 @@ class Recorder:
             self._open_files()
             records = read_lines(self.folder.file("steps.jsonl"))
             evals = read_lines(self.folder.file("evals.jsonl"))
-            known = [e["version"] for record in records for e in record.get("evals") or ()]
-            self._new_evals = [line for line in evals if line["version"] not in known]
-            self._effective = {}
-            for record in records:
-                note_effective(record, self._effective)
-            if records:
-                self._first = signs_of(records[0])
-                self._recent = [signs_of(record) for record in records[-RECORDS_KEPT:]]
+            with reading_records(self.folder.file("steps.jsonl")):
+                self._remember(records, evals)
             if self.generation:
                 for sink in self.sinks:
                     sink.resume(step)
             self._show(lambda screen: screen.resume(records, evals))
             return len(redone)
+
+    def _remember(self, records: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) -> None:
+        known = [e["version"] for record in records for e in record.get("evals") or ()]
+        self._new_evals = [line for line in evals if line["version"] not in known]
+        self._effective = {}
+        for record in records:
+            note_effective(record, self._effective)
+        if records:
+            self._first = signs_of(records[0])
+            self._recent = [signs_of(record) for record in records[-RECORDS_KEPT:]]
 
     def evaluated(self) -> set[int]:
         """The versions in evals.jsonl."""

@@ -11,13 +11,14 @@ import datetime
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pentad
-from pentad.core.errors import FULL, Problem, RunError, UserError, may_pass
+from pentad.core.errors import FULL, Problem, RunError, UserError, may_pass, raise_problems
 from pentad.core.files import write_atomic
-from pentad.core.folders import open_file
+from pentad.core.folders import open_file, what_else
 from pentad.core.lock import NAME, FolderLock
 from pentad.core.machine import user_name
 from pentad.telemetry import host
@@ -191,6 +192,7 @@ def open_run_folder(
     try:
         if fresh:
             set_aside([path] if exports is None else [exports, path])
+        _check_plain(path)
         manifest = _read_manifest(path)
         changes = accept(manifest["config"]) if manifest and accept else []
         if not resumes:
@@ -231,6 +233,17 @@ def _unwritable(path: Path, error: OSError) -> UserError | RunError:
     remedy = "set fileroot to a folder you may write to, with free space"
     rule = f"cannot be written ({error.strerror})"
     return UserError(Problem(f"run folder = {path}", rule, remedy))
+
+
+def _check_plain(path: Path) -> None:
+    """Refuses what a run would wait for, or write to without end, in the place of a record."""
+    problems = []
+    for name in (name for name in FILES if not name.endswith("/")):
+        with suppress(OSError):  # of a file that cannot be looked at its reader says why
+            if other := what_else(path / name):
+                remedy = "remove it, or choose another trial_name"
+                problems.append(Problem(str(path / name), f"{other}, not a file", remedy))
+    raise_problems(problems)
 
 
 def _read_manifest(path: Path) -> dict[str, Any] | None:

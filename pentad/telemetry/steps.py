@@ -12,11 +12,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pentad.core.errors import Problem, UserError
 from pentad.core.files import write_atomic
+from pentad.core.folders import parse_json
+
+KEYS = ("step", "version")
+"""Every line has one of them, a whole number."""
+EDITED = "was it edited? Without the line the run can continue"
 
 
 class LineWriter:
@@ -24,9 +30,13 @@ class LineWriter:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        self.size = _whole_bytes(path)
-        os.ftruncate(self.file, self.size)
+        self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self.size = _whole_bytes(path)
+            os.ftruncate(self.file, self.size)
+        except BaseException:
+            self.close()
+            raise
 
     def append(self, value: Mapping[str, Any]) -> None:
         line = (json.dumps(value, allow_nan=False) + "\n").encode()
@@ -44,7 +54,10 @@ class LineWriter:
         os.fsync(self.file)
 
     def close(self) -> None:
-        os.close(self.file)
+        """A second call does nothing: the number may belong to another file by then."""
+        file, self.file = self.file, -1
+        if file >= 0:
+            os.close(file)
 
 
 def read_lines(path: Path, *, superseded: bool = False) -> list[dict[str, Any]]:
@@ -56,7 +69,8 @@ def read_lines(path: Path, *, superseded: bool = False) -> list[dict[str, Any]]:
 def supersede(path: Path, *, after: int, key: str = "step") -> set[int]:
     """Marks the lines beyond step (or version) `after`, which a resumed run repeats; returns them.
     For a file that no writer has open."""
-    redone = {line[key] for line in read_lines(path) if line[key] > after}
+    with reading_records(path):
+        redone = {line[key] for line in read_lines(path) if line[key] > after}
     if not redone:
         return redone
     marked = (line | ({"superseded": True} if line[key] > after else {}) for line in _lines(path))
@@ -71,11 +85,25 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 return
+            where = f"{path}:{number}"
             try:
-                yield json.loads(line)
+                value = parse_json(line)
             except ValueError as error:
-                where = f"{path}:{number}"
-                raise UserError(Problem(where, "not JSON", "was it edited?")) from error
+                raise UserError(Problem(where, "not JSON", EDITED)) from error
+            if not isinstance(value, dict) or not any(type(value.get(key)) is int for key in KEYS):
+                raise UserError(Problem(where, "no record of a run", EDITED))
+            yield value
+
+
+@contextmanager
+def reading_records(path: Path) -> Iterator[None]:
+    """While active, fields of records are read: a missing one, or one of another type, is bad
+    input."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError) as error:
+        rule = f"a record lacks what a run writes ({type(error).__name__}: {error})"
+        raise UserError(Problem(str(path), rule, EDITED)) from error
 
 
 def _whole_bytes(path: Path) -> int:

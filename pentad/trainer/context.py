@@ -37,6 +37,7 @@ from pentad.core.machine import GIB, host_memory
 from pentad.core.seeds import seed_globals
 from pentad.core.sizes import PROCESS_BYTES, RunSize, export_bytes
 from pentad.engine.flops import detect_peak_tflops
+from pentad.planner.adapters import folder_bytes
 from pentad.planner.figures import Device
 from pentad.planner.remedies import saves_beside
 from pentad.rl.health import find_alarms
@@ -303,8 +304,12 @@ def writes_beside(config: Config, device: torch.device, layout: Layout) -> bool:
 
 
 def export_size(config: Config, dims: ModelDims, device: torch.device) -> float:
-    """Bytes of one HF folder; 0 where the dimensions are not known."""
-    return export_bytes(dims, config.actor.bytes_on(kind_of(device))) if dims.is_whole else 0.0
+    """Bytes of one HF folder, or of one PEFT folder; 0 where the dimensions are not known."""
+    if not dims.is_whole:
+        return 0.0
+    if config.actor.lora is not None:
+        return folder_bytes(dims, config.actor.lora)
+    return export_bytes(dims, config.actor.bytes_on(kind_of(device)))
 
 
 def start_screen(title: str, num_steps: int) -> Screen | None:

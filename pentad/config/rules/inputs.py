@@ -154,6 +154,13 @@ def _data_path(key: str, path: str) -> Problem | None:
 
 
 @RULES.add(commands=("eval",))
+def servers_to_evaluate_have_addresses(config: Config) -> Iterator[Problem]:
+    for address in config.rollout.server.addresses:
+        if rule := url_problem(address):
+            yield Problem(f"rollout.server.addresses = {address}", rule, "give http://HOST:PORT")
+
+
+@RULES.add(commands=("eval",))
 def several_answers_differ(config: Config) -> Problem | None:
     evaluator = config.evaluator
     if evaluator.n_samples == 1 or evaluator.temperature > 0:
@@ -177,9 +184,9 @@ def model_files_can_be_found(config: Config) -> Iterator[Problem]:
             yield from error.as_problems()
 
 
-def url_problem(url: str) -> str | None:
-    """The rule that the address of a server breaks, if any. A port beyond the range would be taken
-    modulo 65,536."""
+def url_problem(url: str) -> str:
+    """The rule that the address of a server breaks, or an empty text. A port beyond the range would
+    be taken modulo 65,536."""
     try:
         parts = urlsplit(url)
         is_whole = parts.scheme in ("http", "https") and bool(parts.hostname)
@@ -188,7 +195,7 @@ def url_problem(url: str) -> str | None:
         return f"is not an address ({error})"
     if not is_whole:
         return "is not an address http://HOST:PORT or https://..."
-    return "0 is not a port (1 to 65535)" if port == 0 else None
+    return "0 is not a port (1 to 65535)" if port == 0 else ""
 
 
 def part_problem(key: str, name: str | None, known: tuple[str, ...], remedy: str) -> Problem | None:

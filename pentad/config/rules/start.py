@@ -178,12 +178,11 @@ def too_many_ranks(world: int) -> str | None:
     return f"starts {world} processes here, and {room} hold at most {most}"
 
 
-@RULES.add(commands=("train",))
+@RULES.add(commands=("train", "sft"))
 def the_saved_model_has_room(config: Config, facts: RunFacts) -> list[Problem]:
     dims = known_dims(config.actor.path)
-    if dims is None or not facts.samples(config):
-        return []
-    return disk_problems(config, dims, facts.kind)
+    saves_all = config.only != "rollout" and config.actor.lora is None  # an adapter is small
+    return disk_problems(config, dims, facts.kind) if dims is not None and saves_all else []
 
 
 def disk_problems(config: Config, dims: ModelDims, kind: DeviceKind) -> list[Problem]:

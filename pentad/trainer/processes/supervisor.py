@@ -40,7 +40,7 @@ from pentad.runtime.roles import BEAT_S, RoleSpec
 from pentad.runtime.slots import Slots
 from pentad.runtime.standby import IMPORTED_LATE, StandbyPool
 from pentad.telemetry.log import NOTICE, log_to
-from pentad.telemetry.steps import read_lines
+from pentad.telemetry.steps import read_lines, reading_records
 from pentad.trainer.context import RunSummary, noted_end
 from pentad.trainer.learner_client import Carrier
 from pentad.trainer.preflight import kind_of
@@ -399,8 +399,9 @@ def first_line(error: Exception) -> str:
 
 def step_under_way(config: Config) -> int:
     """The step in progress: the one after the last recorded step."""
-    lines = read_lines(config.run_path / "steps.jsonl")
-    return max((line["step"] for line in lines), default=0) + 1
+    path = config.run_path / "steps.jsonl"
+    with reading_records(path):
+        return max((line["step"] for line in read_lines(path)), default=0) + 1
 
 
 def newest_step(config: Config) -> int:

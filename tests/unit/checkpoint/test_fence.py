@@ -1,12 +1,14 @@
 """A writer of an earlier generation is refused, whenever it comes."""
 
+import os
+
 import pytest
 
 from pentad.checkpoint import job as jobs
 from pentad.checkpoint.fence import raise_fence, read_fence
 from pentad.checkpoint.folders import find_checkpoints, info_folder
 from pentad.checkpoint.job import CommitJob, FileSpec, Piece, WriteJob, run_job
-from pentad.core.errors import RunError
+from pentad.core.errors import RunError, UserError
 
 
 def write_job(root, text, generation):
@@ -34,6 +36,19 @@ def test_a_late_writer_is_refused_and_the_next_generation_commits(tmp_path):
     (found,) = find_checkpoints(tmp_path, report=print)
     path = tmp_path / "default/recover_checkpoint/globalstep3/x"
     assert found.step == 3 and path.read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"two", b"-3", "²".encode(), b"[" * 10_000])
+def test_a_number_that_cannot_be_read_is_none(tmp_path, data):
+    (tmp_path / ".generation").write_bytes(data)
+    assert read_fence(tmp_path) == 0 and raise_fence(tmp_path) == 2
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_in_place_of_the_number_is_not_waited_for(tmp_path, make):
+    make(tmp_path / ".generation")
+    with pytest.raises(UserError, match=r"\.generation: is a .*not a file"):
+        read_fence(tmp_path)
 
 
 def test_a_commit_that_is_overtaken_just_before_its_mark_leaves_none(tmp_path, monkeypatch):

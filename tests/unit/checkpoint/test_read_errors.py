@@ -79,6 +79,45 @@ def test_every_mark_and_folder_times_every_error(root: Path, reader: str, place:
     assert tree(root) == before
 
 
+LINKS = ("recover_info", INFO, f"{INFO}/COMMIT", f"{INFO}/manifest.json", f"{INFO}/step_info.json")
+
+
+@pytest.mark.parametrize("reader", ["find", "sweep", "read"])
+@pytest.mark.parametrize(
+    "place", [*LINKS, "default", "default/recover_checkpoint", STATE, f"{STATE}/__RANK_0.distcp"]
+)
+def test_a_link_to_a_disk_that_is_not_there_is_no_damage(root: Path, reader: str, place: str):
+    elsewhere = root.parent / "disk"
+    at = root / place
+    if not at.exists():  # its name has the rank
+        at = next(at.parent.glob("*.distcp"), None) or next(at.parent.iterdir())
+    at.rename(elsewhere)
+    at.symlink_to(elsewhere)
+    whole = [one.step for one in find_checkpoints(root)]
+    elsewhere.rename(away := root.parent / "away")
+    before = tree(root)
+
+    def read() -> None:
+        READERS[reader][0](root)
+        for one in find_checkpoints(root):
+            for path in one.manifest.files:
+                read_file(one, path)
+
+    with pytest.raises(Unreadable, match="a link to nowhere.*no checkpoint was changed"):
+        read()
+    assert tree(root) == before
+    away.rename(elsewhere)
+    assert [one.step for one in find_checkpoints(root)] == whole == [2, 1]
+    read()
+
+
+def test_a_link_to_a_model_that_was_removed_is_nothing_to_a_start(root: Path):
+    (root / "latest").symlink_to("default/epoch0epochstep0globalstep0")
+    (root / "default/best").symlink_to("epoch0epochstep0globalstep0")
+    sweep_uncommitted(root)
+    assert [one.step for one in find_checkpoints(root)] == [2, 1]
+
+
 @pytest.mark.parametrize("name", ERRORS)
 @pytest.mark.parametrize("path", [f"{INFO}/step_info.json", f"{STATE}/.metadata"])
 def test_every_small_file_times_every_error(root: Path, path: str, name: str):

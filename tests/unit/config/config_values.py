@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
 from pentad.config.schema import Config
-from pentad.core.section import Section, bounds_of
+from pentad.core.section import MAX_FLOAT, Section, bounds_of
 
 WORDS = st.sampled_from(["x", "on", "1e-6", "0010", "models/q wen", "${seed}", "a: b", "#", "null"])
 
@@ -42,8 +42,8 @@ def _values(annotation, metadata) -> st.SearchStrategy:
     low, high = bound.get("ge", bound.get("gt")), bound.get("le", bound.get("lt"))
     if annotation is float:
         return st.floats(
-            low,
-            high,
+            -MAX_FLOAT if low is None else low,
+            MAX_FLOAT if high is None else high,
             exclude_min="gt" in bound,
             exclude_max="lt" in bound,
             allow_nan=False,

@@ -11,6 +11,7 @@ from pentad.config.other_systems import SPELLED
 from pentad.config.resolve import resolve
 from pentad.config.schema import Config
 from pentad.core.errors import UserError
+from pentad.core.section import leaves
 from pentad.planner.prepare import prepare
 
 LISTED = "rollout.workflows."
@@ -304,6 +305,24 @@ def test_half_a_character_is_refused_and_can_be_printed(tmp_path):
     (problem,) = read_config(None, ["seed=b\udcff"]).problems
     assert 'override "seed=b\\udcff": the value is not YAML' in str(problem)
     assert "\n" not in str(problem) and str(problem).encode()
+
+
+@pytest.mark.parametrize("value", ["1e39", "1e308", "-1e39"])
+def test_no_key_takes_a_number_beyond_float32(value):
+    """torch refuses such a number in the middle of a step, or makes it infinite."""
+    plain = {key: set(leaves(field.annotation)) for key, field in fields().items()}
+    keys = [key for key, types in plain.items() if float in types and str not in types]
+    keys = [key for key in keys if not key.startswith("rollout.workflows.")]  # named blocks
+    assert len(keys) > 50
+    found = {
+        str(problem).partition(" = ")[0]
+        for problem in read_config(None, [f"{key}={value}" for key in keys]).problems
+        if "must be" in str(problem)
+    }
+    assert found == set(keys)
+    assert read_config(None, ["reward.fn=[math, code]", f"reward.weights=[1, {value}]"]).problems
+    (problem,) = read_config(None, ["algorithm.eps_clip=1e308"]).problems
+    assert "numbers are at most 3.4e+38, as in float32" in str(problem)
 
 
 def test_numbers_that_fit_nowhere_are_refused():

@@ -259,6 +259,26 @@ def test_a_run_has_room_for_the_model_it_saves(monkeypatch):
     assert disk_problems(config_of(), TINY, "cpu") == []
 
 
+@pytest.mark.parametrize(
+    ("command", "words", "is_refused"),
+    [
+        ("train", ["reward.fn=exact_match"], True),
+        ("train", ["reward.fn=exact_match", "actor.lora.rank=1"], False),
+        ("train", ["allocation_mode=embedded:d1", "only=rollout"], False),
+        *((command, [], True) for command in ("sft", "pretrain", "dpo", "reward-model")),
+        ("sft", ["actor.lora.rank=1"], False),
+    ],
+)
+def test_every_run_that_saves_a_model_needs_room_for_it(
+    monkeypatch, tmp_path, command, words, is_refused
+):
+    folder = write_model(tmp_path / "m")
+    monkeypatch.setattr(start_rules, "free_disk", lambda folder: (1, "/disk"))
+    config = config_of(f"actor.path={folder}", *words)
+    found = start_rules.RULES.problems(config, start_facts("cpu", command))
+    assert any("the saved model takes" in one.rule for one in found) == is_refused, found
+
+
 def write_model(folder, **changes):
     hf = {
         "model_type": "qwen3",

@@ -1,7 +1,9 @@
 """`pentad eval` as people use it, on a tiny model; every figure found again in its answers."""
 
 import json
+import os
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 
 import pyarrow
@@ -76,6 +78,25 @@ def test_accuracy_is_the_share_of_rows_whose_answer_is_the_models_own(model, dat
     assert found["accuracy_low"] == pytest.approx(0.3968, abs=1e-4)  # Wilson at 7 of 10
     assert found["accuracy_high"] == pytest.approx(0.8922, abs=1e-4)
     assert found["no_majority"] == "one answer a prompt"
+
+
+def test_answers_go_through_a_pipe_or_a_link_and_replace_neither(model, data, tmp_path):
+    file, link, pipe = (tmp_path / name for name in ("file", "link", "pipe"))
+    link.symlink_to(file.name)
+    os.mkfifo(pipe)
+    common = [model, "--data", data, "--reward", "numeric", "--max-new-tokens", 2, "--limit", 2]
+    figures(*common, "--out", link)
+    with ThreadPoolExecutor(1) as pool:
+        text = pool.submit(pipe.read_text)
+        figures(*common, "--out", pipe)
+        assert text.result(timeout=20) == file.read_text() and len(lines(file)) == 2
+    assert link.is_symlink() and pipe.is_fifo() and file.is_file()
+    full = tmp_path / "full"
+    full.symlink_to("/dev/full")
+    done = pentad(*common, "--out", full)
+    assert done.exit_code == 1 and f"No space left on device: '{full}'" in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full", "link", "pipe"]
+    assert full.is_char_device()
 
 
 def test_every_figure_follows_from_the_answers_written(model, data, tmp_path):

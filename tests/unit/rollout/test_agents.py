@@ -359,14 +359,14 @@ def test_an_answer_that_a_program_hangs_at_does_not_drop_its_group(lab):
     assert all(sample.given_text for sample in samples)
 
 
-@pytest.mark.parametrize("reward", ["much", float("nan"), {"a": None}])
+@pytest.mark.parametrize("reward", ["much", {"a": None}])
 def test_a_reward_that_is_no_number_stops_the_run(lab, reward):
     async def judged(base_url, api_key, model):
         client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
         await client.completions.create(model=model, prompt="a")
         return reward
 
-    with pytest.raises(UserError, match="is not a finite number"):
+    with pytest.raises(UserError, match="is not a number"):
         lab.run(judged)
 
 

@@ -211,3 +211,34 @@ def test_an_episode_that_swallows_its_cancellation_is_left_behind(roll, monkeypa
     kept = roll(Own(hangs_on), deadline_s=0.5)
     assert [one.reward_parts for one in kept] == [{}, LATE, {}, {}]
     assert "does not end" in caplog.text
+
+
+class Paying(Own):
+    """Gives rewards by itself: one of them is no number that can be trained."""
+
+    def __init__(self, reward, parts) -> None:
+        super().__init__(passes)
+        self.pay = reward, parts
+
+    async def episode(self, prompt, index, sampler, context):
+        sample = await super().episode(prompt, index, sampler, context)
+        sample.reward, sample.reward_parts = self.pay if index == BAD else (float(index), {})
+        return sample
+
+
+@pytest.mark.parametrize(
+    ("reward", "parts"),
+    [
+        (float("nan"), {}),
+        (float("inf"), {}),
+        (float("-inf"), {"a": 1.0}),
+        (1.0, {"a": float("nan")}),
+        (None, {"a": 10**400}),
+    ],
+)
+def test_a_reward_that_is_not_finite_counts_against_its_sample(roll, reward, parts):
+    kept = roll(Paying(reward, parts))
+    assert [one.reward_parts for one in kept] == [{}, RAISED, {}, {}]
+    assert [one.reward for one in kept if one.reward_parts == {}] == pytest.approx(
+        [one.reward for i, one in enumerate(roll(Own(passes))) if i != BAD]
+    )

@@ -1,6 +1,7 @@
 """Workflows: the arrays of a sample are exactly what was sampled and what was given."""
 
 import asyncio
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -241,6 +242,33 @@ def test_tools_are_called_and_their_failures_told(plain_tokenizer):
     assert "give a name of ['add']" in step('<tool_call>{"name": "sub"}</tool_call>').observation
     wrong = '<tool_call>{"name": "add", "arguments": {"c": 2}}</tool_call>'
     assert step(wrong).observation.startswith("error: TypeError")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        (["echo"], "x", "error: give a name"),
+        ({}, "x", "error: give a name"),
+        (None, "x", "error: give a name"),
+        ("echo", 5, "5"),
+        ("echo", None, "None"),
+        ("echo", float("inf"), "inf"),
+        ("echo", "a\ud800b", "a?b"),
+        ("raises", "a\ud800b", "error: LookupError: a?b"),
+    ],
+)
+def test_any_call_is_answered_by_text_that_can_be_encoded(plain_tokenizer, name, text, said):
+    async def echo(text):
+        return text
+
+    async def raises(text):
+        raise LookupError(text)
+
+    environment = ToolEnvironment({"echo": echo, "raises": raises})
+    call = json.dumps({"name": name, "arguments": {"text": text}})
+    step = asyncio.run(environment.step(f"<tool_call>{call}</tool_call>"))
+    assert step.observation.startswith(said) and not step.is_done
+    plain_tokenizer.encode(step.observation)
 
 
 def test_a_workflow_of_ones_own_is_loaded_by_path(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pentad.core.errors import RunError
+from pentad.core.errors import RunError, UserError
 from pentad.core.types import Group, Prompt, Sample
 from pentad.rl.health import find_alarms
 from pentad.telemetry.log import ScreenHandler, log_to
@@ -307,3 +307,14 @@ def test_a_log_on_a_full_disk_is_one_line_and_hides_no_failure(capsys):
         raise RunError("the cause")
     shown = capsys.readouterr().err
     assert shown.count("\n") == 1 and "/dev/full cannot be written" in shown
+
+
+def test_a_start_that_ends_at_a_bad_record_closes_no_file_of_others(folder):
+    folder.file("steps.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    recorder = Recorder(folder)
+    with pytest.raises(UserError, match="steps.jsonl: a record lacks what a run writes"):
+        recorder.resume(2)
+    others = [os.open("/dev/null", os.O_RDONLY) for _ in range(8)]
+    recorder.close()
+    for other in others:
+        os.close(other)

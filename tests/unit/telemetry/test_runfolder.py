@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pentad.core.errors import RunError, UserError
-from pentad.core.lock import FolderLock
+from pentad.core.lock import NAME, FolderLock
 from pentad.telemetry.host import git_state, hardware, rss_gb, versions
 from pentad.telemetry.runfolder import FILES, describe_start, file_table, open_run_folder, run_path
 from pentad.telemetry.steps import LineWriter, read_lines
@@ -259,6 +259,26 @@ def test_a_file_in_the_way_is_refused(tmp_path):
     (tmp_path / "x").write_text("")
     with pytest.raises(UserError, match="cannot be written .(File exists|Not a directory)"):
         open_folder(tmp_path / "x")
+
+
+KINDS = {
+    "a pipe": os.mkfifo,
+    "a folder": os.mkdir,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_file_in_the_place_of_a_record_is_refused(tmp_path, kind):
+    names = [name for name in FILES if not name.endswith("/") and name != NAME]
+    for name in names:
+        KINDS[kind](tmp_path / name)
+    with pytest.raises(UserError) as raised:
+        open_folder(tmp_path, resumes=True)
+    said = [str(problem) for problem in raised.value.problems]
+    assert len(said) == len(names) >= 10
+    for name, one in zip(names, said, strict=True):
+        assert one.startswith(f"{tmp_path / name}: is a ") and "not a file" in one
 
 
 def test_a_foreign_manifest_is_refused(tmp_path):

@@ -44,6 +44,36 @@ def test_a_broken_line_inside_is_an_error_with_its_number(tmp_path):
         read_lines(path)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("[1]", '"x"', "1", "null", "{}", '{"step": "2"}', '{"step": null}', '{"step": 1.5}'),
+        *('{"step": NaN}', '{"step": true}', '{"version": []}', "[" * 100_000, "9" * 5000),
+    ],
+)
+def test_a_line_that_is_no_record_is_bad_input_with_its_number(tmp_path, line):
+    path = tmp_path / "steps.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n')
+    with pytest.raises(UserError, match=r"steps.jsonl:2: no.*Without the line the run can"):
+        read_lines(path)
+    with pytest.raises(UserError):
+        supersede(path, after=0)
+    path.write_text('{"version": 1}\n')
+    with pytest.raises(UserError, match="a record lacks what a run writes.*'step'"):
+        supersede(path, after=0)
+
+
+def test_a_file_is_closed_once(tmp_path):
+    writer = LineWriter(tmp_path / "steps.jsonl")
+    number = writer.file
+    writer.close()
+    other = os.open(tmp_path / "other", os.O_CREAT | os.O_RDWR)
+    assert other == number, "the next file gets the number"
+    writer.close()
+    os.write(other, b"x")
+    os.close(other)
+
+
 def test_no_file_means_no_records(tmp_path):
     assert read_lines(tmp_path / "steps.jsonl") == []
 
