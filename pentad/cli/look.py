@@ -22,9 +22,11 @@ BOOT = (
     "from pentad.trainer.look import main; main()"
 )
 TIMEOUT_S = 120.0
-READ = ("train_dataset", "valid_dataset", "actor.path", "template_args", "reward", "rollout")
-READ += ("gconfig.max_new_tokens", "gconfig.stop_token_ids", "evaluator.max_new_tokens")
-READ += ("model_files", "preference", "allocation_mode", "only", "use_streaming_dataset")
+READ = (
+    *("train_dataset", "valid_dataset", "actor.path", "template_args", "reward", "rollout"),
+    *("gconfig.max_new_tokens", "gconfig.stop_token_ids", "evaluator.max_new_tokens"),
+    *("model_files", "preference", "allocation_mode", "only", "use_streaming_dataset"),
+)
 """Keys that the check depends on: while one of them is wrong, it is left out."""
 
 

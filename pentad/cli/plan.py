@@ -77,6 +77,7 @@ def run_plan(
         looked = looking.result()
     raise_problems(looked.problems)
     if plan is None:
+        assert reason is not None, "else there is a plan"
         show_places(config, [*notes, *looked.notes, reason], looked, as_json)
         return 0
     plan.notes += [note for note in looked.notes if note not in plan.notes]
@@ -152,8 +153,8 @@ def show_places(config: Config, notes: list[str], looked: Looked, as_json: bool)
     if as_json:
         parts = [dict(zip(("role", "component", "devices"), row, strict=True)) for row in rows]
         processes = [asdict(one) for one in found.processes]
-        known = {"components": parts, "processes": processes, "memory": None, "notes": notes}
-        known["inputs"] = looked.as_json()
+        known: dict[str, Any] = {"components": parts, "processes": processes, "memory": None}
+        known |= {"inputs": looked.as_json(), "notes": notes}
         print(json.dumps(known, indent=2))
         return
     print(f"{config.actor.path}: {allocation.num_devices} devices, {config.allocation_mode}")

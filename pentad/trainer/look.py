@@ -12,6 +12,7 @@ import pickle
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -130,12 +131,10 @@ def look(config: Config) -> Look:
 
 def open_reader(config: Config, dims: ModelDims | None, found: Look) -> RowReader | None:
     """Reads rows with the actor's tokenizer if it is here, else with one that accepts any text."""
-    folder = Path(config.model_folder()).expanduser()
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        what = "rows are read without lengths and chat template"
-        found.not_read.append(
-            f"the tokenizer of actor.path = {config.actor.path} is not on this machine: {what}"
-        )
+    folder = Path(config.actor.path or "").expanduser()
+    if config.actor.path is None or not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        place = f"the tokenizer of actor.path = {config.actor.path} is not on this machine"
+        found.not_read.append(f"{place}: rows are read without lengths and chat template")
         found.is_without_tokenizer = True
         return RowReader(None, any_tokenizer(folder), FIRST_ROWS)
     tokenizer = found.checks.attempt(lambda: tokenizer_of(config))
@@ -174,7 +173,7 @@ def read_examples(task: str, config: Config, reader: RowReader, found: Look) -> 
         if task == "pretrain" and (why := why_not_tokenised(data.path, reader)):
             found.not_read.append(f"{key}.path = {data.path}: {why}")
             continue
-        opened = found.checks.attempt(lambda part=part: open_examples(task, config, part, reader))
+        opened = found.checks.attempt(partial(open_examples, task, config, part, reader))
         if opened is not None:
             found.add_notes(opened)
             text = opened.summary()
