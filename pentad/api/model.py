@@ -20,7 +20,7 @@ from pentad.infer.section import SamplerSettings
 from pentad.models.families import dims_of
 from pentad.planner.hub import local_model
 from pentad.planner.prepare import prepare
-from pentad.trainer.preflight import vocabulary_problems
+from pentad.trainer.inputs import vocabulary_problems
 from pentad.trainer.sampling.evaluate import check_eval, run_eval
 
 T = TypeVar("T")

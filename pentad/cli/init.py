@@ -6,11 +6,14 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import typer
@@ -20,7 +23,12 @@ from pentad.core.hub import HUB_NAME
 from pentad.core.machine import find_gpus
 
 TINY = "tiny"
-NUM_TRAIN, NUM_VALID = 512, 64
+NUM_TRAIN, NUM_VALID, NUM_WARM = 2048, 128, 1024
+WARM_STEPS = 50
+"""Steps of supervised fine-tuning of the tiny model, so that some answers are right."""
+NUM_TRIES = 20
+REAL_ROWS = 512
+"""Rows that a run of a larger model trains on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +41,33 @@ class FirstTask:
     keys: tuple[str, ...]
     file: str = ""
     command: str = "train"
+    warm: Callable[[random.Random], dict[str, Any]] | None = None
+    """Makes a row of the tiny model's warm-up; None: it starts from random weights."""
+    tiny_batch: int = 16
+    """Prompts a step of the tiny model."""
+    tiny_steps: int = 64
+    tiny_caution: str = ""
+    """Why the tiny model does not learn the task, and what to do."""
+
+
+def _digits(rng: random.Random) -> dict[str, Any]:
+    digits = "".join(rng.choices("0123456789", k=5))
+    return {"prompt": f"Sort the digits of {digits}: ", "answer": "".join(sorted(digits))}
+
+
+def _answered(draw: Callable[[random.Random], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """The same rows with their answers as responses, for supervised fine-tuning."""
+
+    def row(rng: random.Random) -> dict[str, Any]:
+        drawn = draw(rng)
+        return {"prompt": drawn["prompt"], "response": drawn["answer"]}
+
+    return row
 
 
 def _sum(rng: random.Random) -> dict[str, Any]:
     a, b = rng.randint(1, 99), rng.randint(1, 99)
     return {"prompt": f"What is {a} + {b}? Answer: ", "answer": str(a + b)}
-
-
-def _sum_by_imitation(rng: random.Random) -> dict[str, Any]:
-    row = _sum(rng)
-    return {"prompt": row["prompt"], "response": row["answer"]}
 
 
 def _digit(rng: random.Random) -> dict[str, Any]:
@@ -61,16 +86,36 @@ OWN_REWARD = 'reward: {fn: "reward.py:score"}  # a function of your own, in this
 SANDBOX = "reward: {fn: code}  # runs the program on the tests of column `answer`, isolated"
 ENVIRONMENT = 'rollout: {workflow: "environment.py:workflow"}  # several turns, and the reward'
 TASKS = {
-    "math": FirstTask("GRPO on sums, scored by a function", _sum, (OWN_REWARD,), "reward.py"),
-    "code": FirstTask("GRPO on small programs, scored by tests", _program, (SANDBOX,)),
+    "math": FirstTask(
+        "GRPO on sorting digits, scored by a function",
+        _digits,
+        (OWN_REWARD,),
+        "reward.py",
+        warm=_answered(_digits),
+        tiny_steps=300,
+    ),
+    "code": FirstTask(
+        "GRPO on small programs, scored by tests",
+        _program,
+        (SANDBOX,),
+        tiny_caution="The tiny model writes no programs: its reward stays 0, and the run only "
+        "shows the steps. To learn, name a model: --model Qwen/Qwen3-0.6B",
+    ),
     "agent": FirstTask(
         "GRPO over several turns with an environment",
         _digit,
         (ENVIRONMENT,),
         "environment.py",
+        warm=_answered(_digit),
+        tiny_batch=8,
+        tiny_steps=200,
     ),
     "sft": FirstTask(
-        "Supervised fine-tuning on given answers", _sum_by_imitation, (), command="sft"
+        "Supervised fine-tuning on given answers",
+        _answered(_sum),
+        (),
+        command="sft",
+        tiny_steps=256,
     ),
 }
 
@@ -94,13 +139,43 @@ def run_init(folder: str | None, task: str | None, model: str | None, device: st
     if starter.file:
         source = files("pentad.cli") / "starters" / starter.file
         (place / starter.file).write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
-    _write_rows(place, starter)
+    _write_data(place, starter)
     if model == TINY:
-        from pentad.data.toy import write_byte_model
-
-        write_byte_model(place / "model")
+        _make_tiny(place / "model", starter)
     (place / "recipe.yaml").write_text(text, encoding="utf-8")
-    _say_next(folder, starter)
+    _say_next(folder, starter, model == TINY)
+
+
+def _make_tiny(folder: Path, task: FirstTask) -> None:
+    """Writes the tiny model: random weights, or those of a short supervised fine-tuning."""
+    from pentad.data.toy import write_byte_model
+
+    write_byte_model(folder)
+    if task.warm is None:
+        return
+    import torch
+
+    from pentad.planner.prepare import prepare
+    from pentad.trainer.sources.examples import run_sft
+
+    torch.set_num_threads(1)  # the model is too small to share between cores
+    print(f"tiny: {WARM_STEPS} steps of supervised fine-tuning, so that some answers are right")
+    with TemporaryDirectory() as root:
+        rows = Path(root) / "rows.jsonl"
+        _write_rows(rows, _rows_of(random.Random(2), task.warm, NUM_WARM, set()))
+        config, notes = prepare(
+            None,
+            [
+                *("experiment_name=tiny", f"fileroot={root}", f"actor.path={folder.resolve()}"),
+                *("actor.init_from_scratch=true", "actor.gradient_checkpointing=false"),
+                *("actor.optimizer.lr=2.0e-3", f"train_dataset.path={rows}"),
+                *("train_dataset.batch_size=32", f"total_train_steps={WARM_STEPS}"),
+                "allocation_mode=archon:d1",
+            ],
+            "sft",
+        )
+        summary = run_sft(config, notes, device="cpu")
+        shutil.copytree(summary.model, folder, dirs_exist_ok=True)
 
 
 def _problems(folder: str | None, task: str, model: str, device: str) -> Iterator[Problem]:
@@ -148,8 +223,9 @@ def recipe_of(task: FirstTask, name: str, model: str, has_gpu: bool) -> str:
     """The recipe: sizes for the model and the device, and only keys that a beginner changes."""
     is_tiny = model == TINY
     num_samples, new_tokens, batch = (
-        (8, 8, 8) if is_tiny else (8, 256, 32) if has_gpu else (4, 64, 4)
+        (16, 8, task.tiny_batch) if is_tiny else (8, 256, 32) if has_gpu else (4, 64, 4)
     )
+    num_steps = task.tiny_steps if is_tiny else REAL_ROWS // batch
     template = ", chat_template: true" if not is_tiny and _has_template(model) else ""
     samples = task.command == "train"
     columns = "prompt, and what the reward reads" if samples else "prompt and response"
@@ -160,47 +236,81 @@ def recipe_of(task: FirstTask, name: str, model: str, has_gpu: bool) -> str:
     ]
     if "qwen3" in model.lower():
         for_rl.append("template_args: {enable_thinking: false}  # answers without thinking")
+    caution = textwrap.wrap(task.tiny_caution, 94) if is_tiny else []
     lines = [
         f"# {task.says}.",
+        *(f"# {line}" for line in caution),
         f"# Check it: pentad plan recipe.yaml. Run it: pentad {task.command} recipe.yaml",
         f"experiment_name: {re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}",
-        *_model_lines(model, samples),
+        *_model_lines(model, task),
         f"train_dataset: {{path: train.jsonl, batch_size: {batch}{template}}}  # rows: {columns}",
         "valid_dataset: {path: valid.jsonl}  # rows that are never trained on",
         *task.keys,
         *(for_rl if samples else []),
-        "evaluator: {freq_steps: 16}  # steps between evaluations on valid_dataset",
-        f"total_train_steps: {NUM_TRAIN // batch}",
+        f"evaluator: {{freq_steps: {50 if is_tiny else 16}}}  # steps between evaluations on "
+        "valid_dataset",
+        f"total_train_steps: {num_steps}",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _model_lines(model: str, samples: bool) -> list[str]:
-    is_tiny = model == TINY
-    rate = "1.0e-3" if is_tiny else "1.0e-6" if samples else "1.0e-5"
-    path = "model" if is_tiny else model
-    if not is_tiny and _is_folder(model):
-        path = str(Path(model).expanduser().resolve())
+def _model_lines(model: str, task: FirstTask) -> list[str]:
+    if model == TINY:
+        return _tiny_lines(task)
+    rate = "1.0e-6" if task.command == "train" else "1.0e-5"
+    path = str(Path(model).expanduser().resolve()) if _is_folder(model) else model
     path = json.dumps(path) if set(path) & set(" :#") else path
     where = "a model folder, or a name on the hub such as Qwen/Qwen3-0.6B"
+    return ["actor:", f"  path: {path}  # {where}", f"  optimizer: {{lr: {rate}}}"]
+
+
+def _tiny_lines(task: FirstTask) -> list[str]:
+    """The tiny model, with a learning rate for its size."""
     scratch = "  init_from_scratch: true  # random weights; leave it out for a model with weights"
-    rate_line = f"  optimizer: {{lr: {rate}}}"
-    return ["actor:", f"  path: {path}  # {where}", *([scratch] * is_tiny), rate_line]
+    rate = "4.0e-4" if task.warm else "1.0e-3"
+    later = "1.0e-6" if task.command == "train" else "1.0e-5"
+    return [
+        "actor:",
+        "  path: model  # tiny, made here; later a folder, or a hub name such as Qwen/Qwen3-0.6B",
+        *([] if task.warm else [scratch]),
+        "  gradient_checkpointing: false  # leave this out for a larger model",
+        f"  optimizer: {{lr: {rate}, lr_scheduler_type: linear}}  # {later} for a model of 0.6 B",
+    ]
 
 
-def _write_rows(folder: Path, task: FirstTask) -> None:
-    rng = random.Random(1)
+def _write_data(folder: Path, task: FirstTask) -> None:
+    rng, seen = random.Random(1), set[str]()
     for name, count in (("train", NUM_TRAIN), ("valid", NUM_VALID)):
-        rows = (json.dumps(task.draw(rng)) for _ in range(count))
-        (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+        _write_rows(folder / f"{name}.jsonl", _rows_of(rng, task.draw, count, seen))
 
 
-def _say_next(folder: str, task: FirstTask) -> None:
+def _rows_of(
+    rng: random.Random,
+    draw: Callable[[random.Random], dict[str, Any]],
+    count: int,
+    seen: set[str],
+) -> Iterator[str]:
+    """Rows as JSON, none of them twice as far as there are enough different ones."""
+    for _ in range(count):
+        drawn = [json.dumps(draw(rng))]
+        while drawn[-1] in seen and len(drawn) < NUM_TRIES:
+            drawn.append(json.dumps(draw(rng)))
+        seen.add(drawn[-1])
+        yield drawn[-1]
+
+
+def _write_rows(file: Path, rows: Iterable[str]) -> None:
+    file.write_text("\n".join(rows) + "\n", encoding="utf-8")
+
+
+def _say_next(folder: str, task: FirstTask, is_tiny: bool) -> None:
     print(f"{task.says}, in {folder}:")
     print("  recipe.yaml    model, data and sizes of the run")
     if task.file:
         print(f"  {task.file:<14} the reward; write your own here")
     print("  train.jsonl, valid.jsonl    sample data; replace it with yours")
+    if is_tiny and task.tiny_caution:
+        print(task.tiny_caution)
     print("Next:")
     print(f"  cd {folder}")
     print("  pentad plan recipe.yaml     checks it and estimates its memory")

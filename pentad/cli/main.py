@@ -147,8 +147,10 @@ def plan(
 
     Needs no GPU and no download: public models are known by name.
     """
-    config, notes = recipe.prepare("plan", gpu_memory)
+    from pentad.cli.look import input_problems
     from pentad.cli.plan import run_plan
+
+    config, notes = recipe.prepare("plan", gpu_memory, look=input_problems)
 
     raise Exit(run_plan(config, notes, gpu_memory, json, world))
 

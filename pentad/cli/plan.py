@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from pentad.cli.look import Looked, looking_at
 from pentad.cli.output import make_console, make_table
 from pentad.config.environments import environments
 from pentad.config.rules.check import noted
@@ -23,7 +24,7 @@ from pentad.config.rules.unused_keys import unread
 from pentad.config.run_process import RunProcess
 from pentad.config.schema import Config
 from pentad.config.topology import Topology, facts_of, topology
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, UserError, raise_problems
 from pentad.core.layout import Component, Layout
 from pentad.core.machine import GIB, host_memory
 from pentad.data.rows import open_rows
@@ -31,6 +32,7 @@ from pentad.data.section import DatasetConfig
 from pentad.data.shares import Turns, whole_shares
 from pentad.planner.figures import RunPlan, SamplePlan, TrainPlan, inner_rows, span, stage_rows
 from pentad.planner.plan import build_plan, choose_device, thumb_of
+from pentad.planner.present import is_here
 from pentad.planner.remedies import Remedy, propose, propose_adapter, propose_host
 
 MAX_DATA_BYTES = 512 << 20
@@ -60,32 +62,47 @@ def run_plan(
         where = f"allocation_mode = {config.allocation_mode}"
         said = " (train needs a reward)" if command == "sft" else ""
         notes.append(f"{where} has no sampler: planned for {command}{said}")
-    if reason := uncounted(config):
-        # Here, since it needs transformers: its class says whether its model can be trained.
-        from pentad.trainer.rank.learners import check_models
+    with looking_at(config) as looking:
+        reason, plan = uncounted(config), None
+        try:
+            if reason:
+                # Here, since it needs transformers, whose class says if it can be trained.
+                from pentad.trainer.rank.learners import check_models
 
-        check_models(config)
-        show_places(config, [*notes, reason], as_json)
+                check_models(config)
+            else:
+                plan = make_plan(config, notes, gpu_memory)
+        except UserError as error:
+            raise UserError([*error.problems, *looking.result().problems]) from error
+        looked = looking.result()
+    raise_problems(looked.problems)
+    if plan is None:
+        assert reason is not None, "else there is a plan"
+        show_places(config, [*notes, *looked.notes, reason], looked, as_json)
         return 0
-    plan = make_plan(config, notes, gpu_memory)
+    plan.notes += [note for note in looked.notes if note not in plan.notes]
+    show_plan(plan, looked, as_json)
+    return 0 if plan.fits else 1
+
+
+def show_plan(plan: RunPlan, looked: Looked, as_json: bool) -> None:
     remedies, adapter = propose(plan), propose_adapter(plan)
     is_here = any(one.fits and one.num_devices <= plan.allocation.num_devices for one in remedies)
     host = [] if is_here else propose_host(plan)
     if as_json:
-        found = as_dict(plan, remedies)
+        found = as_dict(plan, remedies) | {"inputs": looked.as_json()}
         found |= {"with_adapter": [asdict(one) for one in adapter]}
         found |= {"with_host_memory": [asdict(one) for one in host]}
         print(json.dumps(found, indent=2))
-    else:
-        console = make_console()
-        with console.capture() as captured:
-            page = Page(plan, remedies, console)
-            page.show()
-            page.show_adapter(adapter)
-            page.show_host(host)
-        # Tables pad their last column.
-        print("\n".join(line.rstrip() for line in captured.get().splitlines()))
-    return 0 if plan.fits else 1
+        return
+    console = make_console()
+    with console.capture() as captured:
+        page = Page(plan, looked, remedies, console)
+        page.show()
+        page.show_adapter(adapter)
+        page.show_host(host)
+    # Tables pad their last column.
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def make_plan(config: Config, notes: Sequence[str], gpu_memory: float | None) -> RunPlan:
@@ -128,7 +145,7 @@ def refusals(config: Config) -> list[str]:
     return [f"a run rejects it today: {problem}" for problem in noted(config)]
 
 
-def show_places(config: Config, notes: list[str], as_json: bool) -> None:
+def show_places(config: Config, notes: list[str], looked: Looked, as_json: bool) -> None:
     """Prints the placement of a run whose memory is not known."""
     found = topology(config)
     allocation = found.allocation
@@ -136,12 +153,15 @@ def show_places(config: Config, notes: list[str], as_json: bool) -> None:
     if as_json:
         parts = [dict(zip(("role", "component", "devices"), row, strict=True)) for row in rows]
         processes = [asdict(one) for one in found.processes]
-        known = {"components": parts, "processes": processes, "memory": None, "notes": notes}
+        known: dict[str, Any] = {"components": parts, "processes": processes, "memory": None}
+        known |= {"inputs": looked.as_json(), "notes": notes}
         print(json.dumps(known, indent=2))
         return
     print(f"{config.actor.path}: {allocation.num_devices} devices, {config.allocation_mode}")
     for role, component, devices in rows:
         print(f"  {role}: {component} on {span(devices)}")
+    for line in looked.lines:
+        print(f"input: {line}")
     for note in notes:
         print(f"note: {note}")
 
@@ -173,6 +193,8 @@ def count_rows(data: DatasetConfig, block: str = "train_dataset") -> tuple[int |
     if size > MAX_DATA_BYTES:
         return None, [f"{block}.path = {data.path}: {gib(size)} GiB, its rows are not counted"]
     kind, key = data.format, f"{block}.path"
+    if not is_here(data.path):
+        return None, []
     try:
         rows = open_rows(data.path, format=kind, streaming=True, limit=data.limit, key=key)
     except UserError as error:
@@ -193,8 +215,11 @@ def billions(count: float) -> str:
 class Page:
     """Prints one plan."""
 
-    def __init__(self, plan: RunPlan, remedies: list[Remedy], console: Console) -> None:
+    def __init__(
+        self, plan: RunPlan, looked: Looked, remedies: list[Remedy], console: Console
+    ) -> None:
         self.plan = plan
+        self.looked = looked
         self.remedies = remedies
         self.console = console
 
@@ -214,6 +239,8 @@ class Page:
         how = "beside training, from host memory" if self.plan.is_async else "while training waits"
         text += f", written {how}; {gib(files.free_bytes)} GiB free at {files.folder}"
         self.section("Files", text)
+        if self.looked.lines:
+            self.section("Inputs", *(f"- {line}" for line in self.looked.lines))
         if self.plan.notes:
             self.section("Notes", *(f"- {note}" for note in self.plan.notes))
         self.verdict()

@@ -9,7 +9,7 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -91,12 +91,15 @@ class Recipe:
         command: Command,
         gpu_memory: float | None = None,
         facts_here: Callable[[Config], RunFacts] | None = None,
+        look: Callable[[Config, Collection[str]], list[Problem | str]] | None = None,
     ) -> tuple[Config, list[str]]:
         """The resolved and checked config, with notes; raises UserError with every problem."""
         from pentad.planner.prepare import prepare
 
         try:
-            config, notes = prepare(self.path, self.overrides, command, gpu_memory, facts_here)
+            config, notes = prepare(
+                self.path, self.overrides, command, gpu_memory, facts_here, look
+            )
         except UserError as error:
             raise UserError([*self.problems, *error.problems]) from error
         if self.problems:

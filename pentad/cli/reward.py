@@ -11,8 +11,7 @@ from pentad.core.section import chosen
 from pentad.data.prompts import RejectedPrompt, open_prompts
 from pentad.data.render import DataSource
 from pentad.rollout.executor import load_workflow
-from pentad.trainer.preflight import with_tools
-from pentad.trainer.rank.learners import tokenizer_of
+from pentad.trainer.inputs import tokenizer_of, with_tools
 from pentad.trainer.reward_trial import (
     Trial,
     open_scorer,

@@ -28,7 +28,7 @@ from pentad.infer.section import SamplerSettings
 from pentad.models.families import register
 from pentad.models.registry import dims_to_sample
 from pentad.planner.hub import local_model
-from pentad.trainer.preflight import vocabulary_problems
+from pentad.trainer.inputs import vocabulary_problems
 from pentad.weights.peft import Adapter, read_adapter
 
 try:

@@ -180,7 +180,7 @@ class PromptStream(Prompts):
                 else:
                     self.dropped[found.reason] += 1
         raise_first(problems)
-        if not kept:
+        if not kept and not self.source.is_cut(len(self.rows)):
             key, limit = self.source.key, self.source.max_tokens
             rule = f"all {len(self.rows)} prompts are longer than {limit} tokens"
             remedy = (

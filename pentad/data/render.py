@@ -56,6 +56,8 @@ class DataSource:
     """Tokens available in the model's context."""
     streaming: bool = False
     """Prompts are read when they are needed."""
+    first: int | None = None
+    """Only so many rows are read, by a plan; None: all."""
 
     @property
     def path(self) -> str:
@@ -69,10 +71,21 @@ class DataSource:
         given = (self.data.max_length, self.room)
         return min((limit for limit in given if limit is not None), default=None)
 
+    @property
+    def limit(self) -> int | None:
+        """Rows that are read at most."""
+        given = (self.data.limit, self.first)
+        return min((limit for limit in given if limit is not None), default=None)
+
+    def is_cut(self, num_rows: int) -> bool:
+        """Whether further rows may follow the ones that were read."""
+        return self.first == num_rows and self.data.limit != num_rows
+
     def open(self, *, streaming: bool) -> DatasetRows:
         data, key = self.data, f"{self.key}.path"
+        streaming = streaming or self.first is not None
         return open_rows(
-            self.path, format=data.format, streaming=streaming, limit=data.limit, key=key
+            self.path, format=data.format, streaming=streaming, limit=self.limit, key=key
         )
 
 

@@ -186,6 +186,7 @@ class SftDataset(Examples):
         self.notes += filter(None, [plain_note(source, tokenizer)])
         self.texts = AnswerTokeniser(source, tokenizer)
         self.counts, self.texts.warnings = self.texts.counts, self.warnings
+        self.num_rows = len(rows)
         self.examples = self._tokenise_all(rows)
         """The sequences of each example."""
 
@@ -246,7 +247,7 @@ class SftDataset(Examples):
                 else:
                     self.counts[f"dropped {TOO_LONG}"] += 1
         raise_first(problems)
-        if not kept:
+        if not kept and not self.source.is_cut(len(rows)):
             rule = f"all {len(rows)} examples are longer than {limit} tokens"
             remedy = f"{key}.max_length or the model's context says so: raise the one, or cut them"
             raise UserError(Problem(f"{key}.path = {self.source.path}", rule, remedy))

@@ -111,9 +111,7 @@ def open_texts(
     """Texts as a shard, cached in the folder `cache`."""
     column = source.data.text_key or "text"
     rows: DatasetRows = (
-        TextFiles(files[: source.data.limit], column)
-        if kind == "text"
-        else source.open(streaming=True)
+        TextFiles(files[: source.limit], column) if kind == "text" else source.open(streaming=True)
     )
     return open_shard(tokenise(rows, column, source, tokenizer, cache))
 
@@ -243,7 +241,7 @@ def documents(
             is_begun = tuple(ids[: len(prefix)]) == prefix
             yield [*(() if is_begun else prefix), *ids, *end]
     raise_first(problems)
-    if counts["empty"] == len(rows):
+    if counts["empty"] == len(rows) and not source.is_cut(len(rows)):
         where = f"{source.key}.path = {source.path}"
         raise UserError(Problem(where, f'"{column}" is empty in all {len(rows)} rows'))
 

@@ -43,7 +43,7 @@ class TokenSequences(Examples):
         self.num = max(self.ends[-1] - 1, 0) // (self.length - 1)
         self.num = min(self.num, limit or self.num)
         where = f"{source.key}.path = {source.path}"
-        if not self.num:
+        if not self.num and source.first is None:
             key = source.key
             rule = f"it holds {self.ends[-1]} tokens, and a sequence has {self.length}"
             raise UserError(Problem(where, rule, f"give more, or a smaller {key}.max_length"))

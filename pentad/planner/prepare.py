@@ -3,7 +3,7 @@ downloaded, fitted to memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,12 +26,14 @@ def prepare(
     command: Command = "plan",
     gpu_memory: float | None = None,
     facts_here: Callable[[Config], RunFacts] | None = None,
+    look: Callable[[Config, Collection[str]], list[Problem | str]] | None = None,
 ) -> tuple[Config, list[str]]:
     """The resolved and checked config of a command, with notes on what was chosen.
 
     `gpu_memory` (in GiB) plans for GPUs that need not be here. `facts_here` are those of a start:
     rules that need them are checked only if there are problems, because a start without problems
-    checks them itself. Choices that depend on the device are left to a Slurm job: it runs on
+    checks them itself. So is `look`, which reads the inputs of the run; it gets the config and the
+    keys that are wrong. Choices that depend on the device are left to a Slurm job: it runs on
     another machine.
     """
     samples = command not in ON_EXAMPLES
@@ -51,6 +53,8 @@ def prepare(
     known = [*reading.problems, *pinned.problems]
     if (found or known) and facts_here is not None:
         found = check(config, facts_here(config), bad)
+    if (found or known) and look is not None:
+        found = [*found, *_further(look(config, bad), [*known, *found])]
     problems = [*known, *(_as_written(one, reading) for one in found)]
     if problems:
         raise UserError(dict.fromkeys(problems))
@@ -83,6 +87,14 @@ def _with_preference(reading: Reading, command: Command) -> Reading:
         given, notes = None, (*notes, f"preference: without effect, {command} does not read it")
     config = reading.config.model_copy(update={"preference": given})
     return replace(reading, config=config, notes=notes)
+
+
+def _further(
+    problems: Sequence[Problem | str], known: Sequence[Problem | str]
+) -> list[Problem | str]:
+    """The problems at places where none is known yet."""
+    places = {one.where for one in known if isinstance(one, Problem)}
+    return [one for one in problems if not (isinstance(one, Problem) and one.where in places)]
 
 
 def _as_written(problem: Problem | str, reading: Reading) -> Problem | str:

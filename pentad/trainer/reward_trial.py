@@ -17,7 +17,7 @@ from pentad.data.prompts import PromptStream, RejectedPrompt
 from pentad.data.tokenizer import Tokenizer
 from pentad.rewards.sandbox import JobFailed
 from pentad.rewards.scorer import RewardScorer
-from pentad.rewards.section import REWARD_NAMES
+from pentad.rewards.section import MODELS, REWARD_NAMES, RewardConfig
 
 ROWS_TRIED = 4
 """Rows on which built-in rewards are tried; they fail only because of a row, so the start is
@@ -96,9 +96,17 @@ async def open_scorer(config: Config, answer_key: str) -> RewardScorer:
     return scorer
 
 
-def check_reward(config: Config, streams: Sequence[tuple[PromptStream | None, str]]) -> None:
+def check_reward(
+    config: Config,
+    streams: Sequence[tuple[PromptStream | None, str]],
+    *,
+    asks_models: bool = True,
+) -> None:
     """Raises UserError if the reward cannot be imported, lacks a column, or fails on a row.
-    `streams` are the scored datasets, each with its answer key."""
+    `streams` are the scored datasets, each with its answer key. Without `asks_models`, rewards of
+    models are left out."""
+    if not asks_models:
+        config = config.model_copy(update={"reward": without_models(config.reward)})
     seen: set[tuple[str, ...]] = set()
     for stream, answer_key in streams:
         rows = first_rows(stream, 1) if stream is not None else []
@@ -107,6 +115,18 @@ def check_reward(config: Config, streams: Sequence[tuple[PromptStream | None, st
         if config.reward.functions and kind not in seen:
             asyncio.run(_check(config, answer_key, stream, columns))
         seen.add(kind)
+
+
+def without_models(reward: RewardConfig) -> RewardConfig:
+    """The same reward without the functions that ask a model."""
+    kept = [number for number, fn in enumerate(reward.functions) if fn not in MODELS]
+    weights = reward.weights
+    return reward.model_copy(
+        update={
+            "fn": tuple(reward.functions[number] for number in kept) or None,
+            "weights": weights and tuple(weights[number] for number in kept),
+        }
+    )
 
 
 async def _check(

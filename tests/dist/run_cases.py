@@ -21,6 +21,7 @@ from pentad.planner.prepare import prepare
 from pentad.runtime import calls as runtime_calls
 from pentad.runtime.calls import RankCalls, serve
 from pentad.runtime.rank import Rank
+from pentad.trainer.inputs import RowReader
 from pentad.trainer.processes.ranks import run_over_ranks, run_rank
 from pentad.trainer.processes.supervisor import RunJob
 from pentad.trainer.rank import learners
@@ -78,7 +79,9 @@ def data_seen(task, root, overrides):
     """The ids of the rows of every step, as the config says."""
     config, _ = config_of(task, root, "pretrain", "seen", *overrides)
     path = config.actor.path
-    data = PretrainService.open_part(config, "train", dims_of(path), load_tokenizer(path))
+    data = PretrainService.open_part(
+        config, "train", RowReader(dims_of(path), load_tokenizer(path))
+    )
     size, steps = config.train_dataset.batch_size, config.total_train_steps
     return [[row.ids.tolist() for row in data.batch(step, size)] for step in range(steps)]
 

@@ -18,11 +18,11 @@ class GuessTheDigit:
         """The observation, whether the episode is over, and the reward."""
         digits = [int(letter) for letter in text if letter in "0123456789"]
         if not digits:
-            return Step("Say a digit.", is_done=False, reward_parts={"correct": 0.0})
+            parts = {"correct": 0.0, "no_digit": -0.1}
+            return Step("Say a digit.", is_done=False, reward_parts=parts)
         is_right = digits[-1] == self.secret
         hint = "higher" if digits[-1] < self.secret else "lower"
-        parts = {"correct": float(is_right), "digit": 0.1}
-        return Step(hint, is_done=is_right, reward_parts=parts)
+        return Step(hint, is_done=is_right, reward_parts={"correct": float(is_right)})
 
     async def close(self) -> None:
         """Called once at the end of the episode, also after an error."""

@@ -4,26 +4,20 @@ a step."""
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 
 from pentad.config.schema import Config
-from pentad.core.dims import ModelDims
-from pentad.core.errors import Problem, UserError
 from pentad.core.types import Loss
 from pentad.data.examples import Examples
-from pentad.data.render import DataSource
-from pentad.data.sft import SftDataset, open_sft
-from pentad.data.tokenizer import Tokenizer
-from pentad.data.tokens import TokenSequences, open_tokens
 from pentad.rl.losses import SftLoss
 from pentad.runtime.rank import Rank
-from pentad.trainer.rank.learners import build_role, tokenizer_of, trained_dims
+from pentad.trainer.inputs import RowReader, open_examples, parts_of, tokenizer_of
+from pentad.trainer.rank.learners import build_role, trained_dims
 from pentad.trainer.rank.service import EngineService
 
 ExampleCommand = Literal["sft", "pretrain", "dpo", "reward-model"]
@@ -46,10 +40,10 @@ class ExampleService(EngineService, ABC):
         self.num_done = 0
         """Steps that the weights contain."""
 
-    @staticmethod
-    @abstractmethod
-    def open_part(config: Config, part: str, dims: ModelDims, tokenizer: Tokenizer) -> Examples:
+    @classmethod
+    def open_part(cls, config: Config, part: str, reader: RowReader) -> Examples:
         """Opens a part of the data; UserError with its problems."""
+        return open_examples(cls.command, config, part, reader)
 
     def build(self, num_steps: int, data: Mapping[str, Mapping[str, Any]]) -> None:
         """Builds the model. `data`: the state of each part as the caller read it; UserError if
@@ -57,9 +51,9 @@ class ExampleService(EngineService, ABC):
         restarted."""
         path = self.config.model_folder()
         if not self.data:
-            dims, tokenizer = trained_dims(self.config, path), tokenizer_of(self.config)
+            reader = RowReader(trained_dims(self.config, path), tokenizer_of(self.config))
             for part in parts_of(self.config):
-                self.data[part] = self.open_part(self.config, part, dims, tokenizer)
+                self.data[part] = self.open_part(self.config, part, reader)
                 self.data[part].check_state(data[part])
         self.engines["actor"] = build_role(
             self.config,
@@ -125,37 +119,8 @@ class SftService(ExampleService):
 
     command = "sft"
 
-    @staticmethod
-    def open_part(config: Config, part: str, dims: ModelDims, tokenizer: Tokenizer) -> SftDataset:
-        return open_sft(source_of(config, part, dims.max_position), tokenizer)
-
 
 class PretrainService(ExampleService):
     """Trains on plain text."""
 
     command = "pretrain"
-
-    @staticmethod
-    def open_part(
-        config: Config, part: str, dims: ModelDims, tokenizer: Tokenizer
-    ) -> TokenSequences:
-        given = source_of(config, part).max_tokens or config.train_dataset.max_length
-        length = given or dims.max_position
-        if not 1 < length <= dims.max_position:
-            rule = f"a sequence has 2 tokens or more, and the model's context {dims.max_position}"
-            where = f"{part}_dataset.max_length = {length}"
-            raise UserError(Problem(where, rule, f"give at most {dims.max_position}"))
-        cache = Path(config.fileroot).expanduser() / "tokens"
-        source = source_of(config, part, length)
-        return open_tokens(source, tokenizer, dims.vocab_size, cache)
-
-
-def source_of(config: Config, part: str, room: int | None = None) -> DataSource:
-    """The rows of `train` or `valid`."""
-    data = config.train_dataset if part == "train" else config.valid_dataset
-    assert data is not None, "read where there is one"
-    return DataSource(data=data, key=f"{part}_dataset", seed=config.seed, room=room)
-
-
-def parts_of(config: Config) -> list[str]:
-    return ["train"] if config.valid_dataset is None else ["train", "valid"]

@@ -20,7 +20,6 @@ from pentad.core.roles import Learner
 from pentad.core.section import chosen
 from pentad.core.seeds import derive_seed
 from pentad.core.sizes import RunSize
-from pentad.data.tokenizer import Tokenizer, load_tokenizer
 from pentad.engine.engine import Engine, build_engine
 from pentad.engine.frozen import BASE, spec_of_lora
 from pentad.engine.section import EngineSettings, ModelConfig
@@ -45,11 +44,6 @@ def backend_of(config: Config, role: str) -> Backend:
     """The backend whose models a role has."""
     backend = config.component(role).backend
     return next(one for one in TRAINING if one == backend)
-
-
-def tokenizer_of(config: Config) -> Tokenizer:
-    """The actor's tokenizer, which renders conversations as the run configures it."""
-    return load_tokenizer(config.model_folder(), template_args=config.template_args.given)
 
 
 def trained_dims(config: Config, path: str) -> ModelDims:

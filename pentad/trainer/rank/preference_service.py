@@ -11,17 +11,11 @@ import torch
 from torch import Tensor
 
 from pentad.config.schema import Config
-from pentad.core.dims import ModelDims
 from pentad.core.section import chosen
 from pentad.core.types import Row
 from pentad.data.preferences import (
     LabelDataset,
-    PairDataset,
-    RewardPairDataset,
-    open_preferences,
 )
-from pentad.data.sft import SftDataset
-from pentad.data.tokenizer import Tokenizer
 from pentad.rl.losses import RewardLoss
 from pentad.rl.preferences import (
     AnswerLogProbs,
@@ -37,7 +31,6 @@ from pentad.trainer.rank.example_service import (
     EVALUATED_AT_ONCE,
     ExampleCommand,
     ExampleService,
-    source_of,
 )
 from pentad.trainer.rank.learners import load_tags
 
@@ -51,12 +44,6 @@ class PreferenceService(ExampleService):
     @property
     def settings(self) -> PreferenceConfig:
         return chosen(self.config.preference, "preference")
-
-    @staticmethod
-    def open_part(config: Config, part: str, dims: ModelDims, tokenizer: Tokenizer) -> SftDataset:
-        is_kto = chosen(config.preference, "preference").loss == "kto"
-        source = source_of(config, part, dims.max_position)
-        return open_preferences(source, tokenizer, LabelDataset if is_kto else PairDataset)
 
     def load_tags(self, has: list[str], step: int) -> None:
         """Loads the reference, unless the checkpoint contained it."""
@@ -126,11 +113,6 @@ class RewardModelService(PreferenceService):
     def __init__(self, config: Config, rank: Rank, device: torch.device) -> None:
         super().__init__(config, rank, device)
         self.loss = RewardLoss()
-
-    @staticmethod
-    def open_part(config: Config, part: str, dims: ModelDims, tokenizer: Tokenizer) -> SftDataset:
-        source = source_of(config, part, dims.max_position - 1)
-        return open_preferences(source, tokenizer, RewardPairDataset)
 
     def _compare(self, part: str, places: Sequence[int]) -> tuple[list[Row], Preferred]:
         rows = self._rows(part, places)

@@ -33,15 +33,16 @@ from pentad.rollout.executor import Executor, Executors, load_workflow
 from pentad.rollout.replicas import Fleet
 from pentad.rollout.workflows import Context
 from pentad.samplers import completions
-from pentad.trainer.preflight import (
-    Checked,
+from pentad.trainer.inputs import (
     CheckedEnvironment,
     Collector,
+    RowReader,
     answer_problems,
+    tokenizer_of,
     valid_stream,
     vocabulary_problems,
 )
-from pentad.trainer.rank.learners import tokenizer_of
+from pentad.trainer.preflight import Checked
 from pentad.trainer.reward_trial import check_reward
 from pentad.trainer.sampling.samplers import sampler_settings
 from pentad.trainer.saving.periodic import Frequency
@@ -95,7 +96,8 @@ def check_eval(config: Config) -> Subject:
     if dims is not None and tokenizer is not None:
         checks.problems += vocabulary_problems(path, dims, tokenizer)
         checks.problems += stop_id_problems(config, dims)
-        stream = checks.attempt(lambda: valid_stream(config, keys, dims, tokenizer, workflow))
+        reader = RowReader(dims, tokenizer)
+        stream = checks.attempt(lambda: valid_stream(config, keys, reader, workflow))
         checks.problems += answer_problems(config, stream, config.valid_dataset)
     if config.valid_dataset is not None and not checks.problems:
         answer_key = config.valid_dataset.answer_key

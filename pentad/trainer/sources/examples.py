@@ -19,15 +19,15 @@ from pentad.data.examples import Examples
 from pentad.telemetry.log import announced
 from pentad.telemetry.record import PhaseTimer
 from pentad.trainer.context import RunSummary
-from pentad.trainer.preflight import Collector, start_problems, vocabulary_problems
+from pentad.trainer.inputs import Collector, RowReader, parts_of, tokenizer_of, vocabulary_problems
+from pentad.trainer.preflight import start_problems
 from pentad.trainer.processes.ranks import run_over_ranks
 from pentad.trainer.rank.example_service import (
     ExampleService,
     PretrainService,
     SftService,
-    parts_of,
 )
-from pentad.trainer.rank.learners import check_start, start_run, tokenizer_of, trained_dims
+from pentad.trainer.rank.learners import check_start, start_run, trained_dims
 from pentad.trainer.rank.preference_service import PreferenceService, RewardModelService
 from pentad.trainer.rank.update import BatchFacts, step_from
 from pentad.trainer.records import TrainedBatch
@@ -181,7 +181,7 @@ def check_examples(
         if service.command != "pretrain":  # a token shard's ids are looked at themselves
             checks.problems += vocabulary_problems(path, dims, tokenizer)
         for part in parts_of(config):
-            read = partial(service.open_part, config, part, dims, tokenizer)
+            read = partial(service.open_part, config, part, RowReader(dims, tokenizer))
             if (data := checks.attempt(read)) is not None:
                 found[part] = data
     checks.raise_all()

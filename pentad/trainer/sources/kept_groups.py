@@ -25,7 +25,8 @@ from pentad.core.types import Group, Prompt
 from pentad.data.ledger import PromptFunnel
 from pentad.telemetry.record import PhaseTimer
 from pentad.trainer.context import RunSummary
-from pentad.trainer.preflight import Collector, start_problems
+from pentad.trainer.inputs import Collector
+from pentad.trainer.preflight import start_problems
 from pentad.trainer.processes.ranks import run_over_ranks
 from pentad.trainer.rank.learners import check_start, roles_of, start_run, trained_dims
 from pentad.trainer.rank.service import LearnerService

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from pentad.cli import init
 from pentad.cli.main import app
 from pentad.config.load import load_config
+from pentad.planner.prepare import prepare
 from pentad.telemetry.steps import read_lines
 
 SMALL = ["total_train_steps=2", "train_dataset.batch_size=2", "valid_dataset.limit=2"]
@@ -18,6 +19,12 @@ def pentad(*words):
     return CliRunner().invoke(app, list(words))
 
 
+@pytest.fixture(autouse=True)
+def short_warm_up(monkeypatch):
+    monkeypatch.setattr(init, "WARM_STEPS", 2)
+    monkeypatch.setattr(init, "NUM_WARM", 64)
+
+
 @pytest.mark.parametrize("task", init.TASKS)
 def test_what_is_written_runs_at_once(tmp_path, monkeypatch, task):
     monkeypatch.chdir(tmp_path)
@@ -25,7 +32,12 @@ def test_what_is_written_runs_at_once(tmp_path, monkeypatch, task):
     assert made.exit_code == 0, made.output
     monkeypatch.chdir(tmp_path / "mytask")
     text = (tmp_path / "mytask/recipe.yaml").read_text()
-    assert 10 <= len(text.splitlines()) <= 16 and text.count("#") >= 6
+    assert 10 <= len(text.splitlines()) <= 17 and text.count("#") >= 6
+    is_warm = task in ("math", "agent")
+    assert any((tmp_path / "mytask/model").glob("*.safetensors")) is is_warm
+    assert ("init_from_scratch: true" in text) is not is_warm
+    for shown in (text, made.output):
+        assert ("writes no programs" in shown) is (task == "code")
     command = init.TASKS[task].command
     assert f"pentad {command} recipe.yaml" in made.output
     done = pentad(command, "recipe.yaml", *SMALL)
@@ -44,8 +56,22 @@ def test_a_model_of_the_hub_is_written_by_its_name_and_planned(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path / "mytask")
     config = load_config("recipe.yaml", [])
     assert config.actor.path == "Qwen/Qwen3-0.6B" and config.train_dataset.chat_template is True
-    planned = pentad("plan", "recipe.yaml", "--gpu-memory", "80")
-    assert planned.exit_code == 0 and "Fits" in planned.output, planned.output
+    if task == "math":  # the others differ in keys that the rules check
+        planned = pentad("plan", "recipe.yaml", "--gpu-memory", "80")
+        assert planned.exit_code == 0 and "Fits" in planned.output, planned.output
+        assert "reward.py:score: imported and tried on a row" in planned.output
+    prepare("recipe.yaml", [], "plan")
+
+
+def test_held_out_rows_are_not_trained_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for task in ("math", "sft"):
+        assert pentad("init", task, "--task", task, "--model", "Qwen/Qwen3-0.6B").exit_code == 0
+        train, valid = (
+            (tmp_path / task / f"{name}.jsonl").read_text().splitlines()
+            for name in ("train", "valid")
+        )
+        assert not set(train) & set(valid) and len(valid) == init.NUM_VALID
 
 
 @pytest.mark.parametrize("has_template", [True, False])

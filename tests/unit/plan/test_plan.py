@@ -24,6 +24,7 @@ from pentad.planner.figures import MAX_ROWS, Device, RunPlan, inner_rows, span
 from pentad.planner.memory import PHASES, held_params
 from pentad.planner.plan import EMBEDDED_CPU_BYTES, build_plan, choose_device
 from pentad.planner.prepare import prepare
+from pentad.planner.present import with_data_here
 from pentad.planner.remedies import KEEPING_SHARE, choose_logits, propose, with_values
 from pentad.planner.sampling import kv_token_bytes
 
@@ -546,8 +547,9 @@ def test_rows_are_counted_where_the_data_is(tmp_path):
     config, _ = prepare(None, ["actor.path=Qwen3-8B", f"train_dataset.path={data}"], "plan")
     assert cli.count_rows(config.train_dataset) == (2, [])
     data.unlink()
-    count, said = cli.count_rows(config.train_dataset)
-    assert count is None and str(data) in said[0]
+    assert cli.count_rows(config.train_dataset) == (None, [])
+    _, missing = with_data_here(config)
+    assert missing == [f"train_dataset.path = {data} is not on this machine"]
 
 
 def test_an_unknown_critic_is_refused():
@@ -616,7 +618,7 @@ def test_any_recipe_is_refused_in_words_or_planned(
     remedies = propose(plan)
     assert not (plan.fits and remedies)
     console = Console(file=StringIO(), width=80)
-    cli.Page(plan, remedies, console).show()
+    cli.Page(plan, cli.Looked(), remedies, console).show()
     json.dumps(cli.as_dict(plan, remedies))
 
 

@@ -1,0 +1,47 @@
+"""The data of a recipe that are on this machine, without torch: a plan reads those, and names the
+others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pentad.config.describe import value_at
+from pentad.config.environments import environments
+from pentad.config.resolve import replaced
+from pentad.config.schema import Config
+from pentad.core.hub import name_in_cache
+from pentad.data.section import is_made
+
+
+def is_here(path: str) -> bool:
+    """Whether there are rows at the path of a dataset."""
+    place = Path(path).expanduser()
+    is_pattern = any(character in path for character in "*?[")
+    return is_made(path) or place.exists() or (is_pattern and any(place.parent.glob(place.name)))
+
+
+def with_data_here(config: Config) -> tuple[Config, list[str]]:
+    """The config without datasets that are not on this machine, and a note on each of them."""
+    notes = []
+    for one in environments(config):
+        for key in (one.data_key, one.valid_key):
+            path = value_at(config, f"{key}.path")
+            if not isinstance(path, str) or is_here(path):
+                continue
+            name = name_in_cache(path)
+            rule = "is not on this machine" if name is None else "is not downloaded"
+            notes.append(f"{key}.path = {name or path} {rule}")
+            is_train = key == one.data_key
+            gone = [*key.split("."), "path"] if is_train else key.split(".")
+            config = replaced(config, gone, None)
+    return config, notes
+
+
+def has_inputs(config: Config) -> bool:
+    """Whether data, code or a model folder of the recipe are on this machine."""
+    found = environments(config)
+    paths = [data.path for one in found for data in (one.data, one.valid) if data is not None]
+    codes = [*config.reward.functions, *(fn for one in found for fn in one.reward.functions)]
+    codes += [spec for one in found for spec in (one.workflow, one.agent) if spec]
+    is_model = config.actor.path is not None and Path(config.actor.path).expanduser().is_dir()
+    return is_model or any(paths) or any(":" in code for code in codes)
