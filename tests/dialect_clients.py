@@ -1,6 +1,5 @@
 """A conversation with a tool through the real clients of Responses and Messages."""
 
-import anthropic
 import openai
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -8,6 +7,8 @@ CALL = '<tool_call>{"name": "f"}</tool_call>'
 
 
 async def by_messages(base_url, api_key, model, stream):
+    import anthropic  # a second of every process that collects
+
     async with anthropic.AsyncAnthropic(base_url=base_url, api_key=api_key) as client:
         messages = [{"role": "user", "content": "go"}]
         tools = [{"name": "f", "description": "", "input_schema": SCHEMA}]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -34,17 +35,40 @@ OPTIONAL = {
 }
 
 
+@dataclass(frozen=True)
+class Source:
+    """What the rules ask of a file."""
+
+    nodes: tuple[ast.Import | ast.ImportFrom | ast.ClassDef, ...]
+    """Its imports and classes, wherever they stand in it."""
+    names: frozenset[str]
+    """What it defines or imports, at whatever depth."""
+    aliases: tuple[tuple[str, int, str], ...]
+    """(name, line, what it stands for) of its type aliases."""
+    docstring: str | None
+
+
 @cache
-def nodes_of(path: Path) -> tuple[ast.Import | ast.ImportFrom | ast.ClassDef, ...]:
-    """The imports and classes of a file, wherever they stand in it."""
-    kinds = (ast.Import, ast.ImportFrom, ast.ClassDef)
-    return tuple(n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, kinds))
+def source_of(path: Path) -> Source:
+    tree, nodes, names = ast.parse(path.read_text()), [], set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                names.add(node.name)
+            case ast.Name(ctx=ast.Store()):
+                names.add(node.id)
+            case ast.Import() | ast.ImportFrom():
+                names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        if isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef):
+            nodes.append(node)
+    aliases = tuple(aliases_of(tree))
+    return Source(tuple(nodes), frozenset(names), aliases, ast.get_docstring(tree))
 
 
 def imports_of(path: Path) -> list[tuple[int, str]]:
     """(line, dotted name) of every import, lazy and TYPE_CHECKING ones included."""
     found: list[tuple[int, str]] = []
-    for node in nodes_of(path):
+    for node in source_of(path).nodes:
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -156,7 +180,7 @@ def missing_names(root: Path, *folders: Path) -> list[str]:
         (path, node.module, alias.name)
         for folder in folders
         for path in folder.rglob("*.py")
-        for node in nodes_of(path)
+        for node in source_of(path).nodes
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in packages
         for alias in node.names
     }
@@ -172,16 +196,8 @@ def names_in(module: Path) -> set[str]:
     """What a module or a package defines or imports, at whatever depth; and its modules."""
     file = module.with_suffix(".py")
     file = file if file.exists() else module / "__init__.py"
-    found = {path.stem for path in module.glob("*")}
-    for node in ast.walk(ast.parse(file.read_text() if file.exists() else "")):
-        match node:
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                found.add(node.name)
-            case ast.Name(ctx=ast.Store()):
-                found.add(node.id)
-            case ast.Import() | ast.ImportFrom():
-                found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-    return found
+    modules = {path.stem for path in module.glob("*")}
+    return modules | source_of(file).names if file.exists() else modules
 
 
 def test_tests_and_benchmarks_import_what_is_there():
@@ -293,10 +309,10 @@ def test_contributing_has_the_same_rows():
     assert [set(row.replace("`", "").split()) for row in rows] == LAYERS
 
 
-def aliases_of(path: Path) -> list[tuple[str, int, str]]:
+def aliases_of(tree: ast.Module) -> list[tuple[str, int, str]]:
     """(name, line, what it stands for) of the type aliases of a file."""
     found = []
-    for node in ast.parse(path.read_text()).body:
+    for node in tree.body:
         match node:
             case ast.Assign(targets=[ast.Name(name)]) | ast.AnnAssign(target=ast.Name(name)):
                 if re.fullmatch(r"[A-Z]\w*[a-z]\w*", name) and node.value is not None:
@@ -311,10 +327,10 @@ def twice_defined(*roots: Path) -> dict[str, list[str]]:
     for path in sorted(path for root in roots for path in root.rglob("*.py")):
         found = [
             (node.name, node.lineno, f"class {path}:{node.lineno}")
-            for node in nodes_of(path)
+            for node in source_of(path).nodes
             if isinstance(node, ast.ClassDef)
         ]
-        for name, line, meaning in found + aliases_of(path):
+        for name, line, meaning in found + [*source_of(path).aliases]:
             places.setdefault(name, []).append(f"{path.name}:{line}")
             meanings.setdefault(name, set()).add(meaning)
     return {name: found for name, found in places.items() if len(meanings[name]) > 1}
@@ -346,7 +362,7 @@ def test_every_module_says_what_it_owns():
     for path in [path for root in BOTH for path in root.rglob("*.py")]:
         if path.name == "__init__.py" and not path.read_text():
             continue
-        assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no first sentence"
+        assert source_of(path).docstring, f"{path} has no first sentence"
 
 
 def light_modules() -> list[str]:

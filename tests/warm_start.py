@@ -191,6 +191,22 @@ def warm_starts():
         is_for_all = before
 
 
+@contextlib.contextmanager
+def warm_starts_with(**variables):
+    """Any process of this interpreter is forked meanwhile, from one that began with these variables
+    of the environment: for those that a library reads when it is imported."""
+    global forker, environment_of_all
+    before = forker, environment_of_all
+    forker, environment_of_all = None, {**(environment_of_all or os.environ), **variables}
+    try:
+        with warm_starts():
+            yield
+    finally:
+        if forker is not None:
+            forker.sock.close()  # it ends
+        forker, environment_of_all = before
+
+
 def get_forker() -> Forker:
     """Started when it is first needed."""
     global forker

@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 from hub_server import serving_hub
+from warm_start import warm_starts_with
 
 from pentad.data.toy import write_byte_model
 
@@ -17,25 +18,31 @@ TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-
 ROWS = "".join(json.dumps({"prompt": f"{n} + 1 =", "answer": str(n + 1)}) + "\n" for n in range(8))
 
 
-@pytest.fixture
-def hub(tmp_path):
-    write_byte_model(tmp_path / "bytes")
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """A hub that processes started meanwhile ask, with a cache of their own."""
+    folder = tmp_path_factory.mktemp("hub")
+    write_byte_model(folder / "bytes")
     with serving_hub() as server:
-        files = {path.name: path.read_bytes() for path in (tmp_path / "bytes").iterdir()}
-        server.add("model", "me/byte", files)
-        server.add("dataset", "me/sums", {"train.jsonl": ROWS})
-        yield server
+        files = {path.name: path.read_bytes() for path in (folder / "bytes").iterdir()}
+        for user in ("me", "you"):
+            server.add("model", f"{user}/byte", files)
+            server.add("dataset", f"{user}/sums", {"train.jsonl": ROWS})
+        asked = {"HF_ENDPOINT": server.address, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        asked |= {"HF_HOME": str(folder / "home")}
+        with warm_starts_with(**asked), pytest.MonkeyPatch.context() as patch:
+            for name, value in asked.items():
+                patch.setenv(name, value)
+            yield server
 
 
-def pentad(hub, folder, *words, launcher=()):
-    env = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0"}
-    env |= {"HF_HOME": str(folder / "home"), "HF_HUB_DISABLE_XET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    given = ["actor.path=me/byte", "actor.init_from_scratch=true", "train_dataset.path=me/sums"]
-    given += ["train_dataset.response_key=answer", "train_dataset.batch_size=2", "user=me"]
-    given += [f"fileroot={folder}"]
+def pentad(user, folder, *words, launcher=()):
+    given = [f"actor.path={user}/byte", "actor.init_from_scratch=true"]
+    given += [f"train_dataset.path={user}/sums", "train_dataset.batch_size=2", "user=me"]
+    given += ["train_dataset.response_key=answer", f"fileroot={folder}"]
     return subprocess.run(
         [sys.executable, "-m", *launcher, "pentad.cli.main", *words, *given],
-        env=env,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=400,
@@ -43,31 +50,30 @@ def pentad(hub, folder, *words, launcher=()):
     )
 
 
-def downloads(hub):
-    return Counter(path for path in hub.paths("GET") if "/resolve/" in path)
+def downloads(hub, user):
+    paths = [path for path in hub.paths("GET") if "/resolve/" in path]
+    return Counter(path for path in paths if f"/{user}/" in path)
 
 
-@pytest.mark.usefixtures("started_cold")
 def test_ranks_of_torchrun_share_one_download_and_resume_with_its_commit(hub, tmp_path):
     words = ["sft", "allocation_mode=archon:d2"]
-    done = pentad(hub, tmp_path, *words, "total_train_steps=1", launcher=TORCHRUN)
+    done = pentad("me", tmp_path, *words, "total_train_steps=1", launcher=TORCHRUN)
     assert done.returncode == 0, done.stderr
-    got = downloads(hub)
+    got = downloads(hub, "me")
     assert got and set(got.values()) == {1}, got
     manifest = json.loads((tmp_path / "logs/me/default/trial-0/manifest.json").read_text())
     was = manifest["config"]["train_dataset"]["path"]
     hub.add("dataset", "me/sums", {"train.jsonl": ROWS + ROWS})
-    done = pentad(hub, tmp_path, *words, "total_train_steps=2", launcher=TORCHRUN)
+    done = pentad("me", tmp_path, *words, "total_train_steps=2", launcher=TORCHRUN)
     commit = was.partition("@")[2].partition(":")[0]
     assert done.returncode != 0
     assert f"the run began with commit {commit} of it, and the hub now has another" in done.stderr
 
 
-@pytest.mark.usefixtures("started_cold")
 def test_roles_as_processes_read_what_their_starter_downloaded(hub, tmp_path):
     words = ["train", "allocation_mode=embedded:d1+archon:d1", "reward.fn=exact_match"]
     words += ["gconfig.n_samples=2", "gconfig.max_new_tokens=2", "total_train_steps=1"]
-    done = pentad(hub, tmp_path, *words)
+    done = pentad("you", tmp_path, *words)
     assert done.returncode == 0, done.stderr
-    got = downloads(hub)
+    got = downloads(hub, "you")
     assert got and set(got.values()) == {1}, got

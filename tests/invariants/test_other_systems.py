@@ -58,15 +58,11 @@ class Env:
 """
 
 
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("reward.fn=own.py:length", "platform = darwin: the reward pool needs Linux"),
-        ("rollout.workflow=class:own.py:Env", "environments run in processes that need Linux"),
-    ],
-)
-def test_what_needs_linux_is_a_sentence(task, tmp_path, started_cold, word, said):
+def test_what_needs_linux_is_a_sentence(task, tmp_path, started_cold):
     (tmp_path / "own.py").write_text(OWN)
-    done = pentad(tmp_path, *words_for(task, word))
-    assert done.returncode == 2 and said in done.stderr, done.stdout + done.stderr
+    more = ("reward.fn=own.py:length", "rollout.workflow=class:own.py:Env")
+    done = pentad(tmp_path, *words_for(task, *more))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "platform = darwin: the reward pool needs Linux" in done.stderr
+    assert "environments run in processes that need Linux" in done.stderr
     assert "Traceback" not in done.stderr

@@ -5,6 +5,7 @@ what each rank's engine refuses by its settings, layout and model.
 """
 
 import json
+import math
 from functools import partial
 from pathlib import Path
 
@@ -66,14 +67,31 @@ ONE_OF = {
 }
 
 
+MAX_WORLD = 64 * 64
+"""Each rank has a place in the run's topology; what a size does is said for any number of ranks."""
+
+
+def drawn_axes(draw, letters: str, **given: int) -> dict[str, int]:
+    """A size of each axis, 1 where the layout would be beyond the largest."""
+    axes = dict(given)
+    for letter in letters:
+        size = draw(SIZES)
+        axes[letter] = size if size * math.prod(axes.values()) <= MAX_WORLD else 1
+    return axes
+
+
+def text_of(axes: dict[str, int]) -> str:
+    return "".join(f"{letter}{size}" for letter, size in axes.items())
+
+
 @st.composite
 def training(draw):
-    sizes = "".join(f"{letter}{draw(SIZES)}" for letter in "dptce" if draw(st.booleans()))
+    letters = "".join(letter for letter in draw(st.permutations("dptce")) if draw(st.booleans()))
+    sizes = text_of(drawn_axes(draw, letters))
     if draw(st.integers(0, 3)) == 0:
-        axes = {letter: draw(SIZES) for letter in "dptc"}
-        attn = "".join(f"{letter}{size}" for letter, size in axes.items())
-        ffn = f"d{draw(SIZES)}p{axes['p']}t{draw(SIZES)}e{draw(SIZES)}"
-        sizes = f"(attn:{attn}|ffn:{ffn})"
+        axes = drawn_axes(draw, "dptc")
+        ffn = drawn_axes(draw, "dte", p=axes["p"])
+        sizes = f"(attn:{text_of(axes)}|ffn:{text_of(ffn)})"
     return f"{draw(st.sampled_from(['archon', 'archon', 'archon', 'fsdp']))}:{sizes or 'd1'}"
 
 

@@ -29,6 +29,7 @@ def run(code, folder):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("started_warm")
 def test_ten_lines_train_a_model_on_a_list_and_a_function(tmp_path):
     last = run(TRAINS, tmp_path)[-1]
     folder = tmp_path / "runs/logs/me/digits/trial-0"
@@ -39,6 +40,7 @@ def test_ten_lines_train_a_model_on_a_list_and_a_function(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("started_warm")
 def test_a_model_is_sampled_and_judged(tmp_path):
     tiny = tmp_path / "tiny"
     write_byte_model(tiny)

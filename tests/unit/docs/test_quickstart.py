@@ -52,16 +52,20 @@ def run(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
     code = block.code
     for size, small in SMALL.items():
         code = code.replace(size, small)
-    command = ["bash", "-euo", "pipefail", "-c", code]
-    if block.language == "python":
-        command = [sys.executable, "-c", code]
-    elif code.startswith("pentad ") and code.count("\n") == 1:  # not by a shell: it starts warm
-        words = [*command[:-1], f"printf '%s\\0' {code}"]
-        given = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True)
-        command = [sys.executable, "-m", "pentad.cli.main", *given.stdout.split("\0")[1:-1]]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "100", "LC_ALL": "C"}
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=540)
+    how = {"cwd": folder, "env": env, "capture_output": True, "text": True, "timeout": 540}
+    if block.language == "python":
+        return subprocess.run([sys.executable, "-c", code], **how)
+    shell = ["bash", "-euo", "pipefail", "-c"]
+    last = re.fullmatch(r"(|.*\n)pentad ([^\n]*)\n", code, re.DOTALL)
+    if last is None:
+        return subprocess.run([*shell, code], **how)
+    # Not by the shell: it starts warm.
+    given = subprocess.run([*shell, f"{last[1]}printf '%s\\0' {last[2]}"], **how)
+    assert given.returncode == 0, f"{last[1]}\n{given.stderr}"
+    words = given.stdout.split("\0")[:-1]
+    return subprocess.run([sys.executable, "-m", "pentad.cli.main", *words], **how)
 
 
 def plain(text: str) -> list[str]:

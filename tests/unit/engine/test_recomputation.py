@@ -9,7 +9,6 @@ from engine_toys import CONFIG, PolicyLoss, make_engine, make_rows, train
 from sections import engine_keys, engine_settings
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager_decomp_partition
-from torch._inductor import compile_fx
 
 from pentad.core.errors import UserError
 from pentad.engine.engine import build_engine
@@ -45,6 +44,8 @@ def kept_and_gradients(budget: float | None) -> tuple[int, list[Tensor]]:
 def test_a_smaller_budget_keeps_less_and_changes_nothing(monkeypatch):
     """With torch's own partitioner, which is where the budget is read; code generation, which
     takes a GPU or minutes, is left out."""
+    from torch._inductor import compile_fx  # a second of every process that collects
+
     compile_ = torch.compile
     monkeypatch.setattr(compile_fx, "compile_fx", aot_eager_decomp_partition)
     monkeypatch.setattr(

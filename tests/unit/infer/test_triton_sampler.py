@@ -24,6 +24,7 @@ from pentad.infer.sampling import draw, uniforms  # noqa: E402
 from pentad.models.families import lora_map_of  # noqa: E402
 from pentad.models.hf_weights import iter_hf  # noqa: E402
 from pentad.models.registry import create_model  # noqa: E402
+from pentad.ops import paged_decode  # noqa: E402
 
 
 @pytest.mark.parametrize("vocab_size", [50, 2048, 5000])
@@ -58,7 +59,8 @@ def test_batch_sizes_end_with_the_largest():
     assert list(batch_sizes(256))[-4:] == [96, 128, 192, 256]
 
 
-def test_the_engine_with_kernels_is_the_engine_without(make_request, windowed_dims):
+def test_the_engine_with_kernels_is_the_engine_without(make_request, windowed_dims, monkeypatch):
+    monkeypatch.setattr(paged_decode, "MIN_PROGRAMS", 16)  # two splits of a full batch
     dims = replace(windowed_dims, num_heads=2, num_kv_heads=1)  # a layer with a window, one without
     # 3 + 2 rows are padded to 8; 9 tokens a step chunk the long prompt; blocks run short
     sizes = {"max_running": 8, "kv_cache_tokens": 24, "block_size": 4, "max_batch_tokens": 9}
@@ -100,8 +102,9 @@ ADAPTED = {
 
 
 @pytest.mark.parametrize("case", ADAPTED)
-def test_an_adapter_with_kernels_is_the_one_without(make_request, tiny_dims, case):
+def test_an_adapter_with_kernels_is_the_one_without(make_request, tiny_dims, case, monkeypatch):
     """One joined product for q, k and v with their factors, one for both matrices of experts."""
+    monkeypatch.setattr(paged_decode, "MIN_PROGRAMS", 1)  # attention is not split
     sizes = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 16, "num_layers": 2}
     if "widths" in case:
         sizes |= {"head_dim": 12, "intermediate_size": 40}

@@ -50,7 +50,7 @@ def pages_of(num_blocks, block_size, kv_heads, width, *, dtype, form):
     ("heads", "kv_heads", "width", "block_size", "window", "min_programs"),
     [
         (4, 2, 8, 4, None, 1),
-        (16, 8, 64, 16, None, 512),
+        (4, 2, 64, 16, None, 512),
         (6, 2, 24, 16, 37, 40),
         (4, 1, 16, 4, 3, 8),
         (2, 2, 128, 16, None, 1),

@@ -351,7 +351,7 @@ def test_an_answer_that_a_program_hangs_at_does_not_drop_its_group(lab):
             await asyncio.sleep(600)
         return 1.0
 
-    samples = lab.run(program, num_samples=8, deadline_s=20.0)
+    samples = lab.run(program, num_samples=8, deadline_s=10.0)
     late = {"reward_failed": 1.0, "reward_failed/deadline": 1.0}
     by_text = {sample.text: (sample.reward, sample.reward_parts) for sample in samples}
     assert len(samples) == 8 and by_text.pop("z") == (0.0, late)

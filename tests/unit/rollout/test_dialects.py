@@ -5,10 +5,14 @@ import copy
 
 import openai
 import pytest
+from dialect_clients import CALL, by_messages, by_responses
 from test_agents import TOOLS, lab  # noqa: F401
 
-anthropic = pytest.importorskip("anthropic", reason="the anthropic package is not installed")
-from dialect_clients import CALL, by_messages, by_responses  # noqa: E402
+
+@pytest.fixture(autouse=True, scope="module")
+def anthropic():
+    """Imported by the process that runs these tests alone: it takes a second."""
+    return pytest.importorskip("anthropic", reason="the anthropic package is not installed")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -29,7 +33,7 @@ def test_a_conversation_with_tools_is_one_transcript(lab, talk, stream):  # noqa
     assert sample.ids[sample.mask].tolist() == drawn, "id for id"
 
 
-def test_what_is_not_built_is_refused_with_a_sentence(lab):  # noqa: F811
+def test_what_is_not_built_is_refused_with_a_sentence(lab, anthropic):  # noqa: F811
     refused = []
 
     async def agent(base_url, api_key, model):
@@ -54,7 +58,7 @@ def test_what_is_not_built_is_refused_with_a_sentence(lab):  # noqa: F811
     assert "thinking" in refused[0] and "tool_choice" in refused[1] and "image" in refused[2]
 
 
-def test_a_wrong_key_is_refused(lab):  # noqa: F811
+def test_a_wrong_key_is_refused(lab, anthropic):  # noqa: F811
     async def agent(base_url, api_key, model):
         client = anthropic.AsyncAnthropic(base_url=base_url, api_key="wrong", max_retries=0)
         with pytest.raises(anthropic.AuthenticationError):

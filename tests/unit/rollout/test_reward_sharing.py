@@ -86,7 +86,7 @@ def reward(completion):
 
 
 BAD = {
-    "timeout": "while True: pass",
+    "timeout": "time.sleep(600)",
     "crash": "os._exit(1)",
     "memory": "bytearray(1 << 30)",
     "error": "raise KeyError('x')",
