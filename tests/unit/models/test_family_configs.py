@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 import transformers
-from family_toys import FAMILY_CONFIGS, ROUTED, SIZES
+from family_toys import FAMILY_CONFIGS, LATENT, ROUTED, SIZES
 
 from pentad.core.errors import UserError
 from pentad.models.decoder import causal_attend
@@ -18,8 +18,10 @@ KINDS = ("sliding_attention", "full_attention")
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 99.0}
 PLAIN = {"rope_type": "default", "rope_theta": 55.0}
 NEEDED = {
+    "deepseek_v3": LATENT,
     "dots1": ROUTED,
     "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 2},
+    "glm4_moe_lite": LATENT,
     "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "olmoe": {"hidden_size": 64, "num_experts": 6, "num_experts_per_tok": 2},
 }
