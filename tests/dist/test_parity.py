@@ -261,6 +261,7 @@ LORA = [
     ("moe", Layout(dp_shard=2, cp=2, ep=4), {"experts": "each"}),
     ("six", Layout(dp_shard=4, ep=4), {"experts": "each"}),
     ("deepseek_v3", Layout(dp_shard=2, tp=2), {"alpha": 4.0}),  # of latents, which tp does not cut
+    ("mixtral", Layout(tp=2, ep=2), {"experts": "each"}),
 ]
 
 
@@ -415,6 +416,7 @@ ROUNDED = [
     ("moe", Layout(dp_shard=3, tp=2, ep=3, etp=2)),
     ("moe", Layout(dp_shard=2, cp=2, tp=2, ep=2, etp=2)),
     ("glm", Layout(dp_shard=2, tp=2, ep=4)),
+    ("ernie4_5_moe", Layout(dp_shard=2, ep=2)),  # its routers stay in float32
 ]
 ROUNDED_REST = [ROUNDED[1], ROUNDED[3], ROUNDED[5], ROUNDED[7]]
 """Rounding knows a tensor's name and the place of a shard in it: every axis that cuts is among the
