@@ -47,6 +47,28 @@ LATENT: dict[str, Any] = {
     "n_group": 4,
     "topk_group": 2,
 }
+ROUTED: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.3,
+}
+EVERYWHERE: dict[str, Any] = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 16,
+}
+"""A mixture in every layer, of experts of that width."""
+FACTORS: dict[str, Any] = {
+    "embedding_multiplier": 2.5,
+    "attention_multiplier": 0.6,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 0.8,
+}
+ALPHA = {"rope_type": "dynamic", "rope_theta": 1e3, "factor": 1.0, "alpha": 9.0}
 STRETCHED = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
@@ -57,7 +79,20 @@ STRETCHED = {
 }
 OWN: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**LATENT, "first_k_dense_replace": 1, "rope_parameters": STRETCHED},
+    "dots1": {
+        **ROUTED,
+        "n_group": 4,
+        "topk_group": 2,
+        "sliding_window": 7,
+        "max_window_layers": 1,
+    },
     "ernie4_5": {"use_bias": True},
+    "ernie4_5_moe": {
+        "moe_num_experts": 8,
+        "moe_k": 3,
+        "moe_intermediate_size": 16,
+        "moe_num_shared_experts": 2,
+    },
     "exaone4": {"sliding_window": 7, "layer_types": LAYER_TYPES},
     "gemma3_text": {
         "sliding_window": 7,
@@ -80,20 +115,16 @@ OWN: dict[str, dict[str, Any]] = {
         "rope_interleave": False,
         "mlp_layer_types": ["sparse", "dense", "sparse"],
     },
-    "granite": {
-        "embedding_multiplier": 2.5,
-        "attention_multiplier": 0.6,
-        "residual_multiplier": 0.7,
-        "logits_scaling": 0.8,
+    "granite": FACTORS,
+    "granitemoe": EVERYWHERE | FACTORS,
+    "hunyuan_v1_dense": {"rope_parameters": ALPHA},
+    "hunyuan_v1_moe": {
+        "num_experts": 8,
+        "moe_topk": [3, 3, 3],
+        "intermediate_size": 16,
+        "rope_parameters": ALPHA,
     },
-    "hunyuan_v1_dense": {
-        "rope_parameters": {
-            "rope_type": "dynamic",
-            "rope_theta": 1e3,
-            "factor": 1.0,
-            "alpha": 9.0,
-        },
-    },
+    "minimax_m2": EVERYWHERE | {"rotary_dim": 4},
     "ministral": {"sliding_window": 7, "layer_types": LAYER_TYPES},
     "ministral3": {
         "sliding_window": 9,
@@ -105,6 +136,7 @@ OWN: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.3,
         },
     },
+    "mixtral": EVERYWHERE | {"sliding_window": 9},
     "olmo2": {},
     "olmo3": {
         "sliding_window": 7,
@@ -113,6 +145,14 @@ OWN: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4},
             "sliding_attention": {"rope_type": "default", "rope_theta": 90.0},
         },
+    },
+    # The norm of queries is as wide as the stream.
+    "olmoe": {
+        "hidden_size": 32,
+        "head_dim": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 16,
     },
     "phi3": {"sliding_window": 9},
     "qwen3_5_moe_text": LINEAR | EXPERTS,

@@ -33,9 +33,10 @@ def known_model(name: str) -> ModelDims | None:
 
 
 def full_name(name: str) -> str | None:
-    """The name with its owner, and without -Instruct or -Base."""
-    bare = VARIANT.sub("", name)
-    return next((n for n in public_configs() if bare in (n, n.rpartition("/")[2])), None)
+    """The name with its owner; without -Instruct or -Base where only that is listed."""
+    known = public_configs()
+    spelled = {full.rpartition("/")[2]: full for full in known} | {full: full for full in known}
+    return spelled.get(name) or spelled.get(VARIANT.sub("", name))
 
 
 def dims_of(path: str, where: str = "actor.path") -> ModelDims:

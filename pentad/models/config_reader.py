@@ -97,6 +97,20 @@ class ConfigValues:
         self.must(is_good, key, value, "must be a number above 0")
         return float(value) if is_good else default
 
+    def fixed(self, values: Mapping[str, Any]) -> None:
+        """Rejects keys with another value than the one that is built; null is left out."""
+        for key, built in values.items():
+            given = self.hf.get(key)
+            self.must(given is None or given == built, key, given, f"only {built} is built")
+
+    def same(self, names: Mapping[str, str]) -> None:
+        """Rejects a second name of a key (name -> key) with another value: transformers reads
+        both."""
+        for name, key in names.items():
+            given, own = self.hf.get(name), self.hf.get(key)
+            rule = f"must be {key} = {_short(own)}, which transformers calls so too"
+            self.must(given in (None, own), name, given, rule)
+
     @property
     def expert_width(self) -> int:
         has_own = self.hf.get("moe_intermediate_size") is not None

@@ -62,6 +62,7 @@ from pentad.weights.megatron.layout import (
     iteration_of,
     write_tracker,
 )
+from pentad.weights.megatron.model_args import unsayable
 from pentad.weights.megatron.outputs import (
     DistOutput,
     Filler,
@@ -293,6 +294,7 @@ def _output(recipe: Conversion, opened: Opened) -> Output:
     )
     if recipe.to == "legacy":
         check_rank_files(layout)
+    raise_problems(unsayable(dims))  # before the column, which then does not cover its tensors
     vocab_rows = padded_vocab(dims.vocab_size, layout.tp, recipe.vocab_divisor)
     column = column_of(dims, vocab_rows)
     _check_source(column.map, opened.reader)

@@ -169,9 +169,20 @@ def shared_expert(hf: str) -> tuple[Rule, ...]:
     """The shared expert, by the name of its module in files."""
     place = f"{LAYER}mlp.{hf}."
     return (
-        gated(FFN + "shared.", "2 S D", place, ".weight", is_moe, "normal"),
-        Rule(FFN + "shared.down.weight", "D S", place + "down_proj.weight", is_moe),
+        gated(FFN + "shared.", "2 S D", place, ".weight", has_shared_expert, "normal"),
+        Rule(FFN + "shared.down.weight", "D S", place + "down_proj.weight", has_shared_expert),
     )
+
+
+def wide_routers(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """The rules, with routers kept in float32."""
+    name = FFN + "router.weight"
+    return tuple(replace(r, dtype="float32") if r.target == name else r for r in rules)
+
+
+def selection_bias(source: str | Spec) -> Rule:
+    """The router's bias that is used only for the choice of experts, kept in float32."""
+    return Rule(FFN + "router.bias", "R", source, has_router_bias, "zeros", dtype="float32")
 
 
 def is_linear(dims: ModelDims, layer: int) -> bool:

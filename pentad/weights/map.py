@@ -141,6 +141,18 @@ class GroupRows:
 
 
 @dataclass(frozen=True, slots=True)
+class OnlyRow:
+    """The target is the single row of a source: [E] of [1, E]."""
+
+    source: str
+
+    def regions(self, shape: Shape, sizes: Sizes, index: Indices) -> list[Region]:
+        (whole,) = One(self.source).regions((1, *shape), sizes, index)
+        runs = tuple(DimRun(dim + 1, dim, length) for dim, length in enumerate(shape))
+        return [replace(whole, target_start=(0,) * len(shape), runs=runs)]
+
+
+@dataclass(frozen=True, slots=True)
 class Transposed:
     """The target is the source with its last two dims swapped."""
 
@@ -166,6 +178,23 @@ class Glu:
         assert shape[0] == 2, f"a gate and up pair has shape [2, ...], not {list(shape)}"
         halves = [as_spec(half).regions(shape[1:], sizes, index) for half in (self.gate, self.up)]
         return [_plane(region, j) for j, half in enumerate(halves) for region in half]
+
+
+@dataclass(frozen=True, slots=True)
+class StackedGlu:
+    """Gate and up of stacked experts, which are one row block after the other in a source: target
+    [E, 2, M, D] of [E, M+M, D]."""
+
+    source: str
+
+    def regions(self, shape: Shape, sizes: Sizes, index: Indices) -> list[Region]:
+        num, two, height, width = shape
+        assert two == 2, f"a gate and up pair has shape [E, 2, ...], not {list(shape)}"
+        runs = (DimRun(0, 0, num), DimRun(1, 2, height), DimRun(2, 3, width))
+        name, source_shape = self.source.format(**index), (num, 2 * height, width)
+        return [
+            Region(name, source_shape, (0, j * height, 0), (0, j, 0, 0), runs) for j in range(2)
+        ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -335,7 +335,7 @@ def _assemble(source: Source, ready: Mapping[str, Tensor], dtype: torch.dtype | 
     if len(source.regions) == 1:
         block = source_block(ready[first.source], first)
         order = sorted(range(len(first.runs)), key=lambda n: first.runs[n].target_dim)
-        return block.permute(order).to(dtype)
+        return block.permute(order).reshape(source.shape).to(dtype)  # with axes of one row
     out = torch.empty(source.shape, dtype=dtype, device=ready[first.source].device)
     for region in source.regions:
         target_block(out, region).copy_(source_block(ready[region.source], region))

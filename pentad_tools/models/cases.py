@@ -57,6 +57,23 @@ LOCAL_EXPERT_SIZES: dict[str, Any] = {
     "intermediate_size": 76,
 }
 """Where `intermediate_size` is the width of every expert: `etp` deals pairs of gate and up."""
+EVEN_EXPERT_SIZES: dict[str, Any] = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "intermediate_size": 76,
+}
+"""The same, under other names."""
+ERNIE_SIZES: dict[str, Any] = {
+    "moe_num_experts": 5,
+    "moe_k": 2,
+    "moe_intermediate_size": 27,
+    "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 0,
+    "moe_layer_interval": 2,
+}
+SQUARE: dict[str, Any] = {"hidden_size": 72, "head_dim": 6}
+"""Where the norm of queries is as wide as the stream in transformers, whatever the heads."""
 SHARED_SIZES: dict[str, Any] = {"shared_expert_intermediate_size": 35}
 DEEPSEEK_SIZES: dict[str, Any] = {
     "n_routed_experts": 5,
@@ -65,6 +82,7 @@ DEEPSEEK_SIZES: dict[str, Any] = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.7,
+    "norm_topk_prob": True,
     "n_group": 1,
     "topk_group": 1,
 }
@@ -148,10 +166,16 @@ def variants_of(family_keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     by_layer = LAYER_KINDS & rope.keys()
     grown = GROWTH if GROWTH.keys() <= rope.keys() else {}
     base = {**SIZES, "rope_parameters": {**grown, **PLAIN_ROPE}}
-    if has_experts:
+    if "moe_num_experts" in family_keys:
+        base |= ERNIE_SIZES
+    elif has_experts:
         base |= DEEPSEEK_SIZES if "n_routed_experts" in family_keys else EXPERT_SIZES
     elif "num_local_experts" in family_keys:
         base |= LOCAL_EXPERT_SIZES
+    elif "num_experts" in family_keys:
+        base |= {key: size for key, size in EVEN_EXPERT_SIZES.items() if key in family_keys}
+    if "clip_qkv" in family_keys:
+        base |= SQUARE
     if "partial_rotary_factor" in family_keys:
         base |= PARTIAL_ROTARY
     if "kv_lora_rank" in family_keys:

@@ -105,7 +105,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {**MAMBA, "layer_types": ["mamba", "attention"]},
     "helium": HEADS,
     "hunyuan_v1_dense": HEADS,
-    "hunyuan_v1_moe": {**EXPERTS, "moe_topk": 2},
+    "hunyuan_v1_moe": {**EXPERTS, "moe_topk": 2, "moe_intermediate_size": 48},
     "jamba": {},
     "kimi_linear": {**DEEPSEEK, **LATENT},
     "lfm2": {"layer_types": ["conv", "full_attention"]},

@@ -217,8 +217,21 @@ OSS = [
     ("gpt_oss", Layout(dp_shard=2, tp=2, ep=2, etp=2)),
     ("gpt_oss", Layout(cp=2, tp=2, ep=4)),
 ]
-FAMILIES += LATENT + OSS
-FAMILIES_HERE += [LATENT[0], OSS[3]]
+MIXTURES = [
+    ("dots1", Layout(cp=2, ep=2)),
+    ("dots1", Layout(dp_shard=2, tp=2, ep=2)),
+    ("ernie4_5_moe", Layout(tp=2, ep=2)),
+    ("ernie4_5_moe", Layout(dp_shard=2, tp=2, ep=2, etp=2)),
+    ("granitemoe", Layout(tp=2, etp=2)),
+    ("hunyuan_v1_moe", Layout(dp_shard=2, tp=2, ep=4)),
+    ("minimax_m2", Layout(dp_shard=2, ep=2)),
+    ("minimax_m2", Layout(cp=2, tp=2, ep=2, etp=2)),
+    ("mixtral", Layout(tp=2, ep=2)),
+    ("mixtral", Layout(cp=2, tp=2, ep=4)),
+    ("olmoe", Layout(dp_shard=2, tp=2, etp=2)),
+]
+FAMILIES += LATENT + OSS + MIXTURES
+FAMILIES_HERE += [LATENT[0], OSS[3], MIXTURES[2], MIXTURES[7]]
 
 
 @pytest.mark.parametrize(
@@ -248,6 +261,7 @@ LORA = [
     ("moe", Layout(dp_shard=2, cp=2, ep=4), {"experts": "each"}),
     ("six", Layout(dp_shard=4, ep=4), {"experts": "each"}),
     ("deepseek_v3", Layout(dp_shard=2, tp=2), {"alpha": 4.0}),  # of latents, which tp does not cut
+    ("mixtral", Layout(tp=2, ep=2), {"experts": "each"}),
 ]
 
 
@@ -402,6 +416,7 @@ ROUNDED = [
     ("moe", Layout(dp_shard=3, tp=2, ep=3, etp=2)),
     ("moe", Layout(dp_shard=2, cp=2, tp=2, ep=2, etp=2)),
     ("glm", Layout(dp_shard=2, tp=2, ep=4)),
+    ("ernie4_5_moe", Layout(dp_shard=2, ep=2)),  # its routers stay in float32
 ]
 ROUNDED_REST = [ROUNDED[1], ROUNDED[3], ROUNDED[5], ROUNDED[7]]
 """Rounding knows a tensor's name and the place of a shard in it: every axis that cuts is among the

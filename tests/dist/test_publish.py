@@ -24,6 +24,7 @@ CASES = [
     ("parity", "six", Layout(dp_shard=4, ep=4), "file", {"dtype": "bfloat16"}),
     ("parity", "moe", Layout(dp_shard=5, ep=5), "shm", {}),
     ("parity", "dense", Layout(dp_replicate=2, tp=4), "shm", {"dtype": "bfloat16"}),
+    ("parity", "ernie4_5_moe", Layout(tp=2, ep=2), "shm", {"dtype": "bfloat16"}),
 ]
 
 EXPORTS = [(*case[:3], case[4]) for case in CASES if case[2].world in (2, 4, 8)]

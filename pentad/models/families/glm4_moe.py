@@ -6,8 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from pentad.models.config_reader import ConfigReader, ConfigValues
-from pentad.models.spec import DECODER, FFN, LAYER, ModelSpec, is_moe, shared_expert, sizes
-from pentad.weights.map import Rule
+from pentad.models.spec import DECODER, LAYER, ModelSpec, selection_bias, shared_expert, sizes
 
 DEFAULTS = {
     "num_key_value_heads": 8,
@@ -31,9 +30,7 @@ def mixture(read: ConfigValues, num_layers: int) -> dict[str, Any]:
     groups, groups_per_token = read.whole("n_group", 1), read.whole("topk_group", 1)
     num_experts, num_chosen = read.whole("n_routed_experts"), read.whole("num_experts_per_tok")
     size, is_choice = num_experts // groups, groups_per_token < groups
-    given = read.hf.get("num_local_experts")
-    rule = f"must be n_routed_experts = {num_experts}, which transformers calls so too"
-    read.must(given in (None, num_experts), "num_local_experts", given, rule)
+    read.same({"num_local_experts": "n_routed_experts"})
     rule = f"must be at most n_group = {groups}"
     read.must(groups_per_token <= groups, "topk_group", groups_per_token, rule)
     rule = f"must divide n_routed_experts = {num_experts} into groups of at least 2"
@@ -62,14 +59,7 @@ def mixture(read: ConfigValues, num_layers: int) -> dict[str, Any]:
 
 MIXTURE = (
     *shared_expert("shared_experts"),
-    Rule(
-        FFN + "router.bias",
-        "R",
-        LAYER + "mlp.gate.e_score_correction_bias",
-        is_moe,
-        "zeros",
-        dtype="float32",
-    ),
+    selection_bias(LAYER + "mlp.gate.e_score_correction_bias"),
 )
 
 SPEC = ModelSpec(

@@ -19,14 +19,14 @@ from pentad.weights.map import Rule
 
 DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "pad_token_id": 1}
 
-QK_NORMS = {"q": "Q", "k": "K"}
+WIDE_NORMS = tuple(
+    Rule(f"{ATTN}{x}_norm.weight", shape, f"{LAYER}self_attn.{x}_norm.weight", init="ones")
+    for x, shape in {"q": "Q", "k": "K"}.items()
+)
 RULES = (
-    *without(DECODER, ATTN_NORM, FFN_NORM, *(f"{ATTN}{x}_norm.weight" for x in QK_NORMS)),
+    *without(DECODER, ATTN_NORM, FFN_NORM, *(rule.target for rule in WIDE_NORMS)),
     *POST_NORMS,
-    *(
-        Rule(f"{ATTN}{x}_norm.weight", shape, f"{LAYER}self_attn.{x}_norm.weight", init="ones")
-        for x, shape in QK_NORMS.items()
-    ),
+    *WIDE_NORMS,
 )
 
 SPEC = ModelSpec(

@@ -70,6 +70,12 @@ def _faults(config: PretrainedConfig) -> list[str]:
             f"rotary frequencies of kind {', '.join(shifting)} depend on the longest row of a "
             "batch, so a row's log-probs would depend on its neighbours"
         )
+    turned = rope.get("partial_rotary_factor", 1.0) * (fields.get("head_dim") or 0)
+    if config.model_type == "minimax_m2" and fields.get("rotary_dim") not in (None, turned):
+        faults.append(
+            f"rotary_dim = {fields['rotary_dim']}: this transformers would turn {turned:g} numbers "
+            "of a head; use archon, or a transformers that reads the key"
+        )
     try:
         measure(config)
     except AttributeError as error:

@@ -18,7 +18,7 @@ from pentad.models.registry import build_unfiled, load_to_sample
 from pentad_tools.models.types_table import CLOSE, own_logprobs, write_tiny
 
 logging.disable_progress_bar()
-FAMILIES = ["cohere", "cohere2", "gemma4_text", "minimax_m2"]
+FAMILIES = ["cohere", "cohere2", "gemma4_text", "phimoe"]
 """Windows, heads that differ by layer, scaled logits, experts."""
 CASES = {
     "plain": {},
@@ -133,7 +133,7 @@ def test_a_layer_that_sees_further_than_its_window_shows(sampler_of, written):
 
 def test_a_model_that_waits_for_weights_takes_published_ones_and_no_others(keep, written):
     """As a run has it: blank at first, then the trainer's tensors by their names on disk."""
-    folder, theirs = written("minimax_m2").folder, written("minimax_m2").theirs
+    folder, theirs = written("phimoe").folder, written("phimoe").theirs
     place = {"device": "cpu", "dtype": torch.float32}
     sampler = keep(EmbeddedSampler(build_unfiled(folder, **place), sampler_settings()))
     pairs = list(iter_hf(load_to_sample(folder, **place)))

@@ -66,6 +66,24 @@ PUBLISHED = {
     "granite-3.3-8b-instruct": (8.17, None),
     "Seed-OSS-36B-Base": (36, None),
     "Seed-OSS-36B-Instruct": (36, None),
+    "Mixtral-8x7B-v0.1": (46.7, None),
+    "Mixtral-8x7B-Instruct-v0.1": (46.7, None),
+    "Mixtral-8x22B-v0.1": (141, None),
+    "Mixtral-8x22B-Instruct-v0.1": (141, None),
+    "MiniMax-M2": (230, None),
+    "ERNIE-4.5-21B-A3B-PT": (21.8, None),
+    "dots.llm1.base": (142, None),
+    "dots.llm1.inst": (142, None),
+    "OLMoE-1B-7B-0924": (6.92, None),
+    "OLMoE-1B-7B-0924-Instruct": (6.92, None),
+    "OLMoE-1B-7B-0125": (6.92, None),
+    "OLMoE-1B-7B-0125-Instruct": (6.92, None),
+    "Hunyuan-A13B-Pretrain": (80, None),
+    "Hunyuan-A13B-Instruct": (80, None),
+    "granite-3.1-1b-a400m-base": (1.33, None),
+    "granite-3.1-1b-a400m-instruct": (1.33, None),
+    "granite-3.1-3b-a800m-base": (3.3, None),
+    "granite-3.1-3b-a800m-instruct": (3.3, None),
 }
 
 
@@ -88,6 +106,11 @@ def test_active_parameters_of_the_mixtures():
     assert (air.num_active_params - 2 * air.embedding_params) / 1e9 == pytest.approx(12, abs=0.3)
     assert (glm.num_active_params - 2 * glm.embedding_params) / 1e9 == pytest.approx(32, abs=0.3)
     assert MODELS["Qwen3-8B"].num_active_params == MODELS["Qwen3-8B"].num_params
+    assert MODELS["Mixtral-8x7B-v0.1"].num_active_params / 1e9 == pytest.approx(12.9, abs=0.06)
+    assert MODELS["Mixtral-8x22B-v0.1"].num_active_params / 1e9 == pytest.approx(39, abs=0.2)
+    assert MODELS["dots.llm1.inst"].num_active_params / 1e9 == pytest.approx(14, abs=0.06)
+    assert MODELS["OLMoE-1B-7B-0125"].num_active_params / 1e9 == pytest.approx(1.3, abs=0.06)
+    assert MODELS["Hunyuan-A13B-Instruct"].num_active_params / 1e9 == pytest.approx(13, abs=0.3)
 
 
 def test_exact_counts_of_two_released_checkpoints():
@@ -127,6 +150,7 @@ def test_names_with_owner_and_variant_are_the_same_model():
     assert known_model("Qwen/Qwen2.5-7B-Instruct") is MODELS["Qwen2.5-7B"]
     assert known_model("Qwen/Qwen3-30B-A3B-Instruct-2507") is MODELS["Qwen3-30B-A3B"]
     assert known_model("meta-llama/Llama-3.1-8B-Instruct") is MODELS["Llama-3.1-8B"]
+    assert known_model("Seed-OSS-36B-Instruct") is MODELS["Seed-OSS-36B-Instruct"]
     assert known_model("Qwen/Qwen3-8B-FP8") is None
     assert known_model("Qwen/Qwen3-VL-8B") is None
 

@@ -123,10 +123,13 @@ def test_config_and_engine_keep_no_logits_in_a_pipeline():
     assert engine_refuses(config, dims).startswith(said)
 
 
+BIASED = {"deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "minimax_m2"}
+
+
 @pytest.mark.parametrize("family", known_families())
 def test_families_with_a_place_for_a_bias_are_known_without_torch(family):
     dims = dims_of(FAMILY_CONFIGS.get(family, {"model_type": family, **SIZES}))
     names = map_of(dims).entries
     has_place = not dims.moe_bias and any(name.endswith("router.bias") for name in names)
     assert has_place == dims.router_bias
-    assert has_place == (family in ("glm4_moe", "glm4_moe_lite", "deepseek_v3"))
+    assert has_place == (family in BIASED)

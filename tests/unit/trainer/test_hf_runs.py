@@ -43,7 +43,7 @@ FAMILIES = {
         "sliding_window": 4,
         "layer_types": ["sliding_attention", "full_attention"],
     },
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gemma4_text": {
         "final_logit_softcapping": 3.0,
         "hidden_size_per_layer_input": 8,
@@ -158,7 +158,7 @@ APART = "allocation_mode=embedded:d1+fsdp:d1"
     [
         ("cohere", ["allocation_mode=embedded:d1|fsdp:d1"]),
         ("cohere2", [APART, "mode=async", "max_staleness=1"]),
-        ("mixtral", ["allocation_mode=embedded:d1|fsdp:d1", "offload_rollout=true"]),
+        ("phimoe", ["allocation_mode=embedded:d1|fsdp:d1", "offload_rollout=true"]),
         ("gemma4_text", [APART, "mode=hybrid", "max_staleness=0"]),
     ],
 )
