@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from pentad.config.rules.recorded import reads_any
+from pentad.config.rules.rule import reads_any
 from pentad.config.schema import Config
 from pentad.core.errors import Problem
 from pentad.core.machine import installed
