@@ -124,13 +124,18 @@ def kv_token_bytes(
     cache_dtype: CacheDtype = "auto",
     *,
     expanded: bool = False,
+    tp: int = 1,
 ) -> int:
-    """Keys and values of one token in all layers; in 8 bits a head has a float32 scale. `expanded`:
-    of latent attention in strict mode."""
+    """Keys and values of one token in all layers, on the rank of `tp` that holds the most: heads
+    are repeated if there are more ranks. In 8 bits a head has a float32 scale. `expanded`: of
+    latent attention in strict mode."""
     is_small = cache_dtype in EIGHT_BIT_CACHES
-    heads, *widths = dims.cache_shape(expanded=expanded)
-    head_bytes = sum(n + 4 if is_small else n * weight_bytes for n in widths if n)
-    return dims.num_cached_layers * heads * head_bytes
+    total = 0
+    for layer in dims.cached_layers:
+        heads, *widths = dims.of_layer(layer).cache_shape(expanded=expanded)
+        head_bytes = sum(n + 4 if is_small else n * weight_bytes for n in widths if n)
+        total += -(-heads // tp) * head_bytes
+    return total
 
 
 def chunks_bytes(dims: ModelDims) -> float:
