@@ -98,6 +98,10 @@ class ConfigValues:
         self.must(is_good, key, value, "must be a number above 0")
         return float(value) if is_good else default
 
+    def maybe(self, key: str) -> float | None:
+        """A number above 0, or null."""
+        return None if self.hf.get(key) is None else self.number(key, 1.0)
+
     @property
     def expert_width(self) -> int:
         has_own = self.hf.get("moe_intermediate_size") is not None

@@ -26,15 +26,23 @@ INDEX_BYTES = 24
 
 def kept_bytes(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
     """Bytes a layer keeps until its backward, per token of the microbatch on this rank."""
-    full = layer_input(dims, layout, keys)
+    handed = handed_bytes(dims, layer, layout, keys)
+    full = layer_input(dims, layout, keys) + handed
     if keys.archon.is_recomputed(layer):
         return full
     none = whole_layer(dims, layer, layout, keys)
     if keys.archon.ac_mode == "memory_budget":
         return full + keys.archon.ac_memory_budget * (none - full)
     if keys.archon.keeps_products:
-        return products(dims, layer, layout, keys)
+        return products(dims, layer, layout, keys) + handed
     return none
+
+
+def handed_bytes(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
+    """Keys and values that later layers read, which no recomputation frees."""
+    if all(own.kv_from != layer for own in dims.kinds):
+        return 0.0
+    return 2 * keys.compute_bytes * kv_width(dims.of_layer(layer), layout.tp) / layout.cp
 
 
 def layer_input(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
@@ -116,13 +124,14 @@ def attention_kept(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
     q, k = dims.q_dim / tp, kv_width(dims, tp)
     kept = layer_norms_kept(dims, dims.hidden_size / tp, c)
     kept += c * dims.hidden_size  # input of q, k, v, gathered over tp
+    k = v = 0.0 if dims.kv_from is not None else k  # those of another layer are kept there
     if dims.qk_norm:
         kept += norm_kept(q + k, c)
     kept += c * (q + k)  # rotated, read by the core
-    kept += c * (k + q)  # v, and the core's result, which is the input of o
+    kept += c * (v + q)  # v, and the core's result, which is the input of o
     kept += c * 2 * q * dims.attn_gate  # its sigmoid, and their product
-    if dims.value_norm:
-        kept += norm_kept(k, c)
+    if dims.value_norm and not (dims.values_are_keys and c == WIDE):
+        kept += WIDE * v
     if dims.kv_latent:  # latents and their norms, which every rank has whole; unpadded results
         kept += c * latent_width(dims) + norm_kept(dims.q_latent + dims.kv_latent, c)
         kept += c * unpadded(dims, tp)
@@ -134,7 +143,7 @@ def embedding_kept(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
     if not dims.layer_embed_dim:
         return 0.0
     c, h, width = keys.compute_bytes, dims.hidden_size, dims.layer_embed_dim
-    return (c * (h + 4 * width) + norm_kept(h, c)) / (layout.tp * layout.cp)
+    return (c * (h + 3 * width) + norm_kept(h, c)) / (layout.tp * layout.cp)
 
 
 def delta_net_kept(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
@@ -251,6 +260,6 @@ def ends_bytes(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
     turned = sum(own.turned_dim for own in dims.rope_dims.values())
     kept = norm_kept(h / layout.tp, c) + c * h + 2 * c * turned
     whole = dims.num_layers * dims.layer_embed_dim
-    if whole:  # rows of the table, the projection and its norm, their sum; the embedding
-        kept += (3 * c * whole + norm_kept(whole, c) + c * h) / layout.tp
+    if whole:  # the norm of the projection, and its sum with rows of the table
+        kept += (c * whole + norm_kept(whole, c)) / layout.tp
     return kept / layout.cp

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from family_toys import FAMILY_CONFIGS, LINEAR_FAMILIES
+from family_toys import ALL_CONFIGS, FAMILY_CONFIGS, LINEAR_FAMILIES, SHARED_KEYS
 from parity_cases import rounded_steps, train_step
 from tables import table
 
@@ -14,6 +14,7 @@ from pentad.engine.section import LoraConfig
 
 pytestmark = pytest.mark.dist
 """Tolerances: sums of a few hundred fp32 terms in another order."""
+COARSE = {*LINEAR_FAMILIES, "gemma4_text", SHARED_KEYS}
 REFERENCES: dict[tuple, dict] = {}
 
 
@@ -46,7 +47,8 @@ def check(pool, model: str, layout: Layout, expected: dict | None = None, **kwar
         assert mine["gradients"][name].shape == gradient.shape, name
         error = (mine["gradients"][name] - gradient).norm() / gradient.norm()
         # A delta net carries what is rounded in one token's state to all tokens after it.
-        limit = 1e-4 if model in LINEAR_FAMILIES else 1e-5
+        # Scores that are not divided by a root make more of what is rounded, too.
+        limit = 1e-4 if model in COARSE else 1e-5
         assert error < limit, f"{name}: relative error {error:.2e}"
     assert mine["result"].grad_norm == pytest.approx(true["result"].grad_norm, rel=1e-5)
     assert mine["result"].grad_norm > 0.5, "so the step was clipped"
@@ -57,7 +59,7 @@ def check(pool, model: str, layout: Layout, expected: dict | None = None, **kwar
         # A first AdamW step moves every weight by about lr = 1e-2, whatever its gradient: fp32
         # noise in a small gradient shows as a few percent of that.
         found = mine["weights"][name]
-        if model in LINEAR_FAMILIES:  # noise that is larger, and so shows as more in a few of them
+        if model in COARSE:  # noise that is larger, and so shows as more in a few of them
             is_off = (found - weight).abs() > 5e-4 + 1e-3 * weight.abs()
             assert is_off.float().mean() < 0.01, f"{name}: {is_off.sum()} of {is_off.numel()}"
         else:
@@ -193,7 +195,7 @@ def test_experts_over_any_number_of_ranks(pool, model, layout, settings):
 
 FAMILIES = [
     (family, layout)
-    for family in FAMILY_CONFIGS
+    for family in ALL_CONFIGS
     for layout in (Layout(tp=2), Layout(cp=2), Layout(dp_shard=2, tp=4))
     if not (layout.cp > 1 and family in LINEAR_FAMILIES)
 ] + [
@@ -217,8 +219,14 @@ OSS = [
     ("gpt_oss", Layout(dp_shard=2, tp=2, ep=2, etp=2)),
     ("gpt_oss", Layout(cp=2, tp=2, ep=4)),
 ]
-FAMILIES += LATENT + OSS
-FAMILIES_HERE += [LATENT[0], OSS[3]]
+BY_LAYER = [
+    ("gemma4_text", Layout(dp_shard=2, ep=2)),
+    ("gemma4_text", Layout(dp_shard=2, tp=2, ep=2, etp=2)),
+    ("gemma4_text", Layout(cp=2, tp=2, ep=4)),
+    (SHARED_KEYS, Layout(dp_shard=2, cp=2, tp=2)),
+]
+FAMILIES += LATENT + OSS + BY_LAYER
+FAMILIES_HERE += [LATENT[0], OSS[3], *BY_LAYER[2:]]
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,12 @@ from pentad.models.spec import (
     has_layer_inputs,
     has_layer_scale,
     is_moe,
+    sizes,
     with_own_keys,
     with_sources,
     without,
 )
-from pentad.weights.map import Expert, Glu, Rows, Rule, Stack
+from pentad.weights.map import Expert, Glu, Rows, Rule, Spec, Stack
 
 ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -49,6 +50,10 @@ DEFAULTS = {
     "vocab_size_per_layer_input": 262144,
 }
 """transformers' values of keys that a config leaves out."""
+SMALL: dict[str, Any] = {"tied": True, "head_dim": 256, "final_logit_softcapping": 30.0}
+SMALL |= {"max_position": 131072}
+LARGE = SMALL | {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
+LARGE |= {"max_position": 262144, "sliding_window": 1024}
 HEADS = ("head_dim", "num_key_value_heads")
 """Keys of `per_layer_config`, by which transformers saves how layers differ."""
 
@@ -80,6 +85,25 @@ def heads_without_window(read: ConfigValues, dims: ModelDims, full: list[int]) -
     return found
 
 
+def shared_layers(
+    read: ConfigValues, dims: ModelDims, full: list[int]
+) -> dict[int, dict[str, Any]]:
+    """What the last layers have of their own, which read the keys and values of the last layer of
+    their kind before them."""
+    num_shared = read.whole("num_kv_shared_layers", 0, 0)
+    first = dims.num_layers - num_shared
+    sources = {i in full: i for i in range(first)}
+    shared = range(max(first, 0), dims.num_layers)
+    rule = "each of the last layers needs an earlier one of its kind, whose keys it reads"
+    has_sources = all((i in full) in sources for i in shared)
+    read.must(has_sources, "num_kv_shared_layers", num_shared, rule)
+    width = (1 + read.flag("use_double_wide_mlp")) * dims.intermediate_size
+    return {
+        i: {"kv_from": sources[i in full], "intermediate_size": width}
+        for i in (shared if has_sources else ())
+    }
+
+
 def layer_inputs(read: ConfigValues, dims: ModelDims) -> dict[str, Any]:
     width = read.whole("hidden_size_per_layer_input", 0, 0)
     if not width:
@@ -106,31 +130,22 @@ def differences(read: ConfigValues, dims: ModelDims) -> dict[str, Any]:
         "query_scale": width**0.5,
         "values_are_keys": read.flag("attention_k_eq_v"),
     }
-    by_layer = [own if i in full else {} for i in range(dims.num_layers)]
-    num_own = dims.num_layers - read.whole("num_kv_shared_layers", 0, 0)
-    sources = {i in full: i for i in range(num_own)}
-    rule = "each of the last layers needs an earlier one of its kind, whose keys it reads"
-    shared = [i for i in range(max(num_own, 0), dims.num_layers)]
-    has_sources = all((i in full) in sources for i in shared)
-    read.must(has_sources, "num_kv_shared_layers", len(shared), rule)
-    for i in shared if has_sources else ():
-        wide = 2 if read.flag("use_double_wide_mlp") else 1
-        width = {"intermediate_size": wide * dims.intermediate_size}
-        by_layer[i] = {**by_layer[i], **width, "kv_from": sources[i in full]}
+    sharing = shared_layers(read, dims, full)
     seen = read.hf.get("use_bidirectional_attention")
     rule = "text would see later tokens; only null and vision are built"
     read.must(seen in (None, "vision"), "use_bidirectional_attention", seen, rule)
     turned = {"rope_theta": dims.rope_theta, **dims.rope_scaling}
-    cap = read.hf.get("final_logit_softcapping")
     return {
         "sliding_layers": sliding,
         "sliding_window": dims.sliding_window if sliding else None,
         "sliding_rope": (dims.sliding_rope or turned) if sliding else {},
-        "own": tuple(by_layer),
+        "own": tuple(
+            (own if i in full else {}) | sharing.get(i, {}) for i in range(dims.num_layers)
+        ),
         **layer_inputs(read, dims),
         "embed_scale": dims.hidden_size**0.5,
         "query_scale": dims.head_dim**0.5,  # scores have no factor
-        "logit_cap": None if cap is None else read.number("final_logit_softcapping", 1.0),
+        "logit_cap": read.maybe("final_logit_softcapping"),
         "value_norm": True,
         "wide_norms": True,
         "layer_scale": True,
@@ -169,7 +184,7 @@ MIXTURE = (
     Rule(FFN + "router.expert_scale", "R", LAYER + "router.per_expert_scale", is_moe, "ones"),
 )
 PARTS = (Rows(EXPERTS + "gate_up_proj", "M+M", 0), Rows(EXPERTS + "gate_up_proj", "M+M", 1))
-SOURCES = {
+SOURCES: dict[str, str | Spec] = {
     FFN + "router.weight": LAYER + "router.proj.weight",
     FFN + "experts.gate_up": Stack(Expert(Glu(*PARTS))),
     FFN + "experts.down": EXPERTS + "down_proj",
@@ -214,6 +229,53 @@ SPEC = ModelSpec(
         window_switch=True,
     ),
     classes=("Gemma4ForCausalLM", ""),
+    variants={
+        "rotary of a part, limited logits": {
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 1.7,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 55.0},
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.4,
+                    "rope_theta": 333.0,
+                },
+            },
+        },
+        "mixture": {
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "top_k_experts": 2,
+        },
+        "shared keys": {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+        },
+    },
+    # Those of the text towers; a table of per-layer embeddings is counted, too.
+    public={
+        "google/gemma-4-31B": sizes(
+            *(5376, 21504, 60, 32, 16, 262144),
+            **{**LARGE, "num_global_key_value_heads": 4},
+        ),
+        "google/gemma-4-26B-A4B": sizes(
+            *(2816, 2112, 30, 16, 8, 262144),
+            **{**LARGE, "num_global_key_value_heads": 2, "enable_moe_block": True},
+            **{"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
+        ),
+        "google/gemma-4-E2B": sizes(
+            *(1536, 6144, 35, 8, 1, 262144),
+            **{**SMALL, "num_kv_shared_layers": 20, "use_double_wide_mlp": True},
+            layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        ),
+        "google/gemma-4-E4B": sizes(
+            *(2560, 10240, 42, 8, 2, 262144), **{**SMALL, "num_kv_shared_layers": 18}
+        ),
+    },
     model="pentad.models.layer_inputs:SharingDecoder",
     # What layers that read the keys and values of others have in released folders.
     ignored=tuple(

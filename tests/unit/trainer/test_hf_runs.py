@@ -44,9 +44,8 @@ FAMILIES = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "gemma4_text": {
+    "gemma4_unified_text": {
         "final_logit_softcapping": 3.0,
-        "hidden_size_per_layer_input": 8,
         "global_head_dim": 16,
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 8,
@@ -159,7 +158,7 @@ APART = "allocation_mode=embedded:d1+fsdp:d1"
         ("cohere", ["allocation_mode=embedded:d1|fsdp:d1"]),
         ("cohere2", [APART, "mode=async", "max_staleness=1"]),
         ("mixtral", ["allocation_mode=embedded:d1|fsdp:d1", "offload_rollout=true"]),
-        ("gemma4_text", [APART, "mode=hybrid", "max_staleness=0"]),
+        ("gemma4_unified_text", [APART, "mode=hybrid", "max_staleness=0"]),
     ],
 )
 def test_rl_of_a_family_that_only_transformers_has_needs_no_server(
