@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from itertools import accumulate
-from math import inf
+from math import gcd, inf
 from operator import add
 
 from pentad.core.dims import ModelDims
@@ -71,11 +71,10 @@ def beside_hidden_states(dims: ModelDims) -> str:
 
 def whole_kv_head_problems(tp: int, dims: ModelDims, where: str) -> Iterator[Problem]:
     """Problems of the backend fsdp, which repeats no kv head, besides those of `head_problems`."""
-    if dims.num_kv_heads % tp and dims.num_heads % tp == 0:
-        rule = f"t{tp} of fsdp must divide num_kv_heads = {dims.num_kv_heads}"
-        yield Problem(
-            where, rule, f"t can be {list_of(divisors(dims.num_kv_heads))}, or use archon"
-        )
+    count = gcd(*(own.num_kv_heads for own in dims.kinds))
+    if count % tp and dims.num_heads % tp == 0:
+        rule = f"t{tp} of fsdp must divide num_kv_heads = {count}"
+        yield Problem(where, rule, f"t can be {list_of(divisors(count))}, or use archon")
 
 
 def heads_work(dims: ModelDims, tp: int, cp: int) -> bool:

@@ -83,7 +83,9 @@ class SamplerPass:
         """Hidden states, projections and the ffn's activations of one layer are held at once."""
         dims = self.dims
         ffn = dims.num_experts_per_token * dims.moe_intermediate_size if dims.num_experts else 0
-        plain = (5 * dims.hidden_size + 3 * max(ffn, dims.intermediate_size)) * self.itemsize
+        dense = max(own.intermediate_size for own in dims.kinds)
+        plain = (5 * dims.hidden_size + 3 * max(ffn, dense)) * self.itemsize
+        plain += dims.num_layers * dims.layer_embed_dim * self.itemsize
         return plain + (int(chunks_bytes(dims)) if dims.linear_layers else 0)
 
     def tokens(self, free_bytes: float | None) -> int:

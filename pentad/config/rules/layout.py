@@ -376,8 +376,9 @@ def component_notes(part: Placed) -> Iterator[str]:
         yield f"{component}: t{tp} spans nodes of {per_node} devices, which is slow"
     if component.is_inference:
         return
-    if part.dims is not None and tp * cp > part.dims.num_kv_heads:
-        repeats = tp * cp // part.dims.num_kv_heads
+    kv_heads = [] if part.dims is None else [own.num_kv_heads for own in part.dims.kinds]
+    if kv_heads and tp * cp > min(kv_heads):
+        repeats = tp * cp // min(kv_heads)
         yield f"{component}: each kv head is held {repeats} times (t*c = {tp * cp})"
     rows = config.rows_per_step // config.updates_per_batch
     needed = component.size("d") * part.model.mb_spec.fewest

@@ -187,7 +187,7 @@ PARTS = (Rows(EXPERTS + "gate_up_proj", "M+M", 0), Rows(EXPERTS + "gate_up_proj"
 SOURCES: dict[str, str | Spec] = {
     FFN + "router.weight": LAYER + "router.proj.weight",
     FFN + "experts.gate_up": Stack(Expert(Glu(*PARTS))),
-    FFN + "experts.down": EXPERTS + "down_proj",
+    FFN + "experts.down": Stack(Expert(EXPERTS + "down_proj")),
 }
 INPUTS = has_layer_inputs
 RULES = (
