@@ -256,10 +256,15 @@ LORA = [
     ("moe", Layout(dp_shard=2, cp=2, ep=4), {"experts": "each"}),
     ("six", Layout(dp_shard=4, ep=4), {"experts": "each"}),
     ("deepseek_v3", Layout(dp_shard=2, tp=2), {"alpha": 4.0}),  # of latents, which tp does not cut
+    # Heads and widths that differ by layer, values that are keys, a dense ffn beside experts.
+    ("gemma4_text", Layout(dp_shard=2, tp=4), {"targets": [*"qkvo", "gate", "up", "down"]}),
+    (SHARED_KEYS, Layout(cp=2, tp=2), {}),
 ]
 
 
-@pytest.mark.parametrize(("model", "layout", "keys"), table(LORA, [*LORA[1:4], LORA[5]]), ids=str)
+@pytest.mark.parametrize(
+    ("model", "layout", "keys"), table(LORA, [*LORA[1:4], *LORA[5:7]]), ids=str
+)
 def test_factors_of_adapters(pool, model, layout, keys):
     check(pool, model, layout, lora=LoraConfig(rank=4, **keys))
 
