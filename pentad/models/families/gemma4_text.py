@@ -259,21 +259,26 @@ SPEC = ModelSpec(
     # Those of the text towers; a table of per-layer embeddings is counted, too.
     public={
         "google/gemma-4-31B": sizes(
-            *(5376, 21504, 60, 32, 16, 262144),
-            **{**LARGE, "num_global_key_value_heads": 4},
+            *(5376, 21504, 60, 32, 16, 262144), **LARGE, num_global_key_value_heads=4
         ),
         "google/gemma-4-26B-A4B": sizes(
             *(2816, 2112, 30, 16, 8, 262144),
-            **{**LARGE, "num_global_key_value_heads": 2, "enable_moe_block": True},
-            **{"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
+            **LARGE,
+            num_global_key_value_heads=2,
+            enable_moe_block=True,
+            num_experts=128,
+            top_k_experts=8,
+            moe_intermediate_size=704,
         ),
         "google/gemma-4-E2B": sizes(
             *(1536, 6144, 35, 8, 1, 262144),
-            **{**SMALL, "num_kv_shared_layers": 20, "use_double_wide_mlp": True},
+            **SMALL,
+            num_kv_shared_layers=20,
+            use_double_wide_mlp=True,
             layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * 7,
         ),
         "google/gemma-4-E4B": sizes(
-            *(2560, 10240, 42, 8, 2, 262144), **{**SMALL, "num_kv_shared_layers": 18}
+            *(2560, 10240, 42, 8, 2, 262144), **SMALL, num_kv_shared_layers=18
         ),
     },
     model="pentad.models.layer_inputs:SharingDecoder",

@@ -51,6 +51,15 @@ FAMILIES = {
         "sliding_window": 8,
     },
     "gemma3_text": {"sliding_window": 8, "query_pre_attn_scalar": 9},
+    "gemma4_text": {
+        "final_logit_softcapping": 3.0,
+        "hidden_size_per_layer_input": 8,
+        "global_head_dim": 16,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 8,
+    },
     "qwen3": {},
     "mamba": {},
 }
@@ -117,10 +126,11 @@ def mean_loss(model, rows) -> float:
     return total / count
 
 
-def test_both_backends_give_the_same_run(task, tmp_path):
+@pytest.mark.parametrize("family", ["qwen3", "gemma4_text"])
+def test_both_backends_give_the_same_run(task, tmp_path, family):
     records = []
     for backend in ("archon", "fsdp"):
-        _, summary = sft(task, tmp_path / backend, "qwen3", f"allocation_mode={backend}:d1")
+        _, summary = sft(task, tmp_path / backend, family, f"allocation_mode={backend}:d1")
         records.append(read_lines(summary.records / "steps.jsonl"))
     for ours, theirs in zip(*records, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
@@ -144,9 +154,11 @@ def rl(task, root, family, *overrides):
     return run_train(config, notes, device="cpu")
 
 
-def test_rl_samples_from_the_model_file_what_transformers_module_trains(task, tmp_path):
+@pytest.mark.parametrize(("family", "backend"), [("qwen3", "fsdp"), ("gemma4_text", "archon")])
+def test_rl_samples_from_the_model_file_what_a_backend_trains(task, tmp_path, family, backend):
     """The self-test at the start compares both models' log-probs and the published weights."""
-    assert rl(task, tmp_path, "qwen3", "allocation_mode=embedded:d1|fsdp:d1").num_steps == 1
+    mode = f"allocation_mode=embedded:d1|{backend}:d1"
+    assert rl(task, tmp_path, family, mode).num_steps == 1
 
 
 APART = "allocation_mode=embedded:d1+fsdp:d1"
