@@ -139,6 +139,8 @@ OWN: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": True},
 }
 LINEAR_FAMILIES = [name for name, own in OWN.items() if "linear_num_key_heads" in own]
+LAX_FAMILIES = [*LINEAR_FAMILIES, "gemma4_text"]
+"""Families without strict mode."""
 FAMILY_CONFIGS = {name: {"model_type": name, **SIZES, **own} for name, own in OWN.items()}
 SHARED_KEYS = "gemma4_text, shared keys"
 FURTHER_CONFIGS: dict[str, dict[str, Any]] = {

@@ -26,6 +26,7 @@ from pentad.core.fit import (
     list_of,
     no_tree,
     splits_backward,
+    stage_problems,
     takes_microbatches,
     whole_kv_head_problems,
     width_problems,
@@ -260,6 +261,8 @@ def stages_suit_schedule_and_layers(part: Placed) -> Iterator[Problem]:
         yield from part.model.archon.stage_problems(
             f"{part.key}.archon.", part.where, pp=pp, num_layers=num_layers
         )
+    if part.dims is not None:
+        yield from stage_problems(part.component.layout(), part.dims, part.where)
 
 
 def schedule_goes_with_the_engine(part: Placed) -> Iterator[Problem]:

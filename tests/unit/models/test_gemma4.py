@@ -13,6 +13,9 @@ from family_toys import FAMILY_CONFIGS, FURTHER_CONFIGS, SHARED_KEYS, SIZES
 from safetensors.torch import load_file, save_file
 from sections import sampler_settings
 
+from pentad.config.load import read_config
+from pentad.config.resolve import resolve
+from pentad.config.rules.layout import layout_problems
 from pentad.core.errors import UserError
 from pentad.core.fit import check_fit, strict_problems
 from pentad.core.layout import Layout
@@ -20,6 +23,7 @@ from pentad.core.sizes import kv_token_bytes
 from pentad.core.types import Request, SamplingParams
 from pentad.engine.section import LoraConfig
 from pentad.infer.sampler import EmbeddedSampler
+from pentad.models.catalog import public_dims
 from pentad.models.decoder import causal_attend
 from pentad.models.families import dims_of, lora_words
 from pentad.models.hf_weights import iter_hf
@@ -212,3 +216,10 @@ def test_a_config_is_read_as_transformers_saves_it(tmp_path):
     assert "global_head_dim" not in saved
     assert dims_of(saved) == dims_of(config)
     assert [dims_of(saved).of_layer(i).head_dim for i in range(5)] == [12, 8, 8, 8, 12]
+
+
+def test_stages_are_refused_in_a_plan():
+    keys = ["allocation_mode=archon:d1p2", "actor.path=google/gemma-4-E2B"]
+    config, _ = resolve(read_config(None, keys).config)
+    said = [str(one) for one in layout_problems(config, public_dims()["gemma-4-E2B"])]
+    assert any("later ones need embeddings of the tokens for each layer" in one for one in said)
