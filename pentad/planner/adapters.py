@@ -49,6 +49,9 @@ def layer_factors(dims: ModelDims, lora: LoraConfig, layer: int, layout: Layout)
     inner = dims.intermediate_size // tp if has_dense else dims.shared_expert_size
     if inner:
         sides |= dict.fromkeys(("gate", "up", "down"), width + inner)
+    if dims.layer_embed_dim:
+        names = ("per_layer_input_gate", "per_layer_projection")
+        sides |= dict.fromkeys(names, width + dims.layer_embed_dim)
     if dims.is_moe(layer):
         sides["experts"] = expert_sides(dims, lora, layout)
     words = sides if lora.targets == "all-linear" else lora.targets

@@ -29,6 +29,8 @@ NATIVE = {
     "up": (".ffn.gate_up.weight", ".shared.gate_up.weight", ".dense.gate_up.weight"),
     "down": (".ffn.down.weight", ".shared.down.weight", ".dense.down.weight"),
     "experts": (".experts.gate_up", ".experts.down"),
+    "per_layer_input_gate": (".input.gate.weight",),
+    "per_layer_projection": (".input.out.weight",),
 }
 """Word of a recipe -> how the native names of its matrices end."""
 HIDDEN = "D"
