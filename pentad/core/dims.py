@@ -185,16 +185,22 @@ class ModelDims:
     initializer_range: float = 0.02
     is_whole: bool = True
     """False if dimensions do not describe some parts of the model: nothing may be counted."""
+    known: dict[int, ModelDims] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What `of_layer` has given, since plans ask for it thousands of times."""
 
     def of_layer(self, layer: int) -> ModelDims:
         """The dimensions of one layer."""
-        return replace(self, own=(), **self.own[layer]) if self.own else self
+        if not self.own:
+            return self
+        if layer not in self.known:
+            self.known[layer] = replace(self, own=(), **self.own[layer])
+        return self.known[layer]
 
     @property
     def kinds(self) -> list[ModelDims]:
         """The dimensions of the layers, once for each kind of layer."""
-        found = {repr(own): own for own in self.own}
-        return [replace(self, own=(), **own) for own in found.values()] or [self]
+        first = [i for i, own in enumerate(self.own) if own not in self.own[:i]]
+        return [self.of_layer(i) for i in first] or [self]
 
     @property
     def shares_keys(self) -> bool:

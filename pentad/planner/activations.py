@@ -40,7 +40,7 @@ def kept_bytes(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -
 
 def handed_bytes(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
     """Keys and values that later layers read, which no recomputation frees."""
-    if all(own.kv_from != layer for own in dims.kinds):
+    if all(own.get("kv_from") != layer for own in dims.own):
         return 0.0
     return 2 * keys.compute_bytes * kv_width(dims.of_layer(layer), layout.tp) / layout.cp
 
