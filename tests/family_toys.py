@@ -101,6 +101,23 @@ OWN: dict[str, dict[str, Any]] = {
         "rope_local_base_freq": 90.0,
         "tie_word_embeddings": True,
     },
+    "gemma4_text": {
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]
+        + ["full_attention", "full_attention"],
+        "num_hidden_layers": 5,
+        "global_head_dim": 12,
+        "num_key_value_heads": 4,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 2.0,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 16,
+        "tie_word_embeddings": True,
+    },
     "gpt_oss": {
         "sliding_window": 7,
         "layer_types": LAYER_TYPES,
@@ -162,4 +179,24 @@ OWN: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": True},
 }
 LINEAR_FAMILIES = [name for name, own in OWN.items() if "linear_num_key_heads" in own]
+LAX_FAMILIES = [*LINEAR_FAMILIES, "gemma4_text"]
+"""Families without strict mode."""
 FAMILY_CONFIGS = {name: {"model_type": name, **SIZES, **own} for name, own in OWN.items()}
+SHARED_KEYS = "gemma4_text, shared keys"
+FURTHER_CONFIGS: dict[str, dict[str, Any]] = {
+    SHARED_KEYS: {
+        **FAMILY_CONFIGS["gemma4_text"],
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "attention_k_eq_v": False,
+        "enable_moe_block": False,
+        "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": 41,
+        "num_kv_shared_layers": 2,
+        "rms_norm_eps": 0.01,
+        "use_double_wide_mlp": True,
+        "tie_word_embeddings": False,
+    }
+}
+"""Other parts of a family."""
+ALL_CONFIGS = FAMILY_CONFIGS | FURTHER_CONFIGS

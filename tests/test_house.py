@@ -108,8 +108,9 @@ def problems_of(root: Path) -> list[str]:
                 )
             if len(names) < 2 or names[1] == me or names[1] not in LEVEL:
                 continue
-            if path == root / "__init__.py" and names[1] == "api":
-                continue  # the face of the package
+            faces = {root / "__init__.py": "api", root / "__main__.py": "cli"}
+            if faces.get(path) == names[1]:
+                continue  # the package as a module, and as a program
             if not me or LEVEL[names[1]] >= LEVEL[me]:
                 out.append(f"{where}: {me} (row {LEVEL.get(me)}) imports {names[1]}")
             if me in NO_CONFIG and names[1] == "config":

@@ -68,6 +68,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         VISION,
         mm_tokens_per_image=4,
     ),
+    "gemma4": whole(
+        {
+            **{"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+            **{"sliding_window": 4, "global_head_dim": 12, "num_kv_shared_layers": 2},
+            **{"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 400},
+            **{"use_double_wide_mlp": True, "final_logit_softcapping": 3.0},
+        },
+        {**VISION, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
+    ),
     "glm4v": whole(mrope(0, 1, 1, partial_rotary_factor=0.5), QWEN_VISION),
     "internvl": whole(
         {"model_type": "qwen2"}, {**VISION, "image_size": [16, 16], "patch_size": [4, 4]}

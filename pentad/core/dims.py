@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 RopeKind = Literal["full", "sliding", "none"]
@@ -23,12 +23,13 @@ class LayerParts:
     kv: int
     """Key and value projections, biases included: cut by tp up to the number of kv heads."""
     norms: int
-    """The layer norms, the q/k norms and projections to latents: whole on every tp rank."""
+    """The layer norms, the q/k norms, and projections to latents and of per-layer embeddings: whole
+    on every tp rank."""
     dense_ffn: int
-    """Gate, up, down of a dense ffn: cut by tp; 0 in a mixture layer."""
+    """Gate, up, down of a dense ffn: cut by tp; 0 in a mixture layer without one."""
     router: int
-    """The gate of a mixture, with the biases of the experts' results: whole on every rank; 0 in a
-    dense layer."""
+    """The gate of a mixture, with its scales and the biases of the experts' results: whole on every
+    rank; 0 in a dense layer."""
     shared_expert: int
     """The expert every token passes, and its gate: whole on every tp rank; 0 without one."""
     expert: int
@@ -69,6 +70,9 @@ class ModelDims:
     head_dim: int
     """Explicit: not hidden_size / num_heads in general."""
     intermediate_size: int
+    own: tuple[Mapping[str, Any], ...] = ()
+    """Per layer, the fields that have another value there than here, such as `head_dim`; empty: the
+    layers do not differ. See `of_layer`."""
     kv_latent: int = 0
     """Width of the latent of keys and values (multi-head latent attention); 0: no latent. Rotary
     then applies to the last `rotary_dim` numbers of a head, which one key has for all heads."""
@@ -88,6 +92,12 @@ class ModelDims:
     """...or all heads as one vector."""
     norms_turned: bool = False
     """Whether they are normed after rotary, not before it."""
+    value_norm: bool = False
+    """Whether values are normed, without a weight."""
+    values_are_keys: bool = False
+    """Whether values are the keys before norm and rotary, without a projection of their own."""
+    kv_from: int | None = None
+    """The layer whose keys and values are read instead of own ones (a field of `own`)."""
     pre_norms: bool = True
     """Whether the inputs of attention and ffn are normed."""
     post_norms: bool = False
@@ -95,6 +105,8 @@ class ModelDims:
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
     """Added to the weights of norms."""
+    wide_norms: bool = False
+    """Whether weights of norms are applied in float32, as with an offset."""
     attn_sinks: bool = False
     """Whether each head has a logit that takes attention weight and gives no value."""
     activation: Literal["silu", "gelu_tanh", "clamped"] = "silu"
@@ -106,7 +118,16 @@ class ModelDims:
     """Factor of queries, besides 1 / sqrt(head_dim)."""
     residual_scale: float = 1.0
     """Factor of the results of attention and ffn before they are added to the stream."""
+    layer_scale: bool = False
+    """Whether the result of a layer is multiplied by a number of its files, which is not
+    trained."""
+    layer_embed_dim: int = 0
+    """Width of the embedding of a token that each layer has of its own; 0: none..."""
+    layer_embed_rows: int = 0
+    """...and the number of tokens in their table."""
     logit_scale: float = 1.0
+    logit_cap: float | None = None
+    """Logits are bent to cap * tanh(x / cap)."""
     query_growth: float = 0.0
     query_growth_step: int = 0
     """Queries of position p are multiplied by 1 + growth * log(1 + p // step), too."""
@@ -140,6 +161,9 @@ class ModelDims:
     """Whether the files have a bias that is used only for the choice of experts."""
     moe_bias: bool = False
     """Whether the router and the experts have biases, which are trained."""
+    has_dense_beside: bool = False
+    """Whether mixture layers also have a dense ffn, and norms for each of the two; the router then
+    norms and scales its input, and each expert's weight has a trained factor."""
     shared_expert_size: int = 0
     """Width of the shared expert of mixture layers."""
     shared_expert_gate: bool = True
@@ -161,6 +185,37 @@ class ModelDims:
     initializer_range: float = 0.02
     is_whole: bool = True
     """False if dimensions do not describe some parts of the model: nothing may be counted."""
+    known: dict[int, ModelDims] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What `of_layer` has given, since plans ask for it thousands of times."""
+
+    def of_layer(self, layer: int) -> ModelDims:
+        """The dimensions of one layer."""
+        if not self.own:
+            return self
+        if layer not in self.known:
+            self.known[layer] = replace(self, own=(), **self.own[layer])
+        return self.known[layer]
+
+    @property
+    def kinds(self) -> list[ModelDims]:
+        """The dimensions of the layers, once for each kind of layer."""
+        first = [i for i, own in enumerate(self.own) if own not in self.own[:i]]
+        return [self.of_layer(i) for i in first] or [self]
+
+    @property
+    def shares_keys(self) -> bool:
+        """Whether some layers read the keys and values of others."""
+        return any(own.kv_from is not None for own in self.kinds)
+
+    @property
+    def rope_dims(self) -> dict[RopeKind, ModelDims]:
+        """The dimensions of the first layer that uses each of the rotary tables."""
+        return {self.rope_kind(i): self.of_layer(i) for i in reversed(range(self.num_layers))}
+
+    @property
+    def head_dims(self) -> list[int]:
+        """The widths of heads."""
+        return sorted({own.head_dim for own in self.kinds})
 
     def is_moe(self, layer: int) -> bool:
         return bool(self.moe_layers) and self.moe_layers[layer]
@@ -206,9 +261,20 @@ class ModelDims:
         return sum(self.linear_layers)
 
     @property
+    def cached_layers(self) -> list[int]:
+        """The layers with keys and values of their own."""
+        layers = range(self.num_layers)
+        return [i for i in layers if not self.is_linear(i) and self.of_layer(i).kv_from is None]
+
+    @property
     def num_cached_layers(self) -> int:
-        """Number of layers with keys and values."""
-        return self.num_layers - self.num_linear_layers
+        """Number of layers with keys and values of their own."""
+        return len(self.cached_layers)
+
+    @property
+    def num_kv_matrices(self) -> int:
+        """Projections to keys and to values."""
+        return 2 - self.values_are_keys if self.kv_from is None else 0
 
     @property
     def v_dim(self) -> int:
@@ -245,12 +311,32 @@ class ModelDims:
     def head_params(self) -> int:
         return 0 if self.tie_embeddings else self.embedding_params
 
+    @property
+    def layer_table_params(self) -> int:
+        """The table of per-layer embeddings."""
+        return self.num_layers * self.layer_embed_dim * self.layer_embed_rows
+
+    @property
+    def layer_mix_params(self) -> int:
+        """The projection of the embedding that is added to rows of that table, and its norm."""
+        return self.layer_embed_dim * (self.num_layers * self.hidden_size + 1)
+
+    @property
+    def num_root_params(self) -> int:
+        """Parameters outside the layers."""
+        tables = self.embedding_params + self.head_params + self.layer_table_params
+        return tables + self.layer_mix_params + self.hidden_size
+
     def layer_parts(self, layer: int) -> LayerParts:
+        return self.of_layer(layer)._parts(layer)
+
+    def _parts(self, layer: int) -> LayerParts:
         mixture = self.is_moe(layer)
         width = self.hidden_size
         ffn_bias = (2 * self.intermediate_size + width) if self.mlp_bias else 0
         q_and_o, kv, latents = self._projections
-        biases, to_latents = ((1 + self.attn_gate) * self.q_dim, 2 * self.kv_dim), 0
+        biases = ((1 + self.attn_gate) * self.q_dim, self.num_kv_matrices * self.kv_dim)
+        to_latents = 0
         if self.kv_latent:  # biases are those of the latents, which are normed
             cut = self.q_latent + self.kv_latent
             biases, to_latents = (0, 0), latents + cut + self.qkv_bias * (cut + self.rotary_dim)
@@ -258,14 +344,17 @@ class ModelDims:
         q_and_o += self.attn_sinks * self.num_heads
         kv += self.qkv_bias * biases[1]
         inner_norms = self._qk_norm_params + to_latents
+        inner_norms += (2 * width * self.layer_embed_dim + width) * bool(self.layer_embed_dim)
+        inner_norms += 3 * width * (mixture and self.has_dense_beside)
+        is_dense = not mixture or self.has_dense_beside
         if self.is_linear(layer):
             q_and_o, kv, inner_norms = self._linear_params, 0, self.linear_value_dim
         return LayerParts(
             q_and_o=q_and_o,
             kv=kv,
             norms=2 * width * (self.pre_norms + self.post_norms) + inner_norms,
-            dense_ffn=0 if mixture else 3 * width * self.intermediate_size + ffn_bias,
-            router=self.num_experts * (width + self._router_biases) if mixture else 0,
+            dense_ffn=3 * width * self.intermediate_size + ffn_bias if is_dense else 0,
+            router=self._router_params if mixture else 0,
             shared_expert=self._shared_expert_params if mixture else 0,
             expert=(3 * width + 2 * self.moe_bias) * self.moe_intermediate_size if mixture else 0,
             num_experts=self.num_experts if mixture else 0,
@@ -288,20 +377,24 @@ class ModelDims:
         """Elements of the matrices of attention: queries and output, keys and values, latents."""
         width = self.hidden_size
         if not self.kv_latent:
-            return (2 + self.attn_gate) * width * self.q_dim, 2 * width * self.kv_dim, 0
+            kv = self.num_kv_matrices * width * self.kv_dim
+            return (2 + self.attn_gate) * width * self.q_dim, kv, 0
         latents = width * (self.q_latent + self.kv_latent + self.rotary_dim)
         q_and_o = (self.q_latent or width) * self.q_dim + width * self.o_dim
         return q_and_o, self.kv_latent * self.latent_kv_dim, latents
 
     @property
     def _qk_norm_params(self) -> int:
-        width = self.q_dim + self.kv_dim if self.wide_qk_norm else 2 * self.head_dim
-        return self.qk_norm * width
+        q, k = (self.q_dim, self.kv_dim) if self.wide_qk_norm else (self.head_dim, self.head_dim)
+        return self.qk_norm * (q + k * bool(self.num_kv_matrices))
 
     @property
-    def _router_biases(self) -> int:
-        """Number of biases per expert: of the router logit and of the expert's result."""
-        return self.moe_bias * (1 + self.hidden_size)
+    def _router_params(self) -> int:
+        """With the biases of router logits and of experts' results, or the scales of the router's
+        input and of experts."""
+        of_expert = self.hidden_size + self.moe_bias * (1 + self.hidden_size)
+        scales = self.hidden_size + self.num_experts
+        return self.num_experts * of_expert + self.has_dense_beside * scales
 
     @property
     def _shared_expert_params(self) -> int:
@@ -310,29 +403,31 @@ class ModelDims:
 
     @property
     def num_params(self) -> int:
-        layers = sum(self.layer_parts(i).total for i in range(self.num_layers))
-        return self.embedding_params + layers + self.hidden_size + self.head_params
+        return self.num_root_params + sum(self.layer_parts(i).total for i in range(self.num_layers))
 
     @property
     def num_active_params(self) -> int:
-        """Parameters that one token uses, embedding and head included (the published
-        convention)."""
+        """Parameters that one token uses, embedding and head included, the table of per-layer
+        embeddings left out (the published convention)."""
         layers = sum(self.layer_parts(i).active for i in range(self.num_layers))
-        return self.embedding_params + layers + self.hidden_size + self.head_params
+        return self.num_root_params - self.layer_table_params + layers
 
     @property
     def num_matmul_params(self) -> int:
         """Active parameters that multiply: the head always, no lookup table, norms or biases."""
         total = self.embedding_params  # the head, tied or not, is one matrix product
-        for i in range(self.num_layers):
-            part = self.layer_parts(i)
-            total += self._linear_matrices if self.is_linear(i) else sum(self._projections)
-            if self.is_moe(i):
-                experts = 3 * self.moe_intermediate_size * part.num_experts_per_token
-                total += self.hidden_size * (self.num_experts + experts) + part.shared_expert
-            else:
-                total += 3 * self.hidden_size * self.intermediate_size
-        return total
+        total += self.num_layers * self.layer_embed_dim * self.hidden_size
+        return total + sum(self.of_layer(i)._matrices(i) for i in range(self.num_layers))
+
+    def _matrices(self, layer: int) -> int:
+        """The elements of a layer that multiply a token."""
+        part, width = self._parts(layer), self.hidden_size
+        total = self._linear_matrices if self.is_linear(layer) else sum(self._projections)
+        total += 2 * width * self.layer_embed_dim
+        if self.is_moe(layer):
+            experts = 3 * self.moe_intermediate_size * part.num_experts_per_token
+            total += width * (self.num_experts + experts) + part.shared_expert
+        return total + 3 * width * self.intermediate_size * bool(part.dense_ffn)
 
     def attention_flops(self, seq_len: int, *, causal: bool = True) -> float:
         """Training FLOPs of all attention cores over one sequence of `seq_len` tokens.
@@ -342,15 +437,16 @@ class ModelDims:
         pairs a token may see; the full convention (torchtitan's) counts all of them. A delta net
         reads its state twice and writes it once per token: 18 * key width * value width per head.
         """
-        pairs = 0
+        total = 0.0
         for layer in range(self.num_layers):
             if self.is_linear(layer):
                 continue
             seen = min(self.window(layer) or seq_len, seq_len)
             full, corner = seq_len * seen, seen * (seen - 1) // 2
-            pairs += full - corner if causal else full
+            own = self.of_layer(layer)
+            total += 6.0 * (own.q_dim + own.o_dim) * (full - corner if causal else full)
         states = self.num_linear_layers * self.linear_v_dim * self.linear_key_dim
-        return 6.0 * (self.q_dim + self.o_dim) * pairs + 18.0 * states * seq_len
+        return total + 18.0 * states * seq_len
 
     def train_flops(self, seq_len: int, *, causal: bool = True) -> float:
         """Training FLOPs (forward and backward, no recomputation) of one sequence."""

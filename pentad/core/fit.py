@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from itertools import accumulate
-from math import inf
+from math import gcd, inf
 from operator import add
 
 from pentad.core.dims import ModelDims
@@ -20,16 +20,17 @@ from pentad.core.layout import Layout, divisors
 def check_fit(layout: Layout, dims: ModelDims) -> None:
     """Raises UserError with everything that does not fit."""
     where = f"layout = {layout}"
-    rules = (head_problems, width_problems, expert_problems, delta_net_problems)
+    rules = (head_problems, width_problems, expert_problems, delta_net_problems, stage_problems)
     raise_problems(problem for rule in rules for problem in rule(layout, dims, where))
 
 
 def head_problems(layout: Layout, dims: ModelDims, where: str) -> Iterator[Problem]:
     """Problems of attention heads, which are sharded over tp x cp; kv heads may be repeated."""
     tp, cp = layout.tp, layout.cp
-    ways, heads, kv_heads = tp * cp, dims.num_heads, dims.num_kv_heads
     if heads_work(dims, tp, cp):
         return
+    worst = next(own for own in dims.kinds if not heads_work(own, tp, cp))
+    ways, heads, kv_heads = tp * cp, dims.num_heads, worst.num_kv_heads
     if heads % ways:
         rule = f"t{tp} * c{cp} = {ways} must divide num_heads = {heads}"
     elif kv_heads % ways and ways % kv_heads:
@@ -54,19 +55,33 @@ def delta_net_problems(layout: Layout, dims: ModelDims, where: str) -> Iterator[
         yield Problem(where, rule, "use c1")
 
 
+def stage_problems(layout: Layout, dims: ModelDims, where: str) -> Iterator[Problem]:
+    """Stages send hidden states to each other, and nothing else."""
+    if layout.pp > 1 and (needed := beside_hidden_states(dims)):
+        rule = f"p{layout.pp} cuts the layers of {dims.family}, and later ones need {needed}"
+        yield Problem(where, rule, "use p1")
+
+
+def beside_hidden_states(dims: ModelDims) -> str:
+    """What layers need besides the result of the layer before."""
+    if dims.layer_embed_dim:
+        return "embeddings of the tokens for each layer (hidden_size_per_layer_input)"
+    return "the keys and values of earlier ones (num_kv_shared_layers)" if dims.shares_keys else ""
+
+
 def whole_kv_head_problems(tp: int, dims: ModelDims, where: str) -> Iterator[Problem]:
     """Problems of the backend fsdp, which repeats no kv head, besides those of `head_problems`."""
-    if dims.num_kv_heads % tp and dims.num_heads % tp == 0:
-        rule = f"t{tp} of fsdp must divide num_kv_heads = {dims.num_kv_heads}"
-        yield Problem(
-            where, rule, f"t can be {list_of(divisors(dims.num_kv_heads))}, or use archon"
-        )
+    count = gcd(*(own.num_kv_heads for own in dims.kinds))
+    if count % tp and dims.num_heads % tp == 0:
+        rule = f"t{tp} of fsdp must divide num_kv_heads = {count}"
+        yield Problem(where, rule, f"t can be {list_of(divisors(count))}, or use archon")
 
 
 def heads_work(dims: ModelDims, tp: int, cp: int) -> bool:
-    if dims.num_heads % (tp * cp) or not _deals(dims.num_kv_heads, tp):
+    counts = {own.num_kv_heads for own in dims.kinds}
+    if dims.num_heads % (tp * cp) or not all(_deals(count, tp) for count in counts):
         return False
-    return _deals(max(dims.num_kv_heads // tp, 1), cp)
+    return all(_deals(max(count // tp, 1), cp) for count in counts)
 
 
 def _deals(num_heads: int, num_ranks: int) -> bool:
@@ -85,7 +100,7 @@ def _cut_remedy(dims: ModelDims, tp: int, cp: int) -> str:
 
 def _cuts(dims: ModelDims, tp: int) -> bool:
     """Whether tp cuts the dense ffn evenly, if there is one."""
-    is_dense = not all(dims.is_moe(i) for i in range(dims.num_layers))
+    is_dense = dims.has_dense_beside or not all(map(dims.is_moe, range(dims.num_layers)))
     return not is_dense or dims.intermediate_size % tp == 0
 
 
@@ -95,8 +110,9 @@ def width_problems(layout: Layout, dims: ModelDims, where: str) -> Iterator[Prob
     if not _cuts(dims, tp):
         rule = f"t{tp} must divide intermediate_size = {dims.intermediate_size}"
         yield Problem(where, rule, _cut_remedy(dims, tp, layout.cp))
-    if -(-dims.vocab_size // tp) * (tp - 1) >= dims.vocab_size:
-        rule = f"t{tp} leaves a rank without any of the {dims.vocab_size} words"
+    rows = min(dims.vocab_size, dims.layer_embed_rows or dims.vocab_size)
+    if -(-rows // tp) * (tp - 1) >= rows:
+        rule = f"t{tp} leaves a rank without any of the {rows} words"
         yield Problem(where, rule, "use a smaller t")
     if expert and expert % etp:
         rule = f"t{etp} of ffn must divide moe_intermediate_size = {expert}"
@@ -145,6 +161,10 @@ def strict_problems(layout: Layout, who: str, dims: ModelDims | None = None) -> 
     if dims is not None and dims.linear_layers:
         rule = f"the linear_attention layers of {dims.family} (gated delta nets) add up in chunks "
         rule += "in training and token by token in the sampler"
+        yield Problem("strict = true", rule, "leave it out")
+    if dims is not None and (dims.value_norm or dims.logit_cap):
+        what = "a limit on logits" if dims.logit_cap else "norms of values"
+        rule = f"{dims.family} has {what}, for which there are no invariant operations"
         yield Problem("strict = true", rule, "leave it out")
     cut = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "etp": layout.etp}
     if given := ", ".join(f"{name} = {size}" for name, size in cut.items() if size > 1):

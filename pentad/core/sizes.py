@@ -83,7 +83,9 @@ class SamplerPass:
         """Hidden states, projections and the ffn's activations of one layer are held at once."""
         dims = self.dims
         ffn = dims.num_experts_per_token * dims.moe_intermediate_size if dims.num_experts else 0
-        plain = (5 * dims.hidden_size + 3 * max(ffn, dims.intermediate_size)) * self.itemsize
+        dense = max(own.intermediate_size for own in dims.kinds)
+        plain = (5 * dims.hidden_size + 3 * max(ffn, dense)) * self.itemsize
+        plain += dims.num_layers * dims.layer_embed_dim * self.itemsize
         return plain + (int(chunks_bytes(dims)) if dims.linear_layers else 0)
 
     def tokens(self, free_bytes: float | None) -> int:
@@ -124,13 +126,18 @@ def kv_token_bytes(
     cache_dtype: CacheDtype = "auto",
     *,
     expanded: bool = False,
+    tp: int = 1,
 ) -> int:
-    """Keys and values of one token in all layers; in 8 bits a head has a float32 scale. `expanded`:
-    of latent attention in strict mode."""
+    """Keys and values of one token in all layers, on the rank of `tp` that holds the most: heads
+    are repeated if there are more ranks. In 8 bits a head has a float32 scale. `expanded`: of
+    latent attention in strict mode."""
     is_small = cache_dtype in EIGHT_BIT_CACHES
-    heads, *widths = dims.cache_shape(expanded=expanded)
-    head_bytes = sum(n + 4 if is_small else n * weight_bytes for n in widths if n)
-    return dims.num_cached_layers * heads * head_bytes
+    total = 0
+    for layer in dims.cached_layers:
+        heads, *widths = dims.of_layer(layer).cache_shape(expanded=expanded)
+        head_bytes = sum(n + 4 if is_small else n * weight_bytes for n in widths if n)
+        total += -(-heads // tp) * head_bytes
+    return total
 
 
 def chunks_bytes(dims: ModelDims) -> float:

@@ -102,8 +102,8 @@ def num_common(ids: Sequence[np.ndarray]) -> int:
 def sequence_cost(dims: ModelDims) -> Callable[[int], float]:
     """FLOPs of one sequence by its length; microbatches are balanced by it."""
     linear = 6.0 * dims.num_matmul_params
-    if dims.sliding_layers or dims.linear_layers:
-        return lambda length: dims.train_flops(length)
+    if dims.sliding_layers or dims.linear_layers or dims.own:
+        return lambda length: linear * length + dims.attention_flops(length)
     square = 6.0 * dims.q_dim * dims.num_layers
     return lambda length: length * (linear + square * (length + 1))
 

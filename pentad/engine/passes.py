@@ -12,7 +12,7 @@ from torch import Tensor
 from pentad.core.device import DTYPES
 from pentad.core.errors import RunError
 from pentad.core.faults import hit, is_armed
-from pentad.core.types import Attend, Loss, TokenOutputs
+from pentad.core.types import Loss, TokenOutputs
 from pentad.engine.batch import PackedRows
 from pentad.engine.explain import explain
 from pentad.engine.outputs import Sums
@@ -20,7 +20,7 @@ from pentad.engine.predictor import Predicted, Predictor
 from pentad.engine.section import EngineSettings
 from pentad.models.balance import ExpertLoads
 from pentad.models.moe import Routes
-from pentad.ops.attention import build_attend
+from pentad.ops.attention import build_attend, by_width
 from pentad.ops.delta import PackedMemory, RememberingAttend
 from pentad.ops.invariant import PackedAttend
 from pentad.ops.tree import build_tree_attend
@@ -122,13 +122,14 @@ def run_part(
     `routes` are filled in, or followed if the rows have them."""
     dims, tree = part.decoder.dims, packed.tree
     build = build_attend if tree is None else partial(build_tree_attend, tree.plan, tree.rows)
-    attend: Attend = build(
+    build_here = partial(
+        build,
         packed.lengths,
         device=meshes.device,
         dtype=DTYPES[settings.model.dtype],
-        head_dim=dims.head_dim,
         longest=settings.max_row_tokens,
     )
+    attend = by_width(build_here, dims.head_dims)
     if settings.strict:
         attend = PackedAttend(packed.lengths, attend, meshes.device)
     if dims.linear_layers:

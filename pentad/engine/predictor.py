@@ -146,7 +146,7 @@ def mixtures_of(decoder: Decoder) -> dict[int, Parts]:
         if isinstance(block, Block) and isinstance(block.ffn, Moe):
             inner = [block.ffn.experts, block.ffn.shared]
             modules = tuple(module for module in inner if module is not None)
-            found[layer] = Parts(Block.mix, block.ffn, modules)
+            found[layer] = Parts(type(block).mix, block.ffn, modules)
     return found
 
 

@@ -270,10 +270,11 @@ class LoraConfig(Section):
     alpha: Positive = 32.0
     """A layer computes x W^T + alpha / rank * (x A^T) B^T, never merged."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Which matrices have factors: all-linear, or some of q k v o gate up down experts, and of
-    latent attention q_a q_b kv_a kv_b. gate and up are named together. Router, embedding and head
-    have none. A critic trains its head besides, and with [] the head alone. fsdp: the linear layers
-    of transformers' blocks, by these words or by their last names (c_fc), and no experts."""
+    """Which matrices have factors: all-linear, or some of q k v o gate up down experts, of latent
+    attention q_a q_b kv_a kv_b, and of embeddings for each layer per_layer_input_gate
+    per_layer_projection. gate and up are named together. Router, embedding and head have none. A
+    critic trains its head besides, and with [] the head alone. fsdp: the linear layers of
+    transformers' blocks, by these words or by their last names (c_fc), and no experts."""
     experts: Literal["shared_outer", "each"] = "shared_outer"
     """Factors of the experts of a mixture. shared_outer: the experts of a layer share the factor on
     the side of the hidden size. each: every expert has its own two factors."""

@@ -36,38 +36,46 @@ class KVCache:
         device: torch.device,
         dtype: torch.dtype,
         expanded: bool = False,
-        shapes: Sequence[tuple[int, int]] = (),
     ) -> None:
         """A dtype in `EIGHT_BITS` adds scales. `expanded`: for latent attention the cache holds
-        keys and values of every head instead of the latents. `shapes`: heads and width of each
-        layer, if some layers have smaller ones."""
+        keys and values of every head instead of the latents."""
         self.num_blocks = num_blocks
         self.block_size = block_size
-        layers = [layer for layer in range(dims.num_layers) if not dims.is_linear(layer)]
-        self.index = {layer: n for n, layer in enumerate(layers)}
-        self.shapes = shapes if len(set(shapes)) > 1 else ()
-        num_heads, width, v_width = dims.cache_shape(expanded=expanded)
-        shape = (len(layers), num_blocks, block_size, num_heads, width)
-        self.k = torch.zeros(shape, device=device, dtype=dtype)
-        self.has_values = v_width > 0  # latents hold their own
-        if self.has_values:
-            self.v = torch.zeros(shape, device=device, dtype=dtype)
-        else:
-            self.v = self.k[..., : dims.kv_latent]
-        self.k_scale: Tensor | None = None
-        self.v_scale: Tensor | None = None
-        if dtype in LARGEST:
-            self.k_scale = torch.ones(shape[:-1], device=device)
-            self.v_scale = torch.ones(shape[:-1], device=device)
+        self.device = device
+        self.has_values = expanded or not dims.kv_latent  # latents hold their own
+        self.held: list[Tensor] = []
+        """Memory with blocks as its second dim: one tensor of keys for all layers of one shape, one
+        of values, and their scales."""
+        self.layers: dict[int, Pages] = {}
+        by_shape: dict[tuple[int, int, int], list[int]] = {}
+        for layer in dims.cached_layers:
+            shape = dims.of_layer(layer).cache_shape(expanded=expanded)
+            by_shape.setdefault(shape, []).append(layer)
+        for (num_heads, width, _), layers in by_shape.items():
+            size = (len(layers), num_blocks, block_size, num_heads, width)
+            stacks = [torch.zeros(size, device=device, dtype=dtype) for _ in range(self.num_parts)]
+            if dtype in LARGEST:
+                stacks += [torch.ones(size[:-1], device=device) for _ in range(2)]
+            self.held += stacks
+            for n, layer in enumerate(layers):
+                k_BbKd, *others = (stack[n] for stack in stacks)
+                others = others or [k_BbKd[..., : dims.kv_latent]]
+                self.layers[layer] = Pages(k_BbKd, *others)
+        self.widths = sorted({width for _, width, _ in by_shape})
+        """Widths of a head of keys."""
         self.routes: Tensor | None = None
         """[blocks, places, mixture layers, k]: the experts of each cached token; stored like keys
         and values, so that sequences that share a prefix share its routes."""
+
+    @property
+    def num_parts(self) -> int:
+        return 1 + self.has_values
 
     def keep_routes(self, dims: ModelDims) -> None:
         num_layers = sum(map(dims.is_moe, range(dims.num_layers)))
         dtype = torch.uint8 if dims.num_experts <= 256 else torch.int16
         shape = (self.num_blocks, self.block_size, num_layers, dims.num_experts_per_token)
-        self.routes = torch.zeros(shape, device=self.k.device, dtype=dtype)
+        self.routes = torch.zeros(shape, device=self.device, dtype=dtype)
 
     def write_routes(self, places_T: Tensor, routes: Routes) -> None:
         assert self.routes is not None
@@ -81,22 +89,12 @@ class KVCache:
         return found
 
     def layer(self, number: int) -> Pages:
-        index = self.index[number]
-        k_BbKd, v_BbKd = self.k[index], self.v[index]
-        heads, width = self.shapes[index] if self.shapes else k_BbKd.shape[2:]
-        if self.shapes:
-            k_BbKd, v_BbKd = (x[:, :, :heads, :width] for x in (k_BbKd, v_BbKd))
-        if self.k_scale is None or self.v_scale is None:
-            return Pages(k_BbKd, v_BbKd)
-        scales = self.k_scale[index][..., :heads], self.v_scale[index][..., :heads]
-        return Pages(k_BbKd, v_BbKd, *scales)
+        return self.layers[number]
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
-        v = self.v if self.has_values else None
-        for held in (self.k, v, self.k_scale, self.v_scale):
-            if held is not None:
-                bits = held.view(torch.uint8) if held.dtype in LARGEST else held
-                bits[:, targets] = bits[:, sources]
+        for held in self.held:
+            bits = held.view(torch.uint8) if held.dtype in LARGEST else held
+            bits[:, targets] = bits[:, sources]
         if self.routes is not None:
             self.routes[targets] = self.routes[sources]
 

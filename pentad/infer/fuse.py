@@ -76,7 +76,7 @@ class FusedBlock(Block):
 
     def mix(
         self, x_TD: Tensor, cos_Td: Tensor, sin_Td: Tensor, attend: Attend
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         y_TD = self.attn_post_norm(self.attn(self.attn_norm(x_TD), cos_Td, sin_Td, attend))
         return fused.add_norm(x_TD, y_TD, self.ffn_norm.weight, self.ffn_norm.eps)
 

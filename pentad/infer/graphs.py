@@ -154,7 +154,7 @@ class GraphDecoder:
         num_rows = len(table.sequences)
         self.sizes = list(batch_sizes(num_rows))
         max_blocks = -(-max_context // cache.block_size)
-        device = cache.k.device
+        device = cache.device
         pin = device.type == "cuda"
         self.hosts = [
             HostBuffers(
@@ -180,7 +180,7 @@ class GraphDecoder:
         logits_NV = self.replay(size) if self.capture_graphs else self.body(size)
         host.outputs.copy_(self.outputs, non_blocking=True)
         is_done = None
-        if self.cache.k.device.type == "cuda":
+        if self.cache.device.type == "cuda":
             is_done = torch.cuda.Event()
             is_done.record()
         seats = self.table.num_seated[rows]
@@ -256,7 +256,7 @@ class GraphDecoder:
     def capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Captures a graph. The warm-up computes the same step that is then replayed, so it changes
         nothing but states, for which it uses the scratch slot."""
-        device = self.cache.k.device
+        device = self.cache.device
         rows = self.inputs[ROWS, :size]
         own = rows.clone()
         if self.slots is not None:

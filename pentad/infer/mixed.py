@@ -6,13 +6,15 @@ keys and values only. A later chunk, and prompts of latent attention: plain torc
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from pentad.core.types import Attend
 from pentad.infer.attend import KVCache, PagedAttend, StepRows
-from pentad.ops.attention import build_attend
+from pentad.ops.attention import build_attend, by_width
 from pentad.ops.fused import store
 from pentad.ops.latent_decode import decode
 
@@ -37,12 +39,9 @@ class MixedAttend:
             self.width = self.put(np.array([width]))
         self.fresh: Attend | None = None
         if len(self.fresh_T):
-            self.fresh = build_attend(
-                counts[is_fresh].tolist(),
-                device=cache.k.device,
-                dtype=dtype,
-                head_dim=cache.k.shape[-1],
-            )
+            lengths = counts[is_fresh].tolist()
+            build = partial(build_attend, lengths, device=cache.device, dtype=dtype)
+            self.fresh = by_width(build, cache.widths)
         self.later: PagedAttend | None = None
         if len(self.later_T):
             is_later = ~is_single & ~is_fresh
@@ -53,7 +52,7 @@ class MixedAttend:
         return self.put(np.flatnonzero(np.repeat(is_in, counts)))
 
     def put(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.cache.k.device)
+        return torch.from_numpy(array).to(self.cache.device)
 
     def __call__(
         self,

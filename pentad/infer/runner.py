@@ -148,7 +148,6 @@ class Runner:
             device=self.device,
             dtype=EIGHT_BITS.get(self.settings.rollout.kv_cache_dtype, self.dtype),
             expanded=self.settings.strict,
-            shapes=model.cache_shapes,
         )
         if self.settings.rollout.replay_routes:
             self.cache.keep_routes(self.model.dims)

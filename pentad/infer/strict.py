@@ -50,9 +50,9 @@ class StrictAttend:
         window: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        cache = self.cache
-        cache.layer(layer).write(self.places_T, k_TKd, v_TKd)
-        k_PKd, v_PKd = cache.k[layer].flatten(0, 1), cache.v[layer].flatten(0, 1)
+        pages = self.cache.layer(layer)
+        pages.write(self.places_T, k_TKd, v_TKd)
+        k_PKd, v_PKd = pages.k_BbKd.flatten(0, 1), pages.v_BbKd.flatten(0, 1)
         if not q_THd.is_cuda:
             return invariant.attend_spans(q_THd, k_PKd, v_PKd, self.spans, window, sinks)
         kernels = invariant.kernels()

@@ -39,6 +39,7 @@ REMEDIES = {
     "with dequantize=True in its quantization config, and save_pretrained writes it"
 }
 PART = "partial_rotary_factor"
+PROPORTIONAL = "proportional"
 OLD_LENGTH = "original_max_position_embeddings"
 STRETCHED = {"llama3", "yarn", "longrope"}
 """Kinds of rotary scaling that need the original context length."""
@@ -110,6 +111,10 @@ class ConfigValues:
             given, own = self.hf.get(name), self.hf.get(key)
             rule = f"must be {key} = {_short(own)}, which transformers calls so too"
             self.must(given in (None, own), name, given, rule)
+
+    def maybe(self, key: str) -> float | None:
+        """A number above 0, or null."""
+        return None if self.hf.get(key) is None else self.number(key, 1.0)
 
     @property
     def expert_width(self) -> int:
@@ -453,6 +458,10 @@ def _ropes_by_layer(
         rule = "transformers does not read it in settings by layer type; remove it"
         is_read = given_here.get("truncate", True) is True
         read.must(is_read, f"rope_parameters.{kind}.truncate", given_here.get("truncate"), rule)
+        rule = f"rotary over part of a head is built for rope_type = {PROPORTIONAL} only"
+        kinds = ("default", PROPORTIONAL)  # transformers ignores it for the first
+        is_read = given_here.get(PART) in (None, 1) or given_here.get("rope_type") in kinds
+        read.must(is_read, f"rope_parameters.{kind}.{PART}", given_here.get(PART), rule)
         found.append(_one_rope(read, f"rope_parameters.{kind}", given_here, theta))
     return found
 
@@ -467,6 +476,10 @@ def _one_rope(
     theta = scaling.number("rope_theta", theta)
     kind = given.get("rope_type") or given.get("type") or "default"
     rest = {k: v for k, v in given.items() if k not in ROPE_KEYS}
+    if kind == PROPORTIONAL and given.get(PART) is not None:
+        is_part = _is_number(given[PART]) and 0 <= given[PART] <= 1
+        read.must(is_part, f"{key}.{PART}", given[PART], "must be a number from 0 to 1")
+        rest[PART] = given[PART]
     for name in rest.keys() & ROPE_NUMBERS:
         scaling.number(name, 1.0)
     read.problems += scaling.problems

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pentad.core.dims import ModelDims
+from pentad.core.dims import ModelDims, RopeKind
 from pentad.core.types import Attend
 from pentad.models.delta_net import DeltaNet
 from pentad.models.families import map_of
@@ -25,27 +25,35 @@ from pentad.models.layers import (
     Embedding,
     GatedAttention,
     Linear,
+    NormedAttention,
     Rotary,
     Scale,
+    Turn,
     make_norm,
 )
-from pentad.models.moe import Moe, Routes
+from pentad.models.moe import Moe, Routes, make_mixture
 from pentad.ops.delta import with_memory
 from pentad.weights.map import WeightMap
 
 
 class Block(nn.Module):
     """One layer: x + attn(norm(x)), then x + ffn(norm(x)); there may be norms of the results as
-    well, or instead."""
+    well, or instead, and a factor of the whole."""
+
+    scale: Tensor | None
 
     def __init__(self, dims: ModelDims, layer: int) -> None:
         super().__init__()
         self.attn_norm = _norm(dims, dims.pre_norms)
         self.attn = make_attention(dims, layer)
         self.attn_post_norm = _post_norm(dims)
-        self.ffn_norm = _norm(dims, dims.pre_norms)
-        self.ffn = Moe(dims) if dims.is_moe(layer) else MLPS[dims.activation](dims)
+        # A mixture beside a dense ffn has norms of its own for the two.
+        self.ffn_norm = _norm(dims, dims.pre_norms and not dims.has_dense_beside)
+        own = dims.of_layer(layer)
+        self.ffn = make_mixture(own) if dims.is_moe(layer) else MLPS[dims.activation](own)
         self.ffn_post_norm = _post_norm(dims)
+        # A weight without a gradient.
+        self.register_buffer("scale", torch.empty(1) if dims.layer_scale else None)
 
     def forward(
         self,
@@ -57,14 +65,23 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Returns hidden states and, for a mixture, the chosen or given experts."""
         x_TD, h_TD = self.mix(x_TD, cos_Td, sin_Td, attend)
+        x_TD, chosen_Tk = self.with_ffn(x_TD, h_TD, chosen_Tk)
+        return self.scaled(x_TD), chosen_Tk
+
+    def with_ffn(
+        self, x_TD: Tensor, h_TD: Tensor, chosen_Tk: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         if isinstance(self.ffn, Moe):
             y_TD, chosen_Tk = self.ffn(h_TD, chosen_Tk)
             return x_TD + self.ffn_post_norm(y_TD), chosen_Tk
         return x_TD + self.ffn_post_norm(self.ffn(h_TD)), None
 
+    def scaled(self, x_TD: Tensor) -> Tensor:
+        return x_TD if self.scale is None else x_TD * self.scale.to(x_TD.dtype)
+
     def mix(
         self, x_TD: Tensor, cos_Td: Tensor, sin_Td: Tensor, attend: Attend
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Everything before the ffn: the hidden states, and the input of the ffn."""
         y_TD = self.attn(self.attn_norm(x_TD), cos_Td, sin_Td, attend)
         x_TD = x_TD + self.attn_post_norm(y_TD)
@@ -76,6 +93,8 @@ def make_attention(dims: ModelDims, layer: int) -> nn.Module:
         return DeltaNet(dims, layer)
     if dims.kv_latent:
         return LatentAttention(dims, layer)
+    if dims.value_norm:
+        return NormedAttention(dims, layer)
     return (GatedAttention if dims.attn_gate else Attention)(dims, layer)
 
 
@@ -131,11 +150,12 @@ class Decoder(FamilyModel):
         value_head: bool = False,
     ) -> None:
         super().__init__(dims)
+        self.logit_cap = dims.logit_cap
         sizes = dims.vocab_size, dims.hidden_size
         self.embed = Embedding(*sizes, padding_idx=dims.padding_id) if is_first else None
         held = range(dims.num_layers) if layers is None else layers
         # Keyed by the global index: a stage's weights keep the names of the whole model.
-        self.layers = nn.ModuleDict({str(i): Block(dims, i) for i in held})
+        self.layers = nn.ModuleDict({str(i): self.make_block(i) for i in held})
         self.rotary = Rotary(dims)
         self.norm = make_norm(dims.hidden_size, dims) if is_last else None
         is_own = is_last and lm_head and not (dims.tie_embeddings and is_first)
@@ -145,6 +165,9 @@ class Decoder(FamilyModel):
         )
         self.has_lm_head = is_last and lm_head
         self.is_last = is_last
+
+    def make_block(self, layer: int) -> Block:
+        return Block(self.dims, layer)
 
     @property
     def blocks(self) -> Mapping[int, nn.Module]:
@@ -170,13 +193,24 @@ class Decoder(FamilyModel):
             attend = with_memory(attend, positions_T)
         if self.dims.query_growth:
             attend = GrownAttend(attend, growth(self.dims, positions_T).to(x_TD.dtype))
+        x_TD = self.run_layers(x_TD, ids_T, turns, attend, routes)
+        return x_TD if self.norm is None else self.scaled(self.norm(x_TD))
+
+    def run_layers(
+        self,
+        x_TD: Tensor,
+        ids_T: Tensor,
+        turns: Mapping[RopeKind, Turn],
+        attend: Attend,
+        routes: Routes | None,
+    ) -> Tensor:
         for name, block in self.layers.items():
             given_Tk = None if routes is None else routes.get(int(name))
             turn = turns[self.dims.rope_kind(int(name))]
             x_TD, chosen_Tk = block(x_TD, *turn, attend, given_Tk)
             if routes is not None and chosen_Tk is not None:
                 routes[int(name)] = chosen_Tk
-        return x_TD if self.norm is None else self.scaled(self.norm(x_TD))
+        return x_TD
 
     def scaled(self, hidden_TD: Tensor) -> Tensor:
         """Logits are a product with these: their factor goes before it. Values have none."""

@@ -12,7 +12,7 @@ from pentad.models.layers import Attention
 
 def join_projections(attention: Attention) -> tuple[Tensor, Tensor | None]:
     """Joins weight and bias of q, k and v."""
-    parts = (attention.q, attention.k, attention.v)
+    parts = attention.projections
     biases = [part.bias for part in parts if part.bias is not None]
     return join([part.weight for part in parts]), join(biases) if biases else None
 

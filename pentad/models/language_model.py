@@ -110,12 +110,13 @@ class LanguageModel(nn.Module):
 
     @property
     def cache_dims(self) -> ModelDims:
-        """The dimensions with the layers, heads and width that a sampler's cache needs."""
+        """The dimensions with the layers, heads and widths that a sampler's cache needs."""
         if not self.cache_shapes:
             return self.dims
-        heads, widths = zip(*self.cache_shapes, strict=True)
-        shape = {"num_kv_heads": max(heads), "head_dim": max(widths)}
-        return replace(self.dims, num_layers=len(self.cache_shapes), **shape)
+        own = tuple(
+            {"num_kv_heads": heads, "head_dim": width} for heads, width in self.cache_shapes
+        )
+        return replace(self.dims, num_layers=len(own), own=own)
 
     @property
     def tables(self) -> set[str]:

@@ -32,12 +32,13 @@ class Rotary(nn.Module):
 
     def __init__(self, dims: ModelDims) -> None:
         super().__init__()
-        used = {dims.rope_kind(layer) for layer in range(dims.num_layers)}
-        self.kinds: dict[RopeKind, ModelDims] = {"full": dims, "sliding": _with_sliding_rope(dims)}
-        self.kinds = {kind: own for kind, own in self.kinds.items() if kind in used}
+        used = dims.rope_dims
+        self.has_unturned = used.pop("none", None) is not None
+        self.kinds: dict[RopeKind, ModelDims] = {
+            kind: own if kind == "full" else _with_sliding_rope(own) for kind, own in used.items()
+        }
         for own in self.kinds.values():
             check_scaling(own)
-        self.has_unturned = "none" in used
         self.dims = dims
         # Not a buffer: a model is built on the meta device, where a buffer would lose its values.
         self.on_device: dict[tuple[torch.device, RopeKind], tuple[Tensor, float]] = {}
@@ -182,7 +183,21 @@ def _yarn_scale(scaling: Mapping[str, Any], factor: float) -> float:
     return mscale(1)
 
 
-SCALINGS = {"default": _plain, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+def _proportional(dims: ModelDims, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """Frequencies of the whole head, and 0 for pairs beyond a part of it."""
+    inverse, _ = _plain(dims, scaling)
+    num = int(scaling.get("partial_rotary_factor", 1.0) * dims.turned_dim // 2)
+    inverse[num:] = 0.0
+    return inverse / scaling.get("factor", 1.0), 1.0
+
+
+SCALINGS = {
+    "default": _plain,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "proportional": _proportional,
+}
 NEEDS = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 
 
@@ -229,6 +244,27 @@ class OffsetNorm(Norm):
         return (wide * (1.0 + self.weight.float())).to(x.dtype)
 
 
+class WideNorm(Norm):
+    """A norm whose product with the weight is computed in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(self.mean_square(wide) + self.eps)
+        return (wide * self.weight.float()).to(x.dtype)
+
+
+class BareNorm(nn.Module):
+    """A norm without a weight."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
 class Scale(nn.Module):
     """Multiplies by a constant."""
 
@@ -242,7 +278,8 @@ class Scale(nn.Module):
 
 def make_norm(size: int, dims: ModelDims) -> Norm:
     assert dims.norm_offset in (0.0, 1.0), f"no norm adds {dims.norm_offset} to its weights"
-    return (OffsetNorm if dims.norm_offset else Norm)(size, dims.norm_eps)
+    plain = WideNorm if dims.wide_norms else Norm
+    return (OffsetNorm if dims.norm_offset else plain)(size, dims.norm_eps)
 
 
 class GateUp(nn.Module):
@@ -287,6 +324,7 @@ class Attention(nn.Module):
 
     def __init__(self, dims: ModelDims, layer: int) -> None:
         super().__init__()
+        dims = dims.of_layer(layer)
         self.layer = layer
         self.head_dim = dims.head_dim
         self.window = dims.window(layer)
@@ -316,6 +354,11 @@ class Attention(nn.Module):
         if self.sinks is not None:
             how["sinks"] = self.sinks
         return self.o(attend(self.layer, q_THd, k_TKd, v_TKd, **how).flatten(-2))
+
+    @property
+    def projections(self) -> tuple[nn.Linear, ...]:
+        """Those to queries, keys and values."""
+        return self.q, self.k, self.v
 
     def project(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values by heads."""
@@ -354,3 +397,25 @@ class GatedAttention(Attention):
         q_THd, k_TKd = self.turned(q_THd, k_TKd, cos_Td, sin_Td)
         o_TQ = attend(self.layer, q_THd, k_TKd, v_TKd).flatten(-2)
         return self.o(o_TQ * self.gate(x_TD).sigmoid())
+
+
+class NormedAttention(Attention):
+    """Attention with normed values, which may be the keys before norm and rotary."""
+
+    def __init__(self, dims: ModelDims, layer: int) -> None:
+        super().__init__(dims, layer)
+        self.value_norm = BareNorm(dims.norm_eps)
+        self.values_are_keys = dims.of_layer(layer).values_are_keys
+        if self.values_are_keys:
+            del self.v
+
+    @property
+    def projections(self) -> tuple[nn.Linear, ...]:
+        return (self.q, self.k) if self.values_are_keys else (self.q, self.k, self.v)
+
+    def project(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q_THd, k_TKd = (part(x_TD).unflatten(-1, (-1, self.head_dim)) for part in (self.q, self.k))
+        v_TKd = k_TKd
+        if not self.values_are_keys:
+            v_TKd = self.v(x_TD).unflatten(-1, (-1, self.head_dim))
+        return q_THd, k_TKd, self.value_norm(v_TKd)

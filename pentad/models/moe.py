@@ -12,9 +12,10 @@ from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from pentad.core.dims import ModelDims
-from pentad.models.layers import GateUp, Linear
+from pentad.models.layers import MLPS, BareNorm, GateUp, Linear, make_norm
 from pentad.ops.experts import (
     add_rows,
     grouped_linear,
@@ -78,7 +79,23 @@ class ClampedExperts(Experts):
         return self.gate_up, self.down
 
 
-EXPERTS: dict[str, type[Experts]] = {"silu": Experts, "clamped": ClampedExperts}
+class GeluExperts(Experts):
+    """down(gelu(gate(x)) * up(x)), gelu by tanh."""
+
+    def forward(self, x_ND: Tensor, sizes_E: Tensor, weights_N: Tensor | None = None) -> Tensor:
+        ends_E = sizes_E.cumsum(0, dtype=torch.int32)
+        gate, up = grouped_linear(x_ND, self.gate_up.flatten(1, 2), ends_E).chunk(2, dim=-1)
+        a_NM = F.gelu(gate, approximate="tanh") * up
+        if weights_N is not None:
+            a_NM = (a_NM * weights_N[:, None]).to(a_NM.dtype)
+        return grouped_linear(a_NM, self.down, ends_E)
+
+
+EXPERTS: dict[str, type[Experts]] = {
+    "silu": Experts,
+    "gelu_tanh": GeluExperts,
+    "clamped": ClampedExperts,
+}
 
 
 class Router(nn.Module):
@@ -128,6 +145,23 @@ class Router(nn.Module):
             loss = loss + self.z_loss_coef * z_loss(logits_TR)
         loss = loss * len(logits_TR)
         return loss if self.loss_scale is None else loss * self.loss_scale
+
+
+class ScaledRouter(Router):
+    """A router that norms its input and multiplies it by trained scales; each expert's weight has a
+    trained factor."""
+
+    def __init__(self, dims: ModelDims) -> None:
+        super().__init__(dims)
+        self.norm = BareNorm(dims.norm_eps)
+        self.root = dims.hidden_size**-0.5
+        self.in_scale = nn.Parameter(torch.empty(dims.hidden_size))
+        self.expert_scale = nn.Parameter(torch.empty(dims.num_experts))
+
+    def forward(self, x_TD: Tensor, chosen_Tk: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        x_TD = self.norm(x_TD) * self.in_scale * self.root
+        weights_Tk, chosen_Tk = super().forward(x_TD, chosen_Tk)
+        return weights_Tk * self.expert_scale[chosen_Tk], chosen_Tk
 
 
 Beside = Callable[[], Callable[[], Tensor]]
@@ -195,7 +229,7 @@ class Moe(nn.Module):
 
     def __init__(self, dims: ModelDims) -> None:
         super().__init__()
-        self.router = Router(dims)
+        self.router = (ScaledRouter if dims.has_dense_beside else Router)(dims)
         self.experts = EXPERTS[dims.activation](dims)
         # Here and not among the experts: each is added once, where its token is, however experts
         # are dealt and cut.
@@ -218,3 +252,25 @@ class Moe(nn.Module):
         zeros_TR = weights_Tk.new_zeros(len(weights_Tk), len(bias_RD))
         weights_TR = zeros_TR.scatter(1, chosen_Tk, weights_Tk).to(bias_RD.dtype)
         return weights_TR @ bias_RD
+
+
+class DenseMoe(Moe):
+    """A mixture and a dense ffn of the same input, which is not normed: each has norms of its input
+    and of its result."""
+
+    def __init__(self, dims: ModelDims) -> None:
+        super().__init__(dims)
+        self.dense = MLPS[dims.activation](dims)
+        self.dense_norm, self.dense_post_norm, self.norm, self.post_norm = (
+            make_norm(dims.hidden_size, dims) for _ in range(4)
+        )
+
+    def forward(self, x_TD: Tensor, chosen_Tk: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        weights_Tk, chosen_Tk = self.router(x_TD, chosen_Tk)
+        y_TD = self.dispatch(self.norm(x_TD), weights_Tk, chosen_Tk, self.experts)
+        dense_TD = self.dense_post_norm(self.dense(self.dense_norm(x_TD)))
+        return self.post_norm(y_TD) + dense_TD, chosen_Tk
+
+
+def make_mixture(dims: ModelDims) -> Moe:
+    return (DenseMoe if dims.has_dense_beside else Moe)(dims)

@@ -29,7 +29,7 @@ from pentad.models.families import (
 from pentad.models.hf_weights import hf_metadata, iter_hf, native_shards, native_tensors
 from pentad.models.language_model import LanguageModel
 from pentad.models.megatron_names import build_named
-from pentad.models.spec import MEGATRON_PLAN, megatron_sizes
+from pentad.models.spec import MEGATRON_PLAN
 from pentad.models.towers import TEXT
 from pentad.weights import transfer
 from pentad.weights.files import SafeFile
@@ -42,7 +42,7 @@ from pentad.weights.hf import (
     plan_folder,
     save_folder,
 )
-from pentad.weights.map import WeightMap, sizes_of
+from pentad.weights.map import WeightMap
 from pentad.weights.megatron.layout import find_weights
 from pentad.weights.megatron.stored import MegatronColumn
 from pentad.weights.regions import full_box, slices
@@ -54,8 +54,7 @@ log = logging.getLogger(__name__)
 def column_of(dims: ModelDims, vocab_rows: int) -> MegatronColumn:
     """A model's Megatron tensors, with this many rows of vocabulary."""
     weight_map = spec_of(dims.family).megatron_map(dims, vocab_rows)
-    sizes = {**sizes_of(dims), **megatron_sizes(dims, vocab_rows)}
-    return MegatronColumn(weight_map, MEGATRON_PLAN, sizes)
+    return MegatronColumn(weight_map, MEGATRON_PLAN)
 
 
 def open_weights(folder: str | Path, dims: ModelDims, checkpoint: str | None = None) -> Reader:

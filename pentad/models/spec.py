@@ -43,6 +43,26 @@ def has_out_bias(dims: ModelDims, layer: int) -> bool:
     return dims.out_bias
 
 
+def has_keys(dims: ModelDims, layer: int) -> bool:
+    return dims.of_layer(layer).num_kv_matrices > 0
+
+
+def has_values(dims: ModelDims, layer: int) -> bool:
+    return dims.of_layer(layer).num_kv_matrices > 1
+
+
+def has_dense_beside(dims: ModelDims, layer: int) -> bool:
+    return dims.is_moe(layer) and dims.has_dense_beside
+
+
+def has_layer_inputs(dims: ModelDims, layer: int) -> bool:
+    return dims.layer_embed_dim > 0
+
+
+def has_layer_scale(dims: ModelDims, layer: int) -> bool:
+    return dims.layer_scale
+
+
 def has_sinks(dims: ModelDims, layer: int) -> bool:
     return dims.attn_sinks
 
@@ -187,6 +207,20 @@ def selection_bias(source: str | Spec) -> Rule:
 
 def is_linear(dims: ModelDims, layer: int) -> bool:
     return dims.is_linear(layer)
+
+
+OWN_KEYS = {
+    **{f"{ATTN}{name}": has_keys for name in ("k.weight", "k.bias", "k_norm.weight")},
+    **{f"{ATTN}{name}": has_values for name in ("v.weight", "v.bias")},
+}
+
+
+def with_own_keys(rule: Rule) -> Rule:
+    """The rule, in layers with projections to keys and values of their own."""
+    if rule.target not in OWN_KEYS:
+        return rule
+    when, has_own = rule.when, OWN_KEYS[rule.target]
+    return replace(rule, when=lambda dims, layer: when(dims, layer) and has_own(dims, layer))
 
 
 def _with_attention(rule: Rule) -> Rule:
@@ -339,15 +373,18 @@ def megatron_sizes(dims: ModelDims, vocab_rows: int) -> dict[str, int]:
 
 DECODER_SEAMS = (
     Seam("embed", "lookup"),
+    Seam("layer_embed.table", "lookup", has_layer_inputs),
     Seam("layers.{i}.attn", "gather"),
     Seam("layers.{i}.attn.q_norm", "norm", has_wide_qk_norm),
     Seam("layers.{i}.attn.k_norm", "norm", has_wide_qk_norm),
     Seam("layers.{i}.attn.o", "scatter"),
     Seam("layers.{i}.ffn", "gather", is_dense),
     Seam("layers.{i}.ffn.down", "scatter", is_dense),
+    Seam("layers.{i}.ffn.dense", "gather", has_dense_beside),
+    Seam("layers.{i}.ffn.dense.down", "scatter", has_dense_beside),
 )
 """Seams of `decoder.Decoder`. A mixture layer has none: experts take each rank's own tokens."""
-DECODER_PLAN = {"V": "tp", "Q": "tp", "K": "tp", "F": "tp", "E": "ep", "M": "etp"}
+DECODER_PLAN = {"V": "tp", "Ve": "tp", "Q": "tp", "K": "tp", "F": "tp", "E": "ep", "M": "etp"}
 DELTA_PLAN = {**DECODER_PLAN, "LK": "tp", "LV": "tp", "LH": "tp"}
 
 

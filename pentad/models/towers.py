@@ -71,12 +71,20 @@ QWEN2_VL = Tower(
     is_flat=True,
 )
 LLAVA = Tower(default="llama", text_ties=True)
+GEMMA4_SIZES = {
+    "vocab_size": 262144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+}
 TOWERS: Mapping[str, Tower] = {
     "gemma3": Tower(
         family="gemma3_text",
         tied=True,
         defaults={"vocab_size": 262208, "num_attention_heads": 8},
     ),
+    "gemma4": Tower(family="gemma4_text", tied=True, defaults=GEMMA4_SIZES),
     "glm4v": Tower(
         family="glm4",
         read_dims=ConfigReader(

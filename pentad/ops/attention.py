@@ -12,7 +12,7 @@ d head width.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pentad.core.types import Attend
 from pentad.ops import flash4
 from pentad.ops.sinks import attend_with_sinks, scaled_by_sinks, sink_gradients
 
@@ -66,6 +67,31 @@ def build_attend(
     if is_equal and has_cudnn_attention(device, head_dim):
         return EqualAttend(lengths, packed)
     return packed
+
+
+class WidthAttend:
+    """A core for each width of heads, where layers differ in it."""
+
+    def __init__(self, cores: Mapping[int, Attend]) -> None:
+        self.cores = cores
+
+    def __call__(
+        self,
+        layer: int,
+        q_THd: Tensor,
+        k_TKd: Tensor,
+        v_TKd: Tensor,
+        window: Window = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        return self.cores[q_THd.shape[-1]](layer, q_THd, k_TKd, v_TKd, window, sinks)
+
+
+def by_width(build: Callable[..., Attend], head_dims: Sequence[int]) -> Attend:
+    """The core that `build` makes of `head_dim`, or one for each width."""
+    if len(head_dims) == 1:
+        return build(head_dim=head_dims[0])
+    return WidthAttend({width: build(head_dim=width) for width in head_dims})
 
 
 def flash_kind(

@@ -96,10 +96,10 @@ def plan_cuts(
     """The cut of every named parameter. Every rank must call it."""
     if any(entry.rule.is_factor for entry in weight_map.entries.values()):
         meshes.factor_axes()  # here, since a rank of a pipeline may hold no experts
-    return {name: _cut(weight_map.entries[name], weight_map, plan, meshes) for name in names}
+    return {name: _cut(weight_map.entries[name], plan, meshes) for name in names}
 
 
-def _cut(entry: Entry, weight_map: WeightMap, plan: CutPlan, meshes: Meshes) -> Cut:
+def _cut(entry: Entry, plan: CutPlan, meshes: Meshes) -> Cut:
     layout, at = meshes.layout, meshes.coords
     coords = {
         "tp": (layout.tp, at.tp),
@@ -107,7 +107,7 @@ def _cut(entry: Entry, weight_map: WeightMap, plan: CutPlan, meshes: Meshes) -> 
         "etp": (layout.etp, at.etp),
     }
     axes = split_dims(entry, plan)
-    part = cut_entry(entry, plan, coords, weight_map.sizes)
+    part = cut_entry(entry, plan, coords)
     assert len(part.boxes) == 1, f"{entry.name} lies here in {len(part.boxes)} pieces"
     (box, _), *_ = part.boxes
     is_expert = any(axis in axes for axis in EXPERT_AXES)
@@ -117,7 +117,7 @@ def _cut(entry: Entry, weight_map: WeightMap, plan: CutPlan, meshes: Meshes) -> 
         each, more = divmod(entry.shape[axes["ep"]], layout.ep)
         sizes[axes["ep"]] = 1 if more else each
     dim = storage_dim(tuple(sizes), num_stored)
-    copies, mesh, placements = _outside(entry, weight_map, axes, meshes, is_expert)
+    copies, mesh, placements = _outside(entry, axes, meshes, is_expert)
     if entry.rule.is_factor:
         data = meshes.factor_axes()["etp" in axes] if is_expert else meshes.batch
         last = (*placements, Replicate())
@@ -134,7 +134,7 @@ def _cut(entry: Entry, weight_map: WeightMap, plan: CutPlan, meshes: Meshes) -> 
 
 
 def _outside(
-    entry: Entry, weight_map: WeightMap, axes: Mapping[str, int], meshes: Meshes, is_expert: bool
+    entry: Entry, axes: Mapping[str, int], meshes: Meshes, is_expert: bool
 ) -> tuple[Axis, DeviceMesh | None, tuple[AnyPlacement, ...]]:
     """(copies, mesh, placements but the last) of a parameter."""
     if meshes.dense is None or meshes.expert is None:
@@ -151,7 +151,7 @@ def _outside(
         return meshes.tp, meshes.dense_parts, (Replicate(),)
     symbol = entry.rule.shape.split()[axes["tp"]]
     if symbol in REPEATED:
-        num_units = weight_map.sizes[symbol] // weight_map.sizes[UNITS[symbol]]
+        num_units = entry.sizes[symbol] // entry.sizes[UNITS[symbol]]
         if num_units < meshes.layout.tp:
             mesh, copies = meshes.copied_heads(num_units)
             return copies, mesh["tp_heads", "tp_copies", "fsdp"], (at("tp"), Replicate())

@@ -26,15 +26,23 @@ INDEX_BYTES = 24
 
 def kept_bytes(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
     """Bytes a layer keeps until its backward, per token of the microbatch on this rank."""
-    full = layer_input(dims, layout, keys)
+    handed = handed_bytes(dims, layer, layout, keys)
+    full = layer_input(dims, layout, keys) + handed
     if keys.archon.is_recomputed(layer):
         return full
     none = whole_layer(dims, layer, layout, keys)
     if keys.archon.ac_mode == "memory_budget":
         return full + keys.archon.ac_memory_budget * (none - full)
     if keys.archon.keeps_products:
-        return products(dims, layer, layout, keys)
+        return products(dims, layer, layout, keys) + handed
     return none
+
+
+def handed_bytes(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
+    """Keys and values that later layers read, which no recomputation frees."""
+    if all(own.get("kv_from") != layer for own in dims.own):
+        return 0.0
+    return 2 * keys.compute_bytes * kv_width(dims.of_layer(layer), layout.tp) / layout.cp
 
 
 def layer_input(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
@@ -44,20 +52,27 @@ def layer_input(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
 
 def whole_layer(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
     """Everything the layer's backward reads: what is kept without checkpointing."""
+    dims = dims.of_layer(layer)
     if keys.archon.enable_compile:
         # The compiler keeps nothing in float32, but what its products and the core read.
         return products(dims, layer, layout, keys) + read_by_products(dims, layer, layout, keys)
-    ffn = experts_kept if dims.is_moe(layer) else mlp_kept
     mix = delta_net_kept if dims.is_linear(layer) else attention_kept
-    return mix(dims, layout, keys) + ffn(dims, layout, keys)
+    kept = mix(dims, layout, keys) + embedding_kept(dims, layout, keys)
+    if not dims.is_moe(layer):
+        return kept + mlp_kept(dims, layout, keys)
+    if dims.has_dense_beside:
+        kept += mlp_kept(dims, layout, keys)
+        kept += 2 * norm_kept(dims.hidden_size, keys.compute_bytes) / (layout.tp * layout.cp)
+    return kept + experts_kept(dims, layout, keys)
 
 
 def products(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
     """Selective op: the input, and the result of each matrix product and of attention."""
+    dims = dims.of_layer(layer)
     c, tp = keys.compute_bytes, layout.tp
     q, k = dims.q_dim / tp, kv_width(dims, tp)
     h = dims.hidden_size / tp
-    made = dims.latent_kv_dim / tp if dims.kv_latent else 2 * k
+    made = dims.latent_kv_dim / tp if dims.kv_latent else dims.num_kv_matrices * k
     kept = c * (h + q + made + q + h) + statistics_bytes(dims, tp)  # input, q, k and v, core, o
     kept += c * (latent_width(dims) + q * dims.attn_gate)
     if dims.is_linear(layer):  # input, q, k, v, z, a, b, o
@@ -65,8 +80,11 @@ def products(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> 
         kept += c * (dims.linear_v_dim + 2 * dims.linear_value_heads) / tp
     if keys.lora is not None:  # what A makes of the inputs of seven matrices
         kept += 7 * c * keys.lora.rank
+    kept += c * (dims.layer_embed_dim / tp + h * bool(dims.layer_embed_dim))
+    if dims.has_dense_beside or not dims.is_moe(layer):
+        kept += c * (2 * dims.intermediate_size / tp + h)
     if not dims.is_moe(layer):
-        return (kept + c * (2 * dims.intermediate_size / tp + h)) / layout.cp
+        return kept / layout.cp
     rows = dims.num_experts_per_token * 2 * dims.moe_intermediate_size
     rows += dims.moe_bias * dims.hidden_size  # the biases of the token's experts
     if dims.shared_expert_size:
@@ -76,6 +94,7 @@ def products(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> 
 
 def read_by_products(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
     """The two normed inputs, rotated q and k, and what `down` reads; of a mixture also its rows."""
+    dims = dims.of_layer(layer)
     c, tp, h = keys.compute_bytes, layout.tp, dims.hidden_size
     kept = c * ((1 + dims.attn_gate) * dims.q_dim / tp + kv_width(dims, tp) + h)
     if dims.kv_latent:  # padded values, normed latents
@@ -83,10 +102,13 @@ def read_by_products(dims: ModelDims, layer: int, layout: Layout, keys: ModelCon
         kept += c * (kv_width(dims, tp) + normed + unpadded(dims, tp))
     if dims.is_linear(layer):
         kept = c * (h + dims.linear_v_dim / tp) + chunks_bytes(dims) / tp
+    kept += c * (dims.value_norm * kv_width(dims, tp) + 3 * dims.layer_embed_dim / tp)
+    if dims.has_dense_beside or not dims.is_moe(layer):
+        kept += c * (h + dims.intermediate_size / tp)
     if dims.is_moe(layer):
         rows = dims.num_experts_per_token * (h + dims.moe_intermediate_size)
-        return (kept + c * (h + rows + dims.shared_expert_size) / tp) / layout.cp
-    return (kept + c * (h + dims.intermediate_size / tp)) / layout.cp
+        kept += c * (h + rows + dims.shared_expert_size) / tp
+    return kept / layout.cp
 
 
 def unread(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
@@ -102,15 +124,26 @@ def attention_kept(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
     q, k = dims.q_dim / tp, kv_width(dims, tp)
     kept = layer_norms_kept(dims, dims.hidden_size / tp, c)
     kept += c * dims.hidden_size  # input of q, k, v, gathered over tp
+    k = v = 0.0 if dims.kv_from is not None else k  # those of another layer are kept there
     if dims.qk_norm:
         kept += norm_kept(q + k, c)
     kept += c * (q + k)  # rotated, read by the core
-    kept += c * (k + q)  # v, and the core's result, which is the input of o
+    kept += c * (v + q)  # v, and the core's result, which is the input of o
     kept += c * 2 * q * dims.attn_gate  # its sigmoid, and their product
+    if dims.value_norm and not (dims.values_are_keys and c == WIDE):
+        kept += WIDE * v
     if dims.kv_latent:  # latents and their norms, which every rank has whole; unpadded results
         kept += c * latent_width(dims) + norm_kept(dims.q_latent + dims.kv_latent, c)
         kept += c * unpadded(dims, tp)
     return (kept + statistics_bytes(dims, tp)) / layout.cp
+
+
+def embedding_kept(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
+    """The end of a layer with an embedding of its own: gate, gelu, product, projection, norm."""
+    if not dims.layer_embed_dim:
+        return 0.0
+    c, h, width = keys.compute_bytes, dims.hidden_size, dims.layer_embed_dim
+    return (c * (h + 3 * width) + norm_kept(h, c)) / (layout.tp * layout.cp)
 
 
 def delta_net_kept(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
@@ -204,6 +237,7 @@ def flowing_bytes(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig
     """Gradients during a layer's backward: its widest tensor and the residual stream. Kept tensors
     are freed one by one as gradients are made, so no more of them coexist."""
     c, h = keys.compute_bytes, dims.hidden_size
+    dims = dims.of_layer(layer)
     if dims.is_moe(layer):
         rows = dims.num_experts_per_token * max(h, dims.moe_intermediate_size)
         return c * (rows + h) / (layout.tp * layout.cp)
@@ -213,6 +247,7 @@ def flowing_bytes(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig
 def forward_bytes(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
     """A layer that keeps nothing, during its ffn: gate and up, silu, and the residual stream."""
     c, h = keys.compute_bytes, dims.hidden_size
+    dims = dims.of_layer(layer)
     if dims.is_moe(layer):
         rows = dims.num_experts_per_token * (3 * dims.moe_intermediate_size + 2 * h)
         return c * (rows + 3 * h) / (layout.tp * layout.cp)
@@ -222,4 +257,9 @@ def forward_bytes(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig
 def ends_bytes(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
     """Kept outside the layers: final norm, input of the head, rotary tables."""
     c, h = keys.compute_bytes, dims.hidden_size
-    return (norm_kept(h / layout.tp, c) + c * h + 2 * c * dims.turned_dim) / layout.cp
+    turned = sum(own.turned_dim for own in dims.rope_dims.values())
+    kept = norm_kept(h / layout.tp, c) + c * h + 2 * c * turned
+    whole = dims.num_layers * dims.layer_embed_dim
+    if whole:  # the norm of the projection, and its sum with rows of the table
+        kept += (c * whole + norm_kept(whole, c)) / layout.tp
+    return kept / layout.cp

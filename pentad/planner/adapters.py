@@ -40,6 +40,7 @@ def folder_bytes(dims: ModelDims, lora: LoraConfig) -> float:
 
 
 def layer_factors(dims: ModelDims, lora: LoraConfig, layer: int, layout: Layout) -> int:
+    dims = dims.of_layer(layer)
     width, tp = dims.hidden_size, layout.tp
     kv = dims.kv_dim // min(tp, dims.num_kv_heads)
     sides = {"q": width + dims.q_dim // tp, "o": dims.o_dim // tp + width}
@@ -48,11 +49,15 @@ def layer_factors(dims: ModelDims, lora: LoraConfig, layer: int, layout: Layout)
     elif dims.kv_latent:
         sides |= latent_sides(dims, tp)
     else:
-        sides |= dict.fromkeys(("k", "v"), width + kv)
+        sides |= dict.fromkeys(("k", "v")[: dims.num_kv_matrices], width + kv)
     # A dense ffn is cut by tp, the expert that every token passes is whole.
-    inner = dims.shared_expert_size if dims.is_moe(layer) else dims.intermediate_size // tp
+    has_dense = dims.has_dense_beside or not dims.is_moe(layer)
+    inner = dims.intermediate_size // tp if has_dense else dims.shared_expert_size
     if inner:
         sides |= dict.fromkeys(("gate", "up", "down"), width + inner)
+    if dims.layer_embed_dim:
+        names = ("per_layer_input_gate", "per_layer_projection")
+        sides |= dict.fromkeys(names, width + dims.layer_embed_dim)
     if dims.is_moe(layer):
         sides["experts"] = expert_sides(dims, lora, layout)
     words = sides if lora.targets == "all-linear" else lora.targets

@@ -172,6 +172,7 @@ def held_params(training: Training, pp_rank: int) -> HeldParams:
     # A tied table stands on both ends of a pipeline.
     is_shared = dims.tie_embeddings and is_first
     root = table * (is_first + (is_last and not is_shared)) + dims.hidden_size * is_last
+    root += (dims.layer_table_params // training.table_tp + dims.layer_mix_params) * is_first
     dense = [layer_dense(dims, i, layout.tp) for i in layers]
     experts = [layer_experts(dims, i, layout) for i in layers]
     block = max(a + b for a, b in zip(dense, experts, strict=True))
@@ -182,7 +183,7 @@ def held_params(training: Training, pp_rank: int) -> HeldParams:
 def layer_dense(dims: ModelDims, layer: int, tp: int) -> int:
     """A layer without its experts on one tp rank; kv heads are repeated if there are more ranks."""
     part = dims.layer_parts(layer)
-    kv = part.kv // min(tp, dims.num_kv_heads)
+    kv = part.kv // min(tp, dims.of_layer(layer).num_kv_heads)
     whole = part.norms + part.router + part.shared_expert
     return (part.q_and_o + part.dense_ffn) // tp + kv + whole
 

@@ -48,7 +48,6 @@ def sampler_weights(sampling: Sampling) -> float:
 
 
 def kv_token_bytes(sampling: Sampling) -> float:
-    """Keys and values of one token on one device; kv heads are repeated if there are more ranks."""
-    dims, how = sampling.dims, {"expanded": sampling.strict}
-    whole = sizes.kv_token_bytes(dims, sampling.weight_bytes, sampling.cache_dtype, **how)
-    return whole / (min(sampling.tp, dims.cache_shape(**how)[0]) * sampling.pp)
+    """Keys and values of one token on one device."""
+    args = sampling.dims, sampling.weight_bytes, sampling.cache_dtype
+    return sizes.kv_token_bytes(*args, expanded=sampling.strict, tp=sampling.tp) / sampling.pp

@@ -107,9 +107,9 @@ def cut_dim(token: str, plan: CutPlan, coords: RankCoords, sizes: Sizes) -> list
     return out
 
 
-def cut_entry(entry: Entry, plan: CutPlan, coords: RankCoords, sizes: Sizes) -> Local:
+def cut_entry(entry: Entry, plan: CutPlan, coords: RankCoords) -> Local:
     """One rank's shard of a tensor under the plan."""
-    dims = [cut_dim(token, plan, coords, sizes) for token in entry.rule.shape.split()]
+    dims = [cut_dim(token, plan, coords, entry.sizes) for token in entry.rule.shape.split()]
     shape = tuple(sum(segment.length for segment in dim) for dim in dims)
     boxes, regions = [], []
     for segments in itertools.product(*dims):

@@ -25,10 +25,12 @@ NATIVE = {
     "q_b": (".attn.q_b.weight",),
     "kv_a": (".attn.kv_a.weight",),
     "kv_b": (".attn.kv_b.weight",),
-    "gate": (".ffn.gate_up.weight", ".shared.gate_up.weight"),
-    "up": (".ffn.gate_up.weight", ".shared.gate_up.weight"),
-    "down": (".ffn.down.weight", ".shared.down.weight"),
+    "gate": (".ffn.gate_up.weight", ".shared.gate_up.weight", ".dense.gate_up.weight"),
+    "up": (".ffn.gate_up.weight", ".shared.gate_up.weight", ".dense.gate_up.weight"),
+    "down": (".ffn.down.weight", ".shared.down.weight", ".dense.down.weight"),
     "experts": (".experts.gate_up", ".experts.down"),
+    "per_layer_input_gate": (".input.gate.weight",),
+    "per_layer_projection": (".input.out.weight",),
 }
 """Word of a recipe -> how the native names of its matrices end."""
 HIDDEN = "D"
@@ -175,5 +177,4 @@ def merged(base: WeightMap, adapter: WeightMap | None) -> WeightMap:
     """Base and adapter in one map, for the sharding of a layout."""
     if adapter is None:
         return base
-    entries = {**base.entries, **adapter.entries}
-    return replace(base, sizes={**base.sizes, **adapter.sizes}, entries=entries)
+    return replace(base, entries={**base.entries, **adapter.entries})

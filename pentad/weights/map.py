@@ -35,7 +35,8 @@ Indices = Mapping[str, int]
 def sizes_of(dims: ModelDims) -> dict[str, int]:
     """Values of the shape symbols. Q and K are the widths of all query and key heads; 2M counts
     interleaved rows of gate and up. For latent attention, Lq and Lk are the latent widths, Lr is Lk
-    plus the rotary key, U all heads of keys and values expanded from the latent, O all values."""
+    plus the rotary key, U all heads of keys and values expanded from the latent, O all values. Ve
+    is the rows of the table of per-layer embeddings, De the width of one and LDe that of all."""
     return {
         "V": dims.vocab_size,
         "D": dims.hidden_size,
@@ -51,6 +52,9 @@ def sizes_of(dims: ModelDims) -> dict[str, int]:
         "2": 2,
         "S": dims.shared_expert_size,
         **linear_sizes(dims),
+        "Ve": dims.layer_embed_rows,
+        "De": dims.layer_embed_dim,
+        "LDe": dims.num_layers * dims.layer_embed_dim,
         "Lq": dims.q_latent,
         "Lk": dims.kv_latent,
         "Lr": dims.kv_latent + dims.rotary_dim,
@@ -341,6 +345,8 @@ class Entry:
     rule: Rule
     layer: int | None
     """None outside the layers."""
+    sizes: Sizes = field(default_factory=dict)
+    """What the symbols of the rule's shape stand for in this layer."""
     expert: int | None = None
     """For targets that hold one expert each."""
     is_copy: bool = False
@@ -366,8 +372,6 @@ class WeightMap:
     """Expanded rules at given sizes, by target and by source. Both tables are in layer order."""
 
     dims: ModelDims
-    sizes: Sizes
-    """What the symbols of the shapes stand for."""
     entries: Mapping[str, Entry]
     """By target name."""
     sources: Mapping[str, Source]
@@ -399,11 +403,15 @@ def build_map(
     extra_sizes: Sizes | None = None,
 ) -> WeightMap:
     """Expands the rules; rejects a map that does not cover every element exactly once."""
-    sizes = {**sizes_of(dims), **(extra_sizes or {})}
+    found: dict[str, Sizes] = {}
     entries: dict[str, Entry] = {}
     tied: dict[str, str] = {}
     for rule, index in _in_layer_order(rules, dims):
-        name = rule.target.format(**index)
+        own = str(dims.own[index["i"]]) if dims.own and "i" in index else ""
+        if own not in found:
+            at = dims.of_layer(index["i"]) if own else dims
+            found[own] = {**sizes_of(at), **(extra_sizes or {})}
+        sizes, name = found[own], rule.target.format(**index)
         if name in entries:
             raise _wrong_map(dims, name, "two rules give this tensor")
         shape = tuple(size_of(token, sizes) for token in rule.shape.split())
@@ -413,7 +421,7 @@ def build_map(
             tied[regions[0].source] = entries[rule.tied].regions[0].source
             regions = entries[rule.tied].regions
         place = {"layer": index.get("i"), "expert": index.get("e")}
-        entries[name] = Entry(name, shape, regions, rule, **place, is_copy=is_copy)
+        entries[name] = Entry(name, shape, regions, rule, sizes=sizes, is_copy=is_copy, **place)
     extra = range(dims.num_layers, dims.num_layers + dims.num_mtp_layers)
     skipped = {
         name.format(i=i, n=n)
@@ -423,7 +431,7 @@ def build_map(
     }
     prefixes = tuple(sorted(name.removesuffix("*") for name in skipped if name.endswith("*")))
     names = frozenset(name for name in skipped if not name.endswith("*"))
-    return WeightMap(dims, sizes, entries, sources_of(entries, dims), tied, names, prefixes)
+    return WeightMap(dims, entries, sources_of(entries, dims), tied, names, prefixes)
 
 
 def through(outer: WeightMap, inner: WeightMap) -> WeightMap:
@@ -433,8 +441,7 @@ def through(outer: WeightMap, inner: WeightMap) -> WeightMap:
         name: replace(entry, regions=tuple(join(entry.regions, native)))
         for name, entry in outer.entries.items()
     }
-    sources = sources_of(entries, inner.dims)
-    return replace(inner, sizes=outer.sizes, entries=entries, sources=sources)
+    return replace(inner, entries=entries, sources=sources_of(entries, inner.dims))
 
 
 def between(own: WeightMap, other: WeightMap) -> dict[str, list[Region]]:

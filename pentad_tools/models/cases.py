@@ -108,6 +108,20 @@ LINEAR_SIZES: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
 """As many key heads of delta nets as query heads: every tp must divide both."""
+BY_LAYER_SIZES: dict[str, Any] = {
+    "global_head_dim": 22,
+    "num_global_key_value_heads": 2,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "vocab_size_per_layer_input": 217,
+    "hidden_size_per_layer_input": 10,
+}
+"""Where heads differ by kind of layer, and tokens have an embedding for each layer."""
+SHARED_LAYERS: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+}
+"""Where the last layers read the keys and values of earlier ones."""
 TP_GRID = (1, 2, 4, 12)
 """One rank, fewer than, as many as, and more than the key heads; all divide the query heads."""
 EXPERT_GRID = ((1, 1), (2, 1), (2, 2), (3, 4))
@@ -180,6 +194,8 @@ def variants_of(family_keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         base |= PARTIAL_ROTARY
     if "kv_lora_rank" in family_keys:
         base |= LATENT_SIZES
+    if "vocab_size_per_layer_input" in family_keys:
+        base |= BY_LAYER_SIZES
     for sizes in (SHARED_SIZES, LINEAR_SIZES if "linear_num_key_heads" in family_keys else {}):
         base |= {key: size for key, size in sizes.items() if key in family_keys}
     out = {}
@@ -188,7 +204,8 @@ def variants_of(family_keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         if "rope_parameters" in known:
             known["rope_parameters"] = {**grown, **known["rope_parameters"]}
         if known and by_layer:
-            known |= {"layer_types": LAYER_TYPES, "sliding_window": 5}
+            kinds = base.get("layer_types", LAYER_TYPES)
+            known |= {"layer_types": kinds, "sliding_window": 5}
             full = {**known.get("rope_parameters", PLAIN_ROPE)}
             full.pop("truncate", None)  # transformers ignores it there
             known["rope_parameters"] = {"full_attention": full, "sliding_attention": LOCAL_ROPE}
@@ -216,6 +233,15 @@ def shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("kv_lora_rank"):
         rank = LATENT_SIZES["q_lora_rank"] if config.get("q_lora_rank") else None
         out |= {**LATENT_SIZES, "q_lora_rank": rank}
+    if "vocab_size_per_layer_input" in config:
+        out |= BY_LAYER_SIZES
+        if not config.get("hidden_size_per_layer_input"):
+            out["hidden_size_per_layer_input"] = 0
+        if config.get("enable_moe_block"):
+            out["top_k_experts"] = EXPERT_SIZES["num_experts_per_tok"]
+        if config.get("num_kv_shared_layers"):
+            out |= SHARED_LAYERS
+        out.pop("per_layer_config", None)
     if config.get("sliding_window"):
         out |= {"sliding_window": 5, "max_window_layers": 1}
     return out

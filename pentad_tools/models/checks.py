@@ -18,6 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from pentad.core.device import DTYPES
 from pentad.core.dims import ModelDims
 from pentad.core.errors import UserError
+from pentad.core.fit import beside_hidden_states
 from pentad.models.decoder import Decoder, causal_attend
 from pentad.models.families import dims_of, map_of, path_of, read_config
 from pentad.models.hf_weights import iter_hf, native_tensors
@@ -304,6 +305,8 @@ def check_parity(case: FamilyCase) -> str:
 
 def check_stages(case: FamilyCase) -> str:
     """Pipeline stages load their own parts, and together compute and export the whole model."""
+    if needed := beside_hidden_states(case.dims):
+        return f"rejected: later stages need {needed}"
     expected, disk = case.expected()[0], case.disk()
     for num_stages in (2, case.dims.num_layers):
         stages = _stages(case, num_stages)

@@ -22,8 +22,10 @@ from torch.nn import functional as F
 from pentad.core.dims import ModelDims
 from pentad.core.types import Attend
 from pentad.models.decoder import Block, Decoder
+from pentad.models.language_model import bent
+from pentad.models.layer_inputs import SharingDecoder
 from pentad.models.layers import Norm, Rotary, rotate
-from pentad.models.moe import Beside, Experts, Moe
+from pentad.models.moe import Beside, DenseMoe, Experts, Moe
 from pentad.weights.cuts import CutPlan, RankCoords, cut_entry
 from pentad.weights.map import Entry, WeightMap
 from pentad.weights.regions import flip, slices
@@ -38,17 +40,28 @@ class SumOverRanks(nn.Module):
         self.parts = [part]  # in a list, so its parameters are not registered
         self.ranks = ranks
 
-    def forward(self, *args: Any) -> Tensor:
+    def forward(self, *args: Any) -> Any:
         norms = [x for x in self.parts[0].modules() if isinstance(x, Norm) and self.is_cut(x)]
         for norm in norms:
             norm.mean_square = MeansOfRanks(len(self.ranks))  # type: ignore[method-assign]
         for _ in range(2 if norms else 1):  # a first pass collects each norm's local means
-            results = [functional_call(self.parts[0], dict(rank), args) for rank in self.ranks]
-        return torch.stack(results).sum(0)
+            results = [
+                functional_call(self.parts[0], dict(rank), _of_rank(args, number))
+                for number, rank in enumerate(self.ranks)
+            ]
+        if isinstance(results[0], Tensor):
+            return torch.stack(results).sum(0)
+        summed, *own = zip(*results, strict=True)  # keys and values stay on their ranks
+        return torch.stack(summed).sum(0), *own
 
     def is_cut(self, norm: Norm) -> bool:
         name = next(n for n, x in self.parts[0].named_modules() if x is norm)
         return self.ranks[0][f"{name}.weight"].shape != norm.weight.shape
+
+
+def _of_rank(args: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
+    """The arguments, of keys and values those of one rank."""
+    return tuple(tuple(x[rank] for x in arg) if isinstance(arg, tuple) else arg for arg in args)
 
 
 class MeansOfRanks:
@@ -127,7 +140,7 @@ class SimulatedLayout:
     def part(self, name: str, **coords: tuple[int, int]) -> Tensor:
         """A rank's shard of a native tensor, differentiable in the whole."""
         entry, whole = self.weight_map.entries[name], self.weights[name]
-        local = cut_entry(entry, self.plan, coords, self.weight_map.sizes)
+        local = cut_entry(entry, self.plan, coords)
         if not local.boxes:
             return whole.new_zeros(local.shape)
         ((box, _),) = local.boxes
@@ -163,12 +176,18 @@ class SimulatedLayout:
             if isinstance(block.ffn, Moe):
                 prefix = f"layers.{i}.ffn.experts"
                 block.ffn.dispatch = self.dispatch(prefix, block.ffn.experts)
+                if isinstance(block.ffn, DenseMoe):
+                    dense = self.summed(f"layers.{i}.ffn.dense", block.ffn.dense)
+                    block.ffn.add_module("dense", dense)
             else:
                 block.add_module("ffn", self.summed(f"layers.{i}.ffn", block.ffn))
         dims = self.weight_map.dims
         model.add_module(
             "embed", EmbeddingOverRanks(self.tp_parts("embed.weight"), dims.padding_id)
         )
+        if isinstance(model, SharingDecoder) and model.layer_embed is not None:
+            rows = self.tp_parts("layer_embed.table.weight")
+            model.layer_embed.add_module("table", EmbeddingOverRanks(rows, dims.padding_id))
 
     def logits(self, model: Decoder, ids_T: Tensor, attend: Attend) -> Tensor:
         """The logits of one sequence as the ranks of the layout compute them."""
@@ -178,7 +197,8 @@ class SimulatedLayout:
         hidden_TD = functional_call(model, own, (ids_T, torch.arange(len(ids_T)), attend))
         is_tied = self.weight_map.entries["head.weight"].is_copy
         heads = self.tp_parts("embed.weight" if is_tied else "head.weight")
-        return torch.cat([F.linear(hidden_TD, rows) for rows in heads], dim=-1)
+        product_TV = torch.cat([F.linear(hidden_TD, rows) for rows in heads], dim=-1)
+        return bent(product_TV, model.logit_scale, model.logit_cap)
 
 
 def ranks_of(layout: Mapping[str, int]) -> list[RankCoords]:
@@ -198,7 +218,7 @@ def local_tensor(
     sources: Mapping[str, Tensor],
 ) -> Tensor:
     """A rank's shard of a target tensor, filled from source tensors; padding is zero."""
-    local = cut_entry(entry, plan, coords, weight_map.sizes)
+    local = cut_entry(entry, plan, coords)
     out = torch.zeros(local.shape)
     for region in local.regions:
         target_block(out, region).copy_(source_block(sources[region.source], region))
@@ -214,7 +234,7 @@ def round_trip_fault(
         if entry.is_copy or entry.rule.optional:
             continue
         for coords in ranks:
-            local = cut_entry(entry, plan, coords, weight_map.sizes)
+            local = cut_entry(entry, plan, coords)
             shard = local_tensor(entry, weight_map, plan, coords, disk)
             for region in local.regions:
                 out = flip(region, entry.name, local.shape)

@@ -93,6 +93,7 @@ TYPES: dict[str, dict[str, Any]] = {
         **{"laurel_rank": 4, "layer_types": ["sliding_attention", "full_attention"] * 3},
     },
     "gemma4_text": {**HALF, **PER_LAYER, "global_head_dim": 16},
+    "gemma4_unified_text": {**HALF, "global_head_dim": 16},
     "glm": HEADS,
     "glm4": HEADS,
     "glm4_moe": DEEPSEEK,

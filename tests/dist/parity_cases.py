@@ -17,7 +17,7 @@ from engine_toys import (
     make_rows,
     state_of,
 )
-from family_toys import FAMILY_CONFIGS
+from family_toys import ALL_CONFIGS
 from sections import engine_settings
 from torch import Tensor
 
@@ -68,7 +68,7 @@ GLM = DENSE | {
     "routed_scaling_factor": 1.4,
 }
 SIX = MOE | {"num_experts": 6}
-OWN = {name: config | {"initializer_range": 0.2} for name, config in FAMILY_CONFIGS.items()}
+OWN = {name: config | {"initializer_range": 0.2} for name, config in ALL_CONFIGS.items()}
 CONFIGS = OWN | {
     "dense": DENSE,
     "moe": MOE,
@@ -77,6 +77,7 @@ CONFIGS = OWN | {
     "shared": SHARED,
     "glm": GLM,
 }
+ROUTED = ("moe", "six", "glm", "gpt_oss", "gemma4_text")
 LOSSES = {"token": PolicyLoss(0.3), "sequence": SequenceLoss(), "value": ValueLoss()}
 
 
@@ -136,7 +137,7 @@ def train_step(
     engine = make(model, layout, loss, **settings)
     _other = make(model, beside, loss, **settings) if beside else None
     rows = group_rows() if grouped else make_rows(num_rows)
-    chosen = engine.routes(rows) if scores and model in ("moe", "six", "glm", "gpt_oss") else None
+    chosen = engine.routes(rows) if scores and model in ROUTED else None
     for row, given in zip(rows, routes or chosen or [], strict=False):
         row.routes = torch.arange(given.shape[-1]).expand_as(given) if crowd else given
     scored = engine.forward(rows) if scores else None

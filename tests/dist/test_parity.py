@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from family_toys import FAMILY_CONFIGS, LINEAR_FAMILIES
+from family_toys import ALL_CONFIGS, FAMILY_CONFIGS, LINEAR_FAMILIES, SHARED_KEYS
 from parity_cases import rounded_steps, train_step
 from tables import table
 
@@ -14,6 +14,7 @@ from pentad.engine.section import LoraConfig
 
 pytestmark = pytest.mark.dist
 """Tolerances: sums of a few hundred fp32 terms in another order."""
+COARSE = {*LINEAR_FAMILIES, "gemma4_text", SHARED_KEYS}
 REFERENCES: dict[tuple, dict] = {}
 
 
@@ -46,7 +47,8 @@ def check(pool, model: str, layout: Layout, expected: dict | None = None, **kwar
         assert mine["gradients"][name].shape == gradient.shape, name
         error = (mine["gradients"][name] - gradient).norm() / gradient.norm()
         # A delta net carries what is rounded in one token's state to all tokens after it.
-        limit = 1e-4 if model in LINEAR_FAMILIES else 1e-5
+        # Scores that are not divided by a root make more of what is rounded, too.
+        limit = 1e-4 if model in COARSE else 1e-5
         assert error < limit, f"{name}: relative error {error:.2e}"
     assert mine["result"].grad_norm == pytest.approx(true["result"].grad_norm, rel=1e-5)
     assert mine["result"].grad_norm > 0.5, "so the step was clipped"
@@ -57,7 +59,7 @@ def check(pool, model: str, layout: Layout, expected: dict | None = None, **kwar
         # A first AdamW step moves every weight by about lr = 1e-2, whatever its gradient: fp32
         # noise in a small gradient shows as a few percent of that.
         found = mine["weights"][name]
-        if model in LINEAR_FAMILIES:  # noise that is larger, and so shows as more in a few of them
+        if model in COARSE:  # noise that is larger, and so shows as more in a few of them
             is_off = (found - weight).abs() > 5e-4 + 1e-3 * weight.abs()
             assert is_off.float().mean() < 0.01, f"{name}: {is_off.sum()} of {is_off.numel()}"
         else:
@@ -193,7 +195,7 @@ def test_experts_over_any_number_of_ranks(pool, model, layout, settings):
 
 FAMILIES = [
     (family, layout)
-    for family in FAMILY_CONFIGS
+    for family in ALL_CONFIGS
     for layout in (Layout(tp=2), Layout(cp=2), Layout(dp_shard=2, tp=4))
     if not (layout.cp > 1 and family in LINEAR_FAMILIES)
 ] + [
@@ -230,8 +232,14 @@ MIXTURES = [
     ("mixtral", Layout(cp=2, tp=2, ep=4)),
     ("olmoe", Layout(dp_shard=2, tp=2, etp=2)),
 ]
-FAMILIES += LATENT + OSS + MIXTURES
-FAMILIES_HERE += [LATENT[0], OSS[3], MIXTURES[2], MIXTURES[7]]
+BY_LAYER = [
+    ("gemma4_text", Layout(dp_shard=2, ep=2)),
+    ("gemma4_text", Layout(dp_shard=2, tp=2, ep=2, etp=2)),
+    ("gemma4_text", Layout(cp=2, tp=2, ep=4)),
+    (SHARED_KEYS, Layout(dp_shard=2, cp=2, tp=2)),
+]
+FAMILIES += LATENT + OSS + MIXTURES + BY_LAYER
+FAMILIES_HERE += [LATENT[0], OSS[3], MIXTURES[2], MIXTURES[7], *BY_LAYER[2:]]
 
 
 @pytest.mark.parametrize(
@@ -262,10 +270,15 @@ LORA = [
     ("six", Layout(dp_shard=4, ep=4), {"experts": "each"}),
     ("deepseek_v3", Layout(dp_shard=2, tp=2), {"alpha": 4.0}),  # of latents, which tp does not cut
     ("mixtral", Layout(tp=2, ep=2), {"experts": "each"}),
+    # Heads and widths that differ by layer, values that are keys, a dense ffn beside experts.
+    ("gemma4_text", Layout(dp_shard=2, tp=4), {"targets": [*"qkvo", "gate", "up", "down"]}),
+    (SHARED_KEYS, Layout(cp=2, tp=2), {}),
 ]
 
 
-@pytest.mark.parametrize(("model", "layout", "keys"), table(LORA, [*LORA[1:4], LORA[5]]), ids=str)
+@pytest.mark.parametrize(
+    ("model", "layout", "keys"), table(LORA, [*LORA[1:4], *LORA[5:7]]), ids=str
+)
 def test_factors_of_adapters(pool, model, layout, keys):
     check(pool, model, layout, lora=LoraConfig(rank=4, **keys))
 

@@ -25,6 +25,7 @@ from pentad.core.fit import (
     list_of,
     no_tree,
     splits_backward,
+    stage_problems,
     takes_microbatches,
     whole_kv_head_problems,
     width_problems,
@@ -254,6 +255,8 @@ def stages_suit_schedule_and_layers(part: Placed) -> Iterator[Problem]:
         yield from part.model.archon.stage_problems(
             f"{part.key}.archon.", part.where, pp=pp, num_layers=num_layers
         )
+    if part.dims is not None:
+        yield from stage_problems(part.component.layout(), part.dims, part.where)
 
 
 def schedule_goes_with_the_engine(part: Placed) -> Iterator[Problem]:
@@ -370,8 +373,9 @@ def component_notes(part: Placed) -> Iterator[str]:
         yield f"{component}: t{tp} spans nodes of {per_node} devices, which is slow"
     if component.is_inference:
         return
-    if part.dims is not None and tp * cp > part.dims.num_kv_heads:
-        repeats = tp * cp // part.dims.num_kv_heads
+    kv_heads = [] if part.dims is None else [own.num_kv_heads for own in part.dims.kinds]
+    if kv_heads and tp * cp > min(kv_heads):
+        repeats = tp * cp // min(kv_heads)
         yield f"{component}: each kv head is held {repeats} times (t*c = {tp * cp})"
     rows = config.rows_per_step // config.updates_per_batch
     needed = component.size("d") * part.model.mb_spec.fewest

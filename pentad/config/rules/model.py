@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 
 from pentad.config.rules.rule import ON_EXAMPLES, RUNS, Rules, RunFacts
@@ -198,7 +198,8 @@ def tags_are_alike(config: Config, facts: RunFacts) -> Iterator[Problem]:
         dims = known_dims(path)
         if dims is None:
             continue
-        given, wanted = asdict(dims), asdict(actor)
+        names = [one.name for one in fields(dims) if one.compare]
+        given, wanted = ({n: getattr(one, n) for n in names} for one in (dims, actor))
         asked = [OF_A_SCORER] if key in apart else [n for n in given if n not in OF_THE_ACTOR]
         unlike = [name for name in asked if given[name] != wanted[name]]
         if unlike:

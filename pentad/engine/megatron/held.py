@@ -110,7 +110,7 @@ class MegatronModel(HeldModel):
         tensors: dict[str, Tensor] = {}
         for name, held in names.items():
             is_trained = isinstance(held, torch.nn.Parameter)
-            cut = cut_of(weight_map.entries[name], weight_map, meshes, is_stored=is_trained)
+            cut = cut_of(weight_map.entries[name], meshes, is_stored=is_trained)
             used = as_block(held.data, cut.local_shape)
             self.cuts[name], tensors[name] = cut, used
             if is_trained:
@@ -118,7 +118,7 @@ class MegatronModel(HeldModel):
                 axis = stored_over(cut, meshes)
                 self.shared[name] = weight = SharedWeight(used, gradient, cut.stored_dim, axis)
                 tensors[name] = weight.master(dtype)
-        table = cut_of(weight_map.entries[TABLE], weight_map, meshes)
+        table = cut_of(weight_map.entries[TABLE], meshes)
         stage = MegatronStage(dims, gpt, tensors, meshes.tp, num_rows=table.local_shape[0])
         cuts = {name: self.cuts[name] for name in names}
         stage.present = partial(present_cut, cuts)
@@ -253,7 +253,7 @@ def as_block(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return tensor[: shape[0]]
 
 
-def cut_of(entry: Entry, weight_map: WeightMap, meshes: Meshes, *, is_stored: bool = True) -> Cut:
+def cut_of(entry: Entry, meshes: Meshes, *, is_stored: bool = True) -> Cut:
     """The block with which a rank computes and, if `is_stored`, the share of it that this
     data-parallel rank updates and saves."""
     layout, at = meshes.layout, meshes.coords
@@ -261,7 +261,7 @@ def cut_of(entry: Entry, weight_map: WeightMap, meshes: Meshes, *, is_stored: bo
         "tp": (layout.tp, at.tp),
         "etp": (layout.etp, at.etp),
     }
-    part = cut_entry(entry, PLAN, coords, weight_map.sizes)
+    part = cut_entry(entry, PLAN, coords)
     ((box, _),) = part.boxes
     axes = split_dims(entry, PLAN)
     is_expert = entry.expert is not None

@@ -42,6 +42,7 @@ def scales(read: ConfigValues, dims: ModelDims) -> dict[str, Any]:
     return {
         "embed_scale": dims.hidden_size**0.5,
         "query_scale": (dims.head_dim / divisor) ** 0.5,
+        "logit_cap": read.maybe("final_logit_softcapping"),
     }
 
 
@@ -58,7 +59,6 @@ SPEC = ModelSpec(
         more=scales,
         refused={
             "attn_logit_softcapping": "a limit on attention scores",
-            "final_logit_softcapping": "a limit on logits",
             "use_bidirectional_attention": "attention to later tokens",
         },
         sliding_theta=("rope_local_base_freq", 1e4),
@@ -67,7 +67,10 @@ SPEC = ModelSpec(
         window_switch=True,
     ),
     classes=("Gemma3ForCausalLM", "Gemma3TextForSequenceClassification"),
-    variants={"queries scaled": {"query_pre_attn_scalar": 23}},
+    variants={
+        "queries scaled": {"query_pre_attn_scalar": 23},
+        "logits limited": {"final_logit_softcapping": 1.7},
+    },
     public={
         "google/gemma-3-270m": sizes(640, 2048, 18, 4, 1, 262144, **RELEASED),
         "google/gemma-3-1b-pt": sizes(1152, 6912, 26, 4, 1, 262144, **RELEASED),

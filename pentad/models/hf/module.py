@@ -375,7 +375,7 @@ def build_hf_map(causal: PreTrainedModel, dims: ModelDims, where: str) -> Weight
         for name, twin in tied.items()
         for source in {name, *revert_weight_conversion(causal, {name: held[name]})}
     }
-    return WeightMap(dims, {}, entries, sources_of(entries, dims), twins)
+    return WeightMap(dims, entries, sources_of(entries, dims), twins)
 
 
 def _layer(name: str) -> int | None:

@@ -151,6 +151,8 @@ def _unsayable_layers(dims: ModelDims) -> Iterable[Problem]:
         "gated delta nets": bool(dims.linear_layers),
         "a gate on attention's result": dims.attn_gate,
         "attention sinks": dims.attn_sinks,
+        "a limit on logits": bool(dims.logit_cap),
+        "layers with heads of another width or number": bool(dims.own),
         "biases of experts, or a limited activation": dims.moe_bias or dims.activation == "clamped",
         "norms after attention and ffn": dims.post_norms or not dims.pre_norms,
         "norms of queries and keys over all heads": dims.wide_qk_norm,

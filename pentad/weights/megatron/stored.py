@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pentad.core.errors import Problem, UserError, raise_problems
 from pentad.weights.cuts import CutPlan, cut_entry
-from pentad.weights.map import Entry, Rule, Sizes, WeightMap
+from pentad.weights.map import Entry, Rule, WeightMap
 from pentad.weights.megatron.layout import MegatronLayout, MegatronRank
 from pentad.weights.regions import (
     Box,
@@ -65,7 +65,6 @@ class MegatronColumn:
 
     map: WeightMap
     plan: CutPlan
-    sizes: Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +130,7 @@ def rank_pieces(
                     owner, index["e"] = divmod(entry.expert, local_experts)
                     if owner != rank.ep:
                         continue
-                local = cut_entry(entry, column.plan, coords, column.sizes)
+                local = cut_entry(entry, column.plan, coords)
                 name, others = _spell(entry.rule, spelling)
                 once = (entry.name, local.boxes)
                 piece = TensorPiece(

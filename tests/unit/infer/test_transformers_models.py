@@ -18,7 +18,7 @@ from pentad.models.registry import build_unfiled, load_to_sample
 from pentad_tools.models.types_table import CLOSE, own_logprobs, write_tiny
 
 logging.disable_progress_bar()
-FAMILIES = ["cohere", "cohere2", "gemma4_text", "phimoe"]
+FAMILIES = ["cohere", "cohere2", "gemma4_unified_text", "phimoe"]
 """Windows, heads that differ by layer, scaled logits, experts."""
 CASES = {
     "plain": {},
@@ -154,8 +154,8 @@ def test_a_model_that_waits_for_weights_takes_published_ones_and_no_others(keep,
 
 
 def test_a_cache_in_eight_bits_holds_heads_of_several_widths(sampler_of, written):
-    sampler = sampler_of(written("gemma4_text").folder, kv_cache_dtype="int8")
-    assert gap(draw(sampler), written("gemma4_text").theirs) < 0.1
+    sampler = sampler_of(written("gemma4_unified_text").folder, kv_cache_dtype="int8")
+    assert gap(draw(sampler), written("gemma4_unified_text").theirs) < 0.1
 
 
 def test_half_precision_differs_by_its_rounding_alone(sampler_of, written):

@@ -177,7 +177,8 @@ def test_the_cache_holds_latents_and_in_strict_mode_keys_and_values():
     for strict, width in ((False, 12 + 4), (True, 2 * 8 * 10)):
         sampler, _, _ = sample(make_model(), [], strict=strict, block_size=4)
         cache = sampler.engine.runner.cache
-        memory = [x.untyped_storage() for x in (cache.k, cache.v)]
+        pages = [cache.layer(n) for n in range(3)]
+        memory = [x.untyped_storage() for one in pages for x in (one.k_BbKd, one.v_BbKd)]
         held = {one.data_ptr(): one.nbytes() for one in memory}
         assert sum(held.values()) == 4 * cache.num_blocks * 4 * 3 * width
         assert kv_token_bytes(dims, 4, expanded=strict) == 4 * 3 * width

@@ -9,7 +9,7 @@ import copy
 import pytest
 import torch
 from closeness import assert_logprobs
-from family_toys import FAMILY_CONFIGS
+from family_toys import ALL_CONFIGS, FAMILY_CONFIGS
 from sections import sampler_settings
 
 from pentad.core.errors import UserError
@@ -27,7 +27,7 @@ PROMPTS = [[(3 * i + 7 * j) % 37 for j in range(length)] for i, length in enumer
 
 def bent_model(family):
     """Norms and biases are moved off the ones and zeros they begin at."""
-    model = create_model(dims_of(FAMILY_CONFIGS[family]), seed=3)
+    model = create_model(dims_of(ALL_CONFIGS[family]), seed=3)
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.ndim == 1 or name.endswith("bias"):
@@ -40,7 +40,7 @@ def logits_of(model, ids):
     return model.logits(model(ids, torch.arange(len(ids)), causal_attend))
 
 
-@pytest.mark.parametrize("family", FAMILY_CONFIGS)
+@pytest.mark.parametrize("family", ALL_CONFIGS)
 def test_a_packed_row_is_as_it_is_alone(family):
     model = bent_model(family)
     rows = [torch.tensor([*prompt, 5]) for prompt in PROMPTS]
@@ -53,7 +53,7 @@ def test_a_packed_row_is_as_it_is_alone(family):
         assert (found - alone).abs().max() <= 1e-5 * alone.abs().max()
 
 
-@pytest.mark.parametrize("family", FAMILY_CONFIGS)
+@pytest.mark.parametrize("family", ALL_CONFIGS)
 def test_the_sampler_reports_the_models_logprobs(family):
     """Prompts in chunks of a few tokens, and sequences that give way to others."""
     model = bent_model(family)
@@ -77,9 +77,9 @@ def test_the_sampler_reports_the_models_logprobs(family):
             assert_logprobs(one.logprobs, logits, one.ids)
 
 
-@pytest.mark.parametrize("family", FAMILY_CONFIGS)
+@pytest.mark.parametrize("family", ALL_CONFIGS)
 def test_parameters_are_counted_as_they_are_built(family):
-    dims = dims_of(FAMILY_CONFIGS[family])
+    dims = dims_of(ALL_CONFIGS[family])
     model = create_model(dims)
     assert sum(p.numel() for p in model.parameters()) == dims.num_params
 
@@ -138,10 +138,57 @@ REFUSED = {
         "no_rope_layers = .*must be a list of 0 and 1 for at least 3 layers",
     ),
     "an mlp bias that is not there": ("olmo2", {"mlp_bias": True}, "mlp_bias"),
-    "a limit on logits": (
+    "a limit on scores": (
         "gemma3_text",
-        {"final_logit_softcapping": 30.0},
-        "final_logit_softcapping = 30.0: a limit on logits is not built",
+        {"attn_logit_softcapping": 30.0},
+        "attn_logit_softcapping = 30.0: a limit on attention scores is not built",
+    ),
+    "a limit on logits that is no number": (
+        "gemma3_text",
+        {"final_logit_softcapping": -1},
+        "final_logit_softcapping = -1: must be a number above 0",
+    ),
+    "heads that differ among layers of one kind": (
+        "gemma4_text",
+        {"per_layer_config": {"1": {"head_dim": 12}}},
+        "per_layer_config = .*must give head_dim and num_key_value_heads of all layers without a",
+    ),
+    "another width of the ffn in one layer": (
+        "gemma4_text",
+        {"per_layer_config": {str(i): {"intermediate_size": 80} for i in (1, 3, 4)}},
+        "per_layer_config = .*and nothing else",
+    ),
+    "key heads of layers without a window": (
+        "gemma4_text",
+        {"num_global_key_value_heads": 3},
+        "num_global_key_value_heads = 3: must divide num_attention_heads = 8",
+    ),
+    "later tokens": (
+        "gemma4_text",
+        {"use_bidirectional_attention": "all"},
+        "use_bidirectional_attention = all: text would see later tokens; only null and vision",
+    ),
+    "a layer that has no keys to read": (
+        "gemma4_text",
+        {"num_kv_shared_layers": 4},
+        "num_kv_shared_layers = 4: each of the last layers needs an earlier one of its kind",
+    ),
+    "tokens without a row": (
+        "gemma4_text",
+        {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 36},
+        "vocab_size_per_layer_input = 36: must be at least vocab_size = 37",
+    ),
+    "partial rotary of another kind": (
+        "gemma4_text",
+        {
+            "rope_parameters": {
+                "full_attention": {
+                    **{"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+                    "partial_rotary_factor": 0.5,
+                }
+            }
+        },
+        "rope_parameters.full_attention.partial_rotary_factor = 0.5: .*proportional only",
     ),
     "silu where gelu is built": (
         "gemma3_text",

@@ -69,6 +69,9 @@ def edits(draw: random.Random) -> list[dict]:
         {"router_jitter_noise": draw.choice([0.0, 0.1])},
         {"clip_qkv": draw.choice([None, 0.1])},
         {"max_window_layers": draw.choice([0, 2])},
+        {"hidden_size_per_layer_input": draw.choice([0, 6])},
+        {"num_kv_shared_layers": draw.choice([1, 2, 3])},
+        {"attention_k_eq_v": True, "num_global_key_value_heads": draw.choice([None, 1])},
     ]
 
 
@@ -100,6 +103,7 @@ def test_no_config_is_silently_another_model(family, tmp_path):
         chosen = draw.sample(edits(draw), draw.randint(0, 4))
         config = {"model_type": family, **SIZES, "num_hidden_layers": NUM_LAYERS}
         config |= NEEDED.get(family, {})
+        config["vocab_size_per_layer_input"] = SIZES["vocab_size"]  # else tables of a gigabyte
         for one in chosen:
             config |= one
         folder = tmp_path / str(number)

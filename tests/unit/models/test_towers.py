@@ -18,6 +18,7 @@ from pentad.core.errors import UserError
 from pentad.models.catalog import dims_of as planned_dims_of
 from pentad.models.decoder import causal_attend
 from pentad.models.families import dims_of
+from pentad.models.hf_weights import kept_buffers
 from pentad.models.registry import load_model, save_model
 from pentad.planner.figures import Device
 from pentad.planner.plan import build_plan
@@ -45,7 +46,7 @@ def test_a_tower_has_the_logits_of_the_whole_model_and_is_saved_in_it(kind, tmp_
 
     model = load_model(source)
     with torch.no_grad():
-        for tensor in model.parameters():
+        for tensor in (*model.parameters(), *kept_buffers(model).values()):
             tensor.mul_(1.25)
     save_model(model, out, source_folder=source)
 

@@ -64,6 +64,11 @@ PUBLISHED = {
     "granite-3.3-2b-instruct": (2.53, None),
     "granite-3.3-8b-base": (8.17, None),
     "granite-3.3-8b-instruct": (8.17, None),
+    # Text towers: the cards count 0.15 of images and 0.3 of sounds with the small ones.
+    "gemma-4-31B": (30.7, None),
+    "gemma-4-26B-A4B": (25.2, None),
+    "gemma-4-E2B": (5.1 - 0.45, None),
+    "gemma-4-E4B": (8 - 0.45, None),
     "Seed-OSS-36B-Base": (36, None),
     "Seed-OSS-36B-Instruct": (36, None),
     "Mixtral-8x7B-v0.1": (46.7, None),
@@ -105,6 +110,8 @@ def test_active_parameters_of_the_mixtures():
     air, glm = MODELS["GLM-4.5-Air"], MODELS["GLM-4.5"]
     assert (air.num_active_params - 2 * air.embedding_params) / 1e9 == pytest.approx(12, abs=0.3)
     assert (glm.num_active_params - 2 * glm.embedding_params) / 1e9 == pytest.approx(32, abs=0.3)
+    assert MODELS["gemma-4-26B-A4B"].num_active_params / 1e9 == pytest.approx(3.8, abs=0.06)
+    assert MODELS["gemma-4-E2B"].num_active_params / 1e9 == pytest.approx(2.3, abs=0.06)
     assert MODELS["Qwen3-8B"].num_active_params == MODELS["Qwen3-8B"].num_params
     assert MODELS["Mixtral-8x7B-v0.1"].num_active_params / 1e9 == pytest.approx(12.9, abs=0.06)
     assert MODELS["Mixtral-8x22B-v0.1"].num_active_params / 1e9 == pytest.approx(39, abs=0.2)

@@ -13,7 +13,7 @@ from pentad.core.dims import ModelDims
 from pentad.core.layout import Layout
 from pentad.engine.predictor import wrap_model
 from pentad.models.catalog import public_dims
-from pentad.models.decoder import Decoder
+from pentad.models.families import class_of
 from pentad.ops import logprob
 from pentad.ops.attention import build_attend
 from pentad.planner import memory
@@ -104,6 +104,18 @@ LATENT = {
 }
 
 
+BY_LAYER = {
+    **{"value_norm": True, "wide_norms": True, "layer_scale": True, "post_norms": True},
+    "activation": "gelu_tanh",
+    "own": ({}, {"head_dim": 48, "num_kv_heads": 1, "values_are_keys": True}) * 3,
+}
+BESIDE = {**MOE, **BY_LAYER, "has_dense_beside": True}
+INPUTS = BY_LAYER | {
+    "layer_embed_dim": 24,
+    "own": (*BY_LAYER["own"][:4], {"kv_from": 2}, {**BY_LAYER["own"][1], "kv_from": 3}),
+}
+
+
 def tiny(vocab_size: int, **extra) -> ModelDims:
     family = "qwen3_moe" if "num_experts" in extra else "qwen3"
     family = "qwen2_moe" if "shared_expert_size" in extra else family
@@ -112,6 +124,8 @@ def tiny(vocab_size: int, **extra) -> ModelDims:
     family = "qwen3_5_text" if "linear_layers" in extra else family
     family = "gpt_oss" if "moe_bias" in extra else family
     family = "deepseek_v3" if "kv_latent" in extra else family
+    family = "gemma4_text" if "value_norm" in extra else family
+    extra |= {"layer_embed_rows": vocab_size} if "layer_embed_dim" in extra else {}
     heads = {"num_kv_heads": 6} if "kv_latent" in extra else {"num_kv_heads": 2}
     return ModelDims(
         family=family,
@@ -130,7 +144,7 @@ def tiny(vocab_size: int, **extra) -> ModelDims:
 def measure(dims: ModelDims, mode: str, selective: str | int, **extra) -> tuple[int, int]:
     """(bytes kept after forward, peak of forward and backward), weights and inputs not counted."""
     torch.manual_seed(0)
-    decoder = Decoder(dims)
+    decoder = class_of(dims.family)(dims)
     for tensor in (*decoder.parameters(), *decoder.buffers()):
         torch.nn.init.normal_(tensor, std=0.02)
     settings = engine_settings(ac_mode=mode, ac_selective=selective, **extra)
@@ -151,8 +165,14 @@ def measure(dims: ModelDims, mode: str, selective: str | int, **extra) -> tuple[
 @pytest.mark.parametrize("vocab_size", [50, 4000])
 @pytest.mark.parametrize(
     "extra",
-    [{}, {"post_norms": True}, MOE, {**MOE, "shared_expert_size": 160}, GLM, DELTA, LATENT, OSS],
-    ids=["dense", "post norms", "moe", "shared", "glm", "delta", "latent", "oss"],
+    [
+        *({}, {"post_norms": True}, MOE, {**MOE, "shared_expert_size": 160}, GLM, DELTA, LATENT),
+        *(OSS, BY_LAYER, BESIDE, INPUTS),
+    ],
+    ids=[
+        *("dense", "post norms", "moe", "shared", "glm", "delta", "latent", "oss"),
+        *("by layer", "beside", "inputs"),
+    ],
 )
 def test_kept_and_peak_bytes_are_those_of_the_real_model(extra, vocab_size, mode, selective):
     dims = tiny(vocab_size, **extra)

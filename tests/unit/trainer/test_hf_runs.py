@@ -44,14 +44,22 @@ FAMILIES = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "gemma4_text": {
+    "gemma4_unified_text": {
         "final_logit_softcapping": 3.0,
-        "hidden_size_per_layer_input": 8,
         "global_head_dim": 16,
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 8,
     },
     "gemma3_text": {"sliding_window": 8, "query_pre_attn_scalar": 9},
+    "gemma4_text": {
+        "final_logit_softcapping": 3.0,
+        "hidden_size_per_layer_input": 8,
+        "global_head_dim": 16,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 8,
+    },
     "qwen3": {},
     "mamba": {},
 }
@@ -118,10 +126,11 @@ def mean_loss(model, rows) -> float:
     return total / count
 
 
-def test_both_backends_give_the_same_run(task, tmp_path):
+@pytest.mark.parametrize("family", ["qwen3", "gemma4_text"])
+def test_both_backends_give_the_same_run(task, tmp_path, family):
     records = []
     for backend in ("archon", "fsdp"):
-        _, summary = sft(task, tmp_path / backend, "qwen3", f"allocation_mode={backend}:d1")
+        _, summary = sft(task, tmp_path / backend, family, f"allocation_mode={backend}:d1")
         records.append(read_lines(summary.records / "steps.jsonl"))
     for ours, theirs in zip(*records, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
@@ -145,9 +154,11 @@ def rl(task, root, family, *overrides):
     return run_train(config, notes, device="cpu")
 
 
-def test_rl_samples_from_the_model_file_what_transformers_module_trains(task, tmp_path):
+@pytest.mark.parametrize(("family", "backend"), [("qwen3", "fsdp"), ("gemma4_text", "archon")])
+def test_rl_samples_from_the_model_file_what_a_backend_trains(task, tmp_path, family, backend):
     """The self-test at the start compares both models' log-probs and the published weights."""
-    assert rl(task, tmp_path, "qwen3", "allocation_mode=embedded:d1|fsdp:d1").num_steps == 1
+    mode = f"allocation_mode=embedded:d1|{backend}:d1"
+    assert rl(task, tmp_path, family, mode).num_steps == 1
 
 
 APART = "allocation_mode=embedded:d1+fsdp:d1"
@@ -159,7 +170,7 @@ APART = "allocation_mode=embedded:d1+fsdp:d1"
         ("cohere", ["allocation_mode=embedded:d1|fsdp:d1"]),
         ("cohere2", [APART, "mode=async", "max_staleness=1"]),
         ("phimoe", ["allocation_mode=embedded:d1|fsdp:d1", "offload_rollout=true"]),
-        ("gemma4_text", [APART, "mode=hybrid", "max_staleness=0"]),
+        ("gemma4_unified_text", [APART, "mode=hybrid", "max_staleness=0"]),
     ],
 )
 def test_rl_of_a_family_that_only_transformers_has_needs_no_server(
@@ -178,7 +189,7 @@ def test_rl_of_a_family_that_only_transformers_has_needs_no_server(
     is_exact = "max_staleness=1" not in overrides
     # Of a mixture one token may differ: two experts of nearly the same score (4.6e-8 apart here)
     # change places by the rounding of either side.
-    worst = "logprob_diff_p95" if family == "mixtral" else "logprob_diff_max"
+    worst = "logprob_diff_p95" if family == "phimoe" else "logprob_diff_max"
     for record in records if is_exact else records[:1]:
         assert record["rl"][worst] < 1e-4, record["rl"]
     # Weights that were not installed would show.

@@ -6,7 +6,7 @@ import torch
 from pentad.core.dims import ModelDims
 from pentad.core.errors import UserError
 from pentad.weights.cuts import cut_entry, cut_range, split_dims
-from pentad.weights.map import Planes, Qkv, Rule, build_map, sizes_of
+from pentad.weights.map import Planes, Qkv, Rule, build_map
 from pentad.weights.transfer import source_block, target_block
 
 DIMS = ModelDims(
@@ -21,14 +21,13 @@ DIMS = ModelDims(
     num_experts=5,
     moe_intermediate_size=9,
 )
-SIZES = {**sizes_of(DIMS), "P": 40}
 PLAN = {"V": "tp", "Q": "tp", "K": "tp", "F": "tp", "E": "ep", "M": "etp", "P": "tp"}
 
 
 def local(rule, coords, **sources):
     weight_map = build_map([rule], DIMS, extra_sizes={"P": 40})
     (entry,) = weight_map.entries.values()
-    part = cut_entry(entry, PLAN, coords, SIZES)
+    part = cut_entry(entry, PLAN, coords)
     out = torch.full(part.shape, float("nan"))
     for region in part.regions:
         target_block(out, region).copy_(source_block(sources[region.source], region))
