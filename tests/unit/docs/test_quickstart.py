@@ -21,7 +21,7 @@ PAGE = "".join((ROOT / "docs" / page).read_text() for page in PAGES)
 DEMO = "make demo\nsource .venv/bin/activate\n"
 SMALL_DEMO = ["total_train_steps=2", "train_dataset.batch_size=4", "gconfig.n_samples=4"]
 SMALL = {
-    "total_train_steps: 60": "total_train_steps: 2",
+    "total_train_steps: 150": "total_train_steps: 2",
     "batch_size: 16": "batch_size: 2",
     "n_samples: 16": "n_samples: 2",
     '("valid", 100)': '("valid", 4)',
