@@ -43,6 +43,8 @@ class FirstTask:
     command: str = "train"
     warm: Callable[[random.Random], dict[str, Any]] | None = None
     """Makes a row of the tiny model's warm-up; None: it starts from random weights."""
+    is_chat: bool = False
+    """Whether the tiny model gets prompts in its chat template too."""
     tiny_batch: int = 16
     """Prompts a step of the tiny model."""
     tiny_steps: int = 64
@@ -72,6 +74,23 @@ def _sum(rng: random.Random) -> dict[str, Any]:
 
 def _digit(rng: random.Random) -> dict[str, Any]:
     return {"prompt": "I think of a digit. Guess: ", "answer": str(rng.randint(0, 9))}
+
+
+def _game(rng: random.Random) -> dict[str, Any]:
+    """A conversation of the game of environment.py; one guess in two halves the range."""
+    secret, low, high = rng.randint(0, 9), 0, 9
+    messages = [{"role": "user", "content": _digit(rng)["prompt"]}]
+    for _ in range(4):
+        guess = (low + high) // 2 if rng.random() < 0.5 else rng.randint(0, 9)
+        messages.append({"role": "assistant", "content": str(guess)})
+        if guess == secret:
+            break
+        is_low = guess < secret
+        low, high = (max(low, guess + 1), high) if is_low else (low, min(high, guess - 1))
+        messages.append({"role": "user", "content": "higher" if is_low else "lower"})
+    while messages[-1]["role"] == "user":
+        messages.pop()
+    return {"messages": messages}
 
 
 def _program(rng: random.Random) -> dict[str, Any]:
@@ -106,7 +125,8 @@ TASKS = {
         _digit,
         (ENVIRONMENT,),
         "environment.py",
-        warm=_answered(_digit),
+        warm=_game,
+        is_chat=True,
         tiny_batch=8,
         tiny_steps=200,
     ),
@@ -170,6 +190,7 @@ def _make_tiny(folder: Path, task: FirstTask) -> None:
                 *("actor.init_from_scratch=true", "actor.gradient_checkpointing=false"),
                 *("actor.optimizer.lr=2.0e-3", f"train_dataset.path={rows}"),
                 *("train_dataset.batch_size=32", f"total_train_steps={WARM_STEPS}"),
+                *(["train_dataset.messages_key=messages"] if task.is_chat else []),
                 "allocation_mode=archon:d1",
             ],
             "sft",
@@ -226,7 +247,8 @@ def recipe_of(task: FirstTask, name: str, model: str, has_gpu: bool) -> str:
         (16, 8, task.tiny_batch) if is_tiny else (8, 256, 32) if has_gpu else (4, 64, 4)
     )
     num_steps = task.tiny_steps if is_tiny else REAL_ROWS // batch
-    template = ", chat_template: true" if not is_tiny and _has_template(model) else ""
+    has_template = task.is_chat if is_tiny else _has_template(model)
+    template = ", chat_template: true" if has_template else ""
     samples = task.command == "train"
     columns = "prompt, and what the reward reads" if samples else "prompt and response"
     sizes = f"n_samples: {num_samples}, max_new_tokens: {new_tokens}"

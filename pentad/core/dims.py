@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 RopeKind = Literal["full", "sliding", "none"]
@@ -53,7 +54,7 @@ class LayerParts:
         return self.q_and_o + self.kv + self.norms + ffn
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelDims:
     """The dimensions of a decoder. Model files build from it; `plan` counts with it."""
 
@@ -185,16 +186,16 @@ class ModelDims:
     initializer_range: float = 0.02
     is_whole: bool = True
     """False if dimensions do not describe some parts of the model: nothing may be counted."""
-    known: dict[int, ModelDims] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """What `of_layer` has given, since plans ask for it thousands of times."""
+
+    @cached_property
+    def _layers(self) -> list[ModelDims]:
+        """Made once, since plans ask for them thousands of times; not a field, which would be sent
+        to other processes."""
+        return [replace(self, own=(), **own) for own in self.own]
 
     def of_layer(self, layer: int) -> ModelDims:
         """The dimensions of one layer."""
-        if not self.own:
-            return self
-        if layer not in self.known:
-            self.known[layer] = replace(self, own=(), **self.own[layer])
-        return self.known[layer]
+        return self._layers[layer] if self.own else self
 
     @property
     def kinds(self) -> list[ModelDims]:

@@ -148,7 +148,8 @@ def _truncation(window: Sequence[Record], has_penalty: bool) -> Iterator[str]:
         penalise = "" if has_penalty else ", or set algorithm.overlong_penalty"
         yield (
             f"{cut[-1]:.0%} of answers are cut at the length limit: their rewards say little; "
-            f"raise gconfig.max_new_tokens (max_sampled_tokens, where it is set){penalise}"
+            "raise gconfig.max_new_tokens (max_sampled_tokens where it is set, and max_turns of a "
+            f"workflow){penalise}"
         )
 
 

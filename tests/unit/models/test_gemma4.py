@@ -10,12 +10,14 @@ import torch
 import transformers
 from closeness import assert_logprobs
 from family_toys import FAMILY_CONFIGS, FURTHER_CONFIGS, SHARED_KEYS, SIZES
+from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 from sections import sampler_settings
 
 from pentad.config.load import read_config
 from pentad.config.resolve import resolve
 from pentad.config.rules.layout import layout_problems
+from pentad.core.dims import ModelDims
 from pentad.core.errors import UserError
 from pentad.core.fit import check_fit, strict_problems
 from pentad.core.layout import Layout
@@ -223,3 +225,13 @@ def test_stages_are_refused_in_a_plan():
     config, _ = resolve(read_config(None, keys).config)
     said = [str(one) for one in layout_problems(config, public_dims()["gemma-4-E2B"])]
     assert any("later ones need embeddings of the tokens for each layer" in one for one in said)
+
+
+@pytest.mark.parametrize("name", ["gemma-4-E2B", "gemma-4-26B-A4B"])
+def test_dims_by_layer_reach_other_processes(name):
+    """As JSON, also after they were asked for: a sampler in its own process is sent them."""
+    adapter, dims = TypeAdapter(ModelDims), public_dims()[name]
+    layers = [dims.of_layer(i) for i in range(dims.num_layers)]
+    sent = adapter.validate_json(adapter.dump_json(dims))
+    assert sent == dims and [sent.of_layer(i) for i in range(dims.num_layers)] == layers
+    assert len({layer.head_dim for layer in layers}) == 2
