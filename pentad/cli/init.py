@@ -24,8 +24,6 @@ from pentad.core.machine import find_gpus
 
 TINY = "tiny"
 NUM_TRAIN, NUM_VALID, NUM_WARM = 2048, 128, 1024
-WARM_STEPS = 50
-"""Steps of supervised fine-tuning of the tiny model, so that some answers are right."""
 NUM_TRIES = 20
 REAL_ROWS = 512
 """Rows that a run of a larger model trains on."""
@@ -43,6 +41,8 @@ class FirstTask:
     command: str = "train"
     warm: Callable[[random.Random], dict[str, Any]] | None = None
     """Makes a row of the tiny model's warm-up; None: it starts from random weights."""
+    warm_steps: int = 50
+    """Steps of that warm-up, after which some answers are right."""
     is_chat: bool = False
     """Whether the tiny model gets prompts in its chat template too."""
     tiny_batch: int = 16
@@ -126,6 +126,7 @@ TASKS = {
         (ENVIRONMENT,),
         "environment.py",
         warm=_game,
+        warm_steps=200,
         is_chat=True,
         tiny_batch=8,
         tiny_steps=200,
@@ -179,7 +180,9 @@ def _make_tiny(folder: Path, task: FirstTask) -> None:
     from pentad.trainer.sources.examples import run_sft
 
     torch.set_num_threads(1)  # the model is too small to share between cores
-    print(f"tiny: {WARM_STEPS} steps of supervised fine-tuning, so that some answers are right")
+    print(
+        f"tiny: {task.warm_steps} steps of supervised fine-tuning, so that some answers are right"
+    )
     with TemporaryDirectory() as root:
         rows = Path(root) / "rows.jsonl"
         _write_rows(rows, _rows_of(random.Random(2), task.warm, NUM_WARM, set()))
@@ -189,7 +192,7 @@ def _make_tiny(folder: Path, task: FirstTask) -> None:
                 *("experiment_name=tiny", f"fileroot={root}", f"actor.path={folder.resolve()}"),
                 *("actor.init_from_scratch=true", "actor.gradient_checkpointing=false"),
                 *("actor.optimizer.lr=2.0e-3", f"train_dataset.path={rows}"),
-                *("train_dataset.batch_size=32", f"total_train_steps={WARM_STEPS}"),
+                *("train_dataset.batch_size=32", f"total_train_steps={task.warm_steps}"),
                 *(["train_dataset.messages_key=messages"] if task.is_chat else []),
                 "allocation_mode=archon:d1",
             ],

@@ -1,6 +1,7 @@
 """`pentad init` writes a task that runs as it is, overwrites nothing, and says what is wrong."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -21,7 +22,8 @@ def pentad(*words):
 
 @pytest.fixture(autouse=True)
 def short_warm_up(monkeypatch):
-    monkeypatch.setattr(init, "WARM_STEPS", 2)
+    for name, task in init.TASKS.items():
+        monkeypatch.setitem(init.TASKS, name, replace(task, warm_steps=2))
     monkeypatch.setattr(init, "NUM_WARM", 64)
 
 

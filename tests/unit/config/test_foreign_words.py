@@ -161,6 +161,6 @@ def test_a_path_that_is_not_there_gets_a_name_to_give(tmp_path, monkeypatch, key
 
 
 def test_a_config_that_is_not_supported_is_named_and_not_printed_whole():
-    hf = {"model_type": "gemma4", "text_config": {f"key{i}": list(range(50)) for i in range(40)}}
+    hf = {"model_type": "llama4", "text_config": {f"key{i}": list(range(50)) for i in range(40)}}
     with pytest.raises(UserError, match="text_config = {40 keys}: it describes a model with seve"):
         planned_dims(hf)

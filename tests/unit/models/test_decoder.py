@@ -133,7 +133,9 @@ def test_blocks_can_be_checkpointed_and_compiled_with_the_same_gradients():
 def test_twelve_compiled_layers_are_few_graphs():
     """Layer numbers must not be constants of the graph: beyond eight, dynamo gives up."""
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounter()
+    from torch._dynamo.testing import CompileCounter  # a second of every process that collects
+
+    counter = CompileCounter()
     model = create_model(
         ModelDims(**{**_fields(DIMS), "moe_layers": (), "num_experts": 0, "family": "qwen3"})
     )
