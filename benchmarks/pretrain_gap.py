@@ -43,6 +43,7 @@ from pentad.models.families import dims_of  # noqa: E402
 from pentad.planner.prepare import prepare  # noqa: E402
 from pentad.rl.losses import SftLoss  # noqa: E402
 from pentad.telemetry.steps import LineWriter  # noqa: E402
+from pentad.trainer.inputs import RowReader
 from pentad.trainer.rank.example_service import PretrainService  # noqa: E402
 from pentad.trainer.rank.learners import build_role  # noqa: E402
 
@@ -124,7 +125,7 @@ class Ours:
     def __init__(self, config: Config, device: torch.device) -> None:
         assert config.actor.path is not None and config.total_train_steps is not None
         dims, tokenizer = dims_of(config.actor.path), load_tokenizer(config.actor.path)
-        self.data = PretrainService.open_part(config, "train", dims, tokenizer)
+        self.data = PretrainService.open_part(config, "train", RowReader(dims, tokenizer))
         self.batch_size = config.train_dataset.batch_size
         self.engine = build_role(
             config,

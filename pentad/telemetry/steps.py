@@ -20,8 +20,8 @@ from pentad.core.errors import Problem, UserError
 from pentad.core.files import write_atomic
 from pentad.core.folders import parse_json
 
-KEYS = ("step", "version")
-"""Every line has one of them, a whole number."""
+KEYS = {"steps.jsonl": "step", "samples.jsonl": "step", "evals.jsonl": "version"}
+"""File -> the key that each of its lines has, a whole number."""
 EDITED = "was it edited? Without the line the run can continue"
 
 
@@ -81,6 +81,7 @@ def supersede(path: Path, *, after: int, key: str = "step") -> set[int]:
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
+    key = KEYS.get(path.name)
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
@@ -90,7 +91,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 value = parse_json(line)
             except ValueError as error:
                 raise UserError(Problem(where, "not JSON", EDITED)) from error
-            if not isinstance(value, dict) or not any(type(value.get(key)) is int for key in KEYS):
+            if not isinstance(value, dict) or (key and type(value.get(key)) is not int):
                 raise UserError(Problem(where, "no record of a run", EDITED))
             yield value
 
