@@ -76,8 +76,7 @@ def test_a_disk_that_was_full_for_a_moment_costs_that_checkpoint_alone(
     assert f"{words}'{small_disk}/" in said, "a path says which disk"
     infra = [line["infra"] for line in read_lines(summary.records / "steps.jsonl")]
     assert max(one["num_failed_recovers"] for one in infra) >= 1
-    # Behind the last step by what a busy machine's writer still has to write.
-    assert infra[-1]["num_failed_recovers"] == 0 and infra[-1]["last_recover_step"] >= 10
+    assert infra[-1]["num_failed_recovers"] == 0 and infra[-1]["last_recover_step"] >= 12
     found = find_checkpoints(root_of(summary))
     assert found[0].step == 15 and not any(damage(one) for one in found)
     assert summary.model.name.endswith("globalstep15") and summary.model.is_dir()
