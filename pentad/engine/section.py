@@ -214,7 +214,10 @@ class ArchonConfig(Section):
         if num_layers is not None and stages > num_layers:
             rule = f"p{pp} x {each} stages a rank ({schedule}) = {stages} stages"
             rule += f", and the model has {num_layers} layers"
-            yield Problem(where, rule, f"p can be at most {num_layers // each}")
+            remedy = f"p can be at most {num_layers // each}"
+            if each > 1 and pp <= num_layers:
+                remedy += f", or set {prefix}pp_schedule: 1F1B, which has one stage a rank"
+            yield Problem(where, rule, remedy)
         if layers is None:
             return
         where = f"{prefix}layers_per_stage = {list(layers)}"

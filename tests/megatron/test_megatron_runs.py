@@ -62,10 +62,12 @@ def weights_of(root, trial):
     return {name: reader.read(name, full_box(i.shape)) for name, i in reader.infos.items()}
 
 
-def test_grpo_over_two_ranks_has_the_records_of_archon(environment, task, tmp_path):
+@pytest.mark.parametrize(("algorithm", "layout"), [("grpo", "t2"), ("ppo", "d3")])
+def test_a_run_over_ranks_has_the_records_of_archon(environment, task, tmp_path, algorithm, layout):
+    steps = (f"algorithm.name={algorithm}", "total_train_steps=2")
     for trial in ("megatron", "archon"):
-        layout = f"allocation_mode=embedded:d1|{trial}:t2"
-        start(environment, task, tmp_path, "train", trial, layout, "total_train_steps=2")
+        placement = f"allocation_mode=embedded:d1|{trial}:{layout}"
+        start(environment, task, tmp_path, "train", trial, placement, *steps)
     mine, truth = steps_of(tmp_path, "megatron"), steps_of(tmp_path, "archon")
     assert len(mine) == 2
     for one, other in zip(mine, truth, strict=True):
