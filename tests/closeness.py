@@ -25,5 +25,16 @@ def assert_logprobs(found, logits_TV: Tensor, ids) -> None:
     assert_close(torch.as_tensor(found), wanted, scale_of(logits_TV))
 
 
+def assert_stepped(name: str, found: Tensor, wanted: Tensor, gradient: Tensor | None, noise: float):
+    """Weights after a first step of AdamW at lr 1e-2, which moves each weight by about lr, whatever
+    the size of its gradient. Gradients within rounding (`noise` of the largest) have any sign."""
+    is_off = (found - wanted).abs() > 5e-4 + 1e-3 * wanted.abs()
+    which = f"{name}: {is_off.sum()} of {is_off.numel()}"
+    assert is_off.sum() <= max(1, is_off.numel() // 100), which
+    if gradient is not None:
+        is_off &= gradient.abs() > 10 * noise * gradient.abs().max()
+    assert not is_off.any(), f"{which}, with clear gradients"
+
+
 def scale_of(logits: Tensor) -> float:
     return float(logits.detach().abs().max())

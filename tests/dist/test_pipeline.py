@@ -3,6 +3,7 @@
 import pipeline_cases
 import pytest
 import torch
+from closeness import assert_stepped
 from tables import table
 
 from pentad.core.layout import Layout
@@ -69,9 +70,8 @@ def compare(mine: dict, true: dict) -> None:
     assert mine["result"].grad_norm > 0.5, "so the step was clipped"
     assert mine["weights"].keys() == true["weights"].keys()
     for name, weight in true["weights"].items():
-        # A first AdamW step moves every weight by about lr = 1e-2, whatever its gradient: fp32
-        # noise in a small gradient shows as a few percent of that.
-        torch.testing.assert_close(mine["weights"][name], weight, rtol=1e-3, atol=5e-4, msg=name)
+        gradient = true["gradients"].get(name)
+        assert_stepped(name, mine["weights"][name], weight, gradient, 1e-5)
     for a, b in zip(mine["after"], true["after"], strict=True):  # both ends of a tie moved alike
         for name in a:
             torch.testing.assert_close(a[name], b[name], rtol=1e-2, atol=1e-2)
