@@ -29,6 +29,8 @@ from pathlib import Path
 
 COMMANDS = ("pentad.runtime.role_host", "pentad.samplers.server_key", "pentad.checkpoint.writer")
 COMMANDS += ("pentad.cli.main", "kill_lab")
+LOOK = "from pentad.trainer.look import main; main()"
+"""The end of the code by which `pentad plan` starts the process that reads a run's inputs."""
 LEAVES = COMMANDS[:3]
 """The others start processes of their own."""
 HEAVY = ("train", "sft", "pretrain", "serve", "eval")
@@ -148,6 +150,8 @@ def is_warm(words, asked) -> bool:
     if not all(asked.get(k, v) == v for k, v in PLAIN.items()):
         return False
     if is_for_all and (words[1] in ("-m", "-c") or not words[1].startswith("-")):
+        return True
+    if words[1] == "-c" and words[2].endswith(LOOK):
         return True
     if words[1] != "-m" or words[2] not in COMMANDS:
         return False
