@@ -1,6 +1,7 @@
 """Runs that train something else than they should end by themselves; others go on."""
 
 import math
+from functools import partial
 
 import pytest
 from run_lab import steps_of
@@ -8,8 +9,8 @@ from run_lab import steps_of
 from pentad.core.errors import RunError
 from pentad.engine.held import HeldModel
 from pentad.infer.sampler import EmbeddedSampler
-from pentad.rollout import executor
 from pentad.rollout.replicas import Fleet
+from pentad.trainer.sampling import evaluate
 from pentad.trainer.sampling.samplers import SamplerOpener
 
 LONG = ("total_train_steps=40", "total_train_epochs=3", "actor.optimizer.lr=1e-2")
@@ -103,9 +104,7 @@ def test_log_probs_that_are_all_shifted_end_the_run(lab, monkeypatch, more):
 
 def test_log_probs_that_are_no_numbers_end_the_run(lab, monkeypatch):
     change_logprobs(monkeypatch, lambda value: math.nan)
-    monkeypatch.setattr(
-        executor, "Fleet", lambda samplers, _, backoff_s: Fleet(samplers, 2.0, backoff_s)
-    )
+    monkeypatch.setattr(evaluate, "Fleet", partial(Fleet, patience_s=2.0))
     with pytest.raises(RunError, match="log-prob nan is not a finite number"):
         lab.train(*LONG, "rollout.max_retries=0")
 
