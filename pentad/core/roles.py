@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -141,7 +141,7 @@ class Learner(Protocol):
         """Stores the weights of a folder, of the same shapes, as `tag`."""
         ...
 
-    def iter_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def iter_weights(self) -> NamedTensors:
         """Every weight, whole, under its HF-on-disk name, in layer order, in the publish dtype."""
         ...
 

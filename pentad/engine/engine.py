@@ -23,7 +23,7 @@ from pentad.core.errors import RunError, raise_problems
 from pentad.core.faults import hit
 from pentad.core.fit import check_fit, no_tree
 from pentad.core.layout import Backend, Layout
-from pentad.core.roles import NativeWeights
+from pentad.core.roles import NamedTensors, NativeWeights
 from pentad.core.types import Accumulated, Loss, Row, StepResult
 from pentad.engine.batch import PackedRows, check_routes, check_rows, pack_rows
 from pentad.engine.explain import explain
@@ -443,24 +443,23 @@ class Engine:
 
         self.tags.load(tag, write)
 
-    def iter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors on every rank, gathered one at a time: all ranks iterate to the end."""
+    def iter_weights(self) -> NamedTensors:
+        """Whole tensors on every rank, gathered one at a time: all ranks iterate to the end. The
+        factors of an adapter that one rank of archon holds are also given by native name, without
+        copying."""
         self.onload()
+        if self.base is None or not self._is_lendable:
+            return self._gathered()
+        self._require_actor("handing out weights")
+        native = {name: tensor.detach() for name, tensor in self.tensors.items()}
+        return NativeWeights(native, len(self.held.whole.trained_map.sources), self._gathered)
+
+    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.held.iter_hf(self._publish_dtype):
             pulse()
             # Asked anew each time: a generator may be read on while the weights are exchanged.
             self.tags.require_actor("handing out weights")
             yield name, tensor
-
-    def native_weights(self) -> NativeWeights | None:
-        """An adapter's whole factors, without copying; only with one rank of archon."""
-        if self.base is None or not self._is_lendable:
-            return None
-        self.onload()
-        self._require_actor("handing out weights")
-        native = {name: tensor.detach() for name, tensor in self.tensors.items()}
-        num_pairs = len(self.held.whole.trained_map.sources)
-        return NativeWeights(native, num_pairs, self.iter_weights)
 
     def weight_shards(self) -> dict[str, Shard]:
         """This rank's memory of the weights, by native name; not copies."""
@@ -484,7 +483,7 @@ class Engine:
         assert self.base is not None, "all weights are trained"
         self._require_actor("saving")
         self._require_whole()
-        factors = {name: tensor.cpu() for name, tensor in self.iter_weights()}
+        factors = {name: tensor.cpu() for name, tensor in self._gathered()}
         adapter = Adapter(self.base.spec, factors, self.base.path)
         return adapter, list(hf_metadata(self.held.whole))
 

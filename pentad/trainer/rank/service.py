@@ -108,9 +108,9 @@ class EngineService:
         actor = self.engines["actor"]
         if place is None:
             assert self.rank.world == 1, "several ranks publish a folder"
-            weights = actor.native_weights() or actor.iter_weights()
-            taken = take_snapshot(version, weights, copy=copy, on_host=on_host, hashed=hashed)
-            self.snapshots[version] = taken
+            self.snapshots[version] = take_snapshot(
+                version, actor.iter_weights(), copy=copy, on_host=on_host, hashed=hashed
+            )
             return {}
         shards = actor.weight_shards()
         if self.weights is None:

@@ -161,7 +161,7 @@ def test_weights_leave_under_their_hf_names_and_load_in_transformers(tmp_path):
 def test_weights_are_not_handed_out_while_others_are_in_place():
     engine = make_engine()
     engine.save_tag("ref")
-    weights = engine.iter_weights()
+    weights = iter(engine.iter_weights())
     next(weights)
     with engine.use("ref"), pytest.raises(RunError, match="handing out weights needs the actor"):
         next(weights)

@@ -314,7 +314,7 @@ def test_a_sampler_of_this_process_takes_factors_by_native_name_and_compares_the
     runner = sampler.engine.runner
     if spoils:
         runner.refresh = lambda: next(iter(factors_of(model))).b.data.view(-1)[:1].add_(1e-3)
-    snapshot = take_snapshot(1, engine.native_weights(), copy=False, hashed=False)
+    snapshot = take_snapshot(1, engine.iter_weights(), copy=False, hashed=False)
 
     async def install():
         receipt = await sampler.install(1, snapshot)
