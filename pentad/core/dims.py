@@ -193,6 +193,11 @@ class ModelDims:
         to other processes."""
         return [replace(self, own=(), **own) for own in self.own]
 
+    def is_beside_text(self, name: str) -> bool:
+        """Whether a tensor of a multimodal folder is of another tower, by the begin of its name."""
+        own = tuple(there for _, there in self.tower_names)
+        return bool(own) and not name.startswith(own)
+
     def of_layer(self, layer: int) -> ModelDims:
         """The dimensions of one layer."""
         return self._layers[layer] if self.own else self

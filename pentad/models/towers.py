@@ -202,6 +202,5 @@ def tower_names(folder: Path | None) -> tuple[tuple[str, str], ...]:
 
 def other_bytes(folder: Path, dims: ModelDims) -> int:
     """Bytes of the other towers, which every export copies."""
-    own = tuple(there for _, there in dims.tower_names)
-    sizes = tensor_bytes(folder) if own else {}
-    return sum(size for name, size in sizes.items() if not name.startswith(own))
+    sizes = tensor_bytes(folder) if dims.tower_names else {}
+    return sum(size for name, size in sizes.items() if dims.is_beside_text(name))

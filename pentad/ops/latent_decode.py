@@ -58,18 +58,13 @@ def latent_decode(
     groups = triton.cdiv(num_heads, HEADS)
     splits = paged_decode.num_splits(num_seqs * groups)
     out_SHC = q_SHd.new_empty(num_seqs, num_heads, latent)
-    shape = (num_seqs, num_heads, splits)
-    part_acc = torch.empty((*shape, latent), dtype=torch.float32, device=q_SHd.device)
-    part_max = torch.empty(shape, dtype=torch.float32, device=q_SHd.device)
-    part_sum = torch.empty(shape, dtype=torch.float32, device=q_SHd.device)
+    parts = paged_decode.make_parts(out_SHC, splits)
     is_wide = q_SHd.dtype == torch.float32
     _attend[(num_seqs, groups, splits)](
         q_SHd,
         pages.k_BbKd,
         out_SHC,
-        part_acc,
-        part_max,
-        part_sum,
+        *parts,
         blocks,
         width,
         lengths_S,
@@ -85,8 +80,7 @@ def latent_decode(
         PRECISION="ieee" if is_wide else "tf32",
         **(FLOAT32_TILE if is_wide else TILE),
     )
-    if splits > 1:
-        paged_decode.merge_splits(out_SHC, part_acc, part_max, part_sum)
+    paged_decode.merge_splits(out_SHC, parts)
     return out_SHC
 
 

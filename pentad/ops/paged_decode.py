@@ -14,6 +14,8 @@ head have separate products.
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 import triton
 import triton.language as tl
@@ -76,11 +78,7 @@ def paged_decode(
     assert pages.k_BbKd.is_contiguous() and pages.v_BbKd.is_contiguous()
     splits = num_splits(num_seqs * num_kv_heads)
     out_SHd = torch.empty_like(q_SHd)
-    shape = (num_seqs, num_heads, splits)
-    # Unused with one split.
-    part_acc = torch.empty((*shape, head_dim), dtype=torch.float32, device=q_SHd.device)
-    part_max = torch.empty(shape, dtype=torch.float32, device=q_SHd.device)
-    part_sum = torch.empty(shape, dtype=torch.float32, device=q_SHd.device)
+    parts = make_parts(out_SHd, splits)
     k_BbKd, v_BbKd, is_small = pages.k_BbKd, pages.v_BbKd, pages.largest is not None
     if is_small:
         k_BbKd, v_BbKd = k_BbKd.view(torch.int16), v_BbKd.view(torch.int16)
@@ -91,9 +89,7 @@ def paged_decode(
         v_BbKd,
         *((pages.k_scale_BbK, pages.v_scale_BbK) if is_small else ()),
         out_SHd,
-        part_acc,
-        part_max,
-        part_sum,
+        *parts,
         blocks,
         width,
         lengths_S,
@@ -110,23 +106,35 @@ def paged_decode(
         SPLITS=splits,
         **tile_of(pages, q_SHd),
     )
-    if splits > 1:
-        merge_splits(out_SHd, part_acc, part_max, part_sum)
+    merge_splits(out_SHd, parts)
     return out_SHd
 
 
-def merge_splits(out_SHd: Tensor, part_acc: Tensor, part_max: Tensor, part_sum: Tensor) -> None:
-    """Merges the partial results of all splits of each sequence and head."""
+SplitResults: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""The partial result of each split: its sum of values, its maximum and its sum of weights."""
+
+
+def make_parts(out_SHd: Tensor, splits: int) -> SplitResults:
+    """Memory for the partial results; unused with one split."""
+    shape = (*out_SHd.shape[:2], splits)
+    sizes = ((*shape, out_SHd.shape[-1]), shape, shape)
+    acc, top, total = (out_SHd.new_empty(size, dtype=torch.float32) for size in sizes)
+    return acc, top, total
+
+
+def merge_splits(out_SHd: Tensor, parts: SplitResults) -> None:
+    """Merges the partial results, if there are several, of each sequence and head."""
     num_seqs, num_heads, head_dim = out_SHd.shape
+    splits = parts[1].shape[-1]
+    if splits == 1:
+        return
     _merge[(num_seqs, num_heads)](
         out_SHd,
-        part_acc,
-        part_max,
-        part_sum,
+        *parts,
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         WIDE_DIM=triton.next_power_of_2(head_dim),
-        SPLITS=part_max.shape[-1],
+        SPLITS=splits,
         num_warps=1,
     )
 

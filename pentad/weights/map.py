@@ -389,10 +389,9 @@ class WeightMap:
 
     def is_other(self, name: str) -> bool:
         """Whether a multimodal tensor is outside the text tower; exports copy it."""
-        if not self.dims.tower_names or name in self.sources:
+        if name in self.sources or name.startswith(self.ignored_prefixes):
             return False
-        own = tuple(there for _, there in self.dims.tower_names)
-        return not name.startswith((*own, *self.ignored_prefixes))
+        return self.dims.is_beside_text(name)
 
 
 def build_map(
