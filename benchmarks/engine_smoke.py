@@ -23,13 +23,14 @@ from pentad.engine.engine import Engine, build_engine  # noqa: E402
 from pentad.engine.section import EngineSettings, ModelConfig  # noqa: E402
 from pentad.ops.attention import PaddedAttend, build_attend, reference_attention  # noqa: E402
 from pentad.ops.experts import (  # noqa: E402
+    grouped_linear,
     reference_mixture,
-    run_experts,
     sort_pairs,
     sum_rows,
     take_rows,
     take_weights,
 )
+from pentad.ops.gated import weighted_silu_mul  # noqa: E402
 from pentad.ops.logprob import reference_logprobs, token_logprobs  # noqa: E402
 from pentad_tools.bench.bench_train import QWEN3_0_6B  # noqa: E402
 
@@ -148,7 +149,9 @@ def check_mixture(checks: Checks) -> None:
         else:
             pairs = sort_pairs(chosen, experts)
             rows, scales = take_rows(x, pairs), take_weights(weights, pairs)
-            out = sum_rows(run_experts(rows, gate_up, down, pairs.ends_E, scales), pairs)
+            h = grouped_linear(rows, gate_up.flatten(1, 2), pairs.ends_E)
+            a = weighted_silu_mul(h, scales)
+            out = sum_rows(grouped_linear(a, down, pairs.ends_E), pairs)
         results.append((out, *torch.autograd.grad(out.double().square().sum(), leaves)))
     names = ("values", "token gradient", "weight gradient", "gate_up gradient", "down gradient")
     for name, mine, true in zip(names, *results, strict=True):

@@ -26,7 +26,6 @@ from pentad.models.moe import Experts
 from pentad.models.strict import StrictExperts, StrictGateUp, StrictLinear
 from pentad.ops import invariant
 from pentad.ops.experts import grouped_linear
-from pentad.ops.gated import weighted_silu_mul
 from pentad.weights import transfer
 from pentad.weights.transfer import RandomReader, Reader
 
@@ -130,9 +129,7 @@ def _adapted(cls: Any) -> type[nn.Module]:
 
 @cache
 def _adapted_experts(cls: Any) -> type[nn.Module]:
-    """A subclass of `Experts`, or of its strict kind, that adds the factors to each product."""
-    is_strict = issubclass(cls, StrictExperts)
-    grouped = invariant.grouped_linear if is_strict else grouped_linear
+    """A subclass of a kind of `Experts` that adds the factors to each product."""
 
     class AdaptedExperts(cls):
         gate_up_lora: ExpertFactors
@@ -143,15 +140,9 @@ def _adapted_experts(cls: Any) -> type[nn.Module]:
                 y_ND: Tensor = super().forward(x_ND, sizes_E, weights_N)
                 return y_ND
             ends_E = sizes_E.cumsum(0, dtype=torch.int32)
-            h_NG = grouped(x_ND, self.gate_up.flatten(1, 2), ends_E)
-            h_NG = h_NG + self.gate_up_lora.rows(x_ND, ends_E)
-            if is_strict:
-                a_NM = invariant.silu_mul(*h_NG.chunk(2, dim=-1))
-                if weights_N is not None:
-                    a_NM = (a_NM * weights_N[:, None]).to(a_NM.dtype)
-            else:
-                a_NM = weighted_silu_mul(h_NG, weights_N)
-            y_ND = grouped(a_NM, self.down, ends_E)
+            h_NG = self.opened(x_ND, ends_E) + self.gate_up_lora.rows(x_ND, ends_E)
+            a_NM = self.mul(h_NG, weights_N)
+            y_ND = self.linear(a_NM, self.down, ends_E)
             return y_ND + self.down_lora.rows(a_NM, ends_E)
 
     return AdaptedExperts

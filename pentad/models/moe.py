@@ -12,20 +12,18 @@ from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from pentad.core.dims import ModelDims
 from pentad.models.layers import MLPS, BareNorm, GateUp, Linear, make_norm
 from pentad.ops.experts import (
     add_rows,
     grouped_linear,
-    run_experts,
     sort_pairs,
     sum_rows,
     take_rows,
     take_weights,
 )
-from pentad.ops.gated import clamped_mul, silu_mul
+from pentad.ops.gated import clamped_mul, silu_mul, weighted_gelu_mul, weighted_silu_mul
 from pentad.ops.router import RouteRule, add_loss, balance_loss, gate_logits, route, z_loss
 
 Routes = dict[int, Tensor]
@@ -37,6 +35,10 @@ class Experts(nn.Module):
     """The experts' weights, gate and up on a separate axis: gate_up [E, 2, M, D], down [E, D,
     M]."""
 
+    linear: ClassVar[Callable[..., Tensor]] = staticmethod(grouped_linear)
+    mul: ClassVar[Callable[..., Tensor]] = staticmethod(weighted_silu_mul)
+    """The gated activation times the weights of its rows."""
+
     def __init__(self, dims: ModelDims) -> None:
         super().__init__()
         num, width, hidden = dims.num_experts, dims.moe_intermediate_size, dims.hidden_size
@@ -45,9 +47,18 @@ class Experts(nn.Module):
 
     def forward(self, x_ND: Tensor, sizes_E: Tensor, weights_N: Tensor | None = None) -> Tensor:
         """Runs rows sorted by expert, sizes_E[e] of them through expert e; results are multiplied
-        by their weights, if given."""
+        by their weights, if given.
+
+        The weights are applied before the linear down product: this scales M numbers instead of D,
+        and backward does not need the result.
+        """
         ends_E = sizes_E.cumsum(0, dtype=torch.int32)
-        return run_experts(x_ND, self.gate_up, self.down, ends_E, weights_N)
+        a_NM = self.mul(self.opened(x_ND, ends_E), weights_N)
+        return self.linear(a_NM, self.down, ends_E)
+
+    def opened(self, x_ND: Tensor, ends_E: Tensor) -> Tensor:
+        """Gate and up of each row."""
+        return self.linear(x_ND, self.matrices[0], ends_E)
 
     @property
     def matrices(self) -> tuple[Tensor, Tensor]:
@@ -59,7 +70,6 @@ class ClampedExperts(Experts):
     """Experts with interleaved gate and up, as rows of one matrix: gate_up [E, 2M, D], with a bias
     for each row. The biases of their outputs belong to the mixture."""
 
-    linear = staticmethod(grouped_linear)
     mul: ClassVar[Callable[..., Tensor]] = staticmethod(clamped_mul)
 
     def __init__(self, dims: ModelDims) -> None:
@@ -68,11 +78,8 @@ class ClampedExperts(Experts):
         self.gate_up = nn.Parameter(torch.empty(dims.num_experts, rows, dims.hidden_size))
         self.gate_up_bias = nn.Parameter(torch.empty(dims.num_experts, rows))
 
-    def forward(self, x_ND: Tensor, sizes_E: Tensor, weights_N: Tensor | None = None) -> Tensor:
-        ends_E = sizes_E.cumsum(0, dtype=torch.int32)
-        h_NG = self.linear(x_ND, self.gate_up, ends_E)
-        h_NG = add_rows(h_NG, self.gate_up_bias, ends_E)
-        return self.linear(self.mul(h_NG, weights_N), self.down, ends_E)
+    def opened(self, x_ND: Tensor, ends_E: Tensor) -> Tensor:
+        return add_rows(super().opened(x_ND, ends_E), self.gate_up_bias, ends_E)
 
     @property
     def matrices(self) -> tuple[Tensor, Tensor]:
@@ -82,13 +89,7 @@ class ClampedExperts(Experts):
 class GeluExperts(Experts):
     """down(gelu(gate(x)) * up(x)), gelu by tanh."""
 
-    def forward(self, x_ND: Tensor, sizes_E: Tensor, weights_N: Tensor | None = None) -> Tensor:
-        ends_E = sizes_E.cumsum(0, dtype=torch.int32)
-        gate, up = grouped_linear(x_ND, self.gate_up.flatten(1, 2), ends_E).chunk(2, dim=-1)
-        a_NM = F.gelu(gate, approximate="tanh") * up
-        if weights_N is not None:
-            a_NM = (a_NM * weights_N[:, None]).to(a_NM.dtype)
-        return grouped_linear(a_NM, self.down, ends_E)
+    mul = staticmethod(weighted_gelu_mul)
 
 
 EXPERTS: dict[str, type[Experts]] = {
@@ -102,6 +103,7 @@ class Router(nn.Module):
     """Chooses and weighs each token's experts, in float32 whatever the dtype of its weight."""
 
     bias: Tensor | None
+    logits: ClassVar[Callable[..., Tensor]] = staticmethod(gate_logits)
 
     def __init__(self, dims: ModelDims) -> None:
         super().__init__()
@@ -127,14 +129,16 @@ class Router(nn.Module):
     def forward(self, x_TD: Tensor, chosen_Tk: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Weights (float32) and indices of the chosen experts, both [T, k]; given indices are kept
         and weighed, with the same gradients."""
-        logits_TR = self.moved(gate_logits(x_TD, self.weight))
-        weights_Tk, chosen_Tk = route(logits_TR, self.rule, self.bias, chosen_Tk)
+        logits_TR = self.logits(x_TD, self.weight)
+        if self.offset is not None:
+            logits_TR = logits_TR + self.offset.to(logits_TR.dtype)
+        weights_Tk, chosen_Tk = self.route(logits_TR, chosen_Tk)
         if (self.aux_loss_coef or self.z_loss_coef) and torch.is_grad_enabled():
             weights_Tk = add_loss(weights_Tk, self.own_loss(logits_TR, chosen_Tk))
         return weights_Tk, chosen_Tk
 
-    def moved(self, logits_TR: Tensor) -> Tensor:
-        return logits_TR if self.offset is None else logits_TR + self.offset.to(logits_TR.dtype)
+    def route(self, logits_TR: Tensor, chosen_Tk: Tensor | None) -> tuple[Tensor, Tensor]:
+        return route(logits_TR, self.rule, self.bias, chosen_Tk)
 
     def own_loss(self, logits_TR: Tensor, chosen_Tk: Tensor) -> Tensor:
         """The auxiliary loss in units of the summed loss: the mean times the number of tokens."""

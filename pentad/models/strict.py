@@ -6,7 +6,6 @@ log-prob of every token, however each has batched, packed, chunked or cached it.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from pentad.core.swap import swap_classes
@@ -15,7 +14,7 @@ from pentad.models.layers import GateUp, GeluMlp, Linear, Mlp, Norm, OffsetNorm,
 from pentad.models.moe import Beside, ClampedExperts, Experts, Moe, Router, SharedExpert
 from pentad.ops import invariant
 from pentad.ops.experts import sort_pairs, take_rows, take_weights
-from pentad.ops.router import add_loss, route
+from pentad.ops.router import route
 
 
 class StrictLinear(Linear):
@@ -65,19 +64,16 @@ class StrictRotary(Rotary):
 
 
 class StrictRouter(Router):
-    def forward(self, x_TD: Tensor, chosen_Tk: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        logits_TR = self.moved(invariant.wide_linear(x_TD, self.weight))
+    logits = staticmethod(invariant.wide_linear)
+
+    def route(self, logits_TR: Tensor, chosen_Tk: Tensor | None) -> tuple[Tensor, Tensor]:
         if logits_TR.is_cuda:  # one row of scores is one row of a program's tile
-            weights_Tk, chosen_Tk = route(logits_TR, self.rule, self.bias, chosen_Tk)
-        else:
-            # Padding experts: never chosen, with weight 0.
-            wide_TR = invariant.widened(logits_TR, float("-inf"))
-            if chosen_Tk is None:
-                chosen_Tk = invariant.by_tiles(self._choose, wide_TR.detach())
-            weights_Tk = invariant.by_tiles(self._weigh, wide_TR, chosen_Tk)
-        if (self.aux_loss_coef or self.z_loss_coef) and torch.is_grad_enabled():
-            weights_Tk = add_loss(weights_Tk, self.own_loss(logits_TR, chosen_Tk))
-        return weights_Tk, chosen_Tk
+            return super().route(logits_TR, chosen_Tk)
+        # Padding experts: never chosen, with weight 0.
+        wide_TR = invariant.widened(logits_TR, float("-inf"))
+        if chosen_Tk is None:
+            chosen_Tk = invariant.by_tiles(self._choose, wide_TR.detach())
+        return invariant.by_tiles(self._weigh, wide_TR, chosen_Tk), chosen_Tk
 
     def _choose(self, logits_RE: Tensor) -> Tensor:
         bias_E = self.bias
@@ -90,13 +86,8 @@ class StrictRouter(Router):
 
 
 class StrictExperts(Experts):
-    def forward(self, x_ND: Tensor, sizes_E: Tensor, weights_N: Tensor | None = None) -> Tensor:
-        ends_E = sizes_E.cumsum(0, dtype=torch.int32)
-        h_NG = invariant.grouped_linear(x_ND, self.gate_up.flatten(1, 2), ends_E)
-        a_NM = invariant.silu_mul(*h_NG.chunk(2, dim=-1))
-        if weights_N is not None:
-            a_NM = (a_NM * weights_N[:, None]).to(a_NM.dtype)
-        return invariant.grouped_linear(a_NM, self.down, ends_E)
+    linear = staticmethod(invariant.grouped_linear)
+    mul = staticmethod(invariant.weighted_silu_mul)
 
 
 class StrictClampedExperts(ClampedExperts):

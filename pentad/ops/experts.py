@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pentad.ops.gated import weighted_silu_mul
-
 try:
     from pentad.ops.sum_kernel import sum_places
 except ImportError:
@@ -114,22 +112,6 @@ class _Sum(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (source_N,) = ctx.saved_tensors
         return grads[0][source_N], None, None, None
-
-
-def run_experts(
-    x_ND: Tensor,
-    gate_up_E2MD: Tensor,
-    down_EDM: Tensor,
-    ends_E: Tensor,
-    weights_N: Tensor | None = None,
-) -> Tensor:
-    """Gated MLP of each row's expert: down(weight * silu(gate(x)) * up(x)), rows sorted by expert.
-
-    The router weight is applied before the linear down product: this scales M numbers instead of D,
-    and backward does not need the result. Gradients flow to the weights.
-    """
-    h_NG = grouped_linear(x_ND, gate_up_E2MD.flatten(1, 2), ends_E)
-    return grouped_linear(weighted_silu_mul(h_NG, weights_N), down_EDM, ends_E)
 
 
 def add_rows(x_NO: Tensor, rows_EO: Tensor, ends_E: Tensor) -> Tensor:

@@ -39,6 +39,21 @@ def silu_mul(h_TG: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def weighted(a_NM: Tensor, weights_N: Tensor | None) -> Tensor:
+    """Rows times their weights, if given, in the dtype of the rows."""
+    if weights_N is None:
+        return a_NM
+    y_NM = a_NM * weights_N[:, None]
+    # No `to` for equal dtypes: compiled by torch 2.11, its result has no gradient.
+    return y_NM if y_NM.dtype == a_NM.dtype else y_NM.to(a_NM.dtype)
+
+
+def weighted_gelu_mul(h_NG: Tensor, weights_N: Tensor | None) -> Tensor:
+    """weight * gelu(gate) * up, gelu by tanh."""
+    gate, up = h_NG.chunk(2, dim=-1)
+    return weighted(F.gelu(gate, approximate="tanh") * up, weights_N)
+
+
 def clamped_mul(
     h_NG: Tensor,
     weights_N: Tensor | None,
@@ -60,10 +75,7 @@ class _Clamped(torch.autograd.Function):
         ctx.save_for_backward(h_NG, weights_N)
         gate, up = _limited(h_NG)
         a_NM = (up + 1) * (gate * sigmoid(gate * CLAMP_SLOPE))
-        if weights_N is None:
-            return a_NM
-        y_NM = a_NM * weights_N[:, None]
-        return y_NM if y_NM.dtype == a_NM.dtype else y_NM.to(a_NM.dtype)  # as in `_Gated`
+        return weighted(a_NM, weights_N)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
@@ -106,12 +118,7 @@ class _Gated(torch.autograd.Function):
         ctx.save_for_backward(h_NG, weights_N)
         gate, up = h_NG.chunk(2, dim=-1)
         # Not in place: selective recomputation under torch.compile does not support it.
-        a_NM = F.silu(gate) * up
-        if weights_N is None:
-            return a_NM
-        y_NM = a_NM * weights_N[:, None]
-        # No `to` for equal dtypes: compiled by torch 2.11, its result has no gradient.
-        return y_NM if y_NM.dtype == a_NM.dtype else y_NM.to(a_NM.dtype)
+        return weighted(F.silu(gate) * up, weights_N)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from pentad.core.errors import Problem, UserError
 from pentad.ops import experts as plain_experts
 from pentad.ops.gated import clamped_mul as plain_clamped_mul
+from pentad.ops.gated import weighted
 from pentad.ops.logprob import token_logprobs as plain_logprobs
 from pentad.ops.spans import Spans, packed_spans
 
@@ -254,6 +255,11 @@ def silu_mul(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
         return F.silu(gate_TF) * up_TF
     width = gate_TF.shape[-1]
     return by_tiles(F.silu, widened(gate_TF))[:, :width] * up_TF
+
+
+def weighted_silu_mul(h_NG: Tensor, weights_N: Tensor | None) -> Tensor:
+    """Invariant `gated.weighted_silu_mul`."""
+    return weighted(silu_mul(*h_NG.chunk(2, dim=-1)), weights_N)
 
 
 def clamped_mul(h_NG: Tensor, weights_N: Tensor | None) -> Tensor:

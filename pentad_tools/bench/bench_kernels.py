@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pentad.ops.experts import run_experts, sort_pairs, sum_rows, take_rows, take_weights
+from pentad.ops.experts import grouped_linear, sort_pairs, sum_rows, take_rows, take_weights
+from pentad.ops.gated import weighted_silu_mul
 from pentad.ops.logprob import token_logprobs
 from pentad.ops.router import RouteRule, fused_route, gate_logits
 
@@ -118,8 +119,9 @@ def mixture_lines(num_tokens: int = 16384) -> list[Line]:
         weights, chosen = fused_route(gate_logits(x, gate), rule)
         pairs = sort_pairs(chosen, num_experts)
         rows = take_rows(x, pairs)
-        y = run_experts(rows, gate_up, down, pairs.ends_E, take_weights(weights, pairs))
-        return sum_rows(y, pairs)
+        h = grouped_linear(rows, gate_up.flatten(1, 2), pairs.ends_E)
+        a = weighted_silu_mul(h, take_weights(weights, pairs))
+        return sum_rows(grouped_linear(a, down, pairs.ends_E), pairs)
 
     direction = torch.randn_like(x)
     leaves = (x, gate, gate_up, down)

@@ -10,7 +10,8 @@ import torch._dynamo
 from torch import Tensor
 
 from pentad.ops.attention import PaddedAttend
-from pentad.ops.experts import run_experts, sort_pairs, sum_rows, take_rows, take_weights
+from pentad.ops.experts import grouped_linear, sort_pairs, sum_rows, take_rows, take_weights
+from pentad.ops.gated import weighted_silu_mul
 from pentad.ops.router import RouteRule, add_loss, balance_loss, route
 
 ENDS_E = torch.tensor([3, 3, 10], dtype=torch.int32)
@@ -27,7 +28,8 @@ def padded(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
 
 
 def experts(x_ND: Tensor, gate_up_E2MD: Tensor, down_EDM: Tensor, weights_N: Tensor) -> Tensor:
-    return run_experts(x_ND, gate_up_E2MD, down_EDM, ENDS_E, weights_N)
+    h_NG = grouped_linear(x_ND, gate_up_E2MD.flatten(1, 2), ENDS_E)
+    return grouped_linear(weighted_silu_mul(h_NG, weights_N), down_EDM, ENDS_E)
 
 
 def there_and_back(x_TD: Tensor, weights_Tk: Tensor) -> Tensor:

@@ -9,12 +9,12 @@ from pentad.ops.experts import (
     grouped_linear,
     loop_linear,
     reference_mixture,
-    run_experts,
     sort_pairs,
     sum_rows,
     take_rows,
     take_weights,
 )
+from pentad.ops.gated import weighted_silu_mul
 
 T, K, E, D, M = 23, 3, 6, 16, 8
 
@@ -32,6 +32,11 @@ def make(dtype: torch.dtype, num_tokens: int = T, width: int = M) -> list[torch.
     """x, weights, gate_up, down."""
     shapes = [(num_tokens, D), (num_tokens, K), (E, 2, width, D), (E, D, width)]
     return [torch.randn(*shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def run_experts(x, gate_up, down, ends, weights=None):
+    h = grouped_linear(x, gate_up.flatten(1, 2), ends)
+    return grouped_linear(weighted_silu_mul(h, weights), down, ends)
 
 
 def mixture(x, weights, chosen, gate_up, down):
