@@ -21,7 +21,7 @@ from typing import Any
 import typer
 
 from pentad.core.errors import Interrupted, Problem, RunError, UserError, visible
-from pentad.core.machine import gpus_hidden
+from pentad.core.machine import flush_output, gpus_hidden
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 
@@ -92,17 +92,11 @@ def leaving() -> Iterator[None]:
     except SystemExit as leave:
         code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
         if any(thread.name == "learner" for thread in threading.enumerate()):
-            _flush()  # the step hangs, and the interpreter would wait for its thread
+            flush_output()  # the step hangs, and the interpreter would wait for its thread
             os._exit(code)
         raise
     finally:
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(code))
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
 
 
 def _show(sentences: list[str], heading: str = "") -> None:

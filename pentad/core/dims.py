@@ -273,11 +273,6 @@ class ModelDims:
         return [i for i in layers if not self.is_linear(i) and self.of_layer(i).kv_from is None]
 
     @property
-    def num_cached_layers(self) -> int:
-        """Number of layers with keys and values of their own."""
-        return len(self.cached_layers)
-
-    @property
     def num_kv_matrices(self) -> int:
         """Projections to keys and to values."""
         return 2 - self.values_are_keys if self.kv_from is None else 0
@@ -457,7 +452,3 @@ class ModelDims:
     def train_flops(self, seq_len: int, *, causal: bool = True) -> float:
         """Training FLOPs (forward and backward, no recomputation) of one sequence."""
         return 6.0 * self.num_matmul_params * seq_len + self.attention_flops(seq_len, causal=causal)
-
-    def flops_per_token(self, seq_len: int, *, causal: bool = True) -> float:
-        """Training FLOPs per token in sequences of `seq_len`."""
-        return self.train_flops(seq_len, causal=causal) / seq_len

@@ -8,12 +8,14 @@ that folder; nothing else is relied on, except that `rename` is atomic.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
+from typing import Any
 
 from pentad.core.errors import naming
 from pentad.core.lock import holding, is_held
@@ -197,3 +199,9 @@ def file_digest(path: Path) -> bytes:
     """Digest of all bytes of a file; takes about a second per gigabyte."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()
+
+
+def json_digest(values: Mapping[str, Any]) -> str:
+    """Digest of JSON values, independent of the order of keys."""
+    text = json.dumps(values, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -220,6 +220,14 @@ def installed(package: str) -> str | None:
         return None
 
 
+def flush_output() -> None:
+    """Writes out what is buffered for stdout and stderr; the parent process may have closed
+    them."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+
+
 @contextmanager
 def process_kept(settings: Mapping[str, str]) -> Iterator[None]:
     """For a library that replaces the SIGTERM handler and reads its settings from the environment:

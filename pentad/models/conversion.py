@@ -19,6 +19,7 @@ import torch
 from pentad.core.device import DTYPES
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, RunError, UserError, raise_problems
+from pentad.core.files import json_digest
 from pentad.core.folders import INDEX as HF_INDEX
 from pentad.models.conversion_files import (
     RECORD,
@@ -31,7 +32,6 @@ from pentad.models.conversion_files import (
     read_record,
     read_source,
     stats_of,
-    text_digest,
     write_aside,
     write_files,
     write_record,
@@ -201,7 +201,7 @@ def convert(
         warn_left_out(map_of(opened.dims), opened.reader)
     source = read_source(opened.files(), progress)
     _check_unharmed(opened, source)
-    identity = text_digest({"request": request, "source": source.digests})
+    identity = json_digest({"request": request, "source": source.digests})
     if known and same and known.identity == identity:
         return _ended(target, "found", known, started, flags)
     is_damaged = known is not None and known.identity == identity

@@ -6,7 +6,6 @@ file is noticed. An interrupted conversion leaves a hidden folder, which the nex
 
 from __future__ import annotations
 
-import hashlib
 import json
 import multiprocessing
 import shutil
@@ -65,11 +64,6 @@ class ConversionRecord:
     files: dict[str, list[Any]]
     """Path -> size in bytes, digest."""
     extra: dict[str, Any]
-
-
-def text_digest(content: Mapping[str, Any]) -> str:
-    text = json.dumps(content, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def stats_of(files: Mapping[str, Path]) -> dict[str, list[int]]:

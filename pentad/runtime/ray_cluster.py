@@ -12,7 +12,6 @@ import atexit
 import logging
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pentad.core.errors import InfraFailure, RunError
+from pentad.core.machine import flush_output
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -143,21 +143,15 @@ def printed_to(path: Path | None) -> Iterator[None]:
     saved = [(number, os.dup(number)) for number in (1, 2)]
     try:
         with path.open("ab") as file:
-            _flush()
+            flush_output()
             for number, _ in saved:
                 os.dup2(file.fileno(), number)
             yield
     finally:
-        _flush()
+        flush_output()
         for number, before in saved:
             os.dup2(before, number)
             os.close(before)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

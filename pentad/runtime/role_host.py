@@ -25,6 +25,7 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from pentad.core.errors import RunError, UserError
+from pentad.core.machine import flush_output
 from pentad.core.seeds import seed_globals
 from pentad.core.specs import load
 from pentad.runtime.process import FAILED, die_with_parent
@@ -157,6 +158,5 @@ def serve(job: Mapping[str, Any], sock: socket.socket) -> int:
 
 if __name__ == "__main__":
     code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     os._exit(code)  # threads may still be working on results that are no longer needed

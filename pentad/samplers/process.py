@@ -150,6 +150,13 @@ class ServerProcess:
         self.package.cleanup()
 
 
+async def soon_lost(lost: asyncio.Future[str]) -> bool:
+    """Whether a process that `lost` belongs to has ended, which explains a failure that has just
+    occurred."""
+    await asyncio.wait([lost], timeout=END_PATIENCE_S)
+    return lost.done()
+
+
 def package_path(folder: Path) -> str:
     """A folder that contains only this package: the server's environment has its own versions of
     torch and others, which our site-packages must not shadow."""

@@ -20,7 +20,7 @@ from pentad.core.errors import FlawedAnswer, GivenUp, InfraFailure, RunError, Us
 from pentad.core.roles import Installed, NamedTensors
 from pentad.core.types import Generation, Request
 from pentad.runtime.restarts import RestartPolicy
-from pentad.samplers.process import END_PATIENCE_S
+from pentad.samplers.process import soon_lost
 from pentad.telemetry.log import NOTICE
 
 if TYPE_CHECKING:
@@ -169,11 +169,6 @@ class Replica:
             await self._changed()
         return self.sampler
 
-    async def _is_lost(self, sampler: ProcessSampler) -> bool:
-        """Whether the loss of the process explains a failure that has just occurred."""
-        await asyncio.wait([sampler.lost], timeout=END_PATIENCE_S)
-        return sampler.lost.done()
-
     # Requests.
 
     async def generate(self, request: Request) -> list[Generation]:
@@ -243,7 +238,7 @@ class Replica:
                 self.is_rewound = False
                 return receipt
             except InfraFailure:
-                if not await self._is_lost(sampler):
+                if not await soon_lost(sampler.lost):
                     raise
 
     async def rewind(self) -> None:
@@ -300,7 +295,7 @@ class Replica:
         try:
             await sampler.call(method, **arguments)
         except InfraFailure as failure:
-            if not await self._is_lost(sampler):
+            if not await soon_lost(sampler.lost):
                 raise
             log.debug("%s: %s", self.name, failure)
 

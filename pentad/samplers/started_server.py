@@ -27,12 +27,12 @@ from pentad.samplers import server_key
 from pentad.samplers.dialect import Dialect
 from pentad.samplers.http import Wire
 from pentad.samplers.process import (
-    END_PATIENCE_S,
     ServerProcess,
     ServerSettings,
     check_installed,
     free_port,
     server_python,
+    soon_lost,
 )
 from pentad.samplers.server_sampler import ServerSampler
 from pentad.sync.publisher import Snapshot
@@ -93,11 +93,11 @@ class StartedServer(ServerSampler):
         try:
             return await super().generate(request)
         except InfraFailure as failure:
-            if await self._has_ended():
+            if await soon_lost(self.lost):
                 raise
             raise FlawedAnswer(str(failure)) from failure
         except RunError as error:
-            if not self.is_closed and await self._has_ended():
+            if not self.is_closed and await soon_lost(self.lost):
                 raise InfraFailure(str(error)) from error
             raise
 
@@ -106,7 +106,7 @@ class StartedServer(ServerSampler):
         try:
             return await super().install(version, weights)
         except RunError as error:
-            if await self._has_ended():
+            if await soon_lost(self.lost):
                 raise InfraFailure(str(error)) from error
             raise
 
@@ -157,10 +157,6 @@ class StartedServer(ServerSampler):
         while (ended := self.process.poll()) is None:
             await asyncio.sleep(POLL_S)
         self.lost.set_result(f"it {ended}")
-
-    async def _has_ended(self) -> bool:
-        await asyncio.wait([self.lost], timeout=END_PATIENCE_S)
-        return self.lost.done()
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

@@ -63,12 +63,8 @@ def size_of(config: Config, checked: Checked, num_steps: int) -> RunSize:
 
 def check_train(config: Config, device: torch.device) -> Checked:
     """Checks everything the run reads; raises one UserError with every problem."""
-    checks = Collector()
-    checks.problems += start_problems(config, device, "train")
-    path = config.model_folder()
+    checks, dims = begin_checks(config, device, "train")
     algorithm = config.algorithm.settings
-    checks.attempt(lambda: config.register_models())
-    dims = checks.attempt(lambda: trained_dims(config, path))
     tokenizer = checks.attempt(lambda: tokenizer_of(config))
     reader = None
     if dims is not None and tokenizer is not None:
@@ -85,6 +81,17 @@ def check_train(config: Config, device: torch.device) -> Checked:
     weights = [keys.weight for keys in environments(config)]
     stream = MixedPrompts(streams, weights) if config.rollout.workflows else streams[0]
     return Checked(dims, tokenizer, algorithm, stream, held_out(good), good)
+
+
+def begin_checks(
+    config: Config, device: torch.device, command: RunCommand
+) -> tuple[Collector, ModelDims | None]:
+    """The checks of a start that need no data, and the dimensions of the trained model if they can
+    be read."""
+    checks = Collector()
+    checks.problems += start_problems(config, device, command)
+    checks.attempt(lambda: config.register_models())
+    return checks, checks.attempt(lambda: trained_dims(config, config.model_folder()))
 
 
 def held_out(found: Sequence[CheckedEnvironment]) -> Prompts | None:

@@ -27,6 +27,7 @@ from pentad.config.schema import Config
 from pentad.core.device import freeze_gc
 from pentad.core.dims import ModelDims
 from pentad.core.errors import RunError
+from pentad.core.files import json_digest
 from pentad.rl.bounds import Bounds
 from pentad.telemetry import host
 from pentad.telemetry.log import announced
@@ -40,7 +41,7 @@ from pentad.trainer.pumps.state import ProcessRandom
 from pentad.trainer.rank.learners import Role
 from pentad.trainer.records import TrainedBatch
 from pentad.trainer.resume import finished, resume, roll_back
-from pentad.trainer.run_folders import describe_progress, digest_of_config, now_text
+from pentad.trainer.run_folders import describe_progress, now_text
 from pentad.trainer.saving.recovery import (
     RecoverHandler,
     finish_saves,
@@ -395,7 +396,7 @@ def open_recovery(
     config, values = context.config, record_values(context.config)
     facts = {
         "config": values,
-        "config_digest": digest_of_config(values),
+        "config_digest": json_digest(values),
         "allocation_mode": config.allocation_mode,
         "versions": host.versions(),
     }

@@ -4,8 +4,6 @@ the config still fits their content."""
 from __future__ import annotations
 
 import datetime
-import hashlib
-import json
 import logging
 import sys
 from collections.abc import Iterator, Mapping
@@ -21,7 +19,7 @@ from pentad.config.load import dump_config, record_values, with_hub_names
 from pentad.config.rules.checkpoint import changed_keys, judge_changes
 from pentad.config.schema import Config
 from pentad.core.errors import FULL, Problem, RunError, UserError, may_pass
-from pentad.core.files import sweep
+from pentad.core.files import json_digest, sweep
 from pentad.core.folders import INFO
 from pentad.core.lock import FolderLock
 from pentad.core.section import chosen
@@ -124,7 +122,7 @@ def take_folder(config: Config, *, fresh: bool) -> Iterator[RunFolder]:
             config.run_path,
             config=values,
             config_yaml=dump_config(config),
-            config_digest=digest_of_config(values),
+            config_digest=json_digest(values),
             seed=config.seed,
             fresh=fresh,
             exports=root,
@@ -157,8 +155,3 @@ def _superseded_store(config: Config) -> Store | None:
 
 def now_text() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-def digest_of_config(values: dict[str, Any]) -> str:
-    text = json.dumps(values, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

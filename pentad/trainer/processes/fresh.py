@@ -23,6 +23,7 @@ from typing import Any
 import pentad
 from pentad.core.device import reset_gpus
 from pentad.core.errors import RunError, Transient
+from pentad.core.machine import flush_output
 from pentad.runtime.process import Child, die_with_parent
 from pentad.runtime.restarts import RestartPolicy
 from pentad.runtime.signals import handling_signals
@@ -117,5 +118,5 @@ def outcome(job: RunJob, policy: RestartPolicy) -> Any:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]))
-    sys.stdout.flush(), sys.stderr.flush()
+    flush_output()
     os._exit(0)  # a call of the learner may not return

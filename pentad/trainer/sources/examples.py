@@ -19,15 +19,15 @@ from pentad.data.examples import Examples
 from pentad.telemetry.log import announced
 from pentad.telemetry.record import PhaseTimer
 from pentad.trainer.context import RunSummary
-from pentad.trainer.inputs import Collector, RowReader, parts_of, tokenizer_of, vocabulary_problems
-from pentad.trainer.preflight import start_problems
+from pentad.trainer.inputs import RowReader, parts_of, tokenizer_of, vocabulary_problems
+from pentad.trainer.preflight import begin_checks
 from pentad.trainer.processes.ranks import run_over_ranks
 from pentad.trainer.rank.example_service import (
     ExampleService,
     PretrainService,
     SftService,
 )
-from pentad.trainer.rank.learners import check_start, start_run, trained_dims
+from pentad.trainer.rank.learners import check_start, start_run
 from pentad.trainer.rank.preference_service import PreferenceService, RewardModelService
 from pentad.trainer.rank.update import BatchFacts, step_from
 from pentad.trainer.records import TrainedBatch
@@ -169,17 +169,13 @@ def check_examples(
     service: type[ExampleService], config: Config, device: torch.device
 ) -> ExampleInputs:
     """Checks everything the run reads; raises one UserError with every problem."""
-    checks = Collector()
-    checks.problems += start_problems(config, device, service.command)
-    path = config.model_folder()
-    checks.attempt(lambda: config.register_models())
-    dims = checks.attempt(lambda: trained_dims(config, path))
+    checks, dims = begin_checks(config, device, service.command)
     tokenizer = checks.attempt(lambda: tokenizer_of(config))
     found: dict[str, Examples] = {}
     if dims is not None and tokenizer is not None:
         checks.attempt(lambda: check_start(config, "actor"))
         if service.command != "pretrain":  # a token shard's ids are looked at themselves
-            checks.problems += vocabulary_problems(path, dims, tokenizer)
+            checks.problems += vocabulary_problems(config.model_folder(), dims, tokenizer)
         for part in parts_of(config):
             read = partial(service.open_part, config, part, RowReader(dims, tokenizer))
             if (data := checks.attempt(read)) is not None:

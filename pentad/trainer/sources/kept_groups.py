@@ -25,10 +25,9 @@ from pentad.core.types import Group, Prompt
 from pentad.data.ledger import PromptFunnel
 from pentad.telemetry.record import PhaseTimer
 from pentad.trainer.context import RunSummary
-from pentad.trainer.inputs import Collector
-from pentad.trainer.preflight import start_problems
+from pentad.trainer.preflight import begin_checks
 from pentad.trainer.processes.ranks import run_over_ranks
-from pentad.trainer.rank.learners import check_start, roles_of, start_run, trained_dims
+from pentad.trainer.rank.learners import check_start, roles_of, start_run
 from pentad.trainer.rank.service import LearnerService
 from pentad.trainer.rank.update import BatchFacts
 from pentad.trainer.records import TrainedBatch
@@ -142,11 +141,7 @@ def run_train_only(
 
 def begin_train_only(config: Config, device: torch.device) -> KeptInputs:
     """Checks everything the run reads; raises one UserError with every problem."""
-    checks = Collector()
-    checks.problems += start_problems(config, device, "train")
-    path = config.model_folder()
-    checks.attempt(lambda: config.register_models())
-    dims = checks.attempt(lambda: trained_dims(config, path))
+    checks, dims = begin_checks(config, device, "train")
     kept = checks.attempt(lambda: open_groups(config))
     for role in roles_of(config):
         checks.attempt(partial(check_start, config, role))
