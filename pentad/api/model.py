@@ -75,7 +75,6 @@ class LoadedModel:
             device=place,
             dtype=dtype_of(self.dtype, place),
             decode=lambda ids: self.tokenizer.decode(ids, keep_special=True),
-            version=0,
         )
 
     def sample(

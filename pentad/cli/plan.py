@@ -31,7 +31,8 @@ from pentad.data.rows import open_rows
 from pentad.data.section import DatasetConfig
 from pentad.data.shares import Turns, whole_shares
 from pentad.planner.figures import RunPlan, SamplePlan, TrainPlan, inner_rows, span, stage_rows
-from pentad.planner.plan import build_plan, choose_device, thumb_of
+from pentad.planner.memory import rule_of_thumb
+from pentad.planner.plan import build_plan, choose_device
 from pentad.planner.present import is_here
 from pentad.planner.remedies import Remedy, propose, propose_adapter, propose_host
 
@@ -511,7 +512,7 @@ def as_dict(plan: RunPlan, remedies: list[Remedy]) -> dict[str, Any]:
                     {name: picked(phase, "device host") for name, phase in row.items()}
                     for row in trainer.phases
                 ],
-                "rule_of_thumb": thumb_of(trainer),
+                "rule_of_thumb": rule_of_thumb(trainer.training, trainer.batch_tokens),
             }
             for trainer in plan.trainers
         ],

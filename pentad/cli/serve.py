@@ -167,7 +167,6 @@ def load_sampler(
         device=device,
         dtype=dtype_of(dtype, device),
         decode=lambda ids: tokenizer.decode(ids, keep_special=True),
-        version=0,
         adapter=adapter,
     )
 

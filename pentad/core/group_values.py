@@ -12,15 +12,15 @@ OptionalGroup = dist.ProcessGroup | None
 """None: the default group. It must have a backend for tensors of the CPU."""
 
 
-def broadcast_value(value: Any, group: OptionalGroup = None, source: int = 0) -> Any:
-    """The value of the rank `source` of the group, on every rank of it; the others give None."""
-    is_source = dist.get_rank(group) == source
+def broadcast_value(value: Any, group: OptionalGroup) -> Any:
+    """The value of rank 0 of the group, on every rank of it; the others give None."""
+    is_source = dist.get_rank(group) == 0
     data = _packed(value) if is_source else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([data.numel()])
-    dist.broadcast(size, group=group, group_src=source)
+    dist.broadcast(size, group=group, group_src=0)
     if not is_source:
         data = torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(data, group=group, group_src=source)
+    dist.broadcast(data, group=group, group_src=0)
     return value if is_source else _unpacked(data)
 
 

@@ -164,9 +164,9 @@ def latent_cache_problems(dims: ModelDims, cache_dtype: CacheDtype) -> list[Prob
     return [Problem(f"rollout.kv_cache_dtype = {cache_dtype}", rule, "leave it at auto")]
 
 
-def state_bytes(num_params: float, param_bytes: int, num_tags: int) -> float:
+def state_bytes(weight_bytes: float, num_tags: int) -> float:
     """Bytes of the training state: master weights, AdamW's moments, further tags."""
-    return (1 + OPTIMIZER_STATES + num_tags) * param_bytes * num_params
+    return (1 + OPTIMIZER_STATES + num_tags) * weight_bytes
 
 
 def export_bytes(dims: ModelDims, weight_bytes: int) -> float:

@@ -83,7 +83,6 @@ def build_engine(
     value_head: bool = False,
     init_from_scratch: bool = False,
     seed: int = 0,
-    family: str | None = None,
     tokenizer_folder: str | None = None,
     weights: str | Path | None = None,
     backend: Backend = "archon",
@@ -100,12 +99,12 @@ def build_engine(
     layout = layout or Layout()
     settings = settings.settled(device.type, layout)
     if backend != "fsdp":
-        dims = dims_of(source, family)
+        dims = dims_of(source)
         check_fit(layout, dims)
         check_balance(settings.model.archon, dims)
     meshes = build_meshes(layout, device)
     with explain("loading", settings.model):
-        held = _build_held(source, settings, meshes, backend, value_head, family)
+        held = _build_held(source, settings, meshes, backend, value_head)
         if init_from_scratch:
             held.initialise(seed)
         else:
@@ -132,14 +131,13 @@ def _build_held(
     meshes: Meshes,
     backend: Backend,
     value_head: bool,
-    family: str | None,
 ) -> HeldModel:
     """This rank's part of the model, laid out, with uninitialised memory."""
     if backend == "megatron":
         # Here, since megatron-core is optional.
         from pentad.engine.megatron.held import MegatronModel
 
-        dims = dims_of(source, family)
+        dims = dims_of(source)
         raise_problems(unsayable(dims))
         return MegatronModel(dims, settings, meshes, value_head=value_head)
     if backend == "fsdp":
@@ -149,7 +147,7 @@ def _build_held(
         return HeldModel(
             transformers_maker(source, settings, meshes, value_head=value_head), meshes
         )
-    dims = dims_of(source, family)
+    dims = dims_of(source)
     return HeldModel(decoder_maker(dims, settings, meshes, value_head=value_head), meshes)
 
 
@@ -241,42 +239,40 @@ class Engine:
         self, rows: Sequence[Row], tag: str, noted: list[Routes] | None = None
     ) -> tuple[list[Predicted], MicrobatchPlan]:
         """All rows forward, with the weights of the tag in place."""
-        check_rows(rows, (), self.dims.vocab_size)
-        check_routes(rows, self.dims)
         # Experts are noted of every token of every row.
-        bundles = self._bundles(rows) if noted is None else None
-        plan = self._plan(rows, bundles)
+        plan, _, microbatches = self._planned(rows, shares=noted is None)
         with self.use(tag):
-            microbatches = self._microbatches(plan, rows, (), bundles)
             predicted = self.passes.forward(microbatches, noted)
         compiling.report()
         return predicted, plan
 
-    def _bundles(self, rows: Sequence[Row]) -> list[RowBundle] | None:
-        """Bundles of rows with a common prefix; None if each is computed whole."""
-        return find_bundles(rows) if self.makes_trees else None
-
-    def _plan(
-        self, rows: Sequence[Row], bundles: Sequence[RowBundle] | None = None
-    ) -> MicrobatchPlan:
-        """The rows of each data-parallel rank, without microbatches that are empty on all of
-        them."""
+    def _planned(
+        self, rows: Sequence[Row], columns: Sequence[str] = (), *, shares: bool = True
+    ) -> tuple[MicrobatchPlan, list[RowBundle] | None, Iterator[PackedRows]]:
+        """The rows of each data-parallel rank, without microbatches that are empty on all of them;
+        the bundles of rows whose common prefix is computed once, if it `shares` any; and this
+        rank's microbatches."""
+        check_rows(rows, columns, self.dims.vocab_size)
+        check_routes(rows, self.dims)
         check_agreement(rows, self.meshes)
+        bundles = find_bundles(rows) if shares and self.makes_trees else None
         lengths = [row.ids.numel() for row in rows]
-        pipeline, num_ranks = self.held.pipeline, self.meshes.layout.dp
+        pipeline, layout = self.held.pipeline, self.meshes.layout
         take = pipeline.take if pipeline is not None else None
-        return plan_call(lengths, self.cost, self.settings, num_ranks, take, bundles)
+        plan = plan_call(lengths, self.cost, self.settings, layout.dp, take, bundles)
+        at = self.meshes.coords
+        mine = plan[at.dp_replicate * layout.dp_shard + at.dp_shard]
+        return plan, bundles, self._packed(rows, mine, columns, bundles)
 
-    def _microbatches(
+    def _packed(
         self,
-        plan: MicrobatchPlan,
         rows: Sequence[Row],
+        microbatches: Sequence[Sequence[int]],
         columns: Sequence[str],
-        bundles: Sequence[RowBundle] | None = None,
+        bundles: Sequence[RowBundle] | None,
     ) -> Iterator[PackedRows]:
-        at, layout = self.meshes.coords, self.meshes.layout
         shared = {row: bundle.shared for bundle in bundles or () for row in bundle.rows}
-        for indices in plan[at.dp_replicate * layout.dp_shard + at.dp_shard]:
+        for indices in microbatches:
             pulse()
             yield pack_rows(
                 [rows[i] for i in indices],
@@ -311,11 +307,7 @@ class Engine:
         self._require_actor("a gradient")
         if step.whole is not None:
             raise RunError("accumulate was called after the call with last=True; begin a new step")
-        check_rows(rows, loss.columns, self.dims.vocab_size)
-        check_routes(rows, self.dims)
-        bundles = self._bundles(rows)
-        plan = self._plan(rows, bundles)
-        microbatches = self._microbatches(plan, rows, loss.columns, bundles)
+        plan, bundles, microbatches = self._planned(rows, loss.columns)
         count = math.fsum(row.count for row in rows)
         num_tokens = sum(row.ids.numel() for row in rows)
         for decoder in self.held.decoders:

@@ -106,16 +106,16 @@ class EmbeddedSampler:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         decode: Decode | None = None,
-        version: int = -1,
         adapter: Adapter | None = None,
     ) -> EmbeddedSampler:
-        """`adapter`: applied beside the folder's weights, unmerged."""
+        """Serves the weights of the folder as version 0; `adapter`: applied beside them,
+        unmerged."""
         if adapter is not None:
             raise_problems(fit_problems(adapter, HfFolder(folder).infos, "adapter", str(folder)))
         lora = None if adapter is None else LoraConfig(**asdict(adapter.spec))
         settings = (settings or SamplerSettings()).model_copy(update={"lora": lora})
         model = load_to_sample(folder, device=device, dtype=dtype)
-        sampler = cls(model, settings, decode=decode, version=version)
+        sampler = cls(model, settings, decode=decode, version=0)
         if adapter is not None:
             sampler.engine.place(adapter.factors.items())
         return sampler

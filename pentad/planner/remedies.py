@@ -27,7 +27,8 @@ from pentad.core.machine import GIB
 from pentad.engine.section import LoraConfig
 from pentad.models.catalog import dims_of, known_dims
 from pentad.planner.figures import Device, RunPlan
-from pentad.planner.plan import build_plan, saves_async
+from pentad.planner.host import saves_async
+from pentad.planner.plan import build_plan
 
 MAX_TP = 64
 RECOMPUTED, SELECTION = "actor.archon.ac_mode", "actor.archon.ac_selective"

@@ -27,7 +27,8 @@ from pentad.data.render import TOOL_CALL
 from pentad.data.tokenizer import rendered
 from pentad.rollout.environment_host import TEXT
 from pentad.rollout.environments import Environment, Step, read_tool_call
-from pentad.rollout.workflows import Context, EpisodeOver, MultiTurn, OwnPrompts, Talk
+from pentad.rollout.transcript import Talk
+from pentad.rollout.workflows import Context, EpisodeOver, MultiTurn, OwnPrompts
 from pentad.runtime.process import Child
 
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "

@@ -25,7 +25,8 @@ from pentad.core.seeds import derive_seed
 from pentad.core.types import FinishReason, Generation, Request, Sample
 from pentad.data.tokenizer import Tokenizer, find_prefix
 from pentad.rollout.environments import following_ids
-from pentad.rollout.workflows import Context, Generator, Transcript
+from pentad.rollout.transcript import Transcript
+from pentad.rollout.workflows import Context, Generator
 from pentad.serve.answers import Answer
 from pentad.serve.app import (
     App,

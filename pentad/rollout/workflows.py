@@ -25,7 +25,7 @@ from pentad.core.errors import (
     is_cancelled,
 )
 from pentad.core.seeds import derive_seed
-from pentad.core.types import FinishReason, Generation, Prompt, Request, Sample, SamplingParams
+from pentad.core.types import Generation, Prompt, Request, Sample, SamplingParams
 from pentad.data.tokenizer import decode_all
 from pentad.rewards.scorer import FAILED
 from pentad.rollout.environments import (
@@ -36,6 +36,7 @@ from pentad.rollout.environments import (
     tools_of,
 )
 from pentad.rollout.history import History
+from pentad.rollout.transcript import Talk, Transcript
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -135,57 +136,6 @@ class OwnPrompts:
     sampled ones."""
 
 
-class Transcript:
-    """One sample as it grows: prompt, then sampled and environment tokens in their order."""
-
-    def __init__(self, prompt_ids: Sequence[int]) -> None:
-        self.ids: list[int] = []
-        self.mask: list[bool] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
-        self.routes: np.ndarray | None = None
-        self.add_given(prompt_ids)
-
-    @property
-    def num_sampled(self) -> int:
-        return sum(self.mask)
-
-    def add_given(self, ids: Sequence[int]) -> None:
-        """Tokens of the prompt or the environment: context, never trained."""
-        self.ids += ids
-        self.mask += [False] * len(ids)
-        self.logprobs += [0.0] * len(ids)
-        self.versions += [-1] * len(ids)
-
-    def add_sampled(self, generation: Generation) -> None:
-        self.ids += generation.ids
-        self.mask += [True] * len(generation.ids)
-        self.logprobs += generation.logprobs
-        self.versions += generation.versions
-        routes = generation.routes
-        if routes is not None and self.routes is not None:
-            # An earlier turn's tokens keep the experts with which that turn was drawn. Its last
-            # token was first computed now.
-            known = len(self.routes) - 1
-            routes = np.concatenate([self.routes[:known], routes[known:]])
-        self.routes = routes
-
-    def finished(self, finish: FinishReason, text: str) -> Sample:
-        if self.routes is not None and len(self.routes) < len(self.ids):
-            # Tokens after the last answer: no trained token depends on where they are sent.
-            missing = len(self.ids) - len(self.routes)
-            self.routes = np.concatenate([self.routes, np.repeat(self.routes[-1:], missing, 0)])
-        return Sample(
-            ids=np.array(self.ids, dtype=np.int64),
-            mask=np.array(self.mask, dtype=bool),
-            rollout_logprobs=np.array(self.logprobs, dtype=np.float32),
-            versions=np.array(self.versions, dtype=np.int64),
-            finish=finish,
-            text=text,
-            routes=self.routes,
-        )
-
-
 def check_fits(prompt: Prompt, context: Context) -> None:
     if context.room(len(prompt.ids)) == 0:
         detail = f"prompt {prompt.gid} has {len(prompt.ids)} tokens"
@@ -225,58 +175,6 @@ class SingleTurn:
         seeds = [context.seed(prompt.gid, i) for i in range(context.num_samples)]
         generations = await sampler.generate(context.request(prompt.ids, seeds))
         return answered(prompt.ids, generations, context.texts_of(generations))
-
-
-@dataclass(slots=True)
-class Talk:
-    """A conversation as it grows."""
-
-    transcript: Transcript
-    """Its last sequence."""
-    history: History | None = None
-    """Set if the chat template renders earlier turns."""
-    earlier: list[tuple[Transcript, list[tuple[str, str]]]] = field(default_factory=list)
-    """Sequences that no later turn continues, and the texts of each."""
-    texts: list[str] = field(default_factory=list)
-    """The policy's texts."""
-    turns: list[tuple[str, str]] = field(default_factory=list)
-    parts: dict[str, float] = field(default_factory=dict)
-    """Reward parts by name."""
-    environment: dict[str, Any] | None = None
-    finish: FinishReason = "stop"
-
-    def add_answer(self, generation: Generation, text: str) -> None:
-        self.transcript.add_sampled(generation)
-        self.texts.append(text)
-        self.turns.append(("assistant", text))
-        self.finish = generation.finish
-
-    @property
-    def num_sampled(self) -> int:
-        return sum(one.num_sampled for one in (self.transcript, *(t for t, _ in self.earlier)))
-
-    def go_on(self, ids: Sequence[int]) -> None:
-        """Starts a new sequence with these tokens, after which the next turn is sampled."""
-        self.earlier.append((self.transcript, self.turns))
-        self.transcript, self.turns = Transcript(ids), []
-
-    def sample(self) -> Sample:
-        """The sample of a conversation with one sequence."""
-        [sample] = self.samples()
-        return sample
-
-    def samples(self) -> list[Sample]:
-        """One sample per sequence. All have the text of the whole conversation, which the reward
-        scores."""
-        text, samples = "\n".join(self.texts), []
-        for transcript, turns in (*self.earlier, (self.transcript, self.turns)):
-            finish = self.finish if transcript is self.transcript else "stop"
-            sample = transcript.finished(finish, text)
-            sample.turns, sample.environment = tuple(turns), self.environment
-            if self.parts:
-                sample.reward, sample.reward_parts = sum(self.parts.values()), dict(self.parts)
-            samples.append(sample)
-        return samples
 
 
 class Said:

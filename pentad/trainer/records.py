@@ -55,7 +55,7 @@ class TrainedBatch:
     """Progress of the data when the batch was done; it belongs to the weights after the batch."""
     oversampled: Oversampled | None = None
     is_off_policy: bool = False
-    """Whether the weight versions that sampled the groups are unknown."""
+    """Whether staleness means nothing: the groups are of another run, or nothing is trained."""
     num_samples: int | None = None
     """Number of samples, if rows are parts of samples."""
     rows_digest: str | None = None

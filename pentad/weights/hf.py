@@ -383,7 +383,6 @@ def push_to_hub(
     *,
     private: bool = True,
     token: str | None = None,
-    message: str = "Upload model",
     endpoint: str | None = None,
 ) -> str:
     """Uploads a folder unchanged and returns the URL of the commit.
@@ -399,7 +398,8 @@ def push_to_hub(
     api = HfApi(endpoint=endpoint, token=token)
     try:
         api.create_repo(repo, private=private, exist_ok=True)
-        return str(api.upload_folder(folder_path=folder, repo_id=repo, commit_message=message))
+        done = api.upload_folder(folder_path=folder, repo_id=repo, commit_message="Upload model")
+        return str(done)
     except Exception as error:  # hub, network and login raise many types
         reason = str(error).strip().split("\n")[0]
         rule = f"{folder} was not uploaded to {repo} at {api.endpoint} ({reason})"

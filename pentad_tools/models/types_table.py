@@ -268,7 +268,7 @@ def _sampled_diff(folder: str, keys: dict[str, Any], theirs: nn.Module) -> float
     ]
 
     async def draw() -> list[list[Generation]]:
-        sampler = EmbeddedSampler.from_folder(folder, settings, version=0)
+        sampler = EmbeddedSampler.from_folder(folder, settings)
         try:
             return await asyncio.gather(*(sampler.generate(one) for one in requests))
         finally:

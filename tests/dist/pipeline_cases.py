@@ -101,8 +101,7 @@ def shapes_seen(layout: Layout, num_rows: int, **settings: Any) -> list[int]:
     """The tokens of each microbatch of the first rank's schedule."""
     engine = make("tied8", layout, **settings)
     rows = make_rows(num_rows)
-    plan = engine._plan(rows)
-    return [mb.num_tokens for mb in engine._microbatches(plan, rows, ())]
+    return [mb.num_tokens for mb in engine._planned(rows, shares=False)[2]]
 
 
 def weights_out(model: str, layout: Layout, folder: str, loss: str, **settings: Any) -> Any:

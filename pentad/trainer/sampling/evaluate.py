@@ -257,7 +257,6 @@ async def _samplers(config: Config, subject: Subject, device: torch.device) -> d
         device=device,
         dtype=DTYPES[config.actor.compute_dtype(device.type)],
         decode=lambda ids: tokenizer.decode(ids, keep_special=True),
-        version=0,
         adapter=None if adapter is None else read_adapter(adapter),
     )
     return {"embedded": embedded}

@@ -30,7 +30,7 @@ from pentad.rl.metrics import sample_metrics
 from pentad.runtime.rank import Rank, rank_from_environment
 from pentad.sync.publisher import Publisher, Snapshot, take_snapshot
 from pentad.telemetry.log import NOTICE, announced
-from pentad.telemetry.record import Funnel, PhaseTimer, Rl, StepRecord
+from pentad.telemetry.record import Funnel, PhaseTimer, StepRecord
 from pentad.trainer.context import RunSummary
 from pentad.trainer.preflight import Checked, check_train, size_of
 from pentad.trainer.processes.ranks import run_rank
@@ -39,7 +39,7 @@ from pentad.trainer.pumps.scheduler import Scheduler
 from pentad.trainer.pumps.state import Budget, RunState
 from pentad.trainer.rank.learners import backend_of, start_run, weights_folder
 from pentad.trainer.rank.update import BatchFacts
-from pentad.trainer.records import TrainedBatch, by_environment, mean_parts
+from pentad.trainer.records import TrainedBatch, rl_of
 from pentad.trainer.run import BatchSource, Run, RunInputs, lead
 from pentad.trainer.sampling.evaluate import Scorers, open_executors
 from pentad.trainer.sampling.placement import DeviceTurns, Placement
@@ -191,7 +191,9 @@ class SampleSource(BatchSource):
         state.budget.count_trained()
         state.budget.count_published(state.budget.trained)
         state.changed.notify()
-        return TrainedBatch(step, BatchFacts([], [], []), timer, groups, state.ledger.funnel())
+        lengths = [len(sample.ids) for group in groups for sample in group.samples]
+        facts, funnel = BatchFacts([], [], lengths, sample_metrics(groups)), state.ledger.funnel()
+        return TrainedBatch(step, facts, timer, groups, funnel, is_off_policy=True)
 
     def _write(self, step: int, groups: Sequence[Group]) -> None:
         try:
@@ -200,9 +202,7 @@ class SampleSource(BatchSource):
             raise RunError(f"step {step}: its groups cannot be written: {error}") from error
 
     def record(self, run: Run, trained: TrainedBatch) -> StepRecord:
-        step, groups = trained.batch + 1, trained.groups
-        samples = [sample for group in groups for sample in group.samples]
-        num_tokens = sum(len(sample.ids) for sample in samples)
+        step, num_tokens = trained.batch + 1, sum(trained.facts.lengths)
         phases = trained.timer.phases_ms()
         wall_ms = sum(phases.values())
         return StepRecord(
@@ -210,19 +210,13 @@ class SampleSource(BatchSource):
             epoch=(step - 1) // run.context.steps_per_epoch,
             version=0,
             time_s=time.time(),
-            num_groups=len(groups),
-            num_samples=len(samples),
+            num_groups=len(trained.groups),
+            num_samples=len(trained.facts.lengths),
             num_tokens=num_tokens,
             tokens_per_sec=num_tokens / wall_ms * 1e3 if wall_ms else None,
             wall_clock_ms=wall_ms,
             phases=phases,
-            rl=Rl(
-                **sample_metrics(groups),
-                reward_parts=mean_parts(groups),
-                environments=by_environment(groups),
-                prompt_length_mean=sum(len(g.prompt.ids) for g in groups) / len(groups),
-                staleness=None,
-            ),
+            rl=rl_of(trained),
             funnel=Funnel(**asdict(trained.funnel)) if trained.funnel else None,
         )
 

@@ -67,7 +67,7 @@ def drawn(folder, adapter=None):
     async def main():
         settings = sampler_settings(max_running=4, kv_cache_tokens=512)
         found = None if adapter is None else read_adapter(adapter)
-        sampler = EmbeddedSampler.from_folder(folder, settings, version=0, adapter=found)
+        sampler = EmbeddedSampler.from_folder(folder, settings, adapter=found)
         params = SamplingParams(max_new_tokens=12, temperature=0.0)
         request = Request(id="a", prompt_ids=(5, 6, 7), params=params, seeds=(1,))
         try:

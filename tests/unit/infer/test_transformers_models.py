@@ -65,7 +65,7 @@ def sampler_of(keep):
     def make(folder, dtype=torch.float32, **keys):
         given = {"max_running": 64, "kv_cache_tokens": 8192, "block_size": 4} | keys
         settings = sampler_settings(**given)
-        return keep(EmbeddedSampler.from_folder(folder, settings, dtype=dtype, version=0))
+        return keep(EmbeddedSampler.from_folder(folder, settings, dtype=dtype))
 
     return make
 

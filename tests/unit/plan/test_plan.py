@@ -510,7 +510,7 @@ def test_files_count_every_export_that_is_kept():
 
 
 def test_a_disk_without_room_is_a_warning(monkeypatch):
-    monkeypatch.setattr("pentad.planner.plan.free_disk", lambda folder: (GIB, "/x"))
+    monkeypatch.setattr("pentad.planner.host.free_disk", lambda folder: (GIB, "/x"))
     plan = plan_of("actor.path=Qwen/Qwen3-0.6B", "actor.mb_spec.n_mbs=64")
     assert plan.fits
     assert any("GiB of checkpoints, 1.0 GiB free at /x" in note for note in plan.notes)
