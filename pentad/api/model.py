@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from pentad.api.runs import Reward, RowsOrPath, _Given, apart_from_loop
 from pentad.core.device import dtype_of, dtype_problems, pick_device
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, UserError, raise_problems
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Generation, Request, SamplingParams
 from pentad.data.tokenizer import Tokenizer, load_tokenizer
@@ -49,8 +49,7 @@ def load(
     tokenizer = load_tokenizer(folder, key="model", template_args=template_args or {})
     problems = vocabulary_problems(folder, dims_of(folder), tokenizer, key="model")
     problems += dtype_problems("dtype", dtype)
-    if problems:
-        raise UserError(problems)
+    raise_problems(problems)
     return LoadedModel(folder, tokenizer, device, dtype, dict(template_args or {}))
 
 

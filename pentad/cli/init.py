@@ -18,7 +18,7 @@ from typing import Any
 
 import typer
 
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, raise_problems
 from pentad.core.hub import HUB_NAME
 from pentad.core.machine import find_gpus
 
@@ -151,8 +151,7 @@ def run_init(folder: str | None, task: str | None, model: str | None, device: st
         model = model or typer.prompt(what, default=TINY)
         device = device or typer.prompt("Device (auto, cpu, cuda)", default="auto")
     task, model, device = task or "math", model or TINY, device or "auto"
-    if problems := list(_problems(folder, task, model, device)):
-        raise UserError(problems)
+    raise_problems(_problems(folder, task, model, device))
     assert folder is not None, "checked above"
     place, starter = Path(folder).expanduser(), TASKS[task]
     text = recipe_of(starter, place.resolve().name, model, _has_gpu(device))

@@ -21,7 +21,7 @@ import transformers
 import yaml
 
 from pentad.core.device import dtype_of, dtype_problems, pick_device
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, UserError, raise_problems
 from pentad.data.tokenizer import Tokenizer, load_tokenizer
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.section import SamplerSettings
@@ -159,8 +159,7 @@ def load_sampler(
 ) -> EmbeddedSampler:
     problems = vocabulary_problems(model, dims_to_sample(model), tokenizer, key="model")
     problems += dtype_problems("--dtype", dtype)
-    if problems:
-        raise UserError(problems)
+    raise_problems(problems)
     return EmbeddedSampler.from_folder(
         model,
         settings,

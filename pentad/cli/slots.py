@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, raise_problems
 from pentad.runtime.slots import Slots
 
 
@@ -21,8 +21,7 @@ def run_slots(folder: str, drop: list[int], join: list[int]) -> None:
         Problem(f"--drop {slot}", "is given to --join, too", "give one of the two")
         for slot in set(drop) & set(join)
     ]
-    if problems:
-        raise UserError(problems)
+    raise_problems(problems)
     for slot in drop:
         slots.drop(slot, "dropped by pentad slots")
     for slot in join:

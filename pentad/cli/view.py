@@ -17,7 +17,7 @@ from typing import Any
 from pentad.cli.recipe import OVERRIDE
 from pentad.config.rules.model import uncounted
 from pentad.config.schema import Config
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, UserError, raise_problems
 from pentad.planner.prepare import prepare
 from pentad.planner.remedies import propose
 from pentad.runtime.process import NICENESS, Child, bound
@@ -78,8 +78,7 @@ def check_places(places: list[Path], overrides: Sequence[str] = ()) -> None:
     if overrides and not any(map(is_recipe, places)):
         where, remedy = " ".join(overrides), "name it: pentad view recipe.yaml key=value"
         problems.append(Problem(where, "overrides are of a recipe, and none is given", remedy))
-    if problems:
-        raise UserError(problems)
+    raise_problems(problems)
 
 
 def listen(host: str, port: int | None) -> socket.socket:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, UserError, raise_problems
 
 INFERENCE = ("embedded", "vllm", "sglang")
 Backend = Literal["archon", "fsdp", "megatron"]
@@ -270,8 +270,7 @@ def parse_allocation(text: str, where: str = "allocation_mode") -> Allocation:
     """Reads an allocation string; raises UserError with an AllocationProblem for each fault."""
     parser = _Parser(text, where)
     allocation = parser.allocation()
-    if parser.problems:
-        raise UserError(parser.problems)
+    raise_problems(parser.problems)
     return allocation
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, raise_problems
 from pentad.core.sizes import MIN_TEMPERATURE
 from pentad.core.types import Request, SamplingParams
 
@@ -48,8 +48,7 @@ def check_request(request: Request, limits: RequestLimits) -> None:
                 "lower max_new_tokens or raise the cache's memory",
             )
         )
-    if problems:
-        raise UserError(problems)
+    raise_problems(problems)
 
 
 def prompt_problems(request: Request, limits: RequestLimits) -> Iterator[Problem]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pentad.core.dims import ModelDims
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, UserError, raise_problems
 from pentad.core.fit import (
     SCHEDULES,
     split_layers,
@@ -123,8 +123,7 @@ def plan_pipeline(dims: ModelDims, layout: Layout, model: ModelConfig) -> Pipeli
             "", f"layout = {layout}", pp=layout.pp, num_layers=dims.num_layers
         ),
     ]
-    if problems:
-        raise UserError(problems)
+    raise_problems(problems)
     num = model.archon.stages
     return Pipeline(
         schedule=schedule,

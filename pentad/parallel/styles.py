@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.nn import functional as F
 
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, raise_problems
 from pentad.core.swap import swap_class
 from pentad.parallel.collectives import deal, gather_shared, share, sum_shared
 from pentad.parallel.cuts import Cut, storage_dim
@@ -95,8 +95,7 @@ def match_styles(model: nn.Module, plan: Styles, num: int, where: str) -> dict[s
     if not styles and not problems:
         rule = "transformers has no tensor-parallel plan for this model"
         problems.append(Problem(where, rule, "use t1"))
-    if problems:
-        raise UserError(problems)
+    raise_problems(problems)
     return styles
 
 

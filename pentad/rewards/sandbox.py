@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pentad.core.errors import Problem, UserError, one_line
+from pentad.core.errors import Problem, UserError, one_line, raise_problems
 from pentad.core.scratch import scratch_folder
 from pentad.rewards import breakout, confine
 from pentad.rewards.section import RewardConfig
@@ -180,8 +180,7 @@ def check_start(said: dict[str, Any], limits: confine.Limits) -> None:
     if weak and not limits.allow_weaker and not problems:
         remedy = "see docs/security.md, or accept it with reward.allow_weaker = true"
         problems.append(Problem("reward pool", lacking(said), remedy))
-    if problems:
-        raise UserError(problems)
+    raise_problems(problems)
 
 
 def check_platform() -> None:

@@ -36,7 +36,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from pentad.core.bundles import Bundle
-from pentad.core.errors import InfraFailure, Problem, RunError, UserError
+from pentad.core.errors import InfraFailure, Problem, RunError, UserError, raise_problems
 from pentad.core.machine import RAY_SETTINGS, find_gpus, installed, num_cores, process_kept
 from pentad.runtime.environment import visible_devices
 from pentad.runtime.ray_cluster import (
@@ -282,8 +282,7 @@ class RayRuntime(Runtime):
             for name in first.values()
             for problem in node_problems(nodes[name], name, package, version, folders)
         ]
-        if problems:
-            raise UserError(problems)
+        raise_problems(problems)
 
     def _visible(self, name: str) -> dict[str, str]:
         """The GPUs visible to the role. Ray would choose otherwise: from a bundle whose GPUs
@@ -488,8 +487,7 @@ def _reserve(bundles: Sequence[Mapping[str, float]]) -> Any:
         for kind, count in wanted.items()
         if count > have.get(kind, 0)
     ]
-    if problems:
-        raise UserError(problems)
+    raise_problems(problems)
     group = placement_group([dict(taken) for taken in bundles], strategy="PACK")
     if not group.wait(READY_S):
         remove_placement_group(group)

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, raise_problems
 
 MAX_N = 128
 MAX_CHOICES = 1024
@@ -269,8 +269,7 @@ class ServeLimits:
             for field in fields(self)
             if getattr(self, field.name) <= 0
         ]
-        if problems:
-            raise UserError(problems)
+        raise_problems(problems)
 
 
 def check_body(body: bytes, limits: ServeLimits) -> None:

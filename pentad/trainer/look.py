@@ -23,7 +23,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from pentad.config.environments import environments
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, UserError, raise_problems
 from pentad.data.sft import SftDataset
 from pentad.data.tokenizer import TOKENIZER_FILES, Tokenizer
 from pentad.models.catalog import known_dims
@@ -147,8 +147,7 @@ def open_reader(config: Config, dims: ModelDims | None, found: Look) -> RowReade
 
 def found_problems(config: Config, dims: ModelDims, tokenizer: Tokenizer) -> None:
     problems = tokenizer_problems(config, dims, tokenizer)
-    if problems:
-        raise UserError(problems)
+    raise_problems(problems)
 
 
 def any_tokenizer(folder: Path) -> Tokenizer:

@@ -22,7 +22,7 @@ from pentad.config.schema import Config
 from pentad.config.topology import Topology, facts_of, topology
 from pentad.core.device import DTYPES
 from pentad.core.dims import ModelDims
-from pentad.core.errors import InfraFailure, Problem, RunError, UserError
+from pentad.core.errors import InfraFailure, Problem, RunError, UserError, raise_problems
 from pentad.core.roles import Sampler
 from pentad.core.scratch import scratch_folder, shared_memory
 from pentad.core.sizes import COLOCATED_SHARE
@@ -361,13 +361,11 @@ def server_problems(config: Config, facts: RunFacts) -> list[Problem | str]:
 
 def check_capabilities(config: Config, samplers: Mapping[str, Sampler]) -> None:
     """Raises UserError with the features that the run requests and its samplers lack."""
-    problems = [
+    raise_problems(
         problem
         for name, sampler in samplers.items()
         for problem in capability_problems(config, name, sampler.capabilities)
-    ]
-    if problems:
-        raise UserError(problems)
+    )
 
 
 def capability_problems(

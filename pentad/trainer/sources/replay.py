@@ -30,7 +30,7 @@ from pentad.config.rules.start import rank_problems
 from pentad.config.schema import SCORERS, Config
 from pentad.config.topology import scorers
 from pentad.core.device import pick_device
-from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.errors import Problem, RunError, UserError, raise_problems
 from pentad.core.lock import FolderLock
 from pentad.core.types import Group
 from pentad.planner.hub import with_local_models
@@ -151,8 +151,7 @@ def open_learner(plan: ReplayPlan, device: torch.device) -> Iterator[LearnerClie
         with RankCalls(serve_replay(plan.given, Rank(), device)) as calls:
             yield LearnerClient(calls)
         return
-    if problems := rank_problems(config, start_facts(device, "train")):
-        raise UserError(problems)
+    raise_problems(rank_problems(config, start_facts(device, "train")))
     with tempfile.TemporaryDirectory(prefix="pentad-replay-") as logs:
         specs = specs_of_ranks(
             "replay",
