@@ -14,6 +14,7 @@ from typing import Any
 
 from pentad.core.dims import ModelDims
 from pentad.models.config_reader import dims_from_hf
+from pentad.models.towers import in_tower
 from pentad.weights.cuts import Seam
 from pentad.weights.map import (
     Condition,
@@ -32,7 +33,6 @@ from pentad.weights.map import (
     build_map,
     through,
 )
-from pentad.weights.tower_map import in_tower
 
 
 def has_bias(dims: ModelDims, layer: int) -> bool:

@@ -7,7 +7,7 @@ Loading, publishing, exports, plans and `verify-model` read the towers here alon
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.folders import tensor_bytes, tensor_names
 from pentad.models.config_reader import PART, ConfigReader
+from pentad.weights.map import WeightMap, sources_of
 
 TEXT = "text_config"
 EMBEDDING = "model.embed_tokens.weight"
@@ -204,3 +205,28 @@ def other_bytes(folder: Path, dims: ModelDims) -> int:
     """Bytes of the other towers, which every export copies."""
     sizes = tensor_bytes(folder) if dims.tower_names else {}
     return sum(size for name, size in sizes.items() if dims.is_beside_text(name))
+
+
+def in_tower(own: WeightMap) -> WeightMap:
+    """Renames the map of a family to the names of the text tower in a multimodal folder."""
+    names = own.dims.tower_names
+
+    def there(name: str) -> str:
+        found = ((begin, new) for begin, new in names if name.startswith(begin))
+        begin, new = next(found, ("", ""))
+        return new + name.removeprefix(begin)
+
+    entries = {
+        name: replace(
+            entry, regions=tuple(replace(r, source=there(r.source)) for r in entry.regions)
+        )
+        for name, entry in own.entries.items()
+    }
+    return replace(
+        own,
+        entries=entries,
+        sources=sources_of(entries, own.dims),
+        tied={there(name): there(twin) for name, twin in own.tied.items()},
+        ignored=frozenset(map(there, own.ignored)),
+        ignored_prefixes=tuple(map(there, own.ignored_prefixes)),
+    )
