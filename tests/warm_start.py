@@ -27,7 +27,7 @@ import traceback
 import types
 from pathlib import Path
 
-COMMANDS = ("pentad.runtime.role_host", "pentad.samplers.server_key", "pentad.checkpoint.writer")
+COMMANDS = ("pentad.runtime.role_host", "pentad.samplers.server_key", "pentad.runtime.helper")
 COMMANDS += ("pentad.cli.main", "kill_lab")
 LEAVES = COMMANDS[:3]
 """The others start processes of their own."""
