@@ -27,7 +27,7 @@ import traceback
 import types
 from pathlib import Path
 
-COMMANDS = ("pentad.runtime.role_host", "pentad.samplers.server_key", "pentad.checkpoint.writer")
+COMMANDS = ("pentad.runtime.role_host", "pentad.samplers.server_key", "pentad.runtime.helper")
 COMMANDS += ("pentad.cli.main", "kill_lab")
 LOOK = "from pentad.trainer.look import main; main()"
 """The end of the code by which `pentad plan` starts the process that reads a run's inputs."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +32,7 @@ from pentad.checkpoint.folders import (
 from pentad.core.errors import RunError, naming
 from pentad.core.faults import hit
 from pentad.core.files import REAL_DISK, Disk, make_folders, write_atomic
+from pentad.runtime.helper import Descriptor, memory_file
 
 NUM_THREADS = 4
 """Each thread takes a piece, computes its digest and writes it."""
@@ -48,20 +47,23 @@ class Memory:
     """Host memory that a writer process can map too."""
 
     def __init__(self, size: int) -> None:
-        if sys.platform == "linux":
-            fd = os.memfd_create("pentad-checkpoint")
-        else:
-            with tempfile.TemporaryFile() as file:
-                fd = os.dup(file.fileno())
+        with memory_file() as file:
+            fd = os.dup(file.fileno())
         os.ftruncate(fd, size)
         self._hold(fd, size, mmap.PROT_READ | mmap.PROT_WRITE)
 
     @classmethod
     def received(cls, fd: int) -> Memory:
-        """Maps the memory of another process for reading."""
+        """Maps the memory of another process for reading, as long as it is referred to."""
         memory = cls.__new__(cls)
         memory._hold(fd, os.fstat(fd).st_size, mmap.PROT_READ)
+        os.close(fd)
+        memory.fd = -1
         return memory
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A `Channel` sends the descriptor, not the bytes."""
+        return Memory.received, (Descriptor(self.fd),)
 
     def _hold(self, fd: int, size: int, access: int) -> None:
         self.fd = fd

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from pentad.checkpoint.quarantine import list_aside
 from pentad.core.folders import INFO
 from pentad.core.remote import Remote
 from pentad.runtime.awake import awake_s
-from pentad.runtime.process import Child
+from pentad.runtime.helper import END, Helper
 from pentad.runtime.signals import handling_signals
 
 log = logging.getLogger(__name__)
@@ -87,8 +86,7 @@ class Tiers:
         self.fetched: set[int] = set()
         """Steps already fetched from the store: if they could not be restored, fetching again does
         not help."""
-        self.process: Child | None = None
-        """The uploader."""
+        self.uploader: Helper | None = None
         self.is_closed = False
         if remote is not None:
             self._start(remote)
@@ -169,9 +167,10 @@ class Tiers:
         with self.lock:
             self.known = replace(self.known, waiting_step=step)
         try:
-            if self.process is None or not self.process.is_running:
+            if self.uploader is None or not self.uploader.child.is_running:
                 self._start(self.remote)
-            self._send(step)
+            assert self.uploader is not None, "it was started"
+            self.uploader.tell(step)
         except OSError as error:
             self._learn({"error": f"the uploader cannot be started: {error}"}, self.known)
 
@@ -193,12 +192,10 @@ class Tiers:
         the next start of the run."""
         self.is_closed = True
         self.held.close()
-        process = self.process
-        if process is None:
+        if self.uploader is None:
             return True
-        self._send("close")
-        cut = self._wait(process, timeout_s)
-        self.reader.join()
+        self.uploader.tell(END)
+        cut = self._wait(self.uploader, timeout_s)
         waiting = self.status().waiting_step
         if waiting is not None:
             rest = "it is on the local disk, and the next start of the run uploads it"
@@ -206,16 +203,16 @@ class Tiers:
             self.report(f"the checkpoint of step {waiting + 1} is not in {place}; {rest}")
         return waiting is None
 
-    def _wait(self, process: Child, timeout_s: float) -> str:
+    def _wait(self, uploader: Helper, timeout_s: float) -> str:
         """Waits until the uploader has ended, or ends it; the last signal, "" without one."""
         names: list[str] = []
         deadline = awake_s() + timeout_s
         with handling_signals(lambda number, _: names.append(signal.Signals(number).name)):
-            while not process.wait(POLL_S):
+            while not uploader.wait(POLL_S):
                 if names:
                     deadline = min(deadline, awake_s() + STOPPED_S)
                 if len(names) > 1 or awake_s() > deadline:
-                    process.end()
+                    uploader.child.end()
         return names[-1] if names else ""
 
     @property
@@ -228,33 +225,15 @@ class Tiers:
         return "" if self.remote is None else self.remote.uri
 
     def _start(self, remote: Remote) -> None:
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = Child.start([sys.executable, "-m", "pentad.checkpoint.upload"], **pipes)
-        settings = {"parent": os.getpid(), "root": str(self.root), "keep_last": self.keep_last}
-        self._send({**settings, "remote": asdict(remote)})
-        self.reader = threading.Thread(target=self._listen, args=(self.process,), daemon=True)
-        self.reader.start()
+        learn = partial(self._learn, base=self.status())
+        target = "pentad.checkpoint.upload:serve"
+        self.uploader = Helper("the uploader", target, on_event=learn)
 
-    def _send(self, message: object) -> None:
-        assert self.process is not None and self.process.stdin is not None, "it was started"
-        with suppress(BrokenPipeError):  # it has ended, which `_listen` reports
-            self.process.stdin.write(json.dumps(message) + "\n")
-            self.process.stdin.flush()
+        def note_end(ended: Future[None]) -> None:
+            if not self.is_closed and (lost := ended.exception()) is not None:
+                learn({"error": f"{lost}; the next checkpoint starts it again"})
 
-    def _listen(self, process: Child) -> None:
-        assert process.stdout is not None, "it is piped"
-        is_closed = False
-        base = self.status()
-        for line in process.stdout:
-            if not line.endswith("\n"):
-                break  # it was killed while it wrote
-            facts = json.loads(line)
-            is_closed = is_closed or "closed" in facts
-            self._learn(facts, base)
-        process.wait()
-        if not is_closed and not self.is_closed:
-            text = f"the uploader {process.ended()}; the next checkpoint starts it again"
-            self._learn({"error": text}, base)
+        self.uploader.call(remote, self.root, self.keep_last).add_done_callback(note_end)
 
     def _learn(self, facts: dict[str, Any], base: UploadStatus) -> None:
         """Updates the status by the uploader's messages; `base`: the status before it started."""

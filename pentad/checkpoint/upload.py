@@ -1,18 +1,16 @@
 """The uploader: sends committed checkpoints to a store during training.
 
-`python -m pentad.checkpoint.upload`, started by `tiers.py`: settings and steps arrive as lines of
-JSON, its state is sent back the same way. It ends with its parent and never ends a run: failures
-are counted, reported and retried later. A checkpoint counts as uploaded when its COMMIT object was
-created, which happens once, after the HEAD of every object was checked.
+A helper process that `tiers.py` starts: it receives steps, and sends its state as events. It ends
+with its parent and never ends a run: failures are counted, reported and retried later. A checkpoint
+counts as uploaded when its COMMIT object was created, which happens once, after the HEAD of every
+object was checked.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -40,8 +38,8 @@ from pentad.checkpoint.folders import (
 )
 from pentad.checkpoint.s3 import MAX_PARTS, Part, Store, StoreError, checksum_of
 from pentad.core.errors import RunError
-from pentad.core.remote import Remote
-from pentad.runtime.process import NICENESS, die_with_parent
+from pentad.runtime.helper import END, Channel
+from pentad.runtime.process import NICENESS
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
 """Pauses between two attempts at one checkpoint, in seconds."""
@@ -301,42 +299,35 @@ class Uploader:
         prune(self.root, self.keep_last, lambda local: bool(kept) and local.step <= kept[0])
 
 
-def main() -> None:
-    settings = json.loads(sys.stdin.readline())
-    die_with_parent(settings["parent"])
-    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the run, which then closes us
-        signal.signal(number, signal.SIG_IGN)
+def serve(channel: Channel) -> None:
+    """Uploads in the process, until the parent sends END, or ends."""
+    number, remote, root, keep_last = channel.receive()
+    for one in (signal.SIGINT, signal.SIGTERM):  # meant for the run, which then closes us
+        signal.signal(one, signal.SIG_IGN)
     os.nice(NICENESS)
-    lock = threading.Lock()
+    store = Store(remote)
 
     def emit(**facts: Any) -> None:
-        numbers = {"bytes": store.num_bytes, "retries": store.num_retries}
-        with lock:
-            print(json.dumps({**numbers, **facts}), flush=True)
+        channel.send((None, {"bytes": store.num_bytes, "retries": store.num_retries, **facts}))
 
-    store = Store(Remote(**settings["remote"]))
-    uploader = Uploader(store, Path(settings["root"]), settings["keep_last"], emit)
-    threading.Thread(target=_listen, args=(uploader,), daemon=True).start()
+    uploader = Uploader(store, root, keep_last, emit)
+    threading.Thread(target=_listen, args=(channel, uploader), daemon=True).start()
     threading.Thread(target=_tick, args=(emit,), daemon=True).start()
     uploader.run()
-    emit(closed=True)
+    channel.send((number, None, None))
 
 
-def _listen(uploader: Uploader) -> None:
-    for line in sys.stdin:
-        message = json.loads(line)
-        if message == "close":
-            uploader.close()
-        else:
-            uploader.add(message)
-    os._exit(0)  # the parent is gone; what is on its way is taken up at the next start
+def _listen(channel: Channel, uploader: Uploader) -> None:
+    try:
+        while (step := channel.receive()) is not END:
+            uploader.add(step)
+        uploader.close()
+        channel.receive()
+    except EOFError:
+        os._exit(0)  # the parent is gone; what is on its way is taken up at the next start
 
 
 def _tick(emit: Callable[..., None]) -> None:
     while True:
         time.sleep(1.0)
         emit()
-
-
-if __name__ == "__main__":
-    main()

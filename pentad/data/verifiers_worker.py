@@ -3,11 +3,11 @@
 python -P verifiers_worker.py SETTINGS rows      prints the tasks as one JSON list
 python -P verifiers_worker.py SETTINGS FD        plays episodes that are asked for at that socket
 
-Settings are JSON: `id` and what `verifiers_rows.py` takes from the name. At the socket a line is a
-JSON object: the first says that the environment is loaded; then one is asked by `number`, `task`,
-`base_url`, `api_key` and `model`, or told by `cancel`, and answered by `number` with `rewards` or
-`error`. The program that speaks with the policy is verifiers' own (its harness); it finds the
-policy at `base_url`, as it would a server.
+Settings are JSON: `id` and what `verifiers_rows.py` takes from the name. The first line at the
+socket is a JSON object: the environment is loaded, or an `error`. Then come the calls of a
+`pentad.runtime.wire.Connection`, with `task`, `base_url`, `api_key` and `model`, answered with
+`rewards` or `error`. The program that speaks with the policy is verifiers' own (its harness); it
+finds the policy at `base_url`, as it would a server.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ import itertools
 import json
 import os
 import socket
+import struct
 import sys
+from contextlib import suppress
 from typing import Any
 
-MAX_LINE = 16 << 20
+SIZES = struct.Struct("!IIQ")
+TABLE = b"[0,[]]"
+"""A frame of `pentad.runtime.frames` has three sizes, a table of arrays (here none), and items."""
 
 
 def load(settings: dict[str, Any]) -> Any:
@@ -59,7 +63,7 @@ def rows_of(environment: Any, size: int | None) -> list[dict[str, Any]]:
     ]
 
 
-async def play(environment: Any, asked: dict[str, Any]) -> dict[str, Any]:
+async def play(environment: Any, number: int, asked: dict[str, Any]) -> dict[str, Any]:
     """The rewards of one episode by name, weighted; or what went wrong in it."""
     from verifiers.v1 import EvalClientConfig, ModelContext
     from verifiers.v1.types import SamplingConfig
@@ -67,7 +71,7 @@ async def play(environment: Any, asked: dict[str, Any]) -> dict[str, Any]:
     kind = type(environment.taskset).task_type()
     data = kind.data_type().model_validate(json.loads(asked["task"]))
     task = kind(data, environment.config.taskset.task)
-    variable = f"PENTAD_EPISODE_{asked['number']}"
+    variable = f"PENTAD_EPISODE_{number}"
     os.environ[variable] = asked["api_key"]  # clients take their keys from there alone
     try:
         client = EvalClientConfig(base_url=asked["base_url"], api_key_var=variable)
@@ -91,38 +95,42 @@ class EpisodeServer:
         self.writer = writer
         self.episodes: dict[int, asyncio.Task[None]] = {}
 
-    def say(self, **what: Any) -> None:
-        self.writer.write(json.dumps(what).encode() + b"\n")
-
-    async def _episode(self, asked: dict[str, Any]) -> None:
-        number = asked["number"]
+    async def _episode(self, number: int, asked: dict[str, Any]) -> None:
         try:
-            said = await play(self.environment, asked)
+            said = await play(self.environment, number, asked)
         except Exception as error:
             said = {"error": f"{type(error).__name__}: {error}"}
         finally:
             del self.episodes[number]
-        self.say(number=number, **said)
+        items = json.dumps([{"answer": number, "value": said}]).encode()
+        self.writer.write(SIZES.pack(len(TABLE), len(items), 0) + TABLE + items)
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
         """Serves requests until the other end closes."""
         async with self.environment.serving():
-            self.say(ready=True)
-            while line := await reader.readline():
-                asked = json.loads(line)
-                if "cancel" in asked:
-                    if episode := self.episodes.get(asked["cancel"]):
-                        episode.cancel()
-                else:
-                    self.episodes[asked["number"]] = asyncio.create_task(self._episode(asked))
+            self.writer.write(b'{"ready": true}\n')
+            with suppress(EOFError):
+                while True:
+                    sizes = SIZES.unpack(await reader.readexactly(SIZES.size))
+                    _, items, _ = [await reader.readexactly(size) for size in sizes]
+                    for item in json.loads(items):
+                        self._take(item)
             under_way = list(self.episodes.values())
             for episode in under_way:
                 episode.cancel()
             await asyncio.gather(*under_way, return_exceptions=True)
 
+    def _take(self, item: dict[str, Any]) -> None:
+        if "call" in item:
+            number = item["call"]
+            playing = self._episode(number, item["arguments"])
+            self.episodes[number] = asyncio.create_task(playing)
+        elif episode := self.episodes.get(item["cancel"]):
+            episode.cancel()
+
 
 async def serve(settings: dict[str, Any], connection: socket.socket) -> None:
-    reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_LINE)
+    reader, writer = await asyncio.open_connection(sock=connection)
     try:
         environment = load(settings)
     except Exception as error:

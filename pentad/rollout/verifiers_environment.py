@@ -8,35 +8,29 @@ address, as for any agent.
 from __future__ import annotations
 
 import asyncio
-import itertools
-import json
 import socket
 import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import InfraFailure, Problem, UserError
 from pentad.data.section import VERIFIERS
 from pentad.data.verifiers_rows import LOAD_TIMEOUT_S, command_of, environment_of, problem
 from pentad.rollout.agents import AgentWorkflow
 from pentad.rollout.hosted import EnvironmentDied, read_line
 from pentad.runtime.process import Child, bound
-
-MAX_LINE = 16 << 20
+from pentad.runtime.wire import Connection
 
 
 class VerifiersProcess:
-    """The process, restarted if it ended, and the pending answers."""
+    """The process, restarted if it ended, and the connection to it."""
 
     def __init__(self, spec: str) -> None:
         self.spec = spec
         self.where = f"rollout.workflow = {spec}"
         self.child: Child | None = None
-        self.waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self.numbers = itertools.count()
         self.loop: asyncio.AbstractEventLoop | None = None
-        self.writer: asyncio.StreamWriter | None = None
-        self.reading: asyncio.Task[None] | None = None
+        self.connection: Connection | None = None
         self.connecting = asyncio.Lock()
         self.socket: socket.socket | None = self.start()
 
@@ -63,37 +57,27 @@ class VerifiersProcess:
             rule = f"a row has no column {VERIFIERS!r}, which is the task"
             remedy = f"give train_dataset.path: {self.spec}, or leave it out"
             raise UserError(Problem(self.where, rule, remedy))
-        await self._connect()
-        assert self.writer is not None, "it is connected"
-        number = next(self.numbers)
-        self.waiting[number] = asyncio.get_running_loop().create_future()
-        asked = {"number": number, "task": fields[VERIFIERS], "base_url": base_url}
-        self._say({**asked, "api_key": api_key, "model": model})
+        connection = await self._connected()
+        asked = {"task": fields[VERIFIERS], "base_url": base_url, "api_key": api_key}
         try:
-            said = await self.waiting[number]
-        except asyncio.CancelledError:
-            self._say({"cancel": number})
-            raise
-        finally:
-            del self.waiting[number]
+            said = await connection.call("play", **asked, model=model)
+        except InfraFailure as error:
+            raise EnvironmentDied(f"the process of {self.spec} ended") from error
         if "error" in said:
             raise RuntimeError(f"{self.spec}: {said['error']}")
         return said["rewards"] or None
 
-    def _say(self, what: Mapping[str, Any]) -> None:
-        assert self.writer is not None, "it is connected"
-        self.writer.write(json.dumps(what).encode() + b"\n")
-
-    async def _connect(self) -> None:
-        """Connects on the calling event loop; a process that has ended is replaced."""
+    async def _connected(self) -> Connection:
+        """The connection of the calling event loop; a process that has ended is replaced."""
         loop = asyncio.get_running_loop()
         if self.loop is not loop:
-            self.loop, self.connecting, self.reading = loop, asyncio.Lock(), None
+            self.loop, self.connecting, self.connection = loop, asyncio.Lock(), None
         async with self.connecting:
-            if self.reading is None or self.reading.done():
+            if self.connection is None or self.connection.lost.done():
                 ours = await asyncio.to_thread(self._take)
-                reader, self.writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_LINE)
-                self.reading = asyncio.create_task(self._read(reader))
+                streams = await asyncio.open_unix_connection(sock=ours)
+                self.connection = Connection(self.where, *streams, generation=0)
+            return self.connection
 
     def _take(self) -> socket.socket:
         """Handles the end of the current process; that of an earlier one is ignored."""
@@ -105,18 +89,6 @@ class VerifiersProcess:
             ours = self.start()
         ours.setblocking(False)
         return ours
-
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        try:
-            while line := await reader.readline():
-                said = json.loads(line)
-                answer = self.waiting.get(said["number"])
-                if answer is not None and not answer.done():
-                    answer.set_result(said)
-        finally:
-            for answer in self.waiting.values():
-                if not answer.done() and not answer.get_loop().is_closed():
-                    answer.set_exception(EnvironmentDied(f"the process of {self.spec} ended"))
 
     def close(self) -> None:
         child, self.child = self.child, None

@@ -10,6 +10,7 @@ import sys
 import tempfile
 
 from pentad.runtime.environment import visible_devices
+from pentad.runtime.helper import Descriptor
 from pentad.runtime.process import Child
 from pentad.runtime.role_host import job_of
 from pentad.runtime.roles import RoleProcess, RoleSpec, Runtime
@@ -31,32 +32,27 @@ class LocalProcess(RoleProcess):
     ) -> None:
         """Listens at `host`."""
         super().__init__(spec, token)
-        self.host = host
         spec.log.parent.mkdir(parents=True, exist_ok=True)
-        job = job_of(spec, token, standing_in=own_environment(spec))
-        taken = standbys.take(job) if standbys is not None else None
-        if taken is not None:
-            self.process, self.address = taken
-        else:
-            self._start(spec)
+        with socket.create_server((host, 0)) as listening:
+            self.address = listening.getsockname()[:2]
+            fd = Descriptor(listening.fileno())
+            job = job_of(spec, token, standing_in=own_environment(spec), listen_fd=fd)
+            taken = None if standbys is None else standbys.take(job)
+            self.process = taken or self._start(spec, fd)
         if spec.cores:
             os.sched_setaffinity(self.process.pid, spec.cores)
 
-    def _start(self, spec: RoleSpec) -> None:
-        with (
-            socket.create_server((self.host, 0)) as listening,
-            tempfile.TemporaryFile("w+") as job,
-        ):
-            self.address = listening.getsockname()[:2]
-            more = {"parent": os.getpid(), "listen_fd": listening.fileno()}
+    def _start(self, spec: RoleSpec, listen_fd: int) -> Child:
+        with tempfile.TemporaryFile("w+") as job:
+            more = {"parent": os.getpid(), "listen_fd": listen_fd}
             json.dump(job_of(spec, self.token, **more), job)
             job.seek(0)
-            self.process = Child.start(
+            return Child.start(
                 [*COMMAND, spec.name],  # for people who list processes
                 log=spec.log,
                 environment=environment_of(spec),
                 stdin=job,
-                pass_fds=[listening.fileno()],
+                pass_fds=[listen_fd],
             )
 
     @property

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import IO, Any, Protocol, TypeVar
 
 from pentad.runtime.awake import awake_s
-from pentad.runtime.report import describe_exit, tail
+from pentad.runtime.report import LOG_LINES, describe_exit, with_tail
 
 T = TypeVar("T")
 
@@ -30,7 +30,6 @@ NICENESS = 5
 """Niceness of background processes: training has priority."""
 WATCH_S = 0.5
 POLL_S = 0.02
-LOG_LINES = 6
 
 
 # In the process.
@@ -221,17 +220,10 @@ class Child:
             return None
         return self._verdict or describe_exit(code)
 
-    def tail(self, num_lines: int = LOG_LINES) -> str:
-        """The last lines of its output."""
-        lines = () if self.log is None else tail(self.log, num_lines)
-        return " | ".join(line.strip() for line in lines)
-
     def poll(self, num_lines: int = LOG_LINES) -> str | None:
         """How it ended, with the last lines of its output; None while it runs."""
-        if (ended := self.ended()) is None:
-            return None
-        lines = self.tail(num_lines)
-        return ended + (f"; the last lines of {self.log}: {lines}" if lines else "")
+        ended = self.ended()
+        return None if ended is None else with_tail(ended, self.log, num_lines)
 
     def send(self, number: int) -> None:
         if self.is_running:

@@ -27,6 +27,8 @@ CONSEQUENCE = re.compile(
 """Errors of a rank that lost another one."""
 NUM_LINES = 12
 """Last lines of a rank's log that an error shows."""
+LOG_LINES = 6
+"""The same for another process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,3 +160,9 @@ def tail(path: Path, num_lines: int = NUM_LINES) -> tuple[str, ...]:
     except OSError:
         return ()
     return tuple(line for line in text.splitlines() if line.strip())[-num_lines:]
+
+
+def with_tail(ended: str, log: Path | None, num_lines: int = LOG_LINES) -> str:
+    """How a process ended, with the last lines of its log."""
+    lines = " | ".join(line.strip() for line in tail(log, num_lines)) if log else ""
+    return ended + (f"; the last lines of {log}: {lines}" if lines else "")

@@ -123,9 +123,7 @@ class RoleHost:
 
 def main() -> int:
     if WAIT in sys.argv:
-        words = sys.argv[sys.argv.index(WAIT) + 1 :]
-        die_with_parent(int(words[0]))
-        job = wait_for_job(words)
+        job = wait_for_job(sys.argv[sys.argv.index(WAIT) + 1 :])
     else:
         job = json.load(sys.stdin)
         if job.get("parent") is not None:

@@ -16,8 +16,7 @@ from typing import Any
 
 from pentad.core.errors import InfraFailure
 from pentad.runtime import wire
-from pentad.runtime.process import LOG_LINES
-from pentad.runtime.report import tail
+from pentad.runtime.report import with_tail
 
 BEAT_S = 0.5
 """Interval of a role process's heartbeat, with its stats."""
@@ -82,10 +81,7 @@ class RoleProcess(ABC):
 
     def poll(self) -> str | None:
         """How it ended, with the last lines of its log."""
-        if (ended := self.ended()) is None:
-            return None
-        lines = " | ".join(tail(self.log, LOG_LINES))
-        return ended + (f"; the last lines of {self.log}: {lines}" if lines else "")
+        return None if (ended := self.ended()) is None else with_tail(ended, self.log)
 
     def kill(self) -> None:
         """Kills it and all processes it started; returns when it is gone."""

@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import json
 import logging
 import os
-import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import DEVNULL
 from typing import Any
 
+from pentad.runtime.helper import Channel, accept_channel, open_channel
 from pentad.runtime.process import Child
 
 log = logging.getLogger(__name__)
 
 WAIT = "--standby"
-READY = b"ready\n"
 NAME = "standby-" + "." * 24
 """Shown in the command line, with room for the name of its later role."""
 ARGUMENTS, ENVIRONMENT = 45, 47
@@ -36,45 +34,40 @@ IMPORTED_LATE = (
 """Modules that making a model and reading its tokenizer import besides; seconds of a core."""
 
 
+@dataclass(eq=False)
 class Standby:
-    """One such process and its future port."""
+    """A waiting process and the channel to it."""
 
-    def __init__(
-        self, command: Sequence[str], modules: Sequence[str], environment: Mapping[str, str]
-    ) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            self.address: tuple[str, int] = listening.getsockname()[:2]
-            words = [NAME, WAIT, str(os.getpid()), str(listening.fileno()), ",".join(modules)]
-            self.process = Child.start(
-                [*command, *words],
-                environment=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[listening.fileno()],
-            )
+    process: Child
+    channel: Channel
+
+    @classmethod
+    def start(
+        cls, command: Sequence[str], modules: Sequence[str], environment: Mapping[str, str]
+    ) -> Standby:
+        given = {"environment": environment, "stdout": DEVNULL, "stderr": DEVNULL}
+        return cls(*open_channel([*command, NAME, WAIT, ",".join(modules)], **given))
 
     def is_ready(self) -> bool:
         """Waits until it has imported everything; whether it has."""
-        assert self.process.stdout is not None
-        with self.process.stdout as said:
-            return bool(said.readline() == READY)
+        try:
+            return bool(self.channel.receive())
+        except EOFError:
+            return False
 
     def take(self, job: Mapping[str, Any]) -> Child | None:
         """Makes it the process of a job; None if it has died."""
-        assert self.process.stdin is not None
         try:
-            with self.process.stdin as pipe:
-                pipe.write(json.dumps(job).encode())
-        except BrokenPipeError:
+            with self.channel.sock:
+                self.channel.send(job)
+        except ConnectionError:
             self.process.end()
             return None
         self.process.log = Path(job["log"])
         return self.process
 
     def end(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+        self.channel.sock.close()
         self.process.end()
 
 
@@ -98,16 +91,15 @@ class StandbyPool:
             self.filling = threading.Thread(target=self._fill, name="standbys", daemon=True)
             self.filling.start()
 
-    def take(self, job: Mapping[str, Any]) -> tuple[Child, tuple[str, int]] | None:
-        """A standby that has become the process of this job, and its address; None if none is
-        ready."""
+    def take(self, job: Mapping[str, Any]) -> Child | None:
+        """A standby that has become the process of this job; None if none is ready."""
         while True:
             with self.lock:
                 if not self.ready:
                     return None
                 standby = self.ready.pop(0)
             if (process := standby.take(job)) is not None:
-                return process, standby.address
+                return process
 
     def close(self) -> None:
         """Ends the standby processes."""
@@ -122,7 +114,9 @@ class StandbyPool:
     def _fill(self) -> None:
         while not self.is_closed and len(self.ready) < self.count:
             try:
-                standby = self.starting = Standby(self.command, self.modules, self.environment)
+                standby = self.starting = Standby.start(
+                    self.command, self.modules, self.environment
+                )
             except OSError as error:
                 log.warning("a standby could not be started (%s); none are kept", error)
                 self.count = 0
@@ -140,12 +134,21 @@ class StandbyPool:
 
 def wait_for_job(words: Sequence[str]) -> dict[str, Any]:
     """Runs in the standby process: imports, reports, then waits for its job and returns it."""
-    _, fd, modules = words
+    modules, fd, parent = words
+    channel = accept_channel(fd, parent)
     for module in modules.split(","):
         importlib.import_module(module)
-    os.write(1, READY)
-    job: dict[str, Any] = json.loads(sys.stdin.buffer.read() or b"null") or sys.exit(0)
-    return stand_in(job) | {"listen_fd": int(fd)}
+    channel.send(True)
+    return receive_job(channel)
+
+
+def receive_job(channel: Channel) -> dict[str, Any]:
+    """The job that `Standby.take` sends; the process ends if there is none."""
+    with channel.sock:
+        try:
+            return stand_in(channel.receive())
+        except EOFError:
+            sys.exit(0)
 
 
 def stand_in(job: dict[str, Any]) -> dict[str, Any]:

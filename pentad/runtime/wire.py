@@ -1,9 +1,9 @@
 """Connections between the processes of a run: frames over TCP, many concurrent calls.
 
-Both ends prove that they know one token before the first frame, and a frame of another generation
-is rejected. Calls made in one turn of the event loop are sent in one frame, and the other end
-starts all of them before any of them continues. Sizes, calls in progress, unread answers and
-silence are bounded.
+Both ends prove that they know one token before the first frame (those of a socket pair need no
+proof), and a frame of another generation is rejected. Calls made in one turn of the event loop are
+sent in one frame, and the other end starts all of them before any of them continues. Sizes, calls
+in progress, unread answers and silence are bounded.
 """
 
 from __future__ import annotations

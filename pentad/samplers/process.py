@@ -109,9 +109,6 @@ class ServerProcess:
     def stacks(self) -> None:
         """A server writes none."""
 
-    def tail(self) -> str:
-        return self.child.tail(TAIL_LINES)
-
     async def wait_ready(self, probe: Callable[[], Awaitable[None]], timeout_s: float) -> None:
         """Waits until `probe` raises no InfraFailure."""
         deadline = time.monotonic() + timeout_s

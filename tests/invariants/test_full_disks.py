@@ -1,7 +1,6 @@
 """A disk without room costs a run nothing that there is room for later; one process writes."""
 
 import subprocess
-import sys
 import time
 
 import pytest
@@ -126,17 +125,15 @@ def test_with_room_for_two_the_third_takes_the_place_of_the_older_one(
 
 
 def test_one_process_writes_for_a_run(lab, monkeypatch):
-    started, plain = [], writer._Process.__init__
+    started, plain = [], writer.Helper.__init__
 
-    def init(self, *given):
-        plain(self, *given)
+    def init(self, *given, **more):
+        plain(self, *given, **more)
         started.append(self.child.popen.args)
 
-    monkeypatch.setattr(writer._Process, "__init__", init)
+    monkeypatch.setattr(writer.Helper, "__init__", init)
     often = ("recover.freq_steps=1", "saver.freq_steps=1", "saver.mode=async")
     for run in (lab.train, lab.sft):
         started.clear()
         run(*often, "total_train_steps=3", f"trial_name={run.__name__}")
-        assert [words[:4] for words in started] == [
-            [sys.executable, "-P", "-m", "pentad.checkpoint.writer"]
-        ]
+        assert [words[4] for words in started] == ["pentad.checkpoint.writer:serve"]

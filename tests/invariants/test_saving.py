@@ -96,15 +96,15 @@ def writers(monkeypatch):
 
 def stop_first_writer(monkeypatch):
     """The writer process stands still before its first job."""
-    plain, stopped = writer._Process.__init__, []
+    plain, stopped = writer.Helper.__init__, []
 
-    def init(self, *given):
-        plain(self, *given)
+    def init(self, *given, **more):
+        plain(self, *given, **more)
         if not stopped:
             stopped.append(self.child.pid)
             self.child.send(signal.SIGSTOP)
 
-    monkeypatch.setattr(writer._Process, "__init__", init)
+    monkeypatch.setattr(writer.Helper, "__init__", init)
     return stopped
 
 

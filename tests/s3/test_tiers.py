@@ -63,13 +63,13 @@ def open_tiers(tmp_path):
 
     yield make
     for tiers in opened:
-        if tiers.process is not None:
-            tiers.process.end()
+        if tiers.uploader is not None:
+            tiers.uploader.child.end()
 
 
 def test_without_a_store_there_is_no_process(open_tiers, make_checkpoint):
     tiers, said = open_tiers(None)
-    assert tiers.process is None and tiers.find() is None
+    assert tiers.uploader is None and tiers.find() is None
     checkpoint = make_checkpoint(1, size=SMALL)
     tiers.after_commit(checkpoint.step)
     assert tiers.find() == checkpoint and tiers.close() and said == []
@@ -225,8 +225,8 @@ def test_a_killed_uploader_goes_on_without_sending_finished_parts_again(
     tiers, said = open_tiers(through)
     tiers.after_commit(make_checkpoint(8).step)  # three parts
     wait_for(lambda: "stall" in proxy.faults, "third part")
-    assert tiers.process is not None
-    os.kill(tiers.process.pid, signal.SIGKILL)
+    assert tiers.uploader is not None
+    os.kill(tiers.uploader.child.pid, signal.SIGKILL)
     wait_for(lambda: tiers.status().num_failures == 1, "notice")
     assert "the uploader was ended by signal 9" in said[0]
     proxy.choose = lambda request: ""
@@ -240,8 +240,8 @@ def test_a_killed_uploader_goes_on_without_sending_finished_parts_again(
 
 def test_an_uploader_that_died_is_started_again(remote, open_tiers, make_checkpoint):
     tiers, said = open_tiers(remote)
-    assert tiers.process is not None
-    tiers.process.send(signal.SIGKILL)
+    assert tiers.uploader is not None
+    tiers.uploader.child.send(signal.SIGKILL)
     wait_for(lambda: said, "notice")
     tiers.after_commit(make_checkpoint(2, size=SMALL).step)
     assert tiers.close(PATIENCE_S) and tiers.status().last_step == 2
@@ -338,7 +338,7 @@ def test_the_uploader_ends_with_its_parent(remote, tmp_path):
         "import sys, time\nfrom pathlib import Path\nfrom pentad.checkpoint.tiers import Tiers\n"
         "from pentad.core.remote import Remote\n"
         f"tiers = Tiers(Path({str(tmp_path)!r}), Remote({remote.uri!r}))\n"
-        "print(tiers.process.pid, flush=True)\ntime.sleep(600)"
+        "print(tiers.uploader.child.pid, flush=True)\ntime.sleep(600)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:

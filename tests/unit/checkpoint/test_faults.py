@@ -30,6 +30,7 @@ from tables import table
 from pentad.checkpoint.export_job import BlockSpec, ExportJob, PlaceJob, Runs
 from pentad.checkpoint.folders import damage, find_checkpoints
 from pentad.checkpoint.job import (
+    FileSpan,
     FileSpec,
     Piece,
     Span,
@@ -283,13 +284,8 @@ def test_an_export_does_not_hold_up_the_state_of_a_later_step(tmp_path: Path, wr
     """One process writes both, each in an order of its own."""
     os.mkfifo(tmp_path / "held")
 
-    class Held:
-        """Unpickled by the writer: opening a pipe that has no other end blocks there."""
-
-        def __reduce__(self):
-            return open, (str(tmp_path / "held"), "rb")
-
-    export = ExportJob(tmp_path / "model", (BlockSpec(Held(), Runs(0, 1), b"x"),))  # type: ignore[arg-type]
+    held = FileSpan(tmp_path / "held", 0, 1)  # opening a pipe that has no other end blocks
+    export = ExportJob(tmp_path / "model", (BlockSpec("w", Runs(0, 1), held),))
     waiting = writer.submit(export)
     pendings = [writer.submit(job) for job in write_jobs(tmp_path, 1)]
     run_job(commit_job(tmp_path, 1, [pending.wait(240) for pending in pendings]))

@@ -89,7 +89,7 @@ def test_a_standby_takes_a_job_with_its_name_log_and_environment(tmp_path):
             time.sleep(0.02)
         spare = pool.ready[1].process
         job = {"log": str(tmp_path / "a.log"), "name": "learner-7", "standing_in": {"A": "b"}}
-        process, _ = pool.take(job)  # it lacks all else: what it says of that is in its log
+        process = pool.take(job)  # it lacks all else: what it says of that is in its log
         assert process.wait(120) and process.code != 0
         words = (tmp_path / "a.log").read_text()
         assert "KeyError" in words, words

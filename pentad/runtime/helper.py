@@ -1,0 +1,231 @@
+"""Processes of our code beside this one, such as the writer of checkpoints, and their channels.
+
+`python -P -m pentad.runtime.helper TARGET FD PARENT` calls a function with its end of a socket
+pair. A message is pickled into a file in memory, whose descriptor is sent: it arrives complete or
+not at all, and sending it does not wait for a reader. Both ends run our own code: what foreign code
+returns (rewards, environments) is never unpickled.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import socket
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from pentad.core.errors import Transient
+from pentad.core.specs import load
+from pentad.runtime.process import FAILED, Child, die_with_parent
+
+MAX_FDS = 250
+END = None
+"""The last message to a helper: it finishes its calls and ends."""
+
+
+class Died(Transient):
+    """A helper ended without an answer."""
+
+
+class Descriptor(int):
+    """A file descriptor in a message: the receiver gets a duplicate."""
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self.fds: list[int] = []
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, Descriptor):
+            return None
+        self.fds.append(value)
+        return len(self.fds) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: IO[bytes], fds: list[int]) -> None:
+        super().__init__(file)
+        self.fds = fds
+
+    def persistent_load(self, number: Any) -> Descriptor:
+        return Descriptor(self.fds[number])
+
+
+def memory_file() -> IO[bytes]:
+    """A file without a name, in memory on Linux."""
+    if sys.platform == "linux":
+        return os.fdopen(os.memfd_create("pentad"), "w+b")
+    return tempfile.TemporaryFile()
+
+
+class Channel:
+    """One end of a socket pair; any thread may send."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+
+    def send(self, message: Any) -> None:
+        """Raises ConnectionError if the other end is closed."""
+        with memory_file() as file:
+            pickler = _Pickler(file)
+            pickler.dump(message)
+            file.seek(0)
+            assert len(pickler.fds) < MAX_FDS, "a message has few descriptors"
+            socket.send_fds(self.sock, [b"."], [file.fileno(), *pickler.fds])
+
+    def receive(self) -> Any:
+        """Raises EOFError once the other end is closed."""
+        try:
+            _, fds, _, _ = socket.recv_fds(self.sock, 1, MAX_FDS)
+        except ConnectionError as error:
+            raise EOFError from error
+        if not fds:
+            raise EOFError
+        with os.fdopen(fds[0], "rb") as file:
+            return _Unpickler(file, fds[1:]).load()
+
+    def answer(self, number: int, function: Callable[..., Any], *arguments: Any) -> None:
+        """Sends the result or the exception of a function as the answer to a call. A process that
+        cannot send it ends, so that it is not waited for."""
+        value, error = None, None
+        try:
+            value = function(*arguments)
+        except Exception as raised:
+            error = raised
+        try:
+            self.send((number, value, error))
+        except BaseException:
+            traceback.print_exc()
+            os._exit(FAILED)
+
+
+def open_channel(command: Sequence[str], **given: Any) -> tuple[Child, Channel]:
+    """Starts a process that takes the other end by `accept_channel`, with the last two words of its
+    command. `given`: arguments of `Child.start`."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        fds = [theirs.fileno(), *given.pop("pass_fds", ())]
+        words = [*command, str(fds[0]), str(os.getpid())]
+        return Child.start(words, pass_fds=fds, **given), Channel(ours)
+
+
+def accept_channel(fd: str, parent: str) -> Channel:
+    die_with_parent(int(parent))
+    os.set_inheritable(int(fd), False)
+    return Channel(socket.socket(fileno=int(fd)))
+
+
+class Helper:
+    """The parent's end of such a process: calls to it, from any thread, and its events. It ends
+    with this process."""
+
+    def __init__(
+        self,
+        name: str,
+        target: str,
+        *,
+        on_event: Callable[[Any], None] | None = None,
+        stall_s: float | None = None,
+    ) -> None:
+        """`name`, for errors; `target`: the function, as `module:name`. A process that has a call
+        and neither reads nor writes for `stall_s` is killed; None: no limit."""
+        self.name = name
+        self.on_event = on_event
+        paths = [str(Path(path).absolute()) for path in (*sys.path, Path(__file__).parents[2])]
+        self.child, self.channel = open_channel(
+            [sys.executable, "-P", "-m", __name__, target],
+            environment={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
+        self.calls: dict[int, Future[Any]] = {}
+        self.numbers = itertools.count()
+        self.guard = threading.RLock()
+        self.lost = ""
+        """How it ended, in words; empty while it may answer."""
+        self.reader = threading.Thread(target=self._read, name="helper", daemon=True)
+        self.reader.start()
+        if stall_s is not None:
+            watched = stall_s, lambda: bool(self.calls)
+            threading.Thread(target=self.child.end_when_stalled, args=watched, daemon=True).start()
+
+    def call(self, *arguments: Any) -> Future[Any]:
+        """The result, or the exception; Died if the process ends before."""
+        future: Future[Any] = Future()
+        with self.guard:
+            if self.lost:
+                future.set_exception(Died(self.lost))
+                return future
+            number = next(self.numbers)
+            self.calls[number] = future
+            try:
+                self.tell((number, *arguments))
+            except BaseException:
+                del self.calls[number]
+                raise
+        return future
+
+    def tell(self, message: Any) -> None:
+        """Sends a message that is not answered."""
+        with self.guard, suppress(ConnectionError):  # it has ended, which `_read` reports
+            if not self.lost:
+                self.channel.send(message)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits until it has ended and all its messages are processed; whether that is so."""
+        self.reader.join(timeout_s)
+        return not self.reader.is_alive()
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Lets it finish its calls; those that take longer than `timeout_s` fail."""
+        self.tell(END)
+        if not self.wait(timeout_s):
+            self.child.end()
+            self.wait()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                number, *said = self.channel.receive()
+                if number is not None:
+                    settle(self.calls.pop(number), *said)
+                elif self.on_event is not None:
+                    self.on_event(*said)
+        except EOFError:
+            self.child.wait()
+        except Exception as error:
+            self.child.end(f"was ended: a message of it cannot be read ({error!r})")
+        with self.guard:
+            self.lost = f"{self.name} {self.child.ended()}"
+            self.child.end()
+            self.channel.sock.close()
+            lost, self.calls = self.calls, {}
+        for future in lost.values():
+            future.set_exception(Died(self.lost))
+
+
+def settle(future: Future[Any], value: Any, error: BaseException | None) -> None:
+    if error is None:
+        future.set_result(value)
+    else:
+        future.set_exception(error)
+
+
+def main(target: str, fd: str, parent: str) -> None:
+    channel = accept_channel(fd, parent)
+    with suppress(EOFError):
+        load(target)(channel)
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(0)  # threads may hang in a call that does not return
+    os._exit(FAILED)  # the parent has ended
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,141 @@
+"""A helper answers calls in a process of its own; those that are left fail with its end."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+from pentad.runtime.helper import END, Descriptor, Died, Helper, memory_file
+
+TARGET = f"{__name__}:serve"
+
+
+def serve(channel):
+    """Runs in the process."""
+    while (asked := channel.receive()) is not END:
+        number, what, *given = asked
+        if what == "event":
+            channel.send((None, given))
+        channel.answer(number, ANSWERS[what], *given)
+
+
+def read(fd):
+    return os.fdopen(fd, "rb").read()
+
+
+def unreadable():
+    return Unreadable()
+
+
+class Unreadable:
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+ANSWERS = {"sum": lambda *given: sum(given), "event": lambda *_: None, "read": read}
+ANSWERS |= {"divide": lambda a, b: a / b, "lock": threading.Lock, "exit": os._exit}
+ANSWERS |= {
+    "sleep": time.sleep,
+    "pid": os.getpid,
+    "unreadable": unreadable,
+    "path": lambda: sys.path,
+}
+
+
+@pytest.fixture
+def helper():
+    one = Helper("the adder", TARGET)
+    yield one
+    one.close(0)
+
+
+def test_calls_are_answered_with_results_exceptions_and_events(helper):
+    events = []
+    helper.on_event = events.append
+    calls = [helper.call("sum", *range(n)) for n in (3, 100_000)]
+    assert [call.result(60) for call in calls] == [3, sum(range(100_000))]
+    assert isinstance(helper.call("divide", 1, 0).exception(60), ZeroDivisionError)
+    assert helper.call("event", 1, "b").result(60) is None and events == [[1, "b"]]
+    assert helper.call("pid").result(60) == helper.child.pid != os.getpid()
+    helper.close()
+    assert helper.child.code == 0 and helper.wait(0)
+
+
+def test_descriptors_of_files_are_sent(helper):
+    with memory_file() as file:
+        file.write(b"abc")
+        file.seek(0)
+        assert helper.call("read", Descriptor(file.fileno())).result(60) == b"abc"
+
+
+def test_the_end_of_the_process_fails_its_calls_in_words(helper):
+    calls = [helper.call("sleep", 600), helper.call("sum", 1)]
+    helper.child.send(signal.SIGKILL)
+    for call in calls:
+        with pytest.raises(Died, match=r"the adder was ended by signal 9 \(SIGKILL\)"):
+            call.result(60)
+    with pytest.raises(Died, match="the adder was ended by signal 9"):
+        helper.call("sum", 1).result(60)
+    helper.tell(END)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (("exit", 3), "ended with exit code 3"),
+        (("lock",), "ended with exit code 1"),
+        (("unreadable",), "a message of it cannot be read .*no number"),
+    ],
+)
+def test_an_answer_that_does_not_come_is_not_waited_for(helper, asked, words):
+    with pytest.raises(Died, match=words):
+        helper.call(*asked).result(60)
+
+
+def test_a_stopped_process_holds_up_no_caller_and_is_killed_when_it_stalls():
+    helper = Helper("the adder", TARGET, stall_s=1.0)
+    assert helper.call("sum", 1).result(60) == 1
+    helper.child.send(signal.SIGSTOP)
+    began = time.monotonic()
+    call = helper.call("sum", *range(1_000_000))  # more than the buffer of a socket
+    assert time.monotonic() - began < 30.0
+    with pytest.raises(Died, match=r"it wrote nothing for stall_abort_s = 1 s"):
+        call.result(60)
+
+
+def test_calls_that_take_longer_than_close_waits_fail(helper):
+    call = helper.call("sleep", 600)
+    helper.close(0.1)
+    with pytest.raises(Died, match="was ended by signal 9"):
+        call.result(60)
+
+
+def test_it_imports_what_its_parent_can(helper):
+    """This module is on no path of a new interpreter."""
+    assert set(filter(None, sys.path)) <= set(helper.call("path").result(60))
+
+
+PARENT = """
+import sys, time
+from pentad.runtime.helper import Helper
+helper = Helper("the adder", {target!r})
+assert helper.call("sum", 1).result(60) == 1
+print(helper.child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.usefixtures("started_warm")
+def test_it_ends_with_its_parent():
+    code = f"import sys; sys.path[:] = {sys.path!r}\n" + PARENT.format(target=TARGET)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        helper = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    gone, _ = psutil.wait_procs([helper], timeout=60)
+    assert gone
