@@ -24,6 +24,8 @@ NEEDED = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     "intermediate_size",
 )
+PER_TOKEN = ("moe_k", "moe_topk", "top_k_experts", "num_experts_per_tok")
+"""Keys of the number of a token's experts."""
 SHARED_EXPERTS = ("n_shared_experts", "shared_expert_intermediate_size")
 LINEAR_KEY_HEADS = "linear_num_key_heads"
 UNSUPPORTED = {
@@ -50,6 +52,8 @@ ROPE_NUMBERS = {
     *("factor", "low_freq_factor", "high_freq_factor", "attention_factor", OLD_LENGTH),
     *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
 }
+UNSET_BY_ZERO = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
+"""Those for which transformers takes 0 as left out."""
 
 
 ACTIVATIONS = {
@@ -302,7 +306,8 @@ class ConfigReader:
         read.must(dims.head_dim % 2 == 0, "head_dim", dims.head_dim, rule)
         top_k, num_experts = dims.num_experts_per_token, dims.num_experts
         rule = f"must be at most the number of experts, {num_experts}"
-        read.must(top_k <= num_experts, "num_experts_per_tok", top_k, rule)
+        key = next((key for key in PER_TOKEN if read.hf.get(key) is not None), PER_TOKEN[-1])
+        read.must(top_k <= num_experts, key, top_k, rule)
         if self.mlp_bias is False:
             rule = f"the ffn of {dims.family} has no bias, and transformers ignores the key"
             read.must(not read.flag("mlp_bias"), "mlp_bias", True, f"{rule}; remove it")
@@ -475,7 +480,8 @@ def _one_rope(
     scaling = ConfigValues(given)
     theta = scaling.number("rope_theta", theta)
     kind = given.get("rope_type") or given.get("type") or "default"
-    rest = {k: v for k, v in given.items() if k not in ROPE_KEYS}
+    unset = {name for name in UNSET_BY_ZERO if given.get(name) == 0}
+    rest = {k: v for k, v in given.items() if k not in ROPE_KEYS | unset}
     if kind == PROPORTIONAL and given.get(PART) is not None:
         is_part = _is_number(given[PART]) and 0 <= given[PART] <= 1
         read.must(is_part, f"{key}.{PART}", given[PART], "must be a number from 0 to 1")

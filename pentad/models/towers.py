@@ -17,7 +17,7 @@ from pentad.core.folders import tensor_bytes, tensor_names
 from pentad.models.config_reader import PART, ConfigReader
 from pentad.weights.map import WeightMap, sources_of
 
-TEXT = "text_config"
+TEXT, TIED = "text_config", "tie_word_embeddings"
 EMBEDDING = "model.embed_tokens.weight"
 SPELLINGS = tuple(
     (("model.", begin), ("lm_head.", head))
@@ -47,7 +47,7 @@ class Tower:
     tied: bool = False
     """`tie_word_embeddings` where the config leaves it out."""
     text_ties: bool = False
-    """Whether true in `text_config` ties the embeddings, too."""
+    """Whether true in `text_config` ties the embeddings, too, as does the family's default."""
     is_flat: bool = False
     """Whether older files have the keys of `text_config` beside `vision_config`."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -153,10 +153,9 @@ def text_config(config: Mapping[str, Any], tower: Tower) -> dict[str, Any]:
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(own.get(key), Mapping):
             own[key] = _plain_rope(key, own[key], own)
-    tied = config.get("tie_word_embeddings")
-    is_tied = tower.tied if tied is None else tied
-    text_ties = tower.text_ties and own.get("tie_word_embeddings")
-    own["tie_word_embeddings"] = is_tied or bool(text_ties)
+    tied = config.get(TIED, tower.tied)  # null is false
+    if tied or not tower.text_ties:
+        own[TIED] = False if tied is None else tied
     if config.get("quantization_config"):
         own["quantization_config"] = config["quantization_config"]
     return {**own, "model_type": family}

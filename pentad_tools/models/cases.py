@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from pentad.core.dims import ModelDims
+from pentad.models.config_reader import PART
 from pentad.models.decoder import Decoder
 from pentad.models.families import dims_of, map_of, path_of
 from pentad.models.registry import load_model
@@ -216,15 +217,18 @@ def variants_of(family_keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
     """Shrinks a real config to tiny sizes and keeps its options."""
-    has_experts = bool(config.get("num_experts") or config.get("num_local_experts"))
     out = {**config, **SIZES, "head_dim": PARTIAL_ROTARY["head_dim"]}
-    for key in ("layer_types", "num_local_experts", "dtype", "torch_dtype"):
+    for key in ("layer_types", "num_local_experts", "moe_layer_end_index", "dtype", "torch_dtype"):
         out.pop(key, None)
-    if has_experts:
-        out |= {key: size for key, size in SHARED_SIZES.items() if config.get(key)}
-        out |= {**EXPERT_SIZES, "decoder_sparse_step": config.get("decoder_sparse_step", 1)}
-    if config.get("num_local_experts") and "moe_intermediate_size" not in config:
-        out |= LOCAL_EXPERT_SIZES
+    length = config.get("num_hidden_layers")
+    for key, value in out.items():
+        if isinstance(value, list) and len(value) == length:  # one for each layer
+            out[key] = value[:NUM_LAYERS]
+    out |= _shrunk_experts(config)
+    if "clip_qkv" in config:
+        out |= SQUARE
+    if config.get("rotary_dim"):  # transformers passes over this key, and reads the other
+        out |= {"rotary_dim": out["head_dim"] // 2, PART: 0.5}
     if config.get("n_routed_experts"):
         kept = {"routed_scaling_factor": config.get("routed_scaling_factor", 1.0)}
         out |= {**DEEPSEEK_SIZES, **kept}
@@ -244,6 +248,23 @@ def shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
         out.pop("per_layer_config", None)
     if config.get("sliding_window"):
         out |= {"sliding_window": 5, "max_window_layers": 1}
+    return out
+
+
+def _shrunk_experts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes of experts by the keys of Qwen, Mixtral, ERNIE and Hunyuan."""
+    if config.get("moe_num_experts"):
+        none = {key: 0 for key in ("moe_num_shared_experts",) if config.get(key) == 0}
+        return ERNIE_SIZES | none
+    if not (config.get("num_experts") or config.get("num_local_experts")):
+        return {}
+    if "moe_topk" in config:
+        width = EVEN_EXPERT_SIZES["intermediate_size"]
+        return EVEN_EXPERT_SIZES | {"moe_intermediate_size": width, "num_shared_expert": 1}
+    out = {key: size for key, size in SHARED_SIZES.items() if config.get(key)}
+    out |= {**EXPERT_SIZES, "decoder_sparse_step": config.get("decoder_sparse_step", 1)}
+    if "moe_intermediate_size" not in config:
+        out |= LOCAL_EXPERT_SIZES if config.get("num_local_experts") else EVEN_EXPERT_SIZES
     return out
 
 

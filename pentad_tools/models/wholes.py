@@ -14,7 +14,7 @@ import transformers
 from pentad.models.decoder import causal_attend
 from pentad.models.families import read_config
 from pentad.models.registry import load_model, save_model
-from pentad.models.towers import TEXT, Tower, text_config, tower_of
+from pentad.models.towers import TEXT, TIED, Tower, text_config, tower_of
 from pentad.weights.hf import carried_tensors
 from pentad_tools.models.cases import (
     NUM_TOKENS,
@@ -83,7 +83,8 @@ def _tiny(config: Mapping[str, Any], tower: Tower) -> dict[str, Any]:
         text["rope_parameters"] = {**rope, "mrope_section": sections}
     if tower.family:
         del text["model_type"]
-    out = {**deepcopy(dict(config)), TEXT: text, "tie_word_embeddings": text["tie_word_embeddings"]}
+    ties = {key: text[key] for key in (TIED,) if key in text}
+    out = {**deepcopy(dict(config)), TEXT: text, **ties}
     for part in out.values():
         if isinstance(part, dict) and part is not text:
             part |= {key: 1 for key in LAYERS if key in part}

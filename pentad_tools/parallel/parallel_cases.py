@@ -115,12 +115,14 @@ def shrink(
 ) -> dict:
     """Shrinks the config; keeps heads, experts, options and sizes that layouts must divide."""
     layers = min(dims.num_layers, max(4, stages))
-    ways = math.lcm(*(case.layout.tp for case in cases))
+    ways = math.lcm(*(width for case in cases for width in (case.layout.tp, case.layout.etp)))
     found = {**hf_config, **SMALL, "num_hidden_layers": layers, "intermediate_size": 16 * ways}
-    for key in ("dtype", "torch_dtype", "pad_token_id", "bos_token_id", "eos_token_id"):
+    tokens = ("pad_token_id", "bos_token_id", "eos_token_id")
+    for key in ("dtype", "torch_dtype", "per_layer_config", *tokens):
         found.pop(key, None)
-    if found.get("layer_types"):
-        found["layer_types"] = found["layer_types"][:layers]
+    for key, value in found.items():
+        if isinstance(value, list) and len(value) == dims.num_layers:  # one for each layer
+            found[key] = value[:layers]
     if dims.sliding_window is not None:
         found |= {"sliding_window": 7, "max_window_layers": layers // 2}
     if dims.num_experts:
@@ -131,7 +133,37 @@ def shrink(
             found["first_k_dense_replace"] = min(found["first_k_dense_replace"], layers - 1)
         found["mlp_only_layers"] = [i for i in range(layers) if not dims.is_moe(i)]
         found["decoder_sparse_step"] = 1
+    return found | _shrunk_attention(hf_config, dims) | _shrunk_family(found, dims, layers)
+
+
+def _shrunk_attention(hf_config: dict[str, Any], dims: ModelDims) -> dict[str, Any]:
+    """Widths that belong to that of a head."""
+    width = SMALL["head_dim"]
+    found: dict[str, Any] = {}
+    if dims.kv_latent:
+        found = {"kv_lora_rank": 16, "v_head_dim": width, "qk_rope_head_dim": width}
+        found |= {"qk_nope_head_dim": width, "q_lora_rank": 24 if dims.q_latent else None}
+    if hf_config.get("rotary_dim"):
+        found["rotary_dim"] = width // 2
+    if dims.num_experts and dims.wide_qk_norm and dims.q_dim == dims.hidden_size:
+        found["hidden_size"] = dims.num_heads * width
     return found
+
+
+def _shrunk_family(found: dict[str, Any], dims: ModelDims, layers: int) -> dict[str, Any]:
+    """Keys of Hunyuan's experts and of Gemma 4's layers."""
+    out: dict[str, Any] = {}
+    if "moe_topk" in found:
+        out["moe_intermediate_size"] = found["intermediate_size"]
+    if dims.value_norm:
+        full = next(own for own in reversed(dims.kinds) if own.kv_from is None)
+        out = {"global_head_dim": 2 * SMALL["head_dim"]}
+        out |= {"num_global_key_value_heads": full.num_kv_heads, "vocab_size_per_layer_input": 521}
+        out["hidden_size_per_layer_input"] = 8 if dims.layer_embed_dim else 0
+    if dims.shares_keys:  # of both kinds of layers some have keys of their own
+        kinds = ["sliding_attention", "full_attention"] * layers
+        out |= {"num_kv_shared_layers": layers // 2, "layer_types": kinds[:layers]}
+    return out
 
 
 # The layouts

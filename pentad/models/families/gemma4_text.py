@@ -65,15 +65,18 @@ def slides(layer: int, _: int) -> bool:
 def heads_without_window(read: ConfigValues, dims: ModelDims, full: list[int]) -> tuple[int, int]:
     """(width, number of key heads) of layers without a window."""
     given = read.hf.get("per_layer_config")
-    if given is None:
+    if "per_layer_config" not in read.hf:
         key = "num_global_key_value_heads"
         has_own = read.flag("attention_k_eq_v") and read.hf.get(key) is not None
         num = read.whole(key) if has_own else dims.num_kv_heads
         return read.whole("global_head_dim"), num
+    if given is None:  # transformers then takes all layers as alike
+        return dims.head_dim, dims.num_kv_heads
     rule = f"must give {' and '.join(HEADS)} of all layers without a window alike, and nothing else"
     is_map = isinstance(given, Mapping) and all(isinstance(own, Mapping) for own in given.values())
     read.must(is_map, "per_layer_config", given, rule)
-    by_layer = {str(layer): own for layer, own in given.items()} if is_map else {}
+    # Saved with zeros before them, so that they sort as text: 05, 11.
+    by_layer = {str(key).lstrip("0") or "0": own for key, own in given.items()} if is_map else {}
     own = dict(by_layer[str(full[0])]) if str(full[0]) in by_layer else {}
     alike = {str(layer): own for layer in full} if own else {}
     read.must(by_layer == alike and own.keys() <= {*HEADS}, "per_layer_config", given, rule)
@@ -111,6 +114,10 @@ def layer_inputs(read: ConfigValues, dims: ModelDims) -> dict[str, Any]:
     rows = read.whole("vocab_size_per_layer_input")
     rule = f"must be at least vocab_size = {dims.vocab_size}: other tokens would have no row"
     read.must(rows >= dims.vocab_size, "vocab_size_per_layer_input", rows, rule)
+    padding = read.hf.get("pad_token_id")
+    is_counted_back = isinstance(padding, int) and padding < 0 and rows != dims.vocab_size
+    rule = f"is another row of {rows} than of vocab_size = {dims.vocab_size}; give it without sign"
+    read.must(not is_counted_back, "pad_token_id", padding, rule)
     return {"layer_embed_dim": width, "layer_embed_rows": rows}
 
 
@@ -228,7 +235,8 @@ SPEC = ModelSpec(
         slides=slides,
         window_switch=True,
     ),
-    classes=("Gemma4ForCausalLM", ""),
+    # transformers has no scalar model of it; the second is how it would be called.
+    classes=("Gemma4ForCausalLM", "Gemma4ForSequenceClassification"),
     variants={
         "rotary of a part, limited logits": {
             "attention_k_eq_v": True,

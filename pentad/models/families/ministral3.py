@@ -48,7 +48,8 @@ def growth(read: ConfigValues, dims: ModelDims) -> dict[str, Any]:
     for name in (BETA, OLD_LENGTH):
         read.must(settings.get(name) is not None, f"{key}.{name}", settings.get(name), rule)
     rope = ConfigValues(settings)
-    beta, step = rope.number(BETA, 0.1), rope.whole(OLD_LENGTH, 1, most=MAX_POSITION)
+    beta = 0.0 if settings.get(BETA) == 0 else rope.number(BETA, 0.1)
+    step = rope.whole(OLD_LENGTH, 1, most=MAX_POSITION)
     read.problems += rope.problems
     scaling = {k: v for k, v in dims.rope_scaling.items() if k not in NOT_OF_ROTARY}
     return {"rope_scaling": scaling, "query_growth": beta, "query_growth_step": step}

@@ -105,6 +105,36 @@ def test_a_small_model_keeps_what_decides_how_it_is_cut():
     assert small.num_params < 10_000_000
 
 
+LISTS = {"moe_topk": [8] * 32, "num_shared_expert": [1] * 32, "moe_intermediate_size": [3072] * 32}
+WINDOWS = ["sliding_attention"] * 5 + ["full_attention"]
+OF_FOLDERS = {
+    "DeepSeek-V3": {},
+    "MiniMax-M2": {"attn_type_list": [1] * 62},
+    "Hunyuan-A13B-Instruct": LISTS,
+    "OLMoE-1B-7B-0924": {},
+    "gemma-4-26B-A4B": {
+        "layer_types": WINDOWS * 5,
+        "per_layer_config": {f"{i:02}": {"head_dim": 512} for i in range(5, 30, 6)},
+    },
+    "gemma-4-E2B": {},
+}
+"""Public models -> keys of their folders beside those that are known."""
+
+
+@pytest.mark.parametrize("name", OF_FOLDERS)
+def test_a_released_model_is_small_in_every_part(name):
+    """Also where widths belong together, and where a list has a number for each layer."""
+    config = known_config(name) | OF_FOLDERS[name]
+    dims = dims_of(config)
+    layout = Layout(dp_shard=2, tp=2, **({"ep": 2, "etp": 2} if dims.num_experts else {}))
+    small = dims_of(shrink(config, dims, [LayoutCase("", layout)], stages=1))
+    check_fit(layout, small)
+    kept = ("num_heads", "num_experts", "num_experts_per_token", "router_bias", "values_are_keys")
+    assert all(getattr(small, key) == getattr(dims, key) for key in kept)
+    assert small.shares_keys == dims.shares_keys and len(small.kinds) == min(len(dims.kinds), 4)
+    assert small.num_layers == 4 and small.num_params < 6e6
+
+
 def test_without_layouts_every_plain_one_of_the_world_is_run():
     dense = choose_cases(read_subject(["qwen3"]), 4, [])
     assert sorted(texts(dense)) == [

@@ -18,7 +18,7 @@ from pentad.engine.section import LoraConfig
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.models.catalog import public_dims
 from pentad.models.decoder import causal_attend
-from pentad.models.families import dims_of, lora_map_of, lora_words
+from pentad.models.families import dims_of, known_families, lora_map_of, lora_words, spec_of
 from pentad.models.registry import create_model
 from pentad.ops.attention import build_attend
 
@@ -106,6 +106,11 @@ def test_released_models_have_their_published_sizes():
     known = public_dims()
     for name, size in billions.items():
         assert known[name].num_params / 1e9 == pytest.approx(size, rel=0.005), name
+
+
+def test_every_family_names_the_classes_of_its_folders():
+    """An empty name would be the architecture of a saved reward model."""
+    assert all(all(spec_of(family).classes) for family in known_families())
 
 
 @pytest.mark.parametrize("family", ["phi3", "glm4"])
@@ -209,3 +214,14 @@ def test_what_a_family_does_not_do_is_refused_by_name(case):
     family, changes, sentence = REFUSED[case]
     with pytest.raises(UserError, match=sentence):
         dims_of({**FAMILY_CONFIGS[family], **changes})
+
+
+def test_queries_that_grow_by_nothing_are_as_they_are():
+    """As in released folders: 0 is a value of the growth, and of mscale_all_dim no value."""
+    rope = FAMILY_CONFIGS["ministral3"]["rope_parameters"]
+    flat = {**rope, "llama_4_scaling_beta": 0.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+    dims = dims_of({**FAMILY_CONFIGS["ministral3"], "rope_parameters": flat})
+    assert dims.query_growth == 0.0 and "mscale_all_dim" not in dims.rope_scaling
+    rope = {**flat, "llama_4_scaling_beta": -0.1}
+    with pytest.raises(UserError, match="llama_4_scaling_beta = -0.1: must be a number above 0"):
+        dims_of({**FAMILY_CONFIGS["ministral3"], "rope_parameters": rope})

@@ -185,6 +185,11 @@ REFUSED = {
         {"moe_intermediate_size": [16, 16, 8]},
         "moe_intermediate_size = .*: must be one number for all of 3 layers",
     ),
+    "more experts of a token than there are": (
+        "ernie4_5_moe",
+        {"moe_k": 9},
+        "moe_k = 9: must be at most the number of experts, 8",
+    ),
     "two shared experts": ("hunyuan_v1_moe", {"num_shared_expert": 2}, "only 1 is built"),
 }
 

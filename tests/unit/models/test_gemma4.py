@@ -207,17 +207,40 @@ def test_strict_mode_and_adapters_of_experts_are_refused_by_name():
     assert lora_words(dims_of(SHARED), LoraConfig(rank=4))
 
 
-def test_a_config_is_read_as_transformers_saves_it(tmp_path):
+@pytest.mark.parametrize("num_layers", [5, 13])
+def test_a_config_is_read_as_transformers_saves_it(num_layers, tmp_path):
     """`per_layer_config` instead of `global_head_dim`, and a last layer without a window."""
-    config = {**FAMILY_CONFIGS["gemma4_text"]}
-    config["layer_types"] = ["full_attention", *["sliding_attention"] * 4]
+    config = {**FAMILY_CONFIGS["gemma4_text"], "num_hidden_layers": num_layers}
+    config["layer_types"] = ["full_attention", *["sliding_attention"] * (num_layers - 1)]
     config["use_bidirectional_attention"] = "vision"
     own = {key: value for key, value in config.items() if key != "model_type"}
-    transformers.AutoConfig.for_model("gemma4_text", **own).save_pretrained(tmp_path)
+    read = transformers.AutoConfig.for_model("gemma4_text", **own)
+    read.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert "global_head_dim" not in saved
+    assert ("00" in saved["per_layer_config"]) == (num_layers > 10)
     assert dims_of(saved) == dims_of(config)
-    assert [dims_of(saved).of_layer(i).head_dim for i in range(5)] == [12, 8, 8, 8, 12]
+    widths = [one.head_dim for one in read.per_layer_config]
+    assert [dims_of(saved).of_layer(i).head_dim for i in range(num_layers)] == widths
+    assert widths == [12, *[8] * (num_layers - 2), 12]
+
+
+def test_layers_are_alike_where_a_config_says_so():
+    """null in place of `per_layer_config`: transformers then passes over `global_head_dim`."""
+    config = {**SHARED, "per_layer_config": None}
+    own = {key: value for key, value in config.items() if key != "model_type"}
+    read = transformers.AutoConfig.for_model("gemma4_text", **own)
+    dims = dims_of(config)
+    assert [one.head_dim for one in read.per_layer_config] == [8] * 4
+    assert [dims.of_layer(i).head_dim for i in range(4)] == [8] * 4
+
+
+def test_padding_counted_from_the_end_is_refused_where_the_tables_differ_in_length():
+    """torch would freeze another token's row of the table for each layer."""
+    with pytest.raises(UserError, match="pad_token_id = -1: is another row of 41 than of vocab"):
+        dims_of(SHARED | {"pad_token_id": -1})
+    dims = dims_of(SHARED | {"pad_token_id": -1, "vocab_size_per_layer_input": 37})
+    assert dims.padding_id == 36
 
 
 def test_stages_are_refused_in_a_plan():

@@ -38,6 +38,16 @@ CASES = {
         },
         1024,
     ),
+    "yarn, settings of 0, which are as left out": (
+        {
+            **YARN,
+            "original_max_position_embeddings": 256,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.0,
+            "beta_slow": 0,
+        },
+        1024,
+    ),
     "yarn, given factor": (
         {**YARN, "original_max_position_embeddings": 256, "attention_factor": 1.7},
         1024,

@@ -1,5 +1,6 @@
 """Text towers of multimodal folders: logits of the whole model, and the whole on disk."""
 
+import itertools
 import json
 
 import pytest
@@ -13,6 +14,7 @@ from tower_toys import (
     tensors_of,
     write_whole,
 )
+from transformers import CONFIG_MAPPING
 
 from pentad.core.errors import UserError
 from pentad.models.catalog import dims_of as planned_dims_of
@@ -159,6 +161,27 @@ def test_null_in_a_text_config_is_what_transformers_makes_of_it():
     assert dims_of({"model_type": "qwen2_vl", "text_config": {**long, "rope_theta": None}}) == (
         dims_of({"model_type": "qwen2_vl", "text_config": long})
     )
+
+
+TIES = ({}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False})
+
+
+@pytest.mark.parametrize("kind", [*sorted(CONFIGS), "llava, smollm3"])
+def test_embeddings_are_tied_as_transformers_ties_them(kind):
+    """Wherever the key is, and where it is left out."""
+    kind, _, family = kind.partition(", ")
+    sizes = CONFIGS[kind]["text_config"] | {"vocab_size": 50}
+    sizes |= {"model_type": family} if family else {}
+    for of_whole, of_text in itertools.product(TIES, TIES):
+        given = {**CONFIGS[kind], "text_config": sizes | of_text, **of_whole}
+        given.pop("tie_word_embeddings" if not of_whole else "", None)
+        theirs = CONFIG_MAPPING[kind](**json.loads(json.dumps(given)))
+        found = dims_of({**given, "model_type": kind})
+        assert found.tie_embeddings == theirs.tie_word_embeddings, (of_whole, of_text)
+    if kind == "gemma3":  # the only class that takes it
+        theirs = CONFIG_MAPPING[kind](text_config=dict(sizes), tie_word_embeddings=None)
+        null = {"model_type": kind, "text_config": sizes, "tie_word_embeddings": None}
+        assert dims_of(null).tie_embeddings == bool(theirs.tie_word_embeddings)
 
 
 @pytest.mark.parametrize(

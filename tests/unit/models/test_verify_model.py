@@ -1,5 +1,6 @@
 """`verify-model` passes every family of the package and catches wrong maps, each a real mistake."""
 
+import json
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
@@ -430,6 +431,37 @@ def test_a_folder_is_verified_at_its_own_switches(tmp_path):
     assert report.passed, [outcome for outcome in report.outcomes if not outcome.passed]
     assert report.outcomes[0].check == "real headers"
     assert report.outcomes[0].detail.startswith("24 tensors")
+
+
+LISTS = {"moe_topk": [8] * 32, "num_shared_expert": [1] * 32, "moe_intermediate_size": [3072] * 32}
+RELEASED = {
+    "MiniMaxAI/MiniMax-M2": {
+        **{"num_local_experts": 256, "num_experts_per_tok": 8, "head_dim": 128},
+        **{"attn_type_list": [1] * 62, "scoring_func": "sigmoid", "shared_intermediate_size": 0},
+    },
+    "tencent/Hunyuan-A13B-Instruct": {**LISTS, "use_cla": False},
+    "allenai/OLMoE-1B-7B-0924": {"num_experts": 64, "num_experts_per_tok": 8, "clip_qkv": None},
+    "baidu/ERNIE-4.5-21B-A3B-PT": {
+        **{"moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536},
+        **{"moe_layer_start_index": 1, "moe_layer_end_index": 27},
+    },
+}
+"""Public models -> keys of their config.json beside those that are known of them."""
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_a_config_of_a_released_mixture_is_verified_at_small_sizes(name, tmp_path):
+    """With lists of a number for each layer, and keys that transformers passes over."""
+    config = families.public_configs()[name] | RELEASED[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    subject = subject_of(str(tmp_path))
+    (tiny,) = subject.configs.values()
+    dims = families.dims_of(tiny)
+    assert (dims.num_experts, dims.num_layers) == (5, 3) and dims.num_params < 1e6
+    if "MiniMax" in name:
+        assert (dims.rotary_dim, dims.head_dim) == (8, 16)
+        report = verify_subject(subject)
+        assert report.passed, [outcome for outcome in report.outcomes if not outcome.passed]
 
 
 @pytest.mark.parametrize("kind", ["glm4v", "mistral3", "qwen2_5_vl", "qwen3_5_moe"])
