@@ -15,10 +15,12 @@ setup-tests: $(TESTS)
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found; set PYTHON=... to a Python of 3.11 or later"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --config-settings editable_mode=compat -e '.[all]'
+	@echo "Installing Pentad and the packages it needs (torch is the largest) into $(VENV): 1 to 10 minutes, by the network; pip shows its progress."
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --config-settings editable_mode=compat -e '.[all]'
 	touch $(STAMP)
 
 $(TESTS): $(STAMP)
+	@echo "Installing what the tests need into $(VENV)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --config-settings editable_mode=compat -e '.[test]'
 	touch $(TESTS)
 

@@ -54,15 +54,15 @@ def kinds_of(text: str) -> Counter[str]:
     return Counter(found.values())
 
 
-def rooms_of(root: Path) -> dict[str, Counter[str]]:
-    """By room: lines of each kind, `lines` and `files`. What lies in none is under ""."""
-    rooms: dict[str, Counter[str]] = {}
+def packages_of(root: Path) -> dict[str, Counter[str]]:
+    """By package: lines of each kind, `lines` and `files`. What lies in none is under ""."""
+    packages: dict[str, Counter[str]] = {}
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts
-        room = rooms.setdefault(parts[0] if len(parts) > 1 else "", Counter())
+        package = packages.setdefault(parts[0] if len(parts) > 1 else "", Counter())
         kinds = kinds_of(path.read_text())
-        room.update(kinds, lines=kinds.total(), files=1)
-    return rooms
+        package.update(kinds, lines=kinds.total(), files=1)
+    return packages
 
 
 def sites_of(root: Path) -> Counter[str]:
@@ -87,13 +87,13 @@ def sites_of(root: Path) -> Counter[str]:
 
 
 def limits() -> dict[str, dict[str, int]]:
-    """Lines of each room with 2% to spare, and the sites as they are."""
-    counted = {root.name: rooms_of(root) for root in PACKAGES}
+    """Lines of each package with 2% to spare, and the sites as they are."""
+    counted = {root.name: packages_of(root) for root in PACKAGES}
     lines = {
-        f"{name}/{room}": round(1.02 * counts["lines"])
-        for name, rooms in counted.items()
-        for room, counts in rooms.items()
-        if room
+        f"{name}/{package}": round(1.02 * counts["lines"])
+        for name, packages in counted.items()
+        for package, counts in packages.items()
+        if package
     }
     sites = sum((sites_of(root) for root in PACKAGES), Counter())
     return {"lines": lines, "sites": {name: sites[name] for name in sorted(sites)}}
@@ -138,23 +138,23 @@ def lines_added() -> dict[str, int]:
     return added
 
 
-def print_rooms(roots: list[Path]) -> None:
+def print_packages(roots: list[Path]) -> None:
     print(f"{'':22}{'files':>8}{'lines':>8}" + "".join(f"{kind:>12}" for kind in KINDS))
     for root in roots:
-        rooms = rooms_of(root)
-        for name, room in {**rooms, "all": sum(rooms.values(), Counter())}.items():
-            counts = "".join(f"{room[kind]:12}" for kind in KINDS)
-            print(f"{f'{root.name} {name}':22}{room['files']:8}{room['lines']:8}{counts}")
+        packages = packages_of(root)
+        for name, package in {**packages, "all": sum(packages.values(), Counter())}.items():
+            counts = "".join(f"{package[kind]:12}" for kind in KINDS)
+            print(f"{f'{root.name} {name}':22}{package['files']:8}{package['lines']:8}{counts}")
 
 
 def print_table() -> None:
-    rooms, tools = map(rooms_of, PACKAGES)
-    all_rooms, all_tools = (sum(one.values(), Counter()) for one in (rooms, tools))
+    packages, tools = map(packages_of, PACKAGES)
+    all_packages, all_tools = (sum(one.values(), Counter()) for one in (packages, tools))
     sites = sum((sites_of(root) for root in PACKAGES), Counter())
     sft, grpo = (count_in_a_process(command) for command in ("sft", "train"))
     rows = (
-        (all_rooms["lines"], all_tools["lines"]),
-        (all_rooms["files"], all_tools["files"]),
+        (all_packages["lines"], all_tools["lines"]),
+        (all_packages["files"], all_tools["files"]),
         (sft, grpo),
         (sites["subprocess.Popen"], sites["threading.Thread"]),
         (sites["renames"],),
@@ -174,9 +174,9 @@ def print_table() -> None:
         names = ", ".join(f"`{name}`" for name in concept["names"])
         why = f". {concept['why'][0].upper()}{concept['why'][1:]}" if concept["why"] else ""
         print(f"- {concept['what'].capitalize()}: {names}{why}.")
-    print_rooms_table(rooms)
+    print_packages_table(packages)
     added = lines_added()
-    rest = all_rooms["lines"] - sum(added.values())
+    rest = all_packages["lines"] - sum(added.values())
     print("\n| lines of `pentad` | |\n|---|---|")
     for name, lines in sorted(added.items(), key=lambda item: -item[1]):
         print(f"| {name} | {lines:,} |")
@@ -186,13 +186,13 @@ def print_table() -> None:
     )
 
 
-def print_rooms_table(rooms: dict[str, Counter[str]]) -> None:
-    """Two rooms in a line."""
-    ordered = sorted((item for item in rooms.items() if item[0]), key=lambda x: -x[1]["lines"])
-    cells = [f"`{name}` | {room['files']} | {room['lines']:,}" for name, room in ordered]
+def print_packages_table(packages: dict[str, Counter[str]]) -> None:
+    """Two packages in a line."""
+    ordered = sorted((item for item in packages.items() if item[0]), key=lambda x: -x[1]["lines"])
+    cells = [f"`{name}` | {package['files']} | {package['lines']:,}" for name, package in ordered]
     half = -(-len(cells) // 2)
     cells += [" | | "] * (2 * half - len(cells))
-    print("\n| room | files | lines | room | files | lines |\n|---|---|---|---|---|---|")
+    print("\n| package | files | lines | package | files | lines |\n|---|---|---|---|---|---|")
     for left, right in zip(cells[:half], cells[half:], strict=True):
         print(f"| {left} | {right} |")
 
@@ -271,7 +271,7 @@ def main() -> None:
     elif given.limits:
         print(json.dumps(limits(), indent=2))
     else:
-        print_rooms(given.folders)
+        print_packages(given.folders)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The house rules a machine can check: imports flow one way, light rooms stay light."""
+"""The house rules a machine can check: imports flow one way, light packages stay light."""
 
 import ast
 import json
@@ -88,7 +88,7 @@ def problems_of(root: Path) -> list[str]:
         parts = path.relative_to(root).parts
         me = parts[0] if len(parts) > 1 else ""
         if me and me not in LEVEL:
-            out.append(f"{path}: {me} is not a room of the house")
+            out.append(f"{path}: {me} is not a package of the house")
             continue
         for line, name in imports_of(path):
             names = name.split(".")
@@ -101,7 +101,7 @@ def problems_of(root: Path) -> list[str]:
             if names[0] in OPTIONAL:
                 users.setdefault((me, names[0]), set()).add(str(path))
             if names[0] != root.name or set(names[2:3]) & OPEN:
-                continue  # keys and tables without torch: any room may read another's
+                continue  # keys and tables without torch: any package may read another's
             if is_light and names[1] != "core":
                 out.append(
                     f"{where}: a {path.stem} file imports core, sections and facts only, not {name}"
@@ -162,10 +162,10 @@ def test_files_do_not_import_each_other_in_circles(root):
 
 
 def test_a_circle_through_three_files_is_seen(tmp_path):
-    room = tmp_path / "pentad" / "core"
-    room.mkdir(parents=True)
+    package = tmp_path / "pentad" / "core"
+    package.mkdir(parents=True)
     for name, other in (("a", "b"), ("b", "c"), ("c", "a"), ("d", "a")):
-        (room / f"{name}.py").write_text(f"from pentad.core.{other} import x\n")
+        (package / f"{name}.py").write_text(f"from pentad.core.{other} import x\n")
     wanted = [f"pentad.core.{name}" for name in "abc"]
     assert circles_of(tmp_path / "pentad") == [wanted]
 
@@ -265,7 +265,7 @@ def test_an_undeclared_import_is_caught(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("room", "code", "expected"),
+    ("package", "code", "expected"),
     [
         ("rl", "from pentad.models.families import qwen3", "row 1) imports models"),
         ("models", "def f():\n    import pentad.data.ledger", "row 3) imports data"),
@@ -276,13 +276,13 @@ def test_an_undeclared_import_is_caught(tmp_path):
         ),
         ("config", "def f():\n    import torch", "must not import torch"),
         ("cli", "def f():\n    import pentad_tools.docs", "must not import pentad_tools"),
-        ("stuff", "", "not a room"),
+        ("stuff", "", "not a package"),
     ],
 )
-def test_the_check_catches(tmp_path, room, code, expected):
+def test_the_check_catches(tmp_path, package, code, expected):
     root = tmp_path / PACKAGE
-    (root / room).mkdir(parents=True)
-    (root / room / "x.py").write_text(code)
+    (root / package).mkdir(parents=True)
+    (root / package / "x.py").write_text(code)
     assert any(expected in problem for problem in problems_of(root))
 
 
@@ -296,7 +296,7 @@ def test_the_check_catches(tmp_path, room, code, expected):
         ("section", "import torch", "must not import torch"),
     ],
 )
-def test_sections_are_light_and_open_to_all_rooms(tmp_path, name, code, expected):
+def test_sections_are_light_and_open_to_all_packages(tmp_path, name, code, expected):
     root = tmp_path / PACKAGE
     (root / "rl").mkdir(parents=True)
     (root / "rl" / f"{name}.py").write_text(code)
@@ -352,11 +352,11 @@ def test_layers_are_swapped_in_one_place():
     assert found == {ROOT / "core" / "swap.py"}
 
 
-def test_no_empty_rooms():
-    rooms = [path for root in BOTH for path in root.iterdir() if path.is_dir()]
-    for room in [room for room in rooms if room.name != "__pycache__"]:
-        code = [p for p in room.rglob("*.py") if p.name != "__init__.py"]
-        assert code, f"{room} holds nothing"
+def test_no_empty_packages():
+    packages = [path for root in BOTH for path in root.iterdir() if path.is_dir()]
+    for package in [package for package in packages if package.name != "__pycache__"]:
+        code = [p for p in package.rglob("*.py") if p.name != "__init__.py"]
+        assert code, f"{package} holds nothing"
 
 
 def test_every_module_says_what_it_owns():
@@ -367,8 +367,8 @@ def test_every_module_says_what_it_owns():
 
 
 def light_modules() -> list[str]:
-    rooms = [ROOT / room for room in LIGHT if (ROOT / room).is_dir()]
-    files = [path for room in rooms for path in room.rglob("*.py")]
+    packages = [ROOT / package for package in LIGHT if (ROOT / package).is_dir()]
+    files = [path for package in packages for path in package.rglob("*.py")]
     files += [path for stem in OPEN for path in ROOT.glob(f"*/{stem}.py")]
     names = [".".join(path.relative_to(ROOT.parent).with_suffix("").parts) for path in files]
     return sorted(name.removesuffix(".__init__") for name in names)
@@ -382,13 +382,13 @@ def above_limits(found: dict[str, int], allowed: dict[str, int]) -> list[str]:
     return [f"{k}: {n} > {allowed.get(k, 0)}" for k, n in found.items() if n > allowed.get(k, 0)]
 
 
-def test_no_room_grows_beyond_its_limit():
-    """A room that has to grow gets a higher limit in the same change, by its reviewers' leave."""
+def test_no_package_grows_beyond_its_limit():
+    """A package that has to grow gets a higher limit in the same change, which reviewers see."""
     found = {
-        f"{root.name}/{room}": counts["lines"]
+        f"{root.name}/{package}": counts["lines"]
         for root in BOTH
-        for room, counts in SIZE["rooms_of"](root).items()
-        if room
+        for package, counts in SIZE["packages_of"](root).items()
+        if package
     }
     assert len(found) > 20 and above_limits(found, LIMITS["lines"]) == []
 

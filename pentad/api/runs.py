@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from pentad.api.callables import spec_of
@@ -19,7 +21,7 @@ from pentad.config.load import read_config
 from pentad.config.recipe_file import dump_yaml, write_override
 from pentad.config.rules.rule import RunCommand
 from pentad.config.schema import Config
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, Stopped, UserError
 from pentad.core.files import write_atomic
 from pentad.core.scratch import scratch_folder
 from pentad.planner.prepare import prepare
@@ -30,6 +32,7 @@ RecipeOrPath = str | Path | Mapping[str, Any]
 RowsOrPath = str | Sequence[Mapping[str, Any]]
 Reward = str | Callable[..., Any] | Sequence[str | Callable[..., Any]]
 OnStep = Callable[[dict[str, Any]], object]
+ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
 def train(
@@ -191,8 +194,32 @@ def _run(
         rule = "is for the command line, which submits jobs and runs one side alone"
         raise UserError(Problem(where, rule, f"use pentad {command}"))
     run = run_train if command == "train" else ON_EXAMPLES[command]
-    with listening(on_step), apart_from_loop():
+    with listening(on_step), apart_from_loop(), ended_by_sentence():
         return run(config, notes, fresh, device)
+
+
+@contextmanager
+def ended_by_sentence() -> Iterator[None]:
+    """Lets a script that does not catch `Stopped` end with its sentence and without a traceback:
+    a signal is no mistake of the script."""
+    try:
+        yield
+    except Stopped:
+        if sys.excepthook is not show_stop:
+            OTHER_HOOKS.append(sys.excepthook)
+            sys.excepthook = show_stop
+        raise
+
+
+OTHER_HOOKS: list[ExceptHook] = []
+"""The hook that `show_stop` replaced."""
+
+
+def show_stop(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if isinstance(error, Stopped):
+        print(error, file=sys.stderr)
+    else:
+        OTHER_HOOKS[-1](kind, error, trace)
 
 
 @contextmanager

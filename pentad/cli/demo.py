@@ -10,9 +10,10 @@ import torch
 from rich.console import Console
 
 from pentad.cli.runs import page_beside
+from pentad.config.load import load_config
 from pentad.config.schema import Config
 from pentad.core.device import pick_device
-from pentad.core.errors import UserError
+from pentad.core.errors import Problem, UserError
 from pentad.core.folders import read_object
 from pentad.core.machine import user_name
 from pentad.data.toy import write_model, write_task
@@ -23,6 +24,8 @@ from pentad.trainer.sources.examples import run_sft
 from pentad.trainer.sources.rollouts import run_train
 
 NUM_TRAIN, NUM_SFT, NUM_VALID = 8000, 2000, 500
+DEFAULT_STEPS = 250
+"""Steps of reinforcement learning without `--steps`."""
 
 
 def run_demo(
@@ -49,13 +52,15 @@ def run_demo(
         "sft",
     )
     fresh = fresh or is_complete(config)
+    if not fresh:
+        check_steps(config, steps)
     warm = run_sft(config, notes, fresh=fresh, device=str(chosen))
     console.print("3/3 reinforcement learning: the reward is all it sees")
     config, notes = prepare(
         recipe("demo_grpo.yaml"),
         [
             *common,
-            *([] if steps is None else [f"total_train_steps={steps}"]),
+            f"total_train_steps={DEFAULT_STEPS if steps is None else steps}",
             f"actor.path={warm.model}",
             f"train_dataset.path={root / 'train.jsonl'}",
             f"valid_dataset.path={root / 'valid.jsonl'}",
@@ -82,6 +87,25 @@ def is_complete(config: Config) -> bool:
     warm-up."""
     file = run_path(config.fileroot, "demo-grpo", config.trial_name, config.user) / "exit.json"
     return file.exists() and read_object(file).get("end") == "complete"
+
+
+def check_steps(config: Config, steps: int | None) -> None:
+    """An interrupted demo is resumed with the number of steps that it began with; UserError for
+    another one. `config` is that of its warm-up."""
+    folder = run_path(config.fileroot, "demo-grpo", config.trial_name, config.user)
+    if not (folder / "config.yaml").exists():
+        return
+    given = DEFAULT_STEPS if steps is None else steps
+    begun = load_config(folder / "config.yaml").total_train_steps
+    if begun == given:
+        return
+    where = f"--steps = {given}" + (" (the default)" if steps is None else "")
+    rule = (
+        f"the demo in {folder} was interrupted and has {begun} steps, which set its learning rate"
+    )
+    again = "" if steps is None else f" --steps {steps}"
+    remedy = f"continue it with --steps {begun}, or start over with{again} --fresh"
+    raise UserError(Problem(where, rule, remedy))
 
 
 def recipe(name: str) -> Path:

@@ -192,7 +192,8 @@ def _make_tiny(folder: Path, task: FirstTask) -> None:
                 *("actor.init_from_scratch=true", "actor.gradient_checkpointing=false"),
                 *("actor.optimizer.lr=2.0e-3", f"train_dataset.path={rows}"),
                 *("train_dataset.batch_size=32", f"total_train_steps={task.warm_steps}"),
-                *(["train_dataset.messages_key=messages"] if task.is_chat else []),
+                "train_dataset."
+                + ("messages_key=messages" if task.is_chat else "chat_template=false"),
                 "allocation_mode=archon:d1",
             ],
             "sft",
@@ -250,7 +251,7 @@ def recipe_of(task: FirstTask, name: str, model: str, has_gpu: bool) -> str:
     )
     num_steps = task.tiny_steps if is_tiny else REAL_ROWS // batch
     has_template = task.is_chat if is_tiny else _has_template(model)
-    template = ", chat_template: true" if has_template else ""
+    template = f", chat_template: {str(has_template).lower()}"
     samples = task.command == "train"
     columns = "prompt, and what the reward reads" if samples else "prompt and response"
     sizes = f"n_samples: {num_samples}, max_new_tokens: {new_tokens}"
@@ -333,6 +334,8 @@ def _say_next(folder: str, task: FirstTask, is_tiny: bool) -> None:
     if task.file:
         print(f"  {task.file:<14} the reward; write your own here")
     print("  train.jsonl, valid.jsonl    sample data; replace it with yours")
+    if is_tiny:
+        print("  model/         the tiny model; for another one set actor.path in recipe.yaml")
     if is_tiny and task.tiny_caution:
         print(task.tiny_caution)
     print("Next:")

@@ -15,7 +15,8 @@ from pentad.config.rules.rule import reads_any
 from pentad.config.schema import Config
 from pentad.core.errors import Problem
 from pentad.core.machine import installed
-from pentad.planner.present import has_inputs, with_data_here
+from pentad.planner.plan import is_for_here
+from pentad.planner.present import absence_problems, has_inputs, with_data_here
 
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -38,6 +39,8 @@ class Looked:
     notes: list[str] = field(default_factory=list)
     read: list[str] = field(default_factory=list)
     not_read: list[str] = field(default_factory=list)
+    longest: int | None = None
+    """Tokens of the longest training row that was read."""
 
     @property
     def lines(self) -> list[str]:
@@ -48,10 +51,11 @@ class Looked:
 
 
 class Looking:
-    """The check of a config's inputs, which runs beside the plan."""
+    """The check of a config's inputs, in a process of its own."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, gpu_memory: float | None) -> None:
         here, self.missing = with_data_here(config)
+        self.absent = absence_problems(config) if is_for_here(config, gpu_memory) else []
         self.process: subprocess.Popen[bytes] | None = None
         if config.only == "train" or not has_inputs(here):
             return
@@ -69,19 +73,22 @@ class Looking:
     def result(self) -> Looked:
         """Waits for the process."""
         if self.process is None:
-            return Looked(not_read=self.missing)
+            return Looked(self.absent, not_read=self.missing)
+        where = "data and rewards"
         try:
             out, said = self.process.communicate(timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
             rule = f"reading them took more than {TIMEOUT_S:g} s"
-            return Looked([Problem("data and rewards", rule, "see which code waits")])
+            return Looked([*self.absent, Problem(where, rule, "see which code waits")])
         if self.process.returncode != 0:
             last = said.decode(errors="replace").strip().splitlines() or [""]
             rule = f"the process that reads them ended with {self.process.returncode}: {last[-1]}"
-            return Looked([Problem("data and rewards", rule)])
+            return Looked([*self.absent, Problem(where, rule)])
         found: dict[str, Any] = json.loads(out)
-        problems = [Problem(*one) if isinstance(one, list) else one for one in found["problems"]]
-        return Looked(problems, found["notes"], found["read"], found["not_read"])
+        problems = [
+            Problem(*one) if isinstance(one, list) else one for one in found.pop("problems")
+        ]
+        return Looked([*self.absent, *problems], **found)
 
     def end(self) -> None:
         """Ends the process if its result was not needed."""
@@ -91,18 +98,21 @@ class Looking:
 
 
 @contextmanager
-def looking_at(config: Config) -> Iterator[Looking]:
-    looking = Looking(config)
+def looking_at(config: Config, gpu_memory: float | None = None) -> Iterator[Looking]:
+    """Reads the inputs of a run; those that must be here are, unless it is for other machines."""
+    looking = Looking(config, gpu_memory)
     try:
         yield looking
     finally:
         looking.end()
 
 
-def input_problems(config: Config, bad: Collection[str]) -> list[Problem | str]:
+def input_problems(
+    config: Config, bad: Collection[str], gpu_memory: float | None = None
+) -> list[Problem | str]:
     """The problems of the inputs, to be reported with those of the rules; none while a key that
     they depend on is wrong."""
     if reads_any(READ, bad):
         return []
-    with looking_at(config) as looking:
+    with looking_at(config, gpu_memory) as looking:
         return looking.result().problems

@@ -150,8 +150,8 @@ def plan(
     from pentad.cli.look import input_problems
     from pentad.cli.plan import run_plan
 
-    config, notes = recipe.prepare("plan", gpu_memory, look=input_problems)
-
+    look = functools.partial(input_problems, gpu_memory=gpu_memory)
+    config, notes = recipe.prepare("plan", gpu_memory, look=look)
     raise Exit(run_plan(config, notes, gpu_memory, json, world))
 
 

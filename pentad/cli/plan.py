@@ -63,19 +63,19 @@ def run_plan(
         where = f"allocation_mode = {config.allocation_mode}"
         said = " (train needs a reward)" if command == "sft" else ""
         notes.append(f"{where} has no sampler: planned for {command}{said}")
-    with looking_at(config) as looking:
-        reason, plan = uncounted(config), None
-        try:
-            if reason:
-                # Here, since it needs transformers, whose class says if it can be trained.
-                from pentad.trainer.rank.learners import check_models
-
-                check_models(config)
-            else:
-                plan = make_plan(config, notes, gpu_memory)
-        except UserError as error:
-            raise UserError([*error.problems, *looking.result().problems]) from error
+    with looking_at(config, gpu_memory) as looking:
         looked = looking.result()
+    reason, plan = uncounted(config), None
+    try:
+        if reason:
+            # Here, since it needs transformers, whose class says if it can be trained.
+            from pentad.trainer.rank.learners import check_models
+
+            check_models(config)
+        else:
+            plan = make_plan(config, notes, gpu_memory, looked.longest)
+    except UserError as error:
+        raise UserError([*error.problems, *looked.problems]) from error
     raise_problems(looked.problems)
     if plan is None:
         assert reason is not None, "else there is a plan"
@@ -106,11 +106,13 @@ def show_plan(plan: RunPlan, looked: Looked, as_json: bool) -> None:
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
-def make_plan(config: Config, notes: Sequence[str], gpu_memory: float | None) -> RunPlan:
-    """The plan of a model whose size is known."""
+def make_plan(
+    config: Config, notes: Sequence[str], gpu_memory: float | None, longest: int | None = None
+) -> RunPlan:
+    """The plan of a model whose size is known; `longest`: tokens of the longest row read."""
     is_stream = config.task == "pretrain"
     num_rows, said = (None, []) if is_stream else count_all(config)
-    plan = build_plan(config, choose_device(config, gpu_memory), num_rows)
+    plan = build_plan(config, choose_device(config, gpu_memory), num_rows, longest=longest)
     limit = config.cluster.count_devices()
     plan.notes = [*notes, *layout_notes(config, plan.dims, limit), *plan.notes, *said]
     return plan

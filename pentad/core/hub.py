@@ -14,6 +14,8 @@ from typing import Literal
 HubKind = Literal["model", "dataset"]
 REPO = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
 HUB_NAME = re.compile(rf"({REPO})(?:@([\w.][\w./-]*))?(?::(.+))?", re.ASCII)
+ROW_FILES = (".jsonl", ".json", ".ndjson", ".parquet", ".arrow", ".csv", ".txt", ".md")
+"""Endings of files with rows: OWNER/NAME with one of them is the path of a file."""
 IN_CACHE = re.compile(
     r"/(model|dataset)s--([A-Za-z0-9][\w.-]*?)--([\w.-]+)/snapshots/([0-9a-f]{40})(?:/(.+))?",
     re.ASCII,
@@ -50,14 +52,16 @@ class HubName:
 
 def hub_name(text: str, kind: HubKind) -> HubName | None:
     """The Hub name in a path key, or None if it is a local path. An existing local path takes
-    precedence, and OWNER/NAME is a path if a folder OWNER exists, unless it has a revision."""
+    precedence, and OWNER/NAME is a path if a folder OWNER exists or if it ends as a file of rows,
+    unless it has a revision."""
     found = HUB_NAME.fullmatch(text)
     if found is None or Path(text).exists():
         return None
     repo, revision, part = found.groups(default="")
     if part and kind == "model":
         return None
-    if not revision and not part and Path(repo.partition("/")[0]).exists():
+    is_file = kind == "dataset" and repo.endswith(ROW_FILES)
+    if not revision and not part and (is_file or Path(repo.partition("/")[0]).exists()):
         return None
     return HubName(kind, repo, revision or None, part)
 

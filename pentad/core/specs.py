@@ -6,6 +6,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +16,11 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 MAX_NAMED = 8
 """Maximum number of functions of a file in an error."""
+MAX_SOURCE = 120
+"""Maximum characters of a line of source in an error."""
+LOADERS = (f"{Path(__file__).parents[1]}/", f"{Path(importlib.__file__).parent}/", "<frozen ")
+"""Beginnings of the file names of frames that import: none of them is the cause of a failure."""
+LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
 def load(spec: str) -> Callable[..., Any]:
@@ -22,7 +29,8 @@ def load(spec: str) -> Callable[..., Any]:
     found: Any = import_named(where)
     for part in name.split("."):
         if not hasattr(found, part):
-            raise AttributeError(f"{where} has no attribute {part!r}{_defined(found)}")
+            shown = Path(where).name if where.endswith(".py") else where
+            raise AttributeError(f"{shown} has no attribute {part!r}{_defined(found)}")
         found = getattr(found, part)
     if not callable(found):
         raise TypeError(f"{spec} is not a function")
@@ -37,6 +45,25 @@ def _defined(module: object) -> str:
         if callable(value) and getattr(value, "__module__", None) == getattr(module, "__name__", "")
     ]
     return f" (it defines {', '.join(own[:MAX_NAMED])})" if own else ""
+
+
+def why_not_loaded(failure: BaseException) -> str:
+    """What an import raised, with the line of the user's file that is the cause:
+    `NameError: name 'x' is not defined (reward.py, line 7: x + 1)`."""
+    if isinstance(failure, SyntaxError):
+        said, file, number, line = failure.msg, failure.filename, failure.lineno, failure.text
+    else:
+        frames = traceback.extract_tb(failure.__traceback__)
+        causes = [frame for frame in frames if not frame.filename.startswith(LOADERS)]
+        own = [frame for frame in causes if not frame.filename.startswith(LIBRARIES)] or causes
+        said, file, number, line = str(failure), None, None, None
+        if own:
+            file, number, line = own[-1].filename, own[-1].lineno, own[-1].line
+    text = f"{type(failure).__name__}: {said}"
+    if file is None or number is None:
+        return text
+    source = f": {line.strip()[:MAX_SOURCE]}" if line and line.strip() else ""
+    return f"{text} ({Path(file).name}, line {number}{source})"
 
 
 def settled(value: Any) -> Any:
@@ -55,6 +82,14 @@ def absolute(spec: str) -> str:
     """The same name, valid in any working folder."""
     where, _, name = spec.rpartition(":")
     return f"{Path(where).resolve()}:{name}" if where.endswith(".py") else spec
+
+
+def shown(spec: str) -> str:
+    """The same name as a user writes it: a file below the working folder without the folder."""
+    where, _, name = spec.rpartition(":")
+    here = Path.cwd()
+    is_below = where.endswith(".py") and Path(where).is_relative_to(here)
+    return f"{Path(where).relative_to(here)}:{name}" if is_below else spec
 
 
 def import_named(where: str, *, fresh: bool = False) -> ModuleType:

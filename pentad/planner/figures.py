@@ -59,6 +59,8 @@ class Batch:
     samples: int
     prompt_tokens: int
     prompt_is_assumed: bool
+    longest_read: int | None
+    """Tokens of the longest row of the data that was read."""
     answer_tokens: int
     num_rows: int | None
     """Number of prompts in the dataset, if it could be read."""

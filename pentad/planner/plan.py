@@ -59,18 +59,29 @@ def choose_device(config: Config, gpu_memory_gib: float | None = None) -> Device
     return Device("cuda", int(DEFAULT_GPU_GIB * GIB), source, False)
 
 
+def is_for_here(config: Config, gpu_memory_gib: float | None = None) -> bool:
+    """Whether a plan is for a run on this machine, whose files are those here."""
+    is_local = config.scheduler.type == "local" and config.cluster.n_nodes == 1
+    return is_local and choose_device(config, gpu_memory_gib).is_here
+
+
 def build_plan(
-    config: Config, device: Device, num_rows: int | None = None, in_use_bytes: float = 0.0
+    config: Config,
+    device: Device,
+    num_rows: int | None = None,
+    in_use_bytes: float = 0.0,
+    longest: int | None = None,
 ) -> RunPlan:
-    """The plan of a config that passed all checks; `num_rows` of its dataset, if known.
+    """The plan of a config that passed all checks; `num_rows` of its dataset and the tokens of the
+    longest, if known.
 
     The run's own processes use `in_use_bytes` of the host's memory already. Weights are transferred
     through a GPU that learner and sampler share if it has room for them.
     """
     publish_kind = topology(config, facts_of(config, device.kind)).publish_kind
-    plan = _build(config, device, num_rows, in_use_bytes, publish_kind)
+    plan = _build(config, device, num_rows, in_use_bytes, publish_kind, longest)
     if publish_kind == "ipc" and plan.peak_bytes > device.memory_bytes:
-        return _build(config, device, num_rows, in_use_bytes, "shm")
+        return _build(config, device, num_rows, in_use_bytes, "shm", longest)
     return plan
 
 
@@ -80,12 +91,13 @@ def _build(
     num_rows: int | None,
     in_use_bytes: float,
     publish_kind: PublishKind,
+    longest: int | None,
 ) -> RunPlan:
     dims = dims_of(config.model_folder())
     placed = topology(config, facts_of(config, device.kind))
     allocation = placed.allocation
     has_rollout = placed.written.find("rollout") is not None
-    batch = plan_batch(config, dims, num_rows, has_rollout)
+    batch = plan_batch(config, dims, num_rows, has_rollout, longest)
     found = placed_components(config, allocation, dims)
     trainers = [
         plan_trainer(part, allocation, batch, device, publish_kind)
@@ -126,9 +138,9 @@ def _build(
     )
     if batch.prompt_is_assumed:
         what = "prompts" if batch.answer_tokens else "rows"
-        plan.notes.append(
-            f"train_dataset.max_length is unset: {what} of {batch.prompt_tokens} tokens assumed"
-        )
+        text = f"{what} of {batch.prompt_tokens} tokens assumed"
+        text += "" if batch.longest_read is None else ", as the longest that was read"
+        plan.notes.append(f"train_dataset.max_length is unset: {text}")
     if batch.answer_tokens and not config.rollout.is_single_turn:
         plan.notes.append(several_turns(config, batch))
     if files.needed_bytes > files.free_bytes:
@@ -142,7 +154,13 @@ def _build(
     return plan
 
 
-def plan_batch(config: Config, dims: ModelDims, num_rows: int | None, has_rollout: bool) -> Batch:
+def plan_batch(
+    config: Config,
+    dims: ModelDims,
+    num_rows: int | None,
+    has_rollout: bool,
+    longest_read: int | None,
+) -> Batch:
     """Plans the batch; without a rollout the rows of the dataset are trained as they are."""
     given = config.train_dataset.max_length
     if config.task == "pretrain":
@@ -150,7 +168,8 @@ def plan_batch(config: Config, dims: ModelDims, num_rows: int | None, has_rollou
     prompts = config.train_dataset.batch_size
     samples = config.rows_per_step
     turn = config.gconfig.max_new_tokens if has_rollout else 0
-    prompt = given or max(1, min(ASSUMED_PROMPT_TOKENS, dims.max_position - turn))
+    assumed = longest_read or ASSUMED_PROMPT_TOKENS
+    prompt = given or max(1, min(assumed, dims.max_position - turn))
     longest = longest_sample(config, prompt, dims.max_position) if has_rollout else prompt
     per_epoch = total = None
     if num_rows is not None:
@@ -162,6 +181,7 @@ def plan_batch(config: Config, dims: ModelDims, num_rows: int | None, has_rollou
         samples=samples,
         prompt_tokens=prompt,
         prompt_is_assumed=given is None,
+        longest_read=longest_read,
         answer_tokens=longest - prompt,
         num_rows=num_rows,
         steps_per_epoch=per_epoch,

@@ -3,13 +3,17 @@ others."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from pentad.config.describe import value_at
 from pentad.config.environments import environments
 from pentad.config.resolve import replaced
+from pentad.config.rules.inputs import data_path_problem
 from pentad.config.schema import Config
-from pentad.core.hub import name_in_cache
+from pentad.core.errors import Problem
+from pentad.core.hub import hub_name, name_in_cache
 from pentad.data.section import is_made
 
 
@@ -20,20 +24,36 @@ def is_here(path: str) -> bool:
     return is_made(path) or place.exists() or (is_pattern and any(place.parent.glob(place.name)))
 
 
-def with_data_here(config: Config) -> tuple[Config, list[str]]:
-    """The config without datasets that are not on this machine, and a note on each of them."""
-    notes = []
+def absent_data(config: Config) -> Iterator[tuple[str, str]]:
+    """The keys of the datasets that are not on this machine, and their paths."""
     for one in environments(config):
         for key in (one.data_key, one.valid_key):
             path = value_at(config, f"{key}.path")
-            if not isinstance(path, str) or is_here(path):
-                continue
-            name = name_in_cache(path)
-            rule = "is not on this machine" if name is None else "is not downloaded"
-            notes.append(f"{key}.path = {name or path} {rule}")
-            is_train = key == one.data_key
-            gone = [*key.split("."), "path"] if is_train else key.split(".")
-            config = replaced(config, gone, None)
+            if isinstance(path, str) and not is_here(path):
+                yield key, path
+
+
+def absence_problems(config: Config) -> list[Problem | str]:
+    """What a run on this machine says of datasets that are not here; the hub's it downloads."""
+    found = []
+    for key, path in absent_data(config):
+        is_of_hub = hub_name(path, "dataset") is not None
+        problem = None if is_of_hub else data_path_problem(f"{key}.path", path)
+        if problem is not None:
+            remedy = f"{problem.remedy}; for a run on another machine give --gpu-memory"
+            found.append(replace(problem, remedy=remedy))
+    return [*found]
+
+
+def with_data_here(config: Config) -> tuple[Config, list[str]]:
+    """The config without datasets that are not on this machine, and a note on each of them."""
+    notes, trained = [], {one.data_key for one in environments(config)}
+    for key, path in list(absent_data(config)):
+        name = name_in_cache(path) or hub_name(path, "dataset")
+        rule = "is not on this machine" if name is None else "is not downloaded"
+        notes.append(f"{key}.path = {name or path} {rule}")
+        gone = [*key.split("."), "path"] if key in trained else key.split(".")
+        config = replaced(config, gone, None)
     return config, notes
 
 

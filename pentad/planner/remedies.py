@@ -138,7 +138,9 @@ def _helps(plan: RunPlan, steps: list[Changes], more: Changes) -> bool:
 
 
 def _planned(plan: RunPlan, steps: Sequence[Changes]) -> RunPlan:
-    return build_plan(_changed(plan, steps), plan.device, plan.batch.num_rows)
+    batch = plan.batch
+    config = _changed(plan, steps)
+    return build_plan(config, plan.device, batch.num_rows, longest=batch.longest_read)
 
 
 def _changed(plan: RunPlan, steps: Sequence[Changes]) -> Config:

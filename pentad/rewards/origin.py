@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
 
 from pentad.core.scratch import remove
-from pentad.core.specs import describe, load, settled
+from pentad.core.specs import describe, load, settled, why_not_loaded
 from pentad.rewards import breakout, confine, enclosure
 
 MAX_DETAIL = 1000
@@ -64,7 +64,7 @@ class Origin:
             try:
                 said["described"][spec] = describe(spec)
             except BaseException as failure:
-                said["errors"][spec] = f"{type(failure).__name__}: {failure}"[:MAX_DETAIL]
+                said["errors"][spec] = why_not_loaded(failure)[:MAX_DETAIL]
         gc.collect()
         gc.freeze()  # children share these pages instead of copying them
         num_pages = int(Path("/proc/self/statm").read_text().split()[0])

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from pentad.core.errors import Problem, UserError, one_line, raise_problems
 from pentad.core.scratch import scratch_folder
+from pentad.core.specs import shown
 from pentad.rewards import breakout, confine
 from pentad.rewards.section import RewardConfig
 from pentad.rewards.warden import FRAME
@@ -168,7 +169,11 @@ class Worker:
 def check_start(said: dict[str, Any], limits: confine.Limits) -> None:
     """Raises UserError if a worker's first message shows that jobs cannot run safely."""
     problems = [
-        Problem(f"reward.fn = {spec}", f"it cannot be imported ({one_line(error, MAX_DETAIL)})")
+        Problem(
+            f"reward.fn = {shown(spec)}",
+            f"it cannot be imported ({one_line(error, MAX_DETAIL)})",
+            "correct it, and try it alone with: pentad reward RECIPE",
+        )
         for spec, error in said["errors"].items()
     ]
     limit, used = limits.max_memory_bytes, said["address_space_bytes"]

@@ -16,7 +16,7 @@ from numbers import Real
 from typing import Any
 
 from pentad.core.errors import DataFailure, Problem, UserError
-from pentad.core.specs import load
+from pentad.core.specs import load, why_not_loaded
 from pentad.core.types import Prompt, Sample
 from pentad.rollout.proxy import MODEL, Episode, Proxy
 from pentad.rollout.workflows import (
@@ -144,6 +144,6 @@ def load_agent(spec: str | None) -> AgentWorkflow:
     try:
         agent = load(spec)
     except (Exception, SystemExit) as failure:
-        rule = f"it cannot be loaded ({type(failure).__name__}: {failure})"
+        rule = f"it cannot be loaded ({why_not_loaded(failure)})"
         raise UserError(Problem(f"rollout.agent = {spec}", rule)) from failure
     return AgentWorkflow(agent)

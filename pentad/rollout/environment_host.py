@@ -25,7 +25,7 @@ from numbers import Real
 from typing import Any, NoReturn
 
 from pentad.core.seeds import seed_globals
-from pentad.core.specs import accepted, load
+from pentad.core.specs import accepted, load, why_not_loaded
 from pentad.rollout.schemas import schema_of
 from pentad.runtime.process import die_with_parent
 
@@ -268,8 +268,7 @@ def main() -> None:
     try:
         load(given["spec"])
     except BaseException as error:  # exit() in a module is its error
-        said = {"error": f"{type(error).__name__}: {error}", "place": place_of(error)}
-        control.sendall(json.dumps(said).encode() + b"\n")
+        control.sendall(json.dumps({"error": why_not_loaded(error)}).encode() + b"\n")
         return
     control.sendall(b"{}\n")
     Nursery(control, given["spec"], given["options"]).run()

@@ -19,7 +19,7 @@ from typing import cast
 
 from pentad.core.errors import DataFailure, InfraFailure, Problem, RunError, UserError, first_cause
 from pentad.core.roles import Scorer
-from pentad.core.specs import load
+from pentad.core.specs import load, why_not_loaded
 from pentad.core.types import Group, Prompt, Sample
 from pentad.data.section import VERIFIERS
 from pentad.rewards.scorer import FAILED
@@ -263,7 +263,7 @@ def load_workflow(spec: str, agent: str | None = None) -> Workflow:
     try:
         workflow = load(spec)()
     except (Exception, SystemExit) as failure:
-        rule = f"it cannot be made ({type(failure).__name__}: {failure})"
+        rule = f"it cannot be made ({why_not_loaded(failure)})"
         raise UserError(Problem(where, rule)) from failure
     run = getattr(workflow, "run", None)
     if not inspect.iscoroutinefunction(run):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +27,8 @@ LIBRARIES = ("py", "transformers", "torch", "huggingface_hub", "datasets", "toke
 """First parts of the names of other libraries' loggers (Python's warnings are `py.warnings`)."""
 
 
+BEGINNING = 80
+"""Characters of a repeated warning that are shown again at the end."""
 REPEAT_S = 60.0
 """A warning that differs only in numbers from one within this many seconds is counted, not
 shown."""
@@ -72,7 +75,8 @@ class ScreenHandler(logging.Handler):
     def close(self) -> None:
         for shown in self.warnings.values():
             if shown.num_hidden and sys.stderr is not None:
-                sys.stderr.write(f"warning: {shown.num_hidden} more like: {shown.text}\n")
+                begins = textwrap.shorten(shown.text, BEGINNING, placeholder=" ...")
+                sys.stderr.write(f"warning: {shown.num_hidden} more like: {begins}\n")
         self.warnings = {}
         super().close()
 

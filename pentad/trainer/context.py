@@ -237,7 +237,7 @@ def log_start(
         log.info(
             "total_train_steps = %d: it overrides total_train_epochs = %d, which is %d steps",
             *(asked, config.total_train_epochs, by_epochs),
-            extra=NOTICE,
+            extra=NOTICE if config.total_train_epochs > 1 else None,  # a number that was given
         )
     if not (config.saver.is_periodic or config.recover.is_on):
         log.info(

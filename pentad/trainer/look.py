@@ -88,11 +88,17 @@ class Look:
     read: list[str] = field(default_factory=list)
     not_read: list[str] = field(default_factory=list)
     is_without_tokenizer: bool = False
+    longest: int | None = None
+    """Tokens of the longest training row that was read, of its prompt if answers are sampled."""
 
     def add_notes(self, data: OrderedData) -> None:
         """The notes of a start on the data; without the tokenizer they are not known."""
         if not self.is_without_tokenizer:
             self.checks.notes += [*data.notes, *sorted(data.warnings)]
+
+    def add_length(self, tokens: int) -> None:
+        if not self.is_without_tokenizer:
+            self.longest = max(tokens, self.longest or 0)
 
     def as_json(self) -> dict[str, Any]:
         problems = [
@@ -105,6 +111,7 @@ class Look:
             "notes": notes,
             "read": list(dict.fromkeys(self.read)),
             "not_read": list(dict.fromkeys(self.not_read)),
+            "longest": self.longest,
         }
 
 
@@ -178,6 +185,8 @@ def read_examples(task: str, config: Config, reader: RowReader, found: Look) -> 
             text = opened.summary()
             if isinstance(opened, SftDataset):
                 text = f"{key}.path = {data.path}: {rows_of(opened, opened.num_rows)}"
+                if part == "train" and len(opened) > 0:
+                    found.add_length(opened.max_row_tokens)
             found.read.append(text)
 
 
@@ -205,6 +214,8 @@ def describe(checked: CheckedEnvironment, found: Look) -> None:
         text += "".join(f", {n} left out: {why}" for why, n in stream.dropped.items())
         found.read.append(f"{source.key}.path = {source.path}: {text}")
         found.add_notes(stream)
+        if stream is checked.stream and lengths:
+            found.add_length(max(lengths))
     tried = [fn for fn in config.reward.functions if fn not in MODELS]
     asked = [fn for fn in config.reward.functions if fn in MODELS]
     if tried:

@@ -78,9 +78,11 @@ def test_a_run_needs_no_screen(lab, monkeypatch, stdout):
 
 
 def test_steps_that_are_given_override_epochs(lab, capsys):
-    assert lab.train("total_train_steps=17", trial="short").num_steps == 17
+    """That is shown only where the epochs were given too."""
+    given = ["total_train_epochs=2", "train_dataset.limit=8", "total_train_steps=9"]
+    assert lab.train(*given, trial="short").num_steps == 9
     (log,) = lab.fileroot.rglob("short/log.txt")
-    said = "total_train_steps = 17: it overrides total_train_epochs = 1, which is 16 steps"
+    said = "total_train_steps = 9: it overrides total_train_epochs = 2, which is 4 steps"
     assert said in log.read_text() and said in capsys.readouterr().err
     assert log.read_text().rstrip().endswith("the run is complete")
 

@@ -128,7 +128,7 @@ def held_out_data_exists(config: Config, facts: RunFacts) -> list[Problem]:
 def _rows(key: str, path: str | None, *, is_open: bool = False) -> Problem | None:
     """Checks the path of a dataset; `is_open`: whether the block is optional."""
     if path is not None:
-        return _data_path(f"{key}.path", path)
+        return data_path_problem(f"{key}.path", path)
     remedy = "give a JSONL or Parquet file" + (f", or leave {key} out" if is_open else "")
     return Problem(f"{key}.path", "is not set", remedy)
 
@@ -137,12 +137,16 @@ def _rows(key: str, path: str | None, *, is_open: bool = False) -> Problem | Non
 def there_is_data_to_evaluate_on(config: Config) -> Problem | None:
     if config.valid_dataset is None or config.valid_dataset.path is None:
         return Problem("valid_dataset.path", "is not set", "give --data, or a recipe that has it")
-    return _data_path("valid_dataset.path", config.valid_dataset.path)
+    return data_path_problem("valid_dataset.path", config.valid_dataset.path)
 
 
-def _data_path(key: str, path: str) -> Problem | None:
-    is_pattern = set(path) & set("*?[")  # what fits it shows later
+def data_path_problem(key: str, path: str) -> Problem | None:
     place = Path(path).expanduser()
+    is_pattern = bool(set(path) & set("*?["))
+    if is_pattern and not place.exists() and name_in_cache(path) is None:
+        fits = any(place.parent.glob(place.name))
+        remedy = "check the pattern"
+        return None if fits else Problem(f"{key} = {path}", "no file fits this pattern", remedy)
     is_there = place.exists() or name_in_cache(path) is not None
     if place.exists() and not place.is_dir() and (other := what_else(place)):
         rule = f"{other}, not a file or a folder"

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError, raise_problems
 from pentad.core.folders import check_plain, read_object
-from pentad.core.specs import import_named
+from pentad.core.specs import import_named, why_not_loaded
 from pentad.engine.section import LoraConfig
 from pentad.models.config_reader import dims_from_hf
 from pentad.models.spec import ModelSpec
@@ -121,7 +121,7 @@ def _module(where: str, said: str, kind: str) -> ModuleType:
     try:
         return import_named(where, fresh=True)
     except (Exception, SystemExit) as error:  # it is a program of the user's
-        rule = f"cannot be imported ({type(error).__name__}: {error})"
+        rule = f"cannot be imported ({why_not_loaded(error)})"
         remedy = f"give package.module:{kind} or path/to/file.py:{kind}"
         raise UserError(Problem(said, rule, remedy)) from error
 

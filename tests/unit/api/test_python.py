@@ -180,6 +180,25 @@ def test_an_interrupted_cell_stops_the_run_saved_and_the_next_call_resumes_it(tm
     assert seen == [1, 2, 3, 4, 5] and signal.getsignal(signal.SIGINT) is before
 
 
+def test_a_script_that_a_signal_ends_says_so_without_a_traceback(tmp_path):
+    write_byte_model(tmp_path / "model")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, sys, pentad\n"
+        "def on_step(record):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        f"recipe = {{'fileroot': {str(tmp_path)!r}, 'train_dataset.batch_size': 1,\n"
+        f"          'actor.path': {str(tmp_path / 'model')!r}, 'actor.init_from_scratch': True,\n"
+        "          'total_train_steps': 5}\n"
+        "rows = [{'prompt': 'a', 'response': 'b'}] * 5\n"
+        "pentad.sft(recipe, dataset=rows, on_step=on_step, device='cpu')\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert re.match(r"stopped by SIGTERM after \d of 5 steps; what was trained is saved in", last)
+
+
 def test_listeners_are_those_of_the_call():
     with listening(print):
         assert [print] == LISTENERS

@@ -44,6 +44,13 @@ def test_what_is_written_runs_at_once(tmp_path, monkeypatch, task):
     assert f"pentad {command} recipe.yaml" in made.output
     done = pentad(command, "recipe.yaml", *SMALL)
     assert done.exit_code == 0, done.output
+    for noise in (
+        "it overrides",
+        "chat_template",
+        "warning:",
+    ):  # nothing that its own recipe causes
+        assert noise not in made.output + done.output
+    assert "model/         the tiny model" in made.output
     assert "2 steps done" in done.output
     (steps,) = (tmp_path / "mytask/runs/logs").rglob("steps.jsonl")
     assert len(list(read_lines(steps))) == 2

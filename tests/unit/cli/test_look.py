@@ -183,6 +183,62 @@ def test_what_is_not_here_is_a_line_of_the_plan(folder):
     assert "- not looked at: valid_dataset.path = gone.jsonl is not on this machine" in done.output
 
 
+def test_data_that_a_run_here_would_miss_are_problems(folder):
+    """Unless the plan is for another machine; all are reported with those of the reward."""
+    words = ["train_dataset.path=away.jsonl", "valid_dataset.path=gone-*.jsonl"]
+    done = CliRunner().invoke(app, ["plan", *recipe(*words, "reward.fn=typo.py:score")])
+    assert done.exit_code == 2 and "3 problems, nothing was started" in done.output
+    elsewhere = "for a run on another machine give --gpu-memory"
+    missing = "there is no such file or folder; check the path, or give a name of the hub"
+    assert f"train_dataset.path = away.jsonl: {missing}" in done.output
+    pattern = "valid_dataset.path = gone-*.jsonl: no file fits this pattern; check the pattern"
+    assert f"{pattern}; {elsewhere}." in done.output
+    assert "reward.fn = typo.py:score" in done.output
+    nodes = ["cluster.n_nodes=2", "cluster.n_gpus_per_node=1", "allocation_mode=archon:d2"]
+    done = CliRunner().invoke(app, ["plan", *recipe(words[0], *nodes, fn=None)])
+    assert done.exit_code == 0 and "not looked at: train_dataset.path = away" in done.output
+
+
+def test_a_dataset_of_the_hub_is_not_called_a_missing_file(folder, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    done = CliRunner().invoke(app, ["plan", *recipe("train_dataset.path=no/such:main:train")])
+    assert done.exit_code == 0, done.output
+    line = "- not looked at: train_dataset.path = no/such:main:train is not downloaded"
+    assert line in done.output and "no such file" not in done.output
+
+
+def test_a_plan_assumes_the_lengths_that_it_read(folder):
+    """The memory is that of the data; what max_length says comes first."""
+    rows = [GOOD | {"prompt": "1" * 20}, GOOD]
+    Path("twenty.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = recipe("train_dataset.path=twenty.jsonl")
+    done = CliRunner().invoke(app, ["plan", *words])
+    note = "train_dataset.max_length is unset: prompts of 20 tokens assumed, as the longest that"
+    assert note in " ".join(done.output.split()), done.output
+    assert "each at most 20 + 8 tokens" in done.output
+    done = CliRunner().invoke(app, ["plan", *words, "train_dataset.max_length=30"])
+    assert "each at most 30 + 8 tokens" in done.output and "max_length is unset" not in done.output
+    done = CliRunner().invoke(app, ["plan", *recipe("train_dataset.path=twenty.jsonl", fn=None)])
+    assert "rows of 22 tokens assumed, as the longest that was read" in " ".join(
+        done.output.split()
+    ), done.output
+
+
+def test_a_broken_reward_is_reported_once_with_its_line(folder):
+    (folder / "broken.py").write_text("import json\n\n\ndef score(completion:\n    return 1\n")
+    (folder / "late.py").write_text("import json\nX = json.loads('{')\n")
+    for name, line in (
+        ("broken.py", "line 4: def score(completion:"),
+        ("late.py", "(late.py, line 2: X = json.loads('{'))"),
+    ):
+        (one,) = planned(recipe(f"reward.fn={name}:score"))
+        assert one.startswith(f"reward.fn = {name}:score: it cannot be imported ("), one
+        assert line in one and one.endswith("try it alone with: pentad reward RECIPE."), one
+    done = CliRunner().invoke(app, ["plan", *recipe("reward.fn=none.py:score")])
+    assert "1 problem, nothing was started" in done.output
+    assert "reward.fn = none.py:score: there is no file none.py; check the path." in done.output
+
+
 def test_problems_of_data_and_rules_come_together(folder):
     """In one message, from a process without torch; with --json the inputs are listed."""
     words = recipe(

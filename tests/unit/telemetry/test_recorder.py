@@ -190,6 +190,15 @@ def test_a_warning_that_repeats_itself_is_shown_once_with_a_count(tmp_path, caps
     assert path.read_text().count("dropped: NameError") == 300, "the file has them all"
 
 
+def test_of_a_long_warning_the_beginning_is_shown_again_at_the_end(capsys, tmp_path):
+    with log_to(tmp_path / "log.txt"):
+        for gid in range(3):
+            logging.getLogger("pentad.rollout").warning("group %d dropped: %s", gid, "why " * 60)
+    first, last = capsys.readouterr().err.splitlines()
+    assert len(first) > 200 and len(last) < 120
+    assert last.startswith("warning: 2 more like: group 0 dropped: why why") and "..." in last
+
+
 def test_a_warning_that_comes_again_later_is_shown_with_what_was_hidden(capsys):
     now = [0.0]
     screen = ScreenHandler(clock=lambda: now[0])
