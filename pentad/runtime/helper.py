@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from pentad.core.errors import Transient
+from pentad.core.machine import flush_output
 from pentad.core.specs import load
 from pentad.runtime.process import FAILED, Child, die_with_parent
 
@@ -140,7 +141,7 @@ class Helper:
         and neither reads nor writes for `stall_s` is killed; None: no limit."""
         self.name = name
         self.on_event = on_event
-        paths = [str(Path(path).absolute()) for path in (*sys.path, Path(__file__).parents[2])]
+        paths = [str(Path(path).absolute()) for path in (*sys.path, str(Path(__file__).parents[2]))]
         self.child, self.channel = open_channel(
             [sys.executable, "-P", "-m", __name__, target],
             environment={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
@@ -222,7 +223,7 @@ def main(target: str, fd: str, parent: str) -> None:
     channel = accept_channel(fd, parent)
     with suppress(EOFError):
         load(target)(channel)
-        sys.stdout.flush(), sys.stderr.flush()
+        flush_output()
         os._exit(0)  # threads may hang in a call that does not return
     os._exit(FAILED)  # the parent has ended
 
