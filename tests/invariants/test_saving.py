@@ -261,7 +261,7 @@ def test_a_disk_that_stays_full_ends_the_run_with_the_last_good_export(lab, monk
         lab.train("saver.freq_steps=2", "total_train_steps=6", "saver.mode=sync", trial="full")
     (whole,) = exports_of(lab, "full").values()
     assert whole.name.endswith("globalstep1") and weights_of(whole)
-    assert f"the last whole one is {whole}" in str(caught.value)
+    assert f"the last complete one is {whole}" in str(caught.value)
     (steps,) = lab.fileroot.rglob("full/steps.jsonl")
     assert len(read_lines(steps)) == 6
     assert log_of(lab, "full").rstrip().endswith(str(caught.value))
@@ -331,7 +331,7 @@ def test_what_was_trained_before_a_sampler_that_hangs_is_exported(lab, monkeypat
 
     monkeypatch.setattr(EmbeddedSampler, "generate", generate)
     with pytest.raises(
-        RunError, match=r"no progress for \d+ s: rollout waits for running groups: 4 are to finish"
+        RunError, match=r"no progress for \d+ s: rollout waits for running groups: 4 must finish"
     ):
         retries = "recover.retries=0"
         lab.train("total_train_steps=4", "stall_abort_s=2", retries, trial="hung")
