@@ -346,7 +346,7 @@ class Replica:
     def _count_restart(self) -> None:
         if not self.policy.restarts_after(self.lost_because):
             raise GivenUp(
-                f"{self.name} was started again {self.policy.used} times without an answer gained "
+                f"{self.name} was restarted {self.policy.used} times without an answer in between "
                 f"(rollout.restarts = {self.policy.retries}); the last time {self.lost_because}"
             )
 

@@ -70,7 +70,7 @@ def kill_in_recovery(trial: ChaosRun) -> None:
     second = trial.fault("load", "kill", rank=other)
     trial.start_until(first, second)
     trial.wait_end()
-    says(trial, "(try 2 of recover.retries = 3 without a step gained)")
+    says(trial, "(try 2 of recover.retries = 3 without a new step)")
 
 
 def stop_rank(trial: ChaosRun) -> None:
