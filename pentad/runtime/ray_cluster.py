@@ -64,7 +64,7 @@ class Cluster:
             )
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Result of a Ray call without a time limit; RunError if the cluster is lost"""
+        """Result of a Ray call without a time limit; RunError if the cluster is lost."""
         future = beside(call)
         while not future.done():
             if self.lost is not None:
