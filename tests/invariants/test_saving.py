@@ -402,7 +402,7 @@ def test_weights_of_no_step_are_not_exported(lab, monkeypatch, capsys):
     assert exports_of(lab, "torn").keys() == {0, 1}
     with pytest.raises(RunError, match="out of memory in the optimizer step"):
         lab.train(trial="nothing")
-    assert "the weights are of no step" in capsys.readouterr().err
+    assert "the weights are invalid" in capsys.readouterr().err
 
 
 def test_a_run_whose_folder_is_deleted_saves_its_model_and_ends(lab, monkeypatch):

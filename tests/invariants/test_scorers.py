@@ -160,7 +160,7 @@ def test_groups_ahead_of_a_refresh_wait_for_it(lab):
 def test_random_first_weights_are_no_reference_to_go_on_with_elsewhere(lab):
     words = (*KL, "recover.freq_steps=1", "total_train_steps=1")
     lab.train("mode=async", *words, trial="halted")
-    with pytest.raises(UserError, match="its first weights so far, and those are random"):
+    with pytest.raises(UserError, match="initial weights, which are random"):
         lab.train("mode=hybrid", *words, "total_train_steps=2", trial="halted")
 
 
