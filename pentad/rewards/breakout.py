@@ -1,7 +1,6 @@
-"""Break-out attempts that a pool runs at its start, to find the protections that this machine
-lacks.
+"""Break-out attempts that a pool runs at its start to find protections missing on this machine.
 
-Each attempt is what a hostile job would do. It returns if it succeeded, and raises if not.
+Each attempt acts like a hostile job. It returns if it succeeded, and raises if not.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pentad.rewards.confine import PR_SET_PDEATHSIG, Limits, prctl
 THREAD_STACK = 256 << 10
 """Thread stack size: the minimum of every architecture is below it; 64 KiB is too little on ARM."""
 HELD = (OSError, RuntimeError, MemoryError)
-"""Errors of an attempt that was prevented."""
+"""Errors raised by an attempt that was prevented."""
 MEANING = {
     "processes": "start processes",
     "network": "open connections",
@@ -35,13 +34,13 @@ MEANING = {
 }
 """What a job can do without this protection."""
 AMOUNTS = {"threads", "total size of files"}
-"""Without these a job still reaches nothing outside: a pool warns, and continues."""
+"""Protections without which a job still cannot reach anything outside: the pool only warns."""
 
 
 @contextlib.contextmanager
 def bait(folder: str) -> Iterator[dict[str, Any]]:
-    """Objects outside of a job that it must not reach, as arguments of `missing`: a file that every
-    user may read and write, and a listening port."""
+    """Makes objects that a job must not reach, as arguments of `missing`: a file that every user
+    may read and write, and a listening port."""
     descriptor, file = tempfile.mkstemp(dir=folder)
     os.fchmod(descriptor, 0o666)
     try:
@@ -53,7 +52,7 @@ def bait(folder: str) -> Iterator[dict[str, Any]]:
 
 
 def missing(limits: Limits, file: str, port: int) -> list[str]:
-    """The missing protections of this process, as keys of MEANING."""
+    """Returns the missing protections of this process, as keys of MEANING."""
     if limits.allow_processes:
         return []
     attempts: dict[str, Callable[[], object]] = {"processes": _fork}
@@ -85,10 +84,10 @@ def _fork() -> None:
 
 
 def _signal_parent() -> None:
-    """Uses the owner of a pipe, to whom the kernel sends a signal when it is written to."""
+    """Signals the parent as the owner of a pipe, which the kernel signals on each write."""
     read_end, _ = os.pipe()
     if os.getppid() == 0:
-        raise ProcessLookupError("no process outside of this namespace has a number in it")
+        raise ProcessLookupError("no process outside of this namespace has a pid in it")
     fcntl.fcntl(read_end, fcntl.F_SETOWN, os.getppid())
 
 

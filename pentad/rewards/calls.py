@@ -1,8 +1,8 @@
-"""Functions that run inside a worker of the pool: a reward, on the samples of a group one by one or
-all at once, for one group or several, and programs that the policy wrote.
+"""Functions that run inside a worker of the pool: rewards (per sample or per group, for one group
+or several) and programs that the policy wrote.
 
-Standard library only. An exception of a call is returned as text with its place in the user's file.
-Failures that the pool explains (a blocked process, memory, an exit) are left to it.
+Standard library only. An exception of a call is returned as text with its line in the user's file.
+Failures that the pool explains (a blocked process, memory, an exit) are not handled here.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ EACH, BATCH, SEVERAL = (f"{__name__}:{name}" for name in ("each", "batch", "seve
 
 
 def each(spec: str, shared: bytes, own: Sequence[SeededCall]) -> dict[str, Any]:
-    """The function's result for each sample. `shared` is a pickled dict of the arguments that are
-    equal for all; every call gets a separate copy. Random numbers of a call are seeded by its
-    sample; coroutines interleave, so numbers they draw after a first wait come from a shared
-    generator."""
+    """Returns the function's result for each sample. `shared`: a pickled dict of the arguments that
+    are equal for all; every call gets a separate copy. Random numbers of a call are seeded by its
+    sample; coroutines interleave, so after their first await they use a shared generator."""
     function = load(spec)
     started = time.perf_counter()
     if inspect.iscoroutinefunction(function):
@@ -50,13 +49,12 @@ def each(spec: str, shared: bytes, own: Sequence[SeededCall]) -> dict[str, Any]:
 
 
 def several(jobs: Sequence[tuple[str, bytes]]) -> list[Any]:
-    """The results of several jobs, one after the other: functions of this module, with pickled
-    arguments."""
+    """Runs several jobs (functions of this module, with pickled arguments) one after the other."""
     return [load(spec)(**pickle.loads(arguments)) for spec, arguments in jobs]
 
 
 def batch(spec: str, arguments: dict[str, Any], seed: int) -> dict[str, Any]:
-    """The function's results for all samples together: one value per sample."""
+    """Calls the function on all samples together; returns one value per sample."""
     started = time.perf_counter()
     result = _tried(load(spec), arguments, seed)
     if "error" in result:
@@ -65,7 +63,7 @@ def batch(spec: str, arguments: dict[str, Any], seed: int) -> dict[str, Any]:
     values = value.tolist() if hasattr(value, "tolist") else value
     num = len(arguments["completions"])
     if not isinstance(values, list | tuple):
-        return {"error": f"it returned {str(value)[:80]!r} where a list of numbers is wanted"}
+        return {"error": f"it returned {str(value)[:80]!r} where a list of numbers is required"}
     if len(values) != num:
         return {"error": f"it returned {len(values)} values for {num} completions"}
     return {"values": list(values), "seconds": time.perf_counter() - started}
@@ -95,7 +93,7 @@ def _tried(function: Callable[..., Any], arguments: dict[str, Any], seed: int) -
 
 
 def _described(failure: Exception, function: Callable[..., Any]) -> str:
-    """`NameError: name 'x' is not defined (rewards.py, line 7)`."""
+    """Example: `NameError: name 'x' is not defined (rewards.py, line 7)`."""
     is_refused = isinstance(failure, PermissionError) and failure.errno == errno.EPERM
     if is_refused or isinstance(failure, MemoryError):
         raise failure
@@ -107,8 +105,8 @@ def _described(failure: Exception, function: Callable[..., Any]) -> str:
     return text + "".join(f" ({frame.filename}, line {frame.lineno})" for frame in place)
 
 
-# Programs of the policy, in an isolated worker. Each function shares its process with the program,
-# so nothing it returns is a verdict: expected outputs stay with the caller, who compares. The one
+# Programs of the policy, in an isolated worker. Each function runs in the program's process, so
+# its result is no verdict: the caller keeps the expected outputs and compares. The only
 # exception is `asserts`.
 
 
@@ -120,7 +118,7 @@ def print_output(source: str, stdin: str) -> None:
 
 
 def call(source: str, function: str, arguments: list[Any]) -> Any:
-    """The result of `function`, or `Solution().function`, for the arguments."""
+    """Returns the result of `function`, or `Solution().function`, for the arguments."""
     space = _execute(source, "program")
     owner = space["Solution"]() if function not in space and "Solution" in space else None
     found = space[function] if owner is None else getattr(owner, function)
@@ -128,7 +126,7 @@ def call(source: str, function: str, arguments: list[Any]) -> Any:
 
 
 def asserts(source: str, tests: list[str]) -> int:
-    """Number of statements that hold after the program ran, up to the first failure."""
+    """Runs the program, then the statements; returns how many hold before the first failure."""
     space = _execute(source, "program")
     for num_passed, test in enumerate(tests):
         try:
@@ -139,8 +137,8 @@ def asserts(source: str, tests: list[str]) -> int:
 
 
 def _execute(source: str, name: str) -> dict[str, Any]:
-    """Runs the source as a module with that name, which classes defined in it look up. Random
-    numbers are seeded equally: equal programs get equal rewards."""
+    """Runs the source as a module with this name, which classes defined in it look up. The random
+    seed is fixed, so equal programs get equal rewards."""
     seed_globals("program")
     module = sys.modules[name] = ModuleType(name)
     exec(compile(source, "program.py", "exec"), module.__dict__)

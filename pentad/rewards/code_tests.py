@@ -1,8 +1,8 @@
-"""The `code` reward: a program from the completion, scored by tests it never sees.
+"""The `code` reward: runs the program in the completion on tests that it cannot read.
 
-Programs run in isolated workers; inputs go in, outputs come out, and the comparison is made in the
-caller's process. A program that fails, hangs or is killed has failed its test: that is a valid
-result. Only a failure of the pool itself is not.
+Programs run in isolated workers, which receive inputs and return outputs; the caller's process
+compares. A program that fails, hangs or is killed has failed its test, which is a valid result; a
+failure of the pool is not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pentad.rewards.sandbox import JobFailed, Sandbox
 
 FENCE = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL)
 FLOAT_TOLERANCE = 1e-6
-"""Relative and absolute tolerance of printed decimals: programs sum in different orders."""
+"""Relative and absolute tolerance of printed decimals, because programs sum in different orders."""
 RUN, CALL, ASSERT = (f"pentad.rewards.calls:{f}" for f in ("print_output", "call", "asserts"))
 
 
@@ -35,7 +35,7 @@ class Tests:
 
 
 def read_tests(answer: object) -> Tests:
-    """The tests of a dataset row, in the forms that public datasets use (see docs/rewards.md)."""
+    """Reads the tests of a dataset row, in the formats of public datasets (see docs/rewards.md)."""
     if isinstance(answer, str):
         text = answer.strip()
         answer = json.loads(text) if text[:1] in ("{", "[") else [text]
@@ -56,13 +56,13 @@ def read_tests(answer: object) -> Tests:
 
 
 def program_in(completion: str) -> str:
-    """The last fenced block, or the whole text if there is none."""
+    """Returns the last fenced block, or the whole text if there is none."""
     blocks = FENCE.findall(completion)
     return blocks[-1] if blocks else completion
 
 
 async def judge(sandbox: Sandbox, completion: str, tests: Tests) -> Scored | JobFailed:
-    """1 if every test passes. Stops at the first failure, so a hanging program costs one
+    """Scores 1 if every test passes. Stops at the first failure, so a hanging program costs one
     timeout."""
     source = program_in(completion)
     if tests.kind == "assert":
@@ -106,7 +106,7 @@ def _as_text(value: object) -> str:
 
 
 def same_output(got: str, expected: str) -> bool:
-    """Equal word by word; words that are decimals may differ by rounding."""
+    """Whether outputs are equal word by word; decimals may differ by rounding."""
     left, right = got.split(), expected.split()
     return len(left) == len(right) and all(map(_same_word, left, right))
 
@@ -121,14 +121,14 @@ def _same_word(got: str, expected: str) -> bool:
 
 
 def same_value(got: Any, expected: Any) -> bool:
-    """Equal as JSON data; floats may differ by rounding, booleans are no numbers."""
+    """Whether values are equal as JSON; floats may differ by rounding, booleans are no numbers."""
     if isinstance(got, bool) or isinstance(expected, bool):
         return got is expected
     if isinstance(got, int | float) and isinstance(expected, int | float):
         if isinstance(got, int) and isinstance(expected, int):
             return got == expected
         if not all(abs(number) <= sys.float_info.max for number in (got, expected)):
-            return got == expected  # whole numbers that no float is, infinities, nan
+            return got == expected  # integers too large for a float, infinities, nan
         return abs(got - expected) <= FLOAT_TOLERANCE * max(1.0, abs(expected))
     if isinstance(got, list) and isinstance(expected, list):
         return len(got) == len(expected) and all(map(same_value, got, expected))

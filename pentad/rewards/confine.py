@@ -1,7 +1,7 @@
 """Confinement of one job: resource limits, access to files, system calls.
 
-Linux only, standard library only: this runs in worker processes that must start in milliseconds.
-Nothing here needs privileges. `breakout.py` tests it. The system call filter is classic BPF
+Linux only, standard library only: this runs in worker processes that must start in milliseconds. No
+privileges are needed. `breakout.py` tests the protections. The system call filter is classic BPF
 (https://docs.kernel.org/userspace-api/seccomp_filter.html); it applies to every thread and cannot
 be removed.
 """
@@ -69,10 +69,10 @@ ALLOW, KILL = 0x7FFF0000, 0x80000000
 REFUSE, UNKNOWN = 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
 NUMBER_AT, ARCH_AT, ARGUMENTS_AT = 0, 4, 16
 X32_BIT, NEWER = 0x40000000, 452
-"""System calls from there on are of another interface, or younger than the tables above."""
+"""Numbers from here on belong to another interface or are newer than the tables above."""
 
 Instruction = tuple[int, int, int, int]
-"""Operation, lines to skip if true, lines to skip if false, value."""
+"""Instruction: operation, lines to skip if true, lines to skip if false, value."""
 
 
 def numbers(table: str, column: int) -> dict[str, int]:
@@ -82,8 +82,8 @@ def numbers(table: str, column: int) -> dict[str, int]:
 
 
 def build_filter(*, isolate: bool) -> bytes:
-    """Blocks new processes; with `isolate` also every call that reaches beyond the process
-    itself."""
+    """Builds a filter that blocks new processes; with `isolate` also all calls that affect other
+    processes."""
     machine = os.uname().machine
     if machine not in ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"no system call filter is known for {machine}")
@@ -100,7 +100,7 @@ def build_filter(*, isolate: bool) -> bytes:
     ]
     for number in refused.values():
         lines += [(EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE)]
-    # clone3 hides its flags in memory; where it does not exist, libc falls back to clone.
+    # clone3 has its flags in memory; if it is blocked as missing, libc falls back to clone.
     lines += [(EQUAL, 0, 1, argued["clone3"]), (RETURN, 0, 0, UNKNOWN)]
     for name, argument, is_allowed, operation, value in _rules(isolate):
         lines += [
@@ -115,13 +115,13 @@ def build_filter(*, isolate: bool) -> bytes:
 
 
 def _rules(isolate: bool) -> list[tuple[str, int, bool, int, int]]:
-    """System call, argument, whether it is allowed or blocked if the low word of that argument
-    passes the test, the test."""
+    """Returns rules: system call, argument, whether the call is allowed or blocked if the low word
+    of that argument passes the test, the test."""
     clone_thread, pr_set_pdeathsig = 0x10000, 1
     rules = [("clone", 0, True, ANY_BIT, clone_thread)]
     if not isolate:
         return rules
-    # Signals by way of a file (F_SETOWN, F_SETOWN_EX, F_SETLEASE, F_NOTIFY), and F_SETPIPE_SZ.
+    # Signals through a file (F_SETOWN, F_SETOWN_EX, F_SETLEASE, F_NOTIFY), and F_SETPIPE_SZ.
     rules += [("fcntl", 1, False, EQUAL, command) for command in (8, 15, 1024, 1026, 1031)]
     return [
         *rules,
@@ -129,10 +129,10 @@ def _rules(isolate: bool) -> list[tuple[str, int, bool, int, int]]:
         ("tgkill", 0, True, EQUAL, os.getpid()),
         ("prlimit64", 0, True, EQUAL, 0),
         ("prctl", 0, False, EQUAL, pr_set_pdeathsig),
-        # Only what asks about an open file (TCGETS, FIONREAD): others change owners and flags.
+        # Only queries of an open file (TCGETS, FIONREAD): others change owners and flags.
         ("ioctl", 1, True, AT_LEAST, 0x5400),
         ("ioctl", 1, False, AT_LEAST, 0x5500),
-        # Event loops need a pair of streams; datagrams can be sent to any socket of the machine.
+        # Event loops need a stream pair; datagrams could be sent to any socket of the machine.
         ("socketpair", 0, True, EQUAL, socket.AF_UNIX),
         ("socketpair", 1, False, ANY_BIT, 0xF & ~socket.SOCK_STREAM),
     ]
@@ -156,19 +156,18 @@ class Limits:
     max_memory_bytes: int = 1 << 30
     """Address space of each process of a job."""
     max_threads: int = 64
-    """For an isolated job."""
+    """Maximum number of threads of an isolated job."""
     max_file_bytes: int = 64 << 20
-    """The largest file; with isolate, all files of a job together."""
+    """Maximum size of a file; with isolate, of all files of a job together."""
     max_result_bytes: int = 1 << 20
     allow_weaker: bool = False
-    """Continues without protections that this machine lacks."""
+    """Whether to continue without protections that this machine lacks."""
 
 
 PAGE_TABLE_SHARE = 16
-"""Page tables may take 1/16 of the memory limit in addition: 32 times what dense memory needs."""
+"""Page tables may take 1/16 of the memory limit in addition: 32 times the need of dense memory."""
 WHERE_PYTHON_IS = ("LD_LIBRARY_PATH", "PYTHONHOME")
-"""Variables of the run with which a worker of isolated jobs is started, and which its jobs do not
-get."""
+"""Variables of the run that a worker of isolated jobs receives and its jobs do not."""
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -185,7 +184,7 @@ def prctl(option: int, first: int, second: object = None) -> None:
 
 
 def adopt_orphans() -> None:
-    """Makes processes whose parent has ended children of this one instead of init."""
+    """Makes this process, instead of init, the parent of processes whose parent has ended."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -194,7 +193,7 @@ def die_with_parent() -> None:
 
 
 def close_all_but(*kept: int) -> None:
-    """Closes every open file except the standard streams and `kept`, whatever their numbers."""
+    """Closes every open file except the standard streams and `kept`."""
     bounds = [2, *sorted(kept), 1 << 32]
     for first, last in ((low + 1, high - 1) for low, high in itertools.pairwise(bounds)):
         if first <= last:
@@ -222,9 +221,8 @@ def apply(limits: Limits, scratch: str, cpu_s: int, *, is_enclosed: bool = False
 
 
 def prefer_for_oom() -> None:
-    """Makes the kernel's out-of-memory killer prefer a job over the run. That is a preference and
-    no protection: some containers do not allow it, and an enclosed job, which has no /proc,
-    inherits it."""
+    """Makes the kernel's out-of-memory killer prefer a job over the run. Only a preference: some
+    containers do not allow it, and an enclosed job without /proc inherits it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
@@ -236,8 +234,8 @@ def _set_rlimits(limits: Limits, cpu_s: int, is_enclosed: bool) -> None:
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_CPU: cpu_s,
     }
-    # Counted in the user's namespace (kernel 5.14): there, the worker is the only other one.
-    # Outside of it over everything of this user, and not at all for root: the warden counts too.
+    # Counted in the user's namespace (kernel 5.14), where only the worker is another process.
+    # Elsewhere it counts all tasks of this user, and none for root: the warden counts too.
     if limits.isolate:
         bounds[resource.RLIMIT_NOFILE] = 128
         others = 1 if is_enclosed else _num_tasks_of_user()
@@ -331,7 +329,7 @@ def _restrict_files(scratch: str) -> None:
 
 
 def descendants(root: int) -> set[int]:
-    """Every process below `root`, zombies included."""
+    """Returns every process below `root`, including zombies."""
     children: dict[int, list[int]] = {}
     for folder in _process_folders():
         with contextlib.suppress(OSError):  # processes end while we look
@@ -347,8 +345,8 @@ def descendants(root: int) -> set[int]:
 
 
 def end_all(root: int, keep: Iterable[int] = (), *, with_root: bool = False) -> None:
-    """Kills everything below `root`, except `keep`; all are stopped first, so that none escapes. A
-    caller that is `root` itself has adopted all orphans, and reaps them here."""
+    """Kills all processes below `root`, except `keep`; stops all of them first, so that none
+    escapes. If the caller is `root`, it has adopted all orphans, which are reaped here."""
     stopped: set[int] = {root} if with_root else set()
     _signal(stopped, signal.SIGSTOP)
     while fresh := descendants(root) - stopped - set(keep):
@@ -363,7 +361,7 @@ def end_all(root: int, keep: Iterable[int] = (), *, with_root: bool = False) -> 
             raise OSError(f"processes {sorted(left)} do not end")
         _signal(left, signal.SIGKILL)
         for pid in left:
-            with contextlib.suppress(ChildProcessError):  # not ours yet: its parent is dying too
+            with contextlib.suppress(ChildProcessError):  # not our child yet: its parent ends too
                 os.waitpid(pid, os.WNOHANG)
 
 

@@ -1,7 +1,7 @@
-"""Namespaces of an isolated worker: no process, network or file of the machine is visible in it.
+"""Namespaces of an isolated worker, which hide the machine's processes, network and files.
 
-Linux only, standard library only. The worker has its own user, process, network, IPC and mount
-namespace; each job has its own process namespace below that, and an empty folder in memory.
+Linux only, standard library only. The worker has separate user, process, network, IPC and mount
+namespaces; each job has a separate process namespace below that, and an empty folder in memory.
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ NOBODY = 65534
 """The user of jobs that root starts."""
 MAX_REASON = 1000
 STAGING, SCRATCH = "/tmp", "/scratch"
-"""A folder that every machine has, under which the new root is built; and its one writable
-folder."""
+"""An existing folder in which the new root is built; and the new root's only writable folder."""
 MAX_FILES = 4096
 PARENT_CHECK_MS = 1000
 
 
 class Enclosure:
-    """The work of the first process of a worker's namespaces for each of its jobs."""
+    """Prepares each job in the first process of a worker's namespaces."""
 
     def __init__(self, limits: Limits) -> None:
         self.max_bytes = limits.max_file_bytes
@@ -63,9 +62,9 @@ class Enclosure:
 
 
 def enclose(limits: Limits) -> Enclosure:
-    """Returns in a new process, the first of its namespaces: all processes in them are killed when
-    it ends. The caller waits for it and ends with it, or gets an OSError if namespaces are not
-    permitted."""
+    """Returns in a new process, the first in its namespaces, whose processes are all killed when it
+    ends. The calling process waits for it and ends with it, or gets an OSError if namespaces are
+    not permitted."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         child = os.fork()
@@ -125,7 +124,7 @@ def leave_root() -> None:
 
 
 def _end_with(child: int) -> NoReturn:
-    """Waits for the child; if our own parent ends before, the child is killed."""
+    """Waits for the child; kills it if our own parent ends before."""
     parent, watch = os.getppid(), select.poll()
     watch.register(os.pidfd_open(child), select.POLLIN)
     while os.getppid() == parent and not watch.poll(PARENT_CHECK_MS):
@@ -134,7 +133,7 @@ def _end_with(child: int) -> NoReturn:
 
 
 def _show_only(paths: Iterable[str]) -> None:
-    """Replaces the file system by an empty one with these paths in it, read-only, and a scratch
+    """Replaces the file system by an empty one with only these paths, read-only, and a scratch
     folder."""
     _mount("none", "/", RECURSIVE | PRIVATE)
     sources = {path: os.open(path, os.O_PATH) for path in paths}  # some may be below STAGING

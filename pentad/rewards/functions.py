@@ -1,7 +1,7 @@
-"""One reward function: its parameters, and how it is called on the samples of a group.
+"""A reward function: its parameters, and its calls on the samples of a group.
 
-A function of `completion` scores one sample; one of `completions` scores all samples of a group at
-once, as TRL's do. Both may have columns of the dataset row as parameters.
+A function of `completion` scores one sample; a function of `completions` scores all samples of a
+group at once, as in TRL. Both may have columns of the dataset row as parameters.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ BATCHED = {
     "completion_ids": "the sampled token ids of each",
     "environments": "attributes of the environment of each at its end",
 }
-"""Parameters of functions that score a whole group; columns are lists, too."""
+"""Parameters of functions that score a whole group; columns are also lists."""
 LEFT_OUT = {"prompt", "completion"}
-"""Columns not passed to a batched function with `**` parameters: it has them under another name."""
+"""Columns not passed to a batched function with `**`, which has them under other names."""
 
 INLINE: dict[str, tuple[Callable[[str, object], Scored], Callable[[str], object]]] = {
     "exact_match": (verifiers.exact_match, str.strip),
@@ -58,20 +58,20 @@ INLINE: dict[str, tuple[Callable[[str, object], Scored], Callable[[str], object]
     "gsm8k": (verifiers.gsm8k, verifiers.gsm8k_result),
     "sort_digits": (verifiers.sort_digits, str.strip),
 }
-"""Trusted functions of linear time, which run in the caller: the reward, and the result of a
-completion. Completions with equal results get equal rewards."""
+"""Trusted functions of linear time, which run in the caller: the reward, and the function that
+extracts a completion's result. Completions with equal results get equal rewards."""
 POOLED = {"math": ("pentad.rewards.mathematics:math", "pentad.rewards.mathematics:result_of")}
-"""The same for functions that run in the pool."""
+"""Functions that extract results, for rewards that run in the pool."""
 BUILT_IN = (*INLINE, *POOLED, "code")
 
 JOB_S = 0.1
-"""Calls of a group that take about this many seconds share a job."""
+"""A job combines calls of a group that take about this many seconds together."""
 
 T = TypeVar("T")
 Verdict = Scored | JobFailed | None
 """None: the function abstains from scoring this sample."""
 WANTED = "a number, a dict of named numbers or a Scored"
-ABSTAINED = JobFailed("error", f"it returned None where {WANTED} is wanted")
+ABSTAINED = JobFailed("error", f"it returned None where {WANTED} is required")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Takes:
     """The parameters of a function."""
 
     names: frozenset[str]
-    """From PARAMETERS or BATCHED, and columns, if the row has them."""
+    """Names from PARAMETERS or BATCHED, and columns."""
     required: frozenset[str]
     is_batched: bool = False
     takes_any: bool = False
@@ -87,7 +87,7 @@ class Takes:
 
     @property
     def known(self) -> dict[str, str]:
-        """Name -> meaning of the available values besides columns."""
+        """Returns name -> meaning of the available values besides columns."""
         return BATCHED | {"answer": PARAMETERS["answer"]} if self.is_batched else PARAMETERS
 
     @property
@@ -100,7 +100,7 @@ COMPARES = Takes(frozenset({"completion", "answer"}), frozenset({"completion", "
 
 
 def read_signature(fn: str, signature: Mapping[str, Any]) -> Takes:
-    """The parameters of a function, from `core.specs.describe`. UserError if it takes no
+    """Returns the parameters of a function, from `core.specs.describe`. UserError if it takes no
     completion."""
     required = frozenset(signature["required"])
     names = required | {*signature["optional"]}
@@ -146,12 +146,12 @@ class RewardFunction:
         self.jobs: SharedJobs | None = None
         """The pool's queue of jobs."""
         self.call_s: float | None = None
-        """Recent mean seconds of a call, on a sample or a whole group; None: not known yet."""
+        """Recent mean seconds of a call (on a sample or a whole group); None: not known yet."""
         self.may_abstain = False
-        """Whether None is a valid result: if it is not the only function."""
+        """Whether None is a valid result, which needs another function."""
         self.waits_together: bool | None = None
-        """Whether the calls of a group run concurrently in one job, as coroutines do; None: not
-        known yet."""
+        """Whether the calls of a group run concurrently in one job, as coroutines do; None: unknown
+        yet."""
 
     @property
     def is_pooled(self) -> bool:
@@ -180,11 +180,11 @@ class RewardFunction:
     async def judge(
         self, prompt: Prompt, samples: Sequence[Sample], *, max_retries: int | None = None
     ) -> list[Verdict]:
-        """A result per sample, in their order; failed ones are retried.
+        """Returns a result per sample, in order; retries failed ones.
 
-        A sample that fails again, alone, is the cause if the function works for another completion
-        of the row in between. An exception of a user's function may still be the function's own
-        error: that is `unclear`.
+        If a sample fails again alone, while the function works for another completion of the row,
+        the sample is the cause. For an exception of a user's function the cause stays `unclear`: it
+        may be an error of the function.
         """
         retries = self.max_retries if max_retries is None else max_retries
         self._check_row(prompt)
@@ -221,18 +221,18 @@ class RewardFunction:
         return verdict
 
     async def _works(self, prompt: Prompt, controls: Sequence[Sample]) -> bool:
-        """Whether the function gives each of these a result now."""
+        """Whether the function now returns a result for each of these."""
         verdicts = await self._judge_pooled(prompt, controls, is_alone=True)
         return not any(isinstance(verdict, JobFailed) for verdict in verdicts)
 
     def _controls(self, prompt: Prompt, sample: Sample) -> list[Sample]:
-        """Completions that `math` can compare with any suitable answer. Other samples may have
-        passed because no result was found in them."""
+        """Returns completions that `math` can compare with any suitable answer. Other samples may
+        have passed only because they contain no result."""
         answer = prompt.fields[self.answer_field]
         return [replace(sample, text=f"\\boxed{{{result}}}") for result in (answer, 1234567)]
 
     def _blamed(self, verdict: Verdict) -> Verdict:
-        """A failure caused by the sample; failures of the pool are returned unchanged."""
+        """Marks a failure as caused by the sample; returns failures of the pool unchanged."""
         if not isinstance(verdict, JobFailed) or verdict.kind == "lost":
             return verdict
         is_raised = verdict.kind == "error" and self.fn not in POOLED
@@ -241,8 +241,8 @@ class RewardFunction:
     async def _judge_batch_again(
         self, prompt: Prompt, samples: Sequence[Sample], retries: int
     ) -> list[Verdict]:
-        """Scores all of them again. If all fail together again, those that fail alone are left out,
-        and the others scored together."""
+        """Scores all samples again. If that fails, finds those that fail alone, and scores the
+        others together."""
         for _ in range(retries):
             verdicts = await self._judge_batch(prompt, samples, is_alone=True)
             if not all(isinstance(verdict, JobFailed) for verdict in verdicts):
@@ -272,20 +272,20 @@ class RewardFunction:
         return name in self.takes.names or self.takes.takes_any
 
     def _columns(self, prompt: Prompt) -> dict[str, Any]:
-        """Columns of the row that the function takes; reserved parameter names are excluded."""
+        """Returns columns of the row that the function takes, without reserved parameter names."""
         columns = {k: v for k, v in prompt.fields.items() if k not in self.takes.known}
         if self.answer_field in prompt.fields:
             columns["answer"] = prompt.fields[self.answer_field]
         return {name: value for name, value in columns.items() if self._wants(name)}
 
     def _shared(self, prompt: Prompt) -> dict[str, Any]:
-        """The arguments that are the same for all samples of the prompt."""
+        """Returns the arguments that are equal for all samples of the prompt."""
         values = {"prompt": prompt.text, "fields": dict(prompt.fields)}
         given = {name: value for name, value in values.items() if self._wants(name)}
         return self._columns(prompt) | given
 
     def _own(self, prompt: Prompt, samples: Sequence[Sample]) -> list[SeededCall]:
-        """The arguments of each sample, and the seed of its random numbers."""
+        """Returns each sample's arguments and random seed."""
         values: dict[str, Callable[[Sample], Any]] = {
             "completion": lambda sample: sample.text,
             "ids": lambda sample: sample.ids[sample.mask].tolist(),
@@ -310,7 +310,7 @@ class RewardFunction:
         raise UserError(Problem(f"reward.fn = {self.fn}", rule, remedy))
 
     def _seed(self, prompt: Prompt, sample: Sample | None = None) -> int:
-        """A seed from the sample's content, not its index: it may be retried alone."""
+        """Returns a seed from the sample's content, not its index: it may be retried alone."""
         own = 0 if sample is None else zlib.crc32(sample.ids.tobytes())
         return derive_seed(self.seed, "reward", self.name, prompt.gid, own)
 
@@ -325,7 +325,7 @@ class RewardFunction:
                 return INLINE[self.fn][0](completion, answer)
             tests = code_tests.read_tests(answer)
         except (ValueError, KeyError, TypeError, RecursionError) as failure:
-            # an expected answer in no known form
+            # an expected answer of unknown form
             return JobFailed("error", f"{type(failure).__name__}: {failure}")
         assert self.pool is not None, "start() comes first"
         return await code_tests.judge(self.pool, completion, tests)
@@ -345,7 +345,7 @@ class RewardFunction:
         return [verdict for part in judged for verdict in part]
 
     def _calls_per_job(self, num: int) -> int:
-        """Calls per job: quick calls share a job; their duration is known after the first group."""
+        """Calls per job: fast calls share a job; their duration is known after the first group."""
         if self.waits_together:
             return num
         if self.call_s is None:
@@ -378,7 +378,7 @@ class RewardFunction:
             return answer
         results = answer.get("results") if isinstance(answer, dict) else None
         if not isinstance(results, list) or len(results) != len(own):
-            return JobFailed("crash", f"its process wrote another result than {len(own)} values")
+            return JobFailed("crash", f"its process did not return {len(own)} values")
         if self.waits_together is None:
             self.waits_together = bool(answer.get("is_async"))
         return [self._read(result) for result in results]
@@ -396,7 +396,7 @@ class RewardFunction:
         num_calls: int = 1,
         is_alone: bool,
     ) -> Any | JobFailed:
-        """Runs the job, together with waiting ones unless it must be alone, and measures its
+        """Runs the job, together with waiting ones unless it must run alone, and measures its
         time."""
         assert self.pool is not None and self.jobs is not None, "start() comes first"
         if is_alone or self.call_s is None:
@@ -430,14 +430,14 @@ class RewardFunction:
         if "environments" in self.takes.names or samples[0].environment is not None:
             given = list(map(self._environment, samples))
             arguments |= {"environments": given} if self._wants("environments") else {}
-        pickled(self.fn, arguments)  # or refused under its own name
+        pickled(self.fn, arguments)  # rejects arguments under this function's name
         payload = {"spec": self.spec, "arguments": arguments, "seed": self._seed(prompt)}
         answer = await self._run(BATCH, payload, None, is_alone=is_alone)
         if isinstance(answer, dict) and "error" in answer:
             answer = JobFailed("error", str(answer["error"]))
         values = answer.get("values") if isinstance(answer, dict) else None
         if not isinstance(values, list) or len(values) != num:
-            sentence = f"its process wrote another result than {num} values"
+            sentence = f"its process did not return {num} values"
             failed = answer if isinstance(answer, JobFailed) else JobFailed("crash", sentence)
             return [failed] * num
         return [self._read({"value": value}) for value in values]
@@ -450,14 +450,14 @@ async def together(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 def read_result(result: Any) -> Verdict:
     if not isinstance(result, dict) or not result.keys() & {"error", "value"}:
-        return JobFailed("crash", "its process wrote something else than a value")
+        return JobFailed("crash", "its process returned no value")
     if "error" in result:
         return JobFailed("error", str(result["error"]))
     return None if result["value"] is None else as_scored(result["value"])
 
 
 def as_scored(result: Any) -> Scored | JobFailed:
-    """Parses the return value of a reward function, after its way through JSON."""
+    """Parses the return value of a reward function, decoded from JSON."""
     if isinstance(result, JobFailed):
         return result
     if type(result) is float and math.isfinite(result):
@@ -472,20 +472,20 @@ def as_scored(result: Any) -> Scored | JobFailed:
         parts = _floats(result)
         scored = Scored(sum(parts.values()), parts)
     if scored is None:
-        return JobFailed("error", f"it returned {str(result)[:80]!r} where {WANTED} is wanted")
+        return JobFailed("error", f"it returned {str(result)[:80]!r} where {WANTED} is required")
     if not all(map(math.isfinite, (scored.value, *scored.parts.values()))):
         return JobFailed("error", f"it returned {result!r}, which is not finite"[:200])
     return scored
 
 
 def _is_number(value: object) -> bool:
-    """Whole numbers in JSON have any size: those beyond floats are invalid."""
+    """Whether it is a number; JSON integers that exceed the range of floats are not."""
     is_float = isinstance(value, float)
     return is_float or (isinstance(value, int) and abs(value) <= sys.float_info.max)
 
 
 def _are_parts(value: object) -> bool:
-    """Named numbers. The names become columns of records, so they must be printable."""
+    """Whether it is a dict of numbers with printable names, which become columns of records."""
     if not isinstance(value, dict) or not all(map(str.isprintable, value)):
         return False
     return all(map(_is_number, value.values()))

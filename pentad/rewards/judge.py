@@ -1,8 +1,8 @@
-"""`reward.fn: judge`: a model at an OpenAI-compatible address gives the reward.
+"""`reward.fn: judge`: a model behind an OpenAI-compatible API gives the reward.
 
 The last number of its answer, divided by `scale`, is the reward. Equal questions are sent once. If
-the judge does not answer, or its answer has no number, the question is repeated; then the sample
-has no reward and its group is dropped: a failure of the judge is never a score.
+the judge does not answer, or its answer has no number, the question is repeated. If all retries
+fail, the sample has no reward and its group is dropped: a failure of the judge is never a score.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from pentad.rewards.section import JudgeConfig
 PLACE = re.compile(r"\{(\w+)\}")
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 FIRST_WAIT_S = 1.0
-"""Seconds before a question is repeated; doubled each time."""
+"""Seconds before the first retry of a question; doubled each time."""
 MAX_VERDICT = 1 << 16
-"""Maximum bytes of a line of the cache, which holds a digest and a number."""
+"""Maximum bytes of a line of the cache, which has a digest and a number."""
 MAX_ANSWER_BYTES = 16 << 20
 PART_BYTES = 1 << 16
 
 FAILURES = (OSError, HTTPException, ValueError, LookupError, TypeError)
-"""What a call raises if the server cannot be reached, or answers with something else."""
+"""Exceptions of a call if the server cannot be reached or its answer is invalid."""
 
 log = logging.getLogger(__name__)
 
@@ -57,18 +57,18 @@ class Judge:
         self.keys = keys
         self.names = frozenset(PLACE.findall(keys.template))
         self.known: dict[str, float] = {}
-        """By digest of the question, from this run and from `cache`."""
+        """Scores by digest of the question, from this run and from `cache`."""
         self.asked: dict[str, asyncio.Task[float]] = {}
         self.threads = ThreadPoolExecutor(keys.max_concurrent, thread_name_prefix="judge")
         self.api_key = os.environ.get(keys.api_key_env, "") if keys.api_key_env else ""
         self.is_told = False
-        """Whether it was logged that the cache cannot be written."""
+        """Whether a warning about an unwritable cache was logged."""
 
     def start(self) -> None:
         """Reads the cached answers. Raises UserError."""
         if self.keys.api_key_env and not self.api_key:
             where = f"reward.judge.api_key_env = {self.keys.api_key_env}"
-            raise UserError(Problem(where, "there is no such environment variable"))
+            raise UserError(Problem(where, "this environment variable is not set"))
         cache = self.keys.cache
         if cache is None or not Path(cache).exists():
             return
@@ -117,7 +117,7 @@ class Judge:
         return value
 
     def _append(self, cache: Path, verdict: Mapping[str, Any]) -> None:
-        """Without room for a verdict the run keeps it in memory only, and the file whole lines."""
+        """Appends to the cache. If the disk is full, removes an incomplete line and warns once."""
         try:
             with cache.open("ab", buffering=0) as file:
                 size, line = file.tell(), json.dumps(verdict).encode() + b"\n"
@@ -127,11 +127,11 @@ class Judge:
         except OSError as error:
             if not self.is_told:
                 rule = f"a verdict was not written ({error.strerror})"
-                log.warning("reward.judge.cache = %s: %s; a later run asks again", cache, rule)
+                log.warning("reward.judge.cache = %s: %s; a later run repeats it", cache, rule)
             self.is_told = True
 
     def _ask_again(self, question: str) -> float:
-        """Runs in a thread."""
+        """Calls the model, with retries; runs in a thread."""
         for attempt in range(self.keys.max_retries + 1):
             try:
                 return self._ask(question)
@@ -166,7 +166,7 @@ class Judge:
         return value
 
     def _read(self, answer: HTTPResponse, end: float) -> bytes:
-        """The whole answer, of bounded size; `timeout` of urllib limits each wait for data only."""
+        """Reads the answer with limits of size and time; urllib's `timeout` is per wait only."""
         data = bytearray()
         while part := answer.read1(PART_BYTES):
             data += part

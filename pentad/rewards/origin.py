@@ -1,9 +1,9 @@
-"""The process from which the jobs of a reward worker are forked: it never holds data of a sample.
+"""The process from which a reward worker's jobs are forked; it never has data of a sample.
 
-A job may read all memory of its process, and with it the memory of its parent at the fork. So this
-process only imports the modules of a reward and forks: the job itself reads its arguments from a
-file in memory and writes its result into a pipe, both made by `warden.py`, which passes them on
-unread. Standard library only.
+A job can read all memory of its process, including that of its parent at the fork. So this process
+only imports the modules of a reward and forks. The job reads its arguments from a memory file and
+writes its result to a pipe; `warden.py` makes both, and this process passes them on unread.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from pentad.rewards import breakout, confine, enclosure
 MAX_DETAIL = 1000
 MESSAGE_BYTES = 1 << 17
 CLEANING_S = 2.0
-"""Time limit for removing a job's remains, in seconds; the pool removes the rest when it closes."""
+"""Time limit for removing a job's files, in seconds; the pool removes the rest when it closes."""
 OVER = b"over"
 
 
 class Origin:
-    """Forks a job for each message of the warden, and removes its remains when the warden asks.
+    """Forks a job for each message of the warden, and removes its files at the warden's request.
 
-    Messages hold the name of the function and its limits; the file with the arguments and the pipe
-    for the result arrive with them as descriptors, which only the job uses.
+    Messages contain the name of the function and its limits, and descriptors of the file with the
+    arguments and of the pipe for the result, which only the job uses.
     """
 
     def __init__(self, limits: confine.Limits, folder: str, warden: socket.socket) -> None:
@@ -51,7 +51,7 @@ class Origin:
         self.enclosure: enclosure.Enclosure | None = None
         nowhere = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nowhere, 0)
-        os.dup2(2, 1)  # what a module prints while it is imported goes to the log
+        os.dup2(2, 1)  # output of modules during their import goes to the log
         os.close(nowhere)
         confine.adopt_orphans()
         for name in confine.WHERE_PYTHON_IS if limits.isolate else ():
@@ -74,7 +74,7 @@ class Origin:
         self.warden.sendall(json.dumps(said).encode())
 
     def _enclose(self) -> str:
-        """Encloses this process; returns the reason if it has no namespaces, else ""."""
+        """Encloses this process; returns the reason if namespaces are not available, else ""."""
         try:
             self.enclosure = enclosure.enclose(self.limits)
         except OSError as failure:
@@ -82,7 +82,7 @@ class Origin:
         return ""
 
     def serve(self) -> None:
-        """Serves until the warden has closed its end, or has ended."""
+        """Serves until the warden closes its end or exits."""
         while True:
             message, files, _, _ = socket.recv_fds(self.warden, MESSAGE_BYTES, 2)
             if not message:
@@ -101,7 +101,7 @@ class Origin:
         os.close(body)
         os.close(pipe)
         watch = os.pidfd_open(pid)
-        with contextlib.suppress(BrokenPipeError):  # the warden is gone: the job ends below
+        with contextlib.suppress(BrokenPipeError):  # the warden has ended: the job is ended below
             socket.send_fds(self.warden, [b"started"], [watch])
             self.warden.recv(len(OVER))
         signal.pidfd_send_signal(watch, signal.SIGKILL)
@@ -118,8 +118,8 @@ class Origin:
 
 
 def be_job(job: dict[str, Any], limits: confine.Limits, body: int, pipe: int) -> NoReturn:
-    """The whole life of a job's process; never returns. The first byte says whether the job began:
-    failures before it are the pool's, not the job's."""
+    """Runs a job in its process; never returns. The first output byte marks the begin of the job:
+    earlier failures belong to the pool, not to the job."""
     code = 1
     try:
         _arrange_files(body, pipe, limits.isolate)
@@ -148,13 +148,13 @@ def _prepare(job: dict[str, Any], limits: confine.Limits) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = job["scratch"]
     if limits.isolate:
         os.environ["HOME"] = job["scratch"]
-        load(job["spec"])  # our own module, which the job itself may not read
+        load(job["spec"])  # our module, which the confined job cannot read
     cpu_s = math.ceil(job["timeout_s"]) + 5
     confine.apply(limits, job["scratch"], cpu_s, is_enclosed=job["is_enclosed"])
 
 
 def probe(limits: dict[str, Any], target: dict[str, Any]) -> list[str]:
-    """A job that tries to break out; returns the missing protections."""
+    """Runs as a job that tries to break out; returns the missing protections."""
     return breakout.missing(confine.Limits(**limits), **target)
 
 
@@ -163,7 +163,7 @@ def _arrange_files(body: int, pipe: int, isolate: bool) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nowhere, descriptor)
-    if isolate:  # an ordinary reward may own files that its module opened
+    if isolate:  # a reward's module may have opened files
         confine.close_all_but(body, pipe)
     sys.stdin, sys.stdout, sys.stderr = _stream(0, "r"), _stream(1, "w"), _stream(2, "w")
 
@@ -186,12 +186,12 @@ def _result_of(spec: str, body: int, limits: confine.Limits) -> bytes:
         detail = f"{type(failure).__name__}: {failure}"[:MAX_DETAIL]
         is_refused = isinstance(failure, PermissionError) and failure.errno == errno.EPERM
         if is_refused and not limits.isolate and not limits.allow_processes:
-            detail += "; if it was to start a process: that needs reward.allow_processes = true"
+            detail += "; a job that starts a process needs reward.allow_processes = true"
         return json.dumps({"failure": kind, "detail": detail}).encode()
 
 
 def _plain(value: object) -> object:
-    """Dataclasses as dicts, numbers of any library as floats."""
+    """Converts dataclasses to dicts, and numbers of any library to floats."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     return float(value)  # type: ignore[arg-type]

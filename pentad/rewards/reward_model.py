@@ -1,9 +1,9 @@
-"""`reward.fn: reward_model`: a model trained on preferences gives the reward.
+"""`reward.fn: reward_model`: a reward model trained on preferences gives the reward.
 
-The model is a folder that `pentad reward-model` wrote, or any with one output for a sequence
-(`...ForSequenceClassification`). It reads the prompt and the answer as in its training: with its
-own chat template if the prompts of the run were rendered with one, otherwise as plain text. The
-answers of a prompt are scored together, so that a reward does not depend on other waiting requests.
+The model is a folder written by `pentad reward-model`, or any with one output per sequence
+(`...ForSequenceClassification`). Its input is rendered as in its training: with its own chat
+template if the run's prompts were rendered with one, else as plain text. The answers of a prompt
+are scored together, so that a reward does not depend on other waiting requests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RewardModel:
 
     def start(self) -> None:
         """Loads the model. Raises UserError."""
-        assert self.keys.path is not None, "a rule asks for it"
+        assert self.keys.path is not None, "a config rule requires it"
         path, device = self.keys.path, pick_device(self.keys.device)
         tokenizer = load_tokenizer(path, key="reward.model.path")
         self.room = dims_of(path).max_position - 1
@@ -65,7 +65,7 @@ class RewardModel:
         return await loop.run_in_executor(self.thread, self._score, prompt, samples)
 
     def _score(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Scored | JobFailed]:
-        """Runs in the thread."""
+        """Scores the samples; runs in the thread."""
         found = [self._row(prompt, sample) for sample in samples]
         rows = [row for row in found if isinstance(row, Row)]
         outputs = iter(self.engine.forward(rows)) if rows else iter(())

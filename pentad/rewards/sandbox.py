@@ -1,8 +1,8 @@
-"""A pool of killable worker processes: every job ends in time, and the pool stays usable.
+"""A pool of killable worker processes with time limits for all jobs.
 
 A worker (`warden.py`) runs each job in a child process under the limits of `confine.py`. A job that
-loops, crashes, forks, floods or exits returns as JobFailed; the worker continues. A lost worker is
-killed with everything below it and restarted.
+loops, crashes, forks, floods or exits gives JobFailed; the worker continues. A lost worker is
+killed with all processes below it and replaced.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ Cause = Literal["ours", "sample", "unclear"]
 MAX_HEADER_BYTES = 1 << 16
 MAX_DETAIL = 500
 MAX_NESTING = 50
-"""Maximum depth of lists and dicts in a result: readers of it may recurse."""
+"""Maximum depth of lists and dicts in a result, because its readers may recurse."""
 GRACE_S = 10.0
-"""Seconds after the worker's own time limit at which the pool gives up on a job."""
+"""Seconds beyond the worker's own time limit after which the pool abandons a job."""
 START_TIMEOUT_S = 60.0
 """Time limit for starting a worker, including the import of the reward's module, in seconds."""
 CLOSE_PATIENCE_S = 2.0
@@ -49,9 +49,9 @@ FOLDER_PREFIX = "pentad-jobs-"
 
 
 def limits_of(reward: RewardConfig, *, isolate: bool = False) -> confine.Limits:
-    """The limits of a job; `isolate`: it is a program of the model."""
+    """Returns the limits of a job. `isolate`: whether it is a program of the model."""
     if isolate and reward.allow_processes:
-        rule = "isolated programs start none"
+        rule = "isolated programs cannot start processes"
         raise UserError(Problem("reward.allow_processes = true", rule, "leave it out"))
     return confine.Limits(
         isolate=isolate,
@@ -66,11 +66,11 @@ class JobFailed:
     """A job without a result."""
 
     kind: FailureKind
-    """lost: the pool's own failure. The others are the job's."""
+    """Kind of failure; lost: of the pool; others: of the job."""
     detail: str
-    """One printable line, whatever the job wrote."""
+    """One printable line."""
     cause: Cause = "ours"
-    """Further knowledge about the cause, see `RewardFunction.judge`."""
+    """Cause of the failure as far as known, see `RewardFunction.judge`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "detail", one_line(self.detail, MAX_DETAIL))
@@ -93,10 +93,10 @@ class Worker:
     start_timeout_s: float = START_TIMEOUT_S
     process: asyncio.subprocess.Process | None = None
     lost_at: float | None = None
-    """When it stopped answering."""
+    """Time at which it stopped answering."""
 
     async def start(self) -> dict[str, Any]:
-        """Returns the warden's first message: its imports and the working protections."""
+        """Starts the warden; returns its first message: its imports and the working protections."""
         limits = dataclasses.asdict(self.limits)
         config = {"limits": limits, "folder": self.folder, "preload": list(self.preload)}
         with breakout.bait(self.folder) as bait:
@@ -123,11 +123,11 @@ class Worker:
         return failed, body
 
     async def cancel(self) -> None:
-        """Makes the warden end its job at once; its caller receives the answer."""
+        """Makes the warden end its job at once; the caller of the job receives the answer."""
         await self._send({"kind": "cancel"}, b"")
 
     async def end(self, patience_s: float = CLOSE_PATIENCE_S) -> None:
-        """Ends the warden and everything below it; within the patience it may end by itself."""
+        """Ends the warden and all processes below it; kills them after `patience_s`."""
         process, self.process = self.process, None
         if process is None:
             return
@@ -163,7 +163,7 @@ class Worker:
         except TimeoutError as failure:
             raise WorkerLost(f"no answer within {timeout_s:g} s") from failure
         except (asyncio.IncompleteReadError, OSError, ValueError) as failure:
-            raise WorkerLost(f"it ended or sent nonsense ({failure})") from failure
+            raise WorkerLost(f"it ended or sent invalid data ({failure})") from failure
 
 
 def check_start(said: dict[str, Any], limits: confine.Limits) -> None:
@@ -178,7 +178,7 @@ def check_start(said: dict[str, Any], limits: confine.Limits) -> None:
     ]
     limit, used = limits.max_memory_bytes, said["address_space_bytes"]
     if used > limit:
-        rule = f"a worker takes {used >> 20} MiB before it does anything"
+        rule = f"a worker takes {used >> 20} MiB before its first job"
         remedy = f"give at least {(2 * used) >> 20}"
         problems.append(Problem(f"reward.memory_mb = {limit >> 20}", rule, remedy))
     weak = not breakout.AMOUNTS.issuperset(said["missing"])
@@ -195,8 +195,7 @@ def check_platform() -> None:
 
 
 async def what_is_missing() -> str:
-    """The protections of isolated programs that this machine lacks, in words; empty if it has
-    all."""
+    """Describes the protections of isolated programs that this machine lacks; empty if none."""
     check_platform()
     with scratch_folder(FOLDER_PREFIX) as folder:
         worker = Worker(confine.Limits(isolate=True), (), str(folder))
@@ -208,7 +207,7 @@ async def what_is_missing() -> str:
 
 
 def lacking(said: dict[str, Any]) -> str:
-    """The protections that this machine lacks, the consequence, and the reason."""
+    """Describes the protections that this machine lacks, with the consequence and the reason."""
     names = [str(name) for name in said["missing"]]
     abilities = ", ".join(dict.fromkeys(breakout.MEANING.get(name, name) for name in names))
     refused = f" (namespaces are refused: {said['refused']})" if said["refused"] else ""
@@ -217,7 +216,7 @@ def lacking(said: dict[str, Any]) -> str:
 
 
 def _environment(*, isolate: bool) -> dict[str, str]:
-    """One thread per job and no GPU; untrusted programs get no secrets of the run."""
+    """Environment of a job: one thread, no GPU, and for untrusted programs no secrets."""
     fixed = {"PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     kept = {name: os.environ[name] for name in confine.WHERE_PYTHON_IS if name in os.environ}
@@ -281,8 +280,8 @@ class Sandbox:
         *,
         capture: Literal["result", "stdout"] = "result",
     ) -> Any | JobFailed:
-        """Calls the function `spec` with the payload as keywords. Returns its result as plain JSON
-        data, or with `capture="stdout"` its output."""
+        """Calls the function `spec` with the payload as keyword arguments. Returns its result as
+        JSON data, or with `capture="stdout"` its output."""
         body = pickled(spec, dict(payload))
         return await self.run_on(await self.idle.get(), spec, body, timeout_s, capture=capture)
 
@@ -295,10 +294,10 @@ class Sandbox:
         *,
         capture: Literal["result", "stdout"] = "result",
     ) -> Any | JobFailed:
-        """The same on a worker that was taken from `idle` and is returned there."""
+        """Like `run`, on a worker that was taken from `idle` and is returned there."""
         timeout_s = timeout_s or self.reward.timeout_s
         job = {"spec": spec, "timeout_s": timeout_s, "capture": capture}
-        # A task of its own: a reply that is half read must be read to its end.
+        # A separate task, because a partly read reply must be read to its end.
         task = asyncio.create_task(worker.run(job, body))
         try:
             failed, answer = await asyncio.shield(task)
@@ -333,7 +332,7 @@ class Sandbox:
         task.add_done_callback(self.chores.discard)
 
     async def _abandon(self, worker: Worker, task: asyncio.Task[Any]) -> None:
-        """Ends a job without a waiting caller; its worker stays."""
+        """Ends a job whose caller no longer waits; keeps its worker."""
         try:
             await worker.cancel()
             await task
@@ -350,17 +349,17 @@ def pickled(fn: str, arguments: dict[str, Any]) -> bytes:
     """Pickles the arguments of a function; UserError if that is not possible."""
     try:
         return pickle.dumps(arguments)
-    except Exception as failure:  # pickle raises whatever the objects raise
+    except Exception as failure:  # objects may raise any exception when pickled
         rule = f"its arguments cannot be sent to another process ({failure})"
         raise UserError(Problem(f"reward.fn = {fn}", rule)) from failure
 
 
 def _value_of(answer: bytes) -> Any | JobFailed:
-    """Parses a job's bytes as JSON, which is trusted no further."""
+    """Parses a job's bytes as JSON, with checks of the untrusted content."""
     try:
         result = json.loads(answer)
         if not isinstance(result, dict):
-            return JobFailed("crash", f"its result is a {type(result).__name__}, no dict")
+            return JobFailed("crash", f"its result is a {type(result).__name__}, not a dict")
         if "value" not in result:
             kind: FailureKind = "memory" if result["failure"] == "memory" else "error"
             return JobFailed(kind, str(result["detail"]))

@@ -1,12 +1,11 @@
-"""Rewards by name or dotted path: which functions score samples, where they run, and what happens
-if one fails.
+"""Scores samples by reward functions, given by name or dotted path; handles their failures.
 
 A reward is a plain function or coroutine that returns a number, a dict of named parts (their sum is
-the reward) or a Scored; `functions.py` has its parameters. Several are summed by their weights.
-Built-ins that cannot hang run in the caller; everything else runs in the pool of killable workers.
+the reward) or a Scored; `functions.py` has its parameters. Several rewards are added with weights.
+Built-ins that cannot hang run in the caller, all others in the pool of killable workers.
 
-A failed reward is retried. If the sample is the cause, only that sample is affected; if not, its
-group is dropped with a reason, or scored zero if that is configured.
+A failed reward is retried. If the sample is the cause, only this sample is affected; if not, its
+group is dropped with a reason, or scored zero if configured.
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ from pentad.rewards.sharing import SharedJobs
 
 log = logging.getLogger(__name__)
 CAUSES: tuple[Cause, ...] = ("ours", "sample", "unclear")
-"""If a sample has several failures, the first of these counts."""
+"""Order of causes: if a sample has several failures, the first of these counts."""
 CORRECT = "correct"
-"""The part that evaluation counts as accuracy."""
+"""Reward part that evaluation counts as accuracy."""
 FAILED = "reward_failed"
-"""The part of samples without a reward; `reward_failed/KIND` beside it says why."""
+"""Reward part of samples without a reward; `reward_failed/KIND` is the reason."""
 
 
 class RewardScorer:
     """Scores the samples of a group, all at once. Call `start` before use, `close` after.
 
-    `answer_field` is the dataset field that functions receive as `answer`. Their random numbers
+    `answer_field`: the dataset field that functions receive as `answer`. Their random numbers
     depend on the run's `seed` and on the sample.
     """
 
@@ -80,8 +79,8 @@ class RewardScorer:
         self.pools: list[Sandbox] = []
 
     async def start(self) -> None:
-        """Imports the functions where they will run and reads their parameters. Raises
-        UserError."""
+        """Imports the functions in the processes that will run them and reads their parameters.
+        Raises UserError."""
         for fn in self.reward.functions:
             if fn not in BUILT_IN and fn not in MODELS and ":" not in fn:
                 names = ", ".join((*BUILT_IN, *MODELS))
@@ -157,7 +156,7 @@ class RewardScorer:
     async def judge(
         self, prompt: Prompt, samples: Sequence[Sample], *, max_retries: int | None = None
     ) -> list[Scored | JobFailed]:
-        """A result per sample, or the failure after `max_retries`."""
+        """Returns a result per sample, or the failure after `max_retries`."""
         columns = await together(
             [f.judge(prompt, samples, max_retries=max_retries) for f in self.functions]
         )
@@ -174,7 +173,7 @@ class RewardScorer:
             for name, verdict in zip(self.names, verdicts, strict=True)
             if isinstance(verdict, JobFailed)
         ]
-        if failed:  # a sample is the cause only where it is of all that failed
+        if failed:  # a sample is the cause only if it caused all failures
             name, verdict = min(failed, key=lambda one: CAUSES.index(one[1].cause))
             detail = f"{name}: {verdict.detail}" if len(verdicts) > 1 else verdict.detail
             return JobFailed(verdict.kind, detail, verdict.cause)
@@ -203,12 +202,12 @@ class RewardScorer:
 
     @property
     def _voting(self) -> RewardFunction | None:
-        """The function whose results are counted for votes; None if there is none, or several."""
+        """Returns the function whose results are votes; None if there is none, or several."""
         found = [f for f in self.functions if f.fn in INLINE or f.fn in POOLED]
         return found[0] if len(found) == 1 else None
 
     async def results(self, group: Group) -> list[str | None]:
-        """The result of each sample, for votes among them; None: none."""
+        """Returns the result of each sample, for majority votes; None: no result."""
         return await asyncio.gather(*(self._result(sample.text) for sample in group.samples))
 
     async def _result(self, completion: str) -> str | None:
@@ -227,10 +226,10 @@ class RewardScorer:
         return answer
 
     def _settle(self, prompt: Prompt, result: Scored | JobFailed, mates: Sequence[float]) -> Scored:
-        """Rewards of samples that failed; `mates` are the known rewards of the group. A sample
-        that caused its failure gets no reward above 0 or above theirs; if the cause is unclear
-        it gets their mean, so that it is neither rewarded nor punished; without any the group
-        is dropped."""
+        """Returns the reward of a failed sample. `mates`: the known rewards of its group. A sample
+        that caused its failure gets no reward above 0 or above theirs. If the cause is unclear it
+        gets their mean, so that it is neither rewarded nor punished; without any the group is
+        dropped."""
         if isinstance(result, Scored):
             return result
         if result.kind == "lost":
@@ -247,7 +246,7 @@ class RewardScorer:
         return Scored(value, parts | ({CORRECT: 0.0} if is_wrong else {}))
 
     def _show_once(self, prompt: Prompt, failed: JobFailed, value: float) -> None:
-        """Logs the first failure of its kind that drops no group."""
+        """Logs the first failure of each kind that drops no group."""
         if failed.kind not in self.shown:
             self.shown.add(failed.kind)
             rule = "the reward fails on an answer, which is scored"
@@ -255,7 +254,7 @@ class RewardScorer:
 
 
 def _bounded(verdict: Scored | JobFailed) -> Scored | JobFailed:
-    """Weights and sums can lead out of the range of floats."""
+    """Fails a verdict whose weighted sum exceeds the range of floats."""
     if isinstance(verdict, Scored) and not math.isfinite(verdict.value):
         detail = f"with the weights of reward.weights its value is {verdict.value}"
         return JobFailed("error", detail, "sample")
@@ -263,7 +262,7 @@ def _bounded(verdict: Scored | JobFailed) -> Scored | JobFailed:
 
 
 def part_names(functions: Sequence[RewardFunction]) -> list[str]:
-    """The names of the functions' values among the parts of a sample's reward."""
+    """Returns the names of the functions' values among the parts of a sample's reward."""
     taken = Counter(function.name for function in functions)
     names = [f.name if taken[f.name] == 1 else f.long_name for f in functions]
     twice = [name for name, num in Counter(names).items() if num > 1]

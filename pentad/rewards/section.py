@@ -13,7 +13,7 @@ REWARD_NAMES = ("exact_match", "numeric", "gsm8k", "sort_digits", "math", "code"
 
 JUDGE, REWARD_MODEL = "judge", "reward_model"
 MODELS = (JUDGE, REWARD_MODEL)
-"""Rewards that a model gives."""
+"""Rewards that call a model."""
 
 
 class JudgeConfig(Section):
@@ -22,20 +22,20 @@ class JudgeConfig(Section):
     model: str = ""
     """Name of the model at that address."""
     template: str = ""
-    """The question to the judge, one user message. {completion}, {prompt}, {answer} and columns of
-    the row in braces are replaced by their values."""
+    """The question to the judge, sent as one user message. {completion}, {prompt}, {answer} and
+    columns of the row in braces are replaced by their values."""
     scale: Annotated[float, Field(gt=0)] = 1.0
     """The last number in the judge's answer is divided by this."""
     cache: str | None = None
-    """File of verdicts, read at the start and extended. null: they are kept for this run only."""
+    """File of scores, read at the start and extended. null: scores are kept for this run only."""
     api_key_env: str | None = None
     """Environment variable with the API key."""
     max_tokens: Count = 512
-    """Longest answer of the judge."""
+    """Maximum length of the judge's answer."""
     timeout_s: Seconds = 120.0
     """Time limit for one answer."""
     max_retries: Annotated[int, Field(ge=0, le=100)] = 3
-    """Number of retries, each after twice the previous wait, before a sample has no reward."""
+    """Number of retries, with doubling waits, before a sample has no reward."""
     max_concurrent: Annotated[int, Field(ge=1, le=1024)] = 16
     """Maximum number of concurrent requests."""
 
@@ -48,14 +48,14 @@ class RewardModelConfig(Section):
     """Device of the model. auto: the first GPU in a one-process run, or the CPU without a GPU. Runs
     with separate processes for training or sampling must set it: cpu, or cuda:N."""
     scale: float = 1.0
-    """Factor of its output."""
+    """Factor of the model's output."""
     max_tokens: Count = 16384
     """Maximum number of tokens in one pass over the answers of a prompt."""
 
 
 class RewardConfig(Section):
     fn: str | tuple[str, ...] | None = None
-    """A built-in reward (exact_match, numeric, gsm8k, math, code, sort_digits), judge (asks the
+    """A built-in reward (exact_match, numeric, gsm8k, math, code, sort_digits), judge (calls the
     model in `judge`), reward_model (the model in `model`), or your own function:
     `package.module:function` or `path/to/file.py:function`. Or a list of these, which are added up.
     """
@@ -77,9 +77,9 @@ class RewardConfig(Section):
     allow_processes: bool = False
     """Whether your own reward may start processes."""
     allow_weaker: bool = False
-    """Continues if this machine lacks a protection of the reward processes."""
+    """Whether to continue if this machine lacks a protection of the reward processes."""
 
     @property
     def functions(self) -> tuple[str, ...]:
-        """The functions of `fn`."""
+        """Returns the functions of `fn`."""
         return (self.fn,) if isinstance(self.fn, str) else self.fn or ()

@@ -1,8 +1,8 @@
-"""Short jobs that wait for a worker of the reward pool share one message to it.
+"""Combines short jobs that wait for a worker of the reward pool into one message.
 
-A message is one fork and one answer, whatever it carries. It is composed when a worker is free, so
-a job that finds a free worker is sent at once, and alone. A failed message says nothing about its
-jobs: each is run again alone, and only that counts.
+A message costs one fork and one answer for any number of jobs. It is composed when a worker is
+free, so a job that finds a free worker is sent at once, alone. If a message fails, each of its jobs
+is run again alone, and only that result counts.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pentad.rewards.calls import SEVERAL
 from pentad.rewards.sandbox import MIB, JobFailed, Sandbox, Worker, pickled
 
 MESSAGE_S = 0.02
-"""Maximum work of a message in seconds: ten times its overhead, and short enough if another worker
-becomes free meanwhile."""
+"""Maximum work of a message in seconds: ten times its overhead, but short, because another worker
+may become free meanwhile."""
 MESSAGE_BYTES = MIB
 MESSAGE_JOBS = 64
 SHARED_JOB_TIMEOUT_S = 1.0
@@ -28,7 +28,7 @@ SHARED_JOB_TIMEOUT_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class WaitingJob:
-    """A job, and the message that carries it."""
+    """A job and the message that contains it."""
 
     spec: str
     body: bytes
@@ -46,10 +46,9 @@ class SharedJobs:
         self.pool = pool
         self.waiting: deque[WaitingJob] = deque()
         self.senders: set[asyncio.Task[None]] = set()
-        """One task for each message that is in progress or waits for its worker."""
+        """One task for each message that is in progress or waits for a worker."""
         self.max_jobs = MESSAGE_JOBS
-        """Maximum jobs of a message; reduced after a failed one, since all its jobs are run
-        again."""
+        """Maximum jobs of a message; reduced after a failed one, because all its jobs run again."""
 
     async def run(
         self,
@@ -70,7 +69,7 @@ class SharedJobs:
             answer = await future
         except asyncio.CancelledError:
             if job.sender is not None and all(other.answer.done() for other in job.message):
-                job.sender.cancel()  # no caller waits for any of it
+                job.sender.cancel()  # no caller waits for any of its jobs
             raise
         if isinstance(answer, JobFailed) and len(job.message) > 1:
             return await self.pool.run(spec, payload, timeout_s)

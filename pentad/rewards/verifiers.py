@@ -1,6 +1,6 @@
 """Rewards by plain comparison, in time linear in the text.
 
-They run in the caller's own process, because they cannot hang, crash or touch anything. The part
+They run in the caller's process, because they cannot hang, crash or change anything. The part
 `correct` (1 or 0) is what evaluation counts as accuracy.
 """
 
@@ -14,7 +14,7 @@ from pentad.core.roles import Scored
 MAX_DIGITS = 200
 """Longer digit strings are not compared, because converting them takes quadratic time."""
 
-# A minus counts as a sign only where it is not a subtraction: "5-3" holds 5 and 3.
+# A minus is a sign only if it is not a subtraction: "5-3" contains 5 and 3.
 NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
 GSM8K_MARK = "####"
 
@@ -30,7 +30,7 @@ def value_of(number: str) -> Fraction | None:
 
 
 def expected_number(answer: object) -> Fraction:
-    """The number a dataset row gives as its answer; the last one if there are several."""
+    """Returns the number in a dataset row's answer; the last one if there are several."""
     found = numbers_in(str(answer))
     value = value_of(found[-1]) if found else None
     if value is None:
@@ -43,30 +43,30 @@ def verdict(is_correct: bool) -> Scored:
 
 
 def numeric_result(completion: str) -> Fraction | None:
-    """The last number of the completion."""
+    """Returns the last number of the completion."""
     found = numbers_in(completion)
     return value_of(found[-1]) if found else None
 
 
 def gsm8k_result(completion: str) -> Fraction | None:
-    """The number after the last "####"."""
+    """Returns the number after the last "####"."""
     _, mark, tail = completion.rpartition(GSM8K_MARK)
     found = numbers_in(tail) if mark else []
     return value_of(found[0]) if found else None
 
 
 def exact_match(completion: str, answer: object) -> Scored:
-    """1 if the completion equals the answer, apart from white space at both ends."""
+    """Scores 1 if the completion equals the answer, apart from white space at both ends."""
     return verdict(completion.strip() == str(answer).strip())
 
 
 def numeric(completion: str, answer: object) -> Scored:
-    """1 if the last number of the completion equals the answer as a number: 1,000.0 is 1000."""
+    """Scores 1 if the completion's last number equals the answer as a number (1,000.0 is 1000)."""
     return verdict(numeric_result(completion) == expected_number(answer))
 
 
 def gsm8k(completion: str, answer: object) -> Scored:
-    """1 if the number after the last "####" equals the answer's; without the mark it is 0.
+    """Scores 1 if the number after the last "####" equals the answer's; without the mark 0.
 
     The answer may be the whole GSM8K solution (its own "####" counts) or the number alone.
     """
@@ -75,7 +75,7 @@ def gsm8k(completion: str, answer: object) -> Scored:
 
 
 def sort_digits(completion: str, answer: object) -> Scored:
-    """The demo task: 1 if exact, else half the share of characters in their right place."""
+    """The demo task: scores 1 if exact, else half the share of characters at the right position."""
     got, expected = completion.strip(), str(answer).strip()
     if got == expected:
         return verdict(True)

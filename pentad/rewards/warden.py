@@ -1,10 +1,10 @@
-"""The worker process of the reward pool: has each job forked, enforces its limits and reads its
-result.
+"""The worker process of the reward pool: starts each job as a fork, enforces its limits and reads
+its result.
 
-Standard library only; started by `sandbox.py`, which talks to it over two pipes in frames of a JSON
-header and raw bytes. A job's arguments come pickled from the parent; its result goes back as bytes
-that are never unpickled. Jobs are forked from a separate process (`origin.py`), which never gets
-these data. When the parent has ended, the warden ends its job and itself.
+Standard library only. Started by `sandbox.py`, which communicates over two pipes in frames of a
+JSON header and raw bytes. A job's arguments arrive pickled from the parent; its result is returned
+as bytes that are never unpickled. Jobs are forked from a separate process (`origin.py`), which
+never receives these data. When the parent ends, the warden ends its job and exits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FRAME = struct.Struct(">II")
 PARENT_CHECK_S = 1.0
 PROCESS_CHECK_S = 0.02
 MEMORY_CHECK_S = 0.01
-"""Interval at which page tables are measured, which no limit of the kernel counts."""
+"""Interval of measuring page tables, which no limit of the kernel covers."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -72,7 +72,7 @@ class Warden:
         self._answer(Ended(None, body=json.dumps(said).encode()))
 
     def _next_frame(self) -> tuple[dict[str, Any], bytes] | None:
-        """None when the parent has closed its end or has ended."""
+        """Returns the next frame; None if the parent has closed its end or has ended."""
         while not select.select([self.control], [], [], PARENT_CHECK_S)[0]:
             if os.getppid() != self.parent:
                 return None
@@ -113,8 +113,8 @@ class Warden:
         return _judge(ended, status, job["capture"])
 
     def _start(self, job: dict[str, Any], body: bytes) -> int:
-        """Starts a job, with its arguments in a file that only it reads; returns the pipe of its
-        result."""
+        """Starts a job, with its arguments in a file that only the job reads; returns the pipe of
+        its result."""
         given = os.memfd_create("arguments")
         origin.write(given, body)
         os.lseek(given, 0, os.SEEK_SET)
@@ -126,7 +126,7 @@ class Warden:
         return read_end
 
     def _num_processes(self) -> int:
-        """Number of processes at and below the source, if jobs may start some."""
+        """Returns the number of processes at and below the source, if jobs may start some."""
         return len(confine.descendants(self.source_pid)) if self.limits.allow_processes else 0
 
     def _watch(self, job: dict[str, Any], watch: int, pipe: int, num_before: int) -> Ended:
@@ -153,7 +153,7 @@ class Warden:
             if watch in ready:
                 return Ended(None, body=bytes(written))
             if self.control in ready or os.getppid() != self.parent:
-                return Ended("cancelled", "its caller is gone")
+                return Ended("cancelled", "its caller no longer waits")
             if confine.page_table_bytes(watch) > max_tables:
                 return Ended("memory", f"more than {max_tables} bytes of page tables")
             if self.limits.allow_processes:
@@ -163,7 +163,7 @@ class Warden:
 
 
 def _drain(pipe: int, written: bytearray) -> bool:
-    """Reads available bytes, up to a limit; False when no writer is left."""
+    """Reads available bytes, up to a limit; False if no writer is left."""
     for _ in range(16):
         try:
             piece = os.read(pipe, 1 << 16)
@@ -176,7 +176,7 @@ def _drain(pipe: int, written: bytearray) -> bool:
 
 
 def _judge(ended: Ended, status: int, capture: str) -> Ended:
-    """The result of a job that ended by itself; others have theirs already."""
+    """Returns the result of a job that ended by itself; others already have one."""
     if ended.failure is not None:
         return ended
     if ended.body[:1] != b"+":
@@ -196,7 +196,7 @@ def main() -> None:
     config = json.loads(sys.argv[1])
     limits = confine.Limits(**config["limits"])
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    source_pid = os.fork()  # before there is anything that jobs must not see
+    source_pid = os.fork()  # before this process has data that jobs must not read
     if source_pid == 0:
         ours.close()
         source = origin.Origin(limits, config["folder"], theirs)
@@ -206,7 +206,7 @@ def main() -> None:
     theirs.close()
     warden = Warden(limits, ours, source_pid)
     try:
-        with contextlib.suppress(BrokenPipeError):  # the parent is gone
+        with contextlib.suppress(BrokenPipeError):  # the parent has ended
             warden.hello(config["bait"])
             warden.serve()
     finally:

@@ -97,7 +97,7 @@ def test_a_judge_that_keeps_failing_drops_the_group(model, said, why):
 
 
 def test_a_key_that_is_not_there_is_refused(model):
-    with pytest.raises(UserError, match="api_key_env = NO_SUCH_KEY: there is no such"):
+    with pytest.raises(UserError, match="api_key_env = NO_SUCH_KEY: this environment variable"):
         scored(model, ["a"], api_key_env="NO_SUCH_KEY")
 
 
@@ -181,7 +181,7 @@ def test_a_cache_without_room_costs_verdicts_and_not_the_run(model, tmp_path, mo
     assert scored(model, ["a"], **keys) == [0.7]
     before = cache.read_bytes()
     assert scored(model, ["b", "c"], cache=f"{tmp_path}/no/file") == [0.7, 0.7]
-    assert caplog.text.count("a later run asks again") == 1
+    assert caplog.text.count("a later run repeats it") == 1
 
     class Half(io.FileIO):
         def write(self, data):

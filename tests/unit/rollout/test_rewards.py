@@ -529,7 +529,7 @@ def test_a_batched_function_is_called_once_for_a_group(custom):
     ("source", "detail"),
     [
         ("return [1.0]", "it returned 1 values for 2 completions"),
-        ("return 1.0", "it returned '1.0' where a list of numbers is wanted"),
+        ("return 1.0", "it returned '1.0' where a list of numbers is required"),
         ("return ['x' for _ in completions]", "it returned 'x' where a number"),
         ("return [None for _ in completions]", "it returned None where a number"),
         ("return completions[0][0]['content']", "TypeError: string indices must be integers"),

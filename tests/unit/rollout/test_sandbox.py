@@ -230,7 +230,7 @@ def test_a_reward_module_that_hangs_or_fails_to_import_is_a_sentence(tmp_path):
     for name, message in [
         ("hangs", "no answer within 1 s"),
         ("fails", "No module named 'no_such_library'"),
-        ("leaves", "it ended or sent nonsense"),
+        ("leaves", "it ended or sent invalid data"),
         ("lacks", "has no attribute 'f'"),
     ]:
 
@@ -253,7 +253,7 @@ def test_a_memory_limit_below_what_the_imports_take_is_refused(tmp_path):
 
 
 def test_isolated_programs_that_may_start_processes_are_refused():
-    with pytest.raises(UserError, match="isolated programs start none"):
+    with pytest.raises(UserError, match="isolated programs cannot start processes"):
         pool_of(isolate=True, allow_processes=True)
 
 
