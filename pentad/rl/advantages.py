@@ -1,9 +1,8 @@
 """Advantages: the value of each sampled token, from rewards (and values) of finished samples.
 
-Pure functions of flat ragged tensors, in the dtype they are given. Tokens that were not sampled
-(prompt, environment) get 0 and do not count as time steps: the successor of a sampled token is the
-next sampled token of its sample. The return of a sample is its reward plus the sum of its token
-rewards.
+Pure functions of flat ragged tensors, in the dtype of their inputs. Tokens that were not sampled
+(prompt, environment) get 0 and are no time steps: the successor of a sampled token is the next
+sampled token of its sample. The return of a sample is its reward plus the sum of its token rewards.
 
 Scope: functions that compare samples of one group need only that group ("group"); those that
 whiten, or take the mean over the batch, need all groups of the step ("batch").
@@ -21,13 +20,13 @@ from pentad.rl.ragged import Rollouts, group_stats
 STD_EPS = 1e-6
 """Added to a standard deviation before dividing by it."""
 MIN_STD = 1.0
-"""Smallest divisor if all rewards are equal. Then only a penalty or the critic's noise differs,
-which must keep its size: divided by its own deviation, noise of any size would become a signal."""
+"""Smallest divisor if all rewards are equal. Then only a penalty or the critic's noise varies and
+must keep its scale: divided by its own deviation, noise of any size would become a signal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """Per token, 0 where not sampled."""
+    """Advantages and returns per token; 0 for tokens that were not sampled."""
 
     advantages_T: Tensor
     returns_T: Tensor
@@ -37,9 +36,9 @@ class Advantages:
 def group_relative(rollouts: Rollouts) -> Advantages:
     """GRPO: A = (r - mean(group)) / (std(group) + eps).  https://arxiv.org/abs/2402.03300
 
-    Ours: the unbiased std (n - 1), as the common implementations have it; exactly 0 when all
-    rewards of the group are equal or the group has one sample. Where only token rewards (the KL
-    penalty) differ, they are not scaled up (MIN_STD).
+    Ours: the unbiased std (n - 1), as in common implementations; exactly 0 if all rewards of the
+    group are equal or the group has one sample. If only token rewards (the KL penalty) differ, they
+    are not scaled up (MIN_STD).
     """
     total_S = rollouts.total_rewards()
     stats = group_stats(total_S, rollouts.groups_S)
@@ -54,7 +53,7 @@ def group_relative(rollouts: Rollouts) -> Advantages:
 def mean_only(rollouts: Rollouts) -> Advantages:
     """Dr.GRPO: A = r - mean(group).  https://arxiv.org/abs/2503.20783
 
-    No std, which would weigh groups by how hard they are. Exactly 0 for equal rewards.
+    No std, which would weight groups by difficulty. Exactly 0 for equal rewards.
     """
     total_S = rollouts.total_rewards()
     stats = group_stats(total_S, rollouts.groups_S)
@@ -77,8 +76,8 @@ def leave_one_out(rollouts: Rollouts) -> Advantages:
 def length_weighted(rollouts: Rollouts) -> Advantages:
     """OPO: A = r - sum(l_j r_j) / sum(l_j) over the group, l the sampled tokens of a sample.
 
-    https://arxiv.org/abs/2505.23585: the baseline of least variance where the squared gradient of a
-    sample grows with its length. Exactly 0 for equal rewards.
+    https://arxiv.org/abs/2505.23585: the baseline of least variance if the squared gradient of a
+    sample is proportional to its length. Exactly 0 for equal rewards.
     """
     total_S = rollouts.total_rewards()
     stats = group_stats(total_S, rollouts.groups_S)
@@ -94,8 +93,8 @@ def length_weighted(rollouts: Rollouts) -> Advantages:
 def centred_and_rescaled(rollouts: Rollouts) -> Advantages:
     """GPG: A = alpha (r - mean(group)), alpha = samples / samples of groups with signal.
 
-    https://arxiv.org/abs/2504.02546. The factor keeps the size of the gradient where many groups
-    of the batch have equal rewards and give none.
+    https://arxiv.org/abs/2504.02546. The factor keeps the scale of the gradient if many groups of
+    the batch have equal rewards and give none.
     """
     centred = mean_only(rollouts)
     has_signal_S = group_stats(rollouts.total_rewards(), rollouts.groups_S).has_signal_S
@@ -106,8 +105,8 @@ def centred_and_rescaled(rollouts: Rollouts) -> Advantages:
 def batch_scaled(rollouts: Rollouts) -> Advantages:
     """Lite PPO: A = (r - mean(group)) / (std(batch) + eps).  https://arxiv.org/abs/2508.08221
 
-    The unbiased std (n - 1) of all rewards of the batch, so that a group of nearly equal rewards
-    is not scaled up. Where no reward differs, what does is not scaled up either (MIN_STD).
+    The unbiased std (n - 1) of all rewards of the batch, so that a group of nearly equal rewards is
+    not scaled up. If all rewards are equal, token rewards are not scaled up either (MIN_STD).
     """
     centred, total_S = mean_only(rollouts), rollouts.total_rewards()
     std = group_stats(total_S, torch.zeros_like(rollouts.groups_S)).std_S + STD_EPS
@@ -138,7 +137,7 @@ def reinforce(rollouts: Rollouts, baseline_S: Tensor | None = None) -> Advantage
 def batch_mean_baseline(rollouts: Rollouts) -> Advantages:
     """REINFORCE with the mean reward of the batch as baseline; exactly 0 for equal rewards.
 
-    The mean includes the sample itself, which shrinks the gradient by 1/S and no more.
+    The mean includes the sample itself, which only shrinks the gradient by 1/S.
     """
     total_S = rollouts.total_rewards()
     one_group = group_stats(total_S, torch.zeros_like(rollouts.groups_S))
@@ -148,8 +147,8 @@ def batch_mean_baseline(rollouts: Rollouts) -> Advantages:
 def reinforce_plus_plus(rollouts: Rollouts, *, gamma: float) -> Advantages:
     """REINFORCE++: G_t = sum_k gamma^k r_(t+k), whitened over all sampled tokens of the batch.
 
-    https://arxiv.org/abs/2501.03262. The reward of the sample comes with its last sampled token,
-    token rewards (the KL penalty) with theirs.
+    https://arxiv.org/abs/2501.03262. The reward of the sample is at its last sampled token, token
+    rewards (the KL penalty) at their tokens.
     """
     returns_T = _discounted_returns(rollouts, gamma)
     return Advantages(_whitened(returns_T, rollouts), returns_T)
@@ -158,8 +157,8 @@ def reinforce_plus_plus(rollouts: Rollouts, *, gamma: float) -> Advantages:
 def gae(rollouts: Rollouts, *, gamma: float, lam: float) -> Advantages:
     """GAE: d_t = r_t + gamma V_(t+1) - V_t;  A_t = d_t + gamma lam A_(t+1);  return = A_t + V_t.
 
-    https://arxiv.org/abs/1506.02438. V after the last sampled token is 0, also for samples that
-    were cut at the length limit.
+    https://arxiv.org/abs/1506.02438. V after the last sampled token is 0, also for samples
+    truncated at the length limit.
     """
     assert rollouts.values_T is not None, "GAE needs values"
     tokens = rollouts.sampled()
@@ -171,7 +170,7 @@ def gae(rollouts: Rollouts, *, gamma: float, lam: float) -> Advantages:
 
 
 def whitened_gae(rollouts: Rollouts, *, gamma: float, lam: float) -> Advantages:
-    """GAE with the advantages whitened over the batch, as PPO is commonly run; returns are not."""
+    """GAE with advantages whitened over the batch, as usual for PPO; returns are not whitened."""
     plain = gae(rollouts, gamma=gamma, lam=lam)
     return Advantages(_whitened(plain.advantages_T, rollouts), plain.returns_T)
 
@@ -179,10 +178,10 @@ def whitened_gae(rollouts: Rollouts, *, gamma: float, lam: float) -> Advantages:
 def distillation(rollouts: Rollouts, *, gamma: float) -> Advantages:
     """On-policy distillation: A_t = sum_k gamma^k (log teacher - log student)_(t+k).
 
-    The differences come as token rewards (`shaping.teacher_rewards`); rewards of samples are
-    ignored. With gamma = 0 each token is judged by itself: the score-function gradient of the
-    per-token reverse KL(student || teacher). https://arxiv.org/abs/2306.13649 has the setting
-    (on-policy data, reverse KL); ours looks at the sampled token only, never at the vocabulary.
+    The differences are token rewards (`shaping.teacher_rewards`); rewards of samples are ignored.
+    With gamma = 0 each token counts alone: the score-function gradient of the per-token reverse
+    KL(student || teacher). https://arxiv.org/abs/2306.13649 has the setting (on-policy data,
+    reverse KL); ours uses only the sampled token, not the vocabulary.
     """
     assert rollouts.token_rewards_T is not None, "distillation needs a teacher's log-probs"
     judged = replace(rollouts, rewards_S=torch.zeros_like(rollouts.rewards_S))
@@ -193,8 +192,8 @@ def distillation(rollouts: Rollouts, *, gamma: float) -> Advantages:
 def whiten(x_T: Tensor, mask_T: Tensor, *, min_std: float = 0.0) -> Tensor:
     """(x - mean) / (std + eps) over the masked tokens, 0 elsewhere; exactly 0 when all are equal.
 
-    std divides by n: it is a statistic of this batch, not an estimate from it. The divisor is
-    `min_std` where that is more.
+    std divides by n, because it is a statistic of this batch, not an estimate. The divisor is at
+    least `min_std`.
     """
     kept = x_T[mask_T]
     if kept.numel() == 0 or kept.min() == kept.max():
@@ -204,7 +203,7 @@ def whiten(x_T: Tensor, mask_T: Tensor, *, min_std: float = 0.0) -> Tensor:
 
 
 def _whitened(x_T: Tensor, rollouts: Rollouts) -> Tensor:
-    """Whitened over the batch; not scaled up if all rewards are equal."""
+    """Whitens over the batch; does not scale up if all rewards are equal."""
     is_flat = rollouts.num_samples > 0 and rollouts.rewards_S.min() == rollouts.rewards_S.max()
     return whiten(x_T, rollouts.mask_T, min_std=MIN_STD if is_flat else 0.0)
 

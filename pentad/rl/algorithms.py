@@ -1,7 +1,7 @@
-"""The table of algorithms, and the way from settings to losses and learner rows.
+"""The table of algorithms; makes losses and learner rows from settings.
 
-An algorithm is facts (`facts.py`), an advantage function and a surrogate; everything else (KL,
-entropy, corrections, normalisation, shaping) is a setting that any of them can use.
+An algorithm consists of facts (`facts.py`), an advantage function and a surrogate; all else (KL,
+entropy, corrections, normalisation, shaping) are settings that any algorithm can use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ AdvantageFunction = Callable[[Rollouts, AlgorithmSettings], Advantages]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm(AlgorithmFacts):
-    """One entry of the table: facts and functions."""
+    """An entry of the table: facts and functions."""
 
     advantages: AdvantageFunction
     surrogate: losses.Surrogate
@@ -72,9 +72,9 @@ ALGORITHMS = {
 
 
 def build_policy_loss(settings: AlgorithmSettings, *, num_updates: int = 1) -> Loss:
-    """The loss of the policy; `num_updates`: optimizer steps per batch. If there are several, rows
-    must carry `actor_logprobs`, computed before the first, unless the ratio is taken against the
-    sampler or there is none."""
+    """Builds the loss of the policy. `num_updates`: optimizer steps per batch; with several, rows
+    need `actor_logprobs`, computed before the first, unless the ratio is taken against the sampler
+    or there is no ratio."""
     kl_coef = settings.kl_coef if settings.kl_in == "loss" else 0.0
     return losses.PolicyLoss(
         ALGORITHMS[settings.name].surrogate,
@@ -92,7 +92,7 @@ def build_policy_loss(settings: AlgorithmSettings, *, num_updates: int = 1) -> L
 
 
 def build_value_loss(settings: AlgorithmSettings) -> Loss:
-    """The loss of the critic."""
+    """Builds the loss of the critic."""
     assert settings.facts.needs_critic, f"{settings.name} has no critic"
     return losses.ValueLoss(value_coef=settings.value_coef, eps_clip_value=settings.eps_clip_value)
 
@@ -104,15 +104,15 @@ def make_rows(
     max_new_tokens: int,
     compute_advantages: bool = True,
 ) -> list[Row]:
-    """Learner rows of scored groups, one per sample, in order.
+    """Makes learner rows of scored groups, one per sample, in order.
 
     With advantage scope "group" the groups may be any part of a batch; with "batch" they must be
-    all of it. `max_new_tokens` is the most that may be sampled in one sample, over all its turns:
-    what the overlong penalty and the constant norm count against.
+    all of it. `max_new_tokens`: the maximum of sampled tokens per sample, over all its turns, used
+    by the overlong penalty and the constant norm.
 
-    Columns: weights, advantages, rollout_logprobs, with a critic values and returns, and of
-    actor_logprobs, ref_logprobs, teacher_logprobs those that the samples carry. Without
-    `compute_advantages` the samples must carry advantages (and returns) themselves.
+    Columns: weights, advantages, rollout_logprobs; with a critic values and returns; and those of
+    actor_logprobs, ref_logprobs, teacher_logprobs that the samples have. Without
+    `compute_advantages` the samples must already have advantages (and returns).
     """
     compute = ALGORITHMS[settings.name].advantages if compute_advantages else None
     return build_rows(groups, settings, compute, max_new_tokens=max_new_tokens)

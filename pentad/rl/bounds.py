@@ -1,9 +1,9 @@
-"""Bounds of a run: signs that it does not train what its user expects, and when they end it.
+"""Bounds of a run: signs of silent failures in training, and when they end the run.
 
-A sign must last `patience_steps` steps, or, if it is intermittent, occur in as many of the last
-twice as many; each ends the run with one sentence that has the remedy. The log-probs of sampler and
-trainer are compared before the update, if possible on samples drawn entirely with the trained
-weights: there the two differ by rounding only, however far off-policy the rest of the data is.
+A sign must last `patience_steps` steps or, if it is intermittent, occur in `patience_steps` of the
+last twice as many; it ends the run with an error that contains the remedy. The log-probs of sampler
+and trainer are compared before the update, if possible on samples drawn entirely with the trained
+weights: there they differ only by rounding, even if the other data are far off-policy.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pentad.core.types import Sample, StepResult
 from pentad.rl.section import GuardsConfig
 
 STALE_FACTOR = 10.0
-"""Factor of the bound if all tokens are of older weights."""
+"""Factor of the bound if all tokens are from older weights."""
 SHIFT_FACTOR = 3.0
-"""Factor of a difference that has the same sign for all tokens: rounding goes to both sides."""
+"""Factor of a difference with the same sign for all tokens, because rounding has both signs."""
 MIN_CONSTANT = 32
-"""Number of tokens with one equal log-prob that no policy gives, unless the trainer agrees."""
+"""This number of tokens with one equal log-prob is an error, unless the trainer's are equal."""
 CERTAIN = -0.3
-"""Mean log-prob of a policy that may have been certain (0) of all tokens when it sampled."""
+"""Trainer's mean log-prob above which a sampler may report log-prob 0 for all tokens."""
 SHARE_WINDOW = 20
 """Number of steps over which the share of steps without a usable gradient is computed."""
 
@@ -38,17 +38,17 @@ class Signs:
     num_impossible: int
     """Tokens for which the policy itself has no finite log-prob."""
     constant: float | None
-    """The one log-prob that the sampler reports for all tokens while the trainer's differ; None:
-    they vary."""
+    """The single log-prob that the sampler reports for all tokens although the trainer's vary;
+    None: the sampler's vary."""
     gap: float | None
     """Mean difference of log-probs; None without tokens."""
     is_fresh: bool
-    """Whether the gap is over samples of the trained weights; if there are none, it is over all
-    samples."""
+    """Whether the gap is over samples of the trained weights only; if there are none, it is over
+    all samples."""
 
 
 def compare(samples: Sequence[Sample], trainer: Sequence[np.ndarray], version: int) -> Signs:
-    """`trainer` has each sample's token-aligned log-probs under the weights of `version`."""
+    """`trainer`: each sample's token-aligned log-probs under the weights of `version`."""
     pairs = [pair for pair in zip(samples, trainer, strict=True) if pair[0].ids.size]
     if not pairs:
         return Signs(0, None, None, False)
@@ -80,11 +80,10 @@ class Bounds:
         """(step after which the run was rolled back, step of the restored checkpoint), counted from
         0."""
         self.is_lost = False
-        """Whether no gradient of the present weights is usable any more: earlier weights may
-        help."""
+        """Whether the present weights give no usable gradient any more; earlier weights may."""
 
     def state(self) -> dict[str, Any]:
-        """The counters, as JSON values."""
+        """Returns the counters as JSON values."""
         recent = {sign: list(seen) for sign, seen in self.recent.items()}
         return {
             "lasting": self.lasting,
@@ -103,7 +102,7 @@ class Bounds:
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether the last gradient of the present weights was not usable, or there was none
+        """Whether the last gradient of the present weights was unusable, or none was computed
         yet."""
         return self.lasting.get("nonfinite", 0) > 0 or self.lasting.get("unproven", 0) > 0
 
@@ -112,14 +111,14 @@ class Bounds:
         return self.is_lost and len(self.rollbacks) < self.settings.max_rollbacks
 
     def rolled_back(self, at: int, to: int) -> None:
-        """Called after a rollback: the counts for the replaced weights are reset."""
+        """Called after a rollback; resets the counts for the replaced weights."""
         self.rollbacks.append((at, to))
         self.lasting |= {"nonfinite": 0, "unproven": 1}
         self.is_lost = False
         self.nonfinite.clear()
 
     def past(self, steps: Sequence[StepResult], signs: Signs | None = None) -> str:
-        """The message that ends the run; empty if it may continue."""
+        """Returns the message that ends the run; empty if it may continue."""
         is_bad = any(not math.isfinite(step.grad_norm + step.loss) for step in steps)
         if signs is None:
             return self._gradients(is_bad)
@@ -131,7 +130,7 @@ class Bounds:
         return next((sentence for sentence in sentences if sentence), "")
 
     def past_probe(self, sampler: int, gap: float | None) -> str:
-        """The same for tokens that a sampler drew for this comparison; None: no comparison."""
+        """Like `past`, for tokens that a sampler drew for a comparison; `gap` None: none."""
         if gap is None or not self._recurs(f"sampler {sampler}", self.is_far(gap)):
             return ""
         return self._far_apart(gap, f"sampler {sampler} drew for the comparison")
@@ -161,8 +160,8 @@ class Bounds:
         again = f", after {len(self.rollbacks)} rollbacks" if self.rollbacks else ""
         return (
             f"no usable gradient (not finite, or of impossible tokens) {when}{again}: nothing is "
-            "learned; go back to an earlier export with a lower learning rate, and look at the "
-            "rewards and at actor.dtype"
+            "learned; restart from an earlier export with a lower learning rate, and check the "
+            "rewards and actor.dtype"
         )
 
     def _constant(self, value: float | None) -> str:
@@ -212,8 +211,8 @@ class Bounds:
 
 
 def logprob_gap(gaps: np.ndarray, is_fresh: np.ndarray) -> tuple[float | None, bool]:
-    """Mean difference, and whether it is over samples of the trained weights; if there are none, it
-    is over all samples. None without tokens."""
+    """Returns the mean difference, and whether it is over samples of the trained weights; if there
+    are none, it is over all samples. None without tokens."""
     kept = is_fresh if is_fresh.any() else np.ones_like(is_fresh)
     if not kept.any():
         return None, False
@@ -224,13 +223,13 @@ def logprob_gap(gaps: np.ndarray, is_fresh: np.ndarray) -> tuple[float | None, b
 
 
 def gap_of(differences: np.ndarray) -> float:
-    """The larger of the mean absolute difference of log-probs and the weighted mean shift; both are
-    of the same weights. NaN if any is NaN."""
+    """Returns the larger of the mean absolute difference of log-probs and the weighted mean shift.
+    NaN if any is NaN."""
     return float(max(np.abs(differences).mean(), SHIFT_FACTOR * abs(differences.mean())))
 
 
 def constant_logprob(reported: np.ndarray, own: np.ndarray) -> float | None:
-    """The one log-prob that the sampler reports for all tokens while the trainer's differ."""
+    """The one log-prob that the sampler reports for all tokens although the trainer's vary."""
     if reported.size < MIN_CONSTANT or reported.min() != reported.max():
         return None
     finite = own[np.isfinite(own)]

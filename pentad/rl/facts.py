@@ -1,7 +1,6 @@
 """Facts about each algorithm that do not depend on its settings, without torch.
 
-`plan` and the rules of `pentad.config` read the facts here; `pentad.rl.algorithms` adds the
-functions.
+Read by `plan` and the rules of `pentad.config`; `pentad.rl.algorithms` adds the functions.
 """
 
 from __future__ import annotations
@@ -23,14 +22,13 @@ class AlgorithmFacts:
     text: str
     """One line of description."""
     paper: str
-    """Link."""
+    """Link to the paper."""
     scope: AdvantageScope
-    """What the advantage function needs at once: the sample's own group, or all groups of the
-    step."""
+    """Input of the advantage function: the sample's own group, or all groups of the step."""
     needs_critic: bool = False
     needs_teacher: bool = False
     needs_old: bool = False
-    """Whether the trainer's log-probs at the start of a batch are always read, even with one
+    """Whether the trainer's log-probs at the start of a batch are always needed, even with one
     update."""
     min_group_size: int = 1
     """Minimum number of samples per prompt for a signal."""
@@ -41,12 +39,12 @@ class AlgorithmFacts:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Settings whose default differs from that of `AlgorithmSettings`."""
     off_policy: tuple[CorrectionKind, CorrectionLevel | None] = ("tis", None)
-    """Correction of off-policy data, and its level if not the default: the ratio that CISPO clips
-    is a truncated weight already, and GSPO's is the geometric mean of a sequence."""
+    """Correction of off-policy data, and its level if not the default: CISPO's clipped ratio
+    already is a truncated weight, and GSPO's is the geometric mean of a sequence."""
     own: tuple[str, ...] = ()
-    """Settings that are read only by algorithms that list them here."""
+    """Settings that only algorithms that list them here read."""
     unread: Mapping[str, str] = field(default_factory=dict)
-    """Settings that it never reads for reasons of its own, besides those of `unused_settings`."""
+    """Further settings that it never reads, besides those of `unused_settings`, with the reason."""
 
 
 FACTS: dict[str, AlgorithmFacts] = {
@@ -236,12 +234,12 @@ ELSEWHERE = {
     **dict.fromkeys(("orpo", "simpo", "cpo"), f"{PREFERENCES}; pentad dpo has dpo, ipo and kto"),
     "sft": "supervised fine-tuning has its own command, pentad sft",
 }
-"""Names of methods that are not online algorithms -> where they are found."""
+"""Names of methods that are not online algorithms -> the command that has them."""
 AlgorithmName: TypeAlias = Literal[tuple(FACTS)]  # type: ignore[valid-type]
 
 
 def unused_settings(facts: AlgorithmFacts) -> dict[str, str]:
-    """The settings that an algorithm never reads, each with the reason."""
+    """Returns the settings that an algorithm never reads, each with the reason."""
     reasons = {
         "its loss has no ratio": (
             facts.ratio_level == "none",

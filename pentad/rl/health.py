@@ -1,7 +1,7 @@
-"""Alarms: signs in the step records that a run has stopped learning, each one plain sentence.
+"""Alarms: signs in the step records that a run has stopped learning, each a one-line message.
 
-A pure function of the latest records and the first one; it never stops a run. Records are mappings
-with the fields of `metrics`; fields that are missing or None raise no alarm.
+A pure function of the first and the latest records; it never stops a run. Records are mappings with
+the fields of `metrics`; fields that are missing or None cause no alarm.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from pentad.rl.facts import CorrectionKind
 Record = Mapping[str, Any]
 
 WINDOW = 5
-"""Steps that a sign must last."""
+"""Number of steps that a sign must last."""
 MAX_FLAT_GROUPS = 0.9
-"""Share of groups whose rewards are all equal."""
+"""Alarm above this share of groups whose rewards are all equal."""
 MIN_ENTROPY_SHARE = 0.1
-"""Entropy, relative to the first step."""
+"""Alarm below this entropy, relative to the first step."""
 MAX_RATIO_P95 = 2.0
-"""Importance ratio that one token in twenty exceeds."""
+"""Alarm if one token in twenty exceeds this importance ratio."""
 MIN_SAMPLE_SIZE = 0.3
-"""Effective sample size, relative to the tokens trained."""
+"""Alarm below this effective sample size, relative to the trained tokens."""
 MIN_MISMATCH = 0.02
-"""Mean log-prob difference below which a drift means nothing (bf16 rounding is about as large)."""
+"""Mean log-prob difference below which drift is ignored (bf16 rounding is about as large)."""
 MISMATCH_GROWTH = 3.0
-"""Growth of that difference since the first step."""
+"""Alarm above this growth of the difference since the first step."""
 SOLVED_SHARE = 0.95
-"""Mean reward, relative to the highest one given."""
+"""Mean reward, relative to the highest one given, from which a task counts as solved."""
 MIN_ADAPTER_SHARE = 0.1
-"""Effect of an adapter on the sampler's log-probs, relative to that on the trainer's."""
+"""Alarm below this effect of an adapter on the sampler's log-probs, relative to the trainer's."""
 MAX_TRUNCATED = 0.5
-"""Share of answers cut at the length limit."""
+"""Alarm above this share of answers truncated at the length limit."""
 LOSS_SPIKE = 1.5
-"""Loss on examples, relative to the highest of the steps before."""
+"""Alarm above this loss on examples, relative to the highest of the previous steps."""
 
 
 def find_alarms(
@@ -44,10 +44,10 @@ def find_alarms(
     correction: CorrectionKind = "none",
     has_penalty: bool = False,
 ) -> list[str]:
-    """What is wrong over the last WINDOW records; none before there are that many.
+    """Returns the alarms over the last WINDOW records; none if there are fewer records.
 
-    `correction` and `has_penalty` (of overlong answers) are what the run has already: no alarm
-    advises them again.
+    `correction` and `has_penalty` (of overlong answers): present settings, which alarms do not
+    advise.
     """
     window = recent[-WINDOW:]
     if len(window) < WINDOW:
@@ -94,7 +94,7 @@ def _entropy(window: Sequence[Record], first: Record) -> Iterator[str]:
 
 
 def _is_solved(window: Sequence[Record]) -> bool:
-    """Whether nearly all samples get the highest reward there is: certainty is then earned."""
+    """Whether nearly all samples get the highest reward; then low entropy is no alarm."""
     mean, high = _series(window, "reward_mean"), _series(window, "reward_max")
     pairs = list(zip(mean, high, strict=False))
     return bool(pairs) and all(m >= SOLVED_SHARE * h > 0 for m, h in pairs)
@@ -122,7 +122,7 @@ def _mismatch(window: Sequence[Record], first: Record) -> Iterator[str]:
     gap, start = _series(window, "logprob_diff_mean"), _number(first, "logprob_diff_mean")
     lags = [record.get("staleness") for record in (first, *window)]
     if any(isinstance(found, Mapping) and any(str(lag) != "0" for lag in found) for found in lags):
-        return  # older weights sampled these: that the log-probs differ is what was asked for
+        return  # older weights sampled these, so log-probs differ as configured
     if gap and start is not None and min(gap) > max(MIN_MISMATCH, MISMATCH_GROWTH * start):
         yield (
             f"trainer and sampler differ by {gap[-1]:.3g} per log-prob, {start:.3g} at the start: "
@@ -168,7 +168,7 @@ def _spike(window: Sequence[Record]) -> Iterator[str]:
 
 
 def _series(window: Sequence[Record], name: str) -> list[float]:
-    """The field over the window; empty unless every record has it."""
+    """Returns the field over the window; empty unless every record has it."""
     values = [_number(record, name) for record in window]
     present = [value for value in values if value is not None]
     return present if len(present) == len(values) else []

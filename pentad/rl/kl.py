@@ -1,4 +1,4 @@
-"""Log-ratios that cannot overflow: three estimators of a KL divergence, and weights by the ratio.
+"""Log-ratios without overflow: three estimators of a KL divergence, and importance weights.
 
 Schulman's note: http://joschu.net/blog/kl-approx.html. For a token drawn from p, d = log p - log q:
 
@@ -6,8 +6,8 @@ Schulman's note: http://joschu.net/blog/kl-approx.html. For a token drawn from p
     k2 = d^2 / 2             biased, small variance
     k3 = exp(-d) - 1 + d     unbiased, never negative
 
-Value and gradient are two questions (https://arxiv.org/abs/2506.09477). As a loss on tokens drawn
-from p, the gradient of KL(p || q) is E[d * grad log p]:
+A good value and a good gradient differ (https://arxiv.org/abs/2506.09477). As a loss on tokens
+drawn from p, the gradient of KL(p || q) is E[d * grad log p]:
 
     k1  differentiated literally is grad log p: zero in expectation, so it would do nothing. Ours
         has the value of k1 and the gradient d * grad log p.
@@ -28,8 +28,8 @@ from pentad.core.types import Segments
 from pentad.rl.section import Correction, KlEstimator
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to plus or minus this before exp: 4.8e8 still squares without overflow
-in fp32. Beyond it a token has no gradient; nothing sensible could be learned from it."""
+"""Log-ratios are clamped to plus or minus this before exp: 4.8e8 squared does not overflow in fp32.
+Beyond it a token has no gradient, which would be meaningless."""
 
 MAX_K3_SLOPE = 10.0
 """Largest |1 - exp(-d)| of k3, whose gradient would reach 5e8 at d = -20. verl bounds the value by
@@ -37,7 +37,7 @@ MAX_K3_SLOPE = 10.0
 
 
 def masked_difference(numerator_T: Tensor, denominator_T: Tensor, mask_T: Tensor) -> Tensor:
-    """numerator - denominator where the mask is True, else 0 with gradient 0, whatever is there."""
+    """numerator - denominator where the mask is True, else 0 with gradient 0, also for NaN."""
     difference_T = numerator_T - denominator_T
     return torch.where(mask_T, difference_T, torch.zeros_like(difference_T))
 
@@ -49,7 +49,7 @@ def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
 def estimate_kl(
     logprobs_T: Tensor, other_logprobs_T: Tensor, mask_T: Tensor, estimator: KlEstimator
 ) -> Tensor:
-    """Per token, KL(p || q) with p = exp(logprobs), q = exp(other_logprobs); 0 off the mask."""
+    """Per token KL(p || q) with p = exp(logprobs), q = exp(other_logprobs); 0 off the mask."""
     d_T = clamp_log_ratio(masked_difference(logprobs_T, other_logprobs_T, mask_T))
     if estimator == "k1":
         half_square_T = d_T.square() / 2
@@ -74,8 +74,8 @@ def correction_weights(
     segments: Segments,
     correction: Correction,
 ) -> tuple[Tensor, Tensor]:
-    """Per token: the importance weight of the proximal policy, to which the loss's ratio is taken,
-    over the sampling policy, and whether it was outside [floor, cap]; 1 outside the mask."""
+    """Returns per token the importance weight of the proximal policy (the denominator of the loss's
+    ratio) over the sampling policy, and whether it was outside [floor, cap]; 1 outside the mask."""
     log_T = masked_difference(proximal_T, behaviour_T, mask_T).detach()
     if correction.level == "sequence":
         log_T = segments.spread(segments.sum(log_T))

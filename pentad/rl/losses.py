@@ -1,15 +1,14 @@
 """Losses: sums of per-token terms over a microbatch, weighted by the `weights` column.
 
 Nothing here divides by a number of tokens, sequences or groups: that is folded into the weights
-(`normalise`), and the learner divides once by the summed count. A token is trained where its weight
-is not 0; whatever stands elsewhere (inf and NaN included) reaches neither value nor gradient.
-A trained token that the policy calls impossible (below MIN_LOGPROB) has a finite value and no
-gradient.
+(`normalise`), and the learner divides once by the summed count. A token is trained if its weight is
+not 0; values at other tokens (also inf and NaN) affect neither value nor gradient. A trained token
+that is impossible under the policy (below MIN_LOGPROB) has a finite value and no gradient.
 
-The ratio r = exp(logprobs - old). Old log-probs are the `actor_logprobs` column when rows
-carry it. A batch that makes one optimizer step needs none: the policy that is differentiated is the
-old one, so r is exactly 1. The sampler's log-probs enter by the correction only, as a weight or
-(sampler_ratio) in the place of the old ones.
+The ratio r = exp(logprobs - old). Old log-probs are the column `actor_logprobs` if rows have it. A
+batch with one optimizer step needs none: the differentiated policy is the old one, so r is exactly
+1. The sampler's log-probs are used only by the correction, as a weight or (sampler_ratio) in place
+of the old ones.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from pentad.rl.kl import (
 from pentad.rl.section import Clip, Correction, KlEstimator
 
 MIN_LOGPROB = -100.0
-"""Lower bound of the policy's log-probs: no sampler draws a token of exp(-100)."""
+"""Lower bound of the policy's log-probs: no sampler draws a token of probability exp(-100)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class PolicyInputs:
     """The inputs of a surrogate for a microbatch."""
 
     logprobs_T: Tensor
-    """Carries the gradient."""
+    """The policy's log-probs, with gradient."""
     old_logprobs_T: Tensor
     advantages_T: Tensor
     mask_T: Tensor
@@ -93,8 +92,8 @@ def weight_clipped(inputs: PolicyInputs, clip: Clip) -> tuple[Tensor, Tensor]:
 def gated(inputs: PolicyInputs, clip: Clip) -> tuple[Tensor, Tensor]:
     """SAPO: -(4 / tau) sigmoid(tau (r - 1)) A, per token; tau_pos where A > 0, else tau_neg.
 
-    https://arxiv.org/abs/2511.20347. At r = 1 the gradient is that of r A; away from it, it falls
-    off smoothly to both sides. No token is clipped.
+    https://arxiv.org/abs/2511.20347. At r = 1 the gradient is that of r A; it decreases smoothly to
+    both sides. No token is clipped.
     """
     ratio_T, advantages_T = clamp_log_ratio(inputs.raw_log_ratio_T).exp(), inputs.advantages_T
     tau_T = torch.full_like(ratio_T, clip.tau_neg).masked_fill(advantages_T > 0, clip.tau_pos)
@@ -103,11 +102,11 @@ def gated(inputs: PolicyInputs, clip: Clip) -> tuple[Tensor, Tensor]:
 
 
 def geometric_clipped(inputs: PolicyInputs, clip: Clip) -> tuple[Tensor, Tensor]:
-    """GMPO: -exp(mean_t l_t) A with l_t = log r_t, bounded where A pushes it outwards: to at most
-    `high` where A > 0, to at least -`low` where A < 0.
+    """GMPO: -exp(mean_t l_t) A with l_t = log r_t, bounded in the direction of A: at most `high` if
+    A > 0, at least -`low` if A < 0.
 
-    https://arxiv.org/abs/2507.20673, in the token form of `sequence_clipped`: the value is the
-    sequence's for every token, and a token that is clipped has no gradient of its own.
+    https://arxiv.org/abs/2507.20673, in the token form of `sequence_clipped`: every token has the
+    value of the sequence, and a clipped token has no gradient of its own.
     """
     advantages_T, log_ratio_T = inputs.advantages_T, inputs.raw_log_ratio_T.detach()
     is_clipped_T = ((advantages_T > 0) & (log_ratio_T > clip.high)) | (
@@ -124,7 +123,7 @@ def geometric_clipped(inputs: PolicyInputs, clip: Clip) -> tuple[Tensor, Tensor]
 
 
 def unbounded(inputs: PolicyInputs, clip: Clip) -> tuple[Tensor, Tensor]:
-    """-r A without a band, where other means bound the ratio: M2PO's choice of tokens
+    """-r A without a band, for algorithms that bound the ratio otherwise: M2PO's choice of tokens
     (https://arxiv.org/abs/2510.01161), KL-Cov's penalty (https://arxiv.org/abs/2505.22617)."""
     ratio_T = clamp_log_ratio(inputs.raw_log_ratio_T).exp()
     return _clip_ratio(ratio_T, inputs.advantages_T, Clip(math.inf, math.inf, clip.dual))
@@ -137,8 +136,8 @@ def unclipped(inputs: PolicyInputs, clip: Clip) -> tuple[Tensor, Tensor]:
 
 
 def _clip_ratio(ratio_T: Tensor, advantages_T: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
-    # The min of the formula, written as the cases in which the clamped side wins: ties
-    # then have one gradient, and which tokens were clipped comes for free.
+    # The min of the formula, as the cases in which the clamped side is smaller: ties
+    # then have one gradient, and the mask of clipped tokens is known.
     is_clipped_T = ((advantages_T > 0) & (ratio_T > 1 + clip.high)) | (
         (advantages_T < 0) & (ratio_T < 1 - clip.low)
     )
@@ -161,9 +160,9 @@ def _weighted_sum(weights_T: Tensor, x_T: Tensor, mask_T: Tensor) -> Tensor:
 class PolicyLoss:
     """surrogate * correction + kl_coef * KL(p || ref) - entropy_coef * entropy, per token.
 
-    With `rejection` the surrogate is 0 where the policy has left the sampler's too far. With
-    `kl_weighted` the KL term is multiplied by p over the sampler's probability, differentiated
-    too, as in https://arxiv.org/abs/2512.02556: of k3 that is the unbiased value and gradient of
+    With `rejection` the surrogate is 0 for tokens whose policy is too far from the sampler's. With
+    `kl_weighted` the KL term is multiplied by p over the sampler's probability, with its gradient,
+    as in https://arxiv.org/abs/2512.02556: for k3 this gives the unbiased value and gradient of
     KL(p || ref). With `cov_kl_coef` tokens of the column `penalised` also cost |log p - log old|.
     """
 
@@ -182,7 +181,7 @@ class PolicyLoss:
         needs_old_logprobs: bool = False,
         has_ratio: bool = True,
     ) -> None:
-        """`has_ratio`: whether the surrogate weighs by the policy over the old one."""
+        """`has_ratio`: whether the surrogate uses the ratio of the policy to the old one."""
         self.surrogate = surrogate
         self.has_ratio = has_ratio
         self.clip = clip
@@ -252,8 +251,8 @@ class PolicyLoss:
     def _kept(
         self, columns: Mapping[str, Tensor], logprobs_T: Tensor, mask_T: Tensor, segments: Segments
     ) -> tuple[Tensor, Tensor]:
-        """Per token 0 if rejected, else 1, and which are rejected. The policy compared with the
-        sampler is the one at the start of the batch, or the present one if they are the same."""
+        """Per token 0 if rejected, else 1, and a mask of rejected tokens. Compares the sampler with
+        the policy at the start of the batch, or the present one if these are equal."""
         assert self.rejection is not None
         proximal_T = columns.get("actor_logprobs", logprobs_T).detach()
         drawn_T = columns["rollout_logprobs"]
@@ -261,8 +260,8 @@ class PolicyLoss:
         return (~outside_T).to(logprobs_T.dtype), outside_T
 
     def _old(self, columns: Mapping[str, Tensor], logprobs_T: Tensor) -> Tensor:
-        """The denominator of the ratio. Without one it is the policy itself, so that a correction
-        covers the whole difference between policy and sampler."""
+        """Returns the denominator of the ratio: without old log-probs the policy itself, so that
+        the correction covers the whole difference between policy and sampler."""
         if not self.has_ratio:
             return logprobs_T.detach()
         if self.correction.kind == "sampler_ratio":
@@ -326,8 +325,8 @@ class SftLoss:
 
 
 class RewardLoss:
-    """The negative value per token; with the slopes of a loss as weights, its gradient is that of
-    the loss."""
+    """The negative value per token; with the slopes of a loss as weights it has the gradient of
+    that loss."""
 
     needs_entropy = False
     columns: tuple[str, ...] = ("weights",)
@@ -345,4 +344,4 @@ class RewardLoss:
 def _require(names: tuple[str, ...], columns: Mapping[str, Tensor], reader: str) -> None:
     missing = [name for name in names if name not in columns]
     if missing:
-        raise RunError(f"{reader} reads the column {missing[0]}, which the rows do not carry")
+        raise RunError(f"{reader} reads the column {missing[0]}, which the rows lack")

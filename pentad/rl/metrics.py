@@ -28,7 +28,7 @@ def compute_metrics(
     *,
     stats: Mapping[str, float] | None = None,
 ) -> Metrics:
-    """All single numbers. `outputs` belong to `rows`; `stats` are the policy loss's own sums."""
+    """All scalar metrics. `outputs`: those of `rows`; `stats`: sums of the policy loss."""
     return {
         **sample_metrics(groups),
         **token_metrics(rows, outputs, settings),
@@ -37,7 +37,7 @@ def compute_metrics(
 
 
 def sample_metrics(groups: Sequence[Group]) -> Metrics:
-    """Rewards as the scorer gave them, lengths in sampled tokens."""
+    """Returns metrics of samples: rewards before shaping, lengths in sampled tokens."""
     samples = [sample for group in groups for sample in group.samples]
     rewards = np.array([s.reward for s in samples if s.reward is not None], dtype=np.float64)
     lengths = np.array([s.num_sampled for s in samples], dtype=np.float64)
@@ -97,7 +97,7 @@ def token_metrics(
 
 
 def loss_metrics(stats: Mapping[str, float], settings: AlgorithmSettings) -> Metrics:
-    """Shares of trained tokens that were clipped, corrected or rejected."""
+    """Returns the shares of trained tokens that were clipped, corrected or rejected."""
     num_tokens = stats.get("tokens", 0.0)
     names = {
         "clip_fraction": "clipped_tokens",
@@ -115,7 +115,7 @@ def loss_metrics(stats: Mapping[str, float], settings: AlgorithmSettings) -> Met
 
 
 def staleness_histogram(groups: Sequence[Group], version: int) -> dict[str, int]:
-    """Sampled tokens by lag: `version` (the weights the step starts from) less the token's own."""
+    """Sampled tokens by lag: `version` (at the start of the step) minus the token's version."""
     versions = [s.versions[s.mask] for group in groups for s in group.samples]
     lags = version - np.concatenate(versions) if versions else np.array([], dtype=np.int64)
     return {
@@ -151,7 +151,7 @@ def _outside_clip(
 
 
 def _flat(columns: Sequence[Tensor]) -> np.ndarray:
-    """The tokens of all rows, in fp64; copied from the device at once."""
+    """Returns the tokens of all rows in fp64, with one copy from the device."""
     if not columns:
         return np.array([], dtype=np.float64)
     flat: np.ndarray = torch.cat(list(columns)).detach().double().cpu().numpy()

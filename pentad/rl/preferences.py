@@ -1,10 +1,10 @@
 """Losses of preference training: DPO, IPO, KTO, and that of reward models.
 
-A loss here couples sequences that may be trained in different microbatches or on different ranks.
-Its gradient reaches the policy by the log-prob of each sequence alone, so a step has two passes:
-the first computes the log-probs, from which these functions make one slope per sequence,
-dL / d logprob; the second trains every token with its sequence's slope as weight (`rl.losses.
-SftLoss`). The gradient is that of the coupled loss, on any layout and in any microbatches.
+These losses couple sequences that may be in different microbatches or on different ranks. They
+depend on the policy only through the log-prob of each sequence, so a step has two passes: the first
+computes the log-probs, from which these functions compute one slope per sequence, dL / d logprob;
+the second trains every token with its sequence's slope as weight (`SftLoss`). The gradient is that
+of the coupled loss, for any layout and any microbatches.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class AnswerLogProbs:
     policy: np.ndarray
     reference: np.ndarray
     lengths: np.ndarray
-    """Trained tokens of each."""
+    """Number of trained tokens of each."""
 
     def __getitem__(self, places: slice | np.ndarray) -> AnswerLogProbs:
         return AnswerLogProbs(self.policy[places], self.reference[places], self.lengths[places])
@@ -36,7 +36,7 @@ class AnswerLogProbs:
 
 @dataclass(frozen=True, slots=True)
 class Preferred:
-    """The loss of some comparisons, and its slopes."""
+    """Losses of comparisons, and their slopes."""
 
     losses: np.ndarray
     """One value for each pair (KTO: for each answer)."""
@@ -45,7 +45,7 @@ class Preferred:
     chosen: np.ndarray
     """Rewards of preferred answers: a reward model's, or beta * (policy - reference)."""
     rejected: np.ndarray
-    """Implicit rewards of the others."""
+    """Rewards of rejected answers."""
     divergence: float | None = None
     """KTO: the estimate of the divergence from the reference, per sequence."""
 
@@ -62,7 +62,7 @@ class Preferred:
 
 
 def pair_loss(scored: AnswerLogProbs, settings: PreferenceConfig) -> Preferred:
-    """DPO or IPO. `scored`: chosen, rejected, chosen, rejected, ..."""
+    """Computes DPO or IPO. `scored`: chosen, rejected, chosen, rejected, ..."""
     ratio = scored.log_ratio
     beta, smoothing = settings.beta, settings.label_smoothing
     if settings.loss == "ipo":  # https://arxiv.org/abs/2310.12036, means over tokens as TRL has it
@@ -95,8 +95,8 @@ def label_loss(
     mismatched: AnswerLogProbs,
     settings: PreferenceConfig,
 ) -> Preferred:
-    """KTO, https://arxiv.org/abs/2402.01306. `mismatched`: answers behind other prompts, whose
-    mean log-ratio (at least 0) estimates the divergence; it has no gradient."""
+    """KTO, https://arxiv.org/abs/2402.01306. `mismatched`: answers after other prompts, whose mean
+    log-ratio (at least 0) estimates the divergence, without gradient."""
     divergence = max(0.0, float(mismatched.log_ratio.mean()))
     sign = np.where(is_desired, 1.0, -1.0)
     weight = np.where(is_desired, settings.desirable_weight, settings.undesirable_weight)
@@ -108,7 +108,7 @@ def label_loss(
 
 
 def preference_metrics(found: Preferred) -> dict[str, float | None]:
-    """The fields of a record. Accuracy and margin compare pairs; KTO's answers are no pairs."""
+    """Returns the fields of a record. Accuracy and margin are defined for pairs, so not for KTO."""
     is_paired = found.divergence is None
     margins = found.chosen - found.rejected if is_paired else None
     return {

@@ -1,7 +1,7 @@
 """Flat ragged batches of samples, and the sums over samples and groups that advantages need.
 
-Shapes: T tokens of all samples one after the other, N only the sampled ones among them, S samples.
-Everything keeps the dtype it is given; fp64 goes through unchanged.
+Shapes: T tokens of all samples, concatenated; N sampled tokens among them; S samples. All functions
+keep the dtype of their inputs, also fp64.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 
 @torch.no_grad()
 def cut(x_T: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
-    """One view per sample. Without autograd, whose bookkeeping for views takes three times as
-    long."""
+    """Returns one view per sample, without autograd, whose bookkeeping for views triples the
+    time."""
     return x_T.split(list(lengths))
 
 
@@ -30,11 +30,11 @@ class Rollouts:
     rewards_S: Tensor
     """One reward per sample, after shaping."""
     groups_S: Tensor
-    """Which group a sample belongs to; any int64 labels."""
+    """Group of each sample; any int64 labels."""
     mask_T: Tensor
     """bool: sampled by the policy."""
     samples_T: Tensor
-    """int64, index into S; samples lie one after the other, so it never decreases."""
+    """int64, index into S; samples are concatenated, so it never decreases."""
     token_rewards_T: Tensor | None = None
     """Rewards of single tokens, such as a KL penalty; used only where the mask is True."""
     values_T: Tensor | None = None
@@ -50,12 +50,12 @@ class Rollouts:
         return x_T.new_zeros(self.num_samples).index_add(0, self.samples_T, kept_T)
 
     def spread(self, x_S: Tensor) -> Tensor:
-        """Each sampled token gets its sample's value, every other token 0: [S] -> [T]."""
+        """Gives each sampled token its sample's value, every other token 0: [S] -> [T]."""
         x_T = x_S[self.samples_T]
         return torch.where(self.mask_T, x_T, torch.zeros_like(x_T))
 
     def total_rewards(self) -> Tensor:
-        """Reward of the sample plus those of its tokens: [S]."""
+        """Returns the reward of each sample plus those of its tokens: [S]."""
         if self.token_rewards_T is None:
             return self.rewards_S
         return self.rewards_S + self.sum_tokens(self.token_rewards_T)
@@ -86,14 +86,14 @@ class Sampled:
     num_tokens: int
 
     def scatter(self, x_N: Tensor) -> Tensor:
-        """Writes them back to all tokens, 0 elsewhere: [N] -> [T]."""
+        """Writes values of sampled tokens to all tokens, 0 elsewhere: [N] -> [T]."""
         return x_N.new_zeros(self.num_tokens).index_copy(0, self.index_N, x_N)
 
     def discounted_sums(self, x_N: Tensor, decay: float) -> Tensor:
         """y[t] = x[t] + decay * y[t+1] within each sample, in log2(longest sample) vector steps.
 
-        Doubling: once y holds sums over `reach` tokens, y[t] + decay^reach * y[t+reach] holds sums
-        over twice as many. No division by powers of the decay, so nothing overflows.
+        Doubling: if y contains sums over `reach` tokens, y[t] + decay^reach * y[t+reach] are sums
+        over twice as many. There is no division by powers of the decay, so no overflow.
         """
         y_N, reach = x_N, 1
         longest = int(self.samples_N.bincount().max()) if x_N.numel() else 0
@@ -107,15 +107,15 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class GroupStats:
-    """Per sample, statistics of the group it belongs to: every field is [S]."""
+    """Statistics of each sample's group; every field is [S]."""
 
     size_S: Tensor
     mean_S: Tensor
     std_S: Tensor
     """Unbiased (divided by n - 1); 0 for groups of one."""
     has_signal_S: Tensor
-    """bool: not all values of the group are equal. Tested on the values, because the mean of
-    equal numbers may differ from them by a rounding that a division by std would blow up."""
+    """bool: not all values of the group are equal. Compares values, because the mean of equal
+    numbers may have a rounding error that division by std would amplify."""
 
 
 def group_stats(x_S: Tensor, groups_S: Tensor) -> GroupStats:

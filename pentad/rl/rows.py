@@ -1,4 +1,4 @@
-"""From scored groups to learner rows: checks, shaped rewards, advantages, weights, columns.
+"""Makes learner rows of scored groups: checks, shaped rewards, advantages, weights, columns.
 
 Everything is computed in fp64 on the CPU and rounded once, into the rows' fp32 columns.
 """
@@ -42,7 +42,7 @@ def build_rows(
     *,
     max_new_tokens: int,
 ) -> list[Row]:
-    """One row per sample; without `compute` the samples' own advantages are taken."""
+    """Builds one row per sample; without `compute` uses the samples' own advantages."""
     needed = needed_columns(settings, has_advantages=compute is None)
     check_groups(groups, needed, has_reward=not settings.facts.needs_teacher)
     samples = [sample for group in groups for sample in group.samples]
@@ -74,7 +74,7 @@ def build_rows(
 def flatten(
     groups: Sequence[Group], settings: AlgorithmSettings, *, max_new_tokens: int
 ) -> Rollouts:
-    """The groups as flat fp64 tensors, rewards shaped."""
+    """Returns the groups as flat fp64 tensors, with shaped rewards."""
     samples = [sample for group in groups for sample in group.samples]
     lengths = torch.tensor([sample.ids.size for sample in samples])
     mask_T = torch.from_numpy(np.concatenate([sample.mask for sample in samples])).bool()
@@ -109,8 +109,8 @@ def _shaped_rewards(
 
 
 def _check_size(rewards_S: Tensor, samples: Sequence[Sample], max_reward: float) -> None:
-    """Rejects rewards beyond the bound: their deviations overflow or drown all other rewards, and
-    nothing is learned."""
+    """Raises for rewards beyond the bound: their deviations overflow, or make all other rewards
+    negligible."""
     worst = int(rewards_S.abs().argmax())
     if not rewards_S[worst].abs() < max_reward:
         raise RunError(
@@ -126,7 +126,7 @@ def _token_rewards(
     has_kl = settings.kl_coef != 0 and settings.kl_in == "reward"
     if not has_kl and not settings.facts.needs_teacher:
         return None
-    # The policy that drew the sample: as the trainer computed it if it did, else the sampler.
+    # The sampling policy: the trainer's log-probs if computed, else the sampler's.
     drawn = [s.columns.get("actor_logprobs", s.rollout_logprobs) for s in samples]
     policy_T = torch.from_numpy(np.concatenate(drawn).astype(np.float64))
     rewards_T = torch.zeros_like(policy_T)
@@ -146,8 +146,8 @@ def _token_rewards(
 
 
 def _trained(mask_T: Tensor, samples: Sequence[Sample], settings: AlgorithmSettings) -> Tensor:
-    """The sampled tokens that are trained: all except those of truncated samples with
-    `mask_truncated`, and for M2PO only those near enough to the sampler's log-probs."""
+    """Returns the mask of trained tokens: sampled ones, except those of truncated samples with
+    `mask_truncated`, and for M2PO only those close enough to the sampler's log-probs."""
     if settings.mask_truncated:
         lengths = torch.tensor([sample.ids.size for sample in samples])
         is_whole_S = torch.tensor([sample.finish != "length" for sample in samples])
@@ -175,8 +175,8 @@ def _select(
 
 
 def _drawn(samples: Sequence[Sample], name: str) -> Tensor:
-    """Log-probs of the policy at the start of the batch, or the sampler's if those were not
-    computed (the policies are then equal)."""
+    """Returns log-probs of the policy at the start of the batch, or the sampler's if those were not
+    computed (both policies are then equal)."""
     arrays = [s.columns.get(name, s.rollout_logprobs) for s in samples]
     return torch.from_numpy(np.concatenate(arrays).astype(np.float64))
 
@@ -211,7 +211,7 @@ def _cut(
 
 
 def needed_columns(settings: AlgorithmSettings, *, has_advantages: bool = False) -> set[str]:
-    """The columns that every sample must carry."""
+    """Returns the columns that every sample must have."""
     wanted = {
         "rollout_logprobs": True,
         "ref_logprobs": settings.needs_ref,
@@ -234,8 +234,8 @@ def check_groups(groups: Sequence[Group], needed: set[str], *, has_reward: bool)
 
 
 def _are_sound(samples: Sequence[Sample], needed: set[str], has_reward: bool) -> bool:
-    """Whether `_problem_of` finds nothing in any of them, checked together. False as well for
-    samples with their own columns."""
+    """Whether `_problem_of` finds no problem in any sample; vectorised. Also False for samples with
+    their own columns."""
     plain = needed == {"rollout_logprobs"} and not any(sample.columns for sample in samples)
     if not samples or not plain:
         return False
@@ -254,7 +254,7 @@ def _are_sound(samples: Sequence[Sample], needed: set[str], has_reward: bool) ->
 
 def _problem_of(sample: Sample, needed: set[str], has_reward: bool) -> str:
     if has_reward and (sample.reward is None or not math.isfinite(sample.reward)):
-        # A missing reward is never taken for 0: that would shift the whole group's baseline.
+        # A missing reward never counts as 0, which would shift the group's baseline.
         return f"its reward is {sample.reward}, not a finite number"
     if sample.mask.shape != sample.ids.shape:
         return f"its mask has {sample.mask.size} entries for {sample.ids.size} tokens"

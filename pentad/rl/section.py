@@ -1,8 +1,7 @@
 """Settings of algorithms, without torch: the keys of the blocks `algorithm`, `preference` and
 `guards`.
 
-What an algorithm is by itself is in `pentad.rl.facts`; `docs/algorithms.md` walks through adding
-one.
+`pentad.rl.facts` has the facts of algorithms; `docs/algorithms.md` explains how to add one.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ SWITCHES = {
     "overlong_penalty": ("overlong_buffer",),
     "rejection": ("rejection_cap", "rejection_floor"),
 }
-"""Settings that switch a part on, each with the settings of that part."""
+"""Settings that enable a part, each with the settings of this part."""
 
 
 class AlgorithmConfig(Section):
     name: AlgorithmName = "grpo"
     """The algorithm. It defines advantages, loss and corrections; the other keys of this block
-    override single choices and are null otherwise."""
+    override single defaults and are null otherwise."""
     eps_clip: Positive | None = None
     """Clip range of the importance ratio below 1 (and above, unless `eps_clip_higher`)."""
     eps_clip_higher: Positive | None = None
     """Clip range above 1."""
     c_clip: Annotated[float, Field(gt=1)] | None = None
-    """Dual clip: bound on the ratio where the advantage is negative. null: 3. A large number
-    switches it off."""
+    """Dual clip: bound on the ratio if the advantage is negative. null: 3. A large number disables
+    it."""
     kl_coef: NonNegative | None = None
     """Weight of the KL term against the reference model; 0 switches it off."""
     kl_estimator: KlEstimator | None = None
@@ -49,8 +48,8 @@ class AlgorithmConfig(Section):
     kl_in: KlPlace | None = None
     """Whether the KL term is part of the loss or subtracted from the reward of each token."""
     kl_weighted: bool | None = None
-    """Weights the KL term of a token by the ratio of the policy over the sampler's, so that value
-    and gradient are those of KL(policy || reference) on data of any age. For k3 in the loss."""
+    """Weights the KL term of a token by the ratio of the policy to the sampler's, so that value and
+    gradient are those of KL(policy || reference) for data of any staleness. For k3 in the loss."""
     entropy_coef: NonNegative | None = None
     """Weight of the entropy bonus."""
     loss_norm: LossNorm | None = None
@@ -65,9 +64,9 @@ class AlgorithmConfig(Section):
     """Clip range of the value loss."""
     correction: CorrectionKind | None = None
     """Correction for data of an older or differently computed policy: truncated (tis) or masked
-    (mis) importance weights, or the clipped ratio against the sampler's log-probs. null: chosen for
-    the algorithm if `max_staleness`, `updates_per_batch` or `rollout.oversample` requires one, else
-    none."""
+    (mis) importance weights, or the clipped ratio against the sampler's log-probs. null: the
+    algorithm's default if `max_staleness`, `updates_per_batch` or `rollout.oversample` requires
+    one, else none."""
     allow_uncorrected: bool | None = None
     """Allows `correction: none` with `max_staleness` above 0, or `updates_per_batch` or
     `rollout.oversample` above 1."""
@@ -86,9 +85,9 @@ class AlgorithmConfig(Section):
     rejection_floor: Share | None = None
     """Smallest ratio that is kept. null: 0.5."""
     decoupled: bool | None = None
-    """Decoupled PPO: clips against the recomputed policy, corrects against the sampling one."""
+    """Decoupled PPO: clips the ratio to the recomputed policy, corrects for the sampling policy."""
     dynamic_filter: bool | None = None
-    """Replaces groups whose rewards are all equal, which carry no signal, by further prompts."""
+    """Replaces groups with all-equal rewards, which have no learning signal, by further prompts."""
     overlong_buffer: Count | None = None
     """Number of tokens before the length limit (`gconfig.max_sampled_tokens`) over which the
     overlong penalty rises. null: a fifth of the limit."""
@@ -98,12 +97,12 @@ class AlgorithmConfig(Section):
     """Does not train truncated samples; their rewards still count in the baseline of their group
     (the overlong filter of DAPO)."""
     tau_pos: Positive | None = None
-    """SAPO: steepness of the gate where the advantage is positive. null: 1."""
+    """SAPO: steepness of the gate for positive advantages. null: 1."""
     tau_neg: Positive | None = None
-    """SAPO: steepness of the gate where the advantage is negative. null: 1.05."""
+    """SAPO: steepness of the gate for negative advantages. null: 1.05."""
     m2_threshold: Positive | None = None
-    """M2PO: largest mean square of the log-ratios between trainer and sampler over the tokens of
-    a batch that are trained. null: 0.04."""
+    """M2PO: largest mean square of the log-ratios between trainer and sampler over a batch's
+    trained tokens. null: 0.04."""
     cov_share: Share | None = None
     """Clip-Cov and KL-Cov: share of a batch's tokens that are detached or penalised."""
     cov_low: NonNegative | None = None
@@ -115,8 +114,8 @@ class AlgorithmConfig(Section):
     reward_scale: float | None = None
     """Factor of every reward."""
     reward_clip: Positive | None = None
-    """Scaled rewards are clipped to plus or minus this; in `distill` (where null is 10) a token's
-    log-prob less the teacher's."""
+    """Scaled rewards are clipped to plus or minus this; in `distill` (null: 10) the difference
+    between a token's log-prob and the teacher's."""
     max_reward: Annotated[float, Field(gt=0, le=1e15)] | None = None
     """A reward of this size or more, after scaling and clipping, stops the run. null: 1e6."""
 
@@ -127,12 +126,12 @@ class AlgorithmConfig(Section):
 
     @property
     def given(self) -> dict[str, Any]:
-        """The overrides that are not null."""
+        """Returns the overrides that are not null."""
         return {key: value for key, value in self if key != "name" and value is not None}
 
     @property
     def settings(self) -> AlgorithmSettings:
-        """The algorithm's defaults with the overrides; contradictions are not checked."""
+        """Returns the algorithm's defaults with the overrides; does not check contradictions."""
         return AlgorithmSettings.of(self.name, self.facts, self.given)
 
 
@@ -145,7 +144,7 @@ class Clip:
     dual: float | None = None
     tau_pos: float = 1.0
     tau_neg: float = 1.05
-    """Steepness of SAPO's gate, which has no band."""
+    """Steepness of SAPO's gate, which is used instead of a band."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,13 +158,13 @@ class Correction:
 
     @property
     def weighs(self) -> bool:
-        """Whether tokens get a weight besides the loss's own ratio."""
+        """Whether tokens get a weight in addition to the loss's ratio."""
         return self.kind in ("tis", "mis")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSettings:
-    """One algorithm with all its numbers, and their defaults."""
+    """Settings of an algorithm, with defaults."""
 
     name: str
     facts: AlgorithmFacts
@@ -176,8 +175,8 @@ class AlgorithmSettings:
     eps_clip_higher: float | None = None
     """The ratio may rise to 1 + this. None: as eps_clip."""
     c_clip: float = 3.0
-    """Dual clip: largest ratio where the advantage is negative, which the clip itself leaves
-    unbounded. verl's default."""
+    """Dual clip: largest ratio if the advantage is negative, which the clip does not bound. verl's
+    default."""
     kl_coef: float = 0.0
     """0: no KL term, no reference model."""
     kl_estimator: KlEstimator = "k3"
@@ -198,12 +197,12 @@ class AlgorithmSettings:
     rejection_cap: float = 2.0
     rejection_floor: float = 0.5
     decoupled: bool = False
-    """The clip is centred at log-probs recomputed by the trainer; the sampler's enter by the
-    correction."""
+    """Whether the clip is centred at log-probs recomputed by the trainer; the correction uses the
+    sampler's."""
     allow_uncorrected: bool = False
-    """Off-policy data may be trained without a correction."""
+    """Whether off-policy data may be trained without a correction."""
     dynamic_filter: bool = False
-    """Groups without signal are replaced before they are trained."""
+    """Whether groups without signal are replaced before training."""
     overlong_buffer: int | None = None
     """Tokens before the length limit over which the penalty rises. None: a fifth of the limit."""
     overlong_penalty: float = 0.0
@@ -223,7 +222,7 @@ class AlgorithmSettings:
 
     @classmethod
     def of(cls, name: str, facts: AlgorithmFacts, given: Mapping[str, Any]) -> AlgorithmSettings:
-        """The algorithm's defaults with these overrides: values are not checked."""
+        """Returns the algorithm's defaults with these overrides; does not check values."""
         settings: dict[str, Any] = {**facts.defaults, **given}
         if settings.get("decoupled") and "correction" not in given:
             settings["correction"] = "tis"
@@ -234,7 +233,7 @@ class AlgorithmSettings:
         return self.kl_coef != 0
 
     def needs_old_logprobs(self, num_updates: int) -> bool:
-        """Whether `actor_logprobs` are needed for that many optimizer steps per batch."""
+        """Whether `actor_logprobs` are needed for this number of optimizer steps per batch."""
         if self.facts.needs_old:
             return True
         if self.facts.ratio_level == "none" or self.correction == "sampler_ratio":
@@ -243,7 +242,7 @@ class AlgorithmSettings:
 
     @property
     def needs_tags(self) -> frozenset[str]:
-        """The frozen weights that score samples: of ref, teacher."""
+        """Returns the tags of the frozen weights that score samples: ref, teacher."""
         tags = {"ref": self.needs_ref, "teacher": self.facts.needs_teacher}
         return frozenset(tag for tag in tags if tags[tag])
 
@@ -270,14 +269,15 @@ class AlgorithmSettings:
 
 
 class PreferenceConfig(Section):
-    """How `pentad dpo` and `pentad reward-model` learn from preferences."""
+    """Settings of `pentad dpo` and `pentad reward-model`."""
 
     loss: Literal["dpo", "ipo", "kto", "reward"] = "dpo"
     """dpo and ipo learn from pairs of a preferred and a rejected answer, kto from answers that are
     labelled good or bad one by one. reward trains a reward model on pairs; `pentad reward-model`
     sets it."""
     beta: Positive = 0.1
-    """Strength of the pull towards the reference; the smaller, the further the policy may move."""
+    """Strength of the regularisation towards the reference; smaller: the policy may move
+    further."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """dpo: assumed share of pairs with swapped labels."""
     desirable_weight: Positive = 1.0
@@ -287,15 +287,15 @@ class PreferenceConfig(Section):
 
 
 class GuardsConfig(Section):
-    """When a run that trains something else than it should is stopped."""
+    """Bounds that stop a run with signs of a silent failure."""
 
     max_logprob_gap: Positive | None = 0.3
     """Largest mean difference of a token's log-prob between trainer and sampler, on samples from
-    the trained weights (ten times as much if all samples are from older weights); a shift of all
+    the trained weights (ten times the limit if all samples are from older weights); a shift of all
     log-probs counts three times. null: no limit."""
     patience_steps: Count = 5
-    """Number of consecutive steps past a bound that stops the run (one log-prob reported for all
-    tokens, non-finite gradients); for log-prob differences, this many of the last twice as many
+    """Number of consecutive steps beyond a bound that stops the run (equal log-probs reported for
+    all tokens, non-finite gradients); for log-prob differences, this many of the last twice as many
     comparisons."""
     max_nonfinite_share: Share = 0.5
     """Also stops when more than this share of the last 20 steps had no finite gradient."""

@@ -1,6 +1,6 @@
 """Reward shaping between scorer and advantages, and normalisation of the loss.
 
-Order: scale, then clip, then the overlong penalty, so that the clip never swallows the penalty.
+Order: scale, clip, then the overlong penalty, so that the clip does not affect the penalty.
 
 A step's gradient is sum(weights * terms) / sum(counts). With n_s sampled tokens in sample s,
 n_g in group g, and L the most tokens that may be sampled in one sample:
@@ -26,7 +26,7 @@ from pentad.rl.kl import estimate_kl, masked_difference
 from pentad.rl.section import KlEstimator, LossNorm
 
 OVERLONG_SHARE = 5
-"""Without a given buffer the last fifth of the length limit is one, DAPO's 4096 of 20480."""
+"""Default buffer as a share of the length limit, a fifth as in DAPO (4096 of 20480)."""
 
 
 def scale_rewards(rewards_S: Tensor, *, scale: float = 1.0, clip: float | None = None) -> Tensor:
@@ -37,7 +37,7 @@ def scale_rewards(rewards_S: Tensor, *, scale: float = 1.0, clip: float | None =
 def overlong_penalties(
     lengths_S: Tensor, *, max_new_tokens: int, buffer: int | None, penalty: float
 ) -> Tensor:
-    """DAPO's soft overlong punishment, to be added to the rewards: 0 down to -penalty.
+    """Returns DAPO's soft overlong punishment, to be added to the rewards: 0 down to -penalty.
 
         0                                  length <= limit - buffer
         penalty * (limit - buffer - length) / buffer      in the buffer
@@ -59,7 +59,7 @@ def kl_rewards(
     kl_coef: float,
     estimator: KlEstimator,
 ) -> Tensor:
-    """Per token -kl_coef * KL(p || ref): the penalty of RLHF, paid where it is incurred.
+    """Returns per token -kl_coef * KL(p || ref): the penalty of RLHF, at its own token.
 
     https://arxiv.org/abs/1909.08593 (with k1). As a reward, k1 gives the right gradient.
     """
@@ -75,25 +75,25 @@ def teacher_rewards(
 
 
 def has_signal(rewards: Sequence[float]) -> bool:
-    """Whether a group's rewards differ at all; if not, group-relative advantages are all 0."""
+    """Whether a group's rewards differ; if not, all group-relative advantages are 0."""
     return len(rewards) > 0 and min(rewards) != max(rewards)
 
 
 def within_second_moment(log_ratio_T: Tensor, mask_T: Tensor, threshold: float) -> Tensor:
-    """M2PO: the mask without the tokens of the largest squared log-ratios, as few of them as bring
-    the mean square of the rest to `threshold`.  https://arxiv.org/abs/2510.01161
+    """M2PO: returns the mask without the fewest tokens of largest squared log-ratio whose removal
+    brings the mean square of the rest to `threshold`. https://arxiv.org/abs/2510.01161
     """
     kept_N = mask_T.nonzero().squeeze(1)
     squares_N, order_N = log_ratio_T[kept_N].square().sort(stable=True)
     means_N = squares_N.cumsum(0) / torch.arange(1, kept_N.numel() + 1)
-    num_kept = int((means_N <= threshold).sum())  # the means of a sorted list never fall
+    num_kept = int((means_N <= threshold).sum())  # prefix means of a sorted list never decrease
     trained_T = torch.zeros_like(mask_T)
     trained_T[kept_N[order_N[:num_kept]]] = True
     return trained_T
 
 
 def token_covariances(logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Each token's part of the covariance of log-probs and advantages over the batch, 0 elsewhere.
+    """Each token's part of the covariance of log-probs and advantages over the batch, else 0.
 
     https://arxiv.org/abs/2505.22617, equation 8: where it is high, a step costs most entropy.
     """
@@ -107,14 +107,14 @@ def token_covariances(logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) 
 
 
 def highest(x_T: Tensor, mask_T: Tensor, share: float) -> Tensor:
-    """The `share` of the masked tokens with the largest values; of equal ones the first."""
+    """Selects the `share` of the masked tokens with the largest values; of equal ones the first."""
     num = int(share * int(mask_T.sum()))
     order_T = torch.where(mask_T, -x_T, torch.inf).sort(stable=True).indices
     return torch.zeros_like(mask_T).index_fill(0, order_T[:num], True)
 
 
 def drawn_from(among_T: Tensor, num: int, seed: int) -> Tensor:
-    """At most `num` of the tokens, selected at random; the selection depends on the seed only."""
+    """Selects at most `num` of the tokens at random; the selection depends only on the seed."""
     found_N = among_T.nonzero().squeeze(1)
     generator = torch.Generator().manual_seed(seed)
     picked = torch.randperm(found_N.numel(), generator=generator)[:num]
