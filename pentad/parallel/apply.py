@@ -9,9 +9,9 @@
     storage                FSDP2 over fsdp and efsdp, replicas over dp_replicate, precision
     memory, weights        the caller; shards are filled straight from the source
 
-Context parallelism is not among them: it lives in the attention core, which is made for each
-microbatch (`context.UlyssesAttend`). Model files know none of this; they declare a plan (which
-size is cut by which axis) and seams, both data.
+Context parallelism is not among them: it is part of the attention core, which is made for each
+microbatch (`context.UlyssesAttend`). Model files contain no parallelism code; they declare a plan
+(which size is split by which axis) and seams as data.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from pentad.weights.map import WeightMap
 
 @dataclass(frozen=True, slots=True)
 class ModelParts:
-    """A model in the form that the steps need, on the meta device."""
+    """The parts of a model that the steps need, on the meta device."""
 
     root: nn.Module
-    """The module of a forward pass, heads included."""
+    """The module of a forward pass, including heads."""
     model: nn.Module
     """Parameters under their native names."""
     blocks: Mapping[int, nn.Module]
-    """By layer."""
+    """Blocks by layer."""
     mixtures: Mapping[int, Parts]
-    """By layer, of the blocks that have experts."""
+    """Parts of the blocks with experts, by layer."""
     set_dispatch: Callable[[ExpertDispatch], None]
     """Sets the dispatch of all mixtures."""
     weight_map: WeightMap
@@ -57,7 +57,7 @@ class ModelParts:
 
 
 def lay_out(parts: ModelParts, keys: ModelConfig, meshes: Meshes) -> dict[str, Cut]:
-    """Lays the model out, up to the allocation of memory; returns the cut of each parameter."""
+    """Parallelises the model, without allocating memory; returns the cut of each parameter."""
     dims = parts.weight_map.dims
     named = dict(parts.model.named_parameters())
     cuts = plan_cuts(named, parts.weight_map, parts.plan, meshes)
@@ -91,7 +91,7 @@ def apply_seams(
     """Replaces the forward of every module at a seam by one that gathers or splits tokens.
 
     Between the seams the residual stream is split over the tp ranks by tokens, so norms, biases and
-    routers see a share of the tokens each: `gradients` sums theirs over tp.
+    routers process only a share of the tokens: `gradients` sums their gradients over tp.
     """
     if tp.size == 1:
         return
@@ -101,7 +101,7 @@ def apply_seams(
         for i in layers:
             name = seam.module.format(i=i)
             if not seam.when(dims, i) or name not in modules:
-                continue  # a pipeline stage holds some of the modules
+                continue  # a pipeline stage has only some of the modules
             module = modules[name]
             start = {"start": cuts[f"{name}.weight"].box[0][0]} if seam.kind == "lookup" else {}
             swap_class(module, _MAKERS[seam.kind](type(module)), tp=tp, **start)
@@ -163,7 +163,7 @@ def _spread_norm(cls: Any) -> type[nn.Module]:
         tp: Axis
 
         def mean_square(self, wide: Tensor) -> Tensor:
-            # Parts are equally wide, and heads that lie on several ranks lie on equally many.
+            # Parts have equal widths, and all heads are on the same number of ranks.
             return sum_ranks(super().mean_square(wide), self.tp) / self.tp.size
 
     return SpreadNorm

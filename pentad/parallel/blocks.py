@@ -1,7 +1,7 @@
 """Wrappers of each block: recomputation of activations, then compilation.
 
-Both replace the block's forward, not the block: hooks of FSDP2 stay outside of it, and parameter
-names do not change.
+Both replace the block's forward, not the block: hooks of FSDP2 stay outside, and parameter names do
+not change.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ KEPT_OPS = {
     "_c10d_functional.reduce_scatter_tensor.default",
     "_c10d_functional.all_to_all_single.default",
 }
-"""By name, because not every build of torch has all of them."""
+"""Names of operations, because not every build of torch has all of them."""
 COMPILED_ON = {"cuda"}
-"""Types of devices; on a CPU the compiler takes longer than it saves."""
+"""Device types on which blocks are compiled; on a CPU compilation takes longer than it saves."""
 MAX_GRAPHS = 64
-"""Maximum number of graphs of one function: a run needs far fewer unless something is recompiled
-again and again."""
+"""Maximum number of graphs of one function: a run needs far fewer unless a function is recompiled
+repeatedly."""
 GROUPED_PRODUCT = "aten._grouped_mm.default"
-"""Experts run two, gate with up and then down; backward does not read the second's result."""
+"""Grouped products of experts (gate with up, then down); backward does not read the second."""
 PRODUCTS = ("aten.mm.default", "aten.addmm.default", GROUPED_PRODUCT)
 RECOMPUTE = CheckpointPolicy.PREFER_RECOMPUTE
 
-# Marks for profilers are no work of the block: FSDP2 sets more of them when experts are run again,
-# which would be taken for another computation.
+# Ignores profiler marks: FSDP2 sets more of them when experts are recomputed,
+# which would look like another computation.
 SAC_IGNORED_OPS.update(
     {
         torch.ops.profiler._record_function_enter_new.default,
@@ -70,12 +70,11 @@ SAC_IGNORED_OPS.update(
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A block that is compiled in parts. Between them are operations that cannot be compiled:
-    gathers of separately wrapped modules, and the exchange of pairs with other ranks."""
+    """A block that is compiled in parts, separated by operations that cannot be compiled: gathers
+    of separately wrapped modules, and the exchange of pairs with other ranks."""
 
     first: Callable[..., Any]
-    """The unbound method of the block for everything before the ffn; it is replaced on the
-    block."""
+    """The block's unbound method for all operations before the ffn; replaced on the block."""
     ffn: nn.Module
     inner: tuple[nn.Module, ...]
     """Modules of the ffn that neither gather nor communicate."""
@@ -87,7 +86,7 @@ def apply_to_blocks(
     device: torch.device,
     parts: Mapping[int, Parts] | None = None,
 ) -> None:
-    """Wraps blocks. `parts`, by layer: blocks that cannot be compiled whole."""
+    """Wraps blocks. `parts`: blocks that cannot be compiled whole, by layer."""
     has_budget = model.archon.ac_mode == "memory_budget" and model.gradient_checkpointing
     if has_budget and device.type not in COMPILED_ON:
         rule = f"the compiler keeps to it, and blocks are compiled on CUDA only, not on {device}"
@@ -123,7 +122,7 @@ def apply_to_block(
         block.forward = _around(block, compiled(how))
     elif how is _keeping(model):
         setattr(block, parts.first.__name__, partial(compiled(how), parts.first, block))
-        # Which operations are kept is decided one by one, so they are run one by one.
+        # The policy is applied to single operations, so blocks run uncompiled.
         parts.ffn.forward = _around(parts.ffn, how)
     else:
         setattr(block, parts.first.__name__, partial(compiled(_run_plain), parts.first, block))
@@ -134,7 +133,7 @@ def apply_to_block(
 
 
 class Compiling:
-    """Reports that blocks are being compiled, which happens during a pass and takes long."""
+    """Logs the compilation of blocks, which happens during a pass and takes long."""
 
     def __init__(self) -> None:
         self.since = 0.0
@@ -143,7 +142,7 @@ class Compiling:
         """Seconds since the last report."""
         self.total_s = 0.0
         self.what = ""
-        """The model and its device: the time is recorded and logged under this name."""
+        """The model and its device, under which the time is recorded and logged."""
 
     def expect(
         self, dims: ModelDims, model: ModelConfig, layout: Layout, device: torch.device
@@ -176,7 +175,7 @@ class Compiling:
         self.seconds += time.monotonic() - self.since
 
     def report(self) -> None:
-        """Called after a pass: the duration, if anything was compiled."""
+        """Called after a pass: logs the duration of a compilation."""
         if self.seconds:
             text = "compiled the model's blocks in %.1f s (%d graphs so far)"
             log.info(text, self.seconds, self.num_graphs, extra=NOTICE)
@@ -186,7 +185,7 @@ class Compiling:
 
 
 compiling = Compiling()
-"""One per process, like the compiler."""
+"""One object per process, like the compiler."""
 
 
 def _around(module: nn.Module, how: Callable[..., Any]) -> Callable[..., Any]:
@@ -196,13 +195,13 @@ def _around(module: nn.Module, how: Callable[..., Any]) -> Callable[..., Any]:
 def compile_run(
     run: Callable[..., Any], backend: str | Callable[..., Any], is_static: bool = False
 ) -> Callable[..., Any]:
-    """One function for all blocks, with the block as argument: they share one compiled graph.
-    Shapes that never change are compiled as static."""
-    # Numbers of modules (an eps, a scale) never change either. As inputs of a graph they would be
-    # tensors of the CPU, for which a C++ kernel is built, after half a minute of trying compilers.
+    """Returns one function for all blocks, with the block as argument, so that they share one
+    compiled graph. Shapes that never change are compiled as static."""
+    # Numbers in modules (an eps, a scale) never change either. As graph inputs they would be
+    # CPU tensors, for which a C++ kernel is built after half a minute of trying compilers.
     torch._dynamo.config.specialize_float = True
-    # The compiler counts graphs by function, and this one stands for every kind of block and part,
-    # with gradients and without. Over its limit it runs what is new uncompiled and continues.
+    # The compiler counts graphs by function, and this one serves every kind of block and part,
+    # with gradients and without. Beyond the limit it runs new ones uncompiled.
     torch._dynamo.config.recompile_limit = MAX_GRAPHS
     compiling.watch()
     compiled: Callable[..., Any] = torch.compile(
@@ -212,7 +211,7 @@ def compile_run(
 
 
 def _recomputing(index: int, model: ModelConfig) -> Callable[..., Any]:
-    """The function that runs a block so that it keeps only the requested activations."""
+    """Returns the function that runs a block and keeps only the requested activations."""
     if not model.gradient_checkpointing or model.archon.ac_mode in ("none", "memory_budget"):
         return _run_plain
     if model.archon.keeps_products:
@@ -222,7 +221,7 @@ def _recomputing(index: int, model: ModelConfig) -> Callable[..., Any]:
 
 @cache
 def _inductor_within(budget: float) -> Callable[..., Any]:
-    """The default compile backend, which also chooses the activations to keep."""
+    """Returns the default compile backend, which also selects the activations to keep."""
 
     def compile_within(graph: Any, inputs: Any) -> Any:
         from torch._functorch import config  # both are slow to import, and not for all
@@ -239,7 +238,7 @@ def _run_plain(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _run_recomputed(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # With the generators' state as in forward: what a block draws (dropout) is drawn again.
+    # Restores the generators' states, so that dropout is the same as in forward.
     return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
 
 
@@ -253,7 +252,7 @@ def _rank_of(model: ModelConfig) -> int:
 
 @cache
 def _keeping_products(rank: int) -> Callable[..., Any]:
-    """Runs a block that keeps its expensive results; one function for each rank of factors."""
+    """Function that runs a block and keeps expensive results; one for each rank of factors."""
     return _recomputing_by(_contexts(rank))
 
 
@@ -280,14 +279,14 @@ def _contexts(rank: int) -> Callable[[], Any]:
 
 
 class _Policy:
-    """Which results a pass through a block keeps; it is called again for the recomputation. `rank`:
-    that of factors, or 0. The output of B is as large as that of the frozen matrix and costs a
-    hundredth of it: it is recomputed."""
+    """Selects the results that a pass through a block keeps; also called for the recomputation.
+    `rank`: that of factors, or 0. The output of B is recomputed: it is as large as that of the
+    frozen matrix and costs a hundredth of it."""
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
         self.num_grouped = {False: 0, True: 0}
-        """By whether it is the recomputation."""
+        """Grouped products so far, in forward and in the recomputation."""
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if self._keeps(ctx, str(op), args) else RECOMPUTE

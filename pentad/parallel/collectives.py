@@ -1,7 +1,7 @@
 """Collectives with gradients, over an `Axis`; each does nothing if the axis has one rank.
 
-They are named by their effect on the value; the gradient follows from which ranks use the result.
-Built on torch's functional collectives, which torch.compile can trace.
+Names describe the effect on the value; the gradient depends on which ranks use the result. Built on
+torch's functional collectives, which torch.compile can trace.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _same(x: Tensor, axis: Axis) -> Tensor:
 
 
 def reduce_ranks(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
-    """The sum (max, min) over the ranks, a new tensor, without a gradient."""
+    """Returns the sum (max, min) over the ranks as a new tensor, without a gradient."""
     if axis.size == 1:
         return x
     return _wait(_ops.all_reduce(x.contiguous(), op, axis.name))
@@ -93,24 +93,24 @@ def _apply(function: type[torch.autograd.Function], x: Tensor, axis: Axis, *give
 
 
 def gather_parts(x: Tensor, axis: Axis) -> Tensor:
-    """Concatenates all ranks' rows; each rank then computes something different from them, so the
-    gradients are summed."""
+    """Concatenates all ranks' rows, for different computations on each rank: gradients are
+    summed."""
     return _apply(_Collective, x, axis, _gather, _scatter)
 
 
 def scatter_sum(x: Tensor, axis: Axis) -> Tensor:
-    """This rank's share of the rows of the sum over ranks."""
+    """Returns this rank's share of the rows of the sum over ranks."""
     return _apply(_Collective, x, axis, _scatter, _gather)
 
 
 def gather_shared(x: Tensor, axis: Axis) -> Tensor:
-    """Concatenates all ranks' rows, from which all ranks compute the same: the gradient counts
+    """Concatenates all ranks' rows, for the same computation on all ranks: the gradient counts
     once."""
     return _apply(_Collective, x, axis, _gather, _own_rows)
 
 
 def sum_ranks(x: Tensor, axis: Axis) -> Tensor:
-    """The sum over ranks, of which each rank computes a part: gradients are summed."""
+    """Sums over ranks, for different computations on each rank: gradients are summed."""
     return _apply(_Collective, x, axis, reduce_ranks, reduce_ranks)
 
 
@@ -120,15 +120,15 @@ def exchange(x: Tensor, axis: Axis, out_sizes: Sequence[int], in_sizes: Sequence
 
 
 def share(x: Tensor, axis: Axis) -> Tensor:
-    """A value equal on all ranks, from which each computes a part: gradients are summed."""
+    """Shares a value equal on all ranks, for different computations: gradients are summed."""
     return _apply(_Collective, x, axis, _alias, reduce_ranks)
 
 
 def sum_shared(x: Tensor, axis: Axis) -> Tensor:
-    """The sum over ranks, from which all ranks compute the same: its gradient counts once."""
+    """Sums over ranks, for the same computation on all ranks: the gradient counts once."""
     return _apply(_Collective, x, axis, reduce_ranks, _same)
 
 
 def deal(x: Tensor, axis: Axis) -> Tensor:
-    """This rank's share of rows that are equal on all ranks; the gradient is gathered."""
+    """Returns this rank's share of rows that are equal on all ranks; the gradient is gathered."""
     return _apply(_Collective, x, axis, _own_rows, _gather)

@@ -1,8 +1,7 @@
 """Context parallelism (Ulysses): tokens are split over cp everywhere except in the attention core.
 
-There each rank has all tokens of some of the heads: one all-to-all before, one after. If cp has
-more ranks than there are kv heads, each kv head is sent to several ranks.
-https://arxiv.org/abs/2309.14509
+There each rank has all tokens of some heads, by one all-to-all before and one after. If cp has more
+ranks than kv heads, each kv head is sent to several ranks. https://arxiv.org/abs/2309.14509
 
 Shapes: T tokens (this rank's outside the core, all inside it), N cp ranks, t tokens of one rank, H
 query heads, K key-value heads, h heads of one rank, d head width.
@@ -42,9 +41,9 @@ class UlyssesAttend:
             k_TKd = k_TKd.repeat_interleave(repeats, dim=1)
             v_TKd = v_TKd.repeat_interleave(repeats, dim=1)
         assert num_heads % num == 0 and k_TKd.shape[1] % num == 0, (
-            f"{num_heads} query and {k_TKd.shape[1]} key-value heads cannot be dealt to {num}"
+            f"{num_heads} query and {k_TKd.shape[1]} key-value heads cannot be split over {num}"
         )
-        # For each rank its heads of q, k and v side by side, so that one exchange moves all.
+        # The heads of q, k and v of each rank are contiguous, for a single exchange.
         parts = [x.unflatten(1, (num, -1)) for x in (q_THd, k_TKd, v_TKd)]
         sizes = [part.shape[2] for part in parts]
         q, k, v = self._to_heads(torch.cat(parts, dim=2)).split(sizes, dim=1)

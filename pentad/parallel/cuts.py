@@ -1,8 +1,8 @@
-"""Sharding of parameters: the cut a rank computes with, and the shard it stores.
+"""Sharding of parameters: the part with which a rank computes, and the shard that it stores.
 
-A rank computes with plain tensors: the box that tp, ep and etp leave it, by the model file's plan.
-FSDP2 shards that box over fsdp or efsdp. To callers a parameter is a DTensor of the whole tensor,
-whatever the layout (a `PartTensor` if ep does not divide the experts).
+A rank computes with plain tensors: its box under tp, ep and etp, by the model file's plan. FSDP2
+shards the box over fsdp or efsdp. For callers a parameter is a DTensor of the whole tensor under
+any layout (a `PartTensor` if ep does not divide the experts).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def local(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One parameter under a layout."""
+    """The partition of one parameter under a layout."""
 
     shape: Shape
     """The shape of the whole tensor."""
     box: Box
     """The box of the whole tensor with which this rank computes."""
     copies: Axis
-    """Ranks of one microbatch that compute with the same box. Each sees only some of its tokens or
+    """Ranks of one microbatch that compute with the same box. Each has only some of the tokens or
     heads: gradients are summed over them, and counted once in the norm."""
     is_expert: bool
     stored_dim: int
@@ -50,7 +50,7 @@ class Cut:
     placements: tuple[AnyPlacement, ...]
     """Placements of the stored shard within the whole."""
     sees_all: bool = False
-    """Whether each of the copies sees all tokens and heads: their gradients are equal, and not
+    """Whether each of the copies has all tokens and heads: then gradients are equal, and not
     summed."""
     data: Axis = ALONE
     """Ranks of other microbatches with the same box, if storage does not shard it: gradients are
@@ -61,7 +61,7 @@ class Cut:
         return box_shape(self.box)
 
     def present(self, local: Tensor) -> Tensor:
-        """A stored shard as a view of the whole tensor; shares memory."""
+        """Returns a stored shard as a view of the whole tensor; shares memory."""
         if self.mesh is None:
             return local
         plain = tuple(one for one in self.placements if not isinstance(one, BalancedShard))
@@ -74,7 +74,7 @@ class Cut:
         )
 
     def take(self, whole: Tensor) -> Tensor:
-        """The stored shard out of a whole tensor."""
+        """Returns the stored shard of a whole tensor."""
         return whole[slices(self.stored)]
 
     @property
@@ -113,7 +113,7 @@ def _cut(entry: Entry, plan: CutPlan, meshes: Meshes) -> Cut:
     is_expert = any(axis in axes for axis in EXPERT_AXES)
     num_stored = layout.efsdp if is_expert else layout.dp_shard * layout.cp
     sizes = list(part.shape)
-    if "ep" in axes:  # all ranks must choose one dim, whether they hold as many experts or not
+    if "ep" in axes:  # all ranks must choose the same dim, even with different numbers of experts
         each, more = divmod(entry.shape[axes["ep"]], layout.ep)
         sizes[axes["ep"]] = 1 if more else each
     dim = storage_dim(tuple(sizes), num_stored)
@@ -136,7 +136,7 @@ def _cut(entry: Entry, plan: CutPlan, meshes: Meshes) -> Cut:
 def _outside(
     entry: Entry, axes: Mapping[str, int], meshes: Meshes, is_expert: bool
 ) -> tuple[Axis, DeviceMesh | None, tuple[AnyPlacement, ...]]:
-    """(copies, mesh, placements but the last) of a parameter."""
+    """Returns (copies, mesh, placements but the last) of a parameter."""
     if meshes.dense is None or meshes.expert is None:
         return ALONE, None, ()
 
@@ -159,19 +159,19 @@ def _outside(
 
 
 def storage_dim(shape: Shape, num: int) -> int:
-    """The dim of a rank's box along which storage shards: the first that divides evenly, else the
-    first. FSDP2 supports uneven shards on dim 0 only. A gate and up pair has a first dim of 2,
-    which would leave all but two ranks with nothing."""
+    """Returns the dim of a rank's box along which storage shards: the first that divides evenly,
+    else the first, because FSDP2 supports uneven shards only on dim 0. A gate and up pair has a
+    first dim of 2, so all but two ranks would have no shard."""
     even = [dim for dim, size in enumerate(shape) if size % num == 0]
     return even[0] if even else 0
 
 
 def cut_parameters(model: nn.Module, cuts: Mapping[str, Cut]) -> None:
-    """Replaces meta parameters by ones of the shape with which this rank computes."""
+    """Replaces meta parameters by ones with this rank's shapes."""
     for name, parameter in list(model.named_parameters()):
         if parameter.shape == torch.Size(cuts[name].local_shape):
             continue
-        assert parameter.is_meta, "parameters are cut before they have memory"
+        assert parameter.is_meta, "parameters are split before they have memory"
         path, _, key = name.rpartition(".")
         local = torch.empty(cuts[name].local_shape, dtype=parameter.dtype, device="meta")
         cut = nn.Parameter(local, requires_grad=parameter.requires_grad)

@@ -1,8 +1,8 @@
-"""Expert parallelism: (token, expert) pairs sorted by expert, sent to its rank, and back.
+"""Expert parallelism: sends (token, expert) pairs, sorted by expert, to the expert's rank and back.
 
-The ep x etp ranks of an expert group hold all experts once: ep distributes whole experts, etp
-splits each. A pair goes to all etp ranks of its expert and comes back as parts of a sum. Every rank
-sends its own tokens, whatever dense axis split them.
+The ep x etp ranks of an expert group together have all experts once: ep distributes whole experts,
+etp splits each. A pair is sent to all etp ranks of its expert, which return partial sums. Every
+rank sends its own tokens, under any split by dense axes.
 
 Shapes: T tokens, k experts per token, N = T * k pairs, R experts in total, E experts here, P ranks
 of the group, M pairs that arrive here, D hidden.
@@ -25,15 +25,15 @@ from pentad.parallel.collectives import exchange
 from pentad.parallel.mesh import Axis
 
 RunExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(rows sorted by expert, the number for each, the weight of each row) to their results."""
+"""Maps (rows sorted by expert, number per expert, weight of each row) to their results."""
 
 
 class ExpertDispatch:
     """Implements `models.moe.Dispatch` over the ranks of an expert group.
 
-    On a GPU pairs travel on a separate stream, in parallel with the work that needs no other rank:
-    its first half on their way there, its second on their way back. So do their gradients: autograd
-    runs a backward on the stream of its forward.
+    On a GPU pairs are exchanged on a separate stream, concurrently with work that needs no other
+    rank: its first half while they are sent, its second while they return. The same holds for
+    gradients, because autograd runs a backward on the stream of its forward.
     """
 
     def __init__(self, group: Axis, etp: int, num_experts: int) -> None:
@@ -45,7 +45,7 @@ class ExpertDispatch:
         assert stop > start, f"{num_experts} experts over ep = {self.num_ep}"
         self.num_held = stop - start
         self.num_each = experts_each(num_experts, self.num_ep)
-        """The last ranks may hold one fewer."""
+        """Number of experts of each ep rank; the last ones may have one fewer."""
 
     def __call__(
         self,
@@ -65,17 +65,17 @@ class ExpertDispatch:
         weights_N = take_weights(weights_Tk, pairs)
         rest = side.after(x_ND, weights_N)
         finish = None if beside is None else beside()
-        # The one wait for the device: splits of an exchange are numbers of the host. The device
-        # has been given all that needs none, and continues with it while the host waits.
+        # The only device synchronisation: the splits of an exchange must be on the host. The device
+        # already has work that needs no splits, and continues while the host waits.
         sent, got = numbers.read()
-        assert sum(sent) == chosen_Tk.numel() * self.etp, "pairs were lost on the way to experts"
+        assert sum(sent) == chosen_Tk.numel() * self.etp, "pairs were lost in the exchange"
         pair_bytes = x_TD.shape[1] * x_TD.element_size()
         sent_bytes, got_bytes = (self._num_leaving(n) * pair_bytes for n in (sent, got))
         with_weights = sent_bytes + self._num_leaving(sent) * weights_N.element_size()
         with rest, timed("dispatch", x_TD.device, with_weights):
             x_MD = exchange(self._for_group(x_ND, sent), self.group, got, sent)
-            # A weight goes with its pair and stands before the down product: what comes back is
-            # only added up, and need not be kept for the weights' gradients.
+            # A weight is sent with its pair and applied before the down product: results are
+            # only summed, and not kept for the weights' gradients.
             weights_M = exchange(self._for_group(weights_N, sent), self.group, got, sent)
         side.join(got_PE, x_MD, weights_M)
         y_MD = _run_here(x_MD, weights_M, got_PE[:, : self.num_held], experts)
@@ -87,7 +87,7 @@ class ExpertDispatch:
         return y_TD if beside_TD is None else y_TD + beside_TD
 
     def _by_rank(self, sizes_R: Tensor) -> Tensor:
-        """Pairs of each expert by its rank; slots without an expert stay empty."""
+        """Returns the number of pairs of each expert by rank; slots without an expert are 0."""
         lack = self.num_ep * self.num_each - self.num_experts
         if not lack:
             return sizes_R.view(self.num_ep, -1)
@@ -96,7 +96,7 @@ class ExpertDispatch:
         return torch.cat(rows_PE)
 
     def _num_leaving(self, counts: list[int]) -> int:
-        """Number of pairs, counted by rank of the group, that go to other ranks."""
+        """Returns the number of pairs sent to other ranks, from the counts by rank of the group."""
         return sum(counts) - counts[self.group.rank]
 
     def _swap_counts(self, sent_PE: Tensor) -> Tensor:
@@ -104,14 +104,14 @@ class ExpertDispatch:
         return exchange(sent_PE, self.group, ones, ones)
 
     def _for_group(self, x_ND: Tensor, sent: list[int]) -> Tensor:
-        """Each ep rank's pairs once for every etp rank."""
+        """Repeats each ep rank's pairs for every etp rank."""
         if self.etp == 1:
             return x_ND
         parts = x_ND.split(sent[:: self.etp])
         return torch.cat([part for part in parts for _ in range(self.etp)])
 
     def _from_cell(self, y_ND: Tensor, sent: list[int]) -> Tensor:
-        """The sum of what the etp ranks computed of each pair."""
+        """Sums the partial results of the etp ranks for each pair."""
         if self.etp == 1:
             return y_ND
         parts = y_ND.split(sent)
@@ -120,7 +120,7 @@ class ExpertDispatch:
 
 
 def _run_here(x_MD: Tensor, weights_M: Tensor, got_PE: Tensor, experts: RunExperts) -> Tensor:
-    """Pairs arrive by sender, then expert; the experts need them by expert."""
+    """Runs the experts on this rank: sorts pairs, which arrive by sender, by expert."""
     num_senders, num_held = got_PE.shape
     expert_PE = torch.arange(num_held, device=x_MD.device).repeat(num_senders)
     expert_M = torch.repeat_interleave(expert_PE, got_PE.flatten(), output_size=len(x_MD))
@@ -130,7 +130,7 @@ def _run_here(x_MD: Tensor, weights_M: Tensor, got_PE: Tensor, experts: RunExper
 
 
 class Numbers:
-    """A few numbers being copied from the device to the host."""
+    """An asynchronous copy of a few numbers from the device to the host."""
 
     def __init__(self, numbers: Tensor) -> None:
         self.there = numbers
@@ -142,7 +142,7 @@ class Numbers:
             self.event.record()
 
     def read(self) -> list[list[int]]:
-        """Waits for these numbers only, not for later work of the device."""
+        """Waits only for these numbers, not for later work on the device."""
         if self.event is not None:
             self.event.synchronize()
         found: list[list[int]] = self.there.tolist()
@@ -150,18 +150,18 @@ class Numbers:
 
 
 class SideStream:
-    """The stream on which pairs travel: one per device, none on a CPU."""
+    """The stream for the exchange of pairs: one per device, none on a CPU."""
 
     streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
 
     def __init__(self, device: torch.device) -> None:
         if device.type == "cuda" and device not in self.streams:
-            # First in line where both have work: what others wait for goes out early.
+            # High priority: other ranks wait for the exchange.
             self.streams[device] = torch.cuda.Stream(device, priority=-1)
         self.stream = self.streams.get(device)
 
     def after(self, *given: Tensor) -> AbstractContextManager[object]:
-        """A context on the stream that waits for the work queued up to here, and no more."""
+        """Returns a context on the stream, which waits only for work queued so far."""
         if self.stream is None:
             return nullcontext()
         event = torch.cuda.current_stream(self.stream.device).record_event()
@@ -177,7 +177,7 @@ class SideStream:
             yield
 
     def join(self, *taken: Tensor) -> None:
-        """Makes the current stream wait, so that results of the side stream can be used."""
+        """Makes the current stream wait for results of the side stream."""
         if self.stream is None:
             return
         current = torch.cuda.current_stream(self.stream.device)

@@ -1,9 +1,8 @@
-"""Gradients over ranks: the sums that FSDP2 does not make, the exact norm, and the comparison of
-copies.
+"""Gradients over ranks: sums that FSDP2 does not compute, the exact norm, and comparison of copies.
 
-FSDP2 sums over the ranks that shard a parameter. The remaining parameters are those that several
-ranks of one microbatch compute with (norms and routers under tp, repeated kv heads): each of these
-ranks sees some of the tokens or heads.
+FSDP2 sums over the ranks that shard a parameter. The others are parameters used by several ranks of
+one microbatch (norms and routers under tp, repeated kv heads), each with some of the tokens or
+heads.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from pentad.parallel.mesh import Axis, Meshes
 from pentad.weights.boxes import as_spread, box_of
 
 MAX_APART = 0.05
-"""Largest relative difference of equal gradients: rounding in 16 bit is far below it, and another
-share of the heads far above."""
+"""Largest relative difference of equal gradients: rounding in 16 bit is far below it, gradients of
+different heads are far above."""
 
 
 @torch.no_grad()
 def sum_copies(
     gradients: Mapping[str, Tensor], cuts: Mapping[str, Cut], device: torch.device
 ) -> None:
-    """Sums the contributions of ranks with the same parameter in place, once per step. All ranks of
-    an axis must have the same gradients, which equal calls give them. Gradients on the host are
-    summed on the device."""
+    """Sums the gradients of ranks with the same parameter in place, once per step. All ranks of an
+    axis must have gradients of the same parameters. Gradients on the host are summed on the
+    device."""
     by_axis: dict[tuple[Axis, torch.dtype, bool], list[Tensor]] = {}
     for name, gradient in gradients.items():
         for axis, sees_all in ((cuts[name].data, False), (cuts[name].copies, cuts[name].sees_all)):
@@ -42,19 +41,19 @@ def sum_copies(
                 by_axis.setdefault((axis, gradient.dtype, sees_all), []).append(gradient)
     for (axis, _, sees_all), parts in by_axis.items():
         total = reduce_ranks(_flatten_dense_tensors(parts).to(device), axis).to(parts[0].device)
-        if sees_all:  # the mean of equals, so that rounding does not drive the copies apart
+        if sees_all:  # the mean of equal values, so that rounding does not make the copies differ
             total = total / axis.size
             check_equal(parts, list(_unflatten_dense_tensors(total, parts)))
         torch._foreach_copy_(parts, list(_unflatten_dense_tensors(total, parts)))
 
 
 def check_equal(mine: list[Tensor], means: list[Tensor]) -> None:
-    """A copy that saw only some tokens or heads would otherwise be averaged silently."""
+    """Raises if copies differ: one with only some tokens or heads would be averaged silently."""
     apart = torch.stack(torch._foreach_norm(torch._foreach_sub(mine, means)))
     size = torch.stack(torch._foreach_norm(means))
-    if bool((apart > MAX_APART * size).any()):  # never so where one of them is no number
+    if bool((apart > MAX_APART * size).any()):  # False for NaN
         raise RunError(
-            "gradients of parameters that tp does not cut differ between its ranks: the model's "
+            "gradients of parameters that tp does not split differ between its ranks: the model's "
             "tensor-parallel plan does not name all that it should; use t1"
         )
 
@@ -62,10 +61,10 @@ def check_equal(mine: list[Tensor], means: list[Tensor]) -> None:
 def global_square(
     gradients: Mapping[str, Tensor], cuts: Mapping[str, Cut], meshes: Meshes
 ) -> Tensor:
-    """The square of the whole gradient's 2-norm from each rank's shards, inf and NaN kept.
+    """Returns the square of the whole gradient's 2-norm from each rank's shards; keeps inf and NaN.
 
-    Every element counts once: of equal shards only the first rank's. All ranks get the same
-    bits, so all decide alike.
+    Every element counts once: of equal shards only the first rank's. The result is bitwise equal on
+    all ranks, so all make the same decision.
     """
     is_first = meshes.coords.dp_replicate == 0
     counted = [
@@ -79,7 +78,7 @@ def global_square(
 def sum_of_squares(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     if not parts:
         return torch.zeros((), dtype=torch.float64, device=device)
-    # Norms of 16-bit gradients would be 16-bit numbers. One array first: a launch each costs more.
+    # In fp32: norms of 16-bit gradients would be 16-bit. Concatenated first, to save launches.
     wide = functools.reduce(torch.promote_types, {x.dtype for x in parts}, torch.float32)
     norms = torch.stack(torch._foreach_norm(list(parts), dtype=wide))
     return norms.double().square().sum().to(device)
@@ -88,8 +87,8 @@ def sum_of_squares(parts: Sequence[Tensor], device: torch.device) -> Tensor:
 def differing_copies(
     tensors: Mapping[str, Tensor], group: OptionalGroup
 ) -> list[tuple[str, int, int]]:
-    """(name, rank, other rank) of each shard whose bits differ between the two, on every rank.
-    Every rank of the group calls it, with the tensors of its shards."""
+    """Returns (name, rank, other rank) of each shard that differs bitwise between the two, on every
+    rank. Every rank of the group must call it, with the tensors of its shards."""
     shards = ((name, one) for name, one in tensors.items() if as_spread(one) is not None)
     mine = digest_of((f"{name} {box_of(one)}", local(one)) for name, one in shards).entries
     first: dict[str, tuple[int, str]] = {}

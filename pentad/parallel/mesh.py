@@ -1,9 +1,9 @@
-"""The meshes of a layout: which ranks share which axis, in two views of the same ranks.
+"""The meshes of a layout: the axes of all ranks, in two views.
 
-Dense parameters see the world as pp x dp_replicate x dp_shard x cp x tp, experts as pp x
-dp_replicate x efsdp x ep x etp. Parameters are sharded over fsdp = dp_shard x cp and over efsdp. In
-the device meshes the axes that split a tensor first come first (tp before fsdp), so that a stored
-shard is plain nested sharding.
+For dense parameters the world is pp x dp_replicate x dp_shard x cp x tp, for experts pp x
+dp_replicate x efsdp x ep x etp. Parameters are sharded over fsdp = dp_shard x cp or efsdp. In
+device meshes the axes that split a tensor first come first (tp before fsdp), so that a stored shard
+is plain nested sharding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Axis:
 
     @property
     def name(self) -> str:
-        """The name of the group for functional collectives."""
+        """Returns the name of the group for functional collectives."""
         assert self.group is not None, "an axis of one rank has no group"
         return self.group.group_name
 
@@ -52,12 +52,12 @@ class Meshes:
     tp: Axis = ALONE
     cp: Axis = ALONE
     batch: Axis = ALONE
-    """dp_replicate x dp_shard x cp: ranks that hold different tokens and the same tp part."""
+    """dp_replicate x dp_shard x cp: ranks with different tokens and the same tp part."""
     expert_group: Axis = ALONE
-    """ep x etp: ranks that together hold all experts once."""
+    """ep x etp: ranks that together have all experts once."""
     world: Axis = ALONE
     dense: DeviceMesh | None = None
-    """pp x tp x dp_replicate x fsdp; None in a world of one."""
+    """pp x tp x dp_replicate x fsdp; None with one rank."""
     expert: DeviceMesh | None = None
     """pp x ep x etp x dp_replicate x efsdp."""
     copies: dict[int, tuple[DeviceMesh, Axis]] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Meshes:
 
     @cached_property
     def dense_parts(self) -> DeviceMesh:
-        """tp x fsdp: the axes that split a dense parameter. Made once: each takes milliseconds."""
+        """tp x fsdp: the axes that split a dense parameter. Cached: it takes milliseconds."""
         assert self.dense is not None, "a world of one cuts nothing"
         return self.dense["tp", "fsdp"]
 
@@ -88,8 +88,8 @@ class Meshes:
         return mesh["dp_replicate", last] if self.layout.dp_replicate > 1 else mesh[last]
 
     def copied_heads(self, num_heads: int) -> tuple[DeviceMesh, Axis]:
-        """With fewer kv heads than tp ranks: pp x tp_heads x tp_copies x dp_replicate x fsdp, and
-        the ranks with the same head. Every rank must call it."""
+        """With fewer kv heads than tp ranks: returns pp x tp_heads x tp_copies x dp_replicate x
+        fsdp, and the ranks with the same head. Every rank must call it."""
         if num_heads not in self.copies:
             layout = self.layout
             ranks = _ranks(layout).view(-1, num_heads, layout.tp // num_heads)
@@ -101,8 +101,8 @@ class Meshes:
         return self.copies[num_heads]
 
     def factor_axes(self) -> dict[bool, Axis]:
-        """The ranks of one pipeline stage with the same factors of experts: True for factors that
-        etp splits, False for others. Every rank must call it."""
+        """Returns the ranks of one pipeline stage with the same factors of experts: True: factors
+        that etp splits; False: others. Every rank must call it."""
         if not self.factors:
             at = self.layout
             outer = at.dp_replicate * at.efsdp
@@ -117,8 +117,8 @@ _BUILT: dict[tuple[Layout, str], tuple[dist.ProcessGroup | None, Meshes]] = {}
 
 
 def build_meshes(layout: Layout, device: torch.device) -> Meshes:
-    """The meshes of this process in the present process group; cached, because groups are
-    expensive. A world of one needs no process group and makes none."""
+    """Returns the meshes of this process in the present process group; cached, because groups are
+    expensive. With one rank, needs and makes no process group."""
     world = dist.group.WORLD if dist.is_initialized() else None
     size = dist.get_world_size() if world is not None else 1
     if size != layout.world:
@@ -128,7 +128,7 @@ def build_meshes(layout: Layout, device: torch.device) -> Meshes:
     if known is not None and known[0] is world:
         return known[1]
     if any(group is not world for group, _ in _BUILT.values()):
-        # A new world of the same shape: DTensor would continue with the meshes of the old one.
+        # A new world of the same shape: DTensor would reuse the meshes of the old one.
         _BUILT.clear()
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # slow to import
 
@@ -177,7 +177,7 @@ def _build(layout: Layout, device: torch.device, rank: int) -> Meshes:
 
 
 def _device_mesh(device: torch.device, ranks: Tensor, names: tuple[str, ...]) -> DeviceMesh:
-    # Laid out anew: torch 2.11 slices no dims whose strides rise, those of size 1 included.
+    # Made contiguous: torch 2.11 slices no dims with increasing strides, even of size 1.
     ranks = ranks.flatten().view(ranks.shape)
     return DeviceMesh(device.type, ranks, mesh_dim_names=names)
 
@@ -188,7 +188,7 @@ def _axis_of(mesh: DeviceMesh, name: str) -> Axis:
 
 
 def _axis_over(rows: Tensor, rank: int) -> Axis:
-    """The axis whose groups are the rows; one that is the whole world needs no new group."""
+    """Returns the axis whose groups are the rows; an axis of the whole world needs no new group."""
     lists: Sequence[list[int]] = rows.tolist()
     if len(lists[0]) == 1:
         return ALONE
@@ -200,7 +200,7 @@ def _axis_over(rows: Tensor, rank: int) -> Axis:
 
 
 def solo_mesh(device: torch.device) -> DeviceMesh:
-    """A mesh of this process alone; makes a process group of one if there is none."""
+    """Returns a mesh of this process alone; makes a process group of one if there is none."""
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -1,5 +1,4 @@
-"""The pipeline of a layout: the layers of each stage, the number of microbatches, a tied head's
-copy."""
+"""The pipeline of a layout: layers of each stage, number of microbatches, copy of a tied head."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from pentad.parallel.cuts import local
 from pentad.parallel.mesh import ALONE, Axis
 
 PartCompute = Callable[[int, int, Tensor | None], Tensor]
-"""(which of this rank's parts, microbatch, what the stage before made of it), as
+"""Arguments: index of the part on this rank, microbatch, output of the previous stage; result as
 `pipeline_stage.Compute`."""
 
 
@@ -59,20 +58,20 @@ class Pipeline:
         return self.rank_of(self.num_stages - 1)
 
     def stage_of(self, name: str, layer: int | None) -> int:
-        """The stage of a native parameter: embeddings are in the first, parameters outside of
-        layers else in the last."""
+        """Returns the stage of a native parameter: embeddings are in the first stage, other
+        parameters outside of layers in the last."""
         if layer is not None:
             return next(n for n, held in enumerate(self.layers) if layer in held)
         return 0 if name.startswith("embed.") else self.num_stages - 1
 
     @property
     def splits_backward(self) -> bool:
-        """Whether input and weight gradients are computed separately. Not if blocks are recomputed:
-        each weight would recompute its block once more."""
+        """Whether input and weight gradients are computed separately; not with recomputed blocks,
+        because the weight part would recompute them once more."""
         return splits_backward(self.schedule) and not self.recomputes
 
     def take(self, at_least: int) -> int:
-        """The smallest number of microbatches >= `at_least` that the schedule supports."""
+        """Returns the smallest number of microbatches >= `at_least` that the schedule supports."""
         num = max(at_least, self.num_stages)
         while not takes_microbatches(self.schedule, self.pp, num):
             num += 1
@@ -103,7 +102,7 @@ class Schedule(Protocol):
 
 
 def plan_pipeline(dims: ModelDims, layout: Layout, model: ModelConfig) -> Pipeline | None:
-    """The pipeline of a layout; None if it has one rank. Raises for unsupported ones."""
+    """Plans the pipeline of a layout; None if it has one rank. Raises for unsupported ones."""
     if layout.pp == 1:
         return None
     schedule = model.archon.pp_schedule
@@ -143,11 +142,11 @@ def _layers(dims: ModelDims, num_stages: int, given: tuple[int, ...] | None) -> 
 
 @dataclass(slots=True)
 class TiedHead:
-    """A head tied to an embedding on another stage; None if this rank has neither end.
+    """A head tied to an embedding on another stage; a side is None if it is not on this rank.
 
     The embedding is the parameter: it has the optimizer's state and is saved and published. The
-    last stage computes with a copy, which gets the embedding's weights before each pass and gives
-    it its gradient at the end of a step. Under a V schedule both stages are on one rank.
+    last stage computes with a copy, which receives the embedding's weights before each pass and
+    sends its gradient at the end of a step. With a V schedule both stages are on one rank.
     """
 
     embedding: Tensor | None = None
@@ -155,12 +154,12 @@ class TiedHead:
     pp: Axis = ALONE
     first: int = 0
     last: int = 0
-    """Pipeline ranks of the two ends."""
+    """Pipeline ranks of embedding and head."""
     device: torch.device = torch.device("cpu")
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Copies the embedding's weights; both are sharded alike."""
+        """Copies the embedding's weights to the head; both have the same sharding."""
         if self.embedding is not None and self.copy is not None:
             local(self.copy).copy_(local(self.embedding))
         elif self.embedding is not None:
@@ -179,7 +178,7 @@ class TiedHead:
         elif self.copy is not None:
             self._send(_gradient(self.copy), self.first)
 
-    # By way of the device, which the group is made for; offloaded weights lie on the host.
+    # Through the device, for which the group is made; offloaded weights are on the host.
 
     def _send(self, tensor: Tensor, to: int) -> None:
         dist.send(tensor.to(self.device).contiguous(), group=self.pp.group, group_dst=to)

@@ -1,14 +1,13 @@
 """Runs microbatches of unequal length through the stages of a rank, by the schedules of
 torch.distributed.pipelining.
 
-A schedule says what comes when; a stage computes, keeps and says what travels. torch's own
-stages learn one shape from the first microbatch. Here the shape of every microbatch is known to
-all ranks beforehand, so memory for what arrives is made when it is needed, and nothing about
-shapes is exchanged.
+A schedule orders the passes; a stage computes, keeps tensors and defines the communication. torch's
+own stages infer one shape from the first microbatch. Here all ranks know the shape of every
+microbatch, so receive buffers are allocated when needed, and shapes are not exchanged.
 
-The schedules of torch 2.11 and 2.13 call a stage in the same way. Their function that computes
-weight gradients apart differs: before 2.13 it adds up the gradients of several outputs of one
-node and counts some paths twice, so there the backward pass runs whole.
+The schedules of torch 2.11 and 2.13 call a stage in the same way. Their function for separate
+weight gradients differs: before 2.13 it adds up the gradients of several outputs of one node and
+counts some paths twice, so there the backward pass is not split.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ from pentad.parallel.storage import reshard
 CAN_SPLIT = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 Compute = Callable[[int, Tensor | None], Tensor]
-"""(microbatch, what the stage before made of it) -> what the next stage gets; of the last stage
-the loss, and anything where there is no backward."""
+"""(microbatch, output of the previous stage) -> input of the next stage; in the last stage the
+loss, or any tensor without backward."""
 
 
 @dataclass(slots=True)
 class Pass:
-    """One run of a schedule, as a stage sees it."""
+    """Data of a stage for one run of a schedule."""
 
     compute: Compute
     shapes: list[tuple[int, int]]
-    """Shapes of what travels between stages, by microbatch."""
+    """Shapes of the tensors sent between stages, by microbatch."""
     dtype: torch.dtype
 
 
@@ -59,15 +58,15 @@ class _Alive:
     outputs: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
     """(input, output) between forward and backward."""
     grads_in: dict[int, Tensor] = field(default_factory=dict)
-    """Gradients of outputs, as they arrive from the next stage."""
+    """Gradients of outputs, received from the next stage."""
     grads_out: dict[int, Tensor] = field(default_factory=dict)
-    """Gradients of inputs, for the stage before."""
+    """Gradients of inputs, for the previous stage."""
     weight_parts: dict[int, Any] = field(default_factory=dict)
-    """What the weight part of a split backward continues from."""
+    """State for the weight part of a split backward."""
 
 
 class PackedStage(_PipelineStageBase):
-    """A model part at its place in the pipeline; `begin` before each run of a schedule."""
+    """A model part as a pipeline stage; call `begin` before each run of a schedule."""
 
     def __init__(
         self,
@@ -95,10 +94,10 @@ class PackedStage(_PipelineStageBase):
 
     @property
     def run(self) -> Pass:
-        assert self.now is not None, "a stage has its work before its schedule runs"
+        assert self.now is not None, "begin() comes before a run of the schedule"
         return self.now
 
-    # What the schedules ask before their first microbatch
+    # Calls of the schedules before the first microbatch
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> None:
         self.chunks = num_microbatches
@@ -108,7 +107,7 @@ class PackedStage(_PipelineStageBase):
         self.chunks = num_microbatches
 
     def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[Any, ...]:
-        raise AssertionError("memory for gradients is made when they are received")
+        raise AssertionError("gradient buffers are allocated at receive time")
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         ops = super()._get_init_p2p_neighbors_ops()
@@ -117,7 +116,7 @@ class PackedStage(_PipelineStageBase):
     def clear_runtime_states(self) -> None:
         self.alive = _Alive()
 
-    # What travels
+    # Communication
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_first:
@@ -156,7 +155,7 @@ class PackedStage(_PipelineStageBase):
         assert self.group is not None
         return dist.get_global_rank(self.group, self.stage_index_to_group_rank[stage])
 
-    # Where two neighbours lie on one rank (the point of a V), nothing travels
+    # Two neighbours on one rank (the turn of a V schedule): no communication
 
     def set_local_fwd_input(self, prev_stage_outputs: Tensor, mb_index: int) -> None:
         self.alive.inputs[mb_index] = prev_stage_outputs.detach()
@@ -171,7 +170,7 @@ class PackedStage(_PipelineStageBase):
             assert grad is not None, f"stage {self.stage_index + 1} made no gradient"
             self.alive.grads_in[mb_index] = grad
 
-    # What is computed
+    # Computation
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Tensor:
         given = None if self.is_first else self.alive.inputs.pop(fwd_chunk_id)
@@ -201,7 +200,7 @@ class PackedStage(_PipelineStageBase):
         if full_backward or not self.splits:
             torch.autograd.backward(output, grad)
             grad_out = None if given is None else given.grad
-        elif given is None:  # the first stage sends none back: all of it is the weight part
+        elif given is None:  # the first stage sends no gradient: all is the weight part
             self.alive.weight_parts[bwd_chunk_id] = output, grad
             return
         else:
@@ -229,15 +228,15 @@ class PackedStage(_PipelineStageBase):
     # Gradients of sharded parameters
 
     def _hold_gradients(self) -> None:
-        """Gradients add up unsharded; `perform_reduce_grad` reduces them once."""
+        """Accumulates gradients unsharded; `perform_reduce_grad` reduces them once."""
         if isinstance(self.submod, FSDPModule):
             self.submod.set_is_last_backward(False)
             self.submod.set_reshard_after_backward(False)
             self.submod.set_requires_gradient_sync(False)
 
     def _keep_precision(self) -> None:
-        """Adds up in the reduce dtype, as FSDP2 does after a whole backward; its hook for that
-        does not run after the weight part."""
+        """Accumulates in the reduce dtype, as FSDP2 does after a whole backward; its hook does not
+        run after the weight part."""
         for unit in self.submod.modules():
             if isinstance(unit, FSDPModule):
                 for parameter in _sharded_parameters(unit):
@@ -292,7 +291,7 @@ class PipelineRun:
         backward: bool,
         reduces: bool = True,
     ) -> None:
-        """All microbatches forward, and backward if asked. Every rank of the pipeline calls it."""
+        """Runs all microbatches forward, and backward if asked; every pipeline rank calls it."""
         schedule = self._schedule(len(shapes))
         for position, stage in enumerate(self.stages):
 
@@ -300,7 +299,7 @@ class PipelineRun:
                 return compute(position, mb, x)
 
             stage.begin(Pass(of_part, shapes, dtype), reduces=reduces)
-        # The loss is the last stage's output; torch wants a target beside it.
+        # The loss is the last stage's output; torch also requires a target.
         given: dict[str, Any] = {"return_outputs": False}
         if self.is_last:
             given["target"] = torch.zeros(len(shapes))
@@ -331,7 +330,7 @@ class PipelineRun:
                 self.stages[0] if is_single else self.stages,
                 n_microbatches=num_microbatches,
                 loss_fn=_as_it_is,
-                scale_grads=False,  # nothing divides before the end of the step
+                scale_grads=False,  # only the end of the step divides
             )
         return self.schedules[num_microbatches]
 

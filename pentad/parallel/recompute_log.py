@@ -1,7 +1,7 @@
 """Logs the tensors that activation checkpointing keeps and recomputes (`ac_debug`).
 
-Of each block the first pass that is run again is looked at, operation by operation. Blocks that
-do the same are named, not listed again.
+Logs the operations of each block's first recomputed pass. Blocks with equal operations are only
+named.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch.utils._pytree import tree_leaves
 log = logging.getLogger(__name__)
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-"""Around forward, and around what is run again."""
+"""Contexts around forward, and around the recomputation."""
 Counts = dict[str, tuple[int, int]]
-"""Operation -> (calls, bytes of their results)."""
+"""Operation -> (number of calls, bytes of their results)."""
 
 
 class RecomputeLog:
-    """Watches the blocks of one model; each is reported once."""
+    """Records the blocks of one model; each is logged once."""
 
     def __init__(self) -> None:
         self.done: set[int] = set()
         self.reported: dict[str, int] = {}
-        """Layer that a text was first logged for."""
+        """Text -> the layer for which it was first logged."""
 
     def contexts(self, layer: int, inner: Callable[[], Contexts] | None) -> Contexts:
-        """Contexts for `checkpoint`, around those of the mode."""
+        """Returns contexts for `checkpoint`, around those of the mode."""
         forward, again = inner() if inner is not None else (nullcontext(), nullcontext())
         if layer in self.done:
             return forward, again
@@ -71,7 +71,7 @@ def _lines(ran: Counts, again: Counts) -> list[str]:
 
 
 class _Operations(TorchDispatchMode):
-    """Counts what is computed, by operation. Views compute nothing."""
+    """Counts operations and their results, without views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Nested(AbstractContextManager[None]):
-    """Outer, then inner: operations that the inner one answers never reach the outer one."""
+    """Enters outer, then inner: operations answered by the inner one do not reach the outer one."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class _Nested(AbstractContextManager[None]):
             self.stack.enter_context(part)
 
     def __exit__(self, *error: Any) -> None:
-        # `checkpoint` leaves by an exception once it has all it needs.
+        # `checkpoint` leaves by an exception once it has all tensors.
         self.stack.__exit__(*error)
         if self.at_end is not None:
             self.at_end()

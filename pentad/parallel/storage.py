@@ -1,4 +1,4 @@
-"""Storage of parameters: sharded by FSDP2 (dense over fsdp, experts over efsdp), or cast whole.
+"""Storage of parameters: sharded by FSDP2 (dense over fsdp, experts over efsdp), or only cast.
 
 Gradients are summed over ranks, never averaged: the engine divides once, by the global count.
 """
@@ -34,16 +34,16 @@ else:
 
 
 class CastWeights:
-    """Master weights of one rank, cast for compute: what FSDP2 does elsewhere, without its copies.
-    A forward pre-hook of the module that everything is called through.
+    """Casts the master weights of one rank for compute, without FSDP2 and its copies. A forward
+    pre-hook of the root module.
 
-    From the first forward pass until `rest`, modules hold copies of their parameters in compute
-    dtype, made once for all microbatches. A copy's gradient is added to its master's as soon as
-    backward has made it. Outside, modules hold the masters and the copies have no memory.
+    From the first forward pass until `rest`, modules have copies of their parameters in compute
+    dtype, made once for all microbatches. Backward adds a copy's gradient to its master's at once.
+    Otherwise modules have the masters, and the copies have no memory.
     """
 
     def __init__(self, model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-        """`dtypes` by parameter name; those that are kept in theirs need no copy."""
+        """`dtypes`: by parameter name; parameters that already have their dtype need no copy."""
         self.places = {
             f"{name}.{key}".removeprefix("."): (module, key)
             for name, module in model.named_modules()
@@ -68,7 +68,7 @@ class CastWeights:
         self.is_in_use = True
 
     def rest(self) -> None:
-        """Puts the masters back in place."""
+        """Puts the masters back into the modules."""
         if not self.is_in_use:
             return
         self._place(self.masters)
@@ -81,7 +81,7 @@ class CastWeights:
             setattr(module, key, parameters[name])
 
     def _make_copies(self) -> None:
-        """Makes compute copies on first use: before, masters may have no memory or move."""
+        """Makes compute copies at first use: before, masters may have no memory or be moved."""
         for name, (module, key) in self.places.items():
             master = module.get_parameter(key)
             copy = nn.Parameter(torch.empty_like(master, dtype=self.dtypes[name]))
@@ -107,8 +107,8 @@ def _add(total: Tensor, part: Tensor) -> None:
 
 
 def needs_storage(keys: ModelConfig, meshes: Meshes, cuts: Mapping[str, Cut]) -> bool:
-    """Whether anything is sharded, replicated, cast or kept elsewhere; if not, parameters stay
-    plain tensors."""
+    """Whether parameters are sharded, replicated, cast or offloaded; if not, they stay plain
+    tensors."""
     layout = meshes.layout
     num_dense = layout.dp * layout.cp
     has_experts = any(cut.is_expert for cut in cuts.values())
@@ -117,7 +117,7 @@ def needs_storage(keys: ModelConfig, meshes: Meshes, cuts: Mapping[str, Cut]) ->
 
 
 def is_cast_whole(keys: ModelConfig, meshes: Meshes) -> bool:
-    """Whether there is nothing to gather and room for all weights in compute dtype at once."""
+    """Whether nothing is sharded and all weights in compute dtype fit into memory at once."""
     is_here = meshes.layout.world == 1 and not keys.archon.offload_params
     return is_here and not keys.archon.is_resharded
 
@@ -131,10 +131,10 @@ def apply_storage(
     keys: ModelConfig,
     meshes: Meshes,
 ) -> None:
-    """Master weights in storage, cast to `compute_dtype` block by block when used.
+    """Shards master weights, and casts them to `compute_dtype` block by block when used.
 
-    Modules whose parameters have a dtype of their own (routers) or lie on the expert mesh are
-    units of their own. Embedding, final norm and heads are the root's: a tied head is used at
+    Modules whose parameters have another dtype (routers) or are on the expert mesh are separate
+    units. Embedding, final norm and heads belong to the root unit, because a tied head is used at
     both ends.
     """
     if not needs_storage(keys, meshes, cuts):
@@ -186,8 +186,8 @@ def apply_storage(
 
 
 def give_memory(root: nn.Module, device: torch.device, *, offload: bool) -> None:
-    """Memory, not yet filled, for everything that has none: on the device, or parameters on the
-    host where they are offloaded."""
+    """Allocates uninitialised memory for meta tensors: on the device, or on the host for offloaded
+    parameters."""
     root.to_empty(device="cpu" if offload else device)
     if offload:
         for module in root.modules():
@@ -200,7 +200,7 @@ def units(root: nn.Module) -> Iterable[FSDPModule]:
 
 
 def reshard(root: nn.Module) -> None:
-    """Puts the stored weights back in place, wherever a pass left gathered or cast ones."""
+    """Puts the stored weights back where a pass left gathered or cast ones."""
     for unit in units(root):
         unit.reshard()
     for hook in root._forward_pre_hooks.values():

@@ -1,8 +1,8 @@
-"""Tensor parallelism as transformers plans it: each module with a style, every rank all tokens.
+"""Tensor parallelism by transformers' plans: a style per module, and all tokens on every rank.
 
-Projections are cut by columns or rows; between them a rank has a part of the columns, elsewhere
-all ranks have the same. So parameters that are not cut get equal gradients on all ranks, except
-those that lie between two cut projections (`replicated_with_grad_allreduce`).
+Projections are split by columns or rows; between them a rank has a part of the columns, elsewhere
+all ranks have the same values. So unsplit parameters get equal gradients on all ranks, except those
+between two split projections (`replicated_with_grad_allreduce`).
 
 Shapes: T tokens (any leading dims), F features in, G features out.
 """
@@ -29,17 +29,17 @@ Styles = Mapping[str, str]
 """Module -> style."""
 PARTIAL = "replicated_with_grad_allreduce"
 FACTORS = (".lora.b", ".lora.a")
-"""By the dim of the weight that a factor has as its own: rows, columns."""
+"""Names of factors by the dim of the weight that they share: rows, columns."""
 
 
 def _product(module: nn.Linear, x_TF: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Matrix product with the rank's part of a weight, and with its factors if it has any."""
+    """Returns the product with the rank's part of a weight, and with its factors if it has any."""
     y_TG, lora = F.linear(x_TF, module.weight, bias), getattr(module, "lora", None)
     return y_TG + lora(x_TF) if lora is not None and lora.is_on else y_TG
 
 
 def _run_columns(module: nn.Module, tp: Axis, x_TF: Tensor) -> Tensor:
-    assert isinstance(module, nn.Linear), "columns are cut of linear layers"
+    assert isinstance(module, nn.Linear), "only linear layers are split by columns"
     return _product(module, share(x_TF, tp), module.bias)
 
 
@@ -49,7 +49,7 @@ def _run_columns_gathered(module: nn.Module, tp: Axis, x_TF: Tensor) -> Tensor:
 
 
 def _run_rows(module: nn.Module, tp: Axis, x_TF: Tensor) -> Tensor:
-    assert isinstance(module, nn.Linear), "rows are cut of linear layers"
+    assert isinstance(module, nn.Linear), "only linear layers are split by rows"
     y_TG = sum_shared(_product(module, x_TF), tp)
     return y_TG if module.bias is None else y_TG + module.bias
 
@@ -66,13 +66,13 @@ RUNS: dict[str, tuple[int, Callable[..., Tensor]]] = {
     "rowwise_split_input": (1, _run_rows_dealt),
     "rowwise_rep": (1, _run_rows_dealt),
 }
-"""Style -> (dim of the weight that is cut, forward)."""
+"""Style -> (dim along which the weight is split, forward)."""
 
 
 def match_styles(model: nn.Module, plan: Styles, num: int, where: str) -> dict[str, str]:
-    """The plan's styles by the modules they name; UserError for what `num` ranks cannot cut so.
+    """Returns the plan's styles by module; UserError for modules that `num` ranks cannot split.
 
-    In the plan * stands for a number.
+    In the plan * matches a number.
     """
     styles: dict[str, str] = {}
     problems = []
@@ -89,7 +89,7 @@ def match_styles(model: nn.Module, plan: Styles, num: int, where: str) -> dict[s
             styles[name] = style
             problems += _uneven(name, modules[name], style, num, where) if wanted in unused else []
         elif wanted in unused:
-            rule = f"transformers cuts {wanted} as {style}, which is not built"
+            rule = f"transformers splits {wanted} as {style}, which is not supported"
             problems.append(Problem(where, rule, "use t1"))
         unused.discard(wanted)
     if not styles and not problems:
@@ -111,14 +111,14 @@ def _uneven(name: str, module: nn.Module, style: str, num: int, where: str) -> l
 def plan_style_cuts(
     shapes: Mapping[str, Shape], styles: Styles, meshes: Meshes, trained: Container[str] = ()
 ) -> dict[str, Cut]:
-    """The cut of every named parameter. Every rank must call it. `trained`: what is trained beside
-    frozen weights, which every rank stores as it computes with it."""
+    """Returns the cut of every named parameter. Every rank must call it. `trained`: parameters
+    trained in addition to frozen weights, which every rank stores as it computes with them."""
     return {name: _cut(name, shape, styles, meshes, trained) for name, shape in shapes.items()}
 
 
 def _cut_dim(name: str, shape: Shape, style: str) -> int | None:
-    """Which dim of a layer's weight, bias or factor tp cuts: B has the rows of the weight, A its
-    columns, and the other one is whole."""
+    """Returns the dim along which tp splits a layer's weight, bias or factor: B has the rows of the
+    weight, A its columns; the other dim is not split."""
     if style not in RUNS:
         return None
     dim = RUNS[style][0]
@@ -158,7 +158,7 @@ def _cut(name: str, shape: Shape, styles: Styles, meshes: Meshes, trained: Conta
 
 
 def apply_styles(model: nn.Module, styles: Styles, tp: Axis) -> None:
-    """Gives every module with a style the forward of that style."""
+    """Replaces the forward of every module with a style."""
     if tp.size == 1:
         return
     make: Callable[[type, str], type[nn.Module]] = _styled

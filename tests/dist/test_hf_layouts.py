@@ -134,5 +134,5 @@ def test_a_plan_that_forgets_a_part_is_noticed(pool):
 
 
 def test_experts_are_not_cut_by_tp(pool):
-    with pytest.raises(AssertionError, match="packed_colwise, which is not built; use t1"):
+    with pytest.raises(AssertionError, match="packed_colwise, which is not supported; use t1"):
         pool.run(2, "hf_cases", "train_step", source="qwen3_moe", layout=Layout(tp=2))
