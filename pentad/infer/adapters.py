@@ -1,4 +1,4 @@
-"""An adapter in the sampler: copies of its factors in the form that kernels need, renewed at each
+"""An adapter in the sampler: copies of its factors in the layout of the kernels, renewed at each
 install.
 
 Factors are installed and compared in float32. Products use copies in their own dtype, which keep
@@ -23,7 +23,7 @@ from pentad.ops.adapter_kernel import add_expanded, columns_of
 from pentad.ops.experts import grouped_linear
 
 RANK_STEP = 16
-"""Kernels and grouped products support multiples of this rank; the rest is filled with zeros."""
+"""Kernels and grouped products support multiples of this rank; factors are padded with zeros."""
 FactorCopies = Iterator[tuple[Tensor, Tensor]]
 """A part of a copy, and the factor it copies."""
 
@@ -37,7 +37,7 @@ class JoinedFactors:
 
     def __init__(self, parts: Sequence[Factors | None], widths: Sequence[int], like: Tensor):
         self.parts, self.widths = parts, list(widths)
-        """Number of outputs of each plane: gate and up are two planes of one part."""
+        """Number of outputs of each plane; gate and up are two planes of one part."""
         self.some = next(part for part in parts if part is not None)
         self.rank, size = self.some.a.shape[-2:]
         self.a_PrI = like.new_zeros(len(self.widths), padded(self.rank), size)
@@ -62,8 +62,8 @@ class JoinedFactors:
 
 
 class JoinedExperts:
-    """Factors of stacked experts. B of gate and up is one matrix of two blocks, so that both are
-    one grouped product."""
+    """Factors of stacked experts. B of gate and up is one matrix of two blocks, for a single
+    grouped product."""
 
     def __init__(self, part: ExpertFactors, like: Tensor) -> None:
         self.part = part
@@ -99,7 +99,7 @@ class JoinedAdapter:
 
     dense: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     other: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Copies with gaps, kept apart: one of them would make the copy of all slow."""
+    """Non-contiguous copies, kept separate, because one would slow down the copy of all."""
 
     def take(self, joined: JoinedFactors | JoinedExperts) -> None:
         for copy, factor in joined.copies():
@@ -115,8 +115,8 @@ class JoinedAdapter:
 
 
 def join_factors(model: Decoder) -> JoinedAdapter:
-    """Gives layers their factors in the form of kernels; layers with unsupported widths keep the
-    general path."""
+    """Gives layers their factors in the layout of the kernels; layers with unsupported widths keep
+    the general path."""
     adapter, like = JoinedAdapter(), model.head_weight
     taken: set[Factors] = set()
     for module in model.modules():

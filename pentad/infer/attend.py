@@ -1,4 +1,4 @@
-"""Attention over the paged key-value cache, in plain torch: any device, any dtype, any chunk.
+"""Attention over the paged key-value cache in plain torch, for any device, dtype and chunk.
 
 Shape letters: T tokens of the step (all sequences, flat), S sequences of a bucket, L queries and P
 places (tokens in the cache) of each, B blocks, b places of a block, H query heads, K key-value
@@ -37,15 +37,15 @@ class KVCache:
         dtype: torch.dtype,
         expanded: bool = False,
     ) -> None:
-        """A dtype in `EIGHT_BITS` adds scales. `expanded`: for latent attention the cache holds
+        """A dtype in `EIGHT_BITS` adds scales. `expanded`: for latent attention the cache stores
         keys and values of every head instead of the latents."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
-        self.has_values = expanded or not dims.kv_latent  # latents hold their own
+        self.has_values = expanded or not dims.kv_latent  # latents contain the values
         self.held: list[Tensor] = []
-        """Memory with blocks as its second dim: one tensor of keys for all layers of one shape, one
-        of values, and their scales."""
+        """Tensors with blocks as second dim: keys for all layers of one shape, values, and their
+        scales."""
         self.layers: dict[int, Pages] = {}
         by_shape: dict[tuple[int, int, int], list[int]] = {}
         for layer in dims.cached_layers:
@@ -62,10 +62,10 @@ class KVCache:
                 others = others or [k_BbKd[..., : dims.kv_latent]]
                 self.layers[layer] = Pages(k_BbKd, *others)
         self.widths = sorted({width for _, width, _ in by_shape})
-        """Widths of a head of keys."""
+        """Widths of key heads."""
         self.routes: Tensor | None = None
-        """[blocks, places, mixture layers, k]: the experts of each cached token; stored like keys
-        and values, so that sequences that share a prefix share its routes."""
+        """[blocks, places, MoE layers, k]: the experts of each cached token; stored like keys and
+        values, so that sequences with a shared prefix share its routes."""
 
     @property
     def num_parts(self) -> int:
@@ -83,7 +83,7 @@ class KVCache:
         self.routes.flatten(0, 1).index_copy_(0, places_T, chosen_TLk.to(self.routes.dtype))
 
     def read_routes(self, blocks: Tensor, num_tokens: int) -> np.ndarray:
-        """The routes of the first tokens of a sequence in these blocks."""
+        """Returns the routes of the first tokens of a sequence in these blocks."""
         assert self.routes is not None
         found: np.ndarray = self.routes[blocks].flatten(0, 1)[:num_tokens].cpu().numpy()
         return found
@@ -111,7 +111,7 @@ class Bucket:
         block_size: int,
         device: torch.device,
     ) -> None:
-        """`first_S` is the flat index of each sequence's first query, `starts_S` its position."""
+        """`first_S`: flat index of each sequence's first query; `starts_S`: its position."""
         self.num = len(first_S)
         self.length = int(counts_S.max())
         self.num_places = blocks_SB.shape[1] * block_size
@@ -127,8 +127,8 @@ class Bucket:
         self.masks: dict[int | None, Tensor] = {}
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[S, 1, L, P]: 0 for the places a query attends to, else -inf. Computed once per step:
-        every layer would convert booleans to this again."""
+        """Returns [S, 1, L, P]: 0 for the places a query attends to, else -inf. Computed once per
+        step, because every layer would convert booleans to this."""
         if window not in self.masks:
             place_P = torch.arange(self.num_places, device=self.position_SL.device)
             distance = self.position_SL[:, None, :, None] - place_P
@@ -142,14 +142,14 @@ class Bucket:
     def attend(
         self, q_THd: Tensor, pages: Pages, mask: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
-        """Outputs of the bucket's real queries, in the order of `token_P`."""
+        """Returns outputs of the bucket's real queries, in the order of `token_P`."""
         num_kv_heads, width = pages.k_BbKd.shape[-2:]
         num_heads = q_THd.shape[1]
         keys, values = (
             x.view(self.num, self.num_places, *x.shape[-2:]).transpose(1, 2)
             for x in pages.read(self.blocks, q_THd.dtype)
         )
-        if self.length == 1:  # the query heads of one key-value head take the place of queries
+        if self.length == 1:  # the query heads of one key-value head are used as queries
             q = q_THd.reshape(self.num, num_kv_heads, num_heads // num_kv_heads, width)
             if sinks is None:
                 out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
@@ -159,7 +159,7 @@ class Bucket:
             return out.reshape(self.num, num_heads, out.shape[-1])
         q = q_THd.view(self.num, self.length, num_heads, width).transpose(1, 2)
         gqa = num_heads != num_kv_heads
-        if pages.is_latent:  # shared as they are: repeated, values as wide would be copies
+        if pages.is_latent:  # not repeated, which would copy values
             gqa, keys, values = False, *(x.expand(-1, num_heads, -1, -1) for x in (keys, values))
         if sinks is None:
             out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=gqa)
@@ -171,12 +171,12 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """The sequences of one step: i has `counts[i]` new tokens from position `starts[i]` on."""
+    """The sequences of one step: i has `counts[i]` new tokens, from position `starts[i]` on."""
 
     starts: np.ndarray
     counts: np.ndarray
     blocks: np.ndarray
-    """A row of the block table for each sequence."""
+    """The block table, one row per sequence."""
     places_T: Tensor
     """Cache places of the new tokens' keys and values."""
 
@@ -196,7 +196,7 @@ class PagedAttend:
             members = np.flatnonzero(kinds == kind)
             width = int(num_blocks[members].max())
             table = rows.blocks[members, :width].astype(np.int64)
-            # Places behind a sequence's own blocks are masked; any valid block will do there.
+            # Places after a sequence's own blocks are masked; any valid block serves there.
             table *= np.arange(width) < num_blocks[members, None]
             self.buckets.append(
                 Bucket(
@@ -224,7 +224,7 @@ class PagedAttend:
     def attend(
         self, layer: int, q_THd: Tensor, window: int | None, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attends; all keys and values are in the cache."""
+        """Attends to keys and values that are already in the cache."""
         pages = self.cache.layer(layer)
         if len(self.buckets) == 1 and self.buckets[0].real_T is None:
             (bucket,) = self.buckets  # its queries are all tokens in order
@@ -241,7 +241,7 @@ class PagedAttend:
 
 
 class OrderedAttend:
-    """The attention core for a model whose calls do not name their layer: the n-th call of a
+    """The attention core for a model whose attention calls have no layer index: the n-th call of a
     forward pass uses the n-th layer of the cache."""
 
     def __init__(self, core: Attend, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> None:
@@ -271,5 +271,5 @@ class OrderedAttend:
 
 
 def ceil_log2(numbers: np.ndarray) -> np.ndarray:
-    """0 for 1, 1 for 2, 2 for 3 and 4, 3 for 5 to 8..."""
+    """Returns ceil(log2): 0 for 1, 1 for 2, 2 for 3 and 4, 3 for 5 to 8..."""
     return np.ceil(np.log2(numbers)).astype(np.int64)

@@ -1,10 +1,10 @@
-"""Blocks of the key-value cache: which sequences hold them, and which contain a reusable prefix.
+"""Blocks of the key-value cache: their reference counts, and reusable prefixes.
 
-A block is `block_size` consecutive token places. Full blocks are stored in a tree whose edges are
-the tokens of one block, so two sequences share a block exactly when all tokens up to its end are
-equal; hashes are not relied on. The tree is emptied when the weights change, so a prefix computed
-by other weights is never found. Stored blocks without a holder stay usable until their memory is
-needed, the least recently used first.
+A block has `block_size` consecutive token places. Full blocks are stored in a tree whose edges are
+the tokens of one block, so two sequences share a block exactly if all tokens up to its end are
+equal, without reliance on hashes. The tree is emptied when the weights change, so a prefix computed
+by other weights is never found. Unreferenced blocks stay usable until their memory is needed; the
+least recently used is evicted first.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections import OrderedDict
 from collections.abc import Sequence as Seq
 
 SCRATCH = 0
-"""The block that padded rows of a captured graph write to; never handed out."""
+"""The block to which padded rows of a captured graph write; never allocated."""
 
 
 class BlockPool:
-    """Counts the holders of every block and finds prefixes."""
+    """Counts the references to every block and finds prefixes."""
 
     def __init__(self, num_blocks: int, block_size: int, *, finds_prefixes: bool = True) -> None:
-        """`finds_prefixes`: whether keys and values are the whole state of tokens (not with delta
-        nets)."""
+        """`finds_prefixes`: whether to reuse prefixes, which needs keys and values to be the whole
+        state of tokens (not with delta nets)."""
         assert num_blocks >= 2, f"{num_blocks} blocks: one is the scratch block, none is left"
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -46,7 +46,7 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def take(self) -> int:
-        """A free block; the caller has checked `num_free`."""
+        """Allocates a free block; the caller has checked `num_free`."""
         if self.unused:
             block = self.unused.pop()
         else:
@@ -62,7 +62,7 @@ class BlockPool:
             self.holders[block] += 1
 
     def release(self, blocks: Seq[int]) -> None:
-        """Releases blocks, the last of a sequence first: a prefix outlives its continuations."""
+        """Releases blocks, the last of a sequence first: prefixes outlive their continuations."""
         for block in reversed(blocks):
             assert self.holders[block] > 0, f"block {block} was released twice"
             self.holders[block] -= 1
@@ -73,11 +73,11 @@ class BlockPool:
                     self.unused.append(block)
 
     def num_idle_in(self, blocks: Seq[int]) -> int:
-        """Number of these blocks that are free and would stop being free if shared."""
+        """Returns how many of these blocks are free, and would not be if shared."""
         return sum(self.holders[block] == 0 for block in blocks)
 
     def find_prefix(self, ids: Seq[int], max_tokens: int) -> tuple[list[int], int]:
-        """The stored full blocks that `ids[:max_tokens]` begins with, and the node of the last."""
+        """Stored full blocks at the start of `ids[:max_tokens]`, and the node of the last one."""
         node, found, size = self.root, [], self.block_size
         for start in range(0, max_tokens - size + 1, size):
             hit = self.node_at.get((node, tuple(ids[start : start + size])))
@@ -93,7 +93,7 @@ class BlockPool:
             return parent
         key = (parent, tuple(tokens))
         hit = self.node_at.get(key)
-        if hit is not None:  # an equal block is already known, this one stays private
+        if hit is not None:  # an equal block is already stored; this one stays private
             return hit[0]
         self.last_node += 1
         self.node_at[key] = (self.last_node, block)
@@ -101,7 +101,7 @@ class BlockPool:
         return self.last_node
 
     def forget_prefixes(self) -> None:
-        """Forgets all prefixes; nodes returned before lead nowhere."""
+        """Forgets all prefixes; nodes returned before become invalid."""
         self.unused.extend(self.idle)
         self.idle.clear()
         self.node_at.clear()

@@ -44,7 +44,7 @@ def draw_fused(
         num_chunks,
         CHUNK=CHUNK,
         WIDE=triton.next_power_of_2(num_chunks),
-        # Not a plain argument: that would be rounded to fp32, which is 1.
+        # Not a plain argument, which would be rounded to fp32, to 1.
         BELOW_ONE=1.0 - 2.0**-UNIFORM_BITS,
         num_warps=4,
     )
@@ -71,7 +71,7 @@ def _scan(
     top = tl.max(x, 0)
     at = row * tl.num_programs(1) + chunk
     tl.store(tops_ptr + at, top)
-    # A chunk of -inf alone weighs nothing.
+    # A chunk of only -inf has weight 0.
     total = tl.sum(tl.where(mask, tl.exp(x - top), 0.0), 0)
     tl.store(sums_ptr + at, tl.where(top == float("-inf"), 0.0, total))
 
@@ -104,10 +104,10 @@ def _pick(
     weights = (sums * tl.exp(tops - top)).to(tl.float64)
     running = tl.cumsum(weights, 0)
     total = tl.sum(weights, 0)
-    # Not `total`, which is rounded in another order: the last chunk's sum must pass the target.
+    # Not `total`, which is summed in another order: the last chunk's sum must exceed the target.
     target = uniform * tl.max(running, 0)
     drawn_chunk = tl.sum(((running <= target) & is_chunk).to(tl.int32), 0)
-    first_top = tl.min(tl.where(tops == top, c, WIDE), 0)  # greedy: the first that has the maximum
+    first_top = tl.min(tl.where(tops == top, c, WIDE), 0)  # greedy: first chunk of the maximum
     chunk = tl.where(temperature > 0, drawn_chunk, first_top)
     chunk = tl.minimum(chunk, num_chunks - 1)
     before = tl.sum(tl.where(c < chunk, weights, 0.0), 0)
@@ -122,7 +122,7 @@ def _pick(
     drawn = tl.sum((inner_running <= rest).to(tl.int32), 0)
     best = tl.min(tl.where(x == tl.max(x, 0), v, CHUNK), 0)
     token = tl.where(temperature > 0, drawn, best)
-    token = tl.minimum(token, CHUNK - 1)  # logits that are not finite: the log-prob shows it
+    token = tl.minimum(token, CHUNK - 1)  # for non-finite logits; the log-prob shows the error
 
     chosen = tl.sum(tl.where(v == token, x, 0.0), 0)
     tl.store(ids_ptr + row, (chunk * CHUNK + token).to(tl.int64))

@@ -1,7 +1,7 @@
-"""The inference engine: requests in, steps, finished sequences out. Synchronous; one thread at a
-time.
+"""The inference engine: runs requests in steps until sequences are finished. Synchronous; one
+thread at a time.
 
-One step is: plan, run, record, and release what has ended.
+One step: plan, run, record, and release finished sequences.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Decode = Callable[[list[int]], str]
 
 @dataclass(slots=True)
 class Progress:
-    """One sampled token of a request with a listener."""
+    """A sampled token of a request with a listener."""
 
     request_id: str
     index: int
@@ -102,7 +102,7 @@ class InferenceEngine:
         head, keys = model.head_weight, settings.rollout
         largest = SamplerPass(dims, head.dtype.itemsize, keys.max_sequences, keys.max_batch_tokens)
         num_blocks = count_blocks(model, settings, self.max_context, largest)
-        # States stand at the ends of sequences alone: none can begin after another's block.
+        # States exist only at the ends of sequences, so prefixes cannot be reused.
         finds = not dims.linear_layers
         self.pool = BlockPool(num_blocks, settings.block_size, finds_prefixes=finds)
         self.table = Table(settings.rollout.max_sequences, settings.block_size)
@@ -158,8 +158,8 @@ class InferenceEngine:
         return report
 
     def step(self, report: Report) -> None:
-        """Runs and records one step. Meanwhile the next step is launched if possible: rows that
-        turn out to have ended are left out when its results arrive."""
+        """Runs and records one step. Meanwhile launches the next step if possible; its rows that
+        turn out to have ended are ignored when results arrive."""
         hit("generate", step=self.version)
         ahead, self.ahead = self.ahead, None
         if ahead is not None:
@@ -216,8 +216,8 @@ class InferenceEngine:
             self.pool.forget_prefixes()
 
     def keep_routes(self, sequence: Sequence) -> None:
-        """Keeps a sequence's routes before its blocks are freed. Recomputed tokens keep the experts
-        of the first time, with which the tokens after them were sampled."""
+        """Keeps a sequence's routes before its blocks are freed. Recomputed tokens keep their first
+        experts, with which the following tokens were sampled."""
         num_computed = int(self.table.num_computed[sequence.row])
         known = sequence.routes
         if known is None or num_computed > len(known):
@@ -229,7 +229,7 @@ class InferenceEngine:
     def stopped_by_text(
         self, plan: Plan, done: dict[Sequence, FinishReason]
     ) -> dict[Sequence, FinishReason]:
-        """Sequences whose text now contains one of their stop strings."""
+        """Returns sequences whose text now contains one of their stop strings."""
         found: dict[Sequence, FinishReason] = {}
         for row in plan.drawn_rows[self.table.has_stop_strings[plan.drawn_rows]]:
             sequence = self.table.sequences[row]
@@ -244,7 +244,7 @@ class InferenceEngine:
         assert self.decode is not None
         strings = sequence.request.params.stop_strings
         size = int(self.table.num_tokens[sequence.row])
-        # A character is at most four byte tokens; some more for tokens that spell nothing.
+        # A character has at most four byte tokens; some margin for tokens without text.
         window = 4 * max(map(len, strings)) + 16
         for start in (max(sequence.num_prompt, size - window), sequence.num_prompt):
             text = self.decode(self.table.tokens[sequence.row, start:size].tolist())
@@ -278,8 +278,8 @@ class InferenceEngine:
     def install(
         self, version: int, weights: Seq[tuple[str, Tensor]], *, compares: bool = False
     ) -> Installed:
-        """Overwrites the weights. The receipt has the digest of the model's weights afterwards,
-        unless they are compared directly with the sender's, by native name."""
+        """Overwrites the weights. The receipt has the digest of the model's weights after the
+        install, unless these are compared directly with the sender's, by native name."""
         if version < self.version:
             raise UserError(
                 Problem(f"install of version {version}", f"version {self.version} is already here")
@@ -360,7 +360,7 @@ def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[object, ...]]:
 def count_blocks(
     model: LanguageModel, settings: SamplerSettings, max_context: int, largest: SamplerPass
 ) -> int:
-    """Blocks of the pool, the scratch block included."""
+    """Returns the number of blocks in the pool, including the scratch block."""
     weight, size, keys = model.head_weight, settings.block_size, settings.rollout
     bytes_each = size * kv_token_bytes(
         model.cache_dims, weight.dtype.itemsize, keys.kv_cache_dtype, expanded=settings.strict

@@ -1,7 +1,7 @@
 """Fused layers for the sampler's own instance of a model: same weights and names, fewer kernels.
 
-Between matrix products a decoder runs dozens of small kernels per layer; when one token per
-sequence is decoded, their launches take most of the time. Forward only.
+Between matrix products a decoder runs dozens of small kernels per layer, whose launches dominate
+the time of decoding one token per sequence. Forward only.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class FusedMlp(Mlp):
 
 
 class FusedAttention(Attention):
-    """Attention whose projections are one product, once `join_all` has placed their weights side by
-    side."""
+    """Attention with all projections in one product, after `join_all` has concatenated their
+    weights."""
 
     joined: tuple[Tensor, Tensor | None] | None = None
     """Weight and bias of all three; the parameters are views of them."""
@@ -50,15 +50,15 @@ class FusedAttention(Attention):
 
     @property
     def joins(self) -> bool:
-        """Whether one product can replace the three: factors of a single projection would be left
-        out."""
+        """Whether one product can replace the three: it would omit factors of a single
+        projection."""
         adapted = any(hasattr(part, "lora") for part in (self.q, self.k, self.v))
         return self.adapter is not None or not adapted
 
     def turned(
         self, q_THd: Tensor, k_TKd: Tensor, cos_Td: Tensor, sin_Td: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Norms and rotates in one kernel where it can: it norms single heads and rotates the
+        """Norms and rotates in one kernel if supported: norms of single heads and rotation of the
         halves of whole heads."""
         is_whole = self.rotate is rotate and cos_Td.shape[-1] == self.head_dim
         is_plain = self.q_norm is None or type(self.q_norm) is FusedNorm
@@ -96,14 +96,14 @@ def apply_fused(model: Decoder) -> None:
 
 
 def join_all(model: Decoder) -> None:
-    """Joins the projections, again whenever the weights have moved in memory."""
+    """Joins the projections; called again whenever the weights have moved in memory."""
     for module in model.modules():
         if isinstance(module, FusedAttention) and module.joins:
             module.joined = join_projections(module)
 
 
 def part_all(model: Decoder) -> None:
-    """Undoes the joins before the weights are offloaded, so that nothing keeps their memory."""
+    """Undoes the joins before the weights are offloaded, to release their memory."""
     for module in model.modules():
         if isinstance(module, FusedAttention):
             module.joined = None

@@ -1,9 +1,9 @@
 """Decoding on a GPU: one token for each row, as one captured graph per padded batch size.
 
-All inputs of a step travel in one pinned buffer, the block table in a second; ids and log-probs
-return in a third: one synchronisation per step. Buffers keep their addresses, so a captured graph
-stays valid for every batch; padded rows use the scratch block. Without a GPU (or for models whose
-forward synchronises with the host) the same body runs uncaptured.
+All inputs of a step are copied in one pinned buffer, the block table in a second, ids and log-probs
+in a third: one synchronisation per step. Buffers keep their addresses, so a captured graph is valid
+for every batch; padded rows use the scratch block. Without a GPU (or for models whose forward
+synchronises with the host) the same code runs uncaptured.
 
 A step can be launched before the ids of the previous one are known on the host: it reads them on
 the device. Two sets of host buffers alternate, so two steps can be in progress.
@@ -33,12 +33,12 @@ from pentad.ops.invariant_kernels import Tiles, attend
 from pentad.ops.latent_decode import decode
 
 IDS, POSITIONS, LENGTHS, PLACES, UNIFORMS, TEMPERATURES, WIDTH, ORIGINS, ROWS = range(9)
-"""Rows of the input buffer, int64 each; the two of real numbers hold their fp64 bits. ORIGINS is
-each row's index in the previous step, ROWS its index in the table."""
+"""Rows of the input buffer, all int64; the two with real numbers contain fp64 bits. ORIGINS: index
+in the previous step; ROWS: index in the table."""
 
 
 def batch_sizes(max_rows: int) -> Iterator[int]:
-    """1, 2, 4, 8, 16, 24, 32, 48, 64, 96...: padding stays below a half of the batch."""
+    """Yields 1, 2, 4, 8, 16, 24, 32, 48, 64, 96...: padding is less than half of the batch."""
     size = 1
     while size < max_rows:
         yield size
@@ -49,7 +49,7 @@ def batch_sizes(max_rows: int) -> Iterator[int]:
 
 
 class DecodeAttend:
-    """The attention core of a step of one token per row."""
+    """The attention core of a step with one token per row."""
 
     def __init__(
         self, cache: KVCache, places_S: Tensor, blocks: Tensor, width: Tensor, lengths_S: Tensor
@@ -117,14 +117,14 @@ class Launched:
 
     rows: np.ndarray
     seats: np.ndarray
-    """The number of the sequence in each row, as `Table.num_seated` counts them."""
+    """For each row the count of `Table.num_seated`, which identifies its sequence."""
     outputs: Tensor
     logits_NV: Tensor
     """Valid until the next step is launched."""
     is_done: torch.cuda.Event | None
 
     def read(self) -> tuple[np.ndarray, np.ndarray]:
-        """Waits for the step; ids and log-probs of the rows."""
+        """Waits for the step; returns ids and log-probs of the rows."""
         if self.is_done is not None:
             self.is_done.synchronize()
         num, out = len(self.rows), self.outputs.numpy()
@@ -171,8 +171,8 @@ class GraphDecoder:
         self.pool = torch.cuda.graph_pool_handle() if pin else None
 
     def launch(self, rows: np.ndarray, after: Launched | None = None) -> Launched:
-        """Computes the last token of each row and samples the next. With `after`, that last token
-        is sampled by the previous step, whose rows include these."""
+        """Computes the last token of each row and samples the next. With `after`, the last token is
+        that of the previous step, whose rows include these."""
         size = next(size for size in self.sizes if size >= len(rows))
         self.hosts.reverse()
         host = self.hosts[0]
@@ -254,8 +254,8 @@ class GraphDecoder:
         return logits_SV
 
     def capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Captures a graph. The warm-up computes the same step that is then replayed, so it changes
-        nothing but states, for which it uses the scratch slot."""
+        """Captures a graph. The warm-up computes the step that is then replayed, so it only changes
+        states, for which it uses the scratch slot."""
         device = self.cache.device
         rows = self.inputs[ROWS, :size]
         own = rows.clone()

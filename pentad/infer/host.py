@@ -1,5 +1,5 @@
-"""Layers for the sampler's own instance of a model on a CPU: same weights and names, faster
-products of few rows, fewer operations. Forward only."""
+"""CPU layers for the sampler's own instance of a model: same weights and names, faster products of
+few rows, fewer operations. Forward only."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from pentad.models.layers import Attention, GateUp, Linear, Norm
 HAS_MKL = torch.backends.mkl.is_available()
 TURNED_ROWS = range(4, 97)
 TURNED_SIZE = 1 << 18
-"""From this number of weights, and for these numbers of rows, MKL is up to twice as fast at W x^T
-as at x W^T."""
+"""From this number of weights, and for these numbers of rows, MKL computes W x^T up to twice as
+fast as x W^T."""
 
 
 def product(x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """x W^T + b; the result may be in column-major order."""
+    """Returns x W^T + b; the result may be in column-major order."""
     if len(x_TD) not in TURNED_ROWS or weight_ND.numel() < TURNED_SIZE or not HAS_MKL:
         return F.linear(x_TD, weight_ND, bias_N)
     y_TN = torch.mm(weight_ND, x_TD.t().contiguous()).t()
@@ -31,7 +31,7 @@ def product(x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Te
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm over the last dim in five operations; float32."""
+    """Returns the RMS norm over the last dim in float32, in five operations."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     square = torch.addcmul(scalar(eps), length, length, value=1 / x.shape[-1])
     return (x * square.rsqrt_()).mul_(weight)
@@ -93,7 +93,7 @@ HOST: dict[type[nn.Module], type[nn.Module]] = {
 
 def apply_host(model: Decoder, *, joins: bool = True) -> None:
     """Replaces layers by those of this file. `joins`: projections of one input become one product,
-    with separate memory."""
+    with its own memory."""
     for module in list(model.modules()):
         if joins and type(module) is Attention:
             weight, bias = join_projections(module)

@@ -1,5 +1,4 @@
-"""The limits of requests: requests that cannot be served are rejected here and never enter a
-batch."""
+"""Limits of requests: rejects requests that cannot be served, before they enter a batch."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from pentad.core.sizes import MIN_TEMPERATURE
 from pentad.core.types import Request, SamplingParams
 
 MIN_TOP_P = 1e-6
-"""Smaller values may be 0 in fp32, which keeps no token."""
+"""Minimum top_p: smaller values may be 0 in fp32, which would keep no token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +22,9 @@ class RequestLimits:
     max_context: int
     """Maximum tokens of one sequence, prompt included."""
     max_cached: int
-    """Number of tokens that the whole key-value cache holds."""
+    """Number of tokens that fit into the key-value cache."""
     can_decode: bool
-    """Whether token ids can be turned into text, which stop strings need."""
+    """Whether token ids can be decoded to text, which stop strings require."""
 
     def total(self, request: Request) -> int:
         """Maximum number of tokens of the request, prompt included."""
@@ -83,11 +82,11 @@ def params_problems(params: SamplingParams, limits: RequestLimits) -> Iterator[P
         if not 0 <= stop < limits.vocab_size:
             yield Problem(f"stop_ids: {stop}", outside(limits))
     if "" in params.stop_strings:
-        yield Problem("stop_strings: ''", "every text holds it")
+        yield Problem("stop_strings: ''", "every text contains it")
     if params.stop_strings and not limits.can_decode:
         yield Problem(
             f"stop_strings = {list(params.stop_strings)}",
-            "the sampler cannot turn ids into text",
+            "the sampler cannot decode ids to text",
             "build it with decode=tokenizer.decode",
         )
 

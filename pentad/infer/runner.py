@@ -1,7 +1,6 @@
 """The runner: executes a plan as one forward pass and samples, on the model's device.
 
-It owns the key-value memory and everything that depends on the device; it makes no scheduling
-decisions.
+It owns the key-value memory and all device-specific code; it makes no scheduling decisions.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from pentad.infer.graphs import GraphDecoder, Launched
 
 MAX_LOGITS = 1 << 26
-"""Maximum number of logits (rows x vocabulary) held at once."""
+"""Maximum number of logits (rows x vocabulary) in memory at once."""
 
 
 class Runner:
@@ -66,7 +65,7 @@ class Runner:
         self.dtype = model.head_weight.dtype
         raise_problems(latent_cache_problems(model.dims, settings.rollout.kv_cache_dtype))
         self.holds_latents = bool(model.dims.kv_latent) and not settings.strict
-        # No kernel is for transformers' modules: they attend in plain torch.
+        # Kernels do not support transformers' modules, which attend in plain torch.
         self.has_kernels = wants_triton(settings, self.device) and isinstance(model, Decoder)
         if self.has_kernels and self.holds_latents:
             from pentad.ops import latent_decode
@@ -80,10 +79,10 @@ class Runner:
         """Pinned host memory for the weights of a sleeping GPU; never freed, because pinning is
         slow."""
         self.tops: dict[int, TopTokens] = {}
-        """Row -> its requested likeliest tokens of the last step."""
+        """Row -> its most likely tokens at the last step, if requested."""
         self.cache: KVCache | None = None
         self.slots: StateSlots | None = None
-        """The states of delta nets, if the model has some."""
+        """The states of delta nets, if the model has any."""
         self.decoder: GraphDecoder | None = None
         self.is_fused = self.has_kernels and not settings.strict
         self.adapter: JoinedAdapter | None = None
@@ -98,9 +97,7 @@ class Runner:
     def swap_layers(self, model: Decoder) -> None:
         """Replaces layers by those for the device and the settings."""
         settings = self.settings
-        if (
-            self.is_fused
-        ):  # Triton is optional: everything that needs it is imported where it is used
+        if self.is_fused:  # Triton is optional, so its users are imported here
             from pentad.infer.fuse import apply_fused
 
             apply_fused(model)
@@ -118,7 +115,7 @@ class Runner:
             self.adapter = join_factors(model)
 
     def add_factors(self, model: LanguageModel) -> None:
-        """Gives the model an adapter's factors, which wait for an install."""
+        """Adds an adapter's factors to the model; an install sets their values."""
         if self.settings.lora is not None:
             apply_lora(model, self.settings.lora)
             blank_factors(model.requires_grad_(False), self.device)
@@ -134,13 +131,13 @@ class Runner:
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(self.device, non_blocking=True)
         model = self.model
-        if self.is_fused:  # frozen weights that a learner holds too, it has joined
+        if self.is_fused:  # the learner has already joined frozen weights that it shares
             from pentad.infer.fuse import join_all
 
             assert isinstance(model, Decoder)
             join_all(model)
             if self.device.type == "cuda":
-                torch.cuda.empty_cache()  # of the parts that were joined
+                torch.cuda.empty_cache()  # frees the parts that were joined
         self.cache = KVCache(
             model.cache_dims,
             self.num_blocks,
@@ -213,7 +210,7 @@ class Runner:
             return decoder.launch(rows, after)
 
     def compute(self, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
-        """Computes any mixture of prefill and decode."""
+        """Computes a step with any mixture of prefill and decode."""
         hidden_TD = self.forward(plan)
         if plan.copies:
             assert self.cache is not None
@@ -280,7 +277,7 @@ class Runner:
         return hidden_TD
 
     def routes_of(self, blocks: list[int], num_tokens: int) -> np.ndarray:
-        """The routes of the first tokens of a sequence in these blocks."""
+        """Returns the routes of the first tokens of a sequence in these blocks."""
         assert self.cache is not None, "the runner is asleep"
         return self.cache.read_routes(self.put(np.array(blocks, np.int64)), num_tokens)
 
@@ -311,7 +308,7 @@ class Runner:
         return ids_N.cpu().numpy(), logprobs_N.cpu().numpy()
 
     def note_tops(self, rows: np.ndarray, logits_NV: Tensor) -> None:
-        """Stores the likeliest tokens of the rows that request them."""
+        """Stores the most likely tokens of the rows that request them."""
         wanted = self.table.num_top[rows]
         which = np.flatnonzero(wanted)
         if not len(which):
@@ -340,7 +337,7 @@ def own_layers_problems(settings: SamplerSettings, family: str) -> Iterator[Prob
 
 
 def never_asks_the_device(model: LanguageModel, settings: SamplerSettings) -> bool:
-    """Whether a forward pass never waits for a size from the device: experts are grouped on the
+    """Whether a forward pass needs no size from the device, because experts are grouped on the
     device."""
     if not model.dims.num_experts or settings.strict:
         return True

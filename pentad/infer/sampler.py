@@ -1,8 +1,8 @@
-"""The embedded sampler: `core.roles.Sampler` over an engine that steps in one worker thread.
+"""The embedded sampler: a `core.roles.Sampler` whose engine runs in one worker thread.
 
 Only the worker uses the engine, between two awaits of `_drive`, which runs only while there is
-work. Requests that arrive before the next step join it in their order; weights, aborts, sleep and
-wake take effect between two steps.
+work. Requests that arrive before the next step join it in order; weights, aborts, sleep and wake
+take effect between two steps.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class EngineCommand:
 class EmbeddedSampler:
     """Continues prompts in this process, with its own instance of the model.
 
-    Stop strings are searched in the text of all new tokens; the tokens that spell one stay in
-    `ids`, and so does a stop id: training uses exactly the sampled tokens.
+    Stop strings are searched in the text of all new tokens. Their tokens, or a stop id, stay in
+    `ids`: training uses exactly the sampled tokens.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class EmbeddedSampler:
         decode: Decode | None = None,
         version: int = -1,
     ) -> None:
-        """The sampler owns `model` from here on. `version`: that of its weights."""
+        """The sampler takes ownership of `model`. `version`: that of its weights."""
         self.engine = InferenceEngine(
             model, settings or SamplerSettings(), decode=decode, version=version
         )
@@ -92,7 +92,7 @@ class EmbeddedSampler:
         self.driver: asyncio.Task[None] | None = None
         self.is_paused = False
         self.num_wanted: int | None = None
-        """Requests that may still end before it holds."""
+        """Number of requests that may still end before it pauses."""
         self.num_installs = 0
         self.is_closed = False
         self.failure: RunError | None = None
@@ -108,8 +108,7 @@ class EmbeddedSampler:
         decode: Decode | None = None,
         adapter: Adapter | None = None,
     ) -> EmbeddedSampler:
-        """Serves the weights of the folder as version 0; `adapter`: applied beside them,
-        unmerged."""
+        """Serves the weights of the folder as version 0. `adapter`: applied to them, unmerged."""
         if adapter is not None:
             raise_problems(fit_problems(adapter, HfFolder(folder).infos, "adapter", str(folder)))
         lora = None if adapter is None else LoraConfig(**asdict(adapter.spec))
@@ -127,15 +126,14 @@ class EmbeddedSampler:
     async def generate(
         self, request: Request, on_token: OnToken | None = None, on_top: OnTop | None = None
     ) -> list[Generation]:
-        """`on_token(i, id, logprob)` is called for each token of the i-th generation as it is
-        sampled. If the request asks for them, `on_top(i, top)` is called before with the likeliest
-        ones."""
+        """Calls `on_token(i, id, logprob)` for each token of the i-th generation when it is
+        sampled; before it, if requested, `on_top(i, top)` with the most likely tokens."""
         self._check_serving()
         check_request(request, self.engine.limits)
         if request.id in self.open:
             raise UserError(
                 Problem(
-                    f"request {request.id}", "a request of this id is under way", "name it anew"
+                    f"request {request.id}", "a request of this id is in progress", "use another id"
                 )
             )
         future: asyncio.Future[list[Generation]] = asyncio.get_running_loop().create_future()
@@ -154,23 +152,23 @@ class EmbeddedSampler:
 
     def hold_after(self, num_requests: int | None) -> None:
         """Samples until `num_requests` more requests have ended, then pauses until the next call;
-        None: no limit. The tokens of the other requests at that point depend on the requests only,
-        not on the timing of callers."""
+        None: no limit. The other requests' tokens at that point depend only on the requests, not on
+        the timing of callers."""
         self.num_wanted = num_requests
         if self.open:
             self._kick()
 
     async def pause(self) -> None:
         self.is_paused = True
-        await self._do(lambda: None)  # a step under way is waited for
+        await self._do(lambda: None)  # waits for a step in progress
 
     async def resume(self) -> None:
         self.is_paused = False
         self._kick()
 
     async def install(self, version: int, weights: NamedTensors) -> Installed:
-        """Installs weights. All tensors are held until the install is over; they are checked before
-        the first is written. The iterator is read here, in the caller's thread."""
+        """Installs weights. Reads the iterator in the caller's thread, keeps all tensors until the
+        install is over, and checks them before writing the first."""
         started = time.perf_counter()
         pairs = weights.weights if isinstance(weights, SentWeights) else list(weights)
         self.num_installs += 1
@@ -196,7 +194,7 @@ class EmbeddedSampler:
         return self.engine.stats()
 
     async def close(self) -> None:
-        """Open requests end with an error; further ones are rejected."""
+        """Ends open requests with an error; further ones are rejected."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -222,7 +220,7 @@ class EmbeddedSampler:
 
     def _send(self, action: Callable[[], object]) -> asyncio.Future[object]:
         future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        # The abort of abandoned tokens is not awaited, so its failure is not reported either.
+        # The abort of an abandoned request is not awaited, so its failure is not reported.
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         self.commands.append(EngineCommand(action, future))
         self._kick()
@@ -240,7 +238,7 @@ class EmbeddedSampler:
         return results[0]
 
     async def _drive(self) -> None:
-        """Runs commands and steps until there are none, or the sampler is paused or asleep."""
+        """Runs commands and steps until no work is left, or the sampler is paused or asleep."""
         try:
             await asyncio.sleep(0)  # callers that are ready submit before the first step
             while not self.is_closed and (self.inbox or self.commands or self._can_step):
@@ -250,12 +248,12 @@ class EmbeddedSampler:
                 if self._can_step:
                     report = await self._in_worker(partial(self.engine.run, self.interrupt))
                     self._deliver(report)
-                    await asyncio.sleep(0)  # those who got their tokens may ask for more
+                    await asyncio.sleep(0)  # callers that got their tokens may send more requests
         except Exception as error:
             self._fail(error)
-        except asyncio.CancelledError as error:  # what the worker still draws is lost
+        except asyncio.CancelledError as error:  # tokens of the step in progress are lost
             if self.open or self.commands:
-                self._fail(RunError("its event loop was ended while it was at work"))
+                self._fail(RunError("its event loop ended during a step"))
             raise error
 
     @property
@@ -273,7 +271,7 @@ class EmbeddedSampler:
 
     async def _run_commands(self) -> None:
         while self.commands:
-            self._take_inbox()  # an abort finds a request that came before it
+            self._take_inbox()  # an abort finds a request that arrived before it
             command = self.commands.pop(0)
             try:
                 result = await self._in_worker(command.action)
@@ -299,7 +297,7 @@ class EmbeddedSampler:
                 if entry.on_top is not None and made.top:
                     entry.on_top(made.index, made.top)
                 entry.on_token(made.index, made.id, made.logprob)
-            except Exception as error:  # the listener's own fault: its request alone ends
+            except Exception as error:  # an error of the listener ends only its request
                 entry.future.set_exception(error)
                 self._send(partial(self.engine.abort, made.request_id))
         for sequence in report.finished:
@@ -318,8 +316,7 @@ class EmbeddedSampler:
         self.engine.listened.discard(entry.request.id)
 
     def _fail(self, error: Exception) -> None:
-        """Fails the sampler: nothing is served afterwards, and every request gets the first
-        cause."""
+        """Fails the sampler: all present and later requests get the first cause."""
         self.failure = error if isinstance(error, RunError) else RunError(repr(error))
         if self.failure is not error:
             self.failure.__cause__ = error

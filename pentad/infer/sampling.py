@@ -1,9 +1,9 @@
 """Sampling of tokens: randomness keyed by (seed, position), and log-probs of the sampled tokens.
 
 Shape letters: N rows to sample, V vocabulary, C chunks of the vocabulary. A sample uses one uniform
-number, a hash of the continuation's seed and the token's position, so it depends on no batch slot,
-neighbour or device state. The token is where the cumulative probability exceeds that number. The
-reported log-prob is that under softmax(logits / temperature), before top-k and top-p, in fp32.
+number, a hash of the continuation's seed and the token's position, independent of batch slot,
+neighbours and device state. It is the first token whose cumulative probability exceeds that number.
+The reported log-prob is under softmax(logits / temperature), before top-k and top-p, in fp32.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 CHUNK = 128
 HOST_LOGITS = 1 << 18
-"""Maximum number of logits processed at once in host memory: more do not stay in its caches, and an
-array of several MiB is newly mapped every time."""
+"""Maximum number of logits processed at once in host memory: more exceed the CPU caches, and arrays
+of several MiB are mapped anew each time."""
 UNIFORM_BITS = 40
 """Resolution of the uniform numbers; (1 - 2**-40) * total stays below total in fp64."""
 
@@ -58,7 +58,7 @@ def draw(
     scaled_NV = logits_NV / divisor_N[:, None]
     largest_N = scaled_NV.amax(dim=-1)
     weights_NV = (scaled_NV - largest_N[:, None]).exp_()
-    total_N = largest_N + weights_NV.sum(-1).log()  # `logsumexp` would take all exponentials anew
+    total_N = largest_N + weights_NV.sum(-1).log()  # `logsumexp` would recompute all exponentials
     if top_k_N is not None and top_p_N is not None:
         weights_NV = truncate(weights_NV, top_k_N, top_p_N)
     ids_N = invert_cdf(weights_NV, uniform_N)
@@ -69,7 +69,7 @@ def draw(
 
 
 def likeliest(logits_NV: Tensor, temperature_N: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """Ids and log-probs of the `num` likeliest tokens of each row, with log-probs as in `draw`."""
+    """Returns ids and log-probs (as in `draw`) of the `num` most likely tokens of each row."""
     logits_NV = logits_NV.float()
     scaled_NV = logits_NV / torch.where(temperature_N <= 0, 1.0, temperature_N)[:, None]
     values_Nk, ids_Nk = scaled_NV.topk(num, dim=-1)
@@ -77,10 +77,10 @@ def likeliest(logits_NV: Tensor, temperature_N: Tensor, num: int) -> tuple[Tenso
 
 
 def invert_cdf(weights_NV: Tensor, uniform_N: Tensor) -> Tensor:
-    """The first index at which the running sum of weights exceeds uniform * total.
+    """Returns the first index at which the running sum of weights exceeds uniform * total.
 
-    Sums run in fp64, over chunks first and then inside the one that is hit, so the long sum over
-    a large vocabulary costs one pass. An index of weight 0 is never returned.
+    Sums in fp64, first over chunks and then inside the selected one, so a large vocabulary costs
+    one pass. Never returns an index of weight 0.
     """
     num_draws, vocab_size = weights_NV.shape
     width = vocab_size if vocab_size <= 8 * CHUNK else CHUNK
@@ -93,14 +93,14 @@ def invert_cdf(weights_NV: Tensor, uniform_N: Tensor) -> Tensor:
     before_N = F.pad(sums_NC, (1, 0)).gather(1, chunk_N[:, None]).squeeze(1)
     picked_NV = chunks_NCV[torch.arange(num_draws, device=chunk_N.device), chunk_N]
     inner_NV = picked_NV.cumsum(-1, dtype=torch.float64)
-    # The two sums round differently: keep the rest inside the chunk.
+    # The two sums round differently: clamp the rest to the chunk.
     below_one = 1.0 - 2.0**-UNIFORM_BITS
     rest_N = torch.minimum(target_N - before_N, inner_NV[:, -1] * below_one)
     return chunk_N * width + (inner_NV <= rest_N[:, None]).sum(-1)
 
 
 def truncate(weights_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
-    """Zero outside the k heaviest, then outside the smallest head that holds mass p of them."""
+    """Zeroes weights outside the k largest, then outside their smallest head with mass p."""
     vocab_size = weights_NV.shape[1]
     sorted_NV, order_NV = weights_NV.sort(dim=-1, descending=True, stable=True)
     limit_N = torch.where(top_k_N > 0, top_k_N, vocab_size)
@@ -108,7 +108,7 @@ def truncate(weights_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
     sorted_NV = torch.where(rank_V < limit_N[:, None], sorted_NV, 0.0)
     sums_NV = sorted_NV.cumsum(-1, dtype=torch.float64)
     before_NV = sums_NV - sorted_NV
-    # The first index always stays: nothing lies before it.
+    # The first index always stays: no mass is before it.
     is_in_head_NV = (before_NV < top_p_N[:, None] * sums_NV[:, -1:]) | (top_p_N >= 1)[:, None]
     sorted_NV = torch.where(is_in_head_NV, sorted_NV, 0.0)
     return torch.zeros_like(weights_NV).scatter_(1, order_NV, sorted_NV)

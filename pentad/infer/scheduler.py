@@ -1,4 +1,4 @@
-"""The request scheduler: which tokens of which sequences the next step computes.
+"""The request scheduler: selects the sequences and tokens of the next step.
 
 First come, first served. Every step gives each running sequence that is past its prefill one token,
 then spends the rest of `max_batch_tokens` on prefills, in chunks if needed, and on admitting
@@ -26,7 +26,7 @@ from pentad.infer.sequence import Sequence, Table
 
 @dataclass(slots=True)
 class Plan:
-    """One step: `counts[i]` tokens of row `rows[i]` from place `starts[i]` on."""
+    """A step: `counts[i]` tokens of row `rows[i]`, from place `starts[i]` on."""
 
     rows: np.ndarray
     starts: np.ndarray
@@ -34,11 +34,11 @@ class Plan:
     drawn_rows: np.ndarray
     """Rows that get a new token."""
     drawn_from: np.ndarray
-    """For each of them, the index in `rows` whose last token it follows."""
+    """For each new token, the index in `rows` whose last token it follows."""
     copies: list[tuple[int, int]] = field(default_factory=list)
     """Blocks (from, to) to copy after the step."""
     forks: list[tuple[int, int]] = field(default_factory=list)
-    """Rows (from, to) that continue alike after the step."""
+    """Rows (from, to): `to` continues after the step with the state of `from`."""
 
     @property
     def is_decode(self) -> bool:
@@ -50,8 +50,7 @@ def arrival_of(sequence: Sequence) -> int:
 
 
 class RequestScheduler:
-    """Plans steps. Memory is counted by BlockPool, tokens are held by Table, and the model is run
-    by the runner."""
+    """Plans steps. BlockPool counts memory, Table stores tokens, and the runner runs the model."""
 
     def __init__(
         self,
@@ -67,11 +66,11 @@ class RequestScheduler:
         self.max_batch_tokens = max_batch_tokens
         self.max_later_tokens = max_later_tokens or max_batch_tokens
         """Maximum tokens per step in prefills that continue an earlier one: their attention gathers
-        keys and values and masks every pair."""
+        keys and values and masks all pairs."""
         self.admit_batch = admit_batch
-        """While others run, at least this many rows are assigned at a time."""
+        """While sequences run, waiting ones are admitted at least this many at a time."""
         self.before_release = before_release
-        """Called with a sequence before it loses its row and its blocks."""
+        """Called with a sequence before its row and blocks are freed."""
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.rows = np.zeros(0, np.int64)
@@ -99,7 +98,7 @@ class RequestScheduler:
     # One step: plan, then record.
 
     def plan(self) -> Plan | None:
-        """The next step, or None when there is nothing to do."""
+        """Plans the next step; None if there is no work."""
         self.grow_running()
         table = self.table
         planned, budget, later = self.plan_running()
@@ -138,7 +137,7 @@ class RequestScheduler:
 
     def finish(self, ended: Mapping[Sequence, FinishReason]) -> None:
         """Ends these sequences, in any state, and frees their memory. Followers end with their
-        leader: only a whole request can be ended before its first token."""
+        leader, because only a whole request can be ended before its first token."""
         if any(sequence.row < 0 for sequence in ended):
             self.waiting = [s for s in self.waiting if s not in ended]
         for sequence, reason in ended.items():
@@ -147,10 +146,10 @@ class RequestScheduler:
         self.running = [s for s in self.running if s.row >= 0]
         self.rows = self.rows[self.table.is_seated[self.rows]]
 
-    # What plan() is made of.
+    # Parts of plan().
 
     def plan_running(self) -> tuple[tuple[np.ndarray, np.ndarray], int, int]:
-        """Rows and counts of the running sequences, and the budgets that are left."""
+        """Returns rows and counts of the running sequences, and the remaining budgets."""
         table, rows = self.table, self.rows
         counts = table.num_tokens[rows] - table.num_computed[rows]
         is_prefill = counts > 1
@@ -174,7 +173,7 @@ class RequestScheduler:
             sequence = self.table.sequences[rows[i]]
             assert sequence is not None
             self.remember_blocks(sequence, int(computed[i]), int(counts[i]))
-        # Of one token each, as nearly all are: their blocks are read at once.
+        # One token each, the usual case: reads all their blocks at once.
         which = np.flatnonzero(is_filled & (counts == 1))
         index_N = computed[which] // size
         places = (index_N * size)[:, None] + np.arange(size)
@@ -184,11 +183,11 @@ class RequestScheduler:
             assert sequence is not None
             sequence.node = self.pool.remember(sequence.node, filled, sequence.blocks[index])
 
-    # A step that was launched before the one ahead of it was recorded.
+    # Steps launched before the previous one is recorded.
 
     def rows_ahead(self, rows: np.ndarray, seats: np.ndarray) -> np.ndarray | None:
-        """The rows of the current step that get a further token unless a stop id ends them, with a
-        block for it. None if the next step should wait for this one."""
+        """Returns the rows of the current step that get a further token unless a stop id ends them,
+        with a block for it. None if the next step should wait for this one."""
         table, pool = self.table, self.pool
         if self.may_admit:
             return None
@@ -202,7 +201,7 @@ class RequestScheduler:
         return rows
 
     def plan_ahead(self, rows: np.ndarray) -> Plan:
-        """The plan of such a step after its results arrived: without rows that have ended."""
+        """Returns the plan of such a step when its results arrive, without rows that have ended."""
         counts = np.ones(len(rows), np.int64)
         self.remember_filled(rows, counts)
         return Plan(rows, self.table.num_computed[rows], counts, rows, np.arange(len(rows)))
@@ -244,8 +243,8 @@ class RequestScheduler:
 
     def take_blocks(self, sequence: Sequence, *, may_follow: bool) -> int | None:
         """Gives a sequence a row and blocks for all its tokens; returns the number of cached
-        tokens. None if there is no room, or if some are cached and it may not use them. While
-        others run, a hundredth of the pool is reserved for them, so that the new sequence is not
+        tokens. None if there is no space, or if some are cached and it may not use them. While
+        others run, a hundredth of the pool stays reserved for them, so that the new sequence is not
         preempted at once."""
         pool, size = self.pool, len(sequence.ids)
         found, node = pool.find_prefix(sequence.ids, size - 1)
@@ -280,7 +279,7 @@ class RequestScheduler:
                 self.grow(np.array([row]))
 
     def grow(self, rows: np.ndarray) -> None:
-        """Takes one more block for each; the caller has checked that there are enough."""
+        """Allocates one more block for each row; the caller has checked that there are enough."""
         blocks = [self.pool.take() for _ in rows]
         for row, block in zip(rows.tolist(), blocks, strict=True):
             sequence = self.table.sequences[row]
@@ -289,7 +288,7 @@ class RequestScheduler:
         self.table.add_blocks(rows, blocks)
 
     def fork_followers(self, plan: Plan) -> None:
-        """At the end of a prefill, starts its followers from the same logits."""
+        """Starts the followers of finished prefills from the same logits."""
         pool, table = self.pool, self.table
         rows: list[int] = []
         origins: list[int] = []
@@ -326,13 +325,13 @@ class RequestScheduler:
             self.seat_changed()
 
     def remember_blocks(self, sequence: Sequence, start: int, count: int) -> None:
-        """Makes the blocks that these tokens fill findable for other sequences."""
+        """Stores blocks filled by these tokens as prefixes for other sequences."""
         size = self.pool.block_size
         for index in range(start // size, (start + count) // size):
             tokens = self.table.tokens[sequence.row, index * size : (index + 1) * size].tolist()
             sequence.node = self.pool.remember(sequence.node, tokens, sequence.blocks[index])
 
-    # Giving up.
+    # Preemption.
 
     def preempt(self, sequence: Sequence) -> None:
         """Frees the blocks of a running sequence, which waits to be recomputed."""
@@ -360,7 +359,7 @@ class RequestScheduler:
         self.rows = np.array([s.row for s in self.running], np.int64)
 
     def find(self, wanted: Callable[[Sequence], bool]) -> list[Sequence]:
-        """All unfinished sequences of a kind, followers included."""
+        """Returns all unfinished sequences for which `wanted` is true, including followers."""
         everyone = self.waiting + self.running
         everyone += [follower for leader in self.running for follower in leader.followers]
         return [sequence for sequence in everyone if wanted(sequence)]

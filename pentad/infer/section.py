@@ -11,20 +11,20 @@ from pentad.rollout.section import RolloutConfig
 
 
 class SamplerSettings(Section):
-    """The block `rollout`, and the values that a run or a server adds. Device and dtype are those
-    of the model."""
+    """The block `rollout`, and values added by a run or a server. Device and dtype are those of the
+    model."""
 
     rollout: RolloutConfig = RolloutConfig()
     max_context: Count | None = None
     """Maximum tokens of one sequence, prompt included. None: the model's limit of positions."""
     lora: LoraConfig | None = None
-    """Factors that the frozen model gets: an install is of these only."""
+    """Factors added to the frozen model; then installs contain only these."""
     strict: bool = False
-    """Log-probs are bitwise those of the strict learner, by operations that give a token the same
-    numbers in any batch; slower."""
+    """Log-probs are bitwise equal to the strict learner's, by batch-invariant operations;
+    slower."""
     keep_prefixes: bool = False
-    """Keeps computed prefixes while the engine is idle. If off, a batch of requests sent to an idle
-    engine has bitwise the same result whatever ran before."""
+    """Keeps computed prefixes while the engine is idle. If off, the result of a batch of requests
+    sent to an idle engine does not depend on earlier requests, bitwise."""
     block_size: Count = BLOCK_TOKENS
     """Tokens in one block of the key-value cache."""
     kv_cache_tokens: Count | None = None

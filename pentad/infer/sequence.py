@@ -1,7 +1,7 @@
-"""Sequences: one continuation each, and the table that holds the running ones as arrays.
+"""Sequences, one per continuation, and the table of the running ones as arrays.
 
 A running sequence has a row in the table, where one numpy operation advances all of them; otherwise
-(waiting, preempted, finished) it holds its own lists.
+(waiting, preempted, finished) its tokens are in its own lists.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Sequence:
     index: int
     """Index of its seed in the request."""
     arrival: int
-    """Order of service."""
+    """Position in the order of service."""
     limit: int
     """Maximum number of tokens, prompt included."""
     ids: list[int]
@@ -31,8 +31,8 @@ class Sequence:
     row: int = -1
     blocks: list[int] = field(default_factory=list)
     node: int = 0
-    """Prefix node of its last full block. After new weights it leads nowhere, so a cache of mixed
-    versions is never found."""
+    """Prefix node of its last full block; invalid after new weights, so a cache of mixed versions
+    is never found."""
     followers: list[Sequence] = field(default_factory=list)
     """Other continuations of the request, which start at the end of this one's prefill."""
     finish: FinishReason | None = None
@@ -74,7 +74,7 @@ class Table:
         self.sequences: list[Sequence | None] = [None] * num_rows
         self.free_rows = list(range(num_rows - 1, -1, -1))
         self.num_tokens = np.zeros(num_rows, np.int64)
-        """Number of known tokens; all but the last few have their keys and values in the cache."""
+        """Number of known tokens; keys and values of all but the last few are in the cache."""
         self.num_computed = np.zeros(num_rows, np.int64)
         self.num_blocks = np.zeros(num_rows, np.int64)
         self.limit = np.zeros(num_rows, np.int64)
@@ -85,7 +85,7 @@ class Table:
         self.is_truncated = np.zeros(num_rows, bool)
         self.num_top = np.zeros(num_rows, np.int64)
         self.num_seated = np.zeros(num_rows, np.int64)
-        """How many sequences have left each row: distinguishes two that had the same one."""
+        """Number of sequences that have left each row; tells sequences of a row apart."""
         self.is_seated = np.zeros(num_rows, bool)
         self.has_stop_strings = np.zeros(num_rows, bool)
         self.has_followers = np.zeros(num_rows, bool)
@@ -121,8 +121,8 @@ class Table:
         self.stops.put(row, params.stop_ids)
 
     def seat_beside(self, leader: Sequence, followers: list[Sequence]) -> None:
-        """Gives rows to further sequences of a request that has one and has sampled nothing: they
-        differ in their seeds only."""
+        """Gives rows to further sequences of a request whose leader has a row and has sampled
+        nothing; they differ only in their seeds."""
         rows = [self.free_rows.pop() for _ in followers]
         for row, follower in zip(rows, followers, strict=True):
             follower.row = row
@@ -143,7 +143,7 @@ class Table:
         self.has_followers[first] = True
 
     def unseat(self, sequence: Sequence) -> None:
-        """Frees the row; the sequence gets its tokens."""
+        """Frees the row; copies its tokens to the sequence."""
         row, prompt = sequence.row, sequence.num_prompt
         size = int(self.num_tokens[row])
         sequence.ids = self.tokens[row, :size].tolist()
@@ -168,8 +168,7 @@ class Table:
         self.num_blocks[row] = last
 
     def set_blocks_of(self, rows: list[int], blocks: list[list[int]], num_computed: int) -> None:
-        """Sets all blocks of several rows that have equally many, with that many tokens
-        computed."""
+        """Sets all blocks of several rows with the same number of blocks and of computed tokens."""
         num = len(blocks[0])
         if num > self.blocks.shape[1]:
             self.blocks = widen(self.blocks, num)
@@ -210,7 +209,7 @@ class StopSets:
         self.keys: list[tuple[int, ...]] = [()]
         self.num_users = [0]
         self.is_stop = np.zeros((1, 1), bool)
-        """[sets, ids]; an id beyond its width is in no set."""
+        """[sets, ids]; ids beyond the width are in no set."""
 
     def put(self, row: int, stop_ids: tuple[int, ...]) -> None:
         if stop_ids in self.keys:
@@ -221,7 +220,7 @@ class StopSets:
         self.set_of_row[row] = index
 
     def put_beside(self, row: int, others: list[int]) -> None:
-        """Gives the set of `row` to other rows as well."""
+        """Gives the set of `row` also to other rows."""
         index = self.set_of_row[row]
         self.num_users[index] += len(others)
         self.set_of_row[others] = index
@@ -253,8 +252,8 @@ class StopSets:
 
 
 def filled(routes_TLk: np.ndarray, num_tokens: int) -> np.ndarray:
-    """The routes, filled up to the sequence's length: tokens that were never computed get the first
-    experts."""
+    """Returns the routes, padded to the sequence's length: tokens that were never computed get the
+    first experts."""
     num_layers, num_chosen = routes_TLk.shape[1:]
     missing = num_tokens - len(routes_TLk)
     any_k = np.arange(num_chosen, dtype=routes_TLk.dtype)
@@ -262,7 +261,7 @@ def filled(routes_TLk: np.ndarray, num_tokens: int) -> np.ndarray:
 
 
 def widen(array: np.ndarray, num_columns: int) -> np.ndarray:
-    """Extends the table to at least that many columns, and to at least twice its size."""
+    """Extends the table to at least `num_columns` columns, and to at least twice its size."""
     wider = np.zeros((array.shape[0], max(num_columns, 2 * array.shape[1])), array.dtype)
     wider[:, : array.shape[1]] = array
     return wider

@@ -1,9 +1,9 @@
 """States of delta nets for running sequences: a slot for each row of the table.
 
-A slot has the last inputs of each layer's convolution and the states of its heads. A sequence that
-begins (at position 0) reads nothing from its slot, so slots are never cleared; the state after a
-step is where the sequence's next token starts. Forward only. Shapes as in `ops.delta`; L layers
-with a delta net, R rows, w tokens of a convolution's window.
+A slot has the last inputs of each layer's convolution and the states of its heads. A sequence at
+position 0 reads nothing from its slot, so slots are never cleared; the next token starts from the
+state after the step. Forward only. Shapes as in `ops.delta`; L layers with a delta net, R rows, w
+tokens of a convolution's window.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class RunMemory(TokenMemory):
     ) -> None:
         device = slots.states.device
         self.plan = ChunkPlan(counts.tolist(), device)
-        # Slots are taken in the order of the scan.
+        # Slots are read in the order of the scan.
         order = self.plan.order
         rows_S, starts_S = (torch.from_numpy(x[order]).to(device) for x in (rows, starts))
         super().__init__(slots, rows_S, starts_S)

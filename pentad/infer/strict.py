@@ -1,4 +1,4 @@
-"""Strict sampling: attention over the cache and log-probs by the learner's own operations."""
+"""Strict sampling: attention over the cache and log-probs by the learner's operations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pentad.ops.spans import Spans
 
 
 def head_logits(model: LanguageModel, hidden_ND: Tensor, *, strict: bool) -> Tensor:
-    """Logits in fp32, as the learner computes them."""
+    """Returns logits in fp32, as computed by the learner."""
     if strict:
         return invariant.exact_linear(hidden_ND, model.head_weight, wide=True)
     product_NV = compute_logits(hidden_ND, model.head_weight)
@@ -22,7 +22,7 @@ def head_logits(model: LanguageModel, hidden_ND: Tensor, *, strict: bool) -> Ten
 
 
 def strict_logprobs(logits_NV: Tensor, ids_N: Tensor, temperature_N: Tensor) -> Tensor:
-    """`temperature_N` in fp64; 0 reports at 1."""
+    """Returns log-probs. `temperature_N`: fp64; 0 counts as 1."""
     scale_N = torch.where(temperature_N > 0, 1.0 / temperature_N, 1.0).float()
     return invariant.label_logprobs(logits_NV, ids_N, scale_N)[0]
 

@@ -78,8 +78,8 @@ class ServerSampler:
         check_request(request, self.limits)
         self.dialect.check(request.params)
         if request.id in self.open:
-            rule = "a request of this id is under way"
-            raise UserError(Problem(f"request {request.id}", rule, "name it anew"))
+            rule = "a request of this id is in progress"
+            raise UserError(Problem(f"request {request.id}", rule, "use another id"))
         names = [f"{self.name}-{request.id}-{index}." for index in range(len(request.seeds))]
         calls = self.open[request.id] = {
             name: asyncio.create_task(self._continue(request, index, name))

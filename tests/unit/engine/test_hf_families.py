@@ -312,7 +312,7 @@ def test_configs_that_cannot_be_trained_are_refused(config, said):
         ("qwen3", {}, Layout(pp=2), "supports only d, t and c; use archon"),
         ("qwen3", {}, Layout(tp=4), "t4 of fsdp must divide num_kv_heads = 2"),
         ("qwen3", {}, Layout(tp=3), "t3 . c1 = 3 must divide num_heads = 4"),
-        ("qwen3_moe", {}, Layout(tp=2), "experts as moe_tp_experts, which is not supported; use t1"),
+        ("qwen3_moe", {}, Layout(tp=2), "as moe_tp_experts, which is not supported; use t1"),
         ("gpt2", {}, Layout(tp=2), "no tensor-parallel plan for this model; use t1"),
         ("starcoder2", {"intermediate_size": 47}, Layout(tp=2), "must divide intermediate_size"),
     ],

@@ -159,7 +159,7 @@ def test_what_never_fits_the_cache_is_refused(make_sampler, make_request, genera
 def test_stop_strings_need_a_decoder(make_sampler, make_request, generate):
     sampler = make_sampler()
     assert "stop_strings" not in sampler.capabilities
-    with pytest.raises(UserError, match="cannot turn ids into text"):
+    with pytest.raises(UserError, match="cannot decode ids to text"):
         generate(sampler, [make_request("a", [1], stop_strings=("x",))])
 
 
@@ -187,7 +187,7 @@ def test_two_requests_of_one_id_are_refused(make_sampler, make_request, generate
     async def main():
         first = asyncio.create_task(sampler.generate(make_request("a", [1])))
         await asyncio.sleep(0)
-        with pytest.raises(UserError, match="of this id is under way"):
+        with pytest.raises(UserError, match="of this id is in progress"):
             await sampler.generate(make_request("a", [2]))
         return await first
 

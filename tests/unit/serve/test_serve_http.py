@@ -93,7 +93,7 @@ BAD = [
     (completion(temperature="hot"), 400, "temperature", 'temperature = "hot"'),
     (completion(top_p=0), 400, None, "top_p = 0.0"),
     (completion(top_p=1.5), 400, None, "top_p = 1.5"),
-    (completion(stop=""), 400, None, "stop_strings: '': every text holds it"),
+    (completion(stop=""), 400, None, "stop_strings: '': every text contains it"),
     (completion(stop=["a"] * 33), 400, "stop", "or a list of at most 32"),
     (completion(stop=[1]), 400, "stop", "must be a text of at most 1024 characters"),
     (completion(stop_token_ids=[259]), 400, None, "stop_ids: 259: is outside the vocabulary"),
