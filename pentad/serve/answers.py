@@ -1,4 +1,4 @@
-"""OpenAI-compatible answers: whole ones and chunks of streamed ones, as plain JSON data."""
+"""OpenAI-compatible answers, complete or as chunks of a stream, as plain JSON data."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from pentad.data.tokenizer import Tokenizer
 from pentad.serve.jobs import CALL_START, Job, read_calls
 
 BROKEN = "\ufffd"
-"""The replacement character, to which bytes of an incomplete character are decoded."""
+"""The replacement character, which decoding gives for bytes of an incomplete character."""
 MAX_WINDOW = 256
-"""Maximum number of tokens decoded again at each step, in a text without a complete character."""
+"""Maximum number of tokens that are decoded again at each step while no character is complete."""
 
 
 class TextStream:
-    """Turns tokens into text, piece by piece; the concatenated pieces are the answer's text.
+    """Decodes tokens to text in pieces; the concatenated pieces are the answer's text.
 
-    A piece never ends within a character, and text that may become a stop string is held back. A
-    token that ends the answer has no text, and neither has a stop string.
+    A piece never ends within a character, and text that may become a stop string is held back. The
+    text excludes the token or the stop string that ends the answer.
     """
 
     def __init__(
@@ -33,14 +33,14 @@ class TextStream:
         stop_ids: Sequence[int] = (),
         held: Sequence[str] = (),
     ) -> None:
-        """`held`: text from this mark on is not sent before the end."""
+        """`held`: text from this mark on is held back until the end."""
         self.decode = decode
         self.stop_strings = tuple(stop_strings)
         self.stop_ids = frozenset(stop_ids)
         self.marks = (*stop_strings, *held)
         self.ids: list[int] = []
         self.text = ""
-        """The decoded text, including what is held back."""
+        """The decoded text, including text that is held back."""
         self.num_sent = 0
         self.offsets: list[int] = []
         """The start of each token in the text."""
@@ -54,7 +54,7 @@ class TextStream:
         self.ids.append(token)
         if token in self.stop_ids:
             return ""
-        # Decoding begins some tokens back: how a token is spelt may depend on the one before it.
+        # Decoding begins some tokens back: the text of a token may depend on the previous one.
         before = self.decode(self.ids[self._window : self._read])
         piece = self.decode(self.ids[self._window :])[len(before) :]
         is_whole = bool(piece) and not piece.endswith(BROKEN)
@@ -65,7 +65,7 @@ class TextStream:
         return self._send(self._safe_end())
 
     def end(self, finish: FinishReason) -> str:
-        """The rest of the text, once the reason for the end is known."""
+        """Returns the rest of the text, given the finish reason."""
         ended_by_id = bool(self.ids) and self.ids[-1] in self.stop_ids
         until = len(self.ids) - ended_by_id
         before = self.decode(self.ids[self._window : self._read])
@@ -87,7 +87,7 @@ class TextStream:
         return min((place for place in found if place >= 0), default=None)
 
     def _safe_end(self) -> int:
-        """The end of the text that contains no mark and no beginning of one."""
+        """Returns the end of the text before any mark or possible beginning of one."""
         first = self._first(self.marks)
         if first is not None:
             return first
@@ -102,7 +102,7 @@ class TextStream:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One sampled token in an answer."""
+    """A sampled token in an answer."""
 
     id: int
     logprob: float
@@ -131,7 +131,7 @@ class Answer:
     # Whole answers.
 
     def whole(self, generations: Sequence[Generation]) -> dict[str, Any]:
-        """The answer to a request that is not streamed; one generation per choice, in order."""
+        """The answer to a request without streaming; one generation per choice, in order."""
         choices = [self._choice(index, g) for index, g in enumerate(generations)]
         num_new = sum(len(g.ids) for g in generations)
         body = {**self._head("chat.completion"), "choices": choices, "usage": self.usage(num_new)}
@@ -171,7 +171,7 @@ class Answer:
     # Streamed answers.
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The first chunk of a chat answer, with the role."""
+        """Returns the first chunk of a chat answer, with the role."""
         if self.job.kind != "chat":
             return None
         chunk = self._chunk(index, "", [], None)
@@ -183,7 +183,7 @@ class Answer:
     def progress(
         self, index: int, token: int, logprob: float, top: TopTokens
     ) -> dict[str, Any] | None:
-        """The chunk of one token; None if there is nothing to show yet."""
+        """Returns the chunk of one token; None if no text can be sent yet."""
         stream = self.texts[index]
         text = stream.push(token)
         if not (text or self.job.wants_logprobs or self.job.wants_ids):
@@ -191,9 +191,9 @@ class Answer:
         return self._chunk(index, text, [Token(token, logprob, stream.offsets[-1], top)], None)
 
     def closing(self, index: int, generation: Generation) -> dict[str, Any]:
-        """The text held back, and the reason for the end."""
+        """Returns the last chunk, with the text held back and the finish reason."""
         stream = self.texts[index]
-        assert stream.ids == generation.ids, "the tokens streamed are those of the answer"
+        assert stream.ids == generation.ids, "streamed and generated tokens are equal"
         before, rest = len(stream.sent), stream.end(generation.finish)
         text, calls = self._calls(index, stream.sent)
         chunk = self._chunk(index, text[before:] if calls else rest, [], generation.finish)
@@ -279,8 +279,8 @@ class Answer:
         return {"token": text, "logprob": logprob, "bytes": bytes_of(text)}
 
     def _named(self, token: Token) -> dict[str, float]:
-        """The likeliest tokens by their text, and the sampled one. Tokens with equal text, such as
-        parts of characters, are distinguished by their id."""
+        """Returns log-probs of the most likely tokens and of the sampled one, by their text. Tokens
+        with equal text, such as parts of characters, are distinguished by id."""
         named: dict[str, float] = {}
         for id_, logprob in dict([*token.top, (token.id, token.logprob)]).items():
             text = self._spelt(id_)
@@ -289,10 +289,10 @@ class Answer:
 
 
 def finish_of(generation: Generation) -> str:
-    """The reason why an answer with calls ended."""
+    """Returns the finish reason of an answer that may have tool calls."""
     return "tool_calls" if generation.finish == "stop" else generation.finish
 
 
 def bytes_of(text: str) -> list[int] | None:
-    """Bytes of a token; None if it is part of a character, whose bytes the text does not show."""
+    """Bytes of a token; None if it is part of a character, whose bytes are not in the text."""
     return None if BROKEN in text else list(text.encode())

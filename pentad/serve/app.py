@@ -1,4 +1,4 @@
-"""The HTTP interface: routes, limits, errors in OpenAI's shape, answers whole or as events."""
+"""The HTTP interface: routes, limits, errors in OpenAI's format, answers complete or as events."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 B = TypeVar("B", bound=Body)
 Endpoint = Callable[[Request], Awaitable[Response]]
-# For those who have endpoints of their own and no web framework.
+# Re-exported for modules with further endpoints.
 HttpRequest = Request
 HttpResponse = Response
 App = Starlette
@@ -60,7 +60,7 @@ class Endpoints:
         self.service = service
         self.limits = limits
         self.open: Counter[str] = Counter()
-        """Address of a client -> its requests in progress."""
+        """Address of a client -> number of its requests in progress."""
 
     @property
     def num_open(self) -> int:
@@ -126,7 +126,7 @@ class Endpoints:
         self._check_room(client)
         body = await read_body(request, self.limits)
         self._check_room(client)
-        self.open[client] += 1  # from here on: a client that is slow to ask holds no place
+        self.open[client] += 1  # from here on: a slow upload does not count
         is_passed_on = False
         try:
             job = await self.service.text_work.run(len(body), lambda: job_of(body))
@@ -149,9 +149,9 @@ class Endpoints:
         own, most = self.open[client], self.limits.max_client_requests
         is_full = self.num_open >= self.limits.max_requests
         if is_full or own >= most:
-            rule = f"{self.num_open} requests are under way, which is the most"
+            rule = f"{self.num_open} requests are in progress, which is the maximum"
             if not is_full:
-                rule = f"{own} requests of {client} are under way, which is the most of one client"
+                rule = f"{own} requests of {client} are in progress, the maximum for a client"
             problem = Problem("server", rule, "try again later")
             raise ApiError(problem, status=429, kind="rate_limit_error", code="too_many_requests")
 
@@ -195,7 +195,7 @@ class EventStream(Response):
             await while_connected(disconnected(receive), self._events(emit))
             await send({"type": "http.response.body", "body": last_events(self.dialect)})
         except ClientGone:
-            log.info("%s: the client is gone", self.job.id)
+            log.info("%s: the client has disconnected", self.job.id)
         except asyncio.CancelledError:
             await emit(stopping().body())
             await send({"type": "http.response.body", "body": b""})
@@ -212,7 +212,7 @@ class EventStream(Response):
     async def _events(self, emit: EmitEvent) -> None:
         try:
             await self.endpoints.service.stream(self.job, emit)
-        except RunError as error:  # the head is sent: the failure can only be an event
+        except RunError as error:  # headers are already sent: the failure can only be an event
             await emit(server_failed(error).body())
 
 
@@ -221,15 +221,15 @@ def last_events(dialect: ChatDialect | None) -> bytes:
 
 
 async def disconnected(receive: Receive) -> None:
-    """Returns when the client has closed the connection."""
+    """Waits until the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def read_body(request: Request, limits: ServeLimits) -> bytes:
-    """Raises ApiError; bytes beyond the limit are not kept."""
+    """Reads the body; raises ApiError. Bytes beyond the limit are not stored."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # also keeps web pages of other origins out
+    if kind != "application/json":  # this also blocks web pages of other origins
         problem = Problem(f"content-type = {kind or 'none'}", "must be application/json")
         raise ApiError(problem, status=415)
     limit = limits.max_body_bytes
@@ -257,7 +257,7 @@ async def read_body(request: Request, limits: ServeLimits) -> bytes:
 def read_object(
     body: bytes, limits: ServeLimits, dialect: ChatDialect | None = None
 ) -> dict[str, Any]:
-    """Within the limits, as a request of OpenAI's. Raises ApiError."""
+    """Parses the body as a JSON object within the limits. Raises ApiError."""
     check_body(body, limits)
     try:
         value = parse_json(body)
@@ -293,7 +293,7 @@ def event_answer(events: bytes) -> Response:
 
 
 def answering_errors(endpoint: Endpoint) -> Endpoint:
-    """Turns exceptions of an endpoint into answers."""
+    """Converts exceptions of an endpoint to answers."""
 
     async def wrapped(request: Request) -> Response:
         try:
@@ -307,8 +307,8 @@ def answering_errors(endpoint: Endpoint) -> Endpoint:
         except RunError as error:
             return refused(server_failed(error))
         except (ClientGone, ClientDisconnect):
-            return Response(status_code=499)  # not read: the client is gone
-        except asyncio.CancelledError:  # the time to drain is over
+            return Response(status_code=499)  # not read: the client has disconnected
+        except asyncio.CancelledError:  # the time for draining is over
             return refused(stopping())
 
     return wrapped
@@ -331,7 +331,7 @@ def refused(error: ApiError) -> Response:
 
 
 async def broken(request: Request, error: Exception) -> Response:
-    """An internal error; its traceback goes to the log."""
+    """Answers an internal error; the traceback goes to the log."""
     return refused(ApiError(f"the server failed: {error!r}", status=500, kind="server_error"))
 
 
@@ -348,15 +348,15 @@ async def unrouted(request: Request, error: Exception) -> Response:
 Application = Callable[..., Awaitable[None]]
 """An ASGI application: scope, receive, send."""
 OPEN_PATHS = ("/health",)
-"""Paths answered without the key: they reveal nothing about the requests."""
+"""Paths that need no key: they reveal nothing about requests."""
 
 
 class Guard:
-    """An application behind its checks: the key, the names a server at loopback answers to, and one
-    framing of a body.
+    """Wraps an application with checks: the key, the host names of a server on loopback, and a
+    unique framing of the body.
 
-    A web page can have a browser send requests to loopback under a name of its own (DNS rebinding);
-    what it cannot do is send them with another Host or Origin than its own.
+    A web page can make a browser send requests to loopback under the page's own name (DNS
+    rebinding), but only with that name as Host and Origin.
     """
 
     def __init__(
@@ -367,7 +367,7 @@ class Guard:
         is_loopback: bool,
         hosts: Iterable[str] = (),
     ) -> None:
-        """`hosts`: further host names for a server at loopback."""
+        """`hosts`: further host names for a server on loopback."""
         self.app = app
         self.api_key = api_key
         self.is_loopback = is_loopback
@@ -376,7 +376,7 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             headers: dict[str, str] = {}
-            for name, value in scope["headers"]:  # one that is given twice has both values
+            for name, value in scope["headers"]:  # a header that is given twice has both values
                 key, text = name.decode("latin-1"), value.decode("latin-1")
                 headers[key] = f"{headers[key]}, {text}" if key in headers else text
             try:
@@ -389,7 +389,7 @@ class Guard:
     def check(self, path: str, headers: Mapping[str, str]) -> None:
         """Raises ApiError."""
         if "content-length" in headers and "transfer-encoding" in headers:
-            rule = "a request has one of the two, or two servers may read it differently"
+            rule = "only one of the two is allowed, or two servers may read it differently"
             problem = Problem("content-length and transfer-encoding", rule)
             raise ApiError(problem, closes=True)
         if self.is_loopback:
@@ -402,14 +402,14 @@ class Guard:
     def check_name(self, header: str, value: str, name: str) -> None:
         if name.lower() in self.hosts or is_local(name):
             return
-        rule = "a server at loopback answers to localhost alone"
+        rule = "a server on loopback accepts only the name localhost"
         remedy = f"start it with --allow-host {name or 'NAME'}"
         problem = Problem(f"{header} = {value or 'none'}", rule, remedy)
         raise ApiError(problem, status=403, kind="permission_error", code="host_not_allowed")
 
 
 def check_key(headers: Mapping[str, str], key: str, whose: str) -> None:
-    """Raises ApiError unless the request has the key; compared in constant time."""
+    """Raises ApiError unless the request has the key; compares in constant time."""
     given = headers.get("authorization", "") or headers.get("x-api-key", "")
     if given[:7].lower() == "bearer ":
         given = given[7:]

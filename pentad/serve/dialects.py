@@ -1,7 +1,7 @@
-"""Two further dialects of a chat: OpenAI's Responses and Anthropic's Messages.
+"""Two further chat APIs: OpenAI's Responses and Anthropic's Messages.
 
-Each is a translation: a request into one for chat completions, which is read, checked and run like
-any other, and the answer or its chunks back. Only labels of a request are dropped.
+Each translates a request to one for chat completions, which is read, checked and run like any
+other, and translates the answer or its chunks back. Only labels of a request are dropped.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from pentad.core.errors import Problem
 from pentad.serve.wire import ApiError, listed, shown
 
 Event = dict[str, Any]
-"""One event of a stream; its `type` is also its name."""
+"""An event of a stream; its `type` is also its name."""
 
 
 class ChatDialect(Protocol):
-    """Translates one answer; the chunks of a streamed one are passed in their order."""
+    """Translates one request and its answer; chunks of a streamed answer are passed in order."""
 
     def chat(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The request for chat completions. Raises ApiError."""
+        """Returns the request for chat completions. Raises ApiError."""
         ...
 
     def whole(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer, translated from that of chat completions."""
+        """Translates the answer of chat completions."""
         ...
 
     def events(self, chunk: Mapping[str, Any]) -> Iterator[Event]: ...
 
     def closing(self) -> Iterator[Event]:
-        """Events after the last chunk."""
+        """Yields the events after the last chunk."""
         ...
 
 
@@ -47,8 +47,8 @@ def translated(
     labels: tuple[str, ...],
     own: tuple[str, ...],
 ) -> dict[str, Any]:
-    """The fields that chat completions have under another name, or the same. `off`: unsupported
-    fields -> the values without effect. `own`: fields that the dialect reads itself."""
+    """Translates fields that chat completions have under the same or another name. `off`:
+    unsupported fields -> values without effect. `own`: fields that the dialect reads itself."""
     found: dict[str, Any] = {}
     for name, value in raw.items():
         if value is None or name in labels or name in own or value in off.get(name, ()):
@@ -64,7 +64,7 @@ def translated(
 
 
 def text_of(content: object, kinds: tuple[str, ...], where: str) -> str:
-    """Content that is a text, or a list of parts that are."""
+    """Returns the text of content: a text, or a list of text parts."""
     if isinstance(content, str):
         return content
     parts = listed(content)
@@ -111,13 +111,13 @@ class MessagesDialect:
         choice = raw.get("tool_choice") or {"type": "auto"}
         kind = choice.get("type") if isinstance(choice, dict) else None
         if kind not in ("auto", "none"):
-            raise refuse("tool_choice", choice, "the model chooses itself (auto), or has none")
+            raise refuse("tool_choice", choice, "only auto and none are supported")
         return body | {"messages": messages, "tools": tools, "tool_choice": kind}
 
     def _messages(self, message: object, where: str) -> Iterator[dict[str, Any]]:
-        """Tool results are separate messages there."""
+        """Yields the messages for chat completions, where tool results are separate messages."""
         if not isinstance(message, dict):
-            raise refuse(where, message, "is no object")
+            raise refuse(where, message, "is not an object")
         role, content = message.get("role"), message.get("content")
         blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
         texts, calls = [], []
@@ -131,7 +131,7 @@ class MessagesDialect:
                 said = text_of(block.get("content") or "", ("text",), where)
                 yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said}
             else:
-                raise refuse(where, kind, "there are text, tool_use and tool_result alone")
+                raise refuse(where, kind, "only text, tool_use and tool_result are supported")
         if texts or calls or not blocks:
             whole = {"role": role, "content": "".join(texts)}
             yield whole | ({"tool_calls": calls} if calls else {})
@@ -212,7 +212,7 @@ class MessagesDialect:
 
 
 class ResponsesDialect:
-    """OpenAI's `/v1/responses`, without state: each request brings its conversation."""
+    """OpenAI's `/v1/responses`, stateless: each request contains its conversation."""
 
     NAMES = {
         **{name: name for name in ("model", "temperature", "top_p", "stream", "tool_choice")},
@@ -259,9 +259,9 @@ class ResponsesDialect:
         if not isinstance(item, dict) or kind not in (
             *("message", "function_call", "function_call_output"),
         ):
-            rule = "there are message, function_call and function_call_output alone"
+            rule = "only message, function_call and function_call_output are supported"
             raise refuse(where, kind, rule)
-        if kind == "function_call":  # of the answer before it, which may have no text
+        if kind == "function_call":  # part of the previous answer, which may have no text
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             call = call_of(item.get("name"), item.get("call_id"), item.get("arguments"))
@@ -275,7 +275,7 @@ class ResponsesDialect:
 
     def _tool(self, tool: object) -> dict[str, Any]:
         if not isinstance(tool, dict) or tool.get("type") != "function":
-            raise refuse("tools", tool, "there are tools of type function alone")
+            raise refuse("tools", tool, "only tools of type function are supported")
         kept = {k: tool[k] for k in ("name", "description", "parameters") if tool.get(k)}
         return {"type": "function", "function": kept}
 

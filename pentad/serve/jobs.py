@@ -1,4 +1,4 @@
-"""From a request to a sampler's job: renders conversations to ids once, checks limits, chooses
+"""Makes a sampler's job of a request: renders the conversation to ids once, checks limits, sets
 seeds."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CHAT = DataSource(data=DatasetConfig(messages_key="messages"), key="messages")
 ROLES = {"system": "system", "developer": "system"} | {r: r for r in ("user", "assistant", "tool")}
 """Role of a message -> role in templates."""
 CALL_START = "<tool_call>"
-"""First characters of a tool call in answers that are parsed: the format of the Hermes and Qwen
+"""First characters of a tool call in parsed answers: the format of the Hermes and Qwen
 templates."""
 
 
@@ -48,14 +48,14 @@ templates."""
 class Conversation:
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
-    """The tools that the model is shown."""
+    """The tools in the prompt."""
     reads_calls: bool
-    """Whether calls in the answer are parsed."""
+    """Whether tool calls in the answer are parsed."""
     template_args: Mapping[str, Any]
 
 
 def read_conversation(body: ChatBody, tokenizer: Tokenizer) -> Conversation:
-    """Raises ApiError on what the chat template does not render."""
+    """Reads the conversation; raises ApiError for parts that the chat template does not render."""
     if not tokenizer.has_chat_template:
         rule = f"the tokenizer in {tokenizer.folder} has no chat template"
         raise ApiError(Problem("messages", rule, "use /v1/completions"), param="messages")
@@ -98,7 +98,7 @@ def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with roles and texts as templates expect them. Raises BadRow."""
+    """Returns messages with roles and texts as templates expect them. Raises BadRow."""
     flattened = [with_calls(flat(message)) for message in messages]
     plain = [dict(message) for message in messages_of({"messages": flattened}, "messages", CHAT)]
     for number, message in enumerate(plain, 1):
@@ -115,7 +115,7 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def flat(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Content parts joined to one text; templates and this engine support no other parts."""
+    """Joins content parts to one text; templates and this engine support only text parts."""
     content = message.get("content")
     if not isinstance(content, list):
         if content is not None and not isinstance(content, str):
@@ -129,8 +129,8 @@ def flat(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_calls(message: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of tool calls as objects, which templates write out; in OpenAI's format they are
-    JSON texts."""
+    """Converts arguments of tool calls to objects, which templates expect; in OpenAI's format they
+    are JSON texts."""
     calls = message.get("tool_calls")
     if not calls:
         return message
@@ -159,8 +159,8 @@ def read_call(call: object) -> dict[str, Any]:
 def check_shown(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer
 ) -> None:
-    """Rejects conversations that the template would silently shorten: every tool, every call and
-    every text of a system or tool is replaced by a mark, which must then be rendered."""
+    """Rejects conversations that the template would silently shorten: replaces every tool, every
+    call and every text of a system or tool message by a mark, which must be rendered."""
     missing: dict[str, ApiError] = {}
 
     def mark(where: str, what: str, remedy: str, param: str) -> str:
@@ -177,7 +177,7 @@ def check_shown(
         where, changed = f"messages: message {number}", dict(message)
         if message["role"] in ("system", "tool") and message.get("content"):
             what = f"messages of the role {message['role']}"
-            changed["content"] = mark(where, what, "write it as a user's", "messages")
+            changed["content"] = mark(where, what, "write it as a user message", "messages")
         if calls := message.get("tool_calls"):
             given = (where, "tool_calls", "write the call as content", "messages")
             changed["tool_calls"] = [renamed(call, mark(*given)) for call in calls]
@@ -192,9 +192,9 @@ def check_shown(
 
 
 def read_calls(text: str, ids: Sequence[int]) -> tuple[str, list[dict[str, Any]]]:
-    """The text beside the calls, and the calls in OpenAI's format; no calls if one of them is not
-    an object with name and arguments. An incomplete call is text. Call ids are made from `ids`, so
-    that equal answers are equal."""
+    """Returns the text outside of the calls, and the calls in OpenAI's format; no calls if one of
+    them is not an object with name and arguments. An incomplete call counts as text. Call ids are
+    derived from `ids`, so that equal answers have equal ids."""
     calls = []
     for number, found in enumerate(TOOL_CALL.findall(text)):
         try:
@@ -222,13 +222,13 @@ def check_unicode(text: str, where: str) -> None:
 
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's default; a chat answer may fill the context."""
+"""OpenAI's default for completions; a chat answer may fill the context."""
 PLAIN = DataSource(data=DatasetConfig(), key="prompt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One HTTP request, ready to run: a sampler's request for each prompt, n choices each."""
+    """An HTTP request, ready to run: a sampler's request for each prompt, with n choices."""
 
     kind: Literal["chat", "completion"]
     id: str
@@ -239,7 +239,7 @@ class Job:
     wants_usage: bool
     wants_ids: bool
     reads_calls: bool = False
-    """Whether calls of tools in the answer are parsed."""
+    """Whether tool calls in the answer are parsed."""
 
     @classmethod
     def of(
@@ -291,11 +291,11 @@ def chat_job(body: ChatBody, tokenizer: Tokenizer, limits: RequestLimits) -> Job
 
 
 def chat_limit(body: ChatBody) -> int | None:
-    """Maximum new tokens, under either of its two names."""
+    """Returns the maximum number of new tokens, given by either of two names."""
     limit = body.max_completion_tokens or body.max_tokens
     if body.max_tokens not in (None, limit):
         where = f"max_tokens = {body.max_tokens}"
-        rule = f"max_completion_tokens = {body.max_completion_tokens} says otherwise"
+        rule = f"max_completion_tokens = {body.max_completion_tokens} is different"
         raise ApiError(Problem(where, rule, "give one of the two"), param="max_tokens")
     return limit
 
@@ -309,7 +309,7 @@ def build_job(
     *,
     reads_calls: bool = False,
 ) -> Job:
-    """Raises ApiError on what the engine cannot serve."""
+    """Builds the job; raises ApiError for requests that the engine cannot serve."""
     for ids in prompts:
         check_length(len(ids), max_new_tokens, limits)
     own_ends = () if body.ignore_eos else tokenizer.stop_ids
@@ -317,7 +317,7 @@ def build_job(
         max_new_tokens=max_new_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
-        top_k=min(max(body.top_k, 0), limits.vocab_size),  # -1 is some clients' word for no limit
+        top_k=min(max(body.top_k, 0), limits.vocab_size),  # some clients send -1 for no limit
         stop_ids=tuple(dict.fromkeys((*own_ends, *body.stop_token_ids))),
         stop_strings=body.stop_strings,
         num_top=min(body.num_top, limits.vocab_size),
@@ -347,7 +347,7 @@ def check_length(num_prompt: int, max_new_tokens: int, limits: RequestLimits) ->
     where = f"prompt of {num_prompt} tokens and {max_new_tokens} new ones"
     rule = f"do not fit the context of {limits.max_context} tokens"
     room = limits.max_context - num_prompt
-    remedy = f"ask for at most {room} new ones" if room > 0 else "shorten the prompt"
+    remedy = f"request at most {room} new ones" if room > 0 else "shorten the prompt"
     raise ApiError(Problem(where, rule, remedy), param="prompt", code="context_length_exceeded")
 
 

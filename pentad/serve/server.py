@@ -1,8 +1,7 @@
-"""The server process: binds a socket, serves until it is stopped, finishes requests in progress,
-ends.
+"""The server process: binds a socket, serves until stopped, finishes requests in progress, exits.
 
-uvicorn has no timeout before the first request and none for an answer that the client does not
-read. Here every connection is checked twice a second and closed when it is overdue.
+uvicorn has no timeout before the first request, and none for an answer that the client does not
+read. Here every connection is checked twice a second and closed if it is overdue.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ ConnectionPhase = Literal["head", "body", "answer", "writing", "closing"]
 
 TICK_S = 0.5
 ACCEPTED_AT_ONCE = 32
-"""Connections accepted between two checks of their number."""
+"""Maximum connections accepted between two checks of their number."""
 RESERVED_FILES = 64
-"""Open files reserved for the rest of the process."""
+"""Number of open files reserved for the rest of the process."""
 YOUNG_S = 0.5
-"""Time for a connection to send its request before another may replace it."""
+"""Seconds that a connection has to send its request before another may replace it."""
 BODY_GRACE_S = 5.0
-"""The application answers 408 first."""
+"""Additional seconds, because the application answers 408 first."""
 
 
 class Connections:
@@ -44,7 +43,7 @@ class Connections:
     def __init__(self, limits: ServeLimits) -> None:
         self.limits = limits
         self.of_client: dict[str, dict[HttpConnection, None]] = {}
-        """Address -> its connections, the oldest first."""
+        """Address of a client -> its connections, oldest first."""
         self.most = max(1, free_files() - RESERVED_FILES)
         self.patience_s: dict[ConnectionPhase, float] = {
             "head": limits.header_timeout_s,
@@ -60,8 +59,8 @@ class Connections:
         return sum(map(len, self.of_client.values()))
 
     def admit(self, new: HttpConnection) -> bool:
-        """Adds a connection. If there are too many, the oldest that has not sent a whole request is
-        closed; False if there is none."""
+        """Adds a connection. If there are too many, closes the oldest that has not sent a whole
+        request; False if there is none."""
         own = self.of_client.setdefault(new.address, {})
         too_many = len(own) >= self.limits.max_client_connections and own
         if not too_many and len(self) >= self.most:
@@ -97,13 +96,13 @@ class Connections:
 
 
 def free_files() -> int:
-    """Number of files that this process may still open."""
+    """Returns the number of files that this process may still open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft - sum(1 for _ in Path("/dev/fd").iterdir())
 
 
 def raise_file_limit() -> None:
-    """To what the system allows, within reason."""
+    """Raises the limit of open files to the system's maximum, within reason."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 1 << 16 if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)
     if soft < wanted:
@@ -116,7 +115,7 @@ SEND_BUFFER = 256 << 10
 
 
 class Server(uvicorn.Server):
-    """Leaves signals to the owner of the event loop: uvicorn would raise them again at the end."""
+    """Leaves signals to the owner of the event loop; uvicorn would raise them again at the end."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -124,15 +123,15 @@ class Server(uvicorn.Server):
 
 
 class HttpConnection(H11Protocol):
-    """One of `connections`, with its state and its time."""
+    """A connection in `connections`, with its state and the time of its last progress."""
 
     def __init__(self, connections: Connections, **given: Any) -> None:
         super().__init__(**given)
         self.all = connections
         self.address = ""
-        """The client's."""
+        """The client's address."""
         self.num_changes = 0
-        """Counts answers, and each time the client reads some of one."""
+        """Counts answers, and the times that the client reads a part of one."""
         self.seen: tuple[ConnectionPhase, int] = ("head", 0)
         """The state at the last check, and `num_changes` then."""
         self.since = time.monotonic()
@@ -167,7 +166,7 @@ class HttpConnection(H11Protocol):
         return "body" if self.conn.their_state is h11.SEND_BODY else "answer"
 
     def cut_off(self) -> None:
-        """Closes at once: unsent data are dropped."""
+        """Closes at once and drops unsent data."""
         self.all.remove(self)
         if self.transport.get_write_buffer_size():
             self.transport.abort()
@@ -175,7 +174,7 @@ class HttpConnection(H11Protocol):
             self.transport.close()
 
     def refuse(self) -> None:
-        problem = Problem("client", f"{self.address} has too many connections under way")
+        problem = Problem("client", f"{self.address} has too many open connections")
         error = ApiError(problem, status=429, kind="rate_limit_error", code="too_many_connections")
         body = json.dumps(error.body()).encode()
         head = (
@@ -187,7 +186,7 @@ class HttpConnection(H11Protocol):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one. Raises UserError if there is none."""
+    """Returns a listening socket; port 0 selects a free port. Raises UserError if this fails."""
     where = f"--host {host} --port {port}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -198,7 +197,7 @@ def bind(host: str, port: int) -> socket.socket:
         raise UserError(Problem(where, f"is no address: {error}")) from error
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Of each connection: what a client does not read is held by the kernel.
+        # For each connection: the kernel buffers data that the client does not read.
         found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         found.bind(address)
         found.listen(BACKLOG)
@@ -229,7 +228,7 @@ async def serve(
             access_log=False,
             lifespan="off",
             server_header=False,
-            proxy_headers=False,  # who asks is who has the connection, not what a header says
+            proxy_headers=False,  # the client is the peer of the connection, not a header's
             backlog=ACCEPTED_AT_ONCE,
             timeout_graceful_shutdown=max(1, round(drain_s)),
         )
@@ -238,7 +237,7 @@ async def serve(
     async def watch() -> None:
         while not server.started:
             await asyncio.sleep(0.01)
-        listener.listen(BACKLOG)  # uvicorn has one number for this and what is accepted at once
+        listener.listen(BACKLOG)  # uvicorn has one setting for this and for the number of accepts
         on_ready()
         await stop.wait()
         server.should_exit = True
@@ -247,7 +246,7 @@ async def serve(
     try:
         await server.serve(sockets=[listener])
     finally:
-        if tasks := list(server.server_state.tasks):  # cancelled: they say so to their clients
+        if tasks := list(server.server_state.tasks):  # cancelled: they report this to their clients
             await asyncio.wait(tasks, timeout=CANCEL_WAIT_S)
         for connection in connections:
             connection.cut_off()

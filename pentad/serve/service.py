@@ -17,7 +17,7 @@ from pentad.serve.answers import Answer
 from pentad.serve.jobs import Job
 
 SMALL_BYTES = 32 << 10
-"""A request of at most this many bytes is small: its text is a few milliseconds of work."""
+"""A request of at most this many bytes is small: its text takes a few milliseconds."""
 NUM_SMALL = 2
 
 
@@ -25,8 +25,8 @@ class TextWork:
     """Parses, renders, encodes and decodes in threads.
 
     Small requests have separate threads, so they never wait for a large one; large ones are
-    processed one at a time, in their order. A thread is free again when its work has ended, not
-    when the client disconnects: clients that come and go start no further threads.
+    processed one at a time, in order. A thread is free again when its work has ended, not when the
+    client disconnects, so reconnecting clients start no further threads.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class TextWork:
             free.release()
             self.num_running -= 1
             if not done.cancelled():
-                done.exception()  # marks it as retrieved: the client may be gone
+                done.exception()  # marks it as retrieved: the client may have disconnected
 
         work.add_done_callback(ended)
         result: T = await asyncio.shield(work)
@@ -52,8 +52,8 @@ class TextWork:
 
 
 def in_thread(action: Callable[[], Any]) -> asyncio.Future[Any]:
-    """The result. A thread cannot be killed: an abandoned one does not keep the process from
-    ending."""
+    """Runs the action in a daemon thread, which does not keep the process from exiting; returns a
+    future of the result."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
@@ -62,7 +62,7 @@ def in_thread(action: Callable[[], Any]) -> asyncio.Future[Any]:
             return
         if failure is None:
             future.set_result(result)
-        elif isinstance(failure, StopIteration):  # no future takes one
+        elif isinstance(failure, StopIteration):  # a future does not accept it
             future.set_exception(RuntimeError(repr(failure)))
         else:
             future.set_exception(failure)
@@ -71,7 +71,7 @@ def in_thread(action: Callable[[], Any]) -> asyncio.Future[Any]:
         result, failure = None, None
         try:
             result = action()
-        except BaseException as error:  # exit() in a program is its error, not an end
+        except BaseException as error:  # exit() in a program counts as its error
             failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, failure)
@@ -85,9 +85,9 @@ EmitEvent = Callable[[dict[str, Any]], Awaitable[None]]
 OnTopToken = Callable[[int, int, float, TopTokens], None]
 
 BYTES_A_TOKEN = 64
-"""Weight of a token of an answer in `TextWork`: its text is processed token by token."""
+"""Weight in bytes of an answer's token in `TextWork`: text is processed token by token."""
 SHARE = 0.5
-"""Maximum share of the concurrent answers for the prompts of one request."""
+"""Maximum share of concurrent answers for the prompts of one request."""
 
 
 class Service:
@@ -100,7 +100,7 @@ class Service:
         self.text_work = TextWork()
 
     async def answer(self, job: Job) -> bytes:
-        """The whole answer as JSON."""
+        """Returns the complete answer as JSON."""
         generations = await self._generate(job, None)
         answer = Answer(job, self.name, self.tokenizer)
         return await self.text_work.run(
@@ -109,7 +109,7 @@ class Service:
         )
 
     async def stream(self, job: Job, emit: EmitEvent) -> None:
-        """Emits the answer chunk by chunk, as tokens are sampled."""
+        """Emits the answer chunk by chunk while tokens are sampled."""
         answer = Answer(job, self.name, self.tokenizer)
         tokens: asyncio.Queue[tuple[int, int, float, TopTokens] | None] = asyncio.Queue()
 
@@ -125,7 +125,7 @@ class Service:
                 await _emit_some(emit, answer.opening(index))
             while (token := await tokens.get()) is not None:
                 await _emit_some(emit, answer.progress(*token))
-                await asyncio.sleep(0)  # others have their turn between two tokens
+                await asyncio.sleep(0)  # lets other tasks run between two tokens
             generations = await work
         finally:
             await end(work)
@@ -135,8 +135,8 @@ class Service:
             await emit(answer.final_usage(sum(len(g.ids) for g in generations)))
 
     async def _generate(self, job: Job, on_token: OnTopToken | None) -> list[Generation]:
-        """One generation per choice: those of the first prompt, then those of the next. A request
-        of many prompts leaves most of the engine to others."""
+        """Returns one generation per choice: those of the first prompt, then those of the next.
+        Limits the share of the engine for a request with many prompts."""
         max_running = self.sampler.engine.settings.rollout.max_sequences
         free = asyncio.Semaphore(max(1, int(SHARE * max_running) // job.n))
 
@@ -165,7 +165,7 @@ class Service:
 
 
 def as_json(body: dict[str, Any]) -> bytes:
-    """Encodes choice by choice: one call for a large answer would block every other thread."""
+    """Encodes choice by choice: one call for a large answer would block all other threads."""
     choices = [_encoded(choice) for choice in body.get("choices", [])]
     if len(choices) < 2:
         return _encoded(body).encode()
@@ -183,7 +183,7 @@ async def _emit_some(emit: EmitEvent, chunk: dict[str, Any] | None) -> None:
 
 
 async def end(task: asyncio.Task[Any]) -> None:
-    """Cancels a task and waits until it is over; its exception is retrieved."""
+    """Cancels a task, waits until it has ended, and retrieves its exception."""
     task.cancel()
     await asyncio.wait([task])
     if not task.cancelled():
@@ -197,7 +197,7 @@ class ClientGone(Exception):
 async def while_connected(
     disconnected: Coroutine[Any, Any, None], work: Coroutine[Any, Any, T]
 ) -> T:
-    """Does the work while the client is connected; else cancels it and raises ClientGone."""
+    """Awaits the work; cancels it and raises ClientGone if the client disconnects."""
     task, watch = asyncio.create_task(work), asyncio.create_task(disconnected)
     try:
         await asyncio.wait([task, watch], return_when=asyncio.FIRST_COMPLETED)

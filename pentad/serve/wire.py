@@ -1,7 +1,7 @@
 """OpenAI-compatible requests: their fields, and the validation of a body.
 
-A field that would change the answer and is not supported is rejected unless its value means "off";
-only labels are ignored. Limits on requests are checked before any work (`ServeLimits`).
+An unsupported field that would change the answer is rejected unless its value means "off"; only
+labels are ignored. Limits on requests are checked before any work (`ServeLimits`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pentad.core.errors import Problem, raise_problems
 
 MAX_N = 128
 MAX_CHOICES = 1024
-"""Maximum over all prompts of one request."""
+"""Maximum number of choices over all prompts of a request."""
 MAX_TOP = 20
 MAX_STOPS = 32
 MAX_STOP_CHARS = 1024
@@ -28,7 +28,7 @@ LABELS = {
     *("user", "metadata", "store", "service_tier"),
     *("safety_identifier", "prompt_cache_key"),
 }
-"""Fields that change no answer; accepted without effect."""
+"""Fields that do not change answers; accepted without effect."""
 OFF: dict[str, tuple[tuple[Any, ...], str]] = {
     "echo": ((False,), "prompts are not sent back; put the prompt before the answer yourself"),
     "best_of": ((), "answers are not ranked; use n"),
@@ -45,17 +45,17 @@ OFF: dict[str, tuple[tuple[Any, ...], str]] = {
     "modalities": ((["text"],), "there is only text"),
     "prompt_logprobs": ((0,), "log-probs are those of new tokens"),
 }
-"""Unsupported fields -> the values without effect, and why others are rejected."""
+"""Unsupported fields -> the values without effect, and the reason why others are rejected."""
 
 FORMS = {
     "prompt": "a text, a list of texts, a list of token ids, or a list of such lists",
     "stop": f"a text of at most {MAX_STOP_CHARS} characters, or a list of at most {MAX_STOPS}",
 }
-"""Fields with several forms."""
+"""Fields that accept several forms."""
 
 
 class ApiError(Exception):
-    """A request that is rejected: the HTTP status and the content of its error object."""
+    """A rejected request: the HTTP status and the content of its error object."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class ApiError(Exception):
         code: str | None = None,
         closes: bool = False,
     ) -> None:
-        """`closes`: the rest of the request is not read, so the connection is closed after the
-        answer."""
+        """`closes`: whether to close the connection after the answer, because the request was not
+        fully read."""
         super().__init__(readable(str(problem)))
         self.status = status
         self.kind = kind
@@ -92,7 +92,7 @@ TokenIds = list[int]
 
 
 class Body(BaseModel):
-    """Common fields of both kinds of request."""
+    """Fields common to both kinds of requests."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     model: str
@@ -115,7 +115,7 @@ class Body(BaseModel):
 
 
 def read_prompts(value: object) -> list[str] | list[TokenIds]:
-    """The prompts of a request, in any of the four forms."""
+    """Reads the prompts of a request, in any of the four forms."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list):
@@ -134,7 +134,7 @@ def is_ids(value: list[Any]) -> bool:
 
 class CompletionBody(Body):
     prompt: Annotated[list[str] | list[TokenIds], PlainValidator(read_prompts)]
-    """Parsed by hand: trying four forms on a long list would take long and end in many errors."""
+    """Read by hand: validation of a long list against four types is slow, with many errors."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = None
 
     @property
@@ -150,7 +150,7 @@ class ChatBody(Body):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     tools: list[dict[str, Any]] = []
     tool_choice: Literal["none", "auto"] = "auto"
-    """With none the model is not shown the tools."""
+    """With none the tools are not in the prompt."""
     chat_template_kwargs: dict[str, bool | int | float | str] = {}
     """Arguments of the chat template, such as enable_thinking."""
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -175,7 +175,7 @@ def read_chat(raw: Mapping[str, Any]) -> ChatBody:
 
 
 def _fields(raw: Mapping[str, Any], kind: type[Body]) -> dict[str, Any]:
-    """The relevant fields; null means absent. ApiError for unsupported ones."""
+    """Returns the relevant fields; null means absent. ApiError for unsupported ones."""
     found: dict[str, Any] = {}
     for name, value in raw.items():
         if value is None or name in LABELS:
@@ -194,7 +194,7 @@ def _fields(raw: Mapping[str, Any], kind: type[Body]) -> dict[str, Any]:
 
 
 def as_api_error(error: ValidationError) -> ApiError:
-    """The first field with a wrong value."""
+    """Converts the error of the first field with a wrong value."""
     item = error.errors(include_url=False)[0]
     name = str(item["loc"][0])
     if item["type"] == "missing":
@@ -208,7 +208,7 @@ def as_api_error(error: ValidationError) -> ApiError:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Raises ValueError, also for NaN and Infinity, which Python reads and JSON does not have."""
+    """Parses JSON. Raises ValueError, also for NaN and Infinity, which Python accepts."""
 
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is no number of JSON")
@@ -220,7 +220,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def readable(text: str) -> str:
-    """A text that can be sent: halves of surrogate pairs, which JSON may contain, are escaped."""
+    """Returns a text that can be sent: escapes unpaired surrogates, which JSON may contain."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -235,29 +235,30 @@ MAX_DEPTH = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeLimits:
-    """Limits of one server; every one is above 0."""
+    """Limits of a server; all are above 0."""
 
     max_requests: int = 256
-    """Concurrent requests; further ones are answered 429 and may be retried."""
+    """Maximum concurrent requests; further ones are answered 429 and may be retried."""
     client_share: float = 1.0
-    """Share of `max_requests` that one address may have, so that it cannot keep others out."""
+    """Maximum share of `max_requests` for one address, so that others are not blocked."""
     max_body_bytes: int = 4 << 20
     max_prompts: int = 128
-    """Prompts of one request for completions."""
+    """Maximum prompts of one request for completions."""
     max_messages: int = 1024
-    """Messages of one conversation; as many calls of tools may be in them."""
+    """Maximum messages of one conversation, and maximum tool calls in them."""
     max_tools: int = 128
     max_chars: int = 1_000_000
-    """Characters of one request, over all its texts; any other value, such as an id, counts 1."""
+    """Maximum characters of one request, over all its texts; any other value, such as an id, counts
+    1."""
     max_client_connections: int = 512
-    """Connections of one address. A further one takes the place of the oldest that has not sent a
+    """Maximum connections of one address. A further one replaces the oldest that has not sent a
     whole request; if all have, it is answered 429."""
     header_timeout_s: float = 10.0
-    """A connection that has not sent a request's head by then, the first or the next, is closed."""
+    """Time limit for the headers of each request; then the connection is closed."""
     body_timeout_s: float = 30.0
-    """A client that takes longer to send its request is cut off."""
+    """Time limit for the body of a request; then the client is disconnected."""
     write_timeout_s: float = 20.0
-    """A client that takes nothing of its answer for so long is cut off."""
+    """A client that reads nothing of its answer for this long is disconnected."""
 
     @property
     def max_client_requests(self) -> int:
@@ -273,9 +274,8 @@ class ServeLimits:
 
 
 def check_body(body: bytes, limits: ServeLimits) -> None:
-    """Checks a body before it is parsed, which takes long for many small values. Raises
-    ApiError."""
-    # Each of these stands for a value or is a character of a text; a value has at most two.
+    """Checks a body before it is parsed, which is slow for many small values. Raises ApiError."""
+    # Each of these belongs to a value or is a character of a text; a value has at most two.
     if sum(map(body.count, (b",", b"[", b"{"))) > 2 * limits.max_chars:
         raise too_many_chars(limits)
 
@@ -314,8 +314,8 @@ def too_many_chars(limits: ServeLimits) -> ApiError:
 
 
 def size_of(value: Any, most: int) -> tuple[int, int]:
-    """Characters of all texts within, with 1 for any other value, and the nesting of lists and
-    objects; stops beyond `most` characters."""
+    """Returns the characters of all contained texts, with 1 for any other value, and the nesting
+    depth; stops beyond `most` characters."""
     total, depth, level = 0, -1, [value]
     while level and total <= most:
         total += sum(len(one) if isinstance(one, str) else 1 for one in level)
@@ -329,7 +329,7 @@ def size_of(value: Any, most: int) -> tuple[int, int]:
 
 
 def name_of(host: str) -> str:
-    """The header without its port."""
+    """Returns the host header without its port."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:

@@ -336,7 +336,7 @@ class ViewGuard:
             name = name_of(request.headers.get("host", ""))
             if name in self.hosts or is_local(name):
                 return None
-            return PlainTextResponse("A page at loopback answers to localhost alone.", 403)
+            return PlainTextResponse("A page at loopback accepts only the name localhost.", 403)
         given = request.query_params.get("token")
         if given is not None and hmac.compare_digest(given.encode(), self.token.encode()):
             answer = RedirectResponse("/", 303)

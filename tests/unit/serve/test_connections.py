@@ -117,7 +117,7 @@ def test_a_client_may_have_so_many_connections(start_server):
     wait_until(lambda: server.endpoints.num_open == 3)
     answer = httpx.get(f"{server.url}/health")
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
-    assert "127.0.0.1 has too many connections" in answer.json()["error"]["message"]
+    assert "127.0.0.1 has too many open connections" in answer.json()["error"]["message"]
     for one in silent + busy:
         one.close()
     wait_until(lambda: server.endpoints.num_open == 0)
@@ -176,7 +176,7 @@ def test_further_names_are_given_with_or_without_a_port(given):
     guard = Guard(None, is_loopback=True, hosts=[given])
     for host in ("box", "box:9000", "Box"):
         guard.check("/health", {"host": host})
-    with pytest.raises(ApiError, match="answers to localhost alone"):
+    with pytest.raises(ApiError, match="accepts only the name localhost"):
         guard.check("/health", {"host": "other"})
 
 

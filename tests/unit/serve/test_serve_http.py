@@ -78,7 +78,7 @@ BAD = [
     (completion(prompt=[-1]), 400, None, "prompt id -1: is outside the vocabulary"),
     (completion(prompt="a\ud800"), 400, "prompt", "half of a surrogate pair at character 1"),
     (completion(prompt=[1] * 4096), 400, "prompt", "do not fit the context of 4096 tokens; sho"),
-    (completion(max_tokens=4095), 400, "prompt", "ask for at most 4094 new ones"),
+    (completion(max_tokens=4095), 400, "prompt", "request at most 4094 new ones"),
     (completion(max_tokens=0), 400, "max_tokens", "max_tokens = 0"),
     (completion(max_tokens="4"), 400, "max_tokens", 'max_tokens = "4": input should be a valid'),
     (completion(n=0), 400, "n", "n = 0: input should be greater than or equal to 1"),
@@ -269,7 +269,7 @@ def test_more_requests_than_allowed_are_told_to_come_again(start_server):
         model="tiny", prompt="x", max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
     )
     next(iter(open_one))
-    with pytest.raises(openai.RateLimitError, match="1 requests are under way, which is the most"):
+    with pytest.raises(openai.RateLimitError, match="1 requests are in progress, which is the maximum"):
         server.client.completions.create(model="tiny", prompt="x", max_tokens=1)
     assert httpx.get(f"{server.url}/health").json() == {"status": "ok", "requests": 1}
     open_one.close()
