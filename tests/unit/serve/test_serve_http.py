@@ -269,7 +269,9 @@ def test_more_requests_than_allowed_are_told_to_come_again(start_server):
         model="tiny", prompt="x", max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
     )
     next(iter(open_one))
-    with pytest.raises(openai.RateLimitError, match="1 requests are in progress, which is the maximum"):
+    with pytest.raises(
+        openai.RateLimitError, match="1 requests are in progress, which is the maximum"
+    ):
         server.client.completions.create(model="tiny", prompt="x", max_tokens=1)
     assert httpx.get(f"{server.url}/health").json() == {"status": "ok", "requests": 1}
     open_one.close()
