@@ -248,8 +248,7 @@ class ServeLimits:
     """Maximum messages of one conversation, and maximum tool calls in them."""
     max_tools: int = 128
     max_chars: int = 1_000_000
-    """Maximum characters of one request, over all its texts; any other value, such as an id, counts
-    1."""
+    """Maximum characters of one request, over all its texts; other values, such as ids, count 1."""
     max_client_connections: int = 512
     """Maximum connections of one address. A further one replaces the oldest that has not sent a
     whole request; if all have, it is answered 429."""
