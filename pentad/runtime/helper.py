@@ -86,7 +86,7 @@ def read_exception(data: bytes, words: str) -> Exception:
 
 def memory_file() -> IO[bytes]:
     """A file without a name, in memory on Linux."""
-    if sys.platform == "linux":
+    if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("pentad"), "w+b")
     return tempfile.TemporaryFile()
 
