@@ -1,9 +1,9 @@
-"""Processes of our code beside this one, such as the writer of checkpoints, and their channels.
+"""Helper processes that run Pentad's code, such as the writer of checkpoints, and their channels.
 
-`python -P -m pentad.runtime.helper TARGET FD PARENT` calls a function with its end of a socket
-pair. A message is pickled into a file in memory, whose descriptor is sent: it arrives complete or
-not at all, and sending it does not wait for a reader. Both ends run our own code: what foreign code
-returns (rewards, environments) is never unpickled.
+`python -P -m pentad.runtime.helper TARGET FD PARENT` calls a function with one end of a socket
+pair. A message is pickled into a memory file, whose descriptor is sent: it arrives complete or not
+at all, and sending does not wait for a reader. Both ends run Pentad's code: values from user code
+(rewards, environments) are never unpickled.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from pentad.runtime.process import FAILED, Child, die_with_parent
 
 MAX_FDS = 250
 END = None
-"""The last message to a helper: it finishes its calls and ends."""
+"""The last message to a helper: finish the calls and exit."""
 
 
 class Died(Transient):
-    """A helper ended without an answer."""
+    """A helper exited without an answer."""
 
 
 class Descriptor(int):
@@ -120,8 +120,8 @@ class Channel:
             return _Unpickler(file, fds[1:]).load()
 
     def answer(self, number: int, function: Callable[..., Any], *arguments: Any) -> None:
-        """Sends the result or the exception of a function as the answer to a call. A process that
-        cannot send it ends, so that it is not waited for."""
+        """Sends the result or the exception of a function as the answer to a call. If that fails,
+        exits, so that the caller does not wait."""
         value, error = None, None
         try:
             try:
@@ -135,8 +135,8 @@ class Channel:
 
 
 def open_channel(command: Sequence[str], **given: Any) -> tuple[Child, Channel]:
-    """Starts a process that takes the other end by `accept_channel`, with the last two words of its
-    command. `given`: arguments of `Child.start`."""
+    """Starts a process that opens the other end by `accept_channel`, with the last two arguments of
+    its command. `given`: arguments of `Child.start`."""
     ours, theirs = socket.socketpair()
     with theirs:
         fds = [theirs.fileno(), *given.pop("pass_fds", ())]
@@ -153,8 +153,8 @@ def accept_channel(fd: str, parent: str) -> Channel:
 
 
 class Helper:
-    """The parent's end of such a process: calls to it, from any thread, and its events. It ends
-    with this process."""
+    """The parent's handle of a helper process: calls from any thread, and its events. The helper
+    ends with this process."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class Helper:
         self.numbers = itertools.count()
         self.guard = threading.RLock()
         self.lost = ""
-        """How it ended, in words; empty while it may answer."""
+        """Describes how it ended; empty while it may answer."""
         self.reader = threading.Thread(target=self._read, name="helper", daemon=True)
         self.reader.start()
         if stall_s is not None:
@@ -185,7 +185,7 @@ class Helper:
             threading.Thread(target=self.child.end_when_stalled, args=watched, daemon=True).start()
 
     def call(self, *arguments: Any) -> Future[Any]:
-        """The result, or the exception; Died if the process ends before."""
+        """Returns a future of the result or exception; Died if the process ends before."""
         future: Future[Any] = Future()
         with self.guard:
             if self.lost:
@@ -201,18 +201,18 @@ class Helper:
         return future
 
     def tell(self, message: Any) -> None:
-        """Sends a message that is not answered."""
-        with self.guard, suppress(ConnectionError):  # it has ended, which `_read` reports
+        """Sends a message without an answer."""
+        with self.guard, suppress(ConnectionError):  # `_read` reports that it has ended
             if not self.lost:
                 self.channel.send(message)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits until it has ended and all its messages are processed; whether that is so."""
+        """Waits until it has ended and its messages are processed; False at the timeout."""
         self.reader.join(timeout_s)
         return not self.reader.is_alive()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Lets it finish its calls; those that take longer than `timeout_s` fail."""
+        """Waits for its calls, then ends it; calls that take longer than `timeout_s` fail."""
         self.tell(END)
         if not self.wait(timeout_s):
             self.child.end()
