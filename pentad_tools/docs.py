@@ -128,8 +128,8 @@ remedy; the exit code is 2:
 2 problems, nothing was started:
 * actor.lr = 1e-06 (recipe.yaml:4): there is no such key; did you mean actor.optimizer.lr or \
 critic.optimizer.lr?
-* gconfig.temperature = 0: training needs samples that differ, and at 0 they are all the likeliest \
-one; use 1.0; evaluator.temperature may be 0.
+* gconfig.temperature = 0: training needs samples that differ, and at 0 all of them are the most \
+likely one; use 1.0; evaluator.temperature may be 0.
 ```
 
 The tables below are generated from `pentad/config/schema.py` by `make docs`.

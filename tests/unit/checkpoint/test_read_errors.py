@@ -217,13 +217,13 @@ def test_what_is_damaged_stays_set_aside(root: Path, path: str):
         set_aside(root)
     before = tree(root)
     code, said = verify(root, "--restore")
-    assert (code, "is damaged, and stays set aside" in said) == (1, True), said
+    assert (code, "is damaged, and keeps its name" in said) == (1, True), said
     assert tree(root) == before
 
 
 def test_nothing_to_put_back_a_step_that_is_there_and_a_run_that_writes_are_refused(root: Path):
     code, said = verify(root, "--restore")
-    assert (code, "holds no checkpoint that was set aside" in said) == (1, True)
+    assert (code, "has no checkpoint that was renamed to" in said) == (1, True)
     set_aside(root)
     lock = FolderLock(root.parents[3] / "logs/me/x/trial", "here")
     code, said = verify(root, "--restore")

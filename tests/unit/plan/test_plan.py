@@ -82,7 +82,7 @@ def test_the_command_needs_no_torch_and_exits_with_what_it_found():
 
     small = run("--gpu-memory", "20")
     assert small.returncode == 1 and "HEAVY []" in small.stdout
-    assert "What would help" in small.stdout
+    assert "Remedies, cheapest first" in small.stdout
     wrong = run("allocation_mode=sglang:d4+archon:d1p2e2", "actor.archon.pp_schedul=ZBV")
     assert wrong.returncode == 2
     assert "use archon:d2p2e2 (4 devices)" in wrong.stderr and "pp_schedule" in wrong.stderr
