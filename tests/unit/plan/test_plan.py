@@ -553,7 +553,7 @@ def test_rows_are_counted_where_the_data_is(tmp_path):
 
 
 def test_an_unknown_critic_is_refused():
-    with pytest.raises(UserError, match="critic.path = Qwen/Qwen3-9B: is not whole in the c"):
+    with pytest.raises(UserError, match="critic.path = Qwen/Qwen3-9B: is incomplete in the c"):
         prepare(
             None,
             ["actor.path=Qwen3-8B", "algorithm.name=ppo", "critic.path=Qwen/Qwen3-9B"],
@@ -654,7 +654,7 @@ def test_rank_rows_say_what_a_rank_holds():
         (
             [OWN, "gconfig.max_sampled_tokens=2000"],
             2000,
-            "environments say comes on top",
+            "environments come in addition",
         ),
         ([OWN, "gconfig.max_sampled_tokens=90000"], 32768 - 500, "on top"),
     ],
