@@ -159,7 +159,7 @@ def test_a_manifest_cannot_name_files_outside_its_checkpoint(remote, make_checkp
     store.put(f"{checkpoint.info}/{COMMIT}", commit_marker(data))
     said: list[str] = []
     assert fetch_newest(store, tmp_path / "fresh", report=said.append) is None
-    assert "'default/model.safetensors' is no file of step 1" in said[0]
+    assert "'default/model.safetensors' is not a file of step 1" in said[0]
     assert not (tmp_path / "fresh").exists()
 
 

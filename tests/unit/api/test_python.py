@@ -98,7 +98,7 @@ def test_a_function_of_a_file_is_named_by_it(tmp_path):
         ("reads", "reward = reads: uses opened, a TextIOWrapper of this session, which cannot b"),
         (
             "outer",
-            "reward = outer.<locals>.enclosed: is not a function or class at the top of a file",
+            "reward = outer.<locals>.enclosed: is not a function or class at the top of",
         ),
         ("lambda", "reward = <lambda>: is not a function or class at the top"),
     ],

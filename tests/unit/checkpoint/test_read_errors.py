@@ -313,7 +313,7 @@ def test_counters_and_infos_that_a_resume_cannot_read_are_not_whole(tmp_path: Pa
     code, said = verify(tmp_path)
     assert code == 1 and "2 damaged" in said, said
     assert "counters.json: does not hold what a run saves" in said
-    assert "evaluator_info.json: is no JSON object" in said
+    assert "evaluator_info.json: is not a JSON object" in said
 
 
 def test_what_is_not_there_is_damage(root: Path):
