@@ -92,8 +92,7 @@ class Tiers:
             self._start(remote)
 
     def find(self) -> Checkpoint | None:
-        """The newest committed checkpoint of both tiers, fetched if remote; None if there is
-        none."""
+        """The newest committed checkpoint of both tiers, fetched if it is remote; or None."""
         self.held.close()
         found = self._find()
         if found is not None:  # keeps it until the first commit
