@@ -139,7 +139,7 @@ def poison(trial: ChaosRun) -> None:
     trial.start_until(fault)
     trial.wait_end(1)
     trial.struck_at = None
-    says(trial, "asked for a failure in forward", "it is not started again")
+    says(trial, "requested a failure in forward", "it is not started again")
     require(len(trial.lines) == step - 1, f"{len(trial.lines)} steps, not {step - 1}")
 
 

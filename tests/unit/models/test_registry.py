@@ -125,7 +125,7 @@ def test_every_problem_is_told_at_once_and_the_model_stays_as_it_was(folder):
     [
         (None, "no config.json there; give a folder with config.json"),
         ("{", "is not JSON"),
-        ("[]", "holds no JSON object"),
+        ("[]", "has no JSON object"),
         ('{"model_type": "mamba"}', "model_type = mamba: no such model family; use one of"),
         ("{}", "model_type = None: no such model family"),
     ],

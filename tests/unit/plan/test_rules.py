@@ -131,7 +131,7 @@ RED += [
     ("balance", DENSE, ["archon:d1", "actor.archon.moe_z_loss_coef=0.1"], None,
      "the model has no experts", "leave it out"),
     ("balance", MOE, ["archon:d1", "actor.archon.moe_bias_rate=0.001"], None,
-     "a saved qwen3_moe has no place for a bias", "aux_loss_coef"),
+     "a saved qwen3_moe cannot store a bias", "aux_loss_coef"),
     ("balance", DENSE, ["archon:d1", "actor.archon.moe_bias_rate=0.001"], None,
      "the model has no experts", "leave it out"),
 ]  # fmt: skip
