@@ -117,7 +117,7 @@ class Bomb:
 
 def test_an_index_that_would_run_code_is_refused_and_runs_nothing(root):
     forged = plant(root, f"{STATE}/.metadata", pickle.dumps(Bomb(root / "ran")))
-    with pytest.raises(Damaged, match=r"\.metadata: its pickle wants posix\.mkdir"):
+    with pytest.raises(Damaged, match=r"\.metadata: its pickle contains posix\.mkdir"):
         open_state(forged, STATE)
     assert not (root / "ran").exists()
 

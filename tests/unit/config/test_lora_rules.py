@@ -22,7 +22,7 @@ def said(*words: str, command: str = "train") -> list[str]:
     ("words", "answer"),
     [
         (["actor.lora.targets=[q,zz]"], "qwen3 has no zz; use all-linear, or some of q, k, v, o"),
-        (["actor.lora.targets=[router]"], "experts would be chosen by other numbers"),
+        (["actor.lora.targets=[router]"], "the sampler would choose experts differently"),
         (["actor.init_from_scratch=true"], "actor.lora would freeze random weights"),
         (["actor.param_dtype=bfloat16"], "float32 under actor.lora"),
         (["actor.archon.offload_params=true"], "no gradients and no optimizer state to offload"),
