@@ -36,8 +36,8 @@ ROWS = (
 MAP = """\
 # Map of the code
 
-One line per module, from its own first sentence. A package imports only from the rows above its
-row, and none imports `pentad_tools`; `tests/test_house.py` keeps it so. Written by `make docs`.
+One line per module: the first sentence of its docstring. A package imports only from the rows above
+its row, and none imports `pentad_tools`; `tests/test_house.py` checks this. Written by `make docs`.
 """
 
 
@@ -128,8 +128,8 @@ remedy; the exit code is 2:
 2 problems, nothing was started:
 * actor.lr = 1e-06 (recipe.yaml:4): there is no such key; did you mean actor.optimizer.lr or \
 critic.optimizer.lr?
-* gconfig.temperature = 0: training needs samples that differ, and at 0 they are all the likeliest \
-one; use 1.0; evaluator.temperature may be 0.
+* gconfig.temperature = 0: training needs samples that differ, and at 0 all of them are the most \
+likely one; use 1.0; evaluator.temperature may be 0.
 ```
 
 The tables below are generated from `pentad/config/schema.py` by `make docs`.
@@ -200,13 +200,13 @@ the machine.
 | field | meaning | unit | varies |
 |---|---|---|---|
 | `schema` | version of this format, 1 | | |
-| `nonfinite` | fields that are null because they were NaN or infinite, with what they were | | |"""
+| `nonfinite` | fields that are null because they were NaN or infinite, and their values | | |"""
 
 
 TIMELINE = """
 ## timeline.jsonl
 
-One JSON object per line, one line per step: what the processes of the run did and waited for, as
+One JSON object per line, one line per step: work and waits of the processes of the run, as
 time spans, which `pentad view` draws. All of it measures the machine. Lines of steps that a
 resumed run repeated are marked `superseded`.
 

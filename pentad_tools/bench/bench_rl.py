@@ -48,7 +48,7 @@ def score(completion: str, ids: list[int]) -> float:
     return (sum(ids) % 97) / 97
 '''
 NUM_WARM = 3
-"""Steps that are not counted: compilation, captured graphs, the first allocations."""
+"""Warm-up steps that are not counted: compilation, captured graphs, first allocations."""
 WATCH_MS = 100
 
 
@@ -59,7 +59,7 @@ class RlCase:
     num_prompts: int
     num_samples: int
     mean_length: int
-    """Tokens of answers that the length limit does not cut."""
+    """Mean tokens of answers without the length limit."""
     max_new_tokens: int
     prompt_length: int | None = None
     """Tokens of each prompt; None: a few, as the task has them."""
@@ -81,11 +81,11 @@ class RlCase:
 class RlMeasured:
     case: RlCase
     wall_ms: float
-    """One step, the median of the counted ones."""
+    """Median time of the counted steps."""
     slowest_ms: float
     phases_ms: dict[str, float]
     tokens_per_s: float
-    """Sampled tokens over wall clock: what a user waits for."""
+    """Sampled tokens per second of wall clock."""
     rollout_tokens_per_s: float
     peak_gib: float | None
     idle_share: float | None

@@ -67,8 +67,8 @@ TRAIN = "train actor.path=m train_dataset.path=t/d.jsonl train_dataset.batch_siz
         (f"{S3} --endpoint-url http://127.0.0.1:99999", "is not an address (Port out of range"),
         (f"{S3} --endpoint-url localhost", "is not an address http://HOST:PORT"),
         (f"serve m --max-context {10**30}", "Invalid value for '--max-context'"),
-        ('serve m --template-args {"a":' + "9" * 5000 + "}", "is no block of names and values"),
-        ("serve m --template-args " + "[" * 5000, "is no block of names and values"),
+        ('serve m --template-args {"a":' + "9" * 5000 + "}", "is not a mapping of names to values"),
+        ("serve m --template-args " + "[" * 5000, "is not a mapping of names to values"),
         ("eval plain --data t/d.jsonl --reward exact_match", "no *.safetensors; save it as"),
         (f"{TRAIN} reward.fn=leaving.py:f", "it cannot be imported (SystemExit: 3 (leaving.py, "),
         (

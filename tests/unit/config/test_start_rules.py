@@ -122,7 +122,7 @@ def test_what_needs_a_gpu_is_refused_where_there_is_none(no_gpu):
     assert list(the_device_compiles(config, start_facts("cuda"))) == []
     said = [str(problem) for problem in the_device_compiles(config, start_facts("cpu"))]
     assert said == [
-        "actor.archon.ac_mode = memory_budget: the compiler keeps to it: blocks are compiled on "
+        "actor.archon.ac_mode = memory_budget: the compiler enforces it: blocks are compiled on "
         "CUDA only, and this run computes on cpu; use selective or full.",
         "critic.archon.enable_compile = true: blocks are compiled on CUDA only, and this run "
         "computes on cpu; leave it out.",
@@ -141,7 +141,7 @@ def test_what_servers_cannot_do_on_a_cpu_is_refused(no_gpu):
     ]
     assert planned(*given) == [
         "offload_rollout = true: vllm cannot give back memory on a CPU; leave it out.",
-        "rollout.replay_routes = true: vLLM does not say on a CPU which experts it used (its newer "
+        "rollout.replay_routes = true: vLLM on a CPU cannot report the experts it used (its newer "
         "runner needs Triton); leave it out, or use embedded in allocation_mode.",
         "rollout.server.weight_transport = ipc: there is no GPU to share; use disk or broadcast.",
     ]
