@@ -198,7 +198,10 @@ def test_a_tensor_that_the_server_holds_in_float32_is_as_published():
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (lambda held: held.pop("m.experts.w2_weight"), "2 published tensors are in none of its tensors"),
+        (
+            lambda held: held.pop("m.experts.w2_weight"),
+            "2 published tensors are in none of its tensors",
+        ),
         (
             lambda held: held.update(extra="1"),
             "it has extra, which corresponds to no published tensor",
