@@ -439,7 +439,6 @@ class Engine:
         """Whole tensors on every rank, gathered one at a time: all ranks iterate to the end. The
         factors of an adapter that one rank of archon holds are also given by native name, without
         copying."""
-        self.onload()
         if self.base is None or not self._is_lendable:
             return self._gathered()
         self._require_actor("handing out weights")
@@ -447,6 +446,7 @@ class Engine:
         return NativeWeights(native, len(self.held.whole.trained_map.sources), self._gathered)
 
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
+        self.onload()
         for name, tensor in self.held.iter_hf(self._publish_dtype):
             pulse()
             # Asked anew each time: a generator may be read on while the weights are exchanged.
