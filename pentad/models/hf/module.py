@@ -259,7 +259,7 @@ def check_packable(
     causal: PreTrainedModel, probe: PreTrainedModel, where: str
 ) -> tuple[tuple[int, int], ...]:
     """Checks, by a pass of `probe` without memory, that tokens interact only in the attention
-    core, and sets the window of each attention. Returns heads and width of the keys of each call."""
+    core, and sets the window of each attention. Returns heads and width of each call's keys."""
     rules = []
     convolutions = [m for m in causal.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
     if causal._is_stateful or convolutions:
