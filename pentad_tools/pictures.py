@@ -23,12 +23,12 @@ from pentad_tools.browser import Browser, find_browser
 
 WIDTH, HEIGHT = 1280, 800
 SETTLE_S = 1.5
-"""From the last element of a view to its drawing."""
+"""Seconds from the last element of a view to its drawing."""
 READY = {
     **{"overview": ".chart canvas", "compare": ".compared table", "samples": ".answer-box .tokens"},
     **{"time": ".lanes .block", "processes": ".lanes .block", "plan": ".meter"},
 }
-"""What a view has when all of it was read, however slow the machine is."""
+"""View -> element that exists when the view is complete."""
 
 
 def start_view(places: list[Path]) -> tuple[Child, str]:
@@ -48,7 +48,7 @@ def views_of(address: str) -> dict[str, str]:
         runs = json.load(answer)["runs"]
     complete = {run["id"] for run in runs if run["state"] == "complete"}
     if missing := {f"demo-grpo~{name}" for name in ("seed1", "rloo", "async")} - complete:
-        raise SystemExit(f"no complete run {', '.join(sorted(missing))}; see the head of this file")
+        raise SystemExit(f"no complete run {', '.join(sorted(missing))}; see this file's docstring")
     demo = "demo-grpo~seed1"
     found = {name: f"#/{name}?run={demo}" for name in ("overview", "samples", "plan")}
     found["samples"] += "&color=logprob"

@@ -1,10 +1,10 @@
-"""How large the code is: `python scripts/size.py [FOLDER ...]` counts lines by package and by kind.
+"""Size of the code: `python scripts/size.py [FOLDER ...]` counts lines by package and by kind.
 
-`--table` prints the tables of docs/architecture.md: lines and files, what a script can count of the
-design, how many functions of the package two steps of SFT and of GRPO execute, and the lines of
-each capability added since commit 67e9f47. `size_table.json` names the classes and functions that
-are counted, and the files of the capabilities. `--limits` prints tests/size_limits.json, to which
-`tests/test_house.py` holds the code.
+`--table` prints the tables of docs/architecture.md: lines and files, countable properties of the
+design, the number of functions that two steps of SFT and of GRPO execute, and the lines of each
+capability added since commit 67e9f47. `size_table.json` names the classes and functions that are
+counted, and the files of the capabilities. `--limits` prints tests/size_limits.json, which
+`tests/test_house.py` enforces.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ PACKAGES = (HOME / "pentad", HOME / "pentad_tools")
 TABLE = json.loads((HOME / "scripts" / "size_table.json").read_text())
 KINDS = ("code", "docstrings", "comments", "imports", "blank")
 WRITERS = HOME / "pentad" / "core" / "files.py"
-"""Where files and folders are renamed into their place."""
+"""The module whose renames are not counted."""
 
 
 def kinds_of(text: str) -> Counter[str]:
-    """How many lines of a file are what; a line counts once."""
+    """Number of lines of each kind in a file; each line counts once."""
     found: dict[int, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
         found[number] = "code" if line.strip() else "blank"
@@ -55,7 +55,7 @@ def kinds_of(text: str) -> Counter[str]:
 
 
 def packages_of(root: Path) -> dict[str, Counter[str]]:
-    """By package: lines of each kind, `lines` and `files`. What lies in none is under ""."""
+    """Package -> lines of each kind, `lines` and `files`; "" has files outside packages."""
     packages: dict[str, Counter[str]] = {}
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts
@@ -66,7 +66,7 @@ def packages_of(root: Path) -> dict[str, Counter[str]]:
 
 
 def sites_of(root: Path) -> Counter[str]:
-    """How often the code does what belongs in few places."""
+    """Counts of operations that belong in few places."""
     found: Counter[str] = Counter()
     for path in root.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -87,7 +87,7 @@ def sites_of(root: Path) -> Counter[str]:
 
 
 def limits() -> dict[str, dict[str, int]]:
-    """Lines of each package with 2% to spare, and the sites as they are."""
+    """Limits: lines of each package plus 2%, and the present counts of `sites_of`."""
     counted = {root.name: packages_of(root) for root in PACKAGES}
     lines = {
         f"{name}/{package}": round(1.02 * counts["lines"])
@@ -114,7 +114,7 @@ def defined_in(path: Path) -> set[str]:
 
 
 def missing_names() -> list[str]:
-    """What size_table.json names and the package lacks."""
+    """Names in size_table.json that do not exist in the package."""
     lacks = []
     for name in [name for concept in TABLE["concepts"] for name in concept["names"]]:
         file, _, defined = name.partition(":")
@@ -125,7 +125,7 @@ def missing_names() -> list[str]:
 
 
 def lines_added() -> dict[str, int]:
-    """Lines of each capability: of files that commit 67e9f47 lacks, and that others have grown."""
+    """Lines of each capability: new files since commit 67e9f47, and growth of others."""
     before: dict[str, int] = TABLE["lines_before"]
     added = {}
     for capability, patterns in TABLE["files"].items():
@@ -161,7 +161,7 @@ def print_table() -> None:
         (sites["docstrings that begin with Of"],),
     )
     if found := missing_names():
-        raise SystemExit(f"scripts/size_table.json names what is not there: {', '.join(found)}")
+        raise SystemExit(f"scripts/size_table.json has unknown names: {', '.join(found)}")
     print("| counted | at 67e9f47 | goal | now |\n|---|---|---|---|")
     for (name, goal, *before), now in zip(BEFORE, rows, strict=True):
         cells = (" / ".join(f"{number:,}" for number in numbers) for numbers in (before, goal, now))
@@ -187,7 +187,7 @@ def print_table() -> None:
 
 
 def print_packages_table(packages: dict[str, Counter[str]]) -> None:
-    """Two packages in a line."""
+    """Prints the table of packages, two in a row."""
     ordered = sorted((item for item in packages.items() if item[0]), key=lambda x: -x[1]["lines"])
     cells = [f"`{name}` | {package['files']} | {package['lines']:,}" for name, package in ordered]
     half = -(-len(cells) // 2)
@@ -205,13 +205,13 @@ BEFORE: tuple[tuple[Any, ...], ...] = (
     ("renames of files and folders outside `core/files.py`", (), 23),
     ('docstrings that begin with "Of"', (0,), 198),
 )
-"""What is counted, the goal if there is one, and what this script counts at that commit."""
+"""(name, goals if any, counts at that commit) of each row."""
 CORE_BEFORE = 65_373
 """Lines at that commit without bench, chaos, verify-model, verify-parallel and the docs writers."""
 
 
 def count_in_a_process(command: str) -> int:
-    """In a process of its own: what is cached is executed once."""
+    """Counts functions in a separate process, because caches affect the count."""
     words = [sys.executable, __file__, "--functions", command]
     done = subprocess.run(words, cwd=HOME, check=True, stdout=subprocess.PIPE, text=True)
     return int(done.stdout.split()[-1])
@@ -257,10 +257,10 @@ def run_words(folder: Path, command: str) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folders", nargs="*", type=Path, default=list(PACKAGES))
-    parser.add_argument("--table", action="store_true", help="the table of docs/architecture.md")
-    parser.add_argument("--limits", action="store_true", help="what the house test allows")
+    parser.add_argument("--table", action="store_true", help="print architecture tables")
+    parser.add_argument("--limits", action="store_true", help="print tests/size_limits.json")
     parser.add_argument(
-        "--functions", choices=("sft", "train"), help="count those that a run executes"
+        "--functions", choices=("sft", "train"), help="count functions that a run executes"
     )
     given = parser.parse_args()
     if given.functions:

@@ -1,8 +1,8 @@
-"""Names functions and classes of a Python session so that a recipe can hold them.
+"""Converts functions and classes of a Python session to names that a recipe can hold.
 
-A function in a file is named by the file. One of a notebook, or of the running script, is written
-to a separate file together with the functions, imports and plain values that it uses, so that the
-reward processes can import it. What cannot be written is rejected, by name.
+A function in a file is named by the file. A function of a notebook or of the running script is
+written to a separate file, with the functions, imports and plain values that it uses, so that
+reward processes can import it. If one of these cannot be written, the error names it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ HERE = "give in_process=True to run it in this process"
 
 
 def spec_of(given: Callable[..., Any], folder: Path, what: str) -> str:
-    """FILE:NAME or PACKAGE.MODULE:NAME; `folder` is where a session's functions are written."""
+    """Returns FILE:NAME or PACKAGE.MODULE:NAME. A session's functions are written to `folder`."""
     name, module = getattr(given, "__qualname__", ""), getattr(given, "__module__", "__main__")
     if not isinstance(given, FunctionType | type) or not name.isidentifier():
-        rule = "is no function or class at the top of a file or cell"
+        rule = "is not a function or class at the top of a file or cell"
         remedy = f"write it there with def, or {HERE}"
         raise UserError(Problem(f"{what} = {name or repr(given)}", rule, remedy))
     file = getattr(sys.modules.get(module), "__file__", None)
@@ -58,7 +58,7 @@ class Shipped:
         if given.__name__ in self.sources:
             return
         if free := getattr(getattr(given, "__code__", None), "co_freevars", ()):
-            rule = f"uses {', '.join(free)} of the function around it, which no file can hold"
+            rule = f"uses {', '.join(free)} of the enclosing function, which cannot be written"
             raise UserError(Problem(self.where, rule, f"make it an argument, or {HERE}"))
         try:
             source = textwrap.dedent(inspect.getsource(given))
@@ -83,21 +83,19 @@ class Shipped:
         elif is_plain(value):
             self.values[name] = f"{name} = {value!r}"
         else:
-            rule = (
-                f"uses {name}, a {type(value).__name__} of this session, which is not written down"
-            )
+            rule = f"uses {name}, a {type(value).__name__} of this session, which cannot be written"
             raise UserError(Problem(self.where, rule, f"make it in the function, or {HERE}"))
 
 
 def names_in(source: str) -> Iterator[str]:
-    """Names that the source reads, in order of appearance."""
+    """Yields the names that the source reads, in order of appearance."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             yield node.id
 
 
 def is_plain(value: object) -> bool:
-    """Whether the value's text has the same meaning in another process."""
+    """Whether the value can be written as a Python literal."""
     try:
         return bool(ast.literal_eval(repr(value)) == value)
     except (ValueError, SyntaxError, MemoryError, RecursionError):

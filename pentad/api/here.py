@@ -1,4 +1,4 @@
-"""Rewards that run in this process: a workflow that scores each answer by a function of the
+"""Rewards that run in this process: a workflow that scores answers with a function of the
 session."""
 
 from __future__ import annotations

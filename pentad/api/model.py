@@ -34,7 +34,7 @@ class SampledText:
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish: str
-    """stop, or length if it was truncated."""
+    """Why it ended: stop, or length if it was truncated."""
 
 
 def load(
@@ -44,7 +44,7 @@ def load(
     dtype: str = "auto",
     template_args: Mapping[str, Any] | None = None,
 ) -> LoadedModel:
-    """The model in a folder, or by its name on the Hub."""
+    """Opens the model of a folder, or of a name on the Hub."""
     folder = local_model(str(path), f"model = {path}")
     tokenizer = load_tokenizer(folder, key="model", template_args=template_args or {})
     problems = vocabulary_problems(folder, dims_of(folder), tokenizer, key="model")
@@ -86,8 +86,8 @@ class LoadedModel:
         top_p: float = 1.0,
         seed: int = 1,
     ) -> list[list[SampledText]]:
-        """n answers to each prompt; one text is one prompt. The same seed gives the same answers,
-        whatever else is sampled."""
+        """Returns n answers to each prompt; a text is a single prompt. The same seed gives the same
+        answers, whatever else is sampled."""
         given: Sequence[TextOrChat] = [prompts] if isinstance(prompts, str) else prompts
         params = SamplingParams(
             max_new_tokens=max_new_tokens,
@@ -126,8 +126,8 @@ class LoadedModel:
     def score(
         self, rows: RowsOrPath, reward: Reward, *, overrides: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Scores answers to rows, as `pentad eval`: accuracy with its interval, mean reward and
-        length. `overrides` are keys by dotted name, such as evaluator.n_samples."""
+        """Samples and scores answers like `pentad eval`: returns accuracy with its interval, mean
+        reward and length. `overrides`: values by dotted key, such as evaluator.n_samples."""
         keys = {"actor.path": str(self.folder), "template_args": self.template_args}
         given = _Given({**keys, "actor.dtype": self.dtype}, overrides)
         given.set_rows("valid_dataset", rows)

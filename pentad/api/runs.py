@@ -1,7 +1,7 @@
 """Training commands as Python functions, with rows, rewards and environments of the session.
 
-Objects become files beside the run's records, named in its config: the run is checked, recorded and
-resumed as if a recipe had named these files.
+Python objects are written to files that the config names, so that the run is checked, recorded and
+resumed like one started from a recipe.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def train(
     fresh: bool = False,
     device: str = "auto",
 ) -> RunSummary:
-    """Reinforcement learning, as `pentad train`; returns the folders of records and model.
+    """Runs reinforcement learning like `pentad train`; returns the folders of records and model.
 
-    `recipe` is a YAML file or the same keys as a dict, `overrides` further ones by dotted key.
-    `on_step` is called with the record of each step. With `in_process` the reward runs in this
+    `recipe` is a YAML file or a dict of the same keys, `overrides` has further values by dotted
+    key. `on_step` is called with the record of each step. With `in_process` the reward runs in this
     process.
     """
     given = _Given(recipe, overrides)
@@ -63,11 +63,11 @@ def train(
 
 
 class OnExamples:
-    """A command that trains on given answers, as a function."""
+    """A command that trains on examples, as a Python function."""
 
     def __init__(self, command: RunCommand, doc: str) -> None:
         self.command = command
-        self.__doc__ = f"{doc}, as `pentad {command}`; returns where records and model are."
+        self.__doc__ = f"{doc}, as `pentad {command}`; returns the folders of records and model."
 
     def __call__(
         self,
@@ -92,7 +92,7 @@ reward_model = OnExamples("reward-model", "Training of a reward model on prefere
 
 
 class _Given:
-    """A recipe and the overrides that a call adds."""
+    """A recipe, and the overrides for the arguments of a call."""
 
     def __init__(self, recipe: RecipeOrPath, overrides: Mapping[str, Any] | None) -> None:
         if not isinstance(recipe, str | Path | Mapping):
@@ -103,7 +103,7 @@ class _Given:
 
     @contextmanager
     def file(self) -> Iterator[Path]:
-        """The recipe as a file; keys of a dict may be dotted."""
+        """Yields the recipe as a file; the keys of a dict may be dotted."""
         if not isinstance(self.recipe, Mapping):
             yield Path(self.recipe)
             return
@@ -113,13 +113,13 @@ class _Given:
             yield path
 
     def read(self) -> Config:
-        """The recipe as far as it can be read; `prepare` reports problems."""
+        """The config, without the problems in it, which `prepare` reports."""
         with self.file() as path:
             return read_config(path, self.overrides).config
 
     @property
     def folder(self) -> Path:
-        """The folder for files of this run's objects."""
+        """Folder for the files of this run's objects."""
         config = self.read()
         return Path(config.fileroot) / "given" / config.experiment_name / config.trial_name
 
@@ -156,7 +156,7 @@ class _Given:
             rule = "takes one function, as reward="
             raise UserError(Problem("in_process = true", rule, "leave it out for names and lists"))
         if self.read().rollout.workflow not in ("single_turn", f"pentad.api.here:{name}"):
-            rule = "scores single answers, and the recipe has a workflow of its own"
+            rule = "scores single answers, and the recipe has another workflow"
             raise UserError(Problem("in_process = true", rule, "give its reward as a file"))
         REWARDS[name] = reward
         self.set("rollout.workflow", f"pentad.api.here:{name}")
@@ -200,8 +200,8 @@ def _run(
 
 @contextmanager
 def ended_by_sentence() -> Iterator[None]:
-    """Lets a script that does not catch `Stopped` end with its sentence and without a traceback:
-    a signal is no mistake of the script."""
+    """Makes a script that does not catch `Stopped` end with its message and without a traceback,
+    because a signal is not an error of the script."""
     try:
         yield
     except Stopped:
@@ -212,7 +212,7 @@ def ended_by_sentence() -> Iterator[None]:
 
 
 OTHER_HOOKS: list[ExceptHook] = []
-"""The hook that `show_stop` replaced."""
+"""The exception hooks that `show_stop` replaced."""
 
 
 def show_stop(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -224,8 +224,8 @@ def show_stop(kind: type[BaseException], error: BaseException, trace: TracebackT
 
 @contextmanager
 def apart_from_loop() -> Iterator[None]:
-    """Lets a run have its own event loops and signal handlers in a notebook cell, whose event loop
-    waits for the cell: an interrupted cell stops the run as ctrl-C does."""
+    """Allows a run to use its own event loops and signal handlers in a notebook cell, whose event
+    loop waits for the cell. Interrupting the cell stops the run like ctrl-C."""
     outer = asyncio._get_running_loop()
     if outer is None:
         yield
@@ -248,7 +248,7 @@ def apart_from_loop() -> Iterator[None]:
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """{"a.b": 1} as {"a": {"b": 1}}, at any depth."""
+    """Nests dotted keys at any depth: {"a.b": 1} becomes {"a": {"b": 1}}."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         inner = _nested(value) if isinstance(value, Mapping) else value

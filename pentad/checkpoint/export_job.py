@@ -1,8 +1,8 @@
-"""Jobs of an export: every rank writes its blocks into the files of one folder, which is then
+"""Jobs of an export: every rank writes its blocks into the files of a folder, which is then
 renamed.
 
 The files are laid out beforehand (`weights.hf.FolderPlan`), so ranks write without waiting for each
-other. Needs neither torch nor numpy: the jobs run in this process or in a `Writer`'s.
+other. Needs neither torch nor numpy: jobs run in this process or in that of a `Writer`.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class BlockSpec:
     """Bytes that one rank writes into a file that several ranks may write."""
 
     path: str
-    """Relative to the job's folder."""
+    """Path relative to the job's folder."""
     runs: Runs
     content: FileSegment
-    """Lazy bytes are read twice, to be written and to be compared, by several threads."""
+    """The bytes. Lazy ones are read twice (to write and to compare), by several threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class ExportJob:
 
     is_export: ClassVar[bool] = True
     aside: Path
-    """The folder that all ranks write before it is renamed."""
+    """The temporary folder into which all ranks write."""
     blocks: tuple[BlockSpec, ...]
 
     @property
@@ -64,7 +64,7 @@ class ExportJob:
         for block in self.blocks:
             by_file.setdefault(block.path, []).append(block)
         make_folders(disk, self.aside)
-        with lock.holding(self.aside, fcntl.LOCK_SH):  # what sweeps the folder sees that we live
+        with lock.holding(self.aside, fcntl.LOCK_SH):  # marks the folder as in use
             for path, blocks in by_file.items():
                 with naming(self.aside / path):
                     _write_blocks(self.aside / path, blocks, disk)
@@ -74,9 +74,9 @@ class ExportJob:
 
 
 def _write_blocks(path: Path, blocks: list[BlockSpec], disk: Disk) -> None:
-    """Writes all blocks before reading any: a file that other machines write too is opened for one
-    of the two at a time, so that stale pages are not written over their parts. The disk writes
-    meanwhile."""
+    """Writes all blocks before reading any back: a file that other machines also write is never
+    open for both, which could overwrite their parts with stale pages. Flushes run in the
+    background."""
     with ThreadPoolExecutor(NUM_THREADS) as pool, ThreadPoolExecutor(1) as flusher:
         fd, flushes, waiting = disk.open_shared(path), [], 0
         try:
@@ -104,7 +104,7 @@ def _write_blocks(path: Path, blocks: list[BlockSpec], disk: Disk) -> None:
 
 
 def _is_written(path: Path, block: BlockSpec) -> bool:
-    """Whether the file holds its bytes; compared in pieces that stay in the processor's cache."""
+    """Whether the file contains the block's bytes; compares pieces that fit the CPU cache."""
     view = view_of(block.content)
     with path.open("rb", buffering=0) as file:
         number = file.fileno()
@@ -118,8 +118,8 @@ def _is_written(path: Path, block: BlockSpec) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PlaceJob:
-    """Renames a folder that all ranks have written to `target`. If that or a rank failed, the
-    written folder is removed and the old one stays."""
+    """Renames a folder that all ranks have written to `target`. If that fails, or a rank failed,
+    the temporary folder is removed and an old target is kept."""
 
     is_export: ClassVar[bool] = True
     aside: Path
@@ -127,7 +127,7 @@ class PlaceJob:
     sizes: Mapping[str, int]
     """Bytes of each file."""
     failure: OSError | RunError | None = None
-    """The error of a rank."""
+    """The error of a rank that failed; None if all succeeded."""
     visible_s: float = 10.0
     """Time limit for files of other machines to appear in a shared folder."""
 

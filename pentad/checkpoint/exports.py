@@ -1,8 +1,8 @@
 """HF exports: every rank writes its blocks into safetensors files laid out beforehand.
 
 No rank gathers a tensor. All write into one folder beside the target, which rank 0 renames when all
-are done. If asynchronous, a rank stages its blocks in host memory, and its writer process writes
-them.
+are done. In asynchronous mode a rank copies its blocks to host memory, and its writer process
+writes them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Exportable(Protocol):
     """A learner whose weights are exported; `engine.engine.Engine`."""
 
     def weights_to_save(self) -> dict[str, Shard]:
-        """This rank's memory of the weights, which must be those of a completed step."""
+        """This rank's shards of the weights, which must be those of a completed step."""
         ...
 
     def published(self) -> tuple[WeightMap, dict[str, TensorInfo]]: ...
@@ -42,7 +42,7 @@ class Exportable(Protocol):
     def plan_export(self) -> FolderPlan: ...
 
     def carried(self) -> dict[str, Carried]:
-        """Tensors that an export copies from the source folder besides the weights."""
+        """Tensors besides the weights that an export copies from the source folder."""
         ...
 
 
@@ -50,12 +50,12 @@ class AdapterLearner(Protocol):
     """A learner that trains an adapter; `engine.engine.Engine` with `actor.lora`."""
 
     def adapter(self) -> tuple[Adapter, Iterable[str]]:
-        """The adapter, whole on every rank, and the names of the base's tensors."""
+        """The adapter, unsharded on every rank, and the names of the base model's tensors."""
         ...
 
 
 GiveBlock = Callable[[WeightBlock], FileSegment]
-"""Returns the bytes of a block."""
+"""Function that returns the bytes of a block."""
 
 
 class Exporter(RankSaver):
@@ -66,15 +66,15 @@ class Exporter(RankSaver):
         super().__init__(writer)
         self.blocks: list[WeightBlock] | None = None
         self.number = 0
-        """Names the folder beside the target: the same on all ranks and never reused."""
+        """Number in the temporary folder's name: the same on all ranks and never reused."""
         self.is_async = False
         self.is_abandoned = False
         self.place = PlaceJob(Path(), Path(), {})
         """The job that renames the folder when all ranks have written."""
 
     def export(self, learner: Exportable, folder: str | Path, *, is_async: bool) -> None:
-        """Starts an export; when it returns the weights may change. If synchronous, the folder is
-        complete then, or it fails on all ranks; if asynchronous, `outcomes` has the result."""
+        """Starts an export; the weights may change after it returns. Synchronous: the folder is
+        complete on return, or it fails on all ranks. Asynchronous: `outcomes` has the result."""
         self.finish()
         shards = learner.weights_to_save()
         weight_map, infos = learner.published()
@@ -104,11 +104,11 @@ class Exporter(RankSaver):
             raise failure
 
     def abandon(self) -> None:
-        """Called before the process ends: an export in progress no longer replaces its target."""
+        """Called before the process ends: an export in progress will not replace its target."""
         self.is_abandoned = True
 
     def conclude(self, outcomes: Outcomes) -> Outcomes:
-        """Renames the folder, or removes it: one result for all ranks."""
+        """Renames the folder, or removes it after a failure; all ranks get the same result."""
         done = Pending()
         if self.rank == 0:
             failures = [failure for one in outcomes if (failure := failure_in(one)) is not None]
@@ -155,7 +155,7 @@ class Exporter(RankSaver):
         return lambda block: Span(memory, block.offset, block.size_bytes)
 
     def _lazily(self, shards: Mapping[str, Shard]) -> GiveBlock:
-        """Each block when it is written: as a view of a shard, or copied by the thread."""
+        """Returns blocks when they are written: views of a shard, or copies made by the thread."""
         assert self.blocks is not None
         device, own = _gpu_of(shards), threading.local()
         size = max((block.size_bytes for block in self.blocks), default=0)
@@ -177,8 +177,8 @@ class Exporter(RankSaver):
 
 
 class AdapterExporter(RankSaver):
-    """Exports of an adapter, a PEFT folder: small, so they are written at once. One per role and
-    rank; all ranks make the same calls."""
+    """Exports of an adapter as a PEFT folder. It is small, so it is written synchronously. One
+    exporter per role and rank; all ranks make the same calls."""
 
     def export(self, learner: AdapterLearner, folder: str | Path, *, is_async: bool) -> None:
         """Writes an export; the folder is complete when this returns, or it fails on all ranks."""
@@ -195,7 +195,7 @@ class AdapterExporter(RankSaver):
             raise RunError(error)
 
     def outcomes(self) -> Outcomes:
-        """Outcomes of earlier exports: none are pending, as an export is complete on return."""
+        """A successful outcome: an export is complete on return, so none is pending."""
         return [{"files": {}, "error": None, "system": None}]
 
     def abandon(self) -> None:
@@ -211,7 +211,7 @@ def _copies(plan: FolderPlan, others: Mapping[str, Carried]) -> Iterator[BlockSp
 
 
 def export_model(learner: Exportable, folder: str | Path) -> None:
-    """Makes one export, complete on return; all ranks call it."""
+    """Writes one export, complete on return; all ranks call it."""
     Exporter().export(learner, folder, is_async=False)
 
 

@@ -19,17 +19,17 @@ def holding(commit: Path) -> AbstractContextManager[None]:
 
 
 FENCE = ".generation"
-"""Name of a file in the folder of a trial: a number that each generation of the learners increases
-before it restores. Every save and commit carries the number of its generation, and compares it
-before it counts."""
+"""File in a trial's folder with a number that each generation of learners increments before it
+restores. Every save and commit has the number of its generation, and is rejected if the file has a
+higher one."""
 MAX_BYTES = 100
 FIRST = 1
-"""Number of the first generation, which finds no folder and writes no file before its first
+"""Number of the first generation, which has no folder yet and writes no file before its first
 save."""
 
 
 def read_fence(root: Path) -> int:
-    """The number; 0 before the first generation."""
+    """Reads the current generation; 0 if there is no file."""
     try:
         with open_file(root / FENCE) as file:
             text = file.read(MAX_BYTES)
@@ -39,8 +39,8 @@ def read_fence(root: Path) -> int:
 
 
 def raise_fence(root: Path, disk: Disk = REAL_DISK) -> int:
-    """The next generation. What those before it have not committed yet is refused, up to the moment
-    between their last look and the marker, which no file system makes one."""
+    """Increments the generation and returns it. Later commits of earlier generations are rejected,
+    except in the moment between their last check and the marker, which cannot be atomic."""
     if not root.exists():
         return FIRST
     generation = max(read_fence(root), FIRST) + 1
@@ -49,7 +49,7 @@ def raise_fence(root: Path, disk: Disk = REAL_DISK) -> int:
 
 
 def is_late(root: Path, generation: int | None) -> bool:
-    """Whether a later generation has begun, to which the folders belong then."""
+    """Whether a later generation has begun, which then owns the folders."""
     return generation is not None and read_fence(root) > generation
 
 

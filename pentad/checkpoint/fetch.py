@@ -1,4 +1,4 @@
-"""Checkpoints in a store: found, verified and fetched; every byte is verified."""
+"""Finds and fetches checkpoints in a store; every byte is verified."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from pentad.core.files import REAL_DISK, Disk, make_folders, remove_tree, write_
 from pentad.telemetry.log import NOTICE
 
 SPAN_BYTES = 16 << 20
-"""Pieces are requested together up to this size: a request for each small tensor would be slow."""
+"""Neighbouring pieces up to this size share a request: one for each small tensor would be slow."""
 TRIES = 3
 """Attempts for a range whose digest does not match: the bytes may have changed in transit."""
 
 ASIDE = f"{COMMIT}.{DAMAGED}"
-"""Suffix of COMMIT in the store if a checkpoint is set aside."""
+"""Name of COMMIT in the store if a checkpoint is set aside as damaged."""
 
 log = logging.getLogger(__name__)
 Notify = Callable[[str], None]
@@ -59,7 +59,7 @@ class RemoteCheckpoint:
     step: int
     manifest: Manifest
     data: bytes
-    """The bytes of the manifest."""
+    """The manifest as bytes."""
 
     @property
     def place(self) -> str:
@@ -73,7 +73,7 @@ def step_of_key(key: str) -> int | None:
 
 
 def committed_steps(keys: Iterable[str], mark: str = COMMIT) -> list[int]:
-    """Steps with a COMMIT, or with this name in its place, among the keys, newest first."""
+    """Steps among the keys with a COMMIT (or another `mark`), newest first."""
     found = {step_of_key(key) for key in keys if key.endswith(f"/{mark}")}
     return sorted((step for step in found if step is not None), reverse=True)
 
@@ -90,14 +90,14 @@ def read_remote(store: Store, step: int) -> RemoteCheckpoint | None:
         raise Damaged(str(error)) from error
     place = store.place(f"{folder}/{MANIFEST}")
     if data is None and store.head(f"{folder}/{COMMIT}") is None:
-        return None  # it was removed meanwhile
+        return None  # it has been removed
     if data is None or marker != commit_marker(data):
         raise Damaged(f"{place}: does not have the sha256 that {COMMIT} beside it holds")
     return RemoteCheckpoint(store, step, read_manifest(data, place, step), data)
 
 
 def read_aside(store: Store, step: int) -> RemoteCheckpoint:
-    """A checkpoint that was set aside; Damaged if its manifest is invalid."""
+    """Reads a checkpoint that was set aside; Damaged if its manifest is invalid."""
     place, data = store.place(path := f"{info_folder(step)}/{MANIFEST}"), store.read(path)
     if data is None:
         raise Damaged(f"{place}: is missing")
@@ -105,7 +105,7 @@ def read_aside(store: Store, step: int) -> RemoteCheckpoint:
 
 
 def put_back(found: RemoteCheckpoint) -> str:
-    """Commits an intact checkpoint again that was set aside; returns its address."""
+    """Commits an intact checkpoint that was set aside; returns its address."""
     commit = f"{info_folder(found.step)}/{COMMIT}"
     if not found.store.put_once(commit, commit_marker(found.data)):
         raise RunError(f"{found.store.place(commit)}: is there already")
@@ -133,7 +133,7 @@ def fetch(found: RemoteCheckpoint, root: Path, disk: Disk = REAL_DISK) -> Checkp
     """Makes a verified local copy, COMMIT last; raises Damaged and leaves nothing."""
     local = Checkpoint(root, found.step, found.manifest)
     for folder in local.folders():
-        remove_tree(disk, folder)  # of a fetch or save that was not finished
+        remove_tree(disk, folder)  # of an unfinished fetch or save
         make_folders(disk, folder)
     try:
         with ThreadPoolExecutor(found.store.remote.num_workers) as pool:
@@ -152,7 +152,7 @@ def fetch(found: RemoteCheckpoint, root: Path, disk: Disk = REAL_DISK) -> Checkp
 
 
 def set_aside(store: Store, step: int, name: str, why: str, mark: str = COMMIT) -> None:
-    """Replaces COMMIT, or this name in its place, by COMMIT.NAME with the reason; the objects
+    """Replaces COMMIT (or another `mark`) by COMMIT.NAME, which contains the reason; other objects
     stay."""
     folder = info_folder(step)
     store.put(f"{folder}/{COMMIT}.{name}", f"{why}\n".encode())
@@ -160,7 +160,7 @@ def set_aside(store: Store, step: int, name: str, why: str, mark: str = COMMIT) 
 
 
 def give_up(store: Store) -> None:
-    """Sets all committed checkpoints of a run aside that is started anew."""
+    """Sets aside all committed checkpoints of a run that starts over."""
     keys = store.sizes(f"{INFO}/")
     for mark in (COMMIT, ASIDE):
         for step in committed_steps(keys, mark):
@@ -208,7 +208,7 @@ def fetch_newest(
 
 
 def _spans(found: RemoteCheckpoint, path: str) -> list[list[PieceEntry]]:
-    """Neighbouring pieces in groups of about SPAN_BYTES."""
+    """Groups neighbouring pieces to about SPAN_BYTES."""
     spans: list[list[PieceEntry]] = []
     size = SPAN_BYTES
     for piece in found.manifest.files[path].pieces:
@@ -235,7 +235,7 @@ def _fetch_file(
         try:
             for one in waiting:
                 one.result()
-        finally:  # nothing may write into what is closed
+        finally:  # no thread may write into a closed file
             for one in waiting:
                 one.cancel()
             for one in waiting:
@@ -256,7 +256,7 @@ def _check_size(found: RemoteCheckpoint, path: str) -> None:
 
 
 def _lost(found: RemoteCheckpoint, why: str) -> Damaged:
-    """Whether an object is missing, or the whole checkpoint."""
+    """The error for a missing object: Vanished if the whole checkpoint was removed."""
     if found.store.head(f"{info_folder(found.step)}/{COMMIT}") is None:
         return Vanished(f"{found.place} was removed while it was read")
     return Damaged(why)

@@ -1,7 +1,7 @@
 """Checkpoints on disk: manifests of committed checkpoints, their verification and their removal.
 
-Only wrong bytes are damage. A storage error or a manifest of a later version says nothing about
-them: both end the operation, and nothing is changed.
+Only wrong bytes count as damage. A storage error or a manifest of a later version does not: it ends
+the operation without changes.
 
 The trial's root holds `ROLE/recover_checkpoint/globalstepG/` (state) and
 `recover_info/globalstepG/` (everything else, `manifest.json` and `COMMIT`). A checkpoint exists
@@ -36,7 +36,7 @@ NUM_READERS = 8
 MAX_MANIFEST_BYTES = 1 << 30
 MAX_COMMIT_BYTES = 4096
 MAX_FILE_BYTES = 1 << 60
-"""Largest valid size in a manifest; more would not fit a file's offsets."""
+"""Largest valid size in a manifest; larger ones exceed file offsets."""
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +59,9 @@ class Unreadable(RunError):
 
 @contextmanager
 def from_storage(place: Path) -> Iterator[None]:
-    """While active, files of a checkpoint are read: a missing file, or a path that is no file, is
-    damage; any other error of the operating system is not. Nor is a link that leads nowhere, as to
-    a disk that is not mounted."""
+    """Context for reading files of a checkpoint: raises Missing for a missing file and Damaged for
+    a path that is not a file. Other OS errors, and broken links (to an unmounted disk), raise
+    Unreadable."""
     try:
         yield
     except OSError as error:
@@ -84,7 +84,7 @@ def _unreadable(text: str) -> Unreadable:
 
 
 def _link_to_nowhere(path: Path) -> Path | None:
-    """The link on the way to this path whose target is missing, if there is one."""
+    """The first symbolic link among this path and its parents with a missing target, or None."""
     return next((at for at in (path, *path.parents) if at.is_symlink() and not at.exists()), None)
 
 
@@ -93,7 +93,7 @@ def info_folder(step: int) -> str:
 
 
 def folder_of(role: str) -> str:
-    """The folder of a role's exports and states; `default` for the actor."""
+    """Name of the folder for a role's exports and states; `default` for the actor."""
     return "default" if role == "actor" else role
 
 
@@ -157,7 +157,7 @@ class Manifest:
     step: int
     """The last finished step, counted from 0."""
     files: Mapping[str, FileEntry]
-    """By path relative to the trial's root."""
+    """Path relative to the trial's root -> entry."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """World, layout of each role, config digest, versions, time: JSON values."""
 
@@ -188,10 +188,10 @@ class Manifest:
                 _check_path(path, step)
             files = {path: FileEntry.from_json(value) for path, value in body["files"].items()}
             if not isinstance(body["facts"], dict):
-                raise ValueError("its facts are no JSON object")
+                raise ValueError("its facts are not a JSON object")
             return cls(step, files, body["facts"])
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"it is no manifest ({type(error).__name__}: {error})") from error
+            raise ValueError(f"it is not a manifest ({type(error).__name__}: {error})") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,14 +215,14 @@ class Checkpoint:
         return self.root / f"{folder}{self.suffix}" / name
 
     def folders(self) -> list[Path]:
-        """Every folder that holds files of the checkpoint; the one with COMMIT last."""
+        """All folders with files of the checkpoint; the one with COMMIT is last."""
         parents = {str(Path(path).parent) for path in self.manifest.files} - {self.info}
         return [self.root / f"{path}{self.suffix}" for path in [*sorted(parents), self.info]]
 
 
 def read_checkpoint(root: Path, step: int, suffix: str = "") -> Checkpoint | None:
-    """The committed checkpoint of a step, or with a suffix one that was set aside; None without
-    COMMIT, Damaged if it does not match, Unreadable if that is not known."""
+    """The committed checkpoint of a step, or with a suffix one that was set aside. None without
+    COMMIT; Damaged if it does not match; Unreadable if it cannot be read."""
     folder = root / f"{info_folder(step)}{suffix}"
     aside = folder / f"{COMMIT}.{DAMAGED}"
     commit = aside if suffix else folder / COMMIT
@@ -259,7 +259,7 @@ def read_manifest(data: bytes, place: Path | str, step: int) -> Manifest:
 def find_checkpoints(
     root: str | Path, report: Callable[[str], None] = log.warning
 ) -> list[Checkpoint]:
-    """Committed checkpoints, newest first; `report` gets a sentence for each one skipped.
+    """Committed checkpoints, newest first; `report` receives a message for each one skipped. Raises
     Unreadable if the storage fails, because the list would be incomplete."""
     root = Path(root)
     found = []
@@ -277,7 +277,7 @@ def find_checkpoints(
 
 
 def list_steps(root: Path) -> list[int]:
-    """Newest first; includes steps that were never committed."""
+    """Steps of the trial, newest first; includes steps that were never committed."""
     return _steps(root / INFO)[::-1]
 
 
@@ -287,7 +287,7 @@ def commit_marker(manifest: bytes) -> bytes:
 
 
 def damage(checkpoint: Checkpoint) -> list[str]:
-    """Verifies every byte; returns a sentence for each piece that differs from the written one."""
+    """Verifies every byte; returns a message for each piece that differs from the written one."""
     files = checkpoint.manifest.files.items()
     with ThreadPoolExecutor(NUM_READERS) as pool:
         tasks = [
@@ -296,7 +296,7 @@ def damage(checkpoint: Checkpoint) -> list[str]:
             for run in _runs(entry)
         ]
         found = [sentence for task in tasks for sentence in task.result()]
-    return list(dict.fromkeys(found))  # of one file each run says the same of its size
+    return list(dict.fromkeys(found))  # a wrong size is reported once per run
 
 
 def read_file(checkpoint: Checkpoint, path: str) -> bytes:
@@ -325,16 +325,16 @@ def json_object(data: bytes, place: Path) -> dict[str, Any]:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"{place}: is no JSON ({error})") from error
+        raise Damaged(f"{place}: is not JSON ({error})") from error
     if not isinstance(value, dict):
-        raise Damaged(f"{place}: is no JSON object")
+        raise Damaged(f"{place}: is not a JSON object")
     return value
 
 
 @contextmanager
 def reading(place: Path) -> Iterator[None]:
-    """While active, values are read from a verified file: a missing value or one of another type is
-    damage. Nothing else is done there, so that a programming error is not reported as damage."""
+    """Context for reading values of a verified file: a missing value or a wrong type raises
+    Damaged. Do nothing else in it, or programming errors are reported as damage."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -343,7 +343,7 @@ def reading(place: Path) -> Iterator[None]:
 
 
 def check_size(checkpoint: Checkpoint, path: str) -> None:
-    """Checks sizes of the manifest before memory is allocated; raises Damaged."""
+    """Compares a file's size with the manifest before memory is allocated; raises Damaged."""
     place, wanted = checkpoint.place(path), checkpoint.manifest.files[path].size
     with from_storage(place):
         found = place.stat().st_size
@@ -398,7 +398,7 @@ def _runs(entry: FileEntry) -> Iterator[tuple[PieceEntry, ...]]:
 def file_damage(
     place: Path, entry: FileEntry, pieces: tuple[PieceEntry, ...] | None = None
 ) -> Iterator[str]:
-    """A sentence for each piece, of all or of these, that differs from the written one."""
+    """Yields a message for each piece, by default of all, that differs from the written one."""
     try:
         fd = os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -424,7 +424,7 @@ def _read_digest(fd: int, piece: PieceEntry, buffer: memoryview) -> str:
     while done < piece.length:
         want = min(len(buffer), piece.length - done)
         got = os.preadv(fd, [buffer[:want]], piece.offset + done)
-        if got == 0:  # the file is shorter than it was
+        if got == 0:  # the file became shorter
             break
         digest.update(buffer[:got])
         done += got
@@ -443,7 +443,7 @@ def piece_sentence(path: Path | str, piece: PieceEntry) -> str:
 
 
 def folders_by_step(root: Path) -> dict[int, list[Path]]:
-    """Folders of all steps, those of the roles before the info folder."""
+    """Folders of each step; the info folder comes last."""
     roles = sorted(name for name in list_folders(root) if name[0] != "." and name != INFO)
     found: dict[int, list[Path]] = {}
     for parent in [*(root / role / STATE for role in roles), root / INFO]:
@@ -468,12 +468,12 @@ def list_folders(folder: Path) -> list[str]:
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     if step_of(entry.name) is not None:
-        return stat.S_ISDIR(entry.stat().st_mode)  # unlike is_dir, an error for a link to nowhere
+        return stat.S_ISDIR(entry.stat().st_mode)  # unlike is_dir, raises for a broken link
     return entry.is_dir()
 
 
 def _read_small(path: Path, limit: int) -> bytes:
-    """Raises Damaged, Missing or Unreadable."""
+    """Reads a file of at most `limit` bytes; raises Damaged, Missing or Unreadable."""
     with from_storage(path):
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as file:
@@ -487,7 +487,7 @@ def _check_path(path: str, step: int) -> None:
     """Checks that a path is in a folder of this step, within the root."""
     found = re.fullmatch(rf"(?:{INFO}|[^/.\0][^/\0]*/{STATE})/globalstep{step}/([^/\0]+)", path)
     if found is None or found[1] in (".", "..", COMMIT, MANIFEST) or not path.isprintable():
-        raise ValueError(f"{path!r} is no file of step {step}")
+        raise ValueError(f"{path!r} is not a file of step {step}")
 
 
 def _canonical(value: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""Jobs of a writer: files as lists of byte ranges, their digests, and the commit that joins them.
+"""Jobs of a writer: write files from lists of byte ranges, compute digests, and commit.
 
 Needs neither torch nor numpy: a job runs in this process (`run_job`) or in a `Writer`'s.
 """
@@ -35,16 +35,16 @@ from pentad.core.files import REAL_DISK, Disk, make_folders, write_atomic
 from pentad.runtime.helper import Descriptor, memory_file
 
 NUM_THREADS = 4
-"""Each thread takes a piece, computes its digest and writes it."""
+"""Number of threads; each one hashes and writes whole pieces."""
 CHUNK_BYTES = 8 << 20
 """Number of bytes hashed and written at once."""
 POLL_S = 0.02
 NUM_PARENTS = 4
-"""Folders above the root that a run makes."""
+"""Number of folders above the root that a run creates."""
 
 
 class Memory:
-    """Host memory that a writer process can map too."""
+    """Host memory that a writer process can map, too."""
 
     def __init__(self, size: int) -> None:
         with memory_file() as file:
@@ -54,7 +54,7 @@ class Memory:
 
     @classmethod
     def received(cls, fd: int) -> Memory:
-        """Maps the memory of another process for reading, as long as it is referred to."""
+        """Maps the memory of another process, read-only, while objects refer to it."""
         memory = cls.__new__(cls)
         memory._hold(fd, os.fstat(fd).st_size, mmap.PROT_READ)
         os.close(fd)
@@ -102,8 +102,8 @@ class FileSpan:
 
 
 Lazy = Callable[[], memoryview]
-"""Returns its bytes when they are written; they must stay valid until the next call. Only for jobs
-that run in this process."""
+"""Function that returns the bytes when they are written; they must stay valid until the next call.
+Only for jobs that run in this process."""
 FileSegment = bytes | Span | FileSpan | Lazy
 
 
@@ -118,15 +118,15 @@ class Piece:
 @dataclass(frozen=True, slots=True)
 class FileSpec:
     path: str
-    """Relative to the job's root."""
+    """Path relative to the job's root."""
     pieces: tuple[Piece, ...]
 
 
 class WriterJob(Protocol):
-    """Interface to the work of a writer, done in one call."""
+    """Interface of a job for a writer."""
 
     is_export: ClassVar[bool]
-    """Exports wait for exports only, and state for state (`Writer`)."""
+    """Whether it is an export: exports and states have separate queues (`Writer`)."""
 
     @property
     def where(self) -> Path:
@@ -160,8 +160,8 @@ class WriteJob:
 
 @dataclass(frozen=True, slots=True)
 class CommitJob:
-    """Joins the files of the ranks: writes the small files, the manifest and COMMIT, then a hint
-    for users; then removes older checkpoints. If it fails, nothing of the step stays."""
+    """Commits the files of all ranks: writes small files, the manifest and COMMIT, then a hint for
+    users, then removes older checkpoints. If it fails, all files of the step are removed."""
 
     is_export: ClassVar[bool] = False
     root: Path
@@ -171,7 +171,7 @@ class CommitJob:
     """Sizes and digests by path: the `files` of the write jobs of all ranks."""
     files: tuple[FileSpec, ...]
     failure: OSError | RunError | None = None
-    """The error of a rank: then the files of the others are removed, and it is raised."""
+    """The error of a rank: the files of the others are removed, and it is raised."""
     facts: dict[str, Any] = field(default_factory=dict)
     visible_s: float = 10.0
     """Time limit for files of other machines to appear in a shared folder."""
@@ -189,8 +189,8 @@ class CommitJob:
 
 
 def run_job(job: WriterJob, disk: Disk = REAL_DISK) -> dict[str, Any]:
-    """Runs a job here. The result: `bytes`, `ms` and `files` (sizes and digests by path), and for a
-    commit `notes`: harmless failures after it. Raises OSError or RunError."""
+    """Runs a job in this process. Returns `bytes`, `ms` and `files` (sizes and digests by path),
+    for a commit also `notes` on harmless failures after it. Raises OSError or RunError."""
     begun = time.monotonic()
     with naming(job.where):
         result = job.run(disk)
@@ -241,7 +241,7 @@ def _commit(job: CommitJob, disk: Disk) -> dict[str, Any]:
         write_atomic(info / COMMIT, commit_marker(manifest), disk)
     except BaseException:
         own = [*(file.path for file in job.files), f"{job.info}/{MANIFEST}"]
-        # A later generation may have committed this step meanwhile: that is not for us to remove.
+        # A later generation may have committed this step: then its files must not be removed.
         if not is_late(job.root, job.generation) and _is_withdrawn(info, disk):
             _give_back(job.root, [*job.written, *own], disk)
         raise
@@ -249,8 +249,8 @@ def _commit(job: CommitJob, disk: Disk) -> dict[str, Any]:
 
 
 def _settle_names(root: Path, info: Path, disk: Disk) -> None:
-    """Makes names of folders that other processes made durable: up to the root by other ranks,
-    above it by the user who started the run (who may not be allowed to read all of them)."""
+    """Syncs folders that other processes created: up to the root by other ranks, above it by the
+    user who started the run (some may not be readable)."""
     for folder in _chain(root, info):
         disk.fsync_dir(folder)
     for folder in root.parents[:NUM_PARENTS]:
@@ -259,7 +259,7 @@ def _settle_names(root: Path, info: Path, disk: Disk) -> None:
 
 
 def _is_withdrawn(info: Path, disk: Disk) -> bool:
-    """Whether a COMMIT of a failed save is certainly gone: data are removed only then."""
+    """Whether the COMMIT of a failed save is removed for certain; data are removed only then."""
     try:
         if (info / COMMIT).exists():
             disk.unlink(info / COMMIT)
@@ -276,18 +276,18 @@ def check_written(root: Path, sizes: Mapping[str, int], visible_s: float) -> Non
         while not (root / path).exists():
             if time.monotonic() > deadline:
                 raise RunError(
-                    f"{root / path}: a rank wrote it, and it is not seen here after "
+                    f"{root / path}: written by a rank, but not visible here after "
                     f"{visible_s:g} s; every rank must write to the same folder"
                 )
             time.sleep(POLL_S)
-        with (root / path).open("rb") as file:  # opened, since network file systems look again then
+        with (root / path).open("rb") as file:  # open makes network file systems refresh
             found_bytes = os.fstat(file.fileno()).st_size
         if found_bytes != size:
             raise RunError(f"{root / path}: has {found_bytes} bytes, not {size}")
 
 
 def _tidy(job: CommitJob, disk: Disk) -> list[str]:
-    """Cleans up after a commit, which stays valid whatever fails here."""
+    """Cleans up after a commit, which stays valid if this fails."""
     notes = []
     try:
         hint = f"{job.info}/step_info.json"
@@ -305,12 +305,12 @@ def _tidy(job: CommitJob, disk: Disk) -> list[str]:
 
 
 def _write_files(root: Path, files: tuple[FileSpec, ...], disk: Disk) -> dict[str, Any]:
-    """Sizes and digests by path, once files and their names are durable."""
+    """Writes files and syncs them with their names; returns sizes and digests by path."""
     written: dict[str, Any] = {}
     for file in files:
         path = root / file.path
         make_folders(disk, path.parent)
-        if path.exists():  # of a save that failed
+        if path.exists():  # left by a failed save
             disk.unlink(path)
         with naming(path):
             written[file.path] = _write_file(path, file, disk).to_json()
@@ -325,8 +325,8 @@ def _chain(root: Path, folder: Path) -> list[Path]:
 
 
 def _chains(root: Path, paths: list[str]) -> list[Path]:
-    """The folders of the files with those between them and the root, deepest first: another rank
-    may have made them and not synced them yet."""
+    """The folders of the files and their parents up to the root, deepest first: another rank may
+    have created them without a sync yet."""
     found = {folder for path in paths for folder in _chain(root, (root / path).parent)}
     return sorted(found, key=lambda folder: (-len(folder.parts), folder))
 
@@ -367,8 +367,7 @@ def _write_in_threads(fd: int, pieces: tuple[Piece, ...], disk: Disk) -> list[Pi
 
 
 def _write_in_order(fd: int, pieces: tuple[Piece, ...], disk: Disk) -> Iterator[PieceEntry]:
-    """Writes one part at a time, hashing while it is written: the next part may reuse its
-    memory."""
+    """Writes one part at a time, hashing it in parallel: the next part may reuse its memory."""
     end = 0
     with ThreadPoolExecutor(1) as pool:
         for piece in pieces:
@@ -412,8 +411,7 @@ def _length(segment: FileSegment) -> int:
 
 
 def _give_back(root: Path, paths: Iterable[str], disk: Disk) -> None:
-    """Removes the files, with folders that hold nothing else; remains are left to the next
-    start."""
+    """Removes the files and empty folders; what cannot be removed is left to the next start."""
     paths = list(paths)
     for path in paths:
         with suppress(OSError):

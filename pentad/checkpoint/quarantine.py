@@ -1,4 +1,4 @@
-"""Checkpoints set aside as damaged, those put back, and remains of interrupted saves.
+"""Sets damaged checkpoints aside, restores intact ones, removes remains of interrupted saves.
 
 `globalstepG` becomes `globalstepG.damaged` in every folder that holds files of the checkpoint, and
 its COMMIT `COMMIT.damaged`. If that is interrupted between two renames, the next start completes
@@ -36,7 +36,7 @@ def quarantine(checkpoint: Checkpoint, why: str, disk: Disk = REAL_DISK) -> Path
 
 
 def list_aside(root: Path) -> list[tuple[int, str]]:
-    """(step, suffix) of the checkpoints that were set aside, newest first."""
+    """Lists (step, suffix) of the checkpoints that were set aside, newest first."""
     found = []
     for name in list_folders(root / INFO):
         base, dot, suffix = name.partition(".")
@@ -47,8 +47,8 @@ def list_aside(root: Path) -> list[tuple[int, str]]:
 
 
 def put_back(checkpoint: Checkpoint, disk: Disk = REAL_DISK) -> Path:
-    """Gives an intact checkpoint that was set aside its names back; returns its info folder. COMMIT
-    comes last."""
+    """Restores the names of an intact checkpoint that was set aside, COMMIT last; returns its info
+    folder."""
     root, step = checkpoint.root, checkpoint.step
     plain = Checkpoint(root, step, checkpoint.manifest)
     taken = [folder for folder in plain.folders() if folder.exists()]
@@ -66,9 +66,9 @@ def put_back(checkpoint: Checkpoint, disk: Disk = REAL_DISK) -> Path:
 
 
 def sweep_uncommitted(root: str | Path, disk: Disk = REAL_DISK) -> list[Path]:
-    """Removes remains of interrupted saves and removals, and returns them; for the holder of the
-    run lock. A checkpoint whose COMMIT does not match is not removed but set aside, with a warning.
-    Nothing is changed before all have been read."""
+    """Removes remains of interrupted saves and removals, and returns them; the caller must hold the
+    run lock. A checkpoint whose COMMIT does not match is set aside, with a warning. All are read
+    before anything is changed."""
     root = Path(root)
     found = [(step, folders, _judge(root, step)) for step, folders in folders_by_step(root).items()]
     removed = []

@@ -20,17 +20,17 @@ from pentad.core.group_values import gather_values
 log = logging.getLogger(__name__)
 
 PATIENCE = timedelta(days=60)
-"""How long a rank waits for others to write their part: a large state takes its time, and a rank
-that is gone ends the wait by its closed connection."""
+"""How long a rank waits for others to write their part: a large state takes long, and a dead rank
+ends the wait by its closed connection."""
 ROOM = 1 << 20
-"""Sizes are rounded up to this, so that a little more state does not need new memory."""
+"""Sizes are rounded up to this, so that slightly more state does not need new memory."""
 Outcomes = list[dict[str, Any]]
 """`Pending.outcome` of every rank."""
 
 
 class HostMemory:
-    """One buffer that a writer process can map. Making it takes seconds per 10 GB, which a thread
-    spends beside training."""
+    """A buffer that a writer process can map. Allocation takes seconds per 10 GB, so a thread does
+    it during training."""
 
     def __init__(self) -> None:
         self.memory: Memory | None = None
@@ -40,7 +40,7 @@ class HostMemory:
         self.failure: Exception | None = None
 
     def prepare(self, size: int, *, pins: bool) -> None:
-        """Begins to make room; returns at once."""
+        """Starts to allocate; returns at once."""
         self._wait()
         if self.memory is None or self.memory.size < size:
             self.close()
@@ -77,13 +77,13 @@ class HostMemory:
         try:
             self.memory = Memory(-(-max(size, 1) // ROOM) * ROOM)
             self.bytes = torch.frombuffer(self.memory.view, dtype=torch.uint8)
-            self.bytes.zero_()  # pages are given when they are first written
+            self.bytes.zero_()  # pages are allocated at the first write
             if device is not None:
                 torch.cuda.set_device(device)
                 where, num = self.bytes.data_ptr(), self.bytes.numel()
                 self.is_pinned = int(torch.cuda.cudart().cudaHostRegister(where, num, 0)) == 0
                 if not self.is_pinned:
-                    text = "%.1f GB of host memory cannot be pinned: saves hold training up longer"
+                    text = "%.1f GB of host memory cannot be pinned: saves block training longer"
                     log.warning(text, num / 1e9)
         except (OSError, RuntimeError, MemoryError) as error:
             self.failure = error
@@ -93,12 +93,12 @@ class RankSaver:
     """One per learner and rank; all ranks make the same calls. At most one save is in flight."""
 
     def __init__(self, writer: Writer | None = None) -> None:
-        """Every rank calls it at the same time: several ranks get separate process groups."""
+        """A collective call: with several ranks it creates a process group."""
         self.writer = writer
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1
         self.group = None if is_alone else dist.new_group(backend="gloo")
         self.answers = None if is_alone else dist.new_group(backend="gloo", timeout=PATIENCE)
-        """Used by one thread of each rank, beside what the ranks compute."""
+        """Process group for one thread of each rank, separate from computation."""
         self.rank = 0 if self.group is None else dist.get_rank()
         self.world = 1 if self.group is None else dist.get_world_size()
         self.memory = HostMemory()
@@ -106,8 +106,8 @@ class RankSaver:
         self.gathering: Future[Outcomes] | None = None
 
     def begin(self, make_job: Callable[[], WriterJob], *, is_async: bool) -> Pending:
-        """Makes the job of this rank and has it run, here or by the writer. What it fails with is
-        the pending's, so that all ranks come back; `outcomes` has it of all."""
+        """Makes this rank's job and runs it, here or in the writer. An error is stored in the
+        result, so that all ranks return; `outcomes` has the errors of all ranks."""
         pending = Pending()
         try:
             job = make_job()
@@ -126,13 +126,13 @@ class RankSaver:
         return pending
 
     def outcomes(self) -> Outcomes:
-        """What became of the last save on every rank (`Pending.outcome`), once all have ended;
-        RunError where a rank is gone."""
+        """Waits for the last save on all ranks and returns their outcomes (`Pending.outcome`);
+        RunError if a rank is dead."""
         assert self.gathering is not None, "something was saved"
         return self.gathering.result()
 
     def finish(self) -> None:
-        """Waits until all writers have done with the memory; how that ended is in `outcomes`."""
+        """Waits until no writer uses the memory; `outcomes` has the results."""
         if self.pending is not None and self.gathering is not None:
             self.pending.settled()
             wait([self.gathering])
@@ -147,7 +147,7 @@ class RankSaver:
         self.memory.close()
 
     def conclude(self, outcomes: Outcomes) -> Outcomes:
-        """Follow-up once all ranks have written, in the gathering thread."""
+        """Called in the gathering thread after all ranks have written; returns the outcomes."""
         return outcomes
 
     def _gather(self, own: Pending, gathering: Future[Outcomes]) -> None:
@@ -155,6 +155,6 @@ class RankSaver:
         try:
             outcomes = [found] if self.answers is None else gather_values(found, self.answers)
             gathering.set_result(self.conclude(outcomes))
-        except Exception as error:  # whatever it is, it must not be waited for
+        except Exception as error:  # any error must end the wait
             text = f"a rank ended before all ranks had written their part of the state ({error})"
             gathering.set_exception(RunError(text))

@@ -1,8 +1,8 @@
-"""State of a committed checkpoint, every byte verified: restored to any layout from any layout, or
-written as an HF folder without its run, its ranks and their devices.
+"""Restores the state of a committed checkpoint to any layout, or writes it as an HF folder without
+its run, ranks or devices; every byte is verified.
 
-Each rank reads only the parts of its tensors. A backend that names or splits tensors differently
-maps the parts of its tensors to the saved ones.
+Each rank reads only its parts. A backend with other tensor names or splits maps its parts to the
+saved ones.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from pentad.weights.regions import Region, clip_all
 from pentad.weights.transfer import TensorInfo, target_block
 
 OF_A_RANK = "rng."
-"""Prefix of state that belongs to one rank: another world may not have it."""
+"""Prefix of state of a single rank, which another world size may lack."""
 COUNTER_TYPES = {
     **dict.fromkeys(("num_steps", "num_skipped"), int),
     **dict.fromkeys(("backend", "model", "dtype"), str),
@@ -56,7 +56,7 @@ COUNTER_TYPES = {
     "value_head": bool,
     "hf_config": dict,
 }
-"""Types of the values in counters."""
+"""Name of a counter -> type of its value."""
 
 Sources = Mapping[str, Sequence[Region]]
 
@@ -111,7 +111,7 @@ def open_index(
     place: Path,
     verifier: ManifestVerifier | None = None,
 ) -> DcpFolder:
-    """The index of a role's tensors, compared with the manifest; raises Damaged."""
+    """Parses the index of a role's tensors and compares it with the manifest; raises Damaged."""
     files = manifest.files.items()
     sizes = {
         path.removeprefix(f"{folder}/"): entry.size
@@ -138,13 +138,13 @@ def checked_counters(counters: dict[str, Any], place: Path) -> dict[str, Any]:
                 raise TypeError(f"{name} is a {type(counters[name]).__name__}")
         for text in counters["tags"] + counters["companions"]:
             if not isinstance(text, str):
-                raise TypeError(f"{text} is no text")
+                raise TypeError(f"{text} is not text")
     return counters
 
 
 def restore_learner(learner: Restorable, checkpoint: Checkpoint, folder: str) -> dict[str, Any]:
-    """The same call on every rank. A learner that failed here can be restored again, and until
-    then does neither train nor save. Returns the counters."""
+    """Restores a learner; every rank calls it. Returns the counters. After an error the learner can
+    be restored again, and until then must not train or save."""
     counters = read_counters(checkpoint, folder)
     learner.begin_restore(counters)
     restore(learner.state_tensors(), checkpoint, folder, learner.state_sources(counters))
@@ -158,8 +158,8 @@ def restore(
     folder: str,
     sources: Sources | None = None,
 ) -> None:
-    """Fills the tensors in place. Names, shapes and dtypes are checked before the first element
-    moves; `sources` gives the parts of tensors that have other names in the checkpoint."""
+    """Fills the tensors in place. Names, shapes and dtypes are checked before any element is
+    written; `sources` maps tensors that have other names in the checkpoint."""
     fill_state(tensors, open_state(checkpoint, folder), sources)
 
 
@@ -201,7 +201,7 @@ def _demands(
 def _check(name: str, shape: tuple[int, ...], dtype: torch.dtype, saved: DcpFolder) -> None:
     info = saved.infos.get(name)
     if info is None:
-        raise RunError(f"{saved.where}: holds no {name}, which this run continues from")
+        raise RunError(f"{saved.where}: holds no {name}, which this run needs")
     if info.shape != shape:
         raise RunError(f"{saved.where}: {name} is {list(info.shape)}, not {list(shape)}")
     if torch.promote_types(info.dtype, dtype) != dtype:
@@ -210,11 +210,11 @@ def _check(name: str, shape: tuple[int, ...], dtype: torch.dtype, saved: DcpFold
 
 ACTOR = folder_of("actor")
 BATCH_BYTES = 1 << 30
-"""Number of bytes read at once: tensors that are contiguous in a file are read together."""
+"""Maximum number of bytes read at once; tensors that are contiguous in a file are read together."""
 
 
 def find_recovery(given: RecoveryPath) -> Checkpoint:
-    """The checkpoint that a path names: that of its step, else the newest."""
+    """The checkpoint of the step in a path, else the newest one. UserError if it does not exist."""
     found = find_checkpoints(given.root)
     if not found:
         raise UserError(Problem(str(given.root), "holds no committed recovery checkpoint"))
@@ -247,7 +247,7 @@ def export_hf(
     if tag not in tags:
         raise UserError(Problem(f"--tag {tag}", f"the checkpoint has {', '.join(tags)}"))
     if counters.get("lora") is not None:
-        rule = "holds an adapter alone, the frozen weights are those of its base"
+        rule = "has only an adapter, the frozen weights are those of its base"
         remedy = "convert the adapter that the run has saved, with --merge"
         raise UserError(Problem(f"{checkpoint.root}: globalstep{checkpoint.step}", rule, remedy))
     wanted = dtype or counters["dtype"]
@@ -256,7 +256,7 @@ def export_hf(
     config, head = counters["hf_config"], counters["value_head"]
     prefix = "model." if tag == "actor" else f"tags.{tag}."
     folders = [Path(path) for path in counters["companions"] if Path(path).is_dir()]
-    # The folder of a text tower says how its tensors are named.
+    # The folder of a text tower determines the names of its tensors.
     given = folders[-1] if folders and tower_of(config) else config
     whole = build_whole(given, counters["backend"], model=model, value_head=head)
     save_model(

@@ -1,8 +1,8 @@
 """Objects of one run in an S3-compatible store: the only file that imports boto3.
 
-Every request is retried here, a bounded number of times, if a retry can help: the store is busy
-(503), a connection was reset or stalls, a body was cut. Everything sent carries its SHA256, which
-the store checks before it acknowledges.
+Requests are retried a bounded number of times if that can help: the store is busy (503), a
+connection is reset or stalls, a body is incomplete. Everything is sent with its SHA256, which the
+store checks before it acknowledges.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from pentad.core.errors import RunError
 from pentad.core.remote import Remote
 
 DIGEST = "pentad-sha256"
-"""Metadata of an object: the digest of its content from the manifest."""
+"""Metadata key of an object for the digest of its content in the manifest."""
 MAX_PARTS = 10_000
 MIN_PART_BYTES = 5 << 20
 PROBE = ".pentad-probe"
-"""An object that is written and removed before a run starts."""
+"""Test object that is written and removed before a run starts."""
 BATCH = 1000
 """Keys in one request to delete."""
 CHUNK = 1 << 20
@@ -60,14 +60,14 @@ class Gone(StoreError):
 class Head:
     size: int
     digest: str
-    """Digest of the manifest; empty where it was not given."""
+    """Digest from the manifest; empty if none was given."""
     checksum: str
     """SHA256 as the store computed it, base64; `...-N` over the digests of N parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A range of a file that is sent at once."""
+    """A range of a file that is sent in one request."""
 
     offset: int
     length: int
@@ -122,13 +122,13 @@ class Store:
 
     @property
     def part_bytes(self) -> int:
-        """Small with a bandwidth limit, so that a part does not occupy the line for long."""
+        """Size of a part; smaller with a bandwidth limit, so that no part takes long."""
         rate = self.remote.bandwidth_mb_s
         capped = self.remote.part_bytes if rate is None else int(rate * 1e6)
         return max(MIN_PART_BYTES, min(self.remote.part_bytes, capped))
 
     def reach(self) -> None:
-        """Raises StoreError unless objects can be listed, written and removed here."""
+        """Raises StoreError unless objects can be listed, written and removed in the store."""
         self._try(self.client.list_objects_v2, Prefix=self.prefix, MaxKeys=1)
         self.put(PROBE, b"")
         self.delete([PROBE])
@@ -153,7 +153,7 @@ class Store:
         return b"".join(self.stream(key, 0, head.size))
 
     def stream(self, key: str, start: int, length: int) -> Iterator[bytes]:
-        """The bytes of a range. A cut body is continued at its end."""
+        """Yields the bytes of a range; an incomplete body is continued by another request."""
         end, attempt = start + length, 1
         while start < end:
             try:
@@ -184,7 +184,7 @@ class Store:
         self._count(len(data))
 
     def put_once(self, key: str, data: bytes) -> bool:
-        """Creates an object; False if it exists already, perhaps by an own attempt whose answer was
+        """Creates an object; False if it exists, perhaps from an own attempt whose response was
         lost."""
         try:
             self.put(key, data, IfNoneMatch="*")
@@ -233,13 +233,13 @@ class Store:
         return str(answer["UploadId"])
 
     def sent_parts(self, key: str, upload: str) -> dict[int, dict[str, Any]]:
-        """Number -> the store's entry for an acknowledged part."""
+        """Number of each acknowledged part -> the store's entry for it."""
         request = {"Key": self.prefix + key, "UploadId": upload}
         listed = self._listed(self.client.list_parts, "Parts", ("PartNumberMarker",), **request)
         return {one["PartNumber"]: one for one in listed}
 
     def send_part(self, key: str, upload: str, number: int, data: bytes, sha256: bytes) -> str:
-        """The part's ETag. The store rejects bytes that have another digest."""
+        """Sends a part and returns its ETag. The store rejects bytes with another digest."""
         self.throttle.take(len(data))
         answer = self._try(
             self.client.upload_part,
@@ -253,7 +253,7 @@ class Store:
         return str(answer["ETag"])
 
     def complete(self, key: str, upload: str, parts: Sequence[Part], tags: Sequence[str]) -> None:
-        """Joins the parts to an object; if the answer is lost, the object is checked."""
+        """Joins the parts to an object; if the response is lost, the object is checked."""
         listed = [
             {"PartNumber": number, "ETag": tag, "ChecksumSHA256": _base64(part.sha256)}
             for number, (part, tag) in enumerate(zip(parts, tags, strict=True), start=1)
@@ -274,7 +274,7 @@ class Store:
         try:
             self._try(self.client.abort_multipart_upload, Key=self.prefix + key, UploadId=upload)
         except Gone:
-            return  # completed or aborted meanwhile
+            return  # already completed or aborted
 
     def place(self, key: str) -> str:
         return f"s3://{self.bucket}/{self.prefix}{key}"
@@ -282,7 +282,7 @@ class Store:
     def _listed(
         self, call: Callable[..., Any], what: str, markers: Sequence[str], **request: Any
     ) -> Iterator[dict[str, Any]]:
-        """The entries of all pages; each page names where the next begins, in `Next` + marker."""
+        """Yields the entries of all pages; `Next` + marker of a page starts the next one."""
         page: dict[str, Any] = {"IsTruncated": True}
         while page.get("IsTruncated"):
             more = {name: page[f"Next{name}"] for name in markers if f"Next{name}" in page}
@@ -306,7 +306,7 @@ class Store:
                 attempt += 1
 
     def _pause(self, error: Exception, attempt: int, where: str) -> None:
-        """Waits before another attempt; raises if none would help or all are used up."""
+        """Waits before another attempt; raises if none is left or would help."""
         if _status(error) == 404 and _code(error) != "NoSuchBucket":
             raise Gone(f"{where} is not there") from error
         if _status(error) == 416:
@@ -322,7 +322,7 @@ class Store:
 
 
 def checksum_of(parts: Sequence[Part]) -> str:
-    """The store's checksum for an object that was sent in these parts; for one part, sent whole."""
+    """The store's checksum of an object sent in these parts; a single part is sent whole."""
     if len(parts) == 1:
         return _base64(parts[0].sha256)
     digests = b"".join(part.sha256 for part in parts)

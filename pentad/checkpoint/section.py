@@ -22,8 +22,8 @@ class CheckpointConfig(Section):
     async_workers: Count = 4
     """Parallel requests to the store."""
     retention: Count = 2
-    """Number of newest checkpoints kept in the store. Locally `recover.keep_last` are kept, and
-    those not yet in the store, unless it has a newer one."""
+    """Number of newest checkpoints kept in the store. Local ones are kept by `recover.keep_last`,
+    and until the store has them or a newer one."""
     bandwidth_mb_s: Positive | None = None
     """Upload limit in megabytes per second. null: no limit."""
     timeout_s: Seconds = 30.0

@@ -1,9 +1,8 @@
-"""Saves state as a DCP folder that any layout and stock torch can read: which rank writes which
-blocks, and how.
+"""Saves state as a DCP folder that any layout and stock torch can read: plans which rank writes
+which blocks, and writes them.
 
-Ranks agree on a plan by DCP's own planner, once; a rank's file then consists of the bytes that
-`torch.save` writes around a tensor, and of the tensor's bytes, staged in host memory or read while
-they are written.
+The plan is made once, by DCP's planner. A rank's file consists of the bytes that `torch.save`
+writes around each tensor, and the tensor's bytes, staged in host memory or read when written.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def aligned(size: int) -> int:
 
 @torch.no_grad()
 def copy_to(memory: Tensor, tensors: Iterable[tuple[int, Tensor]]) -> None:
-    """Copies each (start, tensor) into the bytes; on return the tensors may change."""
+    """Copies each (start, tensor) into the memory; the tensors may change after it returns."""
     devices = set()
     for start, tensor in tensors:
         room = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -68,7 +67,7 @@ def copy_to(memory: Tensor, tensors: Iterable[tuple[int, Tensor]]) -> None:
 
 COUNTERS = "counters.json"
 PIECE_BYTES = 32 << 20
-"""Bytes of a tensor with one digest: a reader of a part reads whole pieces."""
+"""Bytes of a tensor with one digest; readers read whole pieces."""
 
 
 class Stateful(Protocol):
@@ -98,7 +97,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """The items that this rank writes, and on rank 0 the index of all."""
+    """The items that this rank writes; on rank 0 also the index of all items."""
 
     items: tuple[Item, ...]
     index: bytes | None
@@ -110,11 +109,11 @@ class ShardPlan:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A save that this rank has staged and not written yet."""
+    """A started save of this rank."""
 
     pending: Pending
     num_bytes: int
-    """That this rank writes."""
+    """Number of bytes that this rank writes."""
 
 
 class StateSaver(RankSaver):
@@ -141,9 +140,9 @@ class StateSaver(RankSaver):
         counters: Mapping[str, Any] | None = None,
         generation: int | None = None,
     ) -> Staged:
-        """Saves the state; when it returns the state may change. A write error is in the pending
-        result, so that all ranks return; `outcomes` has those of all. `counters` are written beside
-        the tensors; `generation` is that of the learners."""
+        """Saves the state, which may change after it returns. A write error is stored in the
+        pending result, so that all ranks return; `outcomes` has the errors of all. `counters` are
+        written beside the tensors; `generation` is the learners' (`checkpoint.fence`)."""
         self.finish()
         plan = self._plan_for(tensors)
         step = step_of(Path(folder).name)
@@ -169,7 +168,7 @@ class StateSaver(RankSaver):
         return self._plan
 
     def _stage(self, plan: ShardPlan, parts: Sequence[Tensor]) -> Give:
-        """Copies everything; returns the location of each item's bytes."""
+        """Copies all parts to host memory; returns a function that locates an item's bytes."""
         memory = self.memory.take(plan.staged_bytes, pins=any(part.is_cuda for part in parts))
         starts: dict[int, int] = {}
         end = 0
@@ -202,7 +201,7 @@ class StateSaver(RankSaver):
 
 
 Give = Callable[[int, Tensor, int, int], FileSegment]
-"""(number of the item, its tensor, start, stop) -> that range of its bytes."""
+"""Function (item number, tensor, start, stop) -> that range of the tensor's bytes."""
 
 
 def save_learner(
@@ -214,7 +213,7 @@ def save_learner(
     is_async: bool,
     generation: int | None = None,
 ) -> Staged:
-    """Saves the whole state of a learner; the same call on every rank."""
+    """Saves the whole state of a learner; every rank calls it."""
     return saver.save(
         learner.state_tensors(),
         root,
@@ -230,8 +229,8 @@ def file_name(rank: int) -> str:
 
 
 def plan_shards(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> ShardPlan:
-    """Assigns every block of every tensor to one of the ranks that hold it, which writes it."""
-    # Where there are fewer rows than ranks, some hold nothing of a tensor.
+    """Assigns every block of every tensor to one of the ranks that hold it, for writing."""
+    # With fewer rows than ranks, some ranks hold no part of a tensor.
     held = {n: t for n, t in tensors.items() if local(t).numel() or not t.numel()}
     rank = 0 if group is None else dist.get_rank(group)
     planner = DefaultSavePlanner()
@@ -250,7 +249,7 @@ def plan_shards(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) 
             decided, metadata = planner.create_global_plan(plans)
             index = _index(decided, metadata)
             answers = [(plan, "") for plan in decided]
-        except Exception as error:  # raised on all ranks, which wait for it
+        except Exception as error:  # raised on all ranks, which wait
             answers = [(None, f"{type(error).__name__}: {error}")] * world
     given: list[Any] = [None]
     dist.scatter_object_list(given, answers if rank == 0 else None, src=0, group=group)
@@ -302,7 +301,7 @@ def _pieces(item: Item, give: Callable[[int, int], FileSegment]) -> Iterator[Pie
 
 
 class _Bounce:
-    """Host memory for one segment at a time, on its way from a GPU to the disk."""
+    """Host buffer for one segment at a time between GPU and disk."""
 
     def __init__(self) -> None:
         self.memory: Tensor | None = None

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.05
 STOPPED_S = 10.0
-"""Seconds that an upload at the end of a run may still take after a signal."""
+"""Seconds that an upload at the end of a run may take after a signal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +43,14 @@ class UploadStatus:
     """The state of uploads."""
 
     last_step: int | None = None
-    """Newest complete step in the store, as far as known."""
+    """Newest known step that is complete in the store."""
     waiting_step: int | None = None
-    """Newest step that is not in the store yet."""
+    """Newest step that is not yet in the store."""
     num_bytes: int = 0
     """Bytes sent and acknowledged in this run."""
     num_retries: int = 0
     num_failures: int = 0
-    """Attempts at a checkpoint that failed after all retries; each is reported."""
+    """Number of uploads of a checkpoint that failed after all retries; each is reported."""
     error: str = ""
     """The last failure."""
 
@@ -59,9 +59,9 @@ class Tiers:
     """The checkpoints of rank 0: `find` at the start, `after_commit` for every checkpoint, `close`
     at the end.
 
-    Without a `remote` there is no process, `find` reads the local folders only, and the committer
-    prunes them. With one the uploader prunes both tiers, and the committer none (`keep_committed`):
-    a local copy is removed only when the store has it or a newer one.
+    Without a `remote` there is no uploader, `find` reads the local folders only, and the committer
+    prunes them. With one, the uploader prunes both tiers and the committer does not
+    (`keep_committed`): a local copy is removed only when the store has it or a newer one.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class Tiers:
         is_again: bool = False,
         report: Callable[[str], None] = log.warning,
     ) -> None:
-        """`remote`: of this run, with user, experiment and trial in it; `keep_last`: local;
-        `is_again`: this process ran before, so the store has nothing newer."""
+        """`remote`: location of this run, with user, experiment and trial; `keep_last`: for local
+        copies; `is_again`: a restart in this process, so the store has nothing newer."""
         self.root = root
         self.remote = remote
         self.keep_last = keep_last
@@ -84,25 +84,25 @@ class Tiers:
         self.known = UploadStatus()
         self.held = ExitStack()
         self.fetched: set[int] = set()
-        """Steps already fetched from the store: if they could not be restored, fetching again does
-        not help."""
+        """Steps fetched from the store: if they could not be restored, fetching again does not
+        help."""
         self.uploader: Helper | None = None
         self.is_closed = False
         if remote is not None:
             self._start(remote)
 
     def find(self) -> Checkpoint | None:
-        """The newest committed checkpoint of both tiers, as a local one; None if there is none."""
+        """The newest committed checkpoint of both tiers, fetched if it is remote; or None."""
         self.held.close()
         found = self._find()
-        if found is not None:  # until the first commit nothing removes it
+        if found is not None:  # keeps it until the first commit
             commit = found.root / found.info / COMMIT
             with from_storage(commit):
                 self.held.enter_context(holding(commit))
         return found
 
     def set_aside(self) -> dict[str, int]:
-        """Checkpoints of both tiers that were set aside as damaged: path -> step, newest first."""
+        """Path -> step of checkpoints in both tiers that are set aside as damaged, newest first."""
         found = {
             str(self.root / f"{info_folder(step)}{suffix}"): step
             for step, suffix in list_aside(self.root)
@@ -139,7 +139,7 @@ class Tiers:
                 steps=steps,
             )
         except StoreError as error:
-            # What is newer, or was damaged here, may be whole there.
+            # The store may have intact copies of newer or locally damaged checkpoints.
             lacks = [n for n in (*steps, *(n for n, _ in list_aside(self.root))) if n > step]
             is_needed = newest is None or (lacks and not self.is_again)
             if is_needed or not (self.is_again or is_passing(error.__cause__)):
@@ -157,7 +157,7 @@ class Tiers:
         return fetched or newest
 
     def after_commit(self, step: int) -> None:
-        """Hands a committed checkpoint to the uploader; returns at once and never raises."""
+        """Submits a committed checkpoint to the uploader; returns at once and never raises."""
         self.held.close()
         self._hand_over(step)
 
@@ -175,8 +175,8 @@ class Tiers:
             self._learn({"error": f"the uploader cannot be started: {error}"}, self.known)
 
     def make_room(self) -> list[int]:
-        """Removes older local checkpoints on a full disk: all but the newest; with a store, only
-        those that it has or has a newer one of. Returns the removed steps."""
+        """Removes local checkpoints on a full disk, except the newest; with a store, only those for
+        which it has the same or a newer step. Returns the removed steps."""
         stored = self.status().last_step
         limit = sys.maxsize if self.remote is None else -1 if stored is None else stored
         removed = prune(self.root, 1, lambda checkpoint: checkpoint.step <= limit)
@@ -187,7 +187,7 @@ class Tiers:
             return self.known
 
     def close(self, timeout_s: float = 600.0) -> bool:
-        """Waits for uploads; returns whether the store has everything. A signal ends the wait
+        """Waits for uploads; returns whether the store has all checkpoints. A signal ends the wait
         within STOPPED_S, a second one at once. Missing checkpoints are reported, and uploaded by
         the next start of the run."""
         self.is_closed = True
@@ -204,7 +204,7 @@ class Tiers:
         return waiting is None
 
     def _wait(self, uploader: Helper, timeout_s: float) -> str:
-        """Waits until the uploader has ended, or ends it; the last signal, "" without one."""
+        """Waits until the uploader has ended, or ends it. Returns the last signal, or ""."""
         names: list[str] = []
         deadline = awake_s() + timeout_s
         with handling_signals(lambda number, _: names.append(signal.Signals(number).name)):
@@ -217,7 +217,7 @@ class Tiers:
 
     @property
     def keep_committed(self) -> int:
-        """Number of local checkpoints that a committer keeps; with a store it removes none."""
+        """Number of local checkpoints that a committer keeps; with a store, all."""
         return self.keep_last if self.remote is None else sys.maxsize
 
     @property
@@ -236,7 +236,7 @@ class Tiers:
         self.uploader.call(remote, self.root, self.keep_last).add_done_callback(note_end)
 
     def _learn(self, facts: dict[str, Any], base: UploadStatus) -> None:
-        """Updates the status by the uploader's messages; `base`: the status before it started."""
+        """Updates the status from the uploader's messages; `base`: the status before it started."""
         with self.lock:
             known = self.known
             if "bytes" in facts:

@@ -1,9 +1,9 @@
 """The uploader: sends committed checkpoints to a store during training.
 
-A helper process that `tiers.py` starts: it receives steps, and sends its state as events. It ends
+A helper process that `tiers.py` starts: it receives steps and sends its state as events. It ends
 with its parent and never ends a run: failures are counted, reported and retried later. A checkpoint
-counts as uploaded when its COMMIT object was created, which happens once, after the HEAD of every
-object was checked.
+is uploaded when its COMMIT object exists, which is created once, after the HEAD of every object was
+checked.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from pentad.runtime.helper import END, Channel
 from pentad.runtime.process import NICENESS
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
-"""Pauses between two attempts at one checkpoint, in seconds."""
+"""First and longest pause in seconds between attempts to upload a checkpoint."""
 
 
 class Taken(RunError):
@@ -83,7 +83,7 @@ def upload(store: Store, checkpoint: Checkpoint) -> None:
 
 
 def is_taken(store: Store, checkpoint: Checkpoint, marker: bytes) -> bool:
-    """Whether this checkpoint is committed in the store; raises Taken if it is another."""
+    """Whether this checkpoint is committed in the store; raises Taken if another one is."""
     found = store.read(f"{checkpoint.info}/{COMMIT}", MAX_COMMIT_BYTES)
     if found not in (None, marker):
         place = store.place(checkpoint.info)
@@ -100,7 +100,7 @@ def begin(
     begun: dict[str, list[str]],
     pool: ThreadPoolExecutor,
 ) -> Sending:
-    """Verifies a file while splitting it into parts, and starts to send missing ones."""
+    """Verifies a file while splitting it into parts, and starts to send missing parts."""
     head = store.head(path)
     if head is not None and (head.size, head.digest) == (entry.size, entry.sha256):
         return Sending(path, entry, [])
@@ -174,12 +174,12 @@ def _send_whole(store: Store, place: Path, sending: Sending) -> str:
 def _send_part(
     store: Store, place: Path, sending: Sending, number: int, known: dict[str, Any] | None
 ) -> str:
-    """Sends a part and returns its ETag; a part that an earlier attempt sent is not sent again."""
+    """Sends a part, unless an earlier attempt sent it, and returns its ETag."""
     part = sending.parts[number - 1]
     data: bytes | None = None
     if known is not None and known["Size"] == part.length:
         checksum = known.get("ChecksumSHA256")
-        if checksum is None:  # not every store lists it; the ETag is then the MD5
+        if checksum is None:  # some stores do not list it; the ETag is then the MD5
             data = _read(place, part)
             same = known["ETag"].strip('"') == hashlib.md5(data, usedforsecurity=False).hexdigest()
         else:
@@ -197,7 +197,7 @@ def _read(place: Path, part: Part) -> bytes:
 
 def prune_remote(store: Store, keep_last: int) -> list[int]:
     """Removes checkpoints older than the newest `keep_last` complete ones, COMMIT first, and
-    uncommitted uploads; returns the remaining steps. Without a complete one nothing is removed."""
+    uncommitted uploads; returns the remaining steps. Removes nothing if none is complete."""
     by_step: dict[int, list[str]] = {}
     for key in store.sizes():
         step = step_of_key(key)
@@ -233,8 +233,8 @@ def _is_whole(store: Store, step: int, by_step: dict[int, list[str]]) -> bool:
 
 
 class Uploader:
-    """Waiting checkpoints and their outcomes. The newest is sent first; older ones are then not
-    needed."""
+    """Queue of checkpoints to upload. The newest is sent first, and makes older ones
+    unnecessary."""
 
     def __init__(self, store: Store, root: Path, keep_last: int, emit: Callable[..., None]) -> None:
         self.store = store
@@ -294,15 +294,15 @@ class Uploader:
         return None
 
     def _prune(self) -> None:
-        """Removes local copies if the store has them, or a newer checkpoint, complete."""
+        """Removes local copies if the store has them or a newer checkpoint, complete."""
         kept = prune_remote(self.store, self.store.remote.retention)
         prune(self.root, self.keep_last, lambda local: bool(kept) and local.step <= kept[0])
 
 
 def serve(channel: Channel) -> None:
-    """Uploads in the process, until the parent sends END, or ends."""
+    """Main loop of the process, until the parent sends END, or ends."""
     number, remote, root, keep_last = channel.receive()
-    for one in (signal.SIGINT, signal.SIGTERM):  # meant for the run, which then closes us
+    for one in (signal.SIGINT, signal.SIGTERM):  # for the run, which then closes this process
         signal.signal(one, signal.SIG_IGN)
     os.nice(NICENESS)
     store = Store(remote)
@@ -324,7 +324,7 @@ def _listen(channel: Channel, uploader: Uploader) -> None:
         uploader.close()
         channel.receive()
     except EOFError:
-        os._exit(0)  # the parent is gone; what is on its way is taken up at the next start
+        os._exit(0)  # the parent has ended; the next start continues the upload
 
 
 def _tick(emit: Callable[..., None]) -> None:

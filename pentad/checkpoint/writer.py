@@ -1,9 +1,9 @@
-"""The background process that runs a trainer process's jobs, started by `runtime.helper`.
+"""The background process that runs the jobs of a trainer process; `runtime.helper` starts it.
 
-States are written in their order, and exports beside them in theirs: a long export does not delay
-the state of a later step. Their bytes are not copied: the process gets the memory's file
-descriptors and maps them. It ends with its parent, even in the middle of a job, and ignores the
-signals that a terminal or a scheduler sends to all processes of a run.
+States and exports are written in order, in separate queues: a long export does not delay a later
+state. Bytes are not copied: the process receives file descriptors of the memory and maps it. It
+ends with its parent, even during a job, and ignores signals that a terminal or a scheduler sends to
+all processes of a run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Pending:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the job is done and did not fail."""
+        """Whether the job is done without an error."""
         return self.is_done and self.error is None
 
     @property
@@ -51,7 +51,7 @@ class Pending:
         return (self._ended if self.is_done else time.monotonic()) - self._begun
 
     def wait(self, timeout: float | None = None) -> dict[str, Any]:
-        """The result, or the job's error; TimeoutError if it is not done by then."""
+        """Waits for the result; raises the job's error, or TimeoutError."""
         if not self._done.wait(timeout):
             raise TimeoutError(f"the writer is not done after {timeout:g} s")
         if self.error is not None:
@@ -59,7 +59,7 @@ class Pending:
         return self._result
 
     def settled(self, timeout: float | None = None) -> None:
-        """Waits until the job is done, successful or not, or for the given time."""
+        """Waits until the job is done or has failed, at most for the given time."""
         self._done.wait(timeout)
 
     def settle(self, result: dict[str, Any], error: OSError | RunError | None = None) -> None:
@@ -94,13 +94,12 @@ def failure_in(outcome: Mapping[str, Any]) -> OSError | RunError | None:
 
 
 class Writer:
-    """The parent's end of the writer. The process starts with the first job, and again after it was
-    lost. After `close` jobs fail: a thread that is still running must not write beside the next
-    run."""
+    """The writer as seen by its parent. The process starts with the first job, and again after a
+    crash. After `close`, jobs fail: a thread that still runs must not write during the next run."""
 
     def __init__(self, stall_s: float | None = None) -> None:
-        """A process that has a job and neither reads nor writes for `stall_s` is killed: its jobs
-        fail with the reason. None: no limit."""
+        """A process that neither reads nor writes for `stall_s` during a job is killed, and its
+        jobs fail with this reason. None: no limit."""
         self.stall_s = stall_s
         self._lock = threading.Lock()
         self._helper: Helper | None = None
@@ -134,16 +133,16 @@ class Writer:
 
 
 def serve(channel: Channel) -> None:
-    """Runs jobs in the process, until the parent closes its writer or ends."""
+    """Main loop of the process: runs jobs until the parent closes the writer or ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":  # a file that grows beyond its limit is an error, not the end
+    if sys.platform == "linux":  # a file beyond its size limit is an error, not a kill
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     os.nice(NICENESS)
     lanes = ThreadPoolExecutor(1), ThreadPoolExecutor(1)  # of states, of exports
     while (asked := channel.receive()) is not END:
         number, job = asked
         lanes[job.is_export].submit(channel.answer, number, run_job, job)
-        del asked, job  # its memory is freed when it is done
+        del asked, job  # frees its memory
     for lane in lanes:
         lane.shutdown()

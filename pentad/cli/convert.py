@@ -1,4 +1,4 @@
-"""The command `pentad convert`: a progress bar around a conversion, and a line about its end."""
+"""`pentad convert`: runs a conversion with a progress bar, and prints its result."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from pentad.weights.peft import is_adapter, read_adapter
 LOSS_WORTH_A_NOTE = 0.01
 VOCAB = "make_vocab_size_divisible_by"
 UNSET = {"tp": 1, "pp": 1, "vpp": 1, "ep": 1, "separate_layers": False, VOCAB: 128}
-"""Defaults of the options of Megatron's formats; those of the others are None."""
+"""Defaults of options for Megatron formats; all other options default to None."""
 FORMATS: dict[str, FolderKind] = {
     "hf": "hf",
     "megatron": "torch_dist",
@@ -57,7 +57,7 @@ def run_convert(
     base: str | None = None,
     **settings: Any,
 ) -> None:
-    """Converts, and prints the result."""
+    """Converts SRC to DST, and prints the result."""
     if merge or base is not None or is_adapter(source):
         check_merge(source, to=to, merge=merge)
         merge_adapter(source, target, base=base, dtype=settings["dtype"], force=force)
@@ -69,7 +69,7 @@ def run_convert(
         return
     if role is not None or tag != "actor":
         where = f"--role {role}" if role is not None else f"--tag {tag}"
-        rule = f"is for recovery checkpoints, and {source} is none"
+        rule = f"is for recovery checkpoints, and {source} is not one"
         raise UserError(Problem(where, rule, "leave it out"))
     if iteration is not None and release:
         rule = "each names a checkpoint, and one is converted"
@@ -117,8 +117,8 @@ def _convert_recovery(
     model: str | None,
     **settings: Any,
 ) -> None:
-    """Converts a recovery checkpoint to an HF folder; other formats are made from that."""
-    # Here, since it imports torch.distributed.checkpoint, which other conversions do without.
+    """Converts a recovery checkpoint to an HF folder; other formats need a second conversion."""
+    # Here, since it imports torch.distributed.checkpoint, which other conversions do not need.
     from pentad.checkpoint.restore import ACTOR, export_hf, find_recovery
 
     unknown = [name for name, is_given in options.items() if is_given]
@@ -148,7 +148,7 @@ def _convert_recovery(
 
 
 def check_merge(source: str, *, to: str | None, merge: bool) -> None:
-    """Rejects the options of a merge if nothing is merged, and an adapter without them."""
+    """Rejects merge options if SRC is not an adapter, and an adapter without merge options."""
     if not is_adapter(source):
         rule = f"is for adapters, and {source} has no {ADAPTER}"
         raise UserError(Problem("--merge or --base", rule, "give the PEFT folder as SRC"))
@@ -202,7 +202,7 @@ def _last_line(ended: Converted) -> str:
 
 @contextmanager
 def progress_bar(console: Console) -> Iterator[OnProgress]:
-    """A bar that follows the reports of a conversion."""
+    """Shows a progress bar; yields the function that a conversion reports its progress to."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -1,4 +1,4 @@
-"""`pentad demo`: a tiny model learns to sort by reinforcement learning, on this machine, now."""
+"""`pentad demo`: trains a tiny model to sort digits by reinforcement learning, on this machine."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ DEFAULT_STEPS = 250
 def run_demo(
     *, seed: int, fileroot: str, device: str, steps: int | None = None, fresh: bool = False
 ) -> None:
-    """Runs the demo. An interrupted demo is resumed; a complete one starts anew."""
+    """Runs the demo. An interrupted demo is resumed; a complete one starts from the beginning."""
     console = Console(highlight=False, soft_wrap=True)
     chosen = pick_device(device)
-    # The model is too small to share between cores, and one thread repeats bit for bit.
+    # The model is too small for several cores, and with one thread results are bitwise repeatable.
     torch.set_num_threads(1)
-    # Two users, or two seeds, must not write over each other's data.
+    # Users, and seeds, must not overwrite each other's data.
     root = Path(fileroot) / "demo" / user_name() / f"seed{seed}"
     console.print(
         f"[bold]Pentad demo[/] on {chosen}, seed {seed}: a tiny Qwen3 learns to sort five digits.\n"
@@ -73,7 +73,7 @@ def run_demo(
 
 
 def live_page(config: Config, console: Console) -> AbstractContextManager[None]:
-    """Serves the page of the run while it runs, if the extra `serve` is installed."""
+    """Serves the page of the run during the run, if the extra `serve` is installed."""
     try:
         import pentad.cli.view  # noqa: F401
     except UserError as error:
@@ -83,15 +83,15 @@ def live_page(config: Config, console: Console) -> AbstractContextManager[None]:
 
 
 def is_complete(config: Config) -> bool:
-    """Whether this user's last demo with the seed did all its steps; `config` is that of its
+    """Whether this user's last demo with this seed is complete; `config`: the config of its
     warm-up."""
     file = run_path(config.fileroot, "demo-grpo", config.trial_name, config.user) / "exit.json"
     return file.exists() and read_object(file).get("end") == "complete"
 
 
 def check_steps(config: Config, steps: int | None) -> None:
-    """An interrupted demo is resumed with the number of steps that it began with; UserError for
-    another one. `config` is that of its warm-up."""
+    """Raises UserError if an interrupted demo would be resumed with another number of steps.
+    `config`: the config of its warm-up."""
     folder = run_path(config.fileroot, "demo-grpo", config.trial_name, config.user)
     if not (folder / "config.yaml").exists():
         return
@@ -114,7 +114,7 @@ def recipe(name: str) -> Path:
 
 
 def closing(summary: RunSummary) -> str:
-    """The files to look at, and as the last line the result."""
+    """The last output: the files of the run, then the result."""
     before, after = summary.evals[0], summary.evals[-1]
     return "\n".join(
         [

@@ -35,7 +35,7 @@ def run_doctor(json: bool) -> int:
 
 
 def check_isolation() -> Finding:
-    """Whether untrusted programs can be run here, tested by attempts to break out."""
+    """Tests, by attempts to break out, whether untrusted programs are isolated on this machine."""
     try:
         missing = asyncio.run(what_is_missing())
     except (UserError, WorkerLost) as failure:

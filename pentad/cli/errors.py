@@ -68,8 +68,8 @@ def reporting(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _not_installed(package: str) -> Problem:
-    """The command that installs a missing package at the required version, if it is one that Pentad
-    uses."""
+    """The command that installs a missing package at the required version, if Pentad depends on
+    it."""
     lines = importlib.metadata.requires("pentad") or []
     wanted = [line.partition(";")[0].strip() for line in lines if "extra ==" not in line]
     names = {line: re.match(r"[\w.-]+", line) for line in wanted}
@@ -80,7 +80,7 @@ def _not_installed(package: str) -> Problem:
 
 @contextmanager
 def leaving() -> Iterator[None]:
-    """For the whole program: ctrl-C outside any command also ends with a sentence; ctrl-C while
+    """Wraps the whole program: ctrl-C outside a command ends with a message, too; ctrl-C while
     libraries clean up keeps the exit code and shows no traceback."""
     code = 0
     try:
@@ -92,7 +92,7 @@ def leaving() -> Iterator[None]:
     except SystemExit as leave:
         code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
         if any(thread.name == "learner" for thread in threading.enumerate()):
-            flush_output()  # the step hangs, and the interpreter would wait for its thread
+            flush_output()  # a step hangs: the interpreter would wait for its thread
             os._exit(code)
         raise
     finally:
@@ -106,7 +106,7 @@ def _show(sentences: list[str], heading: str = "") -> None:
     if sys.stderr is None:  # closed by the parent process: the log has the cause
         return
     if sys.stdout is not None:
-        sys.stdout.flush()  # what a pipe still holds must not come after the cause
+        sys.stdout.flush()  # buffered output must not follow the cause
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if heading:
         console.print(Text(heading, style="bold"))

@@ -1,5 +1,5 @@
-"""`pentad eval`: samples a model's answers to a dataset and scores them; prints the figures, writes
-the answers to a file."""
+"""`pentad eval`: samples answers to a dataset and scores them; prints the metrics and writes the
+answers to a file."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def run_eval_command(
 
 @contextmanager
 def kept_answers(out: Path | None) -> Iterator[IO[str] | None]:
-    """The file of the answers; it gets its name only when it is complete. A pipe or a device, such
-    as /dev/stdout, and the target of a link are written in place, never replaced."""
+    """Opens the file for the answers, which gets its name when it is complete. A pipe or device,
+    such as /dev/stdout, and the target of a link are written in place, never replaced."""
     if out is None:
         yield None
         return
@@ -80,7 +80,7 @@ def kept_answers(out: Path | None) -> Iterator[IO[str] | None]:
 
 @contextmanager
 def progress(total: int) -> Iterator[Progress]:
-    """A progress bar on stderr if that is a terminal."""
+    """Shows a progress bar on stderr if it is a terminal."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
         bar.add_task("prompts", total=total)
@@ -88,7 +88,7 @@ def progress(total: int) -> Iterator[Progress]:
 
 
 def lines_of(found: Answered, answer_key: str) -> Iterator[dict[str, Any]]:
-    """One record per sample, or one with the reason why there are none."""
+    """Yields one record per sample, or one with the reason if there are no samples."""
     prompt = found.prompt
     head = {"gid": prompt.gid, "prompt": prompt.text, "answer": prompt.fields.get(answer_key)}
     if found.group is None:
@@ -150,7 +150,7 @@ def table_of(config: Config, evaluation: Evaluation, max_new_tokens: int) -> Tab
 
 
 def notes_on(evaluation: Evaluation, max_new_tokens: int) -> Iterator[str]:
-    """Caveats about the figures."""
+    """Yields caveats about the metrics."""
     for reason, num in evaluation.num_left_out.items():
         yield f"note: {num} rows were left out ({reason}) and count nowhere."
     for failure, num in evaluation.failures.items():

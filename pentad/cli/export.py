@@ -1,4 +1,4 @@
-"""`pentad export`: the model of a run with a model card, in its folder and on the Hub."""
+"""`pentad export`: writes a model card into a model folder of a run, and uploads the folder."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def recorded(folder: Path, values: Mapping[str, Any]) -> Config:
-    """The config of the run, with paths changed to where its records are now."""
+    """The config of the run, with paths changed to the present location of its records."""
     place = folder.resolve()
     fileroot = {"fileroot": str(place.parents[3])} if place.parents[2].name == "logs" else {}
     return config_from_record({**values, **fileroot})
 
 
 def exported(folder: Path, config: Config, step: int | None) -> Path:
-    """The HF folder of a step, counted from 1, or the newest."""
+    """The HF folder of a step (counted from 1), or the newest one. UserError if there is none."""
     root = checkpoint_path(config)
     steps = {
         found + 1: path

@@ -1,5 +1,4 @@
-"""`pentad init`: writes a folder with a recipe, a reward or environment, and data, which runs at
-once."""
+"""`pentad init`: writes a folder with a recipe, a reward or environment, and data, ready to run."""
 
 from __future__ import annotations
 
@@ -26,12 +25,12 @@ TINY = "tiny"
 NUM_TRAIN, NUM_VALID, NUM_WARM = 2048, 128, 1024
 NUM_TRIES = 20
 REAL_ROWS = 512
-"""Rows that a run of a larger model trains on."""
+"""Training rows for models larger than tiny."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstTask:
-    """A kind of task: its description, the file to copy, its keys, and a function that makes a row
+    """A kind of task: description, file to copy, recipe keys, and a function that generates a row
     of data."""
 
     says: str
@@ -40,16 +39,16 @@ class FirstTask:
     file: str = ""
     command: str = "train"
     warm: Callable[[random.Random], dict[str, Any]] | None = None
-    """Makes a row of the tiny model's warm-up; None: it starts from random weights."""
+    """Generates a row for the tiny model's warm-up; None: it starts from random weights."""
     warm_steps: int = 50
-    """Steps of that warm-up, after which some answers are right."""
+    """Steps of the warm-up, after which some answers are right."""
     is_chat: bool = False
-    """Whether the tiny model gets prompts in its chat template too."""
+    """Whether prompts use the chat template for the tiny model, too."""
     tiny_batch: int = 16
     """Prompts a step of the tiny model."""
     tiny_steps: int = 64
     tiny_caution: str = ""
-    """Why the tiny model does not learn the task, and what to do."""
+    """Reason why the tiny model cannot learn the task, and the remedy; empty if it can."""
 
 
 def _digits(rng: random.Random) -> dict[str, Any]:
@@ -58,7 +57,7 @@ def _digits(rng: random.Random) -> dict[str, Any]:
 
 
 def _answered(draw: Callable[[random.Random], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """The same rows with their answers as responses, for supervised fine-tuning."""
+    """Wraps `draw` so that rows have their answers as responses, for supervised fine-tuning."""
 
     def row(rng: random.Random) -> dict[str, Any]:
         drawn = draw(rng)
@@ -77,7 +76,7 @@ def _digit(rng: random.Random) -> dict[str, Any]:
 
 
 def _game(rng: random.Random) -> dict[str, Any]:
-    """A conversation of the game of environment.py; one guess in two halves the range."""
+    """A conversation of the game in environment.py; every second guess halves the range."""
     secret, low, high = rng.randint(0, 9), 0, 9
     messages = [{"role": "user", "content": _digit(rng)["prompt"]}]
     for _ in range(4):
@@ -101,7 +100,7 @@ def _program(rng: random.Random) -> dict[str, Any]:
     return {"prompt": prompt, "answer": {"fn_name": name, "inputs": inputs, "outputs": outputs}}
 
 
-OWN_REWARD = 'reward: {fn: "reward.py:score"}  # a function of your own, in this folder'
+OWN_REWARD = 'reward: {fn: "reward.py:score"}  # your own function, in this folder'
 SANDBOX = "reward: {fn: code}  # runs the program on the tests of column `answer`, isolated"
 ENVIRONMENT = 'rollout: {workflow: "environment.py:workflow"}  # several turns, and the reward'
 TASKS = {
@@ -142,8 +141,7 @@ TASKS = {
 
 
 def run_init(folder: str | None, task: str | None, model: str | None, device: str | None) -> None:
-    """Asks for missing options if there is a terminal, writes the folder, prints the next
-    commands."""
+    """Prompts for missing options on a terminal, writes the folder, prints the next commands."""
     if sys.stdin.isatty():
         folder = folder or typer.prompt("Folder", default="mytask")
         task = task or typer.prompt(f"Task ({', '.join(TASKS)})", default="math")
@@ -167,7 +165,7 @@ def run_init(folder: str | None, task: str | None, model: str | None, device: st
 
 
 def _make_tiny(folder: Path, task: FirstTask) -> None:
-    """Writes the tiny model: random weights, or those of a short supervised fine-tuning."""
+    """Writes the tiny model with random weights, or after a short supervised fine-tuning."""
     from pentad.data.toy import write_byte_model
 
     write_byte_model(folder)
@@ -244,7 +242,7 @@ def _has_gpu(device: str) -> bool:
 
 
 def recipe_of(task: FirstTask, name: str, model: str, has_gpu: bool) -> str:
-    """The recipe: sizes for the model and the device, and only keys that a beginner changes."""
+    """The text of the recipe: sizes for the model and device, and only the keys to change first."""
     is_tiny = model == TINY
     num_samples, new_tokens, batch = (
         (16, 8, task.tiny_batch) if is_tiny else (8, 256, 32) if has_gpu else (4, 64, 4)
@@ -290,7 +288,7 @@ def _model_lines(model: str, task: FirstTask) -> list[str]:
 
 
 def _tiny_lines(task: FirstTask) -> list[str]:
-    """The tiny model, with a learning rate for its size."""
+    """Recipe lines of the tiny model, with a learning rate for its size."""
     scratch = "  init_from_scratch: true  # random weights; leave it out for a model with weights"
     rate = "4.0e-4" if task.warm else "1.0e-3"
     later = "1.0e-6" if task.command == "train" else "1.0e-5"
@@ -315,7 +313,7 @@ def _rows_of(
     count: int,
     seen: set[str],
 ) -> Iterator[str]:
-    """Rows as JSON, none of them twice as far as there are enough different ones."""
+    """Yields rows as JSON, without repetition as long as there are enough different ones."""
     for _ in range(count):
         drawn = [json.dumps(draw(rng))]
         while drawn[-1] in seen and len(drawn) < NUM_TRIES:

@@ -28,19 +28,19 @@ READ = (
     *("gconfig.max_new_tokens", "gconfig.stop_token_ids", "evaluator.max_new_tokens"),
     *("model_files", "preference", "allocation_mode", "only", "use_streaming_dataset"),
 )
-"""Keys that the check depends on: while one of them is wrong, it is left out."""
+"""Keys that the check reads; it is skipped if one of them is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """What a plan read of the inputs of a run."""
+    """Result of reading the inputs of a run for a plan."""
 
     problems: list[Problem | str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     read: list[str] = field(default_factory=list)
     not_read: list[str] = field(default_factory=list)
     longest: int | None = None
-    """Tokens of the longest training row that was read."""
+    """Number of tokens of the longest training row that was read."""
 
     @property
     def lines(self) -> list[str]:
@@ -51,7 +51,7 @@ class Looked:
 
 
 class Looking:
-    """The check of a config's inputs, in a process of its own."""
+    """The check of a config's inputs, in a separate process."""
 
     def __init__(self, config: Config, gpu_memory: float | None) -> None:
         here, self.missing = with_data_here(config)
@@ -67,11 +67,11 @@ class Looking:
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe)
         given, self.process.stdin = self.process.stdin, None
         assert given is not None, "it was started with a pipe"
-        with suppress(BrokenPipeError), given:  # `result` says why it ended
+        with suppress(BrokenPipeError), given:  # `result` reports why it ended
             given.write(pickle.dumps(config))
 
     def result(self) -> Looked:
-        """Waits for the process."""
+        """Waits for the process; its failure is returned as a problem."""
         if self.process is None:
             return Looked(self.absent, not_read=self.missing)
         where = "data and rewards"
@@ -79,7 +79,7 @@ class Looking:
             out, said = self.process.communicate(timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
             rule = f"reading them took more than {TIMEOUT_S:g} s"
-            return Looked([*self.absent, Problem(where, rule, "see which code waits")])
+            return Looked([*self.absent, Problem(where, rule, "find the code that waits")])
         if self.process.returncode != 0:
             last = said.decode(errors="replace").strip().splitlines() or [""]
             rule = f"the process that reads them ended with {self.process.returncode}: {last[-1]}"
@@ -99,7 +99,7 @@ class Looking:
 
 @contextmanager
 def looking_at(config: Config, gpu_memory: float | None = None) -> Iterator[Looking]:
-    """Reads the inputs of a run; those that must be here are, unless it is for other machines."""
+    """Starts reading the inputs of a run; missing ones are problems if it is for this machine."""
     looking = Looking(config, gpu_memory)
     try:
         yield looking
@@ -110,8 +110,8 @@ def looking_at(config: Config, gpu_memory: float | None = None) -> Iterator[Look
 def input_problems(
     config: Config, bad: Collection[str], gpu_memory: float | None = None
 ) -> list[Problem | str]:
-    """The problems of the inputs, to be reported with those of the rules; none while a key that
-    they depend on is wrong."""
+    """The problems of the inputs, to be reported with those of the rules; none if a key that they
+    depend on is wrong."""
     if reads_any(READ, bad):
         return []
     with looking_at(config, gpu_memory) as looking:

@@ -1,7 +1,7 @@
 """The command `pentad`: its subcommands, their options and the functions they call.
 
-Commands import their work when they run, so that `pentad --help` stays quick and `plan` and
-`doctor` need no GPU stack.
+Commands import their modules when they run: `pentad --help` stays quick, and `plan` and `doctor`
+need no GPU libraries.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # boxes would cut the names of long options short
+    rich_markup_mode=None,  # boxes would truncate long option names
 )
 
 View = Annotated[
@@ -172,7 +172,7 @@ def slots(
         list[int] | None, Option(help="Remove this slot; the run continues without it.")
     ] = None,
     join: Annotated[
-        list[int] | None, Option(help="Give the slot back; it joins at the next checkpoint.")
+        list[int] | None, Option(help="Add the slot again; it joins at the next checkpoint.")
     ] = None,
 ) -> None:
     """Show the slots of an elastic run, drop or add slots."""
@@ -194,7 +194,7 @@ def init(
 ) -> None:
     """Write a recipe, a reward and data for a new task.
 
-    They run without a change.
+    They run without changes.
 
     For example: pentad init mytask --task math --model Qwen/Qwen3-0.6B
     """
@@ -525,7 +525,7 @@ def verify_checkpoint(
 
 
 TOOLS = "pentad_tools"
-"""The package of further commands; an installation may lack it."""
+"""The package of further commands; it may not be installed."""
 if find_spec(TOOLS) is not None:
     import_module(f"{TOOLS}.commands").add_to(app)
 

@@ -14,8 +14,8 @@ PLAIN_WIDTH = 100
 
 
 def make_console() -> Console:
-    """A console as wide as the terminal up to a limit; without a terminal plain text of a fixed
-    width."""
+    """A console with the width of the terminal up to a limit; without a terminal, plain text of a
+    fixed width."""
     if sys.stdout.isatty():
         console = Console(highlight=False)
         return Console(highlight=False, width=min(console.width, MAX_WIDTH))
@@ -43,7 +43,7 @@ def make_table(
 
 
 def print_parts(*parts: RenderableType, min_width: int = 0) -> None:
-    """Prints without the spaces with which tables pad their last column."""
+    """Prints without the trailing spaces of tables."""
     console = make_console()
     console.width = max(console.width, min_width)
     with console.capture() as captured:

@@ -37,11 +37,11 @@ from pentad.planner.present import is_here
 from pentad.planner.remedies import Remedy, propose, propose_adapter, propose_host
 
 MAX_DATA_BYTES = 512 << 20
-"""Larger datasets are not counted, to keep `plan` quick."""
+"""Rows of larger datasets are not counted, to keep `plan` quick."""
 MAX_STAGE_ROWS = 32
 ON_EXAMPLES_NAMES = {"log-prob": "forward", "publish": "export"}
-"""Names of phases of a run without a sampler: held-out rows and a reference need only a forward
-pass."""
+"""Other names of phases in a run without a sampler, where held-out rows and a reference need only a
+forward pass."""
 
 
 def run_plan(
@@ -51,9 +51,9 @@ def run_plan(
     as_json: bool = False,
     world: int | None = None,
 ) -> int:
-    """Prints the plan; returns 0 if it fits, 1 if not. `world`: as if that many training ranks were
-    left."""
-    refused = refusals(config)  # of the layout that the run starts with
+    """Prints the plan; returns 0 if it fits, 1 if not. `world`: plans for this many remaining
+    training ranks."""
+    refused = refusals(config)  # of the layout before ranks are lost
     if world is not None:
         config, note = left_with(config, world)
         notes = [*notes, note]
@@ -68,7 +68,7 @@ def run_plan(
     reason, plan = uncounted(config), None
     try:
         if reason:
-            # Here, since it needs transformers, whose class says if it can be trained.
+            # Here, since it imports transformers, whose class decides whether it can be trained.
             from pentad.trainer.rank.learners import check_models
 
             check_models(config)
@@ -109,7 +109,7 @@ def show_plan(plan: RunPlan, looked: Looked, as_json: bool) -> None:
 def make_plan(
     config: Config, notes: Sequence[str], gpu_memory: float | None, longest: int | None = None
 ) -> RunPlan:
-    """The plan of a model whose size is known; `longest`: tokens of the longest row read."""
+    """The plan of a model of known size; `longest`: tokens of the longest row that was read."""
     is_stream = config.task == "pretrain"
     num_rows, said = (None, []) if is_stream else count_all(config)
     plan = build_plan(config, choose_device(config, gpu_memory), num_rows, longest=longest)
@@ -144,12 +144,12 @@ def left_with(config: Config, world: int) -> tuple[Config, str]:
 
 
 def refusals(config: Config) -> list[str]:
-    """Settings that can be planned and are not implemented."""
+    """Notes on settings that can be planned but are not implemented."""
     return [f"a run rejects it today: {problem}" for problem in noted(config)]
 
 
 def show_places(config: Config, notes: list[str], looked: Looked, as_json: bool) -> None:
-    """Prints the placement of a run whose memory is not known."""
+    """Prints the placement of a run whose memory is unknown."""
     found = topology(config)
     allocation = found.allocation
     rows = [(c.role, str(c), list(allocation.devices(c))) for c in allocation]
@@ -170,7 +170,7 @@ def show_places(config: Config, notes: list[str], looked: Looked, as_json: bool)
 
 
 def count_all(config: Config) -> tuple[int | None, list[str]]:
-    """Prompts of an epoch if the data can be read here, with notes on each environment and on
+    """Number of prompts per epoch if the data can be read here, with notes on environments and on
     unreadable data."""
     found = [(one, *count_rows(one.data, one.data_key)) for one in environments(config)]
     notes = [note for _, _, said in found for note in said]
@@ -187,7 +187,7 @@ def count_all(config: Config) -> tuple[int | None, list[str]]:
 
 
 def count_rows(data: DatasetConfig, block: str = "train_dataset") -> tuple[int | None, list[str]]:
-    """Rows of the training data if they can be read here, else a note."""
+    """Number of rows of a dataset if they can be read here; else None and a note."""
     if data.path is None:
         return None, []
     path = Path(data.path).expanduser()
@@ -206,7 +206,7 @@ def count_rows(data: DatasetConfig, block: str = "train_dataset") -> tuple[int |
 
 
 def gib(size: float) -> str:
-    """Bytes as GiB with as many digits as are significant."""
+    """Bytes as text in GiB, with two significant digits or one decimal."""
     value = size / GIB
     return f"{value:.1f}" if value >= 0.95 else f"{value:.2g}"
 
@@ -287,7 +287,7 @@ class Page:
             self.say(self.describe_part(component))
 
     def describe_part(self, component: Component) -> str:
-        """A component and its division over its devices."""
+        """Text on a component and its parallel layout."""
         plan, role = self.plan, component.role
         if role == "actor" and any(t.role == "critic" for t in plan.trainers):
             role += "" if plan.allocation.find("critic") else " and critic"
@@ -303,7 +303,7 @@ class Page:
     def ranks(self, trainer: TrainPlan) -> None:
         layout, dims = trainer.training.layout, trainer.training.dims
         if layout.world in (1, layout.dp_replicate * layout.dp_shard):
-            return  # all ranks are alike, and the memory table says what each holds
+            return  # all ranks are alike, and the memory table shows one
         self.section(f"{trainer.role}: layers of each pipeline rank")
         columns = ("pp", "devices", "stages", "layers", "parameters", "stored", "peak GiB")
         rows = [
@@ -372,7 +372,7 @@ class Page:
             self.say(f"Does not fit: {lack}.", "bold red")
         if not self.remedies:
             return
-        self.say("What would help, cheapest first; each row includes the rows above it:")
+        self.say("Remedies, cheapest first; each row includes the rows above it:")
         self.remedy_table(self.remedies)
         if not self.remedies[-1].fits:
             self.say(
@@ -404,8 +404,8 @@ class Page:
 
 
 def process_rows(processes: Sequence[RunProcess]) -> list[tuple[str, str, str, str, str, str]]:
-    """Name, roles, machine, GPUs, sharers, starter; processes that differ only in their numbers are
-    one row."""
+    """Rows (name, roles, machine, GPUs, sharers, starter); processes that differ only in their
+    numbers share a row."""
 
     def likeness(one: RunProcess) -> tuple[object, ...]:
         words = tuple(role.split()[0] for role in one.runs)
@@ -438,7 +438,7 @@ def machine_of(alike: Sequence[RunProcess]) -> str:
 
 
 def gpus_of(alike: Sequence[RunProcess]) -> str:
-    """GPU numbers; on Ray, which chooses them, their count."""
+    """GPU numbers; on Ray, which assigns them, only their count."""
     if alike[0].bundle is not None and alike[0].num_gpus:
         return f"{alike[0].num_gpus} each" if len(alike) > 1 else str(alike[0].num_gpus)
     return span(sorted({device for one in alike for device in one.devices}))
@@ -449,7 +449,7 @@ def counted(number: int, one: str, many: str) -> str:
 
 
 def describe_layout(layout: Layout) -> str:
-    """The number of ranks, and the axes of the layout."""
+    """Text with the number of ranks and the axes of the layout."""
     names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     cut = [f"{name}={size}" for name in names if (size := getattr(layout, name)) > 1]
     experts = [f"{name}={size}" for name in ("ep", "etp") if (size := getattr(layout, name)) > 1]
@@ -473,7 +473,7 @@ def describe_sampler(sampler: SamplePlan) -> str:
         text += f", a forward pass of {sampler.pass_tokens:,} tokens {gib(sampler.pass_bytes)}"
     held = counted(room, "sequence", "sequences")
     text += f"; the cache holds {held} of {sampler.sampling.sequence_tokens:,} tokens"
-    return f"{text}, and the run asks for {wanted} at once per replica"
+    return f"{text}, and the run starts {wanted} at once per replica"
 
 
 def describe_steps(plan: RunPlan) -> str:

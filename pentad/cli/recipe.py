@@ -32,7 +32,7 @@ AdapterOption = Annotated[
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda or auto.")]
 Figures = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
 Findings = Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")]
-"""Options that several commands take."""
+"""Options that several commands share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def takes_recipe(command: Callable[..., None], *, switches: bool = True) -> Call
 
 
 def read_recipe(words: list[str], config: Path | None, options: Mapping[str, object]) -> Recipe:
-    """Sorts words into recipe and overrides, and turns switches into overrides."""
+    """Separates words into recipe and overrides, and converts switches to overrides."""
     problems: list[Problem] = []
     overrides = list(words)
     if config is None and overrides and not OVERRIDE.match(overrides[0]):
@@ -137,7 +137,7 @@ def read_recipe(words: list[str], config: Path | None, options: Mapping[str, obj
 
 
 def read_subject(words: list[str], options: Mapping[str, object]) -> Recipe:
-    """The subject of `eval`: a recipe, or the folder of a model; named options set keys."""
+    """The recipe of `eval`, from a recipe file or a model folder; named options set keys."""
     if not words or OVERRIDE.match(words[0]):
         remedy = "name a model's folder or a YAML file, for example: pentad eval models/m --data d"
         raise UserError(Problem("model", "is not given", remedy))
@@ -170,7 +170,7 @@ def adapter_keys(folder: str) -> dict[str, object]:
 def _append(
     found: Iterable[tuple[str, str, object]], overrides: list[str], problems: list[Problem]
 ) -> None:
-    """Adds overrides, unless the user wrote one for the same key."""
+    """Adds overrides; reports a problem if the user also gave one for the same key."""
     written = {word.partition("=")[0].lstrip("+"): word for word in overrides}
     for option, key, value in found:
         if key in written:
@@ -180,7 +180,7 @@ def _append(
 
 
 def _given(options: Mapping[str, object], problems: list[Problem]) -> list[tuple[str, str, object]]:
-    """(switch, key, value in YAML) of every switch that was given."""
+    """Lists (switch, key, value in YAML) of the given switches."""
     found: list[tuple[str, str, object]] = []
     modes = [name for name in MODES if options.get(name)]
     if len(modes) > 1:

@@ -1,4 +1,4 @@
-"""`pentad replay`: trains a recorded step again and prints its numbers beside the record."""
+"""`pentad replay`: trains a recorded step again and compares its numbers with the record."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def report(found: Replay, step: int) -> list[str]:
     lines += [_line(one) for one in found.compared]
     lines.append("")
     if found.differences:
-        rule = "sums are added up in another order: numbers may differ in their last digits"
+        rule = "sums are computed in another order: numbers may differ in their last digits"
         lines.append(f"{'; '.join(found.differences)}: {rule}")
     num_off = sum(not one.is_within for one in found.compared)
     if num_off:
-        lines.append(f"{num_off} of {len(found.compared)} numbers are not those of the record")
+        lines.append(f"{num_off} of {len(found.compared)} numbers differ from the record")
     else:
         how = "equal to" if all(one.is_equal for one in found.compared) else "close to"
         lines.append(f"all {len(found.compared)} numbers are {how} the record")

@@ -42,7 +42,7 @@ def run_reward_command(config: Config, row: int, completion: str | None) -> None
 async def _try(config: Config, row: int, completion: str | None) -> list[Trial]:
     data = config.train_dataset
     chosen(config.reward.fn, "reward.fn")
-    limit = 2**31  # however long: nothing is sampled
+    limit = 2**31  # no limit: nothing is sampled
     source = DataSource(data=data, seed=config.seed, room=limit, streaming=True)
     workflow = load_workflow(config.rollout.workflow, config.rollout.agent)
     stream = open_prompts(with_tools(source, workflow), tokenizer_of(config))

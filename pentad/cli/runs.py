@@ -1,4 +1,4 @@
-"""Runs a training command from its recipe to its last line, here or as a Slurm job."""
+"""Runs a training command from its recipe to its summary, here or as a Slurm job."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def _run(config: Config, command: RunCommand, notes: list[str], fresh: bool) -> 
 
 @contextmanager
 def page_beside(config: Config) -> Iterator[None]:
-    """Serves the page of a run while it runs; of several ranks, rank 0 does."""
+    """Serves the page of a run during the run; only rank 0 does."""
     if config.scheduler.type == "slurm":
-        rule = "--view shows a run of this machine"
+        rule = "--view shows only runs on this machine"
         remedy = "leave it out, and open the records with `pentad view` when the job runs"
         raise UserError(Problem("scheduler.type = slurm", rule, remedy))
     from pentad.cli.view import view_beside
@@ -84,7 +84,7 @@ def page_beside(config: Config) -> Iterator[None]:
 
 
 def prepare_run(recipe: Recipe, command: RunCommand) -> tuple[Config, list[str]]:
-    """The config; under torchrun all ranks find the same problems, and rank 0 reports them."""
+    """The prepared config and notes; under torchrun, only rank 0 reports problems."""
     from pentad.runtime.rank import rank_from_environment
 
     def here(config: Config) -> RunFacts:
@@ -107,7 +107,7 @@ def show_summary(summary: RunSummary) -> None:
 
 
 def submit_job(config: Config, command: str, notes: list[str], fresh: bool) -> None:
-    """Submits a Slurm job. The config is written beside the script, so that later edits of the
+    """Submits a Slurm job. The config is copied beside the script, so that later edits of the
     recipe do not change the job."""
     from pentad.config.load import dump_config
     from pentad.config.resolve import replaced
@@ -136,7 +136,7 @@ def submit_job(config: Config, command: str, notes: list[str], fresh: bool) -> N
     )
     path = write_script(job)
     if job.gpus_per_node is None:
-        notes = [*notes, "cluster.n_gpus_per_node is unset: the job asks for no GPUs"]
+        notes = [*notes, "cluster.n_gpus_per_node is unset: the job requests no GPUs"]
     for note in notes:
         typer.echo(f"note: {note}")
     said = submit(path)

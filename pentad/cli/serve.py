@@ -50,15 +50,15 @@ address."""
 
 
 class Seldom(logging.Filter):
-    """Passes the first few log records of a kind per minute, so that clients cannot fill a disk."""
+    """Passes only the first log records of a kind per minute: clients cannot fill a disk."""
 
     MOST, WINDOW_S, KINDS = 5, 60.0, 1000
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: dict[str, tuple[float, int]] = {}
-        """First line of the message, before its arguments -> start of the minute, number of records
-        in it."""
+        """First line of the message without its arguments -> (start of the minute, records in this
+        minute)."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         kind, now = str(record.msg).partition("\n")[0], time.monotonic()
@@ -95,7 +95,7 @@ def run_serve(
     adapter: str | None = None,
     template_args: str | None = None,
 ) -> None:
-    handler = logging.StreamHandler()  # ours alone: other handlers of the process lose nothing
+    handler = logging.StreamHandler()  # the filter applies only to it
     handler.addFilter(Seldom())
     logging.basicConfig(
         level=logging.WARNING, format="%(levelname)s: %(message)s", handlers=[handler]
@@ -131,7 +131,7 @@ def run_serve(
         endpoints.app(), api_key=api_key, is_loopback=is_loopback, hosts=[host, *(allow_host or ())]
     )
     asyncio.run(until_signal(endpoints, guard, listener, drain_s))
-    if service.text_work.num_running:  # the interpreter's end would wait for these threads
+    if service.text_work.num_running:  # the interpreter's exit would wait for them
         with suppress(BrokenPipeError):
             sys.stdout.flush()
         logging.shutdown()
@@ -141,10 +141,10 @@ def run_serve(
 def read_template_args(text: str | None) -> dict[str, Any]:
     try:
         found = yaml.safe_load(text) if text else {}
-    except (yaml.YAMLError, ValueError, RecursionError):  # thousands of digits, or of brackets
+    except (yaml.YAMLError, ValueError, RecursionError):  # also for thousands of digits or brackets
         found = None
     if not isinstance(found, dict):
-        rule, remedy = "is no block of names and values", "give '{enable_thinking: false}'"
+        rule, remedy = "is not a mapping of names to values", "give '{enable_thinking: false}'"
         raise UserError(Problem(f"--template-args = {text}", rule, remedy))
     return found
 
@@ -179,7 +179,7 @@ def check_key_given(api_key: str | None) -> None:
 async def until_signal(
     endpoints: Endpoints, guard: Guard, listener: socket.socket, drain_s: float
 ) -> None:
-    """The first signal ends it after requests in progress, the second at once."""
+    """Serves until a signal: the first waits for requests in progress, the second ends at once."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
     def drain() -> None:
@@ -187,7 +187,7 @@ async def until_signal(
             loop.remove_signal_handler(number)
         stop.set()
         with suppress(BrokenPipeError):  # the reader of the output may be gone
-            print(f"stopping; requests under way have {drain_s:g} s", flush=True)
+            print(f"stopping; requests in progress have {drain_s:g} s", flush=True)
 
     for number in SIGNALS:
         loop.add_signal_handler(number, drain)

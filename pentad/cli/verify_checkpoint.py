@@ -1,5 +1,5 @@
 """`pentad verify-checkpoint`: lists the contents of recovery checkpoints, verifies every byte,
-compares two of them, and gives intact ones that were renamed as damaged their names back."""
+compares two of them, and restores the names of intact ones that were renamed as damaged."""
 
 from __future__ import annotations
 
@@ -42,8 +42,7 @@ if TYPE_CHECKING:
     from pentad.weights.dcp import DcpFolder
 
 MIN_WIDTH = 120
-"""Minimum width of the table: names and figures are not cut on a narrower terminal, or without
-one."""
+"""Minimum width of the table, so that a narrow terminal does not truncate names and figures."""
 MAX_SHOWN = 20
 MAX_LINES = 200
 VALUE_CHARS = 60
@@ -57,20 +56,20 @@ class FoundCheckpoint:
     manifest: Manifest
     damage: Callable[[], list[str]]
     read: Callable[[str], bytes]
-    """The verified bytes of a small file."""
+    """Reads and verifies a small file."""
     open: Callable[[str], DcpFolder] | None = None
-    """The tensors of a role, if they can be read one by one."""
+    """Opens the tensors of a role; None if they cannot be read one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A trial, or one step of it."""
+    """The location of a trial, or of one of its steps."""
 
     name: str
     steps: list[int]
     """Newest first; includes steps that were never committed."""
     read: Callable[[int], FoundCheckpoint | None]
-    """None without a COMMIT, Damaged if it does not match."""
+    """Reads a step; returns None without a COMMIT, raises Damaged if it does not match."""
 
 
 def run_verify_checkpoint(places: list[str], *, as_json: bool, **remote: str | None) -> int:
@@ -80,7 +79,7 @@ def run_verify_checkpoint(places: list[str], *, as_json: bool, **remote: str | N
     faults: dict[str, list[str]] = {}
     found: list[FoundCheckpoint] = []
     for location in locations:
-        # Of two trials that are compared only the newest checkpoint.
+        # If two trials are compared, only the newest checkpoint of each.
         found += _find(location, 1 if len(locations) == 2 else None, notes, faults)
     is_whole = not any(faults.values())
     is_compared = len(found) == 2 == len(locations) and is_whole
@@ -109,7 +108,7 @@ def _find(
             faults[place] = [str(error)]
             continue
         if one is None:
-            notes.append(f"{place}: was never committed, so it is no checkpoint")
+            notes.append(f"{place}: was never committed, so it is not a checkpoint")
             continue
         faults[one.place] = one.damage() or unusable(one, notes)
         out.append(one)
@@ -200,7 +199,7 @@ def remote_checkpoint(one: RemoteCheckpoint) -> FoundCheckpoint:
 
 
 def unusable(found: FoundCheckpoint, notes: list[str]) -> list[str]:
-    """A sentence for each intact file that a resume could not use: an index, counters, or JSON that
+    """A message for each intact file that a resume could not use: an index, counters, or JSON that
     a run would not write."""
     if installed("torch") is None:
         notes.append(f"{found.place}: its indexes were not read, as torch is not installed")
@@ -229,7 +228,7 @@ def unusable(found: FoundCheckpoint, notes: list[str]) -> list[str]:
 
 
 def split_place(place: str) -> tuple[str, int | None]:
-    """The trial's root, and the step if the path is the folder of one."""
+    """Splits a path into the trial's root and the step; None for a trial."""
     parts = place.rstrip("/").split("/")
     step = step_of(parts[-1])
     above = parts if step is None else parts[:-1]
@@ -345,9 +344,9 @@ def _tensor_differences(old: FoundCheckpoint, new: FoundCheckpoint) -> Iterator[
 
 
 def _reads_differently(old: FoundCheckpoint, new: FoundCheckpoint, role: str, name: str) -> str:
-    """Compares a tensor that the two checkpoints split differently."""
+    """The difference of a tensor that the two checkpoints split differently; empty: none."""
     if old.open is None or new.open is None:
-        return "is cut differently, and not compared, as one lies in a store"
+        return "is split differently, and not compared, as one is in a store"
     import torch
 
     from pentad.weights.regions import full_box
@@ -381,7 +380,7 @@ def _value(value: Any) -> str:
 def show_differences(lines: list[str]) -> None:
     print()
     if not lines:
-        print("The two hold the same.")
+        print("The two are equal.")
         return
     print(f"{len(lines)} differences (first, second):")
     for line in lines[:MAX_LINES]:
@@ -406,7 +405,7 @@ class Aside:
 
 
 def run_restore(place: str, endpoint_url: str | None, region: str | None) -> int:
-    """Returns 0 if all of them are intact and were renamed back; 1 otherwise."""
+    """Renames intact checkpoints back; returns 0 if all were intact, else 1."""
     folder, step, suffix = split_aside(place)
     if "://" in place:
         every = remote_asides(open_store(place, folder, endpoint_url, region))
@@ -414,7 +413,7 @@ def run_restore(place: str, endpoint_url: str | None, region: str | None) -> int
         every = local_asides(Path(folder))
     found = [a for a in every if step in (None, a.step) and suffix in ("", a.suffix)]
     if not found:
-        raise RunError(f"{place}: holds no checkpoint that was set aside as {DAMAGED}")
+        raise RunError(f"{place}: has no checkpoint that was renamed to .{DAMAGED}")
     return max([_restore(aside) for aside in found])
 
 
@@ -429,7 +428,7 @@ def _restore(aside: Aside) -> int:
         print(f"{note}.")
     if faults:
         more = f" (and {len(faults) - 1} more)" if faults[1:] else ""
-        print(f"{aside.place}: is damaged, and stays set aside: {faults[0]}{more}.")
+        print(f"{aside.place}: is damaged, and keeps its name: {faults[0]}{more}.")
         return 1
     back()
     print(f"{aside.place}: every byte is as saved; the checkpoint is restored.")
@@ -437,7 +436,7 @@ def _restore(aside: Aside) -> int:
 
 
 def split_aside(place: str) -> tuple[str, int | None, str]:
-    """The trial's root, and step and suffix if the path is the folder of one checkpoint."""
+    """Splits a path into the trial's root, and step and suffix of a renamed checkpoint."""
     found = re.search(rf"\.{DAMAGED}(-[0-9]+)?/*$", place)
     suffix = found[0].rstrip("/") if found else ""
     plain = place[: found.start()] if found else place
@@ -464,7 +463,7 @@ def _read_local(root: Path, step: int, suffix: str) -> Found:
 
 
 def refuse_running(root: Path) -> None:
-    """Raises UserError while a run writes there, judged by its locks."""
+    """Raises UserError if a run holds the locks of the folder."""
     locks = [root.with_name(f".{root.name}.lock")]
     if len(root.parents) > 3 and root.parents[2].name == "checkpoints":
         locks.append(root.parents[3] / "logs" / root.relative_to(root.parents[2]) / NAME)

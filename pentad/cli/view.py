@@ -40,7 +40,7 @@ DRAIN_S = 1.0
 
 
 def run_view(words: list[str], host: str, port: int | None, listener_fd: int | None) -> None:
-    """Serves until a signal arrives. `listener_fd`: a listening socket from the parent process."""
+    """Serves until a signal arrives. `listener_fd`: a listening socket of the parent process."""
     overrides = [word for word in words if OVERRIDE.match(word)]
     given = [Path(word).expanduser().absolute() for word in words if word not in overrides]
     places = given or [Path("runs").absolute()]
@@ -61,8 +61,8 @@ def run_view(words: list[str], host: str, port: int | None, listener_fd: int | N
 
 
 def check_places(places: list[Path], overrides: Sequence[str] = ()) -> None:
-    """Checks that every path has a run, or is a recipe that can be planned; reports all problems
-    together."""
+    """Checks that every path contains a run, or is a recipe that can be planned; reports all
+    problems at once."""
     problems = []
     for place in places:
         if is_recipe(place):
@@ -77,12 +77,12 @@ def check_places(places: list[Path], overrides: Sequence[str] = ()) -> None:
             problems.append(Problem(f"run = {place}", what, remedy))
     if overrides and not any(map(is_recipe, places)):
         where, remedy = " ".join(overrides), "name it: pentad view recipe.yaml key=value"
-        problems.append(Problem(where, "overrides are of a recipe, and none is given", remedy))
+        problems.append(Problem(where, "overrides need a recipe, and none is given", remedy))
     raise_problems(problems)
 
 
 def listen(host: str, port: int | None) -> socket.socket:
-    """Listens at the given port, or else at the usual one or any free one."""
+    """Listens at the given port; without one, at PORT, or at any free port if PORT is in use."""
     if port is not None:
         return bind(host, port)
     try:
@@ -110,8 +110,8 @@ async def until_signal(app: ViewGuard, listener: socket.socket) -> None:
 
 
 def plan_of(recipe: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The plan of a recipe, or of the config of a run: for this machine's device if it needs no
-    GPUs, else for GPUs with the memory found here or named by the recipe."""
+    """The plan of a recipe or of a run's config: for this machine if no GPUs are needed, else for
+    GPUs with the memory found here or set by the recipe."""
     from pentad.cli.plan import as_dict, make_plan
 
     config, notes = prepare(recipe, list(overrides), "plan")
@@ -122,7 +122,7 @@ def plan_of(recipe: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def view_beside(config: Config) -> Child:
-    """Starts the page of a run that is about to begin, in a child process, and prints its
+    """Serves the page of a run in a child process, before the run starts, and prints its
     address."""
     folder = config.run_path
     listener = listen(LOOPBACK, None)

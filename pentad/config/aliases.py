@@ -44,8 +44,8 @@ class Alias:
 
 
 def normalise(recipe: RecipeConfig, tree: Tree, *, samples: bool) -> Iterator[str]:
-    """Replaces the aliases of a tree by the keys they stand for, with a note on each. If an alias
-    could not be read, its keys are not known either."""
+    """Replaces the aliases of a tree by the keys they stand for and yields a note on each. If an
+    alias could not be read, its keys count as bad, too."""
     for alias in TABLE:
         if any(key.partition(".")[0] == alias.name for key in tree.bad):
             tree.bad.update(alias.stands_for)
@@ -63,7 +63,7 @@ def normalise(recipe: RecipeConfig, tree: Tree, *, samples: bool) -> Iterator[st
 
 
 def config_from_record(values: Mapping[str, Any]) -> Config:
-    """The config in a record; one of an older version may have aliases beside their keys."""
+    """The config of a record; aliases, which records of older versions may contain, are ignored."""
     return Config.model_validate({key: values[key] for key in values if key not in ALIASES})
 
 
@@ -76,7 +76,7 @@ def _kl_switch(recipe: RecipeConfig, _: bool) -> Iterator[KeySet | Problem]:
         rule = "algorithm.kl_in = reward takes the KL term out of the loss"
         yield Problem(where, rule, "leave one of the two out")
     elif use is False and coef and place != "reward":
-        rule = f"algorithm.kl_coef = {coef:g} asks for a KL term"
+        rule = f"algorithm.kl_coef = {coef:g} adds a KL term"
         yield Problem(where, rule, "set algorithm.kl_coef=0, or algorithm.kl_in=reward")
     if use and place is None:
         yield KeySet("algorithm.kl_in", "loss", where)
@@ -92,7 +92,7 @@ def _tis_switch(recipe: RecipeConfig, _: bool) -> Iterator[KeySet | Problem]:
     if use is not None and correction is None:
         yield KeySet("algorithm.correction", "tis" if use else "none", where)
     elif use is not None and use != (correction == "tis"):
-        rule = f"algorithm.correction = {correction} says otherwise"
+        rule = f"algorithm.correction = {correction} contradicts it"
         yield Problem(where, rule, "leave one of the two out")
 
 
@@ -111,7 +111,7 @@ def _parallelism(recipe: RecipeConfig, _: bool) -> Iterator[KeySet | Problem]:
 
 
 def _axes(sizes: ParallelismConfig, backend: str) -> str:
-    """The layout of a run without a sampler."""
+    """The allocation of a run without a sampler."""
     d, e = sizes.data_parallel, sizes.expert_parallel
     rest = f"p{sizes.pipeline_parallel}t{sizes.tensor_parallel}"
     if e == 1:
@@ -144,4 +144,4 @@ TABLE = (
     Alias("parallelism", ("allocation_mode",), _parallelism),
     Alias("resource", ("allocation_mode",), _resource),
 )
-"""In the order of reading."""
+"""Aliases in the order in which they are replaced."""

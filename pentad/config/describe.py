@@ -1,5 +1,5 @@
-"""Describes the schema in words: existing keys, the values of a key, the key that was probably
-meant."""
+"""Describes the schema for messages: existing keys, the values of a key, suggestions for a misspelt
+key."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pentad.core.section import MAX_INT, Section, bounds_of, leaves
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """The block of a field, even if it may be null."""
+    """The class of the block that a field holds, also if it may be null; None if it holds none."""
     for leaf in (annotation, *get_args(annotation)):
         if isinstance(leaf, type) and issubclass(leaf, Section):
             return leaf
@@ -27,7 +27,7 @@ def section_of(annotation: Any) -> type[Section] | None:
 def iter_fields(
     section: type[Section] = RecipeConfig, prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """(dotted key, field) of every key, blocks before their keys."""
+    """Yields (dotted key, field) of every key, blocks before their keys."""
     for name, field in section.model_fields.items():
         yield prefix + name, field
         inner = section_of(field.annotation)
@@ -43,7 +43,7 @@ def fields() -> dict[str, FieldInfo]:
 
 @cache
 def text_keys() -> frozenset[str]:
-    """Keys that take any text, alone or in a list."""
+    """Keys whose values are free text, or lists of it."""
     return frozenset(key for key, field in fields().items() if str in leaves(field.annotation))
 
 
@@ -53,15 +53,15 @@ def takes(field: FieldInfo) -> str:
 
 
 def choices(field: FieldInfo) -> list[str]:
-    """The allowed words of a key, if it has a list of them."""
+    """The allowed words of a key; empty if any text is allowed."""
     return [word for word in leaves(field.annotation) if isinstance(word, str)]
 
 
 def nearest_keys(key: str, limit: int = 2) -> list[str]:
-    """Keys that were probably meant by an unknown one, likeliest first.
+    """Suggests known keys for an unknown one, likeliest first.
 
-    A key of the same block with a similar name comes first, then the same name in another
-    block (the blocks of the same path first), then whatever looks alike as a whole.
+    A similar name in the same block comes first, then the same name in another block (blocks with a
+    similar path first), then keys that are similar as a whole.
     """
     block, _, name = without_numbers(key).rpartition(".")
     known = list(fields())
@@ -77,7 +77,7 @@ def nearest_keys(key: str, limit: int = 2) -> list[str]:
 
 
 def _cutoff(name: str) -> float:
-    """Similarity threshold: one wrong letter must match, even in names of two letters."""
+    """Similarity threshold: a name with one wrong letter must match, even if it has two letters."""
     return 0.5 if len(name) < 4 else 0.65
 
 

@@ -1,5 +1,5 @@
-"""The environments of a run, each with its keys: those of `rollout.workflows`, or the one that
-`rollout.workflow`, the datasets and `reward` make."""
+"""The environments of a run with their keys: those of `rollout.workflows`, or the single one that
+is defined by `rollout.workflow`, the datasets and `reward`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pentad.rewards.section import RewardConfig
 @dataclass(frozen=True, slots=True)
 class EnvironmentKeys:
     name: str
-    """Empty if the run has one environment, which records do not name."""
+    """Name in the records; empty if the run has only one environment."""
     key: str
-    """The block with `workflow` and `agent`."""
+    """Dotted key of the block with `workflow` and `agent`."""
     workflow: str
     agent: str | None
     data: DatasetConfig

@@ -1,7 +1,6 @@
-"""Loads a run's config from YAML and overrides, and writes it back; every mistake is reported.
+"""Loads the config of a run from YAML and overrides, reports all mistakes at once, and writes YAML.
 
-`planner.prepare` continues from here: it resolves keys that are not set and checks the rules
-between keys.
+The next step is `planner.prepare`: it resolves unset keys and checks the rules between keys.
 """
 
 from __future__ import annotations
@@ -50,23 +49,23 @@ from pentad.rl.facts import ELSEWHERE
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A config as far as it could be read."""
+    """A config, and the problems found while reading it."""
 
     config: Config
-    """Unusable values are replaced by defaults."""
+    """The config, with defaults in place of unusable values."""
     problems: list[Problem]
     bad: frozenset[str]
     """Keys with a wrong or missing value."""
     is_read: bool = True
-    """False if the recipe could not be read: every key may be in it."""
+    """False if the recipe file could not be read: it may set any key."""
     notes: tuple[str, ...] = ()
-    """On keys that were read as other keys."""
+    """One for each key that was read as another key."""
     written: dict[str, str] = field(default_factory=dict)
     """`key = value` -> the alias that was written for it."""
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """The config as written, unset values unset. Raises UserError with every problem found."""
+    """The config as written; unset keys stay unset. Raises UserError with every problem found."""
     reading = read_config(path, overrides)
     if reading.problems:
         raise UserError(reading.problems)
@@ -76,7 +75,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 def read_config(
     path: str | Path | None, overrides: Sequence[str] = (), *, samples: bool = True
 ) -> Reading:
-    """Reads the config of a command; without `samples`, of one that only trains."""
+    """Reads a config and collects all problems. `samples`: whether the command samples."""
     tree = read_tree(path, overrides, RecipeConfig().model_dump(mode="json"), text_keys())
     notes = [*_move(tree), *normalise(_readable(tree), tree, samples=samples)]
     config = Config.model_validate(tree.values)
@@ -85,7 +84,7 @@ def read_config(
 
 
 def _readable(tree: Tree) -> RecipeConfig:
-    """The tree without unusable values, which are reported."""
+    """Validates the tree; unusable values are removed from it and reported."""
     while True:
         try:
             return RecipeConfig.model_validate(tree.values)
@@ -94,13 +93,13 @@ def _readable(tree: Tree) -> RecipeConfig:
 
 
 def dump_config(config: Config) -> str:
-    """YAML with every key; loads back to an equal config."""
+    """YAML with every key; `load_config` reads it back to an equal config."""
     return dump_yaml(record_values(config))
 
 
 def record_values(config: Config) -> dict[str, Any]:
-    """Every key as in records: paths in the Hub's cache by their name and commit, which are valid
-    on any machine."""
+    """Values of all keys for records. Paths in the Hub's cache are replaced by name and commit,
+    which are valid on any machine."""
     return with_hub_names(config.model_dump(mode="json"))
 
 
@@ -123,8 +122,8 @@ def with_hub_names(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _move(tree: Tree) -> Iterator[str]:
-    """Moves values of the blocks `model` and `training` to the keys they have here, with a note on
-    each."""
+    """Moves values of the blocks `model` and `training` to their keys in Pentad and yields a note
+    on each."""
     for there, here in READ.items():
         block, name = there.split(".")
         values = tree.values.get(block)
@@ -158,7 +157,7 @@ def _is_override(key: str, tree: Tree) -> bool:
 
 
 def _take_out(error: ValidationError, tree: Tree) -> None:
-    """Turns validation errors into problems, and removes their values from the tree."""
+    """Reports validation errors as problems, and removes the invalid values from the tree."""
     written = copy.deepcopy(tree.values)
     done: set[str] = set()
     items = error.errors(include_url=False)
@@ -169,7 +168,7 @@ def _take_out(error: ValidationError, tree: Tree) -> None:
         if key in done:  # a value of a union type fails once per alternative
             continue
         done.add(key)
-        held = names_of(keys)  # of a list, all of it is left out
+        held = names_of(keys)  # a list is left out as a whole
         if item["type"] == "extra_forbidden":
             drop(tree.values, held)
             tree.problems += _unknown_keys(key, item["input"], tree)
@@ -187,8 +186,8 @@ def _take_out(error: ValidationError, tree: Tree) -> None:
 
 
 def _keys(loc: Keys) -> Keys:
-    """The dotted key an error belongs to: its location without indices of plain lists and without
-    union members."""
+    """The key of a validation error: its location up to the field, without indices of plain lists
+    and without union members."""
     keys: list[str | int] = []
     for part in loc:
         keys.append(part)
@@ -204,8 +203,8 @@ def _where(key: str, value: object, tree: Tree) -> str:
 
 
 def _unknown_keys(key: str, value: object, tree: Tree) -> list[Problem]:
-    """For a block that is known from another system, each of its unknown keys is looked up; so is a
-    block with such a key."""
+    """The problems of an unknown key. If it is a block of another system, or contains a key of one,
+    each key in it is looked up."""
     if not (isinstance(value, dict) and value and (is_block(key) or _has_known_words(key, value))):
         return [_unknown_key(key, value, tree)]
     return [
@@ -221,14 +220,14 @@ def _has_known_words(key: str, value: dict[str, object]) -> bool:
 
 
 def _meant(key: str) -> list[str]:
-    """A name that nearly equals a key was misspelt, or is in the wrong block; others are looked up
-    by their last word."""
+    """Suggestions for an unknown key. A similar name counts as misspelt or as in the wrong block;
+    other names are looked up by their last word."""
     near, word, here = nearest_keys(key), key.rpartition(".")[2], by_last_word(key)
     names = [name.rpartition(".")[2] for name in near]
     is_slip = difflib.get_close_matches(word, names, cutoff=0.75)
     if here not in fields():
         return near
-    if word in names:  # of another block
+    if word in names:  # the same name in another block
         return [near[0], here]
     return near if is_slip else [here]
 
@@ -256,7 +255,7 @@ def _unknown_key(key: str, value: object, tree: Tree) -> Problem:
 
 def _wrong_value(key: str, value: object, tree: Tree) -> Problem:
     field = fields().get(without_numbers(key))
-    if field is None:  # of a block that takes any names
+    if field is None:  # in a block with free names
         return Problem(_where(key, value, tree), "must be true, false, a number or text")
     near = difflib.get_close_matches(str(value), choices(field), cutoff=0.5)
     near.sort(key=lambda one: sorted(one) != sorted(str(value)))  # letters in another order first

@@ -1,4 +1,4 @@
-"""Keys of the systems that Pentad follows which have another name here, or do not exist."""
+"""Keys of other systems that have another name in Pentad or do not exist there."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import re
 from pentad.core.errors import Problem
 
 LORA = re.compile(r"(^|[._])(lora|qlora|peft)([._]|$)")
-"""In the name of every key of LoRA: `lora.r`, `use_peft`, `actor.lora_rank`, `peft_config.r`."""
+"""Matches the name of every LoRA key: `lora.r`, `use_peft`, `actor.lora_rank`, `peft_config.r`."""
 LORA_NAMES = {
     **dict.fromkeys(("r", "rank", "lora_r", "lora_rank", "dim"), "rank"),
     **dict.fromkeys(("alpha", "lora_alpha"), "alpha"),
     **dict.fromkeys(("target_modules", "targets", "modules", "lora_target_modules"), "targets"),
     **dict.fromkeys(("lora_path", "adapter_path", "lora_adapter_path"), "init_path"),
 }
-"""Last word of a LoRA key elsewhere -> its name in `actor.lora`."""
+"""Last word of a LoRA key of another system -> its name in `actor.lora`."""
 NO_LORA = {
     "dropout": "trainer and sampler would compute with different factors",
     "dora": "it scales by norms of merged weights, which no sampler computes unmerged",
     "rslora": "the scale is alpha / rank; set actor.lora.alpha to alpha * sqrt(rank) instead",
-    "bias": "factors alone are trained, biases are frozen",
-    "modules_to_save": "factors alone are trained, no module as a whole",
+    "bias": "only the factors are trained, biases are frozen",
+    "modules_to_save": "only the factors are trained, no whole module",
     "qlora": "the frozen weights are held in actor.dtype, not quantised",
 }
-"""Part of such a key -> why it is not supported."""
+"""Part of a LoRA key -> why it is not supported."""
 
 TRL = {
     "model_name_or_path": ("actor.path", "a folder, or a name on the Hub"),
@@ -58,7 +58,7 @@ TRL = {
     "temperature": ("gconfig.temperature", ""),
     "top_p": ("gconfig.top_p", "1 for training"),
     "top_k": ("gconfig.top_k", "0 for training"),
-    "beta": ("algorithm.kl_coef", "0 unless set, as there"),
+    "beta": ("algorithm.kl_coef", "0 unless set, as in TRL"),
     "epsilon": ("algorithm.eps_clip", ""),
     "epsilon_high": ("algorithm.eps_clip_higher", ""),
     "delta": ("algorithm.c_clip", "on by default: 3"),
@@ -211,7 +211,7 @@ READ = {
     "runner.output_dir": "fileroot",
     "runner.experiment_name": "experiment_name",
 }
-"""Keys of other systems -> the key here that gets their value unchanged."""
+"""Keys of other systems -> Pentad's key that takes their value unchanged."""
 
 IN_CONFIG_JSON = ("actor.path", "defined by the config.json of that folder")
 MOE_ENGINE = {
@@ -242,7 +242,7 @@ MOE_ENGINE = {
     "elastic.drop_grace": ("elastic.drop_grace_s", ""),
     "elastic.drop_grace_sec": ("elastic.drop_grace_s", ""),
 }
-"""Keys of moe-engine with another meaning or place here -> (key here, remark)."""
+"""Keys of moe-engine with another meaning or place in Pentad -> (key here, remark)."""
 
 BY_COMPILE = ("actor.archon.enable_compile", "torch.compile fuses these operations")
 BY_AC = ("actor.archon.ac_mode", "full or selective; with selective, ac_selective takes a stride")
@@ -284,7 +284,7 @@ NO_ENGINE = "Megatron's own layers compute, and Transformer Engine is not used"
 NO_CHOICE = {
     "actor.group_name": "processes have the names of their roles",
     "resource.actor_fwd": "the actor computes the log-probs of its samples on its own devices",
-    "resource.advantages": "advantages are computed where the batch is trained, on no extra device",
+    "resource.advantages": "the trainer computes advantages, on no extra device",
     "resource.critic": "the critic is trained on the actor's devices",
     "rollout.group_name": "processes have the names of their roles",
     "actor.mcore_gpt": "the model of actor.path is built from its config.json",
@@ -300,7 +300,7 @@ NO_CHOICE = {
     "megatron.tp_comm_overlap_cfg": NO_ENGINE,
     "megatron.transformer_impl": NO_ENGINE,
 }
-"""Key elsewhere -> why it is fixed here."""
+"""Key of another system -> why Pentad has no such key."""
 
 SPELLED = {
     "model": "actor",
@@ -342,7 +342,7 @@ SPELLED = {
     "checkpoint.keep_last": "checkpoint.retention",
     "resource.ref": "resource.reference",
 }
-"""Key elsewhere -> key here, if the nearest name would not find it."""
+"""Key of another system -> key here, where name similarity would not find it."""
 
 REMARKED = {**TRL, **VERL, **MOE_ENGINE, **RLINF}
 SPELLED.update(READ)
@@ -372,13 +372,13 @@ WORDS = {
     **dict.fromkeys(("betas", "adam_betas"), "actor.optimizer.beta1"),
     "target_modules": "actor.lora.targets",
 }
-"""Last word of a key elsewhere, in any block -> key here."""
+"""Last word of another system's key, in any block -> key here."""
 TOO_COMMON = ("enable", "len", "model", "n", "name", "path")
-"""Last words with a different meaning in every block."""
+"""Words too general for WORDS: their meaning differs between blocks."""
 
 
 def lora_answer(key: str, where: str) -> Problem | None:
-    """The answer for a LoRA key that is not in `actor.lora`; None for any other key."""
+    """The problem of a LoRA key that is not in `actor.lora`; None for any other key."""
     if not LORA.search(key) or hint(key):
         return None
     word = key.rpartition(".")[2]
@@ -395,7 +395,7 @@ def lora_answer(key: str, where: str) -> Problem | None:
 
 
 def hint(key: str) -> str:
-    """The key here for a key of another system; empty if it is not known."""
+    """The remedy for a key of another system, such as its name here; empty if unknown."""
     if reason := NO_CHOICE.get(key):
         return f"{reason}: leave it out"
     here, remark = REMARKED.get(key, (SPELLED.get(key, ""), ""))
@@ -403,8 +403,7 @@ def hint(key: str) -> str:
 
 
 def by_last_word(key: str) -> str:
-    """The key here for the last word of an unknown one; in the block `critic` that of the
-    critic."""
+    """Pentad's key for the last word of an unknown key; in the block `critic`, the critic's key."""
     block, _, word = key.rpartition(".")
     here = "" if word in TOO_COMMON else WORDS.get(word, "")
     is_critic = block.partition(".")[0] == "critic"
@@ -418,4 +417,4 @@ def is_block(key: str) -> bool:
 
 
 HALF = ("fp16", "float16", "half")
-"""A number format that other systems train in."""
+"""Names of fp16, which other systems train in."""

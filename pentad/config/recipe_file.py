@@ -1,7 +1,7 @@
 """Reads a YAML recipe and `dotted.key=value` overrides into one plain tree of values.
 
-This module does not know the schema. Every problem is collected; a value that cannot be read is
-left out of the tree and its key is remembered, so that the rest can still be checked.
+This module does not depend on the schema. It collects all problems; a value that cannot be read is
+left out of the tree and its key is recorded in `bad`, so that the rest can still be checked.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ COMMAND_LINE = "command line"
 MAX_DEPTH = 16
 MAX_RECIPE_BYTES = 1 << 20
 MAX_NODES = 20_000
-"""Maximum number of values when aliases are expanded: a few lines of them can stand for 9**9."""
+"""Maximum number of values after YAML aliases are expanded: a few lines can expand to 9**9."""
 MAX_REFERENCES = 200
-"""The same for nested `${...}` references."""
+"""Maximum number of expanded `${...}` references, nested ones included."""
 MAX_CHAIN = 64
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -43,8 +43,8 @@ PLAIN_TYPES = {
     ),
     "tag:yaml.org,2002:merge": (r"<<", "<"),
 }
-"""Types of unquoted words besides text. Stricter than YAML 1.1: `on`, `off`, `yes`, `no`, `0010`,
-`1:30` and dates stay text; 1e-6 is a number."""
+"""Patterns of unquoted words that are not text. Stricter than YAML 1.1: `on`, `off`, `yes`, `no`,
+`0010`, `1:30` and dates stay text; 1e-6 is a number."""
 
 TEXT = "tag:yaml.org,2002:str"
 OTHER_TYPES = (TEXT, "tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
@@ -54,7 +54,7 @@ YAML_TEXT = re.compile(
     + "|".join(PLAIN_TYPES[f"tag:yaml.org,2002:{t}"][0] for t in ("bool", "null"))
     + ")$"
 )
-"""Patterns of an override for a text that are YAML and not the text itself."""
+"""Values of an override for a text key that are parsed as YAML; any other is the text itself."""
 
 
 class Loader(yaml.SafeLoader):
@@ -82,7 +82,7 @@ class Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: Dumper, text: str) -> yaml.ScalarNode:
-    # PyYAML folds unusual line breaks such as U+0085 away unless they stand in double quotes.
+    # PyYAML loses unusual line breaks such as U+0085 unless the text is in double quotes.
     style = None if text.isprintable() else '"'
     return dumper.represent_scalar(TEXT, text, style)
 
@@ -102,7 +102,7 @@ class Tree:
     """Dotted key -> `recipe.yaml:12` or COMMAND_LINE."""
     problems: list[Problem] = field(default_factory=list)
     bad: set[str] = field(default_factory=set)
-    """Dotted keys that were left out."""
+    """Dotted keys whose values were left out."""
     written: dict[str, str] = field(default_factory=dict)
     """`key = value` -> the alias that was written for it."""
     is_read: bool = True
@@ -115,8 +115,8 @@ def read_tree(
     defaults: Mapping[str, Any],
     texts: Collection[str] = (),
 ) -> Tree:
-    """The recipe with overrides applied; `${...}` may also refer to keys left at their default.
-    `texts`: dotted keys whose values are texts: a number there stays as written."""
+    """Reads the recipe and applies overrides; `${...}` may also refer to keys left at their
+    default. `texts`: dotted keys with text values, where a number stays as written."""
     tree = Tree()
     if path is not None:
         _read_file(Path(path), tree, texts)
@@ -129,7 +129,7 @@ def read_tree(
 
 
 def dotted(keys: Keys) -> str:
-    """Example: ("gconfig", "stop", 1) reads gconfig.stop[1]."""
+    """Writes keys as text: ("gconfig", "stop", 1) becomes gconfig.stop[1]."""
     text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
     return text.removeprefix(".")
 
@@ -146,7 +146,7 @@ def write_override(key: str, value: Any) -> str:
 
 
 def _without_references(text: str) -> str:
-    """Makes `${` plain text."""
+    """Escapes `${`, so that it is read as plain text."""
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
 
 
@@ -196,7 +196,7 @@ def _load(
     source: str = "",
     sources: dict[str, str] | None = None,
 ) -> Any:
-    """The value of a YAML text at these keys; `sources` gets the line of each key."""
+    """Parses a YAML text as the value at these keys. The line of each key is added to `sources`."""
     loader = Loader(text)
     try:
         node = loader.get_single_node()
@@ -206,27 +206,27 @@ def _load(
             if sources is not None and isinstance(keys[-1], str):
                 sources[dotted(keys)] = f"{source}:{line}"
             if inner.tag in NUMBERS and dotted(names_of(keys)) in texts:
-                inner.tag = TEXT  # 1.10 is the text "1.10" there; as a number it would be 1.1
+                inner.tag = TEXT  # 1.10 stays the text "1.10" here; as a number it would be 1.1
         return loader.construct_document(node)
     finally:
         loader.dispose()
 
 
 def _bounded_nodes(node: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any, int]]:
-    """Like `_iter_nodes`; raises YAMLError if there are too many, or a foreign type."""
+    """Like `_iter_nodes`; raises YAMLError for too many nodes or an unsupported type."""
     for count, found in enumerate(_iter_nodes(node, keys)):
         inner = found[1]
         if count >= MAX_NODES:
             raise _refused(node, f"stands for over {MAX_NODES} values, by aliases of aliases")
         if inner.tag not in (*PLAIN_TYPES, *OTHER_TYPES):
-            raise _refused(inner, f"the type {inner.tag} is not read")
+            raise _refused(inner, f"the type {inner.tag} is not supported")
         if inner.tag in PLAIN_TYPES and not _is_of_type(inner):
             raise _refused(inner, f"is no {inner.tag.rpartition(':')[2]}")
         yield found
 
 
 def _is_of_type(node: Any) -> bool:
-    """Whether a value can have its type; `!!bool x` has one that it cannot have."""
+    """Whether a value is valid for its YAML type; `!!bool x` is not."""
     tags = NUMBERS if node.tag == NUMBERS[1] else (node.tag,)
     return isinstance(node.value, str) and any(
         re.fullmatch(PLAIN_TYPES[tag][0], node.value) for tag in tags
@@ -238,7 +238,7 @@ def _refused(node: Any, rule: str) -> yaml.MarkedYAMLError:
 
 
 def _iter_nodes(node: Any, keys: Keys = (), line: int = 0) -> Iterator[tuple[Keys, Any, int]]:
-    """(keys, node, line of its key) of everything below a node, and of the node if it has keys."""
+    """Yields (keys, node, line of its key) of all nodes below one, and of itself if it has keys."""
     if len(keys) > MAX_DEPTH:
         raise _refused(node, f"is nested more than {MAX_DEPTH} deep")
     if keys:
@@ -287,7 +287,7 @@ def _apply_override(override: str, tree: Tree, texts: Collection[str]) -> None:
 
 
 def put(values: dict[str, Any], key: str, value: object) -> None:
-    """Sets a dotted key, and makes the blocks above it."""
+    """Sets a dotted key; missing blocks above it are added."""
     *outer, last = key.split(".")
     for name in outer:
         if not isinstance(values.get(name), dict):
@@ -297,13 +297,12 @@ def put(values: dict[str, Any], key: str, value: object) -> None:
 
 
 def _first_clause(error: Exception) -> str:
-    """First clause of an error message; the rest is advice to programmers."""
+    """First clause of an error message; the rest is advice for developers."""
     return str(error).partition(":")[0].lower()
 
 
 def _refuse_half_characters(tree: Tree) -> None:
-    """Reports halves of surrogate pairs, which YAML's escapes and bytes of a command line can
-    contain."""
+    """Reports unpaired surrogates, which YAML escapes and bytes of a command line can contain."""
     for keys, value in list(_iter_leaves(tree.values)):
         names = [value, *keys] if isinstance(value, str) else keys
         if any(isinstance(name, str) and _escaped(name) != name for name in names):
@@ -316,8 +315,8 @@ def _escaped(text: str) -> str:
 
 
 def _read_value(text: str, key: str, texts: Collection[str]) -> Any:
-    """The value of an override. For a text key it is the text as written, unless quotes, a bracket
-    or a word of YAML's says otherwise: `#` begins no comment there, and `*` no alias."""
+    """Parses the value of an override. A text key takes it as written (also `#` and `*`), unless it
+    is quoted, starts with a bracket or is a YAML word."""
     bare = text.strip()
     if key in texts and not re.match(YAML_TEXT, bare):
         return bare
@@ -341,7 +340,7 @@ def _resolve_interpolations(tree: Tree, defaults: Mapping[str, Any]) -> None:
         try:
             OmegaConf.create({"value": value})
         except OmegaConfBaseException:
-            rule = "the reference is not complete"
+            rule = "the reference is incomplete"
             _leave_out(tree, keys, value, rule, "write ${other.key}, or \\${ for the text")
     whole = OmegaConf.create(_merged(defaults, tree.values))
     for keys, value in references:
@@ -362,7 +361,7 @@ def _resolve_interpolations(tree: Tree, defaults: Mapping[str, Any]) -> None:
 
 
 def _without_bombs(tree: Tree, references: list[tuple[Keys, str]]) -> list[tuple[Keys, str]]:
-    """Leaves out texts that refer to too many others, recursively, with one message."""
+    """Reports and removes texts with too many references, counted recursively; returns the rest."""
     texts = {dotted(keys): value for keys, value in references}
     sizes: dict[str, int] = {}
 
@@ -370,7 +369,7 @@ def _without_bombs(tree: Tree, references: list[tuple[Keys, str]]) -> list[tuple
         if depth > MAX_CHAIN:
             return MAX_REFERENCES
         if key not in sizes:
-            sizes[key] = 1  # a reference to itself is rejected where it is looked up
+            sizes[key] = 1  # a reference to itself is rejected when it is resolved
             others = REFERENCE.findall(texts.get(key, ""))
             sizes[key] += sum(size(other, depth + 1) for other in others)
         return sizes[key]
@@ -393,7 +392,7 @@ def names_of(keys: Keys) -> Keys:
 
 
 def _leave_out(tree: Tree, keys: Keys, value: object, rule: str, remedy: str) -> None:
-    """Reports a value and drops its key (for a list, the whole list)."""
+    """Reports a problem with a value and drops its key (of a list, the whole list)."""
     names = names_of(keys)
     source = tree.sources.get(dotted(names))
     where = _escaped(f"{dotted(keys)} = {value}") + (f" ({source})" if source else "")

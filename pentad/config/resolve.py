@@ -1,8 +1,8 @@
 """Chooses values for keys that a config does not set.
 
-Choices that follow from the config and the number of devices are made here; choices that depend on
-device memory (microbatches, offloading), and compile on a GPU, are made by the parts that know it.
-A resolved config resolves to itself.
+Choices that follow from the config and the number of devices are made here. Those that depend on
+device memory (microbatches, offloading), and compile on a GPU, are made by planner and engine.
+Resolving a resolved config changes nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PATHS = (
     *("train_dataset.path", "valid_dataset.path", "groups_from"),
     *("rollout.server.python", "rollout.server.transfer_folder"),
 )
-"""Keys with a file or folder of this machine."""
+"""Keys whose values are local files or folders."""
 OF_THE_TASK = (
     "format",
     "prompt_key",
@@ -48,13 +48,13 @@ OF_THE_TASK = (
     "mask_documents",
     "chat_template",
 )
-"""Keys of a dataset that say how rows are read. Held-out rows are read like trained ones."""
+"""Keys of a dataset that define how rows are read; held-out rows are read like trained ones."""
 OF_THE_RUN = ("shuffle", "max_length")
 """Further keys of `train_dataset` that apply to the data of all environments."""
 
 
 def path_keys(num_workflows: int) -> tuple[str, ...]:
-    """PATHS, with those of this many environments."""
+    """PATHS, and the path keys of this many environments."""
     blocks = [f"rollout.workflows.{i}.{part}" for i in range(num_workflows) for part in ROWS]
     return (*PATHS, *(f"{block}.path" for block in blocks))
 
@@ -63,8 +63,8 @@ ROWS = ("data", "valid")
 
 
 def resolve(config: Config, *, samples: bool = True) -> tuple[Config, list[str]]:
-    """The config with open values chosen, and a note on each choice with a reason. Without
-    `samples` the command only trains."""
+    """Returns the config with a value for each unset key, and a note on each choice that has a
+    reason. `samples`: whether the command samples."""
     draft = _Draft(config)
     _expand_homes(draft)
     config = draft.config
@@ -95,14 +95,14 @@ class _Draft:
         self.notes: list[str] = []
 
     def set(self, key: str, value: object, why: str = "") -> None:
-        """Sets a value; without a reason it is the plain default and gets no note."""
+        """Sets a value; without a reason it is a plain default and gets no note."""
         self.config = replaced(self.config, key.split("."), value)
         if why:
             self.notes.append(f"{key} = {show(value)}: {why}")
 
 
 def replaced(section: Any, keys: list[str], value: object) -> Any:
-    """A section with the value at these keys replaced."""
+    """A copy of a section with the value at these keys replaced."""
     head, *rest = keys
     if isinstance(section, tuple):
         at = int(head)
@@ -141,8 +141,8 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 def _choose_made_rows(draft: _Draft) -> None:
-    """As a workflow, a task of reasoning-gym sets rows and reward of a single turn; one of
-    verifiers sets rows only."""
+    """If the workflow is a task of reasoning-gym, sets single_turn with the rows and reward of the
+    task; for a task of verifiers, sets only the rows."""
     config, task = draft.config, draft.config.rollout.workflow
     if not is_made(task):
         return
@@ -156,8 +156,8 @@ def _choose_made_rows(draft: _Draft) -> None:
 
 
 def _choose_workflows(draft: _Draft) -> None:
-    """Sets the name of each of several environments, rows and reward of packages, and unset keys of
-    their datasets."""
+    """With several environments, sets their names, the rows and rewards that packages provide, and
+    unset keys of their datasets."""
     for index, one in enumerate(draft.config.rollout.workflows):
         key = f"rollout.workflows.{index}"
         draft.set(f"{key}.name", one.name or one.workflow)
@@ -207,7 +207,7 @@ def _choose_allocation(draft: _Draft, samples: bool) -> None:
 def allocation_for_sizes(
     config: Config, sizes: Mapping[str, int], join: str, *, samples: bool
 ) -> str:
-    """The layout in which each role has this many devices; `join`: | if both sides share them."""
+    """The allocation with this many devices for each role; `join`: | if both sides share them."""
     backend = config.actor.training_backend or "archon"
     if not samples:
         return str(Allocation(((Component(backend, None, (("d", sizes["actor"]),)),),)))
@@ -223,7 +223,7 @@ def allocation_for_sizes(
 
 
 def _shares(config: Config, join: str) -> tuple[dict[str, int], str]:
-    """Devices of sampling and training if no key sets them: all of them in turns, or half each."""
+    """Devices by role if no key sets them: all for both in turn, or half for each."""
     num = config.cluster.count_devices() or 1
     if num == 1:
         why = "there is one device" if join == "|" else f"mode = {config.mode}"
@@ -246,7 +246,7 @@ def _choose_mode(draft: _Draft) -> None:
     if apart and alone:
         draft.set("mode", "async", f"{' and '.join(alone)} scores on its own devices")
     elif apart:
-        draft.set("mode", "hybrid", "rollout and training have devices of their own")
+        draft.set("mode", "hybrid", "rollout and training have separate devices")
     elif apart is not None:
         draft.set("mode", "colocate", "rollout and training share devices")
 
@@ -290,8 +290,7 @@ def _choose_start(draft: _Draft) -> None:
 
 
 def _choose_valid_dataset(draft: _Draft) -> None:
-    """Unset keys of `valid_dataset` are those of `train_dataset`: the same task, with other
-    rows."""
+    """Fills unset keys of `valid_dataset` from `train_dataset`: the same task with other rows."""
     if draft.config.valid_dataset is not None:
         _follow(draft, "train_dataset", "valid_dataset", OF_THE_TASK)
 
@@ -300,9 +299,9 @@ def _follow(draft: _Draft, first: str, second: str, names: tuple[str, ...]) -> N
     """Sets unset keys of the second dataset block to those of the first."""
     train, valid = value_at(draft.config, first), value_at(draft.config, second)
     given = set(valid.model_fields_set)
-    if "prompt_key" in given:  # a column of text takes the place of one of messages,
+    if "prompt_key" in given:  # a text column replaces a messages column,
         given.add("messages_key")
-    elif valid.messages_key is not None:  # and the other way round
+    elif valid.messages_key is not None:  # and vice versa
         given.add("prompt_key")
     if Path(valid.path or "").suffix != Path(train.path or "").suffix:
         given.add("format")
@@ -312,19 +311,19 @@ def _follow(draft: _Draft, first: str, second: str, names: tuple[str, ...]) -> N
             draft.set(f"{second}.{name}", value, f"as {first}.{name}")
     valid = value_at(draft.config, second)
     if "chat_template" not in given and train.uses_chat and not valid.uses_chat:
-        why = f"{first}.messages_key puts trained prompts in it"
+        why = f"{first}.messages_key renders trained prompts with it"
         draft.set(f"{second}.chat_template", True, why)
     elif valid.uses_chat != train.uses_chat and not second.endswith(".data"):
-        words = {True: "in the chat template", False: "without the chat template"}
+        words = {True: "with the chat template", False: "without the chat template"}
         draft.notes.append(
-            f"{second}.chat_template = {show(valid.chat_template)}: held-out prompts are put "
-            f"{words[valid.uses_chat]} and trained ones {words[train.uses_chat]}, so it is not "
-            "the trained task that is evaluated"
+            f"{second}.chat_template = {show(valid.chat_template)}: held-out prompts are rendered "
+            f"{words[valid.uses_chat]} and trained ones {words[train.uses_chat]}, so evaluation "
+            "differs from the trained task"
         )
 
 
 def _choose_lora(draft: _Draft) -> None:
-    """Default learning rate of LoRA: factors need a larger one than weights, for any rank."""
+    """Sets LoRA's default learning rate: factors need a larger one than weights, at any rank."""
     models = {"actor": draft.config.actor}
     if draft.config.algorithm.facts.needs_critic:
         models["critic"] = draft.config.critic
@@ -348,7 +347,7 @@ def _choose_engine(draft: _Draft, role: str, model: ModelConfig) -> None:
     elif archon.enable_compile == "auto" and ac_mode == "memory_budget":
         draft.set(f"{key}.enable_compile", True, "ac_mode = memory_budget needs it")
     elif archon.enable_compile == "auto" and archon.ac_debug:
-        draft.set(f"{key}.enable_compile", False, "ac_debug = true looks at every operation")
+        draft.set(f"{key}.enable_compile", False, "ac_debug = true inspects every operation")
     if ac_mode == "auto" and not model.gradient_checkpointing:
         draft.set(f"{key}.ac_mode", "none", "gradient_checkpointing = false")
     elif ac_mode == "auto" and (pp > 1 or archon.ac_selective is not None):

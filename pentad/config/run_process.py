@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProcess:
-    """One process, or one server of several."""
+    """One process, or one server, which may consist of several processes."""
 
     name: str
     """For example learner-0 or rollout-1."""
     runs: tuple[str, ...]
-    """The roles in it."""
+    """Roles that run in it."""
     node: int | None = 0
-    """Machine, counted from the one of the command; None: Ray or its address determines it."""
+    """Index of the machine; 0 runs the command. None: Ray or the server's address determines it."""
     devices: tuple[int, ...] = ()
     """GPUs of that machine, or of its bundle; empty on a CPU."""
     num_gpus: int = 0
@@ -24,11 +24,11 @@ class RunProcess:
     bundle: int | None = None
     """On Ray: the bundle of the placement group."""
     cores: tuple[int, ...] = ()
-    """CPU cores it is bound to; empty: any."""
+    """CPU cores to which it is bound; empty: any."""
 
 
 def holding(lead: RunProcess, threads: list[RunProcess]) -> RunProcess:
-    """Adds to a process the roles that run as its threads."""
+    """The process with the roles and devices of others that run as its threads."""
     devices = {*lead.devices, *(device for one in threads for device in one.devices)}
     return replace(
         lead,
@@ -39,7 +39,7 @@ def holding(lead: RunProcess, threads: list[RunProcess]) -> RunProcess:
 
 
 def sharing(processes: list[RunProcess]) -> list[RunProcess]:
-    """Adds to each process the names of processes on the same GPUs."""
+    """The processes, each with the names of others on the same GPUs."""
     users: dict[tuple[int | None, int | None, int], list[str]] = {}
     for one in processes:
         for device in one.devices:

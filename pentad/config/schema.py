@@ -1,9 +1,9 @@
-"""The one schema of a run: every key with its type, its default and what it means.
+"""The schema of a config: every key with its type, default and meaning.
 
-YAML recipes, `dotted.key=value` overrides and docs/configuration.md are all read off these
-classes. A block that one room reads stands in that room's `section.py`. A value of null means
-"unset": `pentad.config.resolve` or the part that reads the key chooses, and says so. Rules between
-keys are in `pentad.config.rules`.
+These classes define recipes, `dotted.key=value` overrides and docs/configuration.md. A block that
+one package reads is in the `section.py` of that package. null means "unset": then
+`pentad.config.resolve` or the component that reads the key chooses a value and logs a note. Rules
+between keys are in `pentad.config.rules`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ AxisSize = Annotated[int, Field(ge=1, le=65536)]
 """Ranks along one axis of a layout."""
 Mode = Literal["colocate", "hybrid", "async"]
 SCORERS = ("ref", "teacher")
-"""Roles of models that judge what was sampled and are not trained."""
+"""Roles of frozen models that compute log-probs of samples."""
 
 
 class ResourceConfig(Section):
@@ -60,51 +60,51 @@ class ResourceConfig(Section):
     device."""
 
     def sizes(self) -> dict[str, int]:
-        """Devices by the name that a role has in `allocation_mode`, of the roles that are given."""
+        """Number of devices of each role that is set, by its name in `allocation_mode`."""
         names = {"reference": "ref"}
         return {names.get(role, role): math.prod(given) for role, given in self if given}
 
 
 class ParallelismConfig(Section):
-    """Axes that training is cut along; their product is its number of devices."""
+    """Sizes of the parallel axes of training; their product is the number of devices."""
 
     data_parallel: AxisSize = 1
-    """Ranks with a full set of experts between them, each on samples of its own."""
+    """Data-parallel groups, each with all experts and different samples."""
     tensor_parallel: AxisSize = 1
-    """Ranks each matrix is cut over, those of experts too."""
+    """Ranks over which each matrix is split, those of experts too."""
     pipeline_parallel: AxisSize = 1
-    """Ranks the layers are dealt to."""
+    """Ranks over which the layers are divided."""
     expert_parallel: AxisSize = 1
-    """Ranks that the experts are dealt to. Outside the experts they are data parallel."""
+    """Ranks over which the experts are divided; all other layers are data parallel over them."""
 
 
 class ConvertorConfig(Section):
     model: str | None = None
-    """What the model is called; for the reader of the recipe."""
+    """Name of the model, for readers of the recipe only."""
     model_type: str | None = None
     """Family of the model. null: the `model_type` of its config.json."""
     hf_model_path: str | None = None
     """HF folder that is converted. null: `actor.path`."""
     save_path: str | None = None
-    """Folder of the converted checkpoint. A later run with the same source and sizes finds it."""
+    """Folder of the converted checkpoint. A later run with the same source and sizes reuses it."""
     use_gpu_num: NonNegativeInt = 0
-    """Accepted and without effect: converting is copying, and done on the CPU."""
+    """Accepted, without effect: the conversion runs on the CPU."""
     use_gpu_index: tuple[NonNegativeInt, ...] | None = None
-    """As `use_gpu_num`."""
+    """Without effect, as `use_gpu_num`."""
     process_num: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Processes that share the files to write."""
+    """Number of processes that write the files."""
     tensor_model_parallel_size: Count = 1
-    """Ranks each matrix is cut over."""
+    """Ranks over which each matrix is split."""
     pipeline_model_parallel_size: Count = 1
-    """Ranks the layers are dealt to."""
+    """Ranks over which the layers are divided."""
 
 
 class MegatronConfig(Section):
     use_hf_ckpt: bool = False
-    """Converts the HF model into a legacy Megatron checkpoint before the first run and starts
-    from that. Not needed for training, which reads HF folders as they are."""
+    """Converts the HF model into a legacy Megatron checkpoint before the first run and starts from
+    it. Not needed for training, which reads HF folders directly."""
     ckpt_convertor: ConvertorConfig = ConvertorConfig()
-    """The conversion."""
+    """Settings of the conversion."""
 
 
 class Config(Section):
@@ -138,8 +138,8 @@ class Config(Section):
     updates_per_batch: Count = 1
     """Optimizer steps per batch, each on an equal part of its samples."""
     balance_data: bool = True
-    """Assigns rows to ranks and microbatches by cost. false: in their order, as many rows to each
-    rank. The gradient does not depend on it."""
+    """Assigns rows to ranks and microbatches by cost. false: in order, equally many rows per rank.
+    The gradient does not depend on it."""
     store: Literal["auto", "memory", "files", "ray", "transfer_queue"] = "auto"
     """Where groups are stored between rollout and training: this process, files (in memory on one
     machine, in the run's folder on several), or storage units on a Ray cluster, our own or
@@ -161,16 +161,16 @@ class Config(Section):
     ref_update_interval: Count | None = None
     """Interval in steps at which the current actor becomes the reference model. null: never."""
     offload_train: bool | None = None
-    """Moves weights, optimizer state and tags to host memory while the sampler uses the shared
-    devices; needs `offload_rollout`. null: no."""
+    """Moves weights (also of ref and teacher) and optimizer state to host memory while the sampler
+    uses the shared devices; needs `offload_rollout`. null: no."""
     offload_rollout: bool | None = None
     """Frees the sampler's device memory during training. null: no in hybrid and async; in colocate
-    on a GPU if, by the plan, both do not fit together (with a note)."""
+    on a GPU yes, with a note, if the memory plan says that both do not fit."""
     compute_advantages_and_returns: bool = True
     """Whether the trainer computes advantages; false uses those that the rollout delivers."""
     strict: bool = False
-    """Log-probs of trainer and embedded sampler are bitwise equal, by kernels that do not depend on
-    the batch; slower. Unsupported combinations are rejected. Gradients are not covered."""
+    """Log-probs of trainer and embedded sampler are bitwise equal, by batch-invariant kernels;
+    slower. Unsupported combinations are rejected. Gradients are not covered."""
     stall_warning_s: Seconds = 60.0
     """After this long without progress, a warning names the waiting component and the reason."""
     stall_abort_s: Seconds = 1800.0
@@ -223,9 +223,9 @@ class Config(Section):
     """When the state of the run is saved, so that it can resume after a crash. Without a frequency:
     every 600 seconds and at the end of every epoch."""
     elastic: ElasticConfig = ElasticConfig()
-    """What a run does when it has fewer ranks than its layout."""
+    """Behaviour of a run that has fewer ranks than its layout."""
     guards: GuardsConfig = GuardsConfig()
-    """When a wrongly trained run is stopped."""
+    """Checks that stop a run whose training goes wrong."""
     telemetry: TelemetryConfig = TelemetryConfig()
     """What is recorded, and where."""
 
@@ -235,12 +235,12 @@ class Config(Section):
         return chosen(own or self.actor.path, "actor.path")
 
     def register_models(self) -> None:
-        """Makes the families of `model_files` known in this process; every rank calls it."""
+        """Registers the families of `model_files` in this process; every rank calls it."""
         for path in self.model_files:
             register(path)
 
     def read_allocation(self) -> tuple[Allocation | None, list[Problem]]:
-        """The allocation, or None while it is unset or wrong, and what is wrong with it."""
+        """The parsed allocation and its problems; None if it is unset or invalid."""
         if self.allocation_mode is None:
             return None, []
         try:
@@ -259,7 +259,7 @@ class Config(Section):
         return chosen(self.parsed_allocation, "allocation_mode")
 
     def part(self, role: str) -> Component | None:
-        """The component of a role; None where it has none, or the allocation cannot be parsed."""
+        """The component of a role; None if it has none, or if the allocation cannot be parsed."""
         allocation = self.parsed_allocation
         return allocation.find(role) if allocation else None
 
@@ -287,7 +287,7 @@ class Config(Section):
 
     @property
     def has_sampler(self) -> bool:
-        """Whether the layout has a sampler; true where it cannot be parsed."""
+        """Whether the layout has a sampler; true if it cannot be parsed."""
         allocation = self.parsed_allocation
         return allocation is None or allocation.find("rollout") is not None
 
@@ -349,10 +349,10 @@ class Config(Section):
 
     @property
     def num_running(self) -> int:
-        """Sequences that one sampler decodes together: what it is given at once, within bounds.
+        """Sequences that one sampler decodes together: those it receives at once, within bounds.
 
-        Fewer would wait for a place and be prefilled beside others' decoding, which runs without
-        captured graphs; more make room for logits (rows x vocabulary) that no load here needs.
+        With a lower limit, sequences wait and are prefilled while others decode, then without
+        captured graphs; a higher one reserves memory for unused logits (rows x vocabulary).
         """
         if self.rollout.max_running is not None:
             return self.rollout.max_running
@@ -384,18 +384,18 @@ class Config(Section):
 
     @property
     def remote(self) -> Remote | None:
-        """Location of this run's checkpoints in a store, where one is configured."""
+        """Location of this run's checkpoints in the store; None if no store is configured."""
         user = chosen(self.user, "user")
         return self.checkpoint.remote(f"{user}/{self.experiment_name}/{self.trial_name}")
 
     def snapshot_on_host(self, kind: DeviceKind) -> bool:
-        """Whether weights that are published within the process are in host memory: those that
-        leave the GPU before samplers wake."""
+        """Whether weights published within the process are in host memory: the trainer leaves the
+        GPU before the sampler resumes."""
         return kind == "cuda" and bool(self.offload_train)
 
 
 class RecipeConfig(Config):
-    """What a recipe may say: the keys of a config, and aliases, which are read as such keys."""
+    """All keys of a recipe: those of a config, and aliases, which are replaced by config keys."""
 
     parallelism: ParallelismConfig | None = None
     """The layout of training as sizes of its axes, an alias of `allocation_mode` for runs that do

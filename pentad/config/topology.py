@@ -1,8 +1,8 @@
-"""Where the processes of a run are placed: stated once, drawn by `plan`, started by the run.
+"""Placement of the processes of a run, shown by `plan` and used by the run that starts them.
 
-Training has the first GPUs, then come those of samplers, then those of scorers. Components that |
-joins share GPUs index by index: samplers have 0 to rollout.world - 1 of them, training has 0 to
-actor.world - 1. Where one side runs alone, the other has no GPUs and its own count from 0.
+Training uses the first GPUs, samplers the next, scorers the last. Components joined by | share GPUs
+index by index: samplers use 0 to rollout.world - 1, training 0 to actor.world - 1. With `only`, the
+component that does not run has no GPUs, and the other's start at 0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pentad.core.section import chosen
 from pentad.core.sizes import DeviceKind, PublishKind
 
 Spot = tuple[int, int]
-"""A machine (on Ray a bundle) and the number of a GPU there."""
+"""Index of a machine (on Ray: of a bundle), and of a GPU on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ def facts_of(
 
 
 def topology(config: Config, facts: Facts | None = None) -> Topology:
-    """The processes of a config that passed its rules."""
+    """The topology of a config that passed its rules."""
     return chosen(find_topology(config, facts), "allocation_mode")
 
 
@@ -59,7 +59,7 @@ def find_topology(config: Config, facts: Facts | None = None) -> Topology | None
     if written is None:
         return None
     facts = facts or facts_of(config)
-    is_view = not isinstance(config, Config)  # each rule reads its keys by itself
+    is_view = not isinstance(config, Config)  # every rule must read the keys itself
     return Topology(config, written, facts) if is_view else _stated(config, written, facts)
 
 
@@ -82,12 +82,12 @@ class Topology:
     written: Allocation
     facts: Facts
 
-    # What is where.
+    # Placement.
 
     @cached_property
     def scorers(self) -> tuple[str, ...]:
-        """Frozen models that score on devices of their own; the others are weight tags of the
-        actor. Where one side runs alone, all are."""
+        """Frozen models that score on separate devices. The others are weight tags of the actor;
+        with `only`, all are."""
         if self.config.mode != "async" or self.config.only is not None:
             return ()
         return tuple(role for role in self.config.frozen_models if self.written.stands_alone(role))
@@ -109,8 +109,8 @@ class Topology:
 
     @cached_property
     def is_learner_apart(self) -> bool:
-        """Whether ranks that train are processes beside the scheduler's, unless torchrun started
-        them."""
+        """Whether training ranks are separate processes from the scheduler (torchrun's are not
+        counted)."""
         rollout, actor = self.written.find("rollout"), self.written.find("actor")
         scheduler = self.config.scheduler
         if (actor and actor.world > 1) or scheduler.type == "ray":
@@ -122,11 +122,11 @@ class Topology:
 
     @cached_property
     def allocation(self) -> Allocation:
-        """As it runs: what does not run is left out, the groups are in the order of their devices.
+        """The allocation of the components that run, with groups in the order of their devices.
 
-        An embedded sampler that + joins to the actor is on the actor's devices all the same where
-        both are one process, or where they may share GPUs and there are not enough (+ then lets the
-        two overlap in time). So are scorers in the last case.
+        An embedded sampler joined to the actor by + still uses the actor's devices if both are one
+        process, or if they may share GPUs and there are too few (+ then lets the two overlap in
+        time). In the second case scorers do the same.
         """
         found, count = self.written, self.facts.num_devices
         sides = {"train": lambda part: part.is_inference, "rollout": lambda p: not p.is_inference}
@@ -165,7 +165,7 @@ class Topology:
 
     @property
     def store(self) -> str:
-        """The kind of store that groups are in between sampling and training."""
+        """The kind of store that holds groups between sampling and training."""
         if self.config.store != "auto":
             return self.config.store
         is_ray = self.config.scheduler.type == "ray"
@@ -175,8 +175,8 @@ class Topology:
 
     @property
     def publish_kind(self) -> PublishKind:
-        """How weights leave the learner, where there is room for it: within the process, through a
-        GPU that the sampler uses too, a file in shared memory, or files that all machines see."""
+        """How weights are published, if there is room: in the process, through a GPU shared with
+        the sampler, by a file in shared memory, or by files that all machines can read."""
         rollout, actor = self.allocation.find("rollout"), self.allocation.find("actor")
         if rollout is None or actor is None or not self.is_learner_apart:
             return "none"
@@ -184,7 +184,7 @@ class Topology:
             return "file"
         is_one = actor.world == rollout.world == 1 and rollout.backend == "embedded"
         is_here = self.config.scheduler.type != "ray" and self.facts.kind == "cuda"
-        config = self.config  # weights cannot wait where training gives up GPU memory
+        config = self.config  # no room for weights on a GPU that training frees
         is_short = bool(config.offload_train) or config.actor.archon.offload_params
         shares = self.shares_gpus and not is_short
         return "ipc" if is_here and is_one and shares else "shm"
@@ -198,29 +198,29 @@ class Topology:
 
     @cached_property
     def num_train_nodes(self) -> int:
-        """Machines that ranks which train are on, as many on each."""
+        """Number of machines with training ranks; each has equally many."""
         return self._placed[0]
 
     @cached_property
     def _placed(self) -> tuple[int, list[Spot | None]]:
-        """Machines that train, and the place of every device of the allocation, in its order."""
+        """Number of training machines, and the spot of each device of the allocation, in order."""
         nodes, room = self.config.cluster.n_nodes, self.num_per_node
         if nodes == 1:
             return 1, [(0, index) for index in range(self.allocation.num_devices)]
         actor = self.allocation.find("actor")
         world = actor.world if actor else 0
-        # Beside what has devices of its own, training fills its machines; else it is on all.
+        # With components on other devices, training fills whole machines; alone, it uses all.
         is_alone = len(self.allocation.groups) == 1 or room is None
         counts = [n for n in divisors(world) if n <= nodes] if world else [1]
         for count in sorted(counts, reverse=is_alone):
             places = self._over_nodes(count, world // count)
             if None not in places:
                 break
-        return count, places  # where none has room for all: without room for some
+        return count, places  # no number of machines fits everything: some devices have no spot
 
     def _over_nodes(self, num_train: int, each: int) -> list[Spot | None]:
-        """With `each` ranks on the first machines; the rest is placed where there is room, the
-        GPUs of a server on one machine."""
+        """Places `each` training ranks on each of the first machines, and the rest where there is
+        room; the GPUs of a server are on one machine."""
         room, actor = self.num_per_node, self.allocation.find("actor")
         world = actor.world if actor else 0
         is_elsewhere = bool(self.config.rollout.server.addresses)  # servers take no room here
@@ -249,7 +249,7 @@ class Topology:
         return self.config.cluster.n_nodes
 
     def _chunks(self) -> Iterator[tuple[tuple[Component, ...], range]]:
-        """By group: devices that must be on one machine, those of a server; else single ones."""
+        """Yields (group, devices that must be on one machine): all of a server, else one device."""
         start = 0
         for group in self.allocation.groups:
             size = max(size_of(part) for part in group)
@@ -260,7 +260,7 @@ class Topology:
 
     @cached_property
     def _bundle_of(self) -> list[Spot]:
-        """On Ray: the bundle of every device of the allocation, and which of its GPUs it is."""
+        """On Ray: bundle and GPU index in it, for every device of the allocation."""
         return [
             (index, within)
             for index, (_, chunk) in enumerate(self._chunks())
@@ -288,22 +288,22 @@ class Topology:
         return self._drawing.samplers
 
     def scorer(self, role: str) -> list[RunProcess]:
-        """Ranks of a scorer, also if they are threads."""
+        """Ranks of a scorer; they may be threads."""
         return [one for one in self._drawing.scorers if one.name.rpartition("-")[0] == role]
 
     @property
     def unplaced(self) -> list[str]:
-        """Processes, and models that score as threads, that no machine has room for."""
+        """Names of processes, and of scorers that are threads, for which no machine has room."""
         known = {one.name: one for one in (*self.processes, *self._drawing.scorers)}
         return [name for name, one in known.items() if one.started_by == NO_MACHINE]
 
     @property
     def elsewhere(self) -> list[RunProcess]:
-        """Processes beside the learners that are on other machines than the first."""
+        """Processes other than learners that run on another machine than the first."""
         return [one for one in self.processes if one.started_by == "srun"]
 
     def bundles(self, *, has_learners: bool = True) -> tuple[Bundle, ...]:
-        """What is asked of Ray. `has_learners`: Ray places the ranks that train, not torchrun."""
+        """The bundles to request from Ray. `has_learners`: with those of training ranks."""
         members: dict[int, dict[str, tuple[int, ...]]] = {}
         for one in self.processes:
             if one.bundle is not None and (has_learners or not one.name.startswith("learner-")):
@@ -320,7 +320,7 @@ class Topology:
 
     @property
     def held_gpus(self) -> tuple[int, ...]:
-        """GPUs of this machine that are not Ray's where torchrun started the ranks that train."""
+        """GPUs here that belong to torchrun's training ranks, so that Ray must not assign them."""
         if self.facts.kind != "cuda":
             return ()
         return tuple(range(-(-len(self.learners) // self.num_nodes)))
@@ -335,7 +335,7 @@ def size_of(part: Component) -> int:
 
 
 class _Drawing:
-    """Makes the list of processes of a topology."""
+    """Builds the list of processes of a topology."""
 
     def __init__(self, placed: Topology) -> None:
         self.placed = placed
@@ -370,7 +370,7 @@ class _Drawing:
         return [*sharing([*trainers, *samplers, *judges]), *units, *rewards]
 
     def _learners(self) -> list[RunProcess]:
-        """Learner processes: one per rank, with everything that trains, the critic too."""
+        """Learner processes: one per rank, with all trained models (also the critic)."""
         actor = self.allocation.find("actor")
         if actor is None:
             return []
@@ -413,8 +413,8 @@ class _Drawing:
                 yield self.at(positions[index * size : (index + 1) * size], one)
 
     def core_shares(self, rollout: Component) -> list[tuple[int, ...]]:
-        """The cores of embedded samplers that decode on a CPU while others train; the first share
-        is left to the trainer. Empty where there are not enough for all."""
+        """CPU cores for each embedded sampler that decodes on a CPU during training; the first
+        share is left to the trainer. Empty if there are too few cores."""
         num, facts = rollout.size("d"), self.placed.facts
         has_own = rollout.backend == "embedded" and not self.placed.is_one_process
         if not has_own or facts.kind == "cuda" or self.config.max_staleness == 0 or self.is_ray:
@@ -461,7 +461,7 @@ class _Drawing:
         )
 
     def bundle(self, positions: range | tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-        """The bundle of a process's GPUs; on a CPU each process has a separate bundle."""
+        """The bundle of a process, and its GPUs in it; on a CPU each process has its own bundle."""
         if self.placed.facts.kind == "cuda":
             found = [self.placed._bundle_of[position] for position in positions]
             return found[0][0], tuple(within for _, within in found)

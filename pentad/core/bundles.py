@@ -1,5 +1,4 @@
-"""Ray bundles of a run: GPUs of one node that are allocated together, and the processes that use
-them."""
+"""Ray bundles of a run: GPUs of a node that are allocated together, and the processes on them."""
 
 from __future__ import annotations
 
@@ -14,18 +13,17 @@ class Bundle:
     cpus: float
     gpus: int
     members: Mapping[str, tuple[int, ...]]
-    """Its processes, with the GPUs of the bundle visible to each."""
+    """Process name -> GPUs of the bundle that are visible to it."""
 
     @property
     def resources(self) -> dict[str, float]:
         return {"CPU": self.cpus, "GPU": self.gpus} if self.gpus else {"CPU": self.cpus}
 
     def gpu_share(self, name: str) -> float:
-        """The share of the bundle's GPUs that a process requests: an equal share of each visible
-        one."""
+        """The GPU amount that a process requests from Ray: an equal share of each visible GPU."""
         users = [position for seen in self.members.values() for position in seen]
         own = self.members[name]
         if len(users) == len(set(users)):
             return len(own)
-        # Ray counts shares of one GPU, and whole GPUs beyond that.
+        # Ray accepts a fraction of one GPU, or a whole number.
         return min(1.0 / users.count(position) for position in own) if own else 0.0

@@ -1,5 +1,4 @@
-"""The compute settings of this process: its device, number formats by name, its garbage
-collector."""
+"""Compute settings of this process: device, dtypes by name, garbage collection."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from pentad.core.machine import GpuQueryError, auto_dtype, find_gpus
 
 
 def pick_device(wanted: str = "auto") -> torch.device:
-    """Returns the named device, else the first GPU if there is one."""
+    """Returns the named device; for auto the first GPU, or the CPU if there is none."""
     has_gpu = torch.cuda.is_available()
     if wanted == "auto":
         return torch.device("cuda:0" if has_gpu else "cpu")
@@ -23,19 +22,19 @@ def pick_device(wanted: str = "auto") -> torch.device:
     except RuntimeError:
         device = torch.device("meta")
     where = f"device = {wanted}"
-    if device.type not in ("cpu", "cuda"):  # torch knows the names of many more
+    if device.type not in ("cpu", "cuda"):  # torch accepts many more names
         raise UserError(Problem(where, "no such device", "give auto, cpu or cuda"))
     if device.type == "cuda" and not has_gpu:
         raise UserError(Problem(where, "torch finds no GPU", "give cpu, or see pentad doctor"))
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         last = f"cuda:{torch.cuda.device_count() - 1}"
-        raise UserError(Problem(where, f"the last GPU here is {last}", "give one that is there"))
+        raise UserError(Problem(where, f"the last GPU here is {last}", "give an existing one"))
     return torch.device("cuda:0") if wanted == "cuda" else device
 
 
 def gpu_name(device: torch.device) -> str:
-    """Read from nvidia-smi, if there is one: torch would allocate GPU memory for it, and the
-    scheduler of a run uses none."""
+    """Name of a GPU, from nvidia-smi if it exists: torch would allocate GPU memory, which the
+    scheduler of a run must not use."""
     try:
         gpus = find_gpus()
     except GpuQueryError:
@@ -63,24 +62,23 @@ def dtype_problems(where: str, name: str) -> list[Problem]:
 
 
 WARM_STEPS = 2
-"""Steps after which a process has all its lasting objects: models, compiled code, captured
+"""Steps after which a process has created its long-lived objects: models, compiled code, captured
 graphs."""
 
 YOUNG_OBJECTS = 10_000
-"""New ones, less those that are gone, between two collections of a process with a frozen heap. A
-step of a thousand answers makes some 20,000, nearly all of which go without a collection."""
+"""Net number of new objects between two collections of a process with a frozen heap. A step with a
+thousand answers creates some 20,000, nearly all of which are freed without a collection."""
 
 is_frozen = False
 found_threshold = gc.get_threshold()
-"""The process's own setting before its heap was frozen."""
+"""The process's thresholds before its heap was frozen."""
 
 
 def freeze_gc(num_steps: int) -> None:
-    """Called after every step: when the warm ones are over, what was built so far is kept out of
-    further collections, which are fewer from then on. A full collection walks every object of the
-    process, about half a second with torch's compiler loaded, and begins in the middle of whatever
-    step it likes. Where the process had objects kept out before the run, it stays as it is: the
-    run's could not be told from them when it ends."""
+    """Called after every step. After WARM_STEPS it excludes all existing objects from garbage
+    collection, and makes collections rarer: a full one visits every object, takes about half a
+    second with torch's compiler loaded, and starts at any point of a step. Does nothing if the
+    process had frozen objects before the run, which could not be told apart at its end."""
     global is_frozen, found_threshold
     if num_steps != WARM_STEPS:
         return
@@ -91,7 +89,7 @@ def freeze_gc(num_steps: int) -> None:
             found_threshold = gc.get_threshold()
             gc.set_threshold(max(YOUNG_OBJECTS, found_threshold[0]), *found_threshold[1:])
         is_frozen = True
-        atexit.register(unfreeze_gc)  # or what frees itself at the end is reported as leaked
+        atexit.register(unfreeze_gc)  # else objects freed at exit are reported as leaks
 
 
 def unfreeze_gc() -> None:

@@ -19,22 +19,22 @@ class LayerParts:
     """Parameter counts of one decoder layer by the axis that splits them: tp, ep/etp, or none."""
 
     q_and_o: int
-    """Query and output projections, biases, gates and sinks included, or all of a delta net but its
-    norm: cut by tp."""
+    """Query and output projections, with biases, gates and sinks, or a delta net except its norm:
+    split by tp."""
     kv: int
-    """Key and value projections, biases included: cut by tp up to the number of kv heads."""
+    """Key and value projections, with biases: split by tp up to the number of kv heads."""
     norms: int
-    """The layer norms, the q/k norms, and projections to latents and of per-layer embeddings: whole
-    on every tp rank."""
+    """The layer norms, the q/k norms, and projections to latents and of per-layer embeddings:
+    unsplit on every tp rank."""
     dense_ffn: int
-    """Gate, up, down of a dense ffn: cut by tp; 0 in a mixture layer without one."""
+    """Gate, up, down of a dense ffn: split by tp; 0 in a mixture layer without one."""
     router: int
-    """The gate of a mixture, with its scales and the biases of the experts' results: whole on every
-    rank; 0 in a dense layer."""
+    """The router of a mixture, with its scales and the output biases of the experts: unsplit on
+    every rank; 0 in a dense layer."""
     shared_expert: int
-    """The expert every token passes, and its gate: whole on every tp rank; 0 without one."""
+    """The shared expert, which every token uses, and its gate: unsplit on tp ranks; or 0."""
     expert: int
-    """Gate, up, down of ONE expert: experts are dealt over ep, each cut by etp."""
+    """Gate, up, down of ONE expert: experts are distributed over ep, each split by etp."""
     num_experts: int
     num_experts_per_token: int
 
@@ -49,38 +49,38 @@ class LayerParts:
 
     @property
     def shared(self) -> int:
-        """Everything but the experts."""
+        """Parameters of everything except the experts."""
         ffn = self.dense_ffn + self.router + self.shared_expert
         return self.q_and_o + self.kv + self.norms + ffn
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDims:
-    """The dimensions of a decoder. Model files build from it; `plan` counts with it."""
+    """The dimensions of a decoder, used to build models and by `plan` to count."""
 
     family: str
     """HF `model_type`, such as qwen3."""
     tower_names: tuple[tuple[str, str], ...] = ()
-    """For the text tower of a multimodal folder: how the family's HF-on-disk names begin, and how
-    they begin there."""
+    """For the text tower of a multimodal folder: pairs (prefix of the family's HF-on-disk names,
+    prefix in this folder)."""
     vocab_size: int
     hidden_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """Explicit: not hidden_size / num_heads in general."""
+    """Width of a head; may differ from hidden_size / num_heads."""
     intermediate_size: int
     own: tuple[Mapping[str, Any], ...] = ()
-    """Per layer, the fields that have another value there than here, such as `head_dim`; empty: the
-    layers do not differ. See `of_layer`."""
+    """Per layer, the fields that differ from this object's, such as `head_dim`; empty: the layers
+    do not differ. See `of_layer`."""
     kv_latent: int = 0
     """Width of the latent of keys and values (multi-head latent attention); 0: no latent. Rotary
-    then applies to the last `rotary_dim` numbers of a head, which one key has for all heads."""
+    then applies to the last `rotary_dim` numbers of a head; in keys all heads share these."""
     q_latent: int = 0
     """The same for queries; 0: no latent."""
     value_dim: int = 0
-    """Numbers of a head of values; 0 means as many as of keys."""
+    """Width of a value head; 0 means as wide as a key head."""
     tie_embeddings: bool = False
     padding_id: int | None = None
     """The token whose row of the input table gets no gradient from lookups, as in transformers."""
@@ -88,113 +88,113 @@ class ModelDims:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    """Whether queries and keys are normed, each head for itself..."""
+    """Whether queries and keys are normed per head..."""
     wide_qk_norm: bool = False
     """...or all heads as one vector."""
     norms_turned: bool = False
-    """Whether they are normed after rotary, not before it."""
+    """Whether queries and keys are normed after rotary instead of before it."""
     value_norm: bool = False
     """Whether values are normed, without a weight."""
     values_are_keys: bool = False
-    """Whether values are the keys before norm and rotary, without a projection of their own."""
+    """Whether values are the keys before norm and rotary, without a separate projection."""
     kv_from: int | None = None
-    """The layer whose keys and values are read instead of own ones (a field of `own`)."""
+    """Layer whose keys and values are read instead of computing own ones (a field of `own`)."""
     pre_norms: bool = True
     """Whether the inputs of attention and ffn are normed."""
     post_norms: bool = False
-    """Whether their results are normed before they are added to the stream."""
+    """Whether the outputs of attention and ffn are normed before they are added to the stream."""
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
-    """Added to the weights of norms."""
+    """Number added to the weights of norms."""
     wide_norms: bool = False
     """Whether weights of norms are applied in float32, as with an offset."""
     attn_sinks: bool = False
-    """Whether each head has a logit that takes attention weight and gives no value."""
+    """Whether each head has a sink: a logit in the softmax without a value."""
     activation: Literal["silu", "gelu_tanh", "clamped"] = "silu"
-    """The last one is that of experts: (up + 1) * gate * sigmoid(CLAMP_SLOPE * gate), both
-    limited to CLAMP_LIMIT, as columns of one matrix that take turns."""
+    """`clamped` is for experts: (up + 1) * gate * sigmoid(CLAMP_SLOPE * gate), both limited to
+    CLAMP_LIMIT, from alternating columns of one matrix."""
     embed_scale: float = 1.0
     """Factor of the rows of the input table."""
     query_scale: float = 1.0
     """Factor of queries, besides 1 / sqrt(head_dim)."""
     residual_scale: float = 1.0
-    """Factor of the results of attention and ffn before they are added to the stream."""
+    """Factor of the outputs of attention and ffn before they are added to the stream."""
     layer_scale: bool = False
-    """Whether the result of a layer is multiplied by a number of its files, which is not
+    """Whether the output of a layer is multiplied by a number from its files, which is not
     trained."""
     layer_embed_dim: int = 0
-    """Width of the embedding of a token that each layer has of its own; 0: none..."""
+    """Width of the per-layer embeddings of tokens; 0: none..."""
     layer_embed_rows: int = 0
     """...and the number of tokens in their table."""
     logit_scale: float = 1.0
     logit_cap: float | None = None
-    """Logits are bent to cap * tanh(x / cap)."""
+    """Logits are limited to cap * tanh(x / cap). None: no limit."""
     query_growth: float = 0.0
     query_growth_step: int = 0
-    """Queries of position p are multiplied by 1 + growth * log(1 + p // step), too."""
+    """Queries at position p are also multiplied by 1 + growth * log(1 + p // step)."""
     rope_theta: float = 10000.0
     rope_scaling: Mapping[str, Any] = field(default_factory=dict)
     """HF `rope_scaling` / `rope_parameters` without theta; empty means none."""
     rotary_dim: int = 0
-    """How many numbers of a head are rotated, from the first on; 0 means all."""
+    """Number of rotated elements at the start of a head; 0 means all."""
     rotary_pairs: Literal["halves", "neighbours"] = "halves"
-    """Which numbers are rotated together: j and j + half, or 2j and 2j + 1."""
+    """Which elements are rotated together: j and j + half, or 2j and 2j + 1."""
     unturned_layers: tuple[bool, ...] = ()
-    """Per layer, whether rotary is left out; empty means nowhere."""
+    """Per layer, whether rotary is omitted; empty means in no layer."""
     sliding_rope: Mapping[str, Any] = field(default_factory=dict)
-    """Like `rope_scaling`, with `rope_theta`, for the layers with a window; empty: as the
-    others."""
+    """Like `rope_scaling`, with `rope_theta`, for layers with a window; empty: as in other
+    layers."""
     max_position: int = 32768
     sliding_window: int | None = None
     sliding_layers: tuple[bool, ...] = ()
-    """Per layer, whether the window applies; empty means nowhere."""
+    """Per layer, whether the window applies; empty means in no layer."""
     num_experts: int = 0
     num_experts_per_token: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = True
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     router_scale: float = 1.0
-    """Factor of the weights of a token's experts."""
+    """Factor of the weights of selected experts."""
     router_groups: int = 1
     router_groups_per_token: int = 1
-    """Groups of experts, and how many of them a token's experts may be of."""
+    """Maximum number of expert groups from which a token's experts are selected."""
     router_bias: bool = False
-    """Whether the files have a bias that is used only for the choice of experts."""
+    """Whether the files have a bias that is used only for the selection of experts."""
     moe_bias: bool = False
     """Whether the router and the experts have biases, which are trained."""
     has_dense_beside: bool = False
-    """Whether mixture layers also have a dense ffn, and norms for each of the two; the router then
-    norms and scales its input, and each expert's weight has a trained factor."""
+    """Whether mixture layers also have a dense ffn, with separate norms. The router then norms and
+    scales its input, and each expert's weight has a trained factor."""
     shared_expert_size: int = 0
     """Width of the shared expert of mixture layers."""
     shared_expert_gate: bool = True
     """Whether the shared expert is multiplied by a gate."""
     attn_gate: bool = False
-    """Whether attention's output is multiplied element by element by a gate."""
+    """Whether the attention output is multiplied elementwise by a gate."""
     linear_layers: tuple[bool, ...] = ()
-    """Per layer, whether it has a gated delta net instead of attention; empty means nowhere."""
+    """Per layer, whether it has a gated delta net instead of attention; empty means in no layer."""
     linear_key_heads: int = 0
     linear_value_heads: int = 0
     linear_key_dim: int = 0
     linear_value_dim: int = 0
     linear_conv: int = 0
-    """How many tokens, itself included, the convolution of a delta net sees."""
+    """Width in tokens of the causal convolution of a delta net, the current one included."""
     moe_layers: tuple[bool, ...] = ()
-    """Per layer, whether its ffn is a mixture; empty means nowhere."""
+    """Per layer, whether its ffn is a mixture; empty means in no layer."""
     num_mtp_layers: int = 0
-    """Layers for multi-token prediction after the last in some files; never loaded."""
+    """Number of multi-token-prediction layers in the files, which are never loaded."""
     initializer_range: float = 0.02
     is_whole: bool = True
-    """False if dimensions do not describe some parts of the model: nothing may be counted."""
+    """False if some parts of the model are not described: then counts are invalid."""
 
     @cached_property
     def _layers(self) -> list[ModelDims]:
-        """Made once, since plans ask for them thousands of times; not a field, which would be sent
-        to other processes."""
+        """Dimensions of each layer. Cached, since plans read them thousands of times; not a field,
+        which would be sent to other processes."""
         return [replace(self, own=(), **own) for own in self.own]
 
     def is_beside_text(self, name: str) -> bool:
-        """Whether a tensor of a multimodal folder is of another tower, by the begin of its name."""
+        """Whether a tensor of a multimodal folder is of another tower, by its name's prefix."""
         own = tuple(there for _, there in self.tower_names)
         return bool(own) and not name.startswith(own)
 
@@ -204,7 +204,7 @@ class ModelDims:
 
     @property
     def kinds(self) -> list[ModelDims]:
-        """The dimensions of the layers, once for each kind of layer."""
+        """The distinct dimensions of layers."""
         first = [i for i, own in enumerate(self.own) if own not in self.own[:i]]
         return [self.of_layer(i) for i in first] or [self]
 
@@ -220,7 +220,7 @@ class ModelDims:
 
     @property
     def head_dims(self) -> list[int]:
-        """The widths of heads."""
+        """The distinct widths of heads, sorted."""
         return sorted({own.head_dim for own in self.kinds})
 
     def is_moe(self, layer: int) -> bool:
@@ -230,20 +230,20 @@ class ModelDims:
         return bool(self.linear_layers) and self.linear_layers[layer]
 
     def window(self, layer: int) -> int | None:
-        """Number of tokens, itself included, that a token of this layer attends to; None: all
-        before it."""
+        """Number of tokens, itself included, to which a token attends in this layer; None: all
+        earlier ones."""
         slides = bool(self.sliding_layers) and self.sliding_layers[layer]
         return self.sliding_window if slides else None
 
     def rope_kind(self, layer: int) -> RopeKind:
-        """Which of the model's rotary tables a layer uses."""
+        """The kind of rotary table that a layer uses."""
         if self.unturned_layers and self.unturned_layers[layer]:
             return "none"
         return "sliding" if self.sliding_rope and self.window(layer) is not None else "full"
 
     @property
     def turned_dim(self) -> int:
-        """The numbers of a head that rotary rotates."""
+        """Number of elements of a head that are rotated."""
         return self.rotary_dim or self.head_dim
 
     @property
@@ -268,13 +268,13 @@ class ModelDims:
 
     @property
     def cached_layers(self) -> list[int]:
-        """The layers with keys and values of their own."""
+        """The layers that compute keys and values, which are cached."""
         layers = range(self.num_layers)
         return [i for i in layers if not self.is_linear(i) and self.of_layer(i).kv_from is None]
 
     @property
     def num_kv_matrices(self) -> int:
-        """Projections to keys and to values."""
+        """Number of projections to keys and values."""
         return 2 - self.values_are_keys if self.kv_from is None else 0
 
     @property
@@ -288,24 +288,24 @@ class ModelDims:
 
     @property
     def plain_dim(self) -> int:
-        """The numbers of a head that rotary does not change."""
+        """Number of elements of a head that are not rotated."""
         return self.head_dim - self.turned_dim
 
     @property
     def latent_kv_dim(self) -> int:
-        """Outputs of the latent: of each head the unrotated part of keys, and the values."""
+        """Output width of the projection from the kv latent: unrotated keys and values."""
         return self.num_heads * (self.plain_dim + self.v_dim)
 
     def cache_shape(self, *, expanded: bool = False) -> tuple[int, int, int]:
-        """(heads, numbers of a key, of a value) that a sampler caches per token and layer. The
-        values of latent attention are the first numbers of its key."""
+        """(heads, width of a key, width of a value) that a sampler caches per token and layer. With
+        latent attention, values are the first elements of the key."""
         if self.kv_latent and not expanded:
             return 1, self.kv_latent + self.rotary_dim, 0
         return self.num_kv_heads, self.head_dim, self.head_dim
 
     @property
     def embedding_params(self) -> int:
-        """The input table; an untied head has as many again."""
+        """Parameters of the input table; an untied head has as many again."""
         return self.vocab_size * self.hidden_size
 
     @property
@@ -314,12 +314,12 @@ class ModelDims:
 
     @property
     def layer_table_params(self) -> int:
-        """The table of per-layer embeddings."""
+        """Parameters of the table of per-layer embeddings."""
         return self.num_layers * self.layer_embed_dim * self.layer_embed_rows
 
     @property
     def layer_mix_params(self) -> int:
-        """The projection of the embedding that is added to rows of that table, and its norm."""
+        """Parameters of the projection of the embedding that is added to them, and its norm."""
         return self.layer_embed_dim * (self.num_layers * self.hidden_size + 1)
 
     @property
@@ -338,7 +338,7 @@ class ModelDims:
         q_and_o, kv, latents = self._projections
         biases = ((1 + self.attn_gate) * self.q_dim, self.num_kv_matrices * self.kv_dim)
         to_latents = 0
-        if self.kv_latent:  # biases are those of the latents, which are normed
+        if self.kv_latent:  # biases and norms are those of the latents
             cut = self.q_latent + self.kv_latent
             biases, to_latents = (0, 0), latents + cut + self.qkv_bias * (cut + self.rotary_dim)
         q_and_o += self.qkv_bias * biases[0] + self.out_bias * width
@@ -391,8 +391,8 @@ class ModelDims:
 
     @property
     def _router_params(self) -> int:
-        """With the biases of router logits and of experts' results, or the scales of the router's
-        input and of experts."""
+        """Parameters of the router, with biases of its logits and of the experts' outputs, or with
+        scales of its input and of the experts."""
         of_expert = self.hidden_size + self.moe_bias * (1 + self.hidden_size)
         scales = self.hidden_size + self.num_experts
         return self.num_experts * of_expert + self.has_dense_beside * scales
@@ -408,20 +408,20 @@ class ModelDims:
 
     @property
     def num_active_params(self) -> int:
-        """Parameters that one token uses, embedding and head included, the table of per-layer
-        embeddings left out (the published convention)."""
+        """Parameters that one token uses, with embedding and head, without the table of per-layer
+        embeddings (the published convention)."""
         layers = sum(self.layer_parts(i).active for i in range(self.num_layers))
         return self.num_root_params - self.layer_table_params + layers
 
     @property
     def num_matmul_params(self) -> int:
-        """Active parameters that multiply: the head always, no lookup table, norms or biases."""
+        """Active parameters in matrix products: with the head, no tables, norms or biases."""
         total = self.embedding_params  # the head, tied or not, is one matrix product
         total += self.num_layers * self.layer_embed_dim * self.hidden_size
         return total + sum(self.of_layer(i)._matrices(i) for i in range(self.num_layers))
 
     def _matrices(self, layer: int) -> int:
-        """The elements of a layer that multiply a token."""
+        """Elements of a layer's matrices that multiply a token."""
         part, width = self._parts(layer), self.hidden_size
         total = self._linear_matrices if self.is_linear(layer) else sum(self._projections)
         total += 2 * width * self.layer_embed_dim
@@ -433,10 +433,10 @@ class ModelDims:
     def attention_flops(self, seq_len: int, *, causal: bool = True) -> float:
         """Training FLOPs of all attention cores over one sequence of `seq_len` tokens.
 
-        Two products, of 2 * q_dim FLOPs for scores and 2 * o_dim for values per visible pair, and
-        backward costs twice forward: 12 * q_dim per pair where they are equal. `causal` counts the
-        pairs a token may see; the full convention (torchtitan's) counts all of them. A delta net
-        reads its state twice and writes it once per token: 18 * key width * value width per head.
+        Forward has two products, 2 * q_dim FLOPs for scores and 2 * o_dim for values per pair, and
+        backward costs twice as much: 12 * q_dim per pair if the two are equal. `causal` counts only
+        unmasked pairs; the full convention (torchtitan's) counts all pairs. A delta net reads its
+        state twice and writes it once per token: 18 * key width * value width per head.
         """
         total = 0.0
         for layer in range(self.num_layers):

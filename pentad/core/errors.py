@@ -12,16 +12,16 @@ from pathlib import Path
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One problem of the user's input. Example: Problem("actor.path = models/qwen", "no such
-    folder", "give a folder with config.json") reads "actor.path = models/qwen: no such folder; give
-    a folder with config.json".
+    folder", "give a folder with config.json") is shown as "actor.path = models/qwen: no such
+    folder; give a folder with config.json".
     """
 
     where: str
-    """Path and value, `allocation_mode = archon:d2p3`."""
+    """Key and value, such as `allocation_mode = archon:d2p3`."""
     rule: str
-    """The rule that is broken, with the other value it depends on."""
+    """The broken rule, with the other value on which it depends."""
     remedy: str = ""
-    """A fix that works."""
+    """A fix that works; empty if none is known."""
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.rule}"
@@ -30,7 +30,7 @@ class Problem:
 
 
 class UserError(Exception):
-    """Bad input. Carries every problem found, each message once; the command line prints them
+    """Invalid input, with all problems found, without repetition; the command line prints them
     without a traceback."""
 
     def __init__(self, problems: str | Problem | Iterable[Problem | str]) -> None:
@@ -43,7 +43,7 @@ class UserError(Exception):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
     def as_problems(self) -> list[Problem]:
-        """The problems with a place, to be reported with others."""
+        """The problems that are `Problem` objects, to be reported with others."""
         return [problem for problem in self.problems if isinstance(problem, Problem)]
 
 
@@ -54,17 +54,17 @@ def raise_problems(problems: Iterable[Problem | str]) -> None:
 
 
 class RunError(Exception):
-    """A run that cannot continue: the message is the first cause, in one sentence."""
+    """Raised if a run cannot continue; the message is the first cause, in one sentence."""
 
 
 class Transient(RunError):
-    """An infrastructure failure (a process was lost, hung or crashed): restarted from its last
-    checkpoint, the run may continue."""
+    """An infrastructure failure (a process was lost, hung or crashed): the run may continue after a
+    restart from its last checkpoint."""
 
 
 class Crashed(Transient):
-    """An exception of the code, or of the operating system: it may be transient, but not if it
-    occurs again."""
+    """An exception in the code, or from the operating system: treated as transient until it
+    repeats."""
 
 
 NOT_PASSING = frozenset(
@@ -75,7 +75,7 @@ NOT_PASSING = frozenset(
         *("ENOEXEC", "EFBIG", "EOVERFLOW"),
     )
 )
-"""Errors of the operating system that persist until a cause is removed."""
+"""Errors of the operating system that persist until their cause is removed."""
 
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -89,20 +89,20 @@ def may_pass(error: OSError) -> bool:
 
 
 class WrongWeights(RunError):
-    """A sampler has other weights than the ones sent to it: it must not sample."""
+    """A sampler does not have the weights that were sent to it: it must not sample."""
 
 
 class Stopped(RunError):
-    """The run was stopped by a signal; the text says what was saved."""
+    """The run was stopped by a signal; the message reports the saved state."""
 
 
 class Interrupted(Stopped):
-    """A run that its user ended by ctrl-C, with the state that was saved."""
+    """The run was ended by ctrl-C; the message reports the saved state."""
 
 
 def first_cause(failure: BaseException) -> BaseException:
-    """The failure that began it. In a group of exceptions, as TaskGroup raises, that is the first
-    of Pentad's own errors, else the first exception."""
+    """The original failure: in an exception group, as TaskGroup raises, the first of Pentad's
+    errors, else the first exception."""
     if not isinstance(failure, BaseExceptionGroup):
         return failure
     causes = [first_cause(one) for one in failure.exceptions]
@@ -111,16 +111,16 @@ def first_cause(failure: BaseException) -> BaseException:
 
 
 def visible(text: str, keep: str = "") -> str:
-    """Escapes characters that a terminal would interpret, or not show; except `keep`."""
+    """Escapes characters that a terminal would interpret or not display, except those in `keep`."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
 def one_line(text: str, limit: int) -> str:
-    """One visible line, shortened in the middle if it is too long."""
+    """The text as one escaped line, shortened in the middle if it is too long."""
     half = (limit - 5) // 2
-    if len(text) > 2 * limit:  # most of it will not be shown: do not escape all of it
+    if len(text) > 2 * limit:  # do not escape text that is not shown
         text = text[:limit] + text[-limit:]
     line = visible(text.strip())
     return line if len(line) <= limit else f"{line[:half]} ... {line[-half:]}"
@@ -131,11 +131,11 @@ class InfraFailure(Exception):
 
 
 class FlawedAnswer(InfraFailure):
-    """A replica that runs gave an invalid answer: waiting would not help."""
+    """A running replica returned an invalid answer: waiting would not help."""
 
 
 class GivenUp(RunError):
-    """A component reached its limit of restarts: the run ends."""
+    """A component reached its restart limit: the run ends."""
 
 
 class DataFailure(Exception):
@@ -147,12 +147,12 @@ class DataFailure(Exception):
         """A short name for counting, such as too_long or reward_timeout."""
         self.detail = detail
         self.is_final = is_final
-        """New samples would fail the same way, so none are drawn."""
+        """Whether new samples would fail the same way, so that there is no retry."""
 
 
 def is_cancelled() -> bool:
-    """Whether this task itself was cancelled, not only an awaited one."""
-    import asyncio  # here, as it would make `pentad --help` a quarter slower
+    """Whether this task was cancelled, not only one that it awaits."""
+    import asyncio  # here, as it makes `pentad --help` a quarter slower
 
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
@@ -160,10 +160,10 @@ def is_cancelled() -> bool:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Adds this file to an error of the operating system that names none."""
+    """Adds this path to an OSError that names no file."""
     try:
         yield
     except OSError as error:
         if error.errno is not None and not isinstance(error.filename, str):
-            error.filename = str(path)  # it has none, or the number of an open file
+            error.filename = str(path)  # None, or a file descriptor
         raise

@@ -1,9 +1,8 @@
-"""Named fault points: a variable of the environment has a process fail at an exact place.
+"""Named fault points: an environment variable makes a process fail at an exact place.
 
     PENTAD_FAULT="at=backward rank=2 step=3 do=kill note=/tmp/fault"
 
-For `pentad chaos` and for experiments. Without the variable a point costs
-a look into a dictionary.
+For `pentad chaos` and for experiments. Without the variable a point costs one dictionary lookup.
 """
 
 from __future__ import annotations
@@ -27,26 +26,26 @@ POINTS = (
     *("forward", "backward", "all-reduce", "optimizer"),
     *("load", "write", "commit", "install", "generate"),
 )
-"""In a training step; in a restore and a save; in a sampler with new weights or at work."""
+"""Points in a training step; in a restore and a save; in a sampler's install or sampling."""
 ACTIONS = ("kill", "stop", "hold", "sleep", "raise", "full", "nan")
-"""SIGKILL and SIGSTOP to itself; wait until NOTE.go is there; sleep; an exception; a full disk; no
-number in the gradient."""
+"""Send SIGKILL or SIGSTOP to itself; wait until NOTE.go exists; sleep; raise an exception; a full
+disk; NaN in the gradient."""
 POLL_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class InjectedFault:
-    """A fault to inject `times` times in all processes together."""
+    """A fault that is injected `times` times in total over all processes."""
 
     at: str
     do: str
     note: Path
-    """NOTE.0, NOTE.1, ... are written when it happens: which process, rank and step, and when."""
+    """NOTE.0, NOTE.1, ... are written at each injection, with process, rank, step and time."""
     rank: int | None = None
     step: int | None = None
-    """Counted from 1; of a sampler the version of its weights."""
+    """Step, counted from 1; in a sampler the version of its weights."""
     times: int = 1
-    """0: every time."""
+    """Number of injections; 0: unlimited."""
     seconds: float = 0.0
 
     def __str__(self) -> str:
@@ -56,13 +55,13 @@ class InjectedFault:
         return " ".join([*words, f"seconds={self.seconds:g}"])
 
     def claim(self, record: dict[str, Any]) -> bool:
-        """Counts an occurrence; whether the fault is still to be injected."""
+        """Counts an occurrence; returns whether the fault is to be injected."""
         for number in range(self.times or 1):
             with suppress(FileExistsError):
                 aside = self.note.with_name(f"{self.note.name}.{os.getpid()}")
                 aside.write_text(json.dumps(record))
                 try:
-                    os.link(aside, f"{self.note}.{number}")  # whole, or not there
+                    os.link(aside, f"{self.note}.{number}")  # atomic
                 finally:
                     aside.unlink()
                 return True
@@ -78,7 +77,7 @@ class InjectedFault:
             case "sleep":
                 time.sleep(self.seconds)
             case "raise":
-                raise RuntimeError(f"{VARIABLE} asked for a failure in {self.at}")
+                raise RuntimeError(f"{VARIABLE} requested a failure in {self.at}")
             case "full":
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             case "nan":
@@ -88,7 +87,7 @@ class InjectedFault:
 
 @dataclass(slots=True)
 class Where:
-    """Position of this process: its rank and current step."""
+    """Rank and current step of this process."""
 
     rank: int = 0
     step: int | None = None
@@ -102,7 +101,7 @@ def is_armed() -> bool:
 
 
 def check_armed() -> str | None:
-    """Warning about armed faults at the start of a run; UserError where they make no sense."""
+    """A warning at the start of a run if faults are armed; UserError if they are invalid."""
     text = os.environ.get(VARIABLE)
     if not text:
         return None
@@ -111,7 +110,7 @@ def check_armed() -> str | None:
 
 
 def hit(at: str, *, step: int | None = None, tensors: Iterable[Any] = ()) -> None:
-    """A fault point; `step` where the process is no rank."""
+    """Declares a fault point; `step` is needed if the process is not a rank."""
     text = os.environ.get(VARIABLE)
     if not text:
         return
@@ -147,7 +146,7 @@ def read_fault(text: str) -> InjectedFault:
             seconds=float(known.pop("seconds", "0")),
         )
     except (KeyError, ValueError) as error:
-        raise refuse(text, f"{error} is missing or no number") from error
+        raise refuse(text, f"{error} is missing or not a number") from error
     if fault.at not in POINTS or fault.do not in ACTIONS or known:
         raise refuse(text, f"at is of {', '.join(POINTS)}, do of {', '.join(ACTIONS)}")
     return fault

@@ -1,8 +1,8 @@
 """Files and folders that are complete or absent: written under a temporary name and renamed.
 
-Every operation that changes storage is a method of `Disk`, so that tests can record or fail any
-one. Reading does not use it. Data is durable after `fsync`, a name in a folder after `fsync_dir` of
-that folder; nothing else is relied on, except that `rename` is atomic.
+Every operation that changes storage is a method of `Disk`, so that tests can record it or make it
+fail; reads are not. The code assumes only that data is durable after `fsync`, a name after
+`fsync_dir` of its folder, and that `rename` is atomic.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from pentad.core.lock import holding, is_held
 
 FILE_MODE = 0o644
 LEFT = re.compile(r"\.(?P<name>.+)\.(?P<state>writing|converting|replaced|removed)-[0-9]+")
-"""Temporary names beside a folder: NAME, the purpose, and a number of the writer."""
+"""Temporary names beside a folder: its name, the state, and the writer's process id."""
 
 
 class Disk:
-    """The real disk. Paths are absolute; errors are those of the operating system."""
+    """Operations on the real disk. Paths are absolute; errors are OSError."""
 
     def make_dir(self, path: Path) -> None:
         path.mkdir()
 
     def create(self, path: Path) -> int:
-        """A new file, open for writing; an existing one is an error."""
+        """Creates a file and opens it for writing; it must not exist."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
 
     def open_shared(self, path: Path) -> int:
-        """A file that several ranks write; the first one creates it."""
+        """Opens a file that several ranks write; creates it if it does not exist."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
 
     def write(self, fd: int, data: memoryview, offset: int) -> None:
-        """Writes all of the data, in as many calls as necessary."""
+        """Writes all data, with as many system calls as necessary."""
         done = 0
         while done < len(data):
             done += os.pwrite(fd, data[done:], offset + done)
@@ -72,13 +72,13 @@ REAL_DISK = Disk()
 
 
 def make_folders(disk: Disk, folder: Path) -> None:
-    """Creates a folder with those above it; the names of new ones are durable when this returns."""
+    """Creates a folder and missing parents; new names are durable when this returns."""
     if folder.is_dir():
         return
     make_folders(disk, folder.parent)
     try:
         disk.make_dir(folder)
-    except FileExistsError:  # another rank was quicker
+    except FileExistsError:  # created by another rank
         if not folder.is_dir():
             raise
     disk.fsync_dir(folder.parent)
@@ -91,10 +91,10 @@ def write_atomic(
     *,
     is_durable: bool = True,
 ) -> None:
-    """Writes a file atomically: it is complete or absent, and replaces an existing one. Unless
-    disabled, it survives a power failure once this returns."""
+    """Writes or replaces a file atomically. With `is_durable` it survives a power failure once this
+    returns."""
     aside = path.with_name(f".{path.name}.aside-{os.getpid()}")
-    if aside.exists():  # of a process that had our number
+    if aside.exists():  # left by a process with the same id
         disk.unlink(aside)
     fd = disk.create(aside)
     try:
@@ -123,9 +123,9 @@ def _write_parts(fd: int, parts: Iterable[bytes | memoryview], disk: Disk) -> No
 
 @contextmanager
 def atomic_folder(target: Path, disk: Disk = REAL_DISK) -> Iterator[Path]:
-    """An empty folder beside the target, locked while it is written. It takes the target's place
-    when the body ends and is removed when the body raises; `sweep` removes one whose writer was
-    killed."""
+    """Yields an empty folder beside the target, locked while it is written. It replaces the target
+    at the end of the context, or is removed after an exception; `sweep` removes folders of killed
+    writers."""
     make_folders(disk, target.parent)
     sweep(target.parent, target.name, disk)
     aside = target.with_name(f".{target.name}.writing-{os.getpid()}")
@@ -145,7 +145,7 @@ def place_folder(aside: Path, target: Path, disk: Disk = REAL_DISK) -> None:
     old = target.with_name(f".{target.name}.replaced-{os.getpid()}")
     try:
         if target.exists():
-            remove_tree(disk, old)  # of an earlier one that was not removed
+            remove_tree(disk, old)  # left by an earlier call
             disk.rename(target, old)
         disk.rename(aside, target)
         disk.fsync_dir(target.parent)
@@ -154,7 +154,7 @@ def place_folder(aside: Path, target: Path, disk: Disk = REAL_DISK) -> None:
             if old.exists() and not target.exists():
                 disk.rename(old, target)
         raise
-    with suppress(OSError):  # it is in place; the next sweep removes what is left
+    with suppress(OSError):  # the target is in place; the next sweep removes the rest
         sweep(target.parent, target.name, disk)
 
 
@@ -164,9 +164,9 @@ def is_being_written(target: Path) -> bool:
 
 
 def sweep(root: Path, name: str | None = None, disk: Disk = REAL_DISK) -> list[Path]:
-    """Removes folders of killed writers in `root` (`name`: writers of that target), and returns
-    them: those whose lock is not held. A folder that was moved away for one that was never
-    completed gets its name back."""
+    """Removes folders of killed writers (their locks are not held) in `root`, by default of all
+    targets, and returns them. A folder that was moved away for one that was never completed gets
+    its name back."""
     left = [(path, found) for path in root.glob(".*-*") if (found := LEFT.fullmatch(path.name))]
     left = [(path, found) for path, found in left if name in (None, found["name"])]
     written = {
@@ -185,7 +185,7 @@ def sweep(root: Path, name: str | None = None, disk: Disk = REAL_DISK) -> list[P
 
 
 def remove_tree(disk: Disk, path: Path) -> None:
-    """Removes a folder with its content, or a file. A missing one is no error."""
+    """Removes a folder with its content, or a file. A missing one is ignored."""
     with suppress(FileNotFoundError):
         if path.is_symlink() or not path.is_dir():
             disk.unlink(path)

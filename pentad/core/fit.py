@@ -1,5 +1,5 @@
-"""Fit of a layout to a model: layers of each stage, and errors for invalid layouts, which are equal
-before a run and at its start.
+"""Fit of a layout to a model: layers of each stage, and the errors for invalid layouts, shared by
+`plan` and the start of a run.
 
 Schedules are those of torch.distributed.pipelining, by class name without "Schedule".
 """
@@ -18,7 +18,7 @@ from pentad.core.layout import Layout, divisors
 
 
 def check_fit(layout: Layout, dims: ModelDims) -> None:
-    """Raises UserError with everything that does not fit."""
+    """Raises UserError with all problems of the layout."""
     where = f"layout = {layout}"
     rules = (head_problems, width_problems, expert_problems, delta_net_problems, stage_problems)
     raise_problems(problem for rule in rules for problem in rule(layout, dims, where))
@@ -41,7 +41,7 @@ def head_problems(layout: Layout, dims: ModelDims, where: str) -> Iterator[Probl
 
 
 def delta_net_problems(layout: Layout, dims: ModelDims, where: str) -> Iterator[Problem]:
-    """Delta nets are cut by their key heads; their states pass from token to token."""
+    """Problems of delta nets: tp splits their key heads, and cp would split their recurrence."""
     heads = dims.linear_key_heads
     if not dims.linear_layers:
         return
@@ -56,21 +56,21 @@ def delta_net_problems(layout: Layout, dims: ModelDims, where: str) -> Iterator[
 
 
 def stage_problems(layout: Layout, dims: ModelDims, where: str) -> Iterator[Problem]:
-    """Stages send hidden states to each other, and nothing else."""
+    """Problems of pipelines, whose stages exchange hidden states only."""
     if layout.pp > 1 and (needed := beside_hidden_states(dims)):
         rule = f"p{layout.pp} cuts the layers of {dims.family}, and later ones need {needed}"
         yield Problem(where, rule, "use p1")
 
 
 def beside_hidden_states(dims: ModelDims) -> str:
-    """What layers need besides the result of the layer before."""
+    """Inputs that layers need besides the previous layer's output, as text; empty: none."""
     if dims.layer_embed_dim:
         return "embeddings of the tokens for each layer (hidden_size_per_layer_input)"
     return "the keys and values of earlier ones (num_kv_shared_layers)" if dims.shares_keys else ""
 
 
 def whole_kv_head_problems(tp: int, dims: ModelDims, where: str) -> Iterator[Problem]:
-    """Problems of the backend fsdp, which repeats no kv head, besides those of `head_problems`."""
+    """Further problems of heads for the backend fsdp, which does not repeat kv heads."""
     count = gcd(*(own.num_kv_heads for own in dims.kinds))
     if count % tp and dims.num_heads % tp == 0:
         rule = f"t{tp} of fsdp must divide num_kv_heads = {count}"
@@ -89,7 +89,7 @@ def _deals(num_heads: int, num_ranks: int) -> bool:
 
 
 def _cut_remedy(dims: ModelDims, tp: int, cp: int) -> str:
-    """Degrees that satisfy heads and widths together, one axis changed and the other kept."""
+    """Text with sizes of one axis, the other kept, that are valid for heads and widths."""
     ways = divisors(dims.num_heads)
     ts = [t for t in ways if heads_work(dims, t, cp) and _cuts(dims, t)]
     cs = [c for c in ways if heads_work(dims, tp, c) and _cuts(dims, tp)]
@@ -99,7 +99,7 @@ def _cut_remedy(dims: ModelDims, tp: int, cp: int) -> str:
 
 
 def _cuts(dims: ModelDims, tp: int) -> bool:
-    """Whether tp cuts the dense ffn evenly, if there is one."""
+    """Whether tp splits the dense ffn evenly, if there is one."""
     is_dense = dims.has_dense_beside or not all(map(dims.is_moe, range(dims.num_layers)))
     return not is_dense or dims.intermediate_size % tp == 0
 
@@ -132,12 +132,12 @@ def expert_problems(layout: Layout, dims: ModelDims, where: str) -> Iterator[Pro
 
 
 def experts_each(num_experts: int, ep: int) -> int:
-    """Experts of the ranks that hold the most."""
+    """Maximum number of experts per rank."""
     return -(-num_experts // ep)
 
 
 def expert_range(num_experts: int, ep: int, rank: int) -> tuple[int, int]:
-    """The experts of a rank of ep: as many as others hold, or one more on the first ranks."""
+    """Experts of an ep rank: equally many on all ranks, or one more on the first ones."""
     each, more = divmod(num_experts, ep)
     start = rank * each + min(rank, more)
     return start, start + each + (rank < more)
@@ -146,18 +146,18 @@ def expert_range(num_experts: int, ep: int, rank: int) -> tuple[int, int]:
 def balance_problems(
     dims: ModelDims, losses: Mapping[str, float], bias: tuple[str, float]
 ) -> Iterator[Problem]:
-    """What keeps experts busy needs experts; a bias needs a place in the files of the family."""
+    """Problems of balancing settings, which need experts; a bias must be part of the files."""
     key, rate = bias
     for name, value in (*losses.items(), bias):
         if value and not dims.num_experts:
             yield Problem(f"{name} = {value:g}", "the model has no experts", "leave it out")
     if rate and dims.num_experts and not dims.router_bias:
-        rule = f"a saved {dims.family} has no place for a bias, so it would route otherwise"
+        rule = f"a saved {dims.family} cannot store a bias, so it would route differently"
         yield Problem(f"{key} = {rate:g}", rule, "use the balancing loss (moe_aux_loss_coef)")
 
 
 def strict_problems(layout: Layout, who: str, dims: ModelDims | None = None) -> Iterator[Problem]:
-    """Where a layer is cut over ranks, its sums are made in another order than the sampler's."""
+    """Problems of strict mode: layers split over ranks sum in another order than the sampler."""
     if dims is not None and dims.linear_layers:
         rule = f"the linear_attention layers of {dims.family} (gated delta nets) add up in chunks "
         rule += "in training and token by token in the sampler"
@@ -180,11 +180,11 @@ def no_tree(
     balanced: bool,
     dims: ModelDims | None = None,
 ) -> str | None:
-    """Why rows that begin alike are each computed whole; None: they are computed as a tree."""
+    """Why common prefixes of rows cannot be computed once (as a tree); None if they can."""
     if dims is not None and dims.linear_layers:
         return f"the linear_attention layers of {dims.family} pass states along whole rows"
     if backend == "fsdp":
-        return f"{backend} runs transformers' own layers, which know whole rows only"
+        return f"{backend} runs transformers' own layers, which support whole rows only"
     if layout.cp > 1:
         return f"c{layout.cp} deals the tokens of whole rows over ranks"
     if strict:
@@ -202,7 +202,7 @@ SCHEDULES = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"
 
 
 def splits_backward(schedule: str) -> bool:
-    """Zero-bubble schedules run backward in two parts: input gradients first, weights later."""
+    """Whether backward has two parts (zero-bubble schedules): input gradients, then weights."""
     return schedule.endswith("ZeroBubble")
 
 
@@ -221,23 +221,23 @@ def takes_stages_per_rank(schedule: str, stages_per_rank: int) -> bool:
 
 
 def takes_microbatches(schedule: str, pp: int, num_microbatches: int) -> bool:
-    """Interleaved schedules run in rounds of equal size, at least pp microbatches each."""
+    """Whether the schedule supports this number; interleaved: equal rounds of at least pp."""
     rounds = max(1, num_microbatches // pp)
     return not is_interleaved(schedule) or num_microbatches % rounds == 0
 
 
 def stages_of_rank(schedule: str, pp: int, stages_per_rank: int, rank: int) -> tuple[int, ...]:
-    """Stage numbers a pipeline rank holds: looped, or both arms of a V under ZBV."""
+    """Stages of a pipeline rank: looped, or both arms of a V under ZBV."""
     if schedule == "ZBVZeroBubble":
         return (rank, 2 * pp - 1 - rank)
     return tuple(rank + turn * pp for turn in range(stages_per_rank))
 
 
 def split_layers(dims: ModelDims, num_stages: int) -> list[range]:
-    """The layers of each stage: contiguous, at least one each, the costliest stage cheapest.
+    """Splits layers into contiguous non-empty stages; minimises the costliest stage.
 
-    Cost is matrix work a token, with the head counted in the last stage (the lookup of the
-    first costs nothing). Among equal maxima the stages are as even as can be.
+    Cost is the matrix work per token; the head counts in the last stage, the lookup of the first
+    costs nothing. Ties are broken by evenness.
     """
     assert 1 <= num_stages <= dims.num_layers, f"{num_stages} stages of {dims.num_layers} layers"
     costs = [dims.layer_parts(i).active for i in range(dims.num_layers)]
@@ -247,7 +247,7 @@ def split_layers(dims: ModelDims, num_stages: int) -> list[range]:
 
 @cache
 def _even_cuts(costs: tuple[int, ...], last_extra: int, num_stages: int) -> tuple[int, ...]:
-    """The cuts with the least largest stage and, among those, the least sum of squares."""
+    """Cuts with the smallest maximum cost of a stage, then the smallest sum of squares."""
     before = (0, *accumulate(costs))
 
     def cost(start: int, end: int) -> int:
@@ -266,8 +266,8 @@ def _best_cuts(
     cost: Callable[[int, int], float],
     join: Callable[[float, float], float],
 ) -> tuple[float, tuple[int, ...]]:
-    """(value, cuts) of the split of range(size) whose joined stage costs are least."""
-    # best[i] is the least value of putting items i.. into the stages seen so far, last first.
+    """(value, cuts) of the split of range(size) with the smallest joined stage costs."""
+    # best[i]: smallest value of splitting items i.. into the stages so far, last stage first.
     best = [cost(i, size) for i in range(size)] + [inf]
     picks: list[list[int]] = []
     for left in range(2, num_stages + 1):
@@ -276,7 +276,7 @@ def _best_cuts(
         for i in range(size - left + 1):
             for cut in range(i + 1, size - left + 2):
                 value = join(cost(i, cut), best[cut])
-                # On a tie the later cut wins: early stages take the odd layer.
+                # On a tie the later cut wins: early stages get the additional layer.
                 if value <= now[i]:
                     now[i], pick[i] = value, cut
         best = now
@@ -290,10 +290,10 @@ def _best_cuts(
 def peak_in_flight(
     schedule: str, pp: int, stages_per_rank: int, num_microbatches: int, rank: int
 ) -> int:
-    """Most (stage, microbatch) activation sets a pipeline rank holds at one time.
+    """Maximum number of (stage, microbatch) activation sets that a pipeline rank holds at once.
 
-    A set lives from its forward to the end of its backward; under a zero-bubble schedule to the
-    end of the weight part, since the graph is retained until then.
+    A set is held from its forward to the end of its backward; under a zero-bubble schedule to the
+    end of the weight part, because the graph is retained.
     """
     if pp == 1:
         return 1

@@ -1,4 +1,4 @@
-"""Folders that several rooms read: models, of which only plain files are opened, and trials."""
+"""Reads model folders, where only plain files are opened, and trial folders."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from typing import Any, BinaryIO
 from pentad.core.errors import Problem, UserError, raise_problems
 
 MAX_JSON_BYTES = 100_000_000
-"""What the safetensors format allows a header; config files and indexes are far smaller."""
+"""Maximum header size of the safetensors format; config files and indexes are far smaller."""
 MAX_ROW_BYTES = 32 << 20
-"""Largest row of a dataset: no prompt, example or document is as long."""
+"""Maximum size of a dataset row; real prompts, examples and documents are shorter."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 SUBFOLDERS = ("", "additional_chat_templates")
-"""Where transformers looks for a tokenizer's files."""
+"""Subfolders in which transformers looks for a tokenizer's files."""
 OF_FILES = (".json", ".jinja", ".txt", ".model", ".safetensors")
-"""Endings of the files of a model: transformers passes over a folder of such a name."""
+"""Suffixes of model files; transformers ignores folders with such a name."""
 JsonPairs = list[tuple[str, Any]]
 
 
 def what_else(path: Path) -> str | None:
-    """Description of a path that is not a plain file (reading it may block), else None. OSError if
-    it does not exist."""
+    """Describes a path that is not a plain file (reading it may block); None for a plain file.
+    OSError if it does not exist."""
     mode = path.stat().st_mode
     if stat.S_ISREG(mode):
         return None
@@ -38,19 +38,19 @@ def what_else(path: Path) -> str | None:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Opens a plain file, unbuffered; OSError where there is none."""
+    """Opens a plain file, unbuffered; OSError if it does not exist."""
     if what_else(path) is not None:
         raise UserError(_not_plain(path))
     return path.open("rb", buffering=0)
 
 
 def check_plain(folder: Path) -> None:
-    """Refuses a folder with entries that cannot be read like files, before transformers tries."""
+    """Rejects a folder with entries that are not plain files, before transformers reads them."""
     problems = []
     for place in (folder / name for name in SUBFOLDERS):
         entries = sorted(place.iterdir()) if place.is_dir() else []
         for path in entries:
-            # A link to nowhere is missing, which is reported where the file is wanted.
+            # A broken link is a missing file, which is reported where the file is needed.
             is_folder = path.is_dir() and path.suffix not in OF_FILES
             if path.exists() and not is_folder and what_else(path) is not None:
                 problems.append(_not_plain(path))
@@ -87,13 +87,13 @@ def read_object(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(Problem(str(path), f"is not JSON ({error})")) from error
     if not isinstance(value, dict):
-        raise UserError(Problem(str(path), "holds no JSON object"))
+        raise UserError(Problem(str(path), "has no JSON object"))
     return value
 
 
 def tensor_names(folder: Path) -> set[str]:
-    """The tensors of a HF folder by its index, or by the header of its one file; none where
-    neither can be read: loading the folder says what is wrong."""
+    """Names of the tensors in a HF folder, from its index or the header of its one file; empty if
+    neither can be read, which is reported when the folder is loaded."""
     try:
         if (folder / INDEX).is_file():
             return set(read_object(folder / INDEX)["weight_map"])
@@ -103,8 +103,8 @@ def tensor_names(folder: Path) -> set[str]:
 
 
 def tensor_bytes(folder: Path) -> dict[str, int]:
-    """Bytes of each tensor by the headers of the folder's files; those that cannot be read are
-    left out."""
+    """Bytes of each tensor, from the headers of the folder's files; unreadable files are
+    skipped."""
     found: dict[str, int] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with suppress(*UNREADABLE):

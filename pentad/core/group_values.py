@@ -1,4 +1,4 @@
-"""Plain values between the ranks of a process group, as JSON: nothing that arrives is unpickled."""
+"""Exchanges plain values between ranks of a process group, as JSON, never by pickle."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 OptionalGroup = dist.ProcessGroup | None
-"""None: the default group. It must have a backend for tensors of the CPU."""
+"""A process group with a backend for CPU tensors; None: the default group."""
 
 
 def broadcast_value(value: Any, group: OptionalGroup) -> Any:
-    """The value of rank 0 of the group, on every rank of it; the others give None."""
+    """Returns rank 0's value on every rank of the group; other ranks pass None."""
     is_source = dist.get_rank(group) == 0
     data = _packed(value) if is_source else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([data.numel()])
@@ -25,7 +25,7 @@ def broadcast_value(value: Any, group: OptionalGroup) -> Any:
 
 
 def gather_values(value: Any, group: OptionalGroup = None) -> list[Any]:
-    """The values of all ranks, in their order, on every rank."""
+    """Returns the values of all ranks, in rank order, on every rank."""
     data, world = _packed(value), dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
     dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)

@@ -1,6 +1,6 @@
-"""Names of models and datasets on the Hugging Face hub, and their places in its cache.
+"""Names of models and datasets on the Hugging Face Hub, and their paths in its cache.
 
-A model is named OWNER/NAME or OWNER/NAME@REVISION. A dataset may say which of its files besides:
+A model is named OWNER/NAME or OWNER/NAME@REVISION. A dataset name may also select files:
 OWNER/NAME:CONFIG:SPLIT, OWNER/NAME:SPLIT, or a pattern of files, OWNER/NAME:data/train-*.parquet.
 """
 
@@ -15,12 +15,12 @@ HubKind = Literal["model", "dataset"]
 REPO = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
 HUB_NAME = re.compile(rf"({REPO})(?:@([\w.][\w./-]*))?(?::(.+))?", re.ASCII)
 ROW_FILES = (".jsonl", ".json", ".ndjson", ".parquet", ".arrow", ".csv", ".txt", ".md")
-"""Endings of files with rows: OWNER/NAME with one of them is the path of a file."""
+"""Suffixes of files with rows: OWNER/NAME with such a suffix is a local path."""
 IN_CACHE = re.compile(
     r"/(model|dataset)s--([A-Za-z0-9][\w.-]*?)--([\w.-]+)/snapshots/([0-9a-f]{40})(?:/(.+))?",
     re.ASCII,
 )
-"""Where huggingface_hub keeps a commit of a repository, and a file or pattern of files in it."""
+"""Path of a commit of a repository in the cache of huggingface_hub, and a file or pattern in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class HubName:
 
     @property
     def is_pattern(self) -> bool:
-        """Whether the part names files rather than a config and a split."""
+        """Whether `part` is a pattern of files, not a config and a split."""
         return bool(set(self.part) & set("/.*?["))
 
     @property

@@ -1,4 +1,4 @@
-"""Cache of this machine between runs: a folder for compiled code, and compile times."""
+"""Per-user cache between runs: a folder for compiled code, and compile times."""
 
 from __future__ import annotations
 

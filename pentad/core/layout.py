@@ -1,13 +1,13 @@
-"""Allocation strings and layouts: which backend gets how many devices, and how they are cut.
+"""Allocation strings and layouts: the devices of each backend, and their parallel axes.
 
-    allocation = group ("+" group)*              groups own different devices
+    allocation = group ("+" group)*              groups use different devices
     group      = component ("|" component)*      components of a group share devices
     component  = backend ["[" name "]"] ":" (dims | "(" "attn:" dims "|" "ffn:" dims ")")
     dims       = (letter number)+                letters d p t c e, each at most once
 
-`sglang:d4t4+archon:(attn:d1p4t2c2|ffn:d1p4t1e4)` gives sixteen devices to each side. What was
-parsed prints back as it was written, blanks aside. Everything wrong with the meaning of a string
-is reported together; its grammar fails at the first character that does not fit.
+`sglang:d4t4+archon:(attn:d1p4t2c2|ffn:d1p4t1e4)` gives sixteen devices to each component. A parsed
+allocation prints as it was written, except for blanks. A syntax error is reported at the first
+wrong character; all semantic errors are reported at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ AXES = {
     "attn:": "dptc",
     "ffn:": "dpte",
 }
-"""The letters each backend, and each side of a hybrid string, takes."""
+"""Axis letters that each backend, and each side of a hybrid string, accepts."""
 AXIS_NAMES = {
     "d": "data parallel",
     "p": "pipeline stages",
@@ -49,7 +49,7 @@ WHY_NOT = {
 }
 
 Dims = tuple[tuple[str, int], ...]
-"""(letter, size) in the order written."""
+"""(letter, size) of each axis in the order written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,10 @@ class Coords:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The sizes of all axes of one SPMD group of ranks.
+    """The sizes of all parallel axes of a training component.
 
-    Ranks count through pp x dp_replicate x dp_shard x cp x tp, the last axis fastest; experts see
-    the same ranks as pp x dp_replicate x efsdp x ep x etp.
+    Ranks are numbered over pp x dp_replicate x dp_shard x cp x tp, the last axis fastest; for
+    experts the same ranks are pp x dp_replicate x efsdp x ep x etp.
     """
 
     pp: int = 1
@@ -156,7 +156,7 @@ class Component:
 
     @property
     def role(self) -> str:
-        """The component's name, or else its default role in an allocation of two."""
+        """The component's name; without one, its default role: rollout or actor."""
         return self.name or ("rollout" if self.is_inference else "actor")
 
     def size(self, letter: str) -> int:
@@ -193,7 +193,7 @@ class Component:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """All components of a run. Groups lie side by side on the devices, in the order written."""
+    """All components of a run. Groups use consecutive devices, in the order written."""
 
     groups: tuple[tuple[Component, ...], ...]
 
@@ -293,7 +293,7 @@ class _Parser:
         return UserError([*self.problems, self.problem(column, rule, remedy)])
 
     def peek(self) -> str:
-        """The next character that is not blank; "" at the end."""
+        """The next character that is not blank (not consumed); "" at the end."""
         while self.at < len(self.text) and self.text[self.at] == " ":
             self.at += 1
         return self.text[self.at : self.at + 1]
@@ -361,7 +361,7 @@ class _Parser:
         known = [*INFERENCE, *TRAINING]
         remedy = f"backends: {', '.join(known)}"
         if word in ("attn", "ffn"):
-            return self.stop(start, f"{word}: stands outside parentheses", _HYBRID_REMEDY)
+            return self.stop(start, f"{word}: is outside parentheses", _HYBRID_REMEDY)
         if not word:
             return self.stop(start, "a backend is expected here", remedy)
         near = difflib.get_close_matches(word, known, 1)
@@ -378,7 +378,7 @@ class _Parser:
         return name
 
     def dims(self, kind: str, columns: dict[str, int]) -> Dims:
-        """(letter number)+; fills `columns` with where each letter stands."""
+        """Parses (letter number)+ and adds the column of each letter to `columns`."""
         found: dict[str, int] = {}
         while self.peek() and self.peek() not in "+|)":
             letter, column = self.peek(), self.at
@@ -439,7 +439,7 @@ class _Parser:
         return self.dims(f"{word}:", columns)
 
     def check_folding(self, component: Component, columns: dict[str, int]) -> None:
-        """Plain `e` borrows ranks of d, c and t: it must divide their product."""
+        """Reports a plain `e` that does not divide d*c*t, whose ranks it uses."""
         ep = component.size("e")
         ranks = component.world // component.size("p")
         if ranks % ep == 0:
@@ -496,7 +496,7 @@ def _axes_of(kind: str) -> str:
 
 
 def _refusal(kind: str, letter: str) -> tuple[str, str]:
-    """(rule, remedy) for an axis this backend or side does not have."""
+    """(rule, remedy) for an axis that this backend or side does not have."""
     who = kind.rstrip(":")
     why = WHY_NOT.get((kind, letter), f"it has no {AXIS_NAMES[letter]} axis")
     return f"{who} does not take {letter}: {why}", _axes_of(kind)

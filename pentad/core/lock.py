@@ -1,8 +1,8 @@
-"""The lock of a folder: one program writes in it, on any machine.
+"""Locks a folder, so that only one program on any machine writes to it.
 
-The operating system's lock ends with its holder. If it does not reach other machines the file does:
-it names its holder, which touches it every BEAT_S. A holder on another machine whose file is
-unchanged for SILENCE_S is dead.
+The lock of the operating system ends with its holder. For file systems that do not share locks
+between machines, the lock file names the holder, which touches it every BEAT_S; if it is unchanged
+for SILENCE_S, a holder on another machine counts as dead.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ HOLDER = re.compile(r"process (\d+) on (\S+) since ")
 
 @contextmanager
 def holding(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
-    """Locks a file or folder: `is_held` is true until the context is left or the process ends.
-    There is no lock on a file system without locks."""
+    """Locks a file or folder until the context or the process ends (`is_held` is true until then).
+    Has no effect on a file system without locks."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with suppress(OSError):
@@ -43,7 +43,7 @@ def holding(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process holds its lock now, for reading or writing it."""
+    """Whether a process holds the lock of a path, shared or exclusive."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -57,12 +57,12 @@ def is_held(path: Path) -> bool:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether this machine has such a process."""
+    """Whether a process with this id exists on this machine."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except (PermissionError, OverflowError):  # another user's; the text was written over
+    except (PermissionError, OverflowError):  # another user's process; an invalid number
         return True
     return True
 
@@ -71,7 +71,7 @@ class FolderLock:
     """A lock held until it is closed or the process ends."""
 
     def __init__(self, folder: Path, where: str, name: str = NAME) -> None:
-        """Makes the folder. UserError about `where` if another program has the lock; OSError."""
+        """Creates and locks the folder. UserError if another program has the lock; OSError."""
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / name
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -93,7 +93,7 @@ class FolderLock:
         self._beating.start()
 
     def is_there(self) -> bool:
-        """Whether the file in the folder is the one that is held."""
+        """Whether the lock file in the folder is still the one that is held."""
         own = os.fstat(self._fd)
         try:
             found = self.path.stat()
@@ -121,7 +121,7 @@ class FolderLock:
         return known is None or is_here or not self._is_touched(holder)
 
     def _is_touched(self, holder: str) -> bool:
-        """Whether a holder on another machine is alive."""
+        """Waits for a touch of the file; returns whether the holder on another machine is alive."""
         text = "%s names %s: it counts as dead if it does not touch the file for %g s"
         log.info(text, self.path, holder, SILENCE_S)
         before, end = self._touched_at(), time.monotonic() + SILENCE_S
@@ -132,7 +132,7 @@ class FolderLock:
         return False
 
     def _touched_at(self) -> int:
-        with self.path.open("rb") as file:  # opened anew: network file systems look again then
+        with self.path.open("rb") as file:  # open makes network file systems refresh
             return os.fstat(file.fileno()).st_mtime_ns
 
     def _beat(self) -> None:

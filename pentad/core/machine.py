@@ -24,14 +24,14 @@ MIB = 2**20
 CGROUP = Path("/sys/fs/cgroup")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 QUERY_TIMEOUT_S = 20.0
-"""nvidia-smi takes seconds if the driver is not kept loaded, and forever if it is broken."""
+"""nvidia-smi takes seconds if the driver is not kept loaded, and may hang if it is broken."""
 
 RAY_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_agent_register_timeout_ms": "120000"}
-"""For a cluster that a run starts: it sends no usage report, and may start on a busy machine."""
+"""For a Ray cluster that a run starts: no usage report, and time to start on a busy machine."""
 
 
 def user_name() -> str:
-    """The login name; in a container whose user has a number only, that number."""
+    """The login name, or the user id if the user has no name, as in a container."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -40,14 +40,14 @@ def user_name() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One NVIDIA device as nvidia-smi sees it."""
+    """One NVIDIA device as reported by nvidia-smi."""
 
     name: str
     memory_bytes: int
     free_bytes: int
     driver: str
     capability: str
-    """Compute capability, such as 9.0; empty where the driver does not say."""
+    """Compute capability, such as 9.0; empty if the driver does not report it."""
 
 
 class GpuQueryError(Exception):
@@ -74,8 +74,8 @@ def find_gpus() -> tuple[Gpu, ...]:
 
 @contextmanager
 def gpus_hidden(is_hidden: bool) -> Iterator[None]:
-    """For a command that computes on the CPU: GPUs of the machine are not counted, neither here nor
-    in its child processes."""
+    """Context for a command that computes on the CPU: hides GPUs from it and from its child
+    processes."""
     if not is_hidden:
         yield
         return
@@ -124,7 +124,7 @@ def gpu_memory_used(index: int) -> int | None:
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """Lines of `name, MiB, MiB, driver, capability`."""
+    """Parses lines of `name, MiB, MiB, driver, capability`."""
     found = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
@@ -136,7 +136,7 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
 
 
 def visible(gpus: tuple[Gpu, ...], setting: str | None) -> tuple[Gpu, ...]:
-    """Those CUDA_VISIBLE_DEVICES leaves; names (GPU-..., MIG-...) are counted, not looked up."""
+    """GPUs that CUDA_VISIBLE_DEVICES allows; names (GPU-..., MIG-...) are only counted."""
     if setting is None:
         return gpus
     words = [word.strip() for word in setting.split(",")]
@@ -146,7 +146,7 @@ def visible(gpus: tuple[Gpu, ...], setting: str | None) -> tuple[Gpu, ...]:
             kept.append(gpus[int(word)])
         elif word.startswith(("GPU-", "MIG-")) and gpus:
             kept.append(gpus[0])
-        else:  # CUDA ignores what follows the first entry it does not know
+        else:  # CUDA ignores entries after the first invalid one
             break
     return tuple(kept)
 
@@ -162,7 +162,7 @@ def host_memory() -> tuple[int, int]:
 
 
 def _cached() -> int:
-    """Memory of the cgroup that caches files and is freed when needed."""
+    """Bytes of reclaimable file cache in the cgroup."""
     try:
         lines = (CGROUP / "memory.stat").read_text().splitlines()
     except OSError:
@@ -193,7 +193,7 @@ def _cgroup(name: str) -> int | None:
 
 
 def auto_dtype(device: str) -> Literal["float32", "bfloat16"]:
-    """The number format that `auto` stands for on a device of this type."""
+    """The dtype for `auto` on a device of this type."""
     return "bfloat16" if device == "cuda" else "float32"
 
 
@@ -205,7 +205,7 @@ def num_cores() -> int:
 
 
 def free_disk(folder: str) -> tuple[int, str]:
-    """(free bytes, the existing folder they were asked of) where `folder` is or would be."""
+    """(free bytes, existing folder) of the disk where `folder` is or would be created."""
     path = Path(folder).expanduser().absolute()
     while not path.exists():
         path = path.parent
@@ -221,8 +221,7 @@ def installed(package: str) -> str | None:
 
 
 def flush_output() -> None:
-    """Writes out what is buffered for stdout and stderr; the parent process may have closed
-    them."""
+    """Flushes stdout and stderr, which the parent process may have closed."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
@@ -230,8 +229,8 @@ def flush_output() -> None:
 
 @contextmanager
 def process_kept(settings: Mapping[str, str]) -> Iterator[None]:
-    """For a library that replaces the SIGTERM handler and reads its settings from the environment:
-    both are restored afterwards."""
+    """Context for a library that reads `settings` from the environment and replaces the SIGTERM
+    handler; restores both at the end."""
     before, handler = dict(os.environ), signal.getsignal(signal.SIGTERM)
     os.environ.update(settings)
     try:

@@ -10,30 +10,30 @@ BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """A place for checkpoints; credentials come from the environment, as every AWS tool reads them.
+    """Location of checkpoints. Credentials are read from the environment, as by AWS tools.
 
     Example: Remote("s3://models/pentad", endpoint_url="http://127.0.0.1:9000")
     """
 
     uri: str
-    """`s3://BUCKET/PREFIX`; a run's objects lie under it by their paths in the local folder."""
+    """`s3://BUCKET/PREFIX`; keys of a run's objects are their local paths below it."""
     endpoint_url: str | None = None
     """Address of a store that is not Amazon's. Buckets are then addressed by path."""
     region: str | None = None
     num_workers: int = 4
-    """Requests at a time."""
+    """Number of concurrent requests."""
     retention: int = 2
-    """Newest checkpoints that are kept there."""
+    """Number of newest checkpoints that are kept."""
     bandwidth_mb_s: float | None = None
-    """Most megabytes sent in a second, averaged over a part."""
+    """Maximum number of megabytes sent per second, averaged over a part."""
     timeout_s: float = 30.0
-    """Without a byte for this long a request has stalled."""
+    """A request without any byte for this long has stalled."""
     max_attempts: int = 8
-    """Attempts of one request; a failed upload is resumed later."""
+    """Maximum number of attempts of a request; a failed upload is resumed later."""
     backoff_s: float = 0.25
     """Pause after the first failed attempt; doubles each time."""
     part_bytes: int = 16 << 20
-    """Part size of a multipart upload; S3 takes none below 5 MiB but the last."""
+    """Part size of a multipart upload; S3 requires at least 5 MiB except for the last part."""
 
     def under(self, path: str) -> Remote:
         return replace(self, uri=f"{self.uri.rstrip('/')}/{path}")
@@ -44,12 +44,12 @@ class Remote:
 
     @property
     def prefix(self) -> str:
-        """Key prefix: empty, or with a slash at its end."""
+        """Key prefix: empty, or ending with a slash."""
         return split_uri(self.uri)[1]
 
 
 def split_uri(uri: str) -> tuple[str, str]:
-    """Bucket and prefix of `s3://BUCKET/PREFIX`; a ValueError says what is wrong."""
+    """Splits `s3://BUCKET/PREFIX` into bucket and prefix; ValueError if it is invalid."""
     scheme, mark, rest = uri.partition("://")
     if scheme != "s3" or not mark:
         raise ValueError("is no address of a store, which reads s3://BUCKET/PREFIX")

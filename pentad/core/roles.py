@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 NamedTensors: TypeAlias = "Iterable[tuple[str, Tensor]]"
 """(HF-on-disk name, full tensor), in layer order."""
 TensorPairs: TypeAlias = "Sequence[tuple[str, Tensor]]"
-"""The same as a sequence."""
+"""Like `NamedTensors`, as a sequence."""
 
 
 class NativeWeights(Sequence["tuple[str, Tensor]"]):
-    """Weights of a learner of this process, also by native name; the pairs are made when they are
-    read. An adapter of a mixture has a pair for each expert, while native tensors hold all."""
+    """Weights of a learner in this process, also by native name; pairs are created on access. An
+    adapter of a mixture has a pair for each expert, while native tensors contain all experts."""
 
     def __init__(
         self, native: Mapping[str, Tensor], num_pairs: int, pairs: Callable[[], NamedTensors]
@@ -42,8 +42,8 @@ class NativeWeights(Sequence["tuple[str, Tensor]"]):
 
 
 class SentWeights:
-    """Weights of a sender in this process that are unchanged until it has the receipt: a receiver
-    may compare bytes, which is faster than hashing both sides."""
+    """Weights of a sender in this process, unchanged until it receives the receipt: a receiver may
+    compare bytes, which is faster than hashing."""
 
     __slots__ = ()
     weights: TensorPairs
@@ -51,20 +51,20 @@ class SentWeights:
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """The receipt of a weight update, for comparison with what was sent."""
+    """The receipt of a weight update, to be compared with the sent weights."""
 
     version: int
     num_tensors: int
     digest: str
-    """Empty if `is_same`."""
+    """Digest of the installed weights; empty if `is_same`."""
     is_same: bool = field(default=False, kw_only=True)
-    """Byte for byte equal to what was sent, by comparison: only for `SentWeights`."""
+    """Whether the weights were compared byte by byte with those sent; only for `SentWeights`."""
     install_s: float = field(default=0.0, compare=False)
-    """From the received weights to the receipt; 0 if unknown."""
+    """Seconds from the arrival of the weights to the receipt; 0 if unknown."""
     pause_s: float = field(default=0.0, compare=False)
-    """How long sampling was paused for it; 0 if unknown."""
+    """Seconds for which sampling was paused; 0 if unknown."""
     num_bytes: int = field(default=0, compare=False)
-    """Number of bytes written or sent for it; 0 if the tensors themselves were shared."""
+    """Number of bytes written or sent; 0 if the tensors were shared."""
 
 
 class Sampler(Protocol):
@@ -80,21 +80,21 @@ class Sampler(Protocol):
         ...
 
     async def generate(self, request: Request) -> list[Generation]:
-        """One generation per seed."""
+        """Continues the prompt; returns one generation per seed."""
         ...
 
     async def abort(self, request_id: str) -> None:
-        """Ends one request at once; its generations return with finish "abort" and what was drawn
-        of them, as far as the sampler knows it."""
+        """Ends a request at once; its generations return with finish "abort" and the tokens sampled
+        so far, if the sampler has them."""
         ...
 
     async def install(self, version: int, weights: NamedTensors) -> Installed:
-        """Replaces all weights between two tokens; all or nothing, every tensor exactly once."""
+        """Replaces all weights between two tokens, atomically; `weights` has each tensor once."""
         ...
 
     async def rewind(self) -> None:
-        """Versions restart: the learner was lost and resumes from an earlier one. No tokens are
-        requested before the next install, which may be of any version."""
+        """Resets the version after the learner has resumed from an earlier one. No tokens are
+        requested before the next install, which may have any version."""
         ...
 
     async def sleep(self) -> None:
@@ -116,11 +116,11 @@ class Learner(Protocol):
     """Holds the trained weights. Synchronous: all ranks make the same calls."""
 
     def forward(self, rows: Sequence[Row], tag: str = "actor") -> list[dict[str, Tensor]]:
-        """Per row the token-aligned logprobs (and values) under the weights named `tag`."""
+        """Returns for each row the token-aligned logprobs (and values) under the weights `tag`."""
         ...
 
     def routes(self, rows: Sequence[Row], tag: str = "actor") -> list[Tensor]:
-        """The experts of each token under the weights named `tag`, as `Row.routes`."""
+        """Returns the experts of each token under the weights `tag`, as in `Row.routes`."""
         ...
 
     def begin_step(self) -> None: ...
@@ -142,7 +142,7 @@ class Learner(Protocol):
         ...
 
     def iter_weights(self) -> NamedTensors:
-        """Every weight, whole, under its HF-on-disk name, in layer order, in the publish dtype."""
+        """Yields every weight, unsharded, by HF-on-disk name, in layer order and publish dtype."""
         ...
 
 

@@ -1,6 +1,6 @@
 """Temporary folders: removed by their owner, or at a later start if their owner was killed.
 
-They lie in folders that all users write to (/dev/shm, /tmp): only files of our own are opened.
+They are in folders that all users can write (/dev/shm, /tmp): only own files are opened.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 OWNER = "owner.lock"
-"""Held by the owner; the lock goes with its process, however that ends."""
+"""Name of the lock file, locked by the owner; the lock ends with its process."""
 OF_EARLIER_VERSIONS = "owner"
-"""The lock of stores in memory that earlier versions made."""
+"""Name of the lock file in stores of earlier versions."""
 YOUNG_S = 10.0
-"""A folder gets its name once its lock is taken; one whose owner was killed before is older."""
+"""Age below which an unlocked folder may still be in creation and is not removed."""
 CLEANING_S = 60.0
 OTHERS_WRITE = 0o022
 SHARED_MEMORY = Path("/dev/shm")
 
 
 def shared_memory() -> Path:
-    """The folder of this machine whose files are in memory, or that of temporary files."""
+    """The folder for files in memory, or the one for temporary files if there is none."""
     return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
 
 
@@ -57,12 +57,12 @@ def sweep(prefix: str, parent: Path | None = None) -> None:
             if is_unnamed and time.time() - folder.lstat().st_mtime < YOUNG_S:
                 continue
             lock = _open_lock(folder)
-        except OSError:  # removed just now, or none of ours
+        except OSError:  # already removed, or not ours
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             remove(folder)
-        except BlockingIOError:  # its owner lives
+        except BlockingIOError:  # its owner is alive
             continue
         finally:
             os.close(lock)
@@ -76,7 +76,7 @@ def _open_lock(folder: Path) -> int:
 
 
 def remove(folder: Path | str, timeout_s: float = CLEANING_S) -> None:
-    """Removes a folder, however deep or closed its files are; what takes longer stays."""
+    """Removes a folder of any depth and permissions, within the time limit."""
     with suppress(OSError):  # not empty
         Path(folder).rmdir()
         return
@@ -87,10 +87,9 @@ def remove(folder: Path | str, timeout_s: float = CLEANING_S) -> None:
 
 
 def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
-    """The descriptor of a plain file of this user, in a folder that no other user can change.
+    """Opens a plain file of this user, in a folder that only this user can change.
 
-    Anything else is an OSError: another user's file or folder, a link, and what opening would wait
-    for, such as a FIFO.
+    OSError for anything else: another user's file or folder, a link, or a FIFO, which would block.
     """
     flags |= os.O_NOFOLLOW | os.O_CLOEXEC
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -104,5 +103,5 @@ def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
     found = os.fstat(file)
     if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode):
         os.close(file)
-        raise PermissionError(errno.EPERM, "it is no plain file of this user", str(path))
+        raise PermissionError(errno.EPERM, "it is not a plain file of this user", str(path))
     return file

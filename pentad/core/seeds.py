@@ -1,4 +1,4 @@
-"""Random seeds derived from the identity of an object, never from time or place."""
+"""Random seeds derived from the identity of an object, never from time or location."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed for the given path of names, `derive_seed(run_seed, "sample", gid, i)`.
+    """Returns a 63-bit seed for a path of names, such as `derive_seed(run_seed, "sample", gid, i)`.
 
     The same path gives the same seed in every process and on every layout; two different
     paths give independent ones.
@@ -18,8 +18,8 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def seed_globals(*parts: int | str) -> None:
-    """Seeds the process-wide generators of Python, NumPy and torch, if they are imported: user code
-    draws from them."""
+    """Seeds the global generators of Python, NumPy and torch, if imported, which user code may
+    use."""
     seed = derive_seed(*parts, "globals")
     random.seed(seed)
     if "numpy" in sys.modules:

@@ -1,13 +1,13 @@
 """Layouts for fewer ranks: data parallelism shrinks first, other axes only if necessary.
 
-1. p, t and c stay as they are while p*t*c ranks are left; d becomes as large as the ranks allow.
+1. p, t and c are unchanged if p*t*c ranks remain; d becomes as large as possible.
 2. Only where d1 is still too large do p, t and c shrink: their product stays the largest that fits,
    and among equals t stays before p, and p before c.
 3. e stays if it divides the ranks of a stage, else it becomes the largest below that does and
    leaves no rank without an expert (it need not divide them); t of ffn too, and dp_replicate, which
    divides d.
 
-Whether a model can be cut so is for the caller's rules: the first layout that they accept is taken.
+The caller's rules decide whether the model supports a layout; the first supported one is used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import replace
 from pentad.core.layout import Component, Dims
 
 Works = Callable[[Component, int], bool]
-"""Whether the model can be laid out so, with that many replicas (`dp_replicate`)."""
+"""(component, dp_replicate) -> whether the model supports this layout."""
 
 
 def shrink(
@@ -59,7 +59,7 @@ def resized(component: Component, sizes: dict[str, int], ep: int, etp: int) -> C
     """The component with other axis sizes."""
     dense = sizes if component.ffn is not None else sizes | {"e": ep}
     dims = _dims(component.dims, dense)
-    if "d" not in dict(dims) and sizes["d"] > 1:  # others left ranks for it
+    if "d" not in dict(dims) and sizes["d"] > 1:  # ranks freed by other axes
         dims = (("d", sizes["d"]), *dims)
     if component.ffn is None:
         return replace(component, dims=dims)
@@ -77,7 +77,7 @@ def down_from(size: int) -> range:
 
 
 def describe(before: Component, after: Component, world: int) -> str:
-    """What changed and why, in words. Example: archon:d3t2 for archon:d4t2 on 7 ranks: d 4 -> 3."""
+    """Describes the change. Example: archon:d3t2 for archon:d4t2 on 7 ranks: d 4 -> 3."""
     sides = [(before.dims, after.dims, "")]
     sides += [(before.ffn, after.ffn, " of ffn")] if before.ffn and after.ffn else []
     changes = [

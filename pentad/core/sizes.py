@@ -1,4 +1,4 @@
-"""Default sizes of a run, which a plan also counts with: no torch."""
+"""Default sizes of a run, also used by plans; without torch."""
 
 from __future__ import annotations
 
@@ -13,74 +13,74 @@ DeviceKind = Literal["cuda", "cpu"]
 PublishKind = Literal["none", "ipc", "shm", "file"]
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 PROCESS_BYTES = {"cuda": int(1.5 * GIB), "cpu": int(0.4 * GIB)}
-"""CUDA context, libraries' workspaces, allocator slack; on a CPU the process itself."""
+"""CUDA context, workspaces of libraries, allocator slack; on a CPU the process itself."""
 
 OPTIMIZER_STATES = 2
-"""AdamW: first and second moment, in the dtype of the master weights."""
+"""States of AdamW: first and second moment, in the dtype of the master weights."""
 STAGING_HEADROOM = 1.25
-"""Host memory that must be free in addition to the staging memory of saves."""
+"""Free host memory must be at least this multiple of the staging memory of saves."""
 
 PUBLISH_BUCKET_BYTES = 64 << 20
-"""The most of a shard, as float32, that a rank casts and hashes at a time for a publish."""
+"""Maximum bytes (as float32) of a shard that a rank casts and hashes at once in a publish."""
 DIGEST_WORDS = {"cpu": 1 << 15, "cuda": 1 << 20}
-"""Words of a block that are hashed at once, each with a work space of DIGEST_BYTES."""
+"""Number of words of a block that are hashed at once, each with a workspace of DIGEST_BYTES."""
 DIGEST_BYTES = 64
 
 MICROBATCH_TOKENS = {"cuda": 32768, "cpu": 4096}
-"""Tokens in flight where mb_spec.max_tokens_per_mb is unset: one microbatch without a pipeline."""
+"""Tokens in flight if mb_spec.max_tokens_per_mb is unset: one microbatch without a pipeline."""
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 2 << 30}
-"""Room for the logits of one chunk, their exponentials and their gradient, by device type."""
+"""Memory for the logits of one chunk, their exponentials and their gradient, by device type."""
 LOGIT_COPIES = 3
-"""How many arrays of the size of the logits a chunk makes room for; the kernels need half of it."""
+"""Number of logit-sized arrays for which a chunk reserves memory; the kernels need half of it."""
 
 PASS_TOKENS = {"cuda": 32768, "cpu": 8192}
-"""Most tokens of a forward pass of the embedded sampler where rollout.max_batch_tokens is unset:
-on a GPU a pass of fewer is bound by its launches."""
+"""Maximum tokens of a forward pass of the embedded sampler if rollout.max_batch_tokens is unset: on
+a GPU, smaller passes are bound by kernel launches."""
 PASS_BYTES, PASS_SHARE = 2 * GIB, 0.125
-"""And what the activations of a layer may take then, of all memory and of what is free, unless the
-pass is as small as on a CPU."""
+"""Limits of a layer's activations in such a pass, in bytes and as a share of free memory; a pass is
+never smaller than on a CPU."""
 DELTA_EPS = 1e-6
 """Added to the squared norm of the queries and keys of a gated delta net."""
 DELTA_CHUNK = 64
-"""Tokens of a chunk in which delta nets compute."""
+"""Number of tokens in a chunk of delta nets."""
 BLOCK_TOKENS = 16
 """Tokens in one block of the embedded sampler's cache."""
 EMBEDDED_SHARE = 0.5
-"""Share of the free GPU memory that the embedded sampler gives its cache."""
+"""Share of the free GPU memory for the cache of the embedded sampler."""
 EMBEDDED_CPU_BYTES = 1 * GIB
-"""And what it gives it on a CPU."""
+"""Size of its cache on a CPU."""
 SERVER_SHARE = 0.9
-"""Share of a device that vLLM and SGLang take for themselves by default."""
+"""Share of a device's memory that vLLM and SGLang use by default."""
 COLOCATED_SHARE = 0.4
-"""And where the trainer lives, too, unless rollout.server.gpu_memory_share says otherwise."""
+"""The same on a device shared with the trainer, unless rollout.server.gpu_memory_share is set."""
 MIN_TEMPERATURE = 1e-3
-"""Logits divided by less may leave the range of fp32, and one such request would fail them all."""
+"""Logits divided by less may overflow fp32, and one such request would fail the whole batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunSize:
-    """Values besides the config on which engines depend."""
+    """Values of the run, besides the config, on which engines depend."""
 
     num_steps: int
-    """Steps of the whole run; the learning rate may depend on it."""
+    """Total steps of the run; the learning rate may depend on it."""
     max_row_tokens: int
     """The longest possible sequence of the run: no microbatch is smaller."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerPass:
-    """The largest forward pass of the embedded sampler: its tokens, and what they take."""
+    """The largest forward pass of the embedded sampler: its tokens and their memory."""
 
     dims: ModelDims
     itemsize: int
     max_running: int
-    """Sequences decoded together, a token each."""
+    """Number of sequences decoded together, one token each."""
     given: int | None = None
-    """rollout.max_batch_tokens."""
+    """The value of rollout.max_batch_tokens."""
 
     @property
     def token_bytes(self) -> int:
-        """Hidden states, projections and the ffn's activations of one layer are held at once."""
+        """Bytes per token of a layer: hidden states, projections and ffn activations at once."""
         dims = self.dims
         ffn = dims.num_experts_per_token * dims.moe_intermediate_size if dims.num_experts else 0
         dense = max(own.intermediate_size for own in dims.kinds)
@@ -89,7 +89,7 @@ class SamplerPass:
         return plain + (int(chunks_bytes(dims)) if dims.linear_layers else 0)
 
     def tokens(self, free_bytes: float | None) -> int:
-        """Tokens per pass: from `free_bytes` of a GPU besides the cache, or for a CPU if None."""
+        """Tokens per pass, from the `free_bytes` of a GPU without the cache; None: on a CPU."""
         if self.given is not None:
             return self.given
         least = max(PASS_TOKENS["cpu"], self.max_running)
@@ -99,20 +99,20 @@ class SamplerPass:
         return max(least, min(PASS_TOKENS["cuda"], room))
 
     def cache_bytes(self, free_bytes: float) -> int:
-        """Size of the cache on a GPU if none is given: its share, unless the smallest pass needs
-        more than the rest."""
+        """Default cache size on a GPU: its share, less if the smallest pass needs more than the
+        rest."""
         free_bytes -= self.slots_bytes
         rest = free_bytes - self.tokens(None) * self.token_bytes
         return max(0, int(min(EMBEDDED_SHARE * free_bytes, rest)))
 
     @property
     def slots_bytes(self) -> int:
-        """States of delta nets for all sequences that may run, and for padding."""
+        """Bytes of delta-net states for all running sequences and for padding."""
         return (self.max_running + 1) * slot_bytes(self.dims, self.itemsize)
 
 
 def default_microbatch_tokens(longest: int, device: str, num_stages: int = 1) -> int:
-    """Largest microbatch where none is given: about as many are in flight as there are stages."""
+    """Default size of the largest microbatch: about as many are in flight as there are stages."""
     return max(longest, MICROBATCH_TOKENS[device] // num_stages)
 
 
@@ -128,9 +128,9 @@ def kv_token_bytes(
     expanded: bool = False,
     tp: int = 1,
 ) -> int:
-    """Keys and values of one token in all layers, on the rank of `tp` that holds the most: heads
-    are repeated if there are more ranks. In 8 bits a head has a float32 scale. `expanded`: of
-    latent attention in strict mode."""
+    """Bytes of keys and values of one token in all layers, on the fullest rank of `tp`: heads are
+    repeated if there are more ranks. With 8 bits a head has a float32 scale. `expanded`: for latent
+    attention in strict mode."""
     is_small = cache_dtype in EIGHT_BIT_CACHES
     total = 0
     for layer in dims.cached_layers:
@@ -141,23 +141,23 @@ def kv_token_bytes(
 
 
 def chunks_bytes(dims: ModelDims) -> float:
-    """The delta rule in chunks, for a token: in float32 keys and values of every value head (q, k
-    and what is made of them, v, solved and new values), five matrices of a chunk, and its state."""
+    """Bytes per token of the chunked delta rule, in float32: for every value head q, k and values
+    derived from them, v, solved and new values, five chunk matrices, and the state."""
     heads, keys, values = dims.linear_value_heads, dims.linear_key_dim, dims.linear_value_dim
     kept = 6 * keys + 3 * values + 5 * DELTA_CHUNK + keys * values / DELTA_CHUNK
     return 4 * heads * kept
 
 
 def slot_bytes(dims: ModelDims, weight_bytes: int) -> int:
-    """State of all delta nets for one running sequence: the last inputs of their convolutions, and
-    states in float32."""
+    """Bytes of delta-net state for a running sequence: last inputs of the convolutions, and float32
+    states."""
     inputs = max(dims.linear_conv - 1, 0) * (2 * dims.linear_k_dim + dims.linear_v_dim)
     states = dims.linear_v_dim * dims.linear_key_dim
     return dims.num_linear_layers * (inputs * weight_bytes + 4 * states)
 
 
 def latent_cache_problems(dims: ModelDims, cache_dtype: CacheDtype) -> list[Problem]:
-    """Latents and rotated keys differ in size, and 8 bits would have one scale for both."""
+    """Problems of 8-bit caches with latents: latents and rotated keys would share a scale."""
     if cache_dtype not in EIGHT_BIT_CACHES or not dims.kv_latent:
         return []
     rule = f"the cache of {dims.family} holds latents, for which 8 bits are not built"
@@ -170,5 +170,5 @@ def state_bytes(weight_bytes: float, num_tags: int) -> float:
 
 
 def export_bytes(dims: ModelDims, weight_bytes: int) -> float:
-    """One HF folder; tied weights are written once."""
+    """Bytes of one HF folder; tied weights are written once."""
     return float(weight_bytes * dims.num_params)

@@ -15,16 +15,16 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 MAX_NAMED = 8
-"""Maximum number of functions of a file in an error."""
+"""Maximum number of function names in an error."""
 MAX_SOURCE = 120
-"""Maximum characters of a line of source in an error."""
+"""Maximum characters of a source line in an error."""
 LOADERS = (f"{Path(__file__).parents[1]}/", f"{Path(importlib.__file__).parent}/", "<frozen ")
-"""Beginnings of the file names of frames that import: none of them is the cause of a failure."""
+"""Path prefixes of stack frames of the import itself, which are never the cause of a failure."""
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
 def load(spec: str) -> Callable[..., Any]:
-    """Imports what the string names. Whatever the import raises is passed on."""
+    """Imports the named object. Exceptions of the import are passed on."""
     where, _, name = spec.rpartition(":")
     found: Any = import_named(where)
     for part in name.split("."):
@@ -38,7 +38,7 @@ def load(spec: str) -> Callable[..., Any]:
 
 
 def _defined(module: object) -> str:
-    """The functions and classes defined in a module, in brackets."""
+    """Text in brackets with the functions and classes that a module defines."""
     own = [
         name
         for name, value in vars(module).items()
@@ -48,8 +48,8 @@ def _defined(module: object) -> str:
 
 
 def why_not_loaded(failure: BaseException) -> str:
-    """What an import raised, with the line of the user's file that is the cause:
-    `NameError: name 'x' is not defined (reward.py, line 7: x + 1)`."""
+    """Describes an import error with the responsible line of the user's file: `NameError: name 'x'
+    is not defined (reward.py, line 7: x + 1)`."""
     if isinstance(failure, SyntaxError):
         said, file, number, line = failure.msg, failure.filename, failure.lineno, failure.text
     else:
@@ -70,7 +70,7 @@ def settled(value: Any) -> Any:
     """The result of a call; a coroutine is awaited."""
     if not inspect.isawaitable(value):
         return value
-    import asyncio  # here, since a plan names functions too and awaits none
+    import asyncio  # here, since plans do not need it
 
     async def wait() -> Any:
         return await value
@@ -79,13 +79,13 @@ def settled(value: Any) -> Any:
 
 
 def absolute(spec: str) -> str:
-    """The same name, valid in any working folder."""
+    """The name with an absolute path, valid in any working folder."""
     where, _, name = spec.rpartition(":")
     return f"{Path(where).resolve()}:{name}" if where.endswith(".py") else spec
 
 
 def shown(spec: str) -> str:
-    """The same name as a user writes it: a file below the working folder without the folder."""
+    """The name for display: a file below the working folder is shown relative to it."""
     where, _, name = spec.rpartition(":")
     here = Path.cwd()
     is_below = where.endswith(".py") and Path(where).is_relative_to(here)
@@ -93,10 +93,10 @@ def shown(spec: str) -> str:
 
 
 def import_named(where: str, *, fresh: bool = False) -> ModuleType:
-    """`package.module` or `path/to/file.py`. Whatever the import raises is passed on.
+    """Imports `package.module` or `path/to/file.py`. Exceptions of the import are passed on.
 
-    Files beside a file can be imported too, where no other module has their name. `fresh` runs a
-    file again that was imported before.
+    The file can import files beside it, unless another module has their name. `fresh` runs a file
+    again if it was imported before.
     """
     if not where.endswith(".py"):
         return importlib.import_module(where)
@@ -119,14 +119,14 @@ def import_named(where: str, *, fresh: bool = False) -> ModuleType:
 
 
 def accepted(function: Callable[..., Any], given: Mapping[str, T]) -> dict[str, T]:
-    """The arguments among `given` that a function takes."""
+    """The arguments in `given` that a function accepts."""
     parameters = inspect.signature(function).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return {name: given[name] for name in given if takes_any or name in parameters}
 
 
 def describe(spec: str) -> dict[str, Any]:
-    """The parameters of a function: required ones, optional ones, and whether it takes any."""
+    """The parameters of a function: required, optional, and whether it accepts any."""
     parameters = inspect.signature(load(spec)).parameters.values()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return {

@@ -1,4 +1,4 @@
-"""Replaces the implementation of a built layer: another class, the same parameters."""
+"""Replaces the implementation of an existing layer by another class with the same parameters."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import nn
 def swap_class(module: nn.Module, cls: type[nn.Module], **attributes: Any) -> None:
     """Changes the module's class to `cls`, a subclass of its class, and sets further attributes.
 
-    Parameters, buffers, hooks and names stay, so weight maps, FSDP and optimizers see the same
-    model. A class instead of a `forward` of the instance, because the compiler shares code among
-    modules of one class.
+    Parameters, buffers, hooks and names are kept, so nothing changes for weight maps, FSDP and
+    optimizers. The class is changed, not `forward` of the instance, because the compiler shares
+    code between modules of a class.
     """
     assert issubclass(cls, type(module)), f"{cls.__name__} is no {type(module).__name__}"
     module.__class__ = cls
@@ -22,7 +22,7 @@ def swap_class(module: nn.Module, cls: type[nn.Module], **attributes: Any) -> No
 
 
 def swap_classes(model: nn.Module, classes: Mapping[type[nn.Module], type[nn.Module]]) -> None:
-    """Every layer of exactly this class."""
+    """Applies `swap_class` to all layers with exactly these classes."""
     for module in list(model.modules()):
         if type(module) in classes:
             swap_class(module, classes[type(module)])

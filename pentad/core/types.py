@@ -1,9 +1,9 @@
-"""The nouns of the system, and how they are laid out. Everything here is plain data.
+"""The data types of the system; all of them are plain data.
 
 A *prompt* is one row of the dataset, tokenised. A *group* is one prompt and its n *samples*. A
-*row* is one sample as the learner sees it: ids and per-token columns. A *batch* is the groups of
-one optimizer step; a *microbatch* is what one forward pass takes. The *version* counts batches
-trained.
+*row* is one sample in the learner's form: ids and per-token columns. A *batch* is the groups of one
+optimizer step; a *microbatch* is the rows of one forward pass. The *version* is the number of
+trained batches.
 
 Token alignment, everywhere outside the engine: entry t of a per-token column belongs to token
 ids[t]. `logprobs[t]` is log p(ids[t] | ids[:t]), so entry 0 is always 0 and never trained.
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
-if TYPE_CHECKING:  # rewards in processes of their own import these nouns too
+if TYPE_CHECKING:  # reward processes import these types without torch
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -38,15 +38,14 @@ class Prompt:
     """The text of `ids`: rendered, if there is a chat template."""
     epoch: int = 0
     messages: tuple[Mapping[str, Any], ...] = ()
-    """The same as a conversation, before any template; a plain text is one message of a user."""
+    """The prompt as messages, before any template; a plain text is one user message."""
     environment: str = ""
-    """The name of its environment; empty if the run has one."""
+    """The name of its environment; empty if the run has only one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are sampled. Reported log-probs are those of the distribution after
-    temperature."""
+    """Settings of sampling. Reported log-probs are those of the distribution after temperature."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -57,7 +56,7 @@ class SamplingParams:
     stop_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     num_top: int = 0
-    """Number of likeliest tokens reported at each position; for the embedded engine only."""
+    """Number of most likely tokens to report at each position; embedded engine only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,15 +67,15 @@ class Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     seeds: tuple[int, ...]
-    """Continuation i draws token t (counted from the start of the sequence) with randomness
-    keyed by (seeds[i], t) alone, so results do not depend on what else is in the engine."""
+    """Continuation i samples token t (counted from the start of the sequence) with randomness keyed
+    only by (seeds[i], t), so results do not depend on other requests."""
     drawn: tuple[Generation, ...] = ()
-    """What an earlier request drew of each continuation: it continues after these tokens, and its
-    generation begins with them. Empty: nothing is drawn yet."""
+    """Tokens that an earlier request sampled for each continuation: sampling continues after them,
+    and the generation begins with them. Empty: none yet."""
 
 
 TopTokens = list[tuple[int, float]]
-"""The likeliest ids at one place and their log-probs, the likeliest first."""
+"""The most likely ids at a position and their log-probs, most likely first."""
 
 
 @dataclass(slots=True)
@@ -89,26 +88,25 @@ class Generation:
     """Weight version that produced each token."""
     finish: FinishReason
     routes: np.ndarray | None = None
-    """[prompt and new tokens, mixture layers, k]: the experts of each token when the next one was
-    sampled, from a sampler that records them. The last token's have no meaning."""
+    """[prompt and new tokens, mixture layers, k]: the experts of each token, if the sampler records
+    them. Those of the last token are undefined."""
     tops: list[TopTokens] = field(default_factory=list)
     """One entry per new token, if `num_top` of them were requested."""
     arrays: tuple[np.ndarray, np.ndarray, np.ndarray] | None = field(
         default=None, init=False, repr=False, compare=False
     )
-    """The result of `columns`; a sampler with arrays sets it. Not an argument, because
-    `dataclasses.replace` would copy it to answers with other lists."""
+    """Cached result of `columns`; a sampler that has arrays sets it. Not an argument, because
+    `dataclasses.replace` would copy it to generations with other lists."""
     lists: tuple[list[int], list[float], list[int]] | None = field(
         default=None, init=False, repr=False, compare=False
     )
-    """The lists of which the arrays were made."""
+    """The lists from which the arrays were created."""
 
     def __post_init__(self) -> None:
         self.lists = self.ids, self.logprobs, self.versions
 
     def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """ids, log-probs and versions in the form of a sample, made once: three readers use
-        them."""
+        """ids, log-probs and versions as arrays, cached because there are three readers."""
         lists = self.ids, self.logprobs, self.versions
         is_same = self.lists is not None and all(map(operator.is_, self.lists, lists))
         if self.arrays is None or not is_same or len(self.arrays[0]) != len(self.ids):
@@ -132,20 +130,20 @@ class Sample:
     ids: np.ndarray
     """int64, prompt and everything after it."""
     mask: np.ndarray
-    """bool: sampled by the policy, hence trained. Prompt and environment tokens are False."""
+    """bool: True for tokens that the policy sampled, which are trained."""
     rollout_logprobs: np.ndarray
     """float32, as reported at sampling; 0 where mask is False."""
     versions: np.ndarray
     """int64, weight version of each sampled token; -1 where mask is False."""
     finish: FinishReason
     text: str = ""
-    """The sampled part, decoded; for rewards and for display, never re-encoded."""
+    """The decoded sampled part, for rewards and display; never re-encoded."""
     given_text: str | None = None
-    """The ids before the first sampled one, decoded, if they are not those of the prompt."""
+    """The decoded ids before the first sampled one, if they differ from the prompt."""
     turns: tuple[tuple[str, str], ...] = ()
     """(role, text) of all messages after the prompt, for display; empty for a single answer."""
     environment: dict[str, Any] | None = None
-    """Final attributes of its environment, until it has a reward; None without one."""
+    """Final attributes of its environment, until it is scored; None without environment."""
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     columns: dict[str, np.ndarray] = field(default_factory=dict)
@@ -160,7 +158,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Group:
-    """One prompt and its samples: the unit of planning, transport, failure and recovery."""
+    """One prompt and its samples: the unit of planning, transfer, failure and recovery."""
 
     prompt: Prompt
     samples: list[Sample]
@@ -178,12 +176,12 @@ class Group:
 
 @dataclass(slots=True)
 class Row:
-    """One sequence for the learner: token ids, token-aligned columns, and its share of the count.
+    """One sequence for the learner: token ids, token-aligned columns, and its `count`.
 
-    Losses are sums of per-token terms; `columns["weights"]` carries every normalisation that is
-    finer than the global one, and the sum of `count` over all rows of a step divides the
-    gradient once. So the gradient does not depend on how rows are split.
-    Example (mean over tokens): weights = mask, count = mask.sum().
+    Losses are sums of per-token terms; `columns["weights"]` contains every normalisation finer than
+    the global one, and the gradient is divided once by the sum of `count` over all rows of a step.
+    So it does not depend on how rows are split. Example (mean over tokens): weights = mask, count =
+    mask.sum().
     """
 
     ids: Tensor
@@ -192,26 +190,26 @@ class Row:
     """float32 [L] each; "weights" is 0 where a token is not trained."""
     count: float = 0.0
     routes: Tensor | None = None
-    """int64 [L, mixture layers, k]: the experts for each token, distinct; None: the routers choose.
-    The last token's have no effect."""
+    """int64 [L, mixture layers, k]: distinct experts of each token; None: the routers choose. Those
+    of the last token have no effect."""
     group: int | None = None
-    """Rows of one group in a call answer one prompt: their common first tokens are computed once.
-    None: computed alone."""
+    """Rows with the same group in a call share a prompt: their common prefix is computed once.
+    None: the row is computed alone."""
 
 
 class Segments(Protocol):
-    """Interface to the assignment of tokens to sequences, independent of the sharding of tokens.
-    The engine's implementation also works when a sequence is spread over ranks."""
+    """Assignment of tokens to sequences, independent of how tokens are sharded. The engine's
+    implementation supports sequences that are spread over ranks."""
 
     @property
     def num(self) -> int: ...
 
     def sum(self, x_T: Tensor) -> Tensor:
-        """Per-sequence sums, differentiable: [T] -> [S]."""
+        """Returns per-sequence sums, differentiable: [T] -> [S]."""
         ...
 
     def spread(self, x_S: Tensor) -> Tensor:
-        """Each token gets its sequence's value: [S] -> [T]."""
+        """Returns for each token its sequence's value: [S] -> [T]."""
         ...
 
 
@@ -220,19 +218,19 @@ class TokenOutputs:
     """The model's outputs for every token of a microbatch, with aligned columns."""
 
     logprobs_T: Tensor
-    """At the temperature of the run."""
+    """Log-probs at the temperature of the run."""
     entropy_T: Tensor | None
     values_T: Tensor | None
     segments: Segments
 
 
 class Loss(Protocol):
-    """A sum of per-token terms. Independent of ranks, microbatches and the normaliser."""
+    """A loss as a sum of per-token terms, independent of ranks, microbatches and the normaliser."""
 
     needs_entropy: bool
     """Whether the gradient flows through the entropy (it is always reported)."""
     columns: tuple[str, ...]
-    """The columns it reads."""
+    """Names of the columns that it reads."""
 
     def __call__(
         self, outputs: TokenOutputs, columns: Mapping[str, Tensor]
@@ -248,7 +246,7 @@ class Accumulated:
     loss_sum: float
     count: float
     stats: dict[str, float]
-    """The loss's own sums."""
+    """Sums that the loss reports."""
     outputs: list[dict[str, Tensor]]
     """Per row, detached, token-aligned: logprobs, entropy, and values with a critic."""
 
@@ -259,7 +257,7 @@ class LayerBalance:
 
     layer: int
     loads: tuple[int, ...]
-    """Tokens of each expert."""
+    """Number of tokens of each expert."""
 
     @property
     def mean(self) -> float:
@@ -281,7 +279,7 @@ class LayerBalance:
 
     @property
     def num_idle(self) -> int:
-        """Experts without a token."""
+        """Number of experts without a token."""
         return self.loads.count(0)
 
 
@@ -291,12 +289,12 @@ class Work:
 
     seconds: float = 0.0
     num_bytes: int = 0
-    """Moved by it."""
+    """Number of bytes moved."""
     num_calls: int = 0
     num_items: int = 0
     """Number of processed items, such as pairs that experts computed."""
     block_bytes: int | None = None
-    """Shared memory of a block of the Triton kernel that did it; None: another implementation."""
+    """Shared memory per block of the Triton kernel that did the work; None: not a Triton kernel."""
 
 
 @dataclass(slots=True)
@@ -311,23 +309,22 @@ class StepResult:
     num_tokens: int
     num_microbatches: int
     reason: str = ""
-    """The reason."""
+    """Why it was skipped."""
     balance: tuple[LayerBalance, ...] = ()
     """One entry for every mixture layer of the model."""
     work: dict[str, Work] = field(default_factory=dict, compare=False)
     """Measurements of this rank: `route`; with expert parallelism `dispatch`, `combine`."""
     num_pairs: int | None = None
-    """Pairs of a token and an expert computed on all ranks, counted at their expert; recomputed
+    """Number of computed (token, expert) pairs on all ranks, counted at the expert; recomputed
     passes count again. None without expert parallelism."""
     left_out: tuple[int, ...] = ()
-    """Lengths of first tokens that were shared by rows with a common prefix and not computed
-    again."""
+    """Lengths of common prefixes of rows that were not computed again."""
 
 
 class Attend(Protocol):
-    """The attention core of a model: only it knows which tokens attend to which. The learner passes
-    one over packed sequences, the sampler one over its key-value cache, context parallelism wraps
-    either. T counts tokens of all sequences, flat."""
+    """The attention core of a model, which defines which tokens attend to which. The learner passes
+    one for packed sequences, the sampler one for its key-value cache; context parallelism wraps
+    either. T is the number of tokens of all sequences, flat."""
 
     def __call__(
         self,
@@ -340,9 +337,8 @@ class Attend(Protocol):
     ) -> Tensor:
         """Causal attention within each sequence, rotary already applied; returns o_THd.
 
-        With a `window` a token sees itself and the window - 1 tokens before it. `sinks` are one
-        logit for each query head, which takes weight from a token's keys and gives no value. Models
-        pass either only for layers that have it, so a core that cannot do it fails instead of
-        ignoring it.
+        With a `window` a token attends to itself and the window - 1 tokens before it. `sinks` has a
+        logit per query head that is part of the softmax but has no value. Models pass either only
+        for layers that have it, so that a core without support fails instead of ignoring it.
         """
         ...

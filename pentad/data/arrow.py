@@ -1,9 +1,9 @@
 """Rows of Parquet and Arrow files; the only place that imports pyarrow.
 
-Arrow files (what HF `datasets` saves) are memory-mapped: any row is found at once and the file
-costs no memory. Parquet is compressed by row groups of often thousands of rows: opened for
-streaming, a few of them are kept decompressed, so shuffled access to a large file decompresses a
-group for most rows. If that is too slow, save the data as Arrow or JSON lines.
+Arrow files (the format of HF `datasets`) are memory-mapped: access is random and uses no memory.
+Parquet is compressed in row groups of often thousands of rows. When streaming, only a few are kept
+decompressed, so shuffled access to a large file decompresses a group for most rows. If that is too
+slow, save the data as Arrow or JSON lines.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pentad.data.stamp import Stamp
 ROW_GROUPS_KEPT = 8
 GIB = 1 << 30
 VALUE_BYTES = 16
-"""Size of the widest fixed-width value."""
+"""Size of the widest fixed-width value, in bytes."""
 
 
 class FileRows:
@@ -60,7 +60,7 @@ class TableRows(FileRows):
     def __init__(self, path: Path, table: pa.Table, stamp: Stamp | None = None) -> None:
         super().__init__(path)
         self.stamp = stamp
-        """Only for a mapped file."""
+        """Only set for a mapped file."""
         self.table = table
 
     def __len__(self) -> int:
@@ -120,7 +120,7 @@ class ParquetRows(FileRows):
         super().__init__(path)
         self.stamp = Stamp(path)
         self.file = open_parquet(path)
-        row_groups.forget(path)  # of a file that had this name before
+        row_groups.forget(path)  # of an earlier file with this name
         meta = self.file.metadata
         self.ends = list(accumulate(meta.row_group(i).num_rows for i in range(meta.num_row_groups)))
         self.size = meta.num_rows if limit is None else min(limit, meta.num_rows)
@@ -163,8 +163,8 @@ def open_table(
 
 
 def open_parquet(path: Path) -> pq.ParquetFile:
-    """Opens a Parquet file. Texts stay dictionary-encoded if the file has a dictionary: a text that
-    is repeated a billion times is in memory once."""
+    """Opens a Parquet file. Dictionary-encoded texts stay encoded, so that repeated texts are in
+    memory once."""
     meta = pq.read_metadata(path)
     columns = [meta.schema.column(i) for i in range(meta.num_columns)]
     texts = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
@@ -195,7 +195,7 @@ def unpacked_bytes(file: pq.ParquetFile, groups: Sequence[int]) -> int:
 
 
 def _column_bytes(column: pq.ColumnChunkMetaData) -> int:
-    """Decompressed size of a column: the stored values, and a number or an index per value."""
+    """Upper bound of a column's decompressed size: its values, and one number or index for each."""
     return int(column.total_uncompressed_size + VALUE_BYTES * column.num_values)
 
 
@@ -210,7 +210,7 @@ def read_arrow(path: Path) -> pa.Table:
 
 
 def plain(value: Any) -> Any:
-    """Dates and decimals as text, so that a row can be written as JSON."""
+    """Converts dates and decimals to text, so that a row can be written as JSON."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -223,7 +223,7 @@ def plain(value: Any) -> Any:
 
 
 def num_characters(value: Any) -> int:
-    """Characters of all texts in a value."""
+    """Number of characters of all texts in a value."""
     if isinstance(value, str):
         return len(value)
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

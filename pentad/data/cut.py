@@ -1,7 +1,7 @@
-"""Interrupts Python code of a model folder, such as a chat template, that does not end.
+"""Interrupts code of a model folder, such as a chat template, that takes too long.
 
-It limits the processor time of the calling thread, so that a busy machine interrupts nothing. On
-systems without time per thread (macOS) it limits elapsed time.
+It limits the CPU time of the calling thread, so that a busy machine does not cause interruptions.
+On systems without CPU time per thread (macOS) it limits elapsed time.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pathlib import Path
 MAX_CPU_S = 5.0
 GROWING_CPU_S = 0.3
 MAX_GROWTH_BYTES = 1 << 28
-"""Growth of the process since the call began, once it has taken GROWING_CPU_S."""
+"""Limit of the memory growth during a call, checked once the call has used GROWING_CPU_S."""
 CHECK_S = 0.05
 IDLE_CHECKS = 40
-"""Number of checks without a call after which the watching thread ends; the next call starts
-another."""
+"""Number of checks without a call after which the watching thread ends; the next call starts a new
+one."""
 
 
 class CutOff(Exception):
@@ -41,7 +41,7 @@ class _Call:
     def __post_init__(self) -> None:
         self.clock = clock_of(self.thread)
         self.began_s = self.clock()
-        self.began_bytes = _resident_bytes()  # the watching thread may come late
+        self.began_bytes = _resident_bytes()  # here, as the watching thread may be delayed
 
     def is_too_much(self) -> bool:
         taken_s = self.clock() - self.began_s
@@ -51,7 +51,7 @@ class _Call:
 
 
 def clock_of(thread: int) -> Callable[[], float]:
-    """A clock of the thread's processor seconds, readable by any thread."""
+    """Returns a clock of a thread's CPU seconds that any thread can read."""
     if not hasattr(time, "pthread_getcpuclockid"):
         return time.monotonic
     return partial(time.clock_gettime, time.pthread_getcpuclockid(thread))
@@ -66,12 +66,12 @@ class _Watch:
     def add(self, call: _Call) -> None:
         with self.lock:
             self.calls.add(call)
-            if self.thread is None or not self.thread.is_alive():  # a fork has none
+            if self.thread is None or not self.thread.is_alive():  # not copied by a fork
                 self.thread = threading.Thread(target=self._look, name="cut-off", daemon=True)
                 self.thread.start()
 
     def remove(self, call: _Call) -> None:
-        with self.lock:  # nothing is raised in what comes after
+        with self.lock:  # later code is not interrupted
             self.calls.discard(call)
             if call.is_cut:
                 _raise_in(call.thread, None)
@@ -89,8 +89,8 @@ class _Watch:
 
 
 def _raise_in(thread: int, kind: type[Exception] | None) -> None:
-    """Raises an exception at the thread's next operation; None: revokes one that was not raised
-    yet."""
+    """Raises an exception in a thread at its next operation; None revokes one that is still
+    pending."""
     raised = None if kind is None else ctypes.py_object(kind)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
 
@@ -101,7 +101,7 @@ os.register_at_fork(after_in_child=lambda: _watch.__init__())  # type: ignore[mi
 
 @contextlib.contextmanager
 def cut_off() -> Iterator[None]:
-    """Raises CutOff in the code within, unless it ends in time."""
+    """Context that raises CutOff in its code if the code exceeds the limits."""
     call = _Call()
     _watch.add(call)
     try:

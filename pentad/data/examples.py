@@ -1,7 +1,7 @@
 """An endless sequence over data, in a seeded order of each epoch.
 
-The example of an ordinal follows from the data, the settings and the ordinal alone, and not from
-the number of ranks or the point of an interruption.
+The example of an ordinal depends only on the data, the settings and the ordinal, not on the number
+of ranks or on interruptions.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from pentad.data.render import DataSource
 from pentad.data.stamp import check_same_data
 
 TOO_LONG = "too_long"
-"""The reason for dropping a row of the data."""
+"""Reason, in counts, for a row dropped because of its length."""
 
 
 def epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
     """A permutation of range(size), int64.
 
-    Rows are sorted by splitmix64 of their index. That is integer arithmetic with no library's
-    random generator in it, so a resumed run finds its order again after any upgrade; it maps
-    different inputs to different values, so there are no ties. https://prng.di.unimi.it/splitmix64.c
+    Rows are sorted by splitmix64 of their index. This is pure integer arithmetic without a
+    library's random generator, so the order is the same after any upgrade. It is a bijection, so
+    there are no ties. https://prng.di.unimi.it/splitmix64.c
     """
     key = np.uint64(derive_seed(seed, "epoch", epoch))
     with np.errstate(over="ignore"):
@@ -46,12 +46,12 @@ class OrderedData(ABC):
         self.source = source
         self.warnings: set[str] = set()
         self.notes: list[str] = []
-        """Notes for the user on how rows are read."""
+        """Notes for the user on the reading of rows."""
         self._order = lru_cache(maxsize=2)(lambda e: epoch_order(len(self), source.seed, e))
 
     @abstractmethod
     def __len__(self) -> int:
-        """Prompts or examples per epoch."""
+        """Number of prompts or examples per epoch."""
 
     @abstractmethod
     def summary(self) -> str:
@@ -59,7 +59,7 @@ class OrderedData(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """All values that determine the example of an ordinal, as JSON."""
+        """All values that determine the example of an ordinal, as JSON values."""
 
     def place(self, ordinal: int) -> tuple[int, int]:
         """Epoch, and index in the data."""
@@ -71,21 +71,21 @@ class OrderedData(ABC):
         return math.ceil(len(self) / size)
 
     def run_warnings(self, size: int) -> list[str]:
-        """Warnings before a run in batches of `size`: repeating the data is rarely intended."""
+        """Warnings before a run with batches of `size`, such as on repeated rows in a batch."""
         if size <= len(self):
             return [*self.warnings]
         where = f"train_dataset.batch_size = {size}"
-        rule = f"there are {len(self)} rows, so rows come several times in one step"
+        rule = f"there are {len(self)} rows, so rows are repeated within a step"
         return [*self.warnings, f"{where}: {rule}"]
 
     def check_state(self, saved: Mapping[str, Any]) -> None:
-        """Raises UserError if an ordinal of the saved state is now another example."""
+        """Raises UserError if ordinals no longer have the examples of the saved state."""
         where = f"{self.source.key}.path = {self.source.path}"
         check_same_data(where, saved, self.state())
 
 
 class Examples(OrderedData):
-    """Rows that are trained as they are."""
+    """Data whose rows are trained directly, without sampling."""
 
     @property
     @abstractmethod
@@ -97,7 +97,7 @@ class Examples(OrderedData):
         """The rows of an example, by its index in the data."""
 
     def batch(self, step: int, size: int) -> list[Row]:
-        """The rows of one step: consecutive ordinals, so any step can be found again."""
+        """The rows of one step, from consecutive ordinals."""
         ordinals = range(step * size, (step + 1) * size)
         return [row for ordinal in ordinals for row in self.example(self.index(ordinal))]
 

@@ -1,8 +1,8 @@
-"""Blobs as files of one folder, mapped by their readers: in memory (/dev/shm) for one machine, in a
-shared folder for several.
+"""Blobs as memory-mapped files in a folder: in /dev/shm for one machine, in a shared folder for
+several.
 
-The folder is a `core.scratch` one: the next run on the machine removes those that a killed run left
-in memory.
+The folder is managed by `core.scratch`: the next run on the machine removes those left by killed
+runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FileBlobs:
     def __init__(self, folder: Path, owned: ExitStack | None = None) -> None:
         self.folder = folder
         self.owned = owned or ExitStack()
-        """Removes the folder at close, in the process that made it."""
+        """Removes the folder at close, in the process that created it."""
         self.address = {"kind": "files", "folder": str(folder)}
 
     def keys(self, gids: Iterable[int]) -> list[str]:
@@ -71,7 +71,7 @@ class FileBlobs:
 
 
 def make_blobs(parent: Path | None = None) -> FileBlobs:
-    """A fresh folder, in memory unless `parent` is given; it is removed at close."""
+    """Creates a folder, in /dev/shm unless `parent` is given; it is removed at close."""
     parent = parent or shared_memory()
     parent.mkdir(parents=True, exist_ok=True)
     owned = ExitStack()
@@ -90,8 +90,8 @@ def open_blobs(address: Mapping[str, Any]) -> FileBlobs:
 
 def _gone(folder: Path) -> RunError:
     return RunError(
-        f"the store {folder} is not here: the run that made it has ended, or the folder is not one "
-        "that all machines see"
+        f"the store {folder} is not here: the run that made it has ended, or the folder is not "
+        "shared by all machines"
     )
 
 
@@ -100,7 +100,7 @@ def _subfolder(gid: str) -> str:
 
 
 def _mapped(path: Path) -> Any | None:
-    """A private mapping: changes to its arrays are invisible to other processes."""
+    """Maps a file privately: changes to arrays are invisible to other processes."""
     try:
         with path.open("rb") as file:
             if not os.fstat(file.fileno()).st_size:

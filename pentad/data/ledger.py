@@ -1,4 +1,4 @@
-"""The ledger: the single source of truth for the state of every group of the run."""
+"""The ledger: the state of every group of the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class LedgerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class PromptFunnel:
-    """The state of all prompts drawn so far: drawn = trained + sum of dropped + in_flight."""
+    """Counts of all prompts drawn so far: drawn = trained + sum of dropped + in_flight."""
 
     drawn: int
     trained: int
@@ -31,12 +31,12 @@ class _Entry:
     state: LiveState
     num_attempts: int = 0
     num_carries: int = 0
-    """How often it was cut off, to continue in a later step."""
+    """How often the group was aborted, to continue in a later step."""
 
 
 @dataclass(slots=True)
 class _Batch:
-    """A batch that is not completely trained."""
+    """A batch with groups that are not trained yet."""
 
     free: list[int]
     """A heap of the free slots."""
@@ -53,17 +53,17 @@ class Ledger:
         self.has_scorers = has_scorers
         self.next_gid = 0
         self._live: dict[int, _Entry] = {}
-        """In gid order: groups are added by ordinal, and only removed."""
+        """Live groups in gid order: they are added in this order and never moved."""
         self._batches: dict[int, _Batch] = {}
-        """In order, without gaps; fully trained batches are forgotten."""
+        """Batches in order, without gaps; fully trained ones are removed."""
         self._first_batch = 0
-        """Every batch below is fully trained."""
+        """All batches below this number are fully trained."""
         self._next_open = 0
-        """No batch below has a free slot."""
+        """No batch below this number has a free slot."""
         self._trained = 0
         self._dropped: dict[str, int] = {}
         self.num_sampled = 0
-        """Groups that are waiting for their scores."""
+        """Number of groups that wait for their scores."""
 
     # -- planning -------------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ class Ledger:
         return entry is not None and entry.state == "running" and attempt == entry.num_attempts - 1
 
     def commit(self, gid: int, attempt: int) -> bool:
-        """The group's samples are in the store. False, and no change, if the attempt is over."""
+        """Records that the samples are stored. False, with no change, if the attempt is over."""
         self._check_begun(gid, attempt, "commit")
         if not self.is_current(gid, attempt):
             return False
@@ -105,8 +105,8 @@ class Ledger:
         return True
 
     def score(self, gid: int, attempt: int) -> bool:
-        """Marks a group as scored: all columns are in the store. False, and no change, if the
-        attempt is over."""
+        """Marks a group as scored: all columns are in the store. Returns False, without a change,
+        if the attempt is over."""
         self._check_begun(gid, attempt, "score")
         entry = self._live.get(gid)
         if entry is None or entry.state != "sampled" or attempt < entry.num_attempts - 1:
@@ -116,7 +116,7 @@ class Ledger:
         return True
 
     def fail(self, gid: int, attempt: int) -> bool:
-        """Records a failed attempt: the group is planned again. False if it was over before."""
+        """Records a failed attempt: the group is planned again. False if the attempt was over."""
         self._check_begun(gid, attempt, "fail")
         entry = self._live.get(gid)
         if entry is None or attempt < entry.num_attempts - 1 or entry.state == "planned":
@@ -125,7 +125,7 @@ class Ledger:
         return True
 
     def carry(self, gid: int, attempt: int) -> None:
-        """Cuts the attempt off; it continues later, as the same attempt."""
+        """Records that the attempt was aborted; it continues later as the same attempt."""
         entry = self._expect(gid, "carry", "running")
         if attempt < entry.num_attempts - 1:
             raise LedgerError(f"group {gid} cannot carry attempt {attempt}: it is over")
@@ -134,8 +134,8 @@ class Ledger:
         entry.num_carries += 1
 
     def reseat(self, gids: Sequence[int]) -> None:
-        """Groups that are planned or running leave their slots and take the oldest that are free
-        then, the first of them the first."""
+        """Moves planned or running groups to the oldest free slots (their own included), in the
+        given order."""
         entries = [self._expect(gid, "reseat", "planned", "running") for gid in gids]
         for entry in entries:
             self._vacate(entry)
@@ -143,7 +143,7 @@ class Ledger:
             entry.batch, entry.slot = self._take_slot(self.next_batch, gid)
 
     def drop(self, gid: int, reason: str) -> None:
-        """Drops the group untrained; its slot is free for the next ordinal."""
+        """Drops the group without training; its slot becomes free for the next ordinal."""
         if not reason:
             raise LedgerError(f"group {gid} cannot be dropped without a reason")
         entry = self._expect(gid, "drop", "planned", "running", "sampled", "ready", "leased")
@@ -155,15 +155,14 @@ class Ledger:
     # -- training -------------------------------------------------------------------------------
 
     def lease(self, batch: int, slots: Iterable[int] | None = None) -> list[int]:
-        """Takes the ready groups in these slots (default: of the whole batch), in slot order."""
+        """Leases the ready groups in these slots (default: all); returns gids in slot order."""
         wanted = self.gids_at(batch, self._all_slots if slots is None else slots, "ready")
         for gid in wanted:
             self._live[gid].state = "leased"
         return wanted
 
     def ack(self, gids: Iterable[int]) -> None:
-        """Acknowledges the optimizer step that used these groups; all of them or, on error,
-        none."""
+        """Acknowledges the optimizer step that trained these groups; on error, none is changed."""
         gids = self._all_leased(gids, "ack")
         for gid in gids:
             entry = self._live.pop(gid)
@@ -191,19 +190,19 @@ class Ledger:
         return self._next_open
 
     def num_missing(self, batch: int) -> int:
-        """Free slots of the batch."""
+        """Number of free slots of the batch."""
         if batch < self._first_batch:
             return 0
         return self.groups_per_batch - len(self._batches.get(batch, _NO_BATCH).slots)
 
     def num_drawn(self, batch: int) -> int:
-        """Ordinals assigned to the batch so far, dropped ones included; 0 once it is trained."""
+        """Number of ordinals assigned to the batch, dropped ones included; 0 once it is trained."""
         return self._batches.get(batch, _NO_BATCH).num_drawn
 
     def are_ready(self, batch: int, slots: Iterable[int] | None = None) -> bool:
         """Whether every one of these slots (default: all) holds a ready group."""
         held, live = self._batches.get(batch, _NO_BATCH).slots, self._live
-        for slot in self._all_slots if slots is None else slots:  # for every group that is done
+        for slot in self._all_slots if slots is None else slots:  # called for every finished group
             if slot not in held or held[slot] not in live or live[held[slot]].state != "ready":
                 return False
         return True
@@ -223,7 +222,7 @@ class Ledger:
         return self._live[gid].batch
 
     def num_carries(self, gid: int) -> int:
-        """How often a live group was cut off."""
+        """How often a live group was aborted."""
         return self._live[gid].num_carries
 
     def funnel(self) -> PromptFunnel:
@@ -247,7 +246,7 @@ class Ledger:
                 }
                 for number, batch in self._batches.items()
             ],
-            "live": [  # short, since one is taken after every step
+            "live": [  # short, since there is one after every step
                 [gid, entry.batch, entry.slot, entry.state, entry.num_attempts, entry.num_carries]
                 for gid, entry in self._live.items()
             ],
@@ -257,9 +256,8 @@ class Ledger:
     def restore(
         cls, snapshot: Mapping[str, Any], available: Collection[int], *, has_scorers: bool = False
     ) -> Ledger:
-        """Continues from a snapshot. The store has the samples of the groups in `available`,
-        which are scored anew. LookupError, TypeError or ValueError for what `snapshot` would
-        not return."""
+        """Restores a snapshot. Groups in `available` have samples in the store and are scored
+        again. LookupError, TypeError or ValueError for an invalid snapshot."""
         ledger = cls(int(snapshot["groups_per_batch"]), has_scorers=has_scorers)
         ledger.next_gid = int(snapshot["next_gid"])
         ledger._first_batch = int(snapshot["first_batch"])
@@ -291,22 +289,21 @@ class Ledger:
         return range(self.groups_per_batch)
 
     def _take_slot(self, batch: int, gid: int) -> tuple[int, int]:
-        """The lowest free slot of the batch, and which batch it is."""
+        """Assigns the lowest free slot of the batch; returns (batch, slot)."""
         held = self._batches.setdefault(batch, _Batch(list(self._all_slots)))
         slot = heappop(held.free)
         held.slots[slot] = gid
         return batch, slot
 
     def _vacate(self, entry: _Entry) -> None:
-        """Its slot is free for another group."""
+        """Frees the slot of a group."""
         batch = self._batches[entry.batch]
         del batch.slots[entry.slot]
         heappush(batch.free, entry.slot)
         self._next_open = min(self._next_open, entry.batch)
 
     def _all_leased(self, gids: Iterable[int], verb: str) -> list[int]:
-        """Checked before anything changes, so that a transition applies to all of its groups or
-        none."""
+        """Checks all groups before any is changed, so that a transition applies to all or none."""
         gids = list(gids)
         if len(set(gids)) < len(gids):
             raise LedgerError(f"{verb} names a group twice: {sorted(gids)}")
@@ -327,7 +324,7 @@ class Ledger:
         return entry
 
     def _check_begun(self, gid: int, attempt: int, verb: str) -> None:
-        """An attempt that was never started can neither commit nor fail."""
+        """Raises LedgerError for an attempt that was never started."""
         if not 0 <= gid < self.next_gid:
             raise LedgerError(f"group {gid} cannot {verb}: it was never admitted")
         entry = self._live.get(gid)
@@ -336,8 +333,8 @@ class Ledger:
 
 
 def read_live(saved: Sequence[Any]) -> tuple[int, int, int, LiveState, int, int]:
-    """Gid, batch, slot, state, attempts and carries of a live group in a snapshot; snapshots from
-    before groups were carried do not have the last."""
+    """Parses (gid, batch, slot, state, attempts, carries) of a live group in a snapshot; old
+    snapshots have no carries."""
     gid, batch, slot, state, attempts, *carries = saved
     (num_carries,) = carries or (0,)
     return int(gid), int(batch), int(slot), state, int(attempts), int(num_carries)

@@ -1,7 +1,7 @@
 """Prompts of several environments in one sequence, mixed by weight.
 
-The environment of a gid, and its prompt there, follow from the weights and the gid alone, so that a
-resumed run needs no cursor here either.
+Environment and prompt of a gid depend only on the weights, the data and the gid, so that a resumed
+run needs no cursor.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pentad.data.stamp import check_same_data
 
 
 class MixedPrompts(Prompts):
-    """Alternates between several streams; each has its own epochs and its own order.
+    """Alternates between several streams; each has separate epochs and a separate order.
 
-    An epoch of the mixture ends when every row of every stream was drawn once. Rows of a stream
-    that is small for its weight have been drawn more often by then.
+    An epoch of the mixture ends when every row of every stream was drawn at least once. Streams
+    that are small relative to their weight are then drawn several times.
     """
 
     def __init__(self, streams: Sequence[PromptStream], weights: Sequence[float]) -> None:

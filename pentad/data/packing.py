@@ -1,9 +1,9 @@
-"""Groups and columns as bytes: a JSON header and the raw arrays after it, which a reader can map.
+"""Serialises groups and columns: a JSON header, then raw arrays that a reader can map.
 
     magic (16 bytes) | header bytes | bytes in all | crc32 of all the rest | header | arrays
 
-Arrays begin at multiples of ALIGN. No pickle. A prompt is not in it: it follows from the gid and
-the data. Bytes that are cut short or changed are a ValueError, never other numbers.
+Arrays begin at multiples of ALIGN. No pickle. Prompts are not included: they follow from the gid
+and the data. Truncated or changed bytes raise ValueError and never give other numbers.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ ScoredColumns = Mapping[str, Sequence[np.ndarray]]
 
 
 def pack_groups(groups: Sequence[Group]) -> list[Buffer]:
-    """Packs groups without their prompts, as pieces to be written one after the other; RunError for
-    values that are not plain data."""
+    """Packs groups without their prompts into pieces to be written in order; RunError for values
+    that are not plain data."""
     parts: dict[str, list[np.ndarray]] = {}
     """Arrays of one name, type and shape are concatenated, in the order of the samples."""
     meta = []
     kinds: dict[tuple[str, np.dtype, tuple[int, ...]], tuple[str, list[np.ndarray]]] = {}
-    """Key and parts of each kind: a name is written once, not for every sample."""
+    """Kind -> (key, arrays): a name is written once, not for every sample."""
     for group in groups:
         samples = []
         for sample in group.samples:
@@ -70,8 +70,8 @@ def pack_groups(groups: Sequence[Group]) -> list[Buffer]:
 
 
 def unpack_groups(data: Any, prompt_of: Callable[[int], Prompt]) -> Iterator[Group]:
-    """Unpacks groups, with the prompts of their gids; ValueError, TypeError or LookupError for
-    anything that `pack_groups` would not write. Arrays are views of the buffer."""
+    """Unpacks groups and adds the prompts of their gids. Arrays are views of the buffer.
+    ValueError, TypeError or LookupError for invalid data."""
     meta, arrays = unpack_arrays(data)
     at = dict.fromkeys(arrays, 0)
 
@@ -95,7 +95,7 @@ def unpack_groups(data: Any, prompt_of: Callable[[int], Prompt]) -> Iterator[Gro
 
 
 def pack_column(arrays: Sequence[np.ndarray]) -> list[Buffer]:
-    """One column of all samples of a group."""
+    """Packs one column of all samples of a group."""
     return pack_arrays([len(array) for array in arrays], {"": np.concatenate(arrays)})
 
 
@@ -134,7 +134,7 @@ def pack_arrays(meta: Any, arrays: Mapping[str, np.ndarray]) -> list[Buffer]:
 def unpack_arrays(data: Any) -> tuple[Any, dict[str, np.ndarray]]:
     view = memoryview(data)
     if len(view) < START or view[: len(MAGIC)] != MAGIC:
-        raise ValueError("it is no file of groups")
+        raise ValueError("it is not a file of groups")
     _, length, size = SIZES.unpack_from(view)
     if len(view) != size:
         raise ValueError(f"it has {len(view)} bytes of {size}")
@@ -163,12 +163,12 @@ def _arrays_of(sample: Sample) -> Iterator[tuple[str, np.ndarray]]:
         if array is not None:
             yield name, array
     if sample.columns:
-        for name, column in list(sample.columns.items()):  # a scorer may write one meanwhile
+        for name, column in list(sample.columns.items()):  # a scorer may add one concurrently
             yield COLUMN + name, np.asarray(column)
 
 
 def _plain(value: Any) -> Any:
-    """Converts numpy numbers, which a reward may return."""
+    """Converts numpy numbers, which rewards may return, to Python ones."""
     if isinstance(value, np.generic):
         return value.item()
-    raise TypeError(f"{type(value).__name__} is no plain value")
+    raise TypeError(f"{type(value).__name__} is not a plain value")

@@ -1,7 +1,7 @@
 """Preferences as examples: pairs of a preferred and a rejected answer, or labelled answers.
 
 Prompts and answers are rendered and tokenised as for supervised fine-tuning (`data.sft`). Only
-tokens of the answer are trained, even if the prompt is a conversation with earlier answers.
+tokens of the answer are trained, not earlier answers in the prompt.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pentad.data.tokenizer import Messages, Tokenizer
 
 
 class PairDataset(SftDataset):
-    """The rows [chosen, rejected] of each example."""
+    """Pairs: each example has the rows [chosen, rejected]."""
 
     rows_per_example = 2
 
@@ -49,11 +49,11 @@ class PairDataset(SftDataset):
         found = self.texts.chat(row, [*prompt, *answer], num_given=len(prompt))
         if len(found) > 1:
             rule = f'"{key}" has several turns, and the chat template rewrites earlier ones'
-            raise BadRow(rule, "give one answer, or a template that keeps what was said")
+            raise BadRow(rule, "give one answer, or a template that keeps earlier turns")
         return found[0]
 
     def _split(self, row: Mapping[str, Any], key: str) -> tuple[Messages, Messages]:
-        """Splits messages into those of the prompt and those of an answer."""
+        """Returns the messages of the prompt and those of the answer in column `key`."""
         source, data = self.source, self.source.data
         if data.messages_key is not None or data.prompt_key in row:
             prompt = prompt_of(row, source)
@@ -77,7 +77,7 @@ class RewardPairDataset(PairDataset):
     """Pairs for a reward model.
 
     Predictions are aligned with the token they predict, so the reward of an answer, which depends
-    on all its tokens, is at one further token, which the model reads last.
+    on all its tokens, is at one additional last token.
     """
 
     @property
@@ -89,13 +89,13 @@ class RewardPairDataset(PairDataset):
 
 
 class LabelDataset(PairDataset):
-    """One row per example, and whether it is desired."""
+    """Labelled answers: one row per example, and whether the answer is good."""
 
     rows_per_example = 1
 
     def __init__(self, rows: DatasetRows, tokenizer: Tokenizer, source: DataSource) -> None:
         self.labels: dict[int, bool] = {}
-        """Labels by the id of an example's sequence."""
+        """id() of an example's sequence -> label."""
         super().__init__(rows, tokenizer, source)
         self.is_desired = np.array([self.labels[id(one[0])] for one in self.examples])
         self.labels.clear()
@@ -120,7 +120,7 @@ class LabelDataset(PairDataset):
 
 
 def prompt_of(row: Mapping[str, Any], source: DataSource) -> Messages:
-    """The prompt as messages, even if the text column contains them."""
+    """The messages of the prompt; the text column may also contain messages."""
     data = source.data
     if data.messages_key is None and isinstance(row.get(data.prompt_key), list):
         return messages_of(row, data.prompt_key, source)
@@ -128,7 +128,7 @@ def prompt_of(row: Mapping[str, Any], source: DataSource) -> Messages:
 
 
 def with_place_for_reward(ids: np.ndarray) -> Row:
-    """The ids of a whole conversation as a row, with a position for its reward."""
+    """Converts the ids of a conversation to a row with an additional token for the reward."""
     longer = torch.from_numpy(np.append(ids, ids[-1]).astype(np.int64))
     weights = torch.zeros(len(longer))
     weights[-1] = 1.0
@@ -139,7 +139,7 @@ def open_preferences(
     source: DataSource, tokenizer: Tokenizer, kind: type[PairDataset]
 ) -> PairDataset:
     """Opens a dataset of preferences. Answers given as messages use the chat template, unless the
-    recipe says otherwise."""
+    recipe sets `chat_template`."""
     rows, data = source.open(streaming=True), source.data
     key = data.response_key if kind is LabelDataset else data.chosen_key
     if data.chat_template == "auto" and len(rows) and isinstance(rows.row(0).get(key), list):

@@ -3,10 +3,10 @@
 `prompt(gid)` is a pure function of the data, the settings and gid: gid // len is the epoch, and the
 epoch's shuffled order gives the row. So a resumed run needs no cursor.
 
-Read at once (the default), all rows are tokenised at the start: broken rows stop the run
-immediately, over-long ones are left out and counted, and `len` is the true number of prompts per
-epoch. Streaming, a row is read when its gid is drawn: over-long and broken ones raise
-RejectedPrompt, whose reason the ledger counts, and `len` is the number of rows.
+By default, all rows are tokenised at the start: broken rows stop the run immediately, over-long
+ones are left out and counted, and `len` is the number of prompts per epoch. When streaming, a row
+is read when its gid is drawn: over-long and broken rows raise RejectedPrompt, whose reason the
+ledger counts, and `len` is the number of rows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BAD_ROW = "bad_row"
 
 
 class RejectedPrompt(Exception):
-    """The row of this gid cannot be a prompt; `reason`: the name under which it is counted."""
+    """Raised if the row of a gid cannot be a prompt; it is counted under `reason`."""
 
     def __init__(self, gid: int, reason: str, problem: Problem | str) -> None:
         self.gid = gid
@@ -73,19 +73,19 @@ class Prompts(OrderedData):
 
     @abstractmethod
     def prompt(self, gid: int) -> Prompt:
-        """The prompt of this ordinal; when streaming it may raise RejectedPrompt."""
+        """The prompt of a gid; may raise RejectedPrompt when streaming."""
 
     @abstractmethod
     def row_of(self, gid: int) -> str:
-        """`file:line` of the row that this ordinal draws."""
+        """`file:line` of the row of a gid."""
 
     @abstractmethod
     def lengths(self) -> list[int]:
-        """Tokens of each prompt; empty when streaming, because they are not known."""
+        """Number of tokens of each prompt; empty when streaming, because they are unknown."""
 
     def first(self, num: int) -> list[Prompt]:
-        """The first `num` prompts, or all if there are fewer, skipping rejected rows. UserError if
-        there is none among the first thousand rows."""
+        """The first `num` prompts, or all if there are fewer; rejected rows are skipped. UserError
+        if the first thousand rows have none."""
         found: list[Prompt] = []
         rejected = ""
         for gid in range(min(len(self), ROWS_TRIED)):
@@ -122,7 +122,7 @@ class PromptStream(Prompts):
         return self._prompt(gid, found, epoch)
 
     def of_row(self, row: int) -> Prompt:
-        """The prompt of a row of the files, which is its gid here; may raise RejectedPrompt."""
+        """The prompt of a row by its index in the files, its gid here; may raise RejectedPrompt."""
         return self._prompt(row, self._read(row, row), 0)
 
     def row_of(self, gid: int) -> str:
@@ -184,14 +184,14 @@ class PromptStream(Prompts):
             key, limit = self.source.key, self.source.max_tokens
             rule = f"all {len(self.rows)} prompts are longer than {limit} tokens"
             remedy = (
-                f"{key}.max_length or the model's context less the tokens of an answer says so: "
+                f"{key}.max_length or the model's context less the tokens of an answer sets it: "
                 "raise the one, or lower gconfig.max_new_tokens"
             )
             raise UserError(Problem(f"{key}.path = {self.source.path}", rule, remedy))
         return kept
 
     def _tokenise(self, indices: Sequence[int]) -> list[_Tokenised | _Rejected]:
-        """Tokenises these rows, in their order."""
+        """Tokenises the rows at these indices, in order."""
         source, limit = self.source, self.source.max_tokens
         found: dict[int, _Tokenised | _Rejected] = {}
         texts: dict[int, str] = {}

@@ -1,7 +1,7 @@
-"""Blobs in the memory of Ray actors, the storage units, on any machine of a cluster.
+"""Blobs in the memory of Ray actors (storage units) on any machine of a cluster.
 
-A group belongs to one unit, by gid. Ray restarts a dead unit empty: its groups are missing until
-they are put again. The units end with the process that made them.
+Each group is stored in one unit, chosen by gid. Ray restarts a dead unit empty: its groups are
+missing until they are written again. Units end with the process that created them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ANSWER_S = 120.0
 
 
 class StorageUnit:
-    """The blobs of one actor."""
+    """The actor of a storage unit."""
 
     def __init__(self) -> None:
         self.groups: dict[str, dict[str, bytes]] = {}
@@ -72,7 +72,7 @@ class RayBlobs:
         self._ask(lambda unit, mine: unit.put.remote(mine[0], joined), [key])
 
     def get(self, keys: Sequence[str]) -> list[Any | None]:
-        """Returns copies that belong to the reader."""
+        """Returns copies, which the caller may change."""
         found: dict[str, Any] = {}
         for blobs, mine in self._ask(lambda unit, mine: unit.get.remote(mine), keys):
             found |= zip(mine, blobs, strict=True)
@@ -95,8 +95,8 @@ class RayBlobs:
     def _ask(
         self, call: Callable[[Any, list[str]], Any], keys: Iterable[str]
     ) -> list[tuple[Any, list[str]]]:
-        """Calls the units that have these keys or gids, each with its share; returns their
-        answers."""
+        """Calls each unit with its share of these keys or gids; returns (answer, share) of each
+        unit."""
         shares: dict[int, list[str]] = {}
         for key in keys:
             shares.setdefault(self._unit(key), []).append(key)
@@ -112,7 +112,7 @@ class RayBlobs:
 
 
 def make_blobs(num_units: int) -> RayBlobs:
-    """New units, spread over the machines of the cluster that this process has joined."""
+    """Starts units, spread over the machines of the cluster that this process has joined."""
     name = f"pentad-store-{secrets.token_hex(6)}"
     made = ray.remote(StorageUnit)
     units = [
@@ -122,7 +122,7 @@ def make_blobs(num_units: int) -> RayBlobs:
             num_cpus=0,
             scheduling_strategy="SPREAD",
             max_restarts=-1,
-            max_task_retries=-1,  # all of them can be done twice
+            max_task_retries=-1,  # all of them are idempotent
         ).remote()
         for number in range(num_units)
     ]
@@ -142,8 +142,8 @@ def open_blobs(address: Mapping[str, Any]) -> RayBlobs:
 
 
 def cluster() -> dict[str, Any]:
-    """The cluster that this process is in, as part of an address. If it requires a token, Ray finds
-    that by itself."""
+    """The cluster of this process, as part of an address. If it requires a token, Ray finds the
+    token itself."""
     has_token = RAYLET.get_authentication_mode() == RAYLET.AuthenticationMode.TOKEN
     return {"cluster": ray.get_runtime_context().gcs_address, "has_token": has_token}
 
@@ -155,7 +155,7 @@ def join(address: Mapping[str, Any]) -> None:
     where = address["cluster"]
     mode = {"RAY_AUTH_MODE": "token"} if address["has_token"] else {}
     with process_kept(RAY_SETTINGS | mode):
-        RAYLET.Config.initialize("")  # it was read when ray was imported
+        RAYLET.Config.initialize("")  # read at the import of ray
         try:
             ray.init(address=where, log_to_driver=False, logging_level="warning")
         except (ConnectionError, RayError) as error:
@@ -163,8 +163,8 @@ def join(address: Mapping[str, Any]) -> None:
 
 
 def wait_cpus(num: int) -> None:
-    """Waits for the CPUs of TransferQueue, which takes one for each unit and one for its controller
-    and would wait without a limit. UserError if the cluster does not have them."""
+    """Waits for the CPUs of TransferQueue: one for each unit and one for its controller, for which
+    it would wait without a limit. UserError if the cluster lacks them."""
     until = time.monotonic() + READY_S
     while (free := ray.available_resources().get("CPU", 0.0)) < num:
         if time.monotonic() >= until:

@@ -1,7 +1,6 @@
-"""Renders a dataset row to the exact text a model reads: plain, or through the chat template, once.
+"""Renders a dataset row to the exact text that the model reads: plain, or by the chat template.
 
-A row that cannot be rendered raises BadRow with the rule it breaks; callers that know the file and
-line add them.
+A row that cannot be rendered raises BadRow with the rule; callers add file and line.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 PICTURES = ("image", "images", "video", "videos", "audio", "audios")
-"""Columns of rows with more than text."""
+"""Names of columns with images, video or audio."""
 
 
 class BadRow(ValueError):
-    """A row that breaks a rule; carries the rule and the remedy."""
+    """Raised for an invalid row, with the rule and the remedy."""
 
     def __init__(self, rule: str, remedy: str = "") -> None:
         self.rule = rule
@@ -42,7 +41,7 @@ class BadRow(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource:
-    """A dataset of a run: its block of keys, and values that the run adds."""
+    """A dataset of a run: its block of keys, and values that the run sets."""
 
     data: DatasetConfig
     key: str = "train_dataset"
@@ -50,14 +49,14 @@ class DataSource:
     environment: str = ""
     """The environment of its prompts, if a run has several."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """The workflow's tools: shown with every row, before those of the row."""
+    """The workflow's tools; rendered with every row, before the tools of the row."""
     seed: int = 0
     room: int | None = None
-    """Tokens available in the model's context."""
+    """Number of tokens available in the model's context; None: no limit."""
     streaming: bool = False
-    """Prompts are read when they are needed."""
+    """Whether prompts are read only when they are needed."""
     first: int | None = None
-    """Only so many rows are read, by a plan; None: all."""
+    """Number of rows that a plan reads; None: all."""
 
     @property
     def path(self) -> str:
@@ -67,18 +66,18 @@ class DataSource:
 
     @property
     def max_tokens(self) -> int | None:
-        """Longer prompts, or examples, are left out and counted."""
+        """Length limit: longer prompts or examples are left out and counted."""
         given = (self.data.max_length, self.room)
         return min((limit for limit in given if limit is not None), default=None)
 
     @property
     def limit(self) -> int | None:
-        """Rows that are read at most."""
+        """Maximum number of rows to read."""
         given = (self.data.limit, self.first)
         return min((limit for limit in given if limit is not None), default=None)
 
     def is_cut(self, num_rows: int) -> bool:
-        """Whether further rows may follow the ones that were read."""
+        """Whether rows beyond the `num_rows` read ones may exist, because `first` was reached."""
         return self.first == num_rows and self.data.limit != num_rows
 
     def open(self, *, streaming: bool) -> DatasetRows:
@@ -90,7 +89,7 @@ class DataSource:
 
 
 def check_source(source: DataSource, tokenizer: Tokenizer) -> None:
-    """Problems that do not depend on the rows."""
+    """Raises UserError for problems that do not depend on the rows."""
     where = f"{source.key}.chat_template = {str(source.data.chat_template).lower()}"
     if source.data.messages_key is not None and not source.data.uses_chat:
         rule = f"messages ({source.key}.messages_key = {source.data.messages_key}) need a template"
@@ -110,12 +109,12 @@ def check_workflow_tools(source: DataSource, tokenizer: Tokenizer) -> None:
     describe = "describe them in the prompt and give the workflow no tools"
     if not source.data.uses_chat:
         where = f"{source.key}.chat_template = {str(source.data.chat_template).lower()}"
-        rule = f"the workflow has tools ({names}), which the chat template alone shows"
+        rule = f"the workflow has tools ({names}), which only the chat template can render"
         raise UserError(Problem(where, rule, f"set it to true, or {describe}"))
     try:
         hidden = hidden_tools([{"role": "user", "content": "."}], tokenizer, source.tools)
     except BadRow:
-        return  # it has wishes that this conversation does not meet; rows may
+        return  # the template may still accept the rows
     if hidden:
         where = f"tokenizer in {tokenizer.folder}"
         rule = f"its chat template does not show tools, and the workflow has {names}"
@@ -123,7 +122,7 @@ def check_workflow_tools(source: DataSource, tokenizer: Tokenizer) -> None:
 
 
 def plain_note(source: DataSource, tokenizer: Tokenizer) -> str | None:
-    """A note if a chat model gets plain text without its template, and no key requests that."""
+    """A note if prompts for a chat model are plain text and no key requests that; else None."""
     data, key = source.data, source.key
     if data.chat_template != "auto" or data.uses_chat or not tokenizer.has_chat_template:
         return None
@@ -134,21 +133,21 @@ def plain_note(source: DataSource, tokenizer: Tokenizer) -> str | None:
 
 
 def check_template(tokenizer: Tokenizer) -> None:
-    """Rejects a template that cannot be compiled, which is not the fault of a row."""
+    """Raises UserError if the chat template cannot be compiled."""
     try:
         tokenizer.render([{"role": "user", "content": "."}], for_answer=True)
     except TemplateSyntaxError as error:
         rule = f"its chat template does not compile: {error.message} (line {error.lineno})"
-        remedy = "mend chat_template.jinja, or chat_template in tokenizer_config.json"
+        remedy = "fix chat_template.jinja, or chat_template in tokenizer_config.json"
         raise UserError(Problem(f"tokenizer in {tokenizer.folder}", rule, remedy)) from error
     except UserError:
         raise
-    except Exception:  # a template may divide by zero, recurse, count too far
-        return  # it has wishes that this conversation does not meet; rows may
+    except Exception:  # a template may raise anything
+        return  # the template may still accept the rows
 
 
 def render_prompt(row: Mapping[str, Any], source: DataSource, tokenizer: Tokenizer) -> str:
-    """The text up to the start of the answer."""
+    """Renders the text up to the start of the answer."""
     if not source.data.uses_chat:
         return text_of(row, source.data.prompt_key, source)
     messages = prompt_messages(row, source)
@@ -162,8 +161,8 @@ def render_prompt(row: Mapping[str, Any], source: DataSource, tokenizer: Tokeniz
 def encode_prompts(
     texts: Sequence[str], source: DataSource, tokenizer: Tokenizer
 ) -> list[list[int]]:
-    """Ids as the model expects them: a template adds its own special ids; plain text does not,
-    unless it is already rendered by a template."""
+    """Tokenises rendered prompts. The tokenizer's prefix is added to plain text only, unless the
+    text already starts with it; chat templates write it themselves."""
     return [
         [*prefix_of(text, source, tokenizer), *ids]
         for text, ids in zip(texts, tokenizer.encode_all(texts), strict=True)
@@ -171,13 +170,13 @@ def encode_prompts(
 
 
 def prefix_of(text: str, source: DataSource, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids before the ids of this text."""
+    """Ids to put before those of a text; empty if the text has them already."""
     is_there = source.data.uses_chat or prefix_warning(text, source, tokenizer) is not None
     return () if is_there else tokenizer.prefix_ids
 
 
 def prefix_warning(text: str, source: DataSource, tokenizer: Tokenizer) -> str | None:
-    """A warning for plain text that contains the tokenizer's prefix already."""
+    """A warning if plain text already starts with the tokenizer's prefix; else None."""
     prefix = tokenizer.prefix_text
     if source.data.uses_chat or not prefix or not text.startswith(prefix):
         return None
@@ -210,12 +209,12 @@ def render(
         )
     except (BadRow, UserError):
         raise
-    except Exception as error:  # a template may divide by zero, recurse, count too far
+    except Exception as error:  # a template may raise anything
         raise BadRow(f"the chat template rejects it: {error}") from error
 
 
 def refuse_pictures(row: Mapping[str, Any], source: DataSource) -> None:
-    """BadRow for a row with more than text, of which a policy would see nothing."""
+    """Raises BadRow for a row with images, video or audio, which a policy cannot read."""
     found = next((name for name in PICTURES if row.get(name)), None)
     if found is not None:
         rule = f'it has "{found}", and models are trained on text only'
@@ -234,8 +233,8 @@ def text_of(row: Mapping[str, Any], name: str, source: DataSource) -> str:
 
 
 def whole_text(text: str) -> str:
-    """The text; an error if it has half of a surrogate pair, which JSON can contain and no
-    tokenizer accepts."""
+    """Returns the text; BadRow if it has an unpaired surrogate, which JSON allows and tokenizers
+    reject."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -261,7 +260,7 @@ def messages_of(row: Mapping[str, Any], name: str, source: DataSource) -> Messag
                 kind = part.get("type") if isinstance(part, dict) else type(part).__name__
                 rule = f'message {number} of "{name}" has a part of type {kind}'
                 raise BadRow(f"{rule}, and models are trained on text only")
-        # Columnar files fill keys that other rows have with null; templates test for presence.
+        # Columnar files store null for keys of other rows, but templates test for presence.
         messages.append({key: item for key, item in message.items() if item is not None})
     return messages
 
@@ -279,8 +278,8 @@ def column_of(row: Mapping[str, Any], name: str, source: DataSource) -> Any:
 def shown_tools(
     row: Mapping[str, Any], messages: Messages, source: DataSource, tokenizer: Tokenizer
 ) -> Messages:
-    """The tools to render with `messages`, those before the first answer: the workflow's, then the
-    row's. BadRow if the template would leave one out."""
+    """The tools to render with `messages`, the messages before the first answer: the workflow's,
+    then the row's. BadRow if the template would omit one."""
     tools = [*source.tools, *row_tools(row, source)]
     names = [name_of(tool) for tool in tools]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -299,21 +298,19 @@ def row_tools(row: Mapping[str, Any], source: DataSource) -> list[dict[str, Any]
     if not value:
         return []
     try:
-        # Columnar files fill keys that other tools have with null.
+        # Columnar files store null for keys of other tools.
         tools = json.loads(value) if isinstance(value, str) else without_nulls(value)
     except (ValueError, RecursionError) as error:
-        raise BadRow(f'"{source.data.tools_key}" is text that is no JSON ({error})') from error
+        raise BadRow(f'"{source.data.tools_key}" is text that is not JSON ({error})') from error
     if not isinstance(tools, list) or not all(map(is_tool, tools)):
-        rule = (
-            f'"{source.data.tools_key}" is no list of objects with type = function and a function'
-        )
+        rule = f'"{source.data.tools_key}" is not a list of objects with type = function and a'
         remedy = f"set {source.key}.tools_key: null if the column means something else"
-        raise BadRow(f"{rule} that has a name", remedy)
+        raise BadRow(f"{rule} named function", remedy)
     return tools
 
 
 def tools_warning(row: Mapping[str, Any], source: DataSource) -> str | None:
-    """A warning for a row of plain text with tools, which are not shown to the policy."""
+    """A warning if a plain-text row has tools, which are not shown to the policy; else None."""
     name = source.data.tools_key
     if source.data.uses_chat or name is None or not row.get(name):
         return None
@@ -334,8 +331,7 @@ def name_of(tool: Mapping[str, Any]) -> str:
 
 
 def hidden_tools(messages: Messages, tokenizer: Tokenizer, tools: Messages) -> list[str]:
-    """The names of tools that the template leaves out: each is rendered under a name that occurs
-    nowhere else."""
+    """Names of tools that the template omits, tested by rendering each under a unique name."""
     if not tools:
         return []
     marks = [f"pentad-tool-{number}-" for number in range(len(tools))]

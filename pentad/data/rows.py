@@ -1,13 +1,11 @@
-"""Rows of a dataset on disk, by index: JSON lines here, Parquet and Arrow through arrow.py.
+"""Rows of a dataset on disk, by index: JSON lines in this file, Parquet and Arrow in arrow.py.
 
 A path is a file (.jsonl, .ndjson, .parquet, .arrow), a folder saved by HF `datasets`
 (`save_to_disk`), a folder of such files, or a pattern such as `data/train-*.parquet`. Rows keep
-their order: files by name, then lines. This module knows neither prompts nor tokens, and does not
-load torch.
+their order: files by name, then lines. This module does not depend on prompts, tokens or torch.
 
-Opened for streaming, JSON lines cost 16 bytes of memory per row (its offset and line number) and
-are parsed when they are read; otherwise all rows are parsed at once and every broken line is
-reported at the start.
+When streaming, JSON lines need 16 bytes of memory per row (offset and line number) and are parsed
+on access; otherwise all rows are parsed at the start, and all broken lines are reported.
 """
 
 from __future__ import annotations
@@ -43,14 +41,14 @@ SUFFIXES: dict[str, FileKind] = {
 STREAMS: dict[str, FileKind] = {".npy": "tokens", ".bin": "tokens", ".txt": "text", ".md": "text"}
 """File types without rows; `data.shards` reads them."""
 SPLIT = re.compile(r"(?<![a-z])(train|test|validation|valid|val|dev|eval)(?![a-z])")
-"""Names of splits in published folders; reading two of them as one would mix test into train."""
+"""Names of splits in published folders; reading several splits as one would train on test data."""
 MAX_PROBLEMS = 20
 
 
 class DatasetRows(Protocol):
     @property
     def digest(self) -> bytes:
-        """A digest that changes with the rows."""
+        """A digest of the rows."""
         ...
 
     def __len__(self) -> int: ...
@@ -91,7 +89,7 @@ class JsonLines:
         return self._parse(index)
 
     def _open_again(self) -> None:
-        """Accepts a file that was touched or replaced, if its rows are the same."""
+        """Reopens a file that was touched or replaced, if its rows are unchanged."""
         again = JsonLines(self.path, streaming=True, limit=self.limit)
         if again.digest != self.digest:
             raise self.stamp.refusal()
@@ -119,9 +117,9 @@ class JsonLines:
 
     def _parse(self, index: int) -> dict[str, Any]:
         start, end = self.starts[index], self.starts[index + 1]
-        # pread leaves the file position alone, so threads may read at once.
+        # pread does not change the file position, so threads can read concurrently.
         line = os.pread(self.file.fileno(), end - start, start)
-        if self.parsed is None and self.stamp.is_changed:  # while it was read
+        if self.parsed is None and self.stamp.is_changed:  # during the read
             self._open_again()
         return parse_row(line, self.where(index))
 
@@ -172,7 +170,7 @@ def open_rows(
     limit: int | None = None,
     key: str = "path",
 ) -> DatasetRows:
-    """The rows at `path`; `key` is the config key that errors name. At least one row."""
+    """Opens the rows at `path`, at least one; `key` is the config key for errors."""
     where = f"{key} = {path}"
     if is_made(path):
         return _made(path, limit, where)
@@ -186,7 +184,7 @@ def open_rows(
             break
     rows = parts[0] if len(parts) == 1 else Joined(parts)
     if not len(rows):
-        raise UserError(Problem(where, "there is not one row in it", "give a file with rows"))
+        raise UserError(Problem(where, "it has no rows", "give a file with rows"))
     return rows
 
 
@@ -204,12 +202,12 @@ def _made(path: str, limit: int | None, where: str) -> DatasetRows:
 def find_files(
     path: str, format: Format, where: str, suffixes: Mapping[str, FileKind] = SUFFIXES
 ) -> list[tuple[Path, FileKind]]:
-    """The files with the rows, in order, and how to read each. Pipes and devices, of which reading
-    may never end, are rejected."""
+    """The files of rows in order, with the kind of each. Pipes and devices are rejected: reading
+    them may never end."""
     found = _named_files(path, format, where, suffixes)
     for file, _ in found:
         if file.exists() and (other := what_else(file)):
-            remedy = "leave it out, or copy what it gives to a file"
+            remedy = "leave it out, or copy its content to a file"
             raise UserError(Problem(where, f"{file.name} {other}, not a file", remedy))
     return found
 
@@ -257,7 +255,7 @@ def parse_row(line: bytes, where: str) -> dict[str, Any]:
 
 
 def raise_first(problems: Sequence[Problem | str]) -> None:
-    """Raises these problems, equal ones as one, the first few in full; returns if there are
+    """Raises a UserError with the first few problems, equal ones merged; returns if there are
     none."""
     alike: dict[object, list[Problem | str]] = {}
     for problem in problems:
@@ -266,7 +264,7 @@ def raise_first(problems: Sequence[Problem | str]) -> None:
     shown = [_with_count(found[0], len(found)) for found in alike.values()]
     if len(shown) > MAX_PROBLEMS:
         rest = sum(map(len, [*alike.values()][MAX_PROBLEMS:]))
-        raise UserError([*shown[:MAX_PROBLEMS], f"and {rest} more rows with problems of their own"])
+        raise UserError([*shown[:MAX_PROBLEMS], f"and {rest} more rows with other problems"])
     raise_problems(shown)
 
 
@@ -288,7 +286,7 @@ def _kind(file: Path, format: Format, where: str, suffixes: Mapping[str, FileKin
 
 
 def _read_list(file: Path, name: str, where: str) -> list[Any]:
-    """A list in one of the files of a saved dataset; empty if the file has no such key."""
+    """Reads a list from a JSON file of a saved dataset; empty if the file has no such key."""
     try:
         found = read_object(file).get(name) or []
     except (OSError, UserError) as error:

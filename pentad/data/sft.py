@@ -1,17 +1,16 @@
-"""Examples for supervised fine-tuning: a prompt and its response, or a conversation, as rows for
-the learner.
+"""Examples for supervised fine-tuning: rows for the learner from prompts with responses, or from
+conversations.
 
-Trained tokens are those the model itself would have to produce: the response and the id that ends
-it; in a conversation those of every assistant turn. If a template writes no end, the id that begins
-the next turn ends this one, if it is a stop id (as in GLM). The text is split where generation
-would begin and each piece is tokenised separately, exactly as in sampling; so a merge of tokens
-across that border cannot teach the model a sequence it never reads.
+Trained tokens are those that the model must generate: the response and the id that ends it, in a
+conversation for every assistant turn. If a template writes no end, the id that begins the next turn
+ends this one, if it is a stop id (as in GLM). The text is split where generation begins and each
+piece is tokenised separately, exactly as in sampling, so that no token spans the border.
 
-Some templates render earlier turns differently once later ones follow (Qwen3 leaves their thinking
-out). Such a conversation becomes several sequences: each turn is trained after the text that the
-template renders when that turn is sampled, and turns share a sequence if one begins with the other.
+Some templates render earlier turns differently when later ones follow (Qwen3 omits thinking). Such
+a conversation becomes several sequences: each turn is trained after the text that the template
+renders when it is sampled, and turns share a sequence if one rendering is a prefix of the other.
 
-All rows are tokenised at the start; they take four bytes per token and one for the mask.
+All rows are tokenised at the start and use five bytes per token: four for the id, one for the mask.
 """
 
 from __future__ import annotations
@@ -49,16 +48,16 @@ from pentad.data.tokenizer import Messages, Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class TokenisedText:
-    """A sequence of ids, and which of them are trained."""
+    """A sequence of ids, and a mask of the trained ones."""
 
     ids: np.ndarray
     """int32."""
     mask: np.ndarray
-    """bool: trained."""
+    """bool: True for trained tokens."""
 
 
 Pieces = list[tuple[str, bool]]
-"""Texts in order, each with whether the assistant produces it."""
+"""Texts in order, each with a flag: whether the assistant generates it."""
 
 
 class AnswerTokeniser:
@@ -67,7 +66,7 @@ class AnswerTokeniser:
     def __init__(
         self, source: DataSource, tokenizer: Tokenizer, *, may_be_empty: bool = False
     ) -> None:
-        """`may_be_empty`: an answer may have no token but its end."""
+        """`may_be_empty`: whether an answer may consist only of its end."""
         self.source = source
         self.tokenizer = tokenizer
         self.may_be_empty = may_be_empty
@@ -76,7 +75,7 @@ class AnswerTokeniser:
         self.warnings: set[str] = set()
 
     def plain(self, row: Mapping[str, Any], response_key: str) -> TokenisedText:
-        """A prompt and its response, without a template."""
+        """Tokenises a prompt and its response, without a template."""
         source = self.source
         prompt = text_of(row, source.data.prompt_key, source)
         response = text_of(row, response_key, source)
@@ -89,7 +88,7 @@ class AnswerTokeniser:
     def chat(
         self, row: Mapping[str, Any], messages: Messages, num_given: int = 0
     ) -> list[TokenisedText]:
-        """A conversation; the assistant's turns after the first `num_given` messages are
+        """Tokenises a conversation; the assistant's turns after the first `num_given` messages are
         trained."""
         ends = [i for i, message in enumerate(messages, 1) if message["role"] == "assistant"]
         ends = [end for end in ends if end > num_given]
@@ -104,8 +103,8 @@ class AnswerTokeniser:
     def _turns(
         self, messages: Messages, ends: Sequence[int], tools: Messages
     ) -> list[tuple[int, Pieces]]:
-        """The rendered conversation as sequences, each with its number of messages. `ends`: the
-        number of messages up to each assistant turn."""
+        """Renders the conversation to sequences, each with its number of messages. `ends`: the
+        number of messages up to and including each assistant turn."""
         found: list[tuple[int, Pieces]] = []
         done = ""
         for end in ends:
@@ -126,13 +125,13 @@ class AnswerTokeniser:
         return found
 
     def _last_stop(self, messages: Messages, tools: Messages) -> int:
-        """The id that ends the last turn if the template writes none: the first id of a further
-        user turn, if that stops generation, else the end of a text."""
+        """The id that ends the last turn if the template writes none: the first id of a next user
+        turn if it is a stop id, else the end-of-sequence id."""
         done = render(messages, self.tokenizer, for_answer=False, tools=tools)
         further = [*messages, {"role": "user", "content": "."}]
         try:
             more = render(further, self.tokenizer, for_answer=False, tools=tools)
-        except BadRow:  # this template lets no user speak here
+        except BadRow:  # the template does not allow a user turn here
             return self.tokenizer.eos_id
         if not more.startswith(done):
             return self.tokenizer.eos_id
@@ -155,10 +154,10 @@ class AnswerTokeniser:
             if is_trained:
                 said = self._said(new)
                 needs_stop = not new or new[said - 1] not in stops
-                if number == len(pieces):  # a line break after the end is never sampled: cut it off
+                if number == len(pieces):  # a line break after the end is never sampled
                     new = [*new[:said], *([last_stop()] if needs_stop else [])]
                     said = len(new)
-            elif needs_stop:  # a turn before this one has no end of its own
+            elif needs_stop:  # an earlier turn without an end
                 said = int(new[:1] != [] and new[0] in stops)
                 if not said:
                     self.counts["turns without a stop id, since the template writes none"] += 1
@@ -167,7 +166,7 @@ class AnswerTokeniser:
         return TokenisedText(np.array(ids, np.int32), np.array(mask))
 
     def _said(self, ids: list[int]) -> int:
-        """Number of a turn's ids that the model produces: those up to the first stop id."""
+        """Number of ids of a turn that the model generates: those up to the first stop id."""
         stops = self.tokenizer.stop_ids
         said = next((i + 1 for i, token in enumerate(ids) if token in stops), len(ids))
         if self.tokenizer.decode(ids[said:]).strip():

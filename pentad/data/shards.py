@@ -1,9 +1,8 @@
-"""Token shards: files of ids that are memory-mapped, and texts that are tokenised into one.
+"""Token shards: memory-mapped files of ids, and texts that are tokenised to such a file.
 
-A shard is a `.npy` file with one row of integers, or a `.bin` beside its `.idx` as Megatron writes
-them. JSON lines, Parquet, saved HF datasets and plain texts (`.txt`, `.md`: one document each) are
-tokenised once, into a `.npy` whose name is a digest of the texts and of the tokenizer; a later
-start finds it.
+A shard is a `.npy` file with a one-dimensional integer array, or Megatron's `.bin` with its `.idx`.
+JSON lines, Parquet, saved HF datasets and plain texts (`.txt`, `.md`: one document each) are
+tokenised once, into a `.npy` named by a digest of texts and tokenizer, which later starts reuse.
 """
 
 from __future__ import annotations
@@ -39,20 +38,20 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 DOCUMENTS_AT_ONCE = 1024
 BLOCK = 1 << 20
 MAX_BLOCKS = 64
-"""Number of blocks of ids that are checked when a shard is opened, spread over it."""
+"""Number of evenly spaced blocks of ids that are checked when a shard is opened."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenShard:
     path: Path
     ids: np.ndarray
-    """One dimension, memory-mapped."""
+    """One-dimensional, memory-mapped."""
     stamp: Stamp
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Contents of the checked blocks of a shard."""
+    """Result of checking blocks of a shard."""
 
     digest: bytes
     ends: int
@@ -60,7 +59,7 @@ class Survey:
 
 
 class TextFiles:
-    """Files of plain text as rows of one column."""
+    """Plain-text files as rows with one column."""
 
     def __init__(self, files: Sequence[Path], column: str) -> None:
         self.files = files
@@ -108,7 +107,7 @@ def find_data(source: DataSource) -> tuple[FileKind, list[Path]]:
 def open_texts(
     source: DataSource, kind: FileKind, files: list[Path], tokenizer: Tokenizer, cache: Path
 ) -> TokenShard:
-    """Texts as a shard, cached in the folder `cache`."""
+    """Tokenises texts to a shard in the folder `cache`, or reuses it."""
     column = source.data.text_key or "text"
     rows: DatasetRows = (
         TextFiles(files[: source.limit], column) if kind == "text" else source.open(streaming=True)
@@ -130,21 +129,21 @@ def open_shard(path: Path) -> TokenShard:
 
 
 def reason_of(error: Exception) -> str:
-    """Arrow's errors have no `strerror`."""
+    """First line of an error; errors of Arrow have no `strerror`."""
     said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return said.splitlines()[0]
 
 
 def map_indexed(path: Path) -> np.ndarray:
-    """The ids of a .bin, whose .idx has their type."""
+    """Maps the ids of a .bin file, whose .idx contains their type."""
     index, where = path.with_suffix(".idx"), f"token shard = {path}"
     if not index.exists():
-        rule = f"there is no {index.name} beside it, which says the type of its numbers"
+        rule = f"there is no {index.name} beside it, which contains the type of its numbers"
         raise UserError(Problem(where, rule, "copy it there, or write the ids with numpy.save"))
     with open_file(index) as file:
         magic, version, code, sequences, _ = INDEX_HEADER.unpack(file.read(INDEX_HEADER.size))
     if magic != INDEX_MAGIC or version != 1 or code not in INDEX_TYPES:
-        rule = f"{index.name} is no index of Megatron's that this version reads"
+        rule = f"{index.name} is not an index of Megatron that this version reads"
         raise UserError(Problem(where, rule, "write the ids with numpy.save"))
     lengths = np.memmap(index, np.int32, "r", offset=INDEX_HEADER.size, shape=(sequences,))
     ids = np.memmap(path, INDEX_TYPES[code], "r")
@@ -155,8 +154,8 @@ def map_indexed(path: Path) -> np.ndarray:
 
 
 def survey(shard: TokenShard, eos_id: int, vocab_size: int) -> Survey:
-    """Checks a shard; raises UserError if an id is outside the model's vocabulary. Of a large shard
-    some blocks are checked here, the others when they are trained."""
+    """Checks a shard; raises UserError if an id is outside the model's vocabulary. In a large shard
+    only some blocks are checked, the others when they are trained."""
     digest, ends, total = hashlib.blake2b(digest_size=16), 0, len(shard.ids)
     digest.update(f"{shard.ids.dtype} {total}".encode())
     num = min(MAX_BLOCKS, -(-total // BLOCK))
@@ -182,9 +181,9 @@ def check_ids(shard: TokenShard, ids: np.ndarray, start: int, vocab_size: int) -
 def tokenise(
     rows: DatasetRows, column: str, source: DataSource, tokenizer: Tokenizer, cache: Path
 ) -> Path:
-    """The shard of these texts; written if it is missing."""
+    """The path of the shard of these texts, which is written if it does not exist."""
     ids = tokenizer.prefix_ids, tokenizer.eos_id, tokenizer.vocab_size
-    marks = column, len(rows), *ids  # the digest of a table is of all rows, whatever the limit
+    marks = column, len(rows), *ids  # a table's digest ignores the limit
     where = f"{source.key}.path = {source.path}"
     try:
         known = rows.digest + tokenizer.digest + repr(marks).encode()
@@ -199,7 +198,7 @@ def tokenise(
         cache.mkdir(parents=True, exist_ok=True)
         part = target.with_suffix(".part")
         with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # another run may be writing the same
+            fcntl.flock(file, fcntl.LOCK_EX)  # another run may be writing it
             if not target.exists():
                 try:
                     write_shard(file, documents(rows, column, source, tokenizer), tokenizer)
@@ -217,8 +216,8 @@ def tokenise(
 def documents(
     rows: DatasetRows, column: str, source: DataSource, tokenizer: Tokenizer
 ) -> Iterator[list[int]]:
-    """Ids of each text, with the model's prefix and the id that ends a document, unless the text
-    has them. Every row is read before the last ids are returned: UserError with all broken ones."""
+    """Yields the ids of each text, with the model's prefix and the end-of-document id unless the
+    text has them. After all rows are read, raises UserError with all broken ones."""
     problems: list[Problem | str] = []
     counts: Counter[str] = Counter()
     prefix = tokenizer.prefix_ids
@@ -247,8 +246,8 @@ def documents(
 
 
 def write_shard(file: Any, found: Iterator[list[int]], tokenizer: Tokenizer) -> None:
-    """Writes a .npy; numpy reserves space in its header for the length, which is known at the
-    end."""
+    """Writes a .npy file. Its length, known only at the end, is written into reserved header
+    space."""
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     header = {"descr": dtype.str, "fortran_order": False, "shape": (0,)}
     file.truncate(0)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from pentad.core.errors import Problem, RunError, UserError
 
-if TYPE_CHECKING:  # `plan` reads rows, too, and does without it
+if TYPE_CHECKING:  # `plan` reads rows without numpy
     import numpy as np
 
 
 class Stamp:
-    """A file as it was opened. A run reads rows from it until its end, so it must stay
-    unchanged."""
+    """The state of a file when it was opened. The file must not change during the run, which reads
+    rows from it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -24,7 +24,7 @@ class Stamp:
     def _look(self) -> tuple[int, ...] | None:
         try:
             found = self.path.stat()
-        except FileNotFoundError:  # what was opened can still be read
+        except FileNotFoundError:  # the open file can still be read
             return None
         return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
@@ -53,7 +53,7 @@ def digest_of_arrays(arrays: Iterable[np.ndarray]) -> str:
 
 
 def check_same_data(where: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises UserError if an ordinal is now another row than when `saved` was written."""
+    """Raises UserError if ordinals have other rows than when `saved` was written."""
     changes = [
         f"{name} was {saved.get(name)}, is {new}"
         for name, new in now.items()

@@ -1,8 +1,8 @@
 """The store: holds the samples of ready groups until they are trained, by gid.
 
-The ledger holds states and no samples, the store samples and no states. For each gid the store has
-one attempt, the latest that was put: a stale attempt never overwrites its successor, and putting an
-attempt again changes nothing. Another process opens the same store from its address, which is JSON.
+The ledger has states but no samples, the store has samples but no states. For each gid the store
+keeps the latest attempt: an older attempt never overwrites a later one, and putting the same
+attempt again has no effect. Other processes open the store by its address, which is JSON.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ PromptOf = Callable[[int], Prompt]
 Address = dict[str, Any]
 
 NUM_LOOKS = 5
-"""How often a lookup is repeated if the group was replaced meanwhile."""
+"""Number of lookups if the group is replaced during a lookup."""
 LOOK_S = 0.2
 
 
 class MissingGroups(RunError):
-    """Groups that the store does not have."""
+    """Raised for groups that are not in the store."""
 
     def __init__(self, gids: Sequence[int]) -> None:
         super().__init__(f"the samples of group {gids[0]} are not in the store")
@@ -45,8 +45,8 @@ class GroupStore(Protocol):
     address: Address
 
     def put(self, group: Group) -> None:
-        """Keeps the group under its gid, whole or not at all; ignored if this or a later attempt is
-        already here."""
+        """Stores the group under its gid atomically; ignored if this or a later attempt is already
+        stored."""
         ...
 
     def get(self, gids: Iterable[int]) -> list[Group]:
@@ -55,12 +55,12 @@ class GroupStore(Protocol):
         ...
 
     def missing(self, gids: Iterable[int]) -> list[int]:
-        """The groups among these that are missing."""
+        """The gids among these that are not in the store."""
         ...
 
     def write(self, gid: int, attempt: int, columns: ScoredColumns) -> bool:
-        """Adds columns to the group. False, and no change, if this attempt is not the stored
-        one."""
+        """Adds columns to the group. Returns False, without a change, if another attempt is
+        stored."""
         ...
 
     def delete(self, gids: Iterable[int]) -> None:
@@ -68,13 +68,12 @@ class GroupStore(Protocol):
         ...
 
     def close(self) -> None:
-        """Closes this end; the process that made the store removes its content."""
+        """Closes the store in this process; the process that created it removes its content."""
         ...
 
 
 class MemoryStore:
-    """Keeps the groups themselves, for a single process: `get` returns the stored objects, not
-    copies."""
+    """A store within one process: `get` returns the stored objects, not copies."""
 
     address: Address = {"kind": "memory"}
 
@@ -112,19 +111,19 @@ class MemoryStore:
 
 
 class Blobs(Protocol):
-    """Bytes under keys, shared by several processes. A blob appears whole or not at all."""
+    """Bytes by key, shared by several processes. Blobs appear atomically."""
 
     address: Address
     patience_s: float
-    """How long a reader in another process waits for missing blobs: a dead part restarts empty, and
-    the maker of the store puts what is needed again."""
+    """How long readers in other processes wait for missing blobs: a storage unit that died restarts
+    empty, and the process that created the store writes the needed blobs again."""
 
     def keys(self, gids: Iterable[int]) -> list[str]:
         """The keys of these groups."""
         ...
 
     def put(self, key: str, data: Sequence[Buffer]) -> None:
-        """Writes the pieces one after the other, replacing an earlier blob."""
+        """Writes the concatenated pieces; replaces an earlier blob."""
         ...
 
     def get(self, keys: Sequence[str]) -> list[Any | None]:
@@ -136,7 +135,7 @@ class Blobs(Protocol):
     def close(self) -> None: ...
 
     def describe(self, key: str) -> str:
-        """The location, for messages."""
+        """The location of a blob, for messages."""
         ...
 
 
@@ -145,7 +144,7 @@ class BlobStore:
 
     Each attempt of a group, and each column that a scorer wrote for it, is a separate blob, so that
     writers in several processes never change the same one: `gid.attempt` and `gid.attempt.column`.
-    The highest existing attempt is the group's.
+    The highest existing attempt is the valid one.
     """
 
     def __init__(self, blobs: Blobs, prompt_of: PromptOf, *, patience_s: float = 0.0) -> None:
@@ -188,7 +187,7 @@ class BlobStore:
         keys = [f"{base}.{name}" for name in columns]
         for key, arrays in zip(keys, columns.values(), strict=True):
             self.blobs.put(key, pack_column(arrays))
-        if base not in self.blobs.keys([gid]):  # deleted or replaced meanwhile
+        if base not in self.blobs.keys([gid]):  # deleted or replaced by now
             self.blobs.delete(keys)
             return False
         return True
@@ -200,7 +199,7 @@ class BlobStore:
         self.blobs.close()
 
     def _look(self, gids: Sequence[int]) -> Iterator[Group]:
-        """The groups that exist, each at its latest attempt."""
+        """Yields the groups that exist, each at its latest attempt."""
         latest: dict[str, tuple[int, list[str]]] = {}
         for key in self.blobs.keys(gids):
             gid, number, *column = key.split(".", 2)
@@ -240,13 +239,13 @@ KINDS = {
     "ray": "pentad.data.ray_blobs",
     "transfer_queue": "pentad.data.transfer_queue_blobs",
 }
-"""Kind of an address -> the module whose `open_blobs` opens it; imported only when it is chosen."""
+"""Kind of an address -> module with its `open_blobs`; imported only when it is used."""
 
 
 def open_store(address: Mapping[str, Any], prompt_of: PromptOf) -> GroupStore:
     """Opens the store that another process created."""
     kind = address["kind"]
     if kind not in KINDS:
-        raise RunError(f"store {kind} cannot be opened by another process than the one it is in")
+        raise RunError(f"store {kind} can be opened only by the process that created it")
     blobs = import_module(KINDS[kind]).open_blobs(address)
     return BlobStore(blobs, prompt_of, patience_s=blobs.patience_s)

@@ -1,9 +1,9 @@
 """The tokenizer of a model folder: text to ids and back, chat rendering, and the ids that end a
 text.
 
-Read from local files only, by transformers. A text ends with the tokenizer's end-of-sequence id or
-any `eos_token_id` of generation_config.json (chat models stop at two); an id outside the vocabulary
-is rejected, because a model that never stops wastes much time before it is noticed.
+It is read from local files only, by transformers. A text ends with the tokenizer's end-of-sequence
+id or any `eos_token_id` of generation_config.json (chat models have two). An id outside the
+vocabulary is rejected, because the model would never stop.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ DIRECT = {
     "TokenizersBackend": ("glm4_moe", "llama", "qwen2_moe", "qwen3", "qwen3_moe"),
     "Qwen2Tokenizer": ("qwen2_moe", "qwen3", "qwen3_moe"),
 }
-"""Classes that tokenizer_config.json names, and models for which transformers' search ends at
-them."""
+"""Tokenizer class -> `model_type`s for which transformers' search selects it."""
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -42,18 +41,18 @@ class Tokenizer:
     inner: Any
     """The transformers tokenizer."""
     vocab_size: int
-    """Ids the tokenizer can produce; the model may have more rows than that."""
+    """Number of ids that the tokenizer can produce; the model may have more rows."""
     eos_id: int
     stop_ids: tuple[int, ...]
     """Every id that ends a text, `eos_id` first."""
     prefix_ids: tuple[int, ...]
-    """The ids that the model expects before any plain text, such as a begin-of-sequence id; often
+    """Ids that the model expects before plain text, such as a beginning-of-sequence id; often
     none."""
     prefix_text: str = ""
 
     @property
     def digest(self) -> bytes:
-        """A digest that changes with the tokenizer's files."""
+        """A digest of the tokenizer's files."""
         found = sorted(self.folder / name for name in (*TOKENIZER_FILES, *MORE_FILES))
         return b"".join(file_digest(file) for file in found if file.exists())
 
@@ -62,7 +61,7 @@ class Tokenizer:
         return bool(self.inner.chat_template)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of this text alone, without special ids."""
+        """The ids of a text, without added special ids."""
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
@@ -91,8 +90,8 @@ class Tokenizer:
         tools: Messages = (),
         template_args: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """The conversation as one text; `for_answer` opens the assistant's turn at its end.
-        `template_args` come before those that it was loaded with."""
+        """Renders a conversation to text; `for_answer` starts an assistant turn at the end.
+        `template_args` override those that the tokenizer was loaded with."""
         return rendered(
             self.inner,
             [dict(message) for message in messages],
@@ -117,17 +116,17 @@ def rendered(inner: Any, messages: Sequence[Mapping[str, Any]], **options: Any) 
 
 
 def is_plain_decoder(inner: Any) -> bool:
-    """Whether the underlying tokenizers library decodes as transformers does, which is faster.
-    Cleaning up spaces is not considered: callers that want it must not use this."""
+    """Whether the tokenizers library, which is faster, decodes like transformers. Clean-up of
+    spaces is not considered: do not use it for callers that need the clean-up."""
     own = (getattr(type(inner), name, None) for name in ("decode", "_decode"))
     plain = ["PreTrainedTokenizerBase.decode", "TokenizersBackend._decode"]
     return [getattr(method, "__qualname__", "") for method in own] == plain
 
 
 def decode_all(inner: Any, many: Sequence[Sequence[int]]) -> list[str]:
-    """Texts without special tokens, as the transformers tokenizer `inner` gives them one by one."""
+    """Decodes without special tokens, like the transformers tokenizer `inner`, but in parallel."""
     if is_plain_decoder(inner) and not inner.clean_up_tokenization_spaces:
-        return list(inner.backend_tokenizer.decode_batch(many, True))  # other threads continue
+        return list(inner.backend_tokenizer.decode_batch(many, True))  # releases the GIL
     return [inner.decode(ids, skip_special_tokens=True) for ids in many]
 
 
@@ -137,8 +136,8 @@ def load_tokenizer(
     key: str = "actor.path",
     template_args: Mapping[str, Any] = MappingProxyType({}),
 ) -> Tokenizer:
-    """The tokenizer in a model folder; `key` is the config key to name in errors. Its chat template
-    gets `template_args` wherever it is rendered."""
+    """Loads the tokenizer of a model folder; `key` is the config key for errors. Its chat template
+    receives `template_args` in every rendering."""
     # Not Path's, which raises where there is no such user.
     where, path = f"{key} = {folder}", Path(os.path.expanduser(folder))  # noqa: PTH111
     if not path.is_dir():
@@ -178,7 +177,7 @@ def load_tokenizer(
 def check_template_args(
     inner: Any, template_args: Mapping[str, Any], folder: Path, key: str = "template_args"
 ) -> None:
-    """Rejects arguments that would change nothing, or what is rendered."""
+    """Raises UserError for template arguments that have no effect or that the run itself sets."""
     templates = inner.chat_template or ""
     text = "".join(templates.values()) if isinstance(templates, Mapping) else str(templates)
     own = signature(type(inner).apply_chat_template).parameters
@@ -194,11 +193,11 @@ def check_template_args(
 
 
 MAX_EXPANSION = 64
-"""Growth of a text by the replacements of a tokenizer; Unicode's own normal forms come to 18."""
+"""Maximum growth of a text by a tokenizer's replacements; Unicode's normal forms reach 18."""
 
 
 def check_expansion(folder: Path) -> None:
-    """Rejects a tokenizer whose replacements make much out of little, before it is used."""
+    """Raises UserError for a tokenizer whose replacements can expand a text too much."""
     file = folder / "tokenizer.json"
     if not file.exists():
         return
@@ -211,8 +210,8 @@ def check_expansion(folder: Path) -> None:
 
 
 def _expansion(part: Any) -> int:
-    """Factor by which a part and its nested parts can lengthen a text; iterative, as nesting may
-    have any depth."""
+    """Factor by which a part of tokenizer.json and its nested parts can lengthen a text. Iterative,
+    because the nesting depth is unlimited."""
     level, factor = [part], 1
     while level:
         parts = [one for one in level if isinstance(one, dict)]
@@ -231,12 +230,12 @@ def _replacing(part: dict[str, Any]) -> int:
     text = pattern.get("String") if isinstance(pattern, dict) else None
     if isinstance(text, str) and text:
         return max(1, -(-num // len(text)))
-    return 1 + num if num > 1 else 1  # an expression may match nothing, between all characters
+    return 1 + num if num > 1 else 1  # it may match the empty text between all characters
 
 
 def tokenizer_class(folder: Path) -> Any:
-    """The class that reads the files, or transformers' search for it."""
-    # Here, since transformers takes seconds to import, and its search as long again.
+    """The tokenizer class for the folder, or AutoTokenizer if it is not known."""
+    # Here, since transformers takes seconds to import, and its search for a class as long again.
     import transformers
 
     config, model = folder / "tokenizer_config.json", folder / "config.json"
@@ -251,7 +250,7 @@ def tokenizer_class(folder: Path) -> Any:
 def resolve_stop_ids(
     eos_id: int | None, config: Mapping[str, Any], vocab_size: int, where: str
 ) -> tuple[int, ...]:
-    """Distinct stop ids: the tokenizer's end token, then those of the generation config."""
+    """The distinct stop ids: the tokenizer's end token, then those of the generation config."""
     more = config.get("eos_token_id")
     listed = more if isinstance(more, list) else [more]
     given = [i for i in [eos_id, *listed] if i is not None]
@@ -268,8 +267,8 @@ def resolve_stop_ids(
 
 
 def find_prefix(inner: Any) -> tuple[int, ...]:
-    """What the tokenizer puts before a text when asked for special ids. What it would put after
-    (some add an end-of-sequence) has no place behind a prompt and is left out."""
+    """The special ids that the tokenizer adds before a text. Those that it adds after a text (such
+    as an end-of-sequence) are omitted, because a prompt must not have them."""
     bare = inner.encode("a", add_special_tokens=False)
     full = inner.encode("a", add_special_tokens=True)
     for start in range(len(full) - len(bare) + 1):

@@ -1,9 +1,9 @@
 """Pretraining data: one stream of tokens, split into sequences of one length.
 
-A sequence begins with the last token of the one before it, as context, so that no token is left
-out between two of them; those that do not fill a last sequence are. Where documents are masked,
-each piece of a document within a sequence is a row of its own and sees no other, and its first
-token is not predicted; a document ends with the tokenizer's end-of-sequence id.
+A sequence begins with the last token of the previous one, as context, so that all tokens are
+predicted; tokens that do not fill the last sequence are left out. With masked documents, each piece
+of a document within a sequence is a separate row, attends only to itself, and its first token is
+not predicted; a document ends with the tokenizer's end-of-sequence id.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TokenSequences(Examples):
         if source.data.mask_documents and not any(one.ends for one in found):
             self.warnings.add(
                 f"{where}: the id {self.eos_id} that ends a document was not found in it, so "
-                "documents see each other"
+                "documents attend to each other"
             )
 
     def __len__(self) -> int:
@@ -68,11 +68,11 @@ class TokenSequences(Examples):
         pieces = [ids]
         if self.source.data.mask_documents:
             pieces = np.split(ids, np.flatnonzero(ids[:-1] == self.eos_id) + 1)
-        # Nothing is predicted in a piece of one token; an example always has a row.
+        # A piece of one token predicts nothing, but an example needs at least one row.
         return [_row(piece) for piece in pieces if len(piece) > 1] or [_row(ids[:1])]
 
     def span(self, start: int, stop: int) -> np.ndarray:
-        """These tokens of the stream, int64."""
+        """The tokens start to stop - 1 of the stream, int64."""
         parts, begin = [], 0
         for shard, end in zip(self.shards, self.ends, strict=True):
             if start < end and stop > begin:

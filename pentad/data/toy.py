@@ -1,8 +1,8 @@
-"""Tiny models and data made on the spot, so that a first run needs no download.
+"""Generates tiny models and data, so that a first run needs no download.
 
-The demo's task is to sort five digits: its tokenizer knows digits only, and digit strings are dealt
-to training, warm-up and held-out sets by a hash of the string, so that no string is in two of them.
-For any other text there is a model whose tokens are bytes.
+The task of the demo is to sort five digits: its tokenizer has only digits, and a hash of each digit
+string assigns it to the training, warm-up or held-out set, so that no string is in two sets. For
+other texts there is a model with bytes as tokens.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""ChatML, as the Qwen models have it, without tools."""
+"""ChatML as in the Qwen models, without tools."""
 TOOLS_TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool.function.name }}"
     "({{ tool.function.parameters.properties | join(', ') }}) {% endfor %}<|im_end|>\n{% endif %}"
 )
-"""Names tools and what they take, in few bytes."""
+"""Part of a template that lists tools and their parameters, in few bytes."""
 BYTE_MODEL_POSITIONS = 1024
 
 MODEL = {
@@ -65,7 +65,7 @@ MIXTURE = {
 
 
 def write_model(folder: Path) -> None:
-    """The demo's model: a folder for `actor.init_from_scratch: true`, one token a digit."""
+    """Writes the demo's model folder for `actor.init_from_scratch: true`: a digit is a token."""
     vocab = {symbol: index for index, symbol in enumerate([PAD, EOS, *SYMBOLS])}
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
     tokenizer.decoder = decoders.Fuse()
@@ -76,9 +76,9 @@ def write_model(folder: Path) -> None:
 
 
 def write_byte_model(folder: Path, *, num_experts: int = 0, with_tools: bool = False) -> None:
-    """The same small model for any text: one token a byte, and a chat template, which shows tools
-    where that is asked for; with experts, a mixture of which a token visits two. It too is a folder
-    for `actor.init_from_scratch: true`."""
+    """Writes a small model folder for any text, also for `actor.init_from_scratch: true`: each byte
+    is a token, and the chat template shows tools if `with_tools`. With `num_experts`, a mixture
+    with two experts per token."""
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {symbol: index for index, symbol in enumerate([PAD, TURN_END, TURN_START, *symbols])}
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
@@ -110,13 +110,13 @@ def _write_config(folder: Path, vocab: dict[str, int], *, eos: str, **changes: o
 
 
 def split_of(digits: str) -> str:
-    """The set of a string: of ten strings, one is held out, two are for SFT, seven for RL."""
+    """The set of a digit string: about one in ten is held out, two are for SFT, seven for RL."""
     bucket = derive_seed("sort-digits", digits) % 10
     return "valid" if bucket == 0 else "sft" if bucket <= 2 else "train"
 
 
 def write_task(folder: Path, *, seed: int, num_train: int, num_sft: int, num_valid: int) -> None:
-    """train.jsonl and valid.jsonl with prompts and answers, sft.jsonl with responses."""
+    """Writes train.jsonl and valid.jsonl with prompts and answers, sft.jsonl with responses."""
     folder.mkdir(parents=True, exist_ok=True)
     wanted = {"train": num_train, "sft": num_sft, "valid": num_valid}
     strings = [f"{number:0{NUM_DIGITS}d}" for number in range(10**NUM_DIGITS)]

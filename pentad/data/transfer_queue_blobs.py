@@ -1,8 +1,8 @@
-"""Blobs in TransferQueue, over its KV interface: one partition for the run's store.
+"""Blobs in TransferQueue, by its key-value interface, in one partition per run.
 
-TransferQueue has one controller on a Ray cluster and storage units (`num_data_storage_units`) that
-the run starts. It does not start a unit that died again: the run then ends, and resumes from its
-checkpoint when it is started again.
+TransferQueue has one controller on a Ray cluster, and storage units (`num_data_storage_units`) that
+the run starts. It does not restart dead units: the run then ends, and resumes from its checkpoint
+at the next start.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import transfer_queue as tq  # noqa: E402  it reads its settings once
 
 FIELD = "blob"
 WHOLE = {"is_whole": True}
-"""Tag of a key, set once its blob is in a unit."""
+"""Tag of a key, set when its blob is complete in a unit."""
 T = TypeVar("T")
 
 
@@ -47,7 +47,7 @@ class TransferQueueBlobs:
         self._ask(lambda: tq.kv_put(key, self.partition, {FIELD: blob}, WHOLE))
 
     def get(self, keys: Sequence[str]) -> list[Any | None]:
-        """Gets values one by one: a batched answer would omit missing keys without naming them."""
+        """Reads blobs; one by one if some are missing, which a batched answer does not name."""
         found = self._get(keys)
         if len(found) == len(keys):
             return list(found)
@@ -70,7 +70,7 @@ class TransferQueueBlobs:
             return []
         try:
             rows = self._ask(lambda: tq.kv_batch_get(list(keys), self.partition, FIELD))[FIELD]
-        except (ValueError, tq.StorageKeyNotFoundError):  # none is here, or one is on its way
+        except (ValueError, tq.StorageKeyNotFoundError):  # missing, or not complete yet
             return []
         return [bytearray(np.asarray(row)) for row in rows.unbind()]
 

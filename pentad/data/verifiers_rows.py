@@ -1,8 +1,8 @@
 """`verifiers:ID?python=ENVIRONMENT`: tasks of the package verifiers as rows, and its worker.
 
-The package needs other versions than Pentad and has an environment of its own, which `python`
-names: its folder or its interpreter. Other options: `size` (rows), `harness`, `runtime`, and fields
-of the taskset's config (`split=test`).
+The package needs other versions than Pentad, so it has a separate Python environment; `python` is
+its folder or its interpreter. Other options: `size` (rows), `harness`, `runtime`, and fields of the
+taskset's config (`split=test`).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def settings_of(spec: str, where: str) -> dict[str, Any]:
     own: dict[str, Any] = {key: options.pop(key) for key in OURS if key in options}
     if "size" in own:
         if not own["size"].isdigit() or not int(own["size"]):
-            raise UserError(Problem(where, f"size = {own['size']} is no number of rows"))
+            raise UserError(Problem(where, f"size = {own['size']} is not a number of rows"))
         own["size"] = int(own["size"])
     return {"id": name, **own, "options": options}
 
 
 def interpreter(spec: str, where: str) -> str:
-    """The Python of the environment that has verifiers; without the option, this one."""
+    """The interpreter of the environment with verifiers; by default that of this process."""
     wanted = dict(parse_qsl(spec.partition("?")[2])).get("python")
     if wanted is None:
         return sys.executable
@@ -51,13 +51,13 @@ def interpreter(spec: str, where: str) -> str:
 
 
 def command_of(spec: str, where: str, last: str) -> list[str]:
-    """The worker as a command; it ends by what `last` names."""
+    """The command line of the worker, with `last` as its last argument."""
     python = interpreter(spec, where)
     return [python, "-P", str(WORKER), json.dumps(settings_of(spec, where)), last]
 
 
 def environment_of(command: list[str]) -> dict[str, str]:
-    """Ours, without the paths of our packages, and with the programs of its environment (uv)."""
+    """The worker's variables: without PYTHONPATH, and with its programs (uv) on PATH."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     programs = f"{Path(command[0]).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return {**kept, "PATH": programs, "CUDA_VISIBLE_DEVICES": ""}
@@ -73,7 +73,7 @@ def problem(where: str, said: str) -> Problem:
 
 
 class MadeRows:
-    """Rows that a package makes, all in memory."""
+    """Rows that a package generates, all in memory."""
 
     def __init__(self, path: str, rows: list[dict[str, Any]]) -> None:
         self.path = path

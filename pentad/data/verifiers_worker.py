@@ -1,13 +1,12 @@
-"""Tasks and episodes of the package verifiers; runs in the environment that has it, without Pentad.
+"""Tasks and episodes of the package verifiers; runs in its environment, without Pentad.
 
 python -P verifiers_worker.py SETTINGS rows      prints the tasks as one JSON list
 python -P verifiers_worker.py SETTINGS FD        plays episodes that are asked for at that socket
 
-Settings are JSON: `id` and what `verifiers_rows.py` takes from the name. The first line at the
-socket is a JSON object: the environment is loaded, or an `error`. Then come the calls of a
-`pentad.runtime.wire.Connection`, with `task`, `base_url`, `api_key` and `model`, answered with
-`rewards` or `error`. The program that speaks with the policy is verifiers' own (its harness); it
-finds the policy at `base_url`, as it would a server.
+SETTINGS is JSON: `id` and the options that `verifiers_rows.py` parses from the name. The worker
+first writes a JSON line to the socket: `ready`, or an `error`. Then it serves calls of a
+`pentad.runtime.wire.Connection` with `task`, `base_url`, `api_key` and `model`, and answers with
+`rewards` or `error`. The harness of verifiers calls the policy at `base_url`, like any server.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ TABLE = b"[0,[]]"
 
 
 def load(settings: dict[str, Any]) -> Any:
-    """The environment. A harness that is not the taskset's own is the plain chat loop (`null`),
-    and programs run in processes of this machine."""
+    """Loads the environment. Without a harness of the taskset, the plain chat loop (`null`) is
+    used, and programs run in processes of this machine."""
     from verifiers.v1.configs.agent import agent_config_fields
     from verifiers.v1.utils.loaders import (
         default_harness_id,
@@ -53,7 +52,7 @@ def load(settings: dict[str, Any]) -> Any:
 def rows_of(environment: Any, size: int | None) -> list[dict[str, Any]]:
     tasks = environment.taskset
     if size is None and not tasks.bounded:
-        raise ValueError("its tasks never end: say how many, as in verifiers:ID?size=1000")
+        raise ValueError("it has endless tasks: set their number, as in verifiers:ID?size=1000")
     return [
         {
             "prompt": task.data.prompt_text or task.data.name or f"task {index}",
@@ -64,7 +63,7 @@ def rows_of(environment: Any, size: int | None) -> list[dict[str, Any]]:
 
 
 async def play(environment: Any, number: int, asked: dict[str, Any]) -> dict[str, Any]:
-    """The rewards of one episode by name, weighted; or what went wrong in it."""
+    """Runs an episode; returns its weighted rewards by name, or the error."""
     from verifiers.v1 import EvalClientConfig, ModelContext
     from verifiers.v1.types import SamplingConfig
 
@@ -72,7 +71,7 @@ async def play(environment: Any, number: int, asked: dict[str, Any]) -> dict[str
     data = kind.data_type().model_validate(json.loads(asked["task"]))
     task = kind(data, environment.config.taskset.task)
     variable = f"PENTAD_EPISODE_{number}"
-    os.environ[variable] = asked["api_key"]  # clients take their keys from there alone
+    os.environ[variable] = asked["api_key"]  # clients read their keys only from there
     try:
         client = EvalClientConfig(base_url=asked["base_url"], api_key_var=variable)
         context = ModelContext(client=client, model=asked["model"], sampling=SamplingConfig())
@@ -106,7 +105,7 @@ class EpisodeServer:
         self.writer.write(SIZES.pack(len(TABLE), len(items), 0) + TABLE + items)
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
-        """Serves requests until the other end closes."""
+        """Serves calls until the other end closes the connection."""
         async with self.environment.serving():
             self.writer.write(b'{"ready": true}\n')
             with suppress(EOFError):
@@ -142,7 +141,7 @@ async def serve(settings: dict[str, Any], connection: socket.socket) -> None:
 
 def main() -> None:
     settings, where = json.loads(sys.argv[1]), sys.argv[2]
-    sys.path.insert(0, os.getcwd())  # noqa: PTH109 (an environment that is a file of the user's)
+    sys.path.insert(0, os.getcwd())  # noqa: PTH109 (an environment in a user's file)
     if where != "rows":
         asyncio.run(serve(settings, socket.socket(fileno=int(where))))
         return

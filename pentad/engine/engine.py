@@ -439,7 +439,6 @@ class Engine:
         """Yields whole tensors on every rank, gathered one at a time: all ranks must iterate to the
         end. If one rank of archon has all factors of an adapter, they also have native names,
         without copies."""
-        self.onload()
         if self.base is None or not self._is_lendable:
             return self._gathered()
         self._require_actor("handing out weights")
@@ -447,6 +446,7 @@ class Engine:
         return NativeWeights(native, len(self.held.whole.trained_map.sources), self._gathered)
 
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
+        self.onload()
         for name, tensor in self.held.iter_hf(self._publish_dtype):
             pulse()
             # Checked each time: the weights may be exchanged while a generator is consumed.

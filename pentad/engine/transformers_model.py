@@ -88,7 +88,8 @@ def lay_out_hf(model: HfModel, settings: EngineSettings, meshes: Meshes) -> Pred
     blocks = model.blocks
     compiling.expect(model.dims, settings.model, meshes.layout, meshes.device)
     apply_to_blocks(blocks, settings.model, meshes.device)
-    apply_storage(predictor, model, blocks.values(), cuts, {}, settings.model, meshes)
+    own_dtypes = {name: e.rule.dtype for name, e in model.hf_map.entries.items() if e.rule.dtype}
+    apply_storage(predictor, model, blocks.values(), cuts, own_dtypes, settings.model, meshes)
     predictor.cuts = cuts
     if meshes.layout.world > 1:
         model.present = partial(present_cut, cuts)

@@ -16,24 +16,24 @@ VARIANT = re.compile(r"(-(Base|Instruct|Thinking|Chat))?(-2507)?$")
 
 
 def public_dims() -> dict[str, ModelDims]:
-    """Public models by their names without the owner."""
+    """Dimensions of public models by name without the owner."""
     return {name.rpartition("/")[2]: dims for name, dims in public_models().items()}
 
 
 def known_config(name: str) -> dict[str, Any] | None:
-    """The config of a public name, without the keys that change nothing."""
+    """The config of a public model, only the relevant keys; None for an unknown name."""
     full = full_name(name)
     return public_configs()[full] if full else None
 
 
 def known_model(name: str) -> ModelDims | None:
-    """The dimensions of a model with a public name."""
+    """The dimensions of a public model; None for an unknown name."""
     full = full_name(name)
     return public_models()[full] if full else None
 
 
 def full_name(name: str) -> str | None:
-    """The name with its owner; without -Instruct or -Base where only that is listed."""
+    """OWNER/NAME of a public model, without -Instruct or -Base if only that is listed; or None."""
     known = public_configs()
     spelled = {full.rpartition("/")[2]: full for full in known} | {full: full for full in known}
     return spelled.get(name) or spelled.get(VARIANT.sub("", name))
@@ -63,7 +63,7 @@ def known_dims(path: str | None) -> ModelDims | None:
 
 
 def model_type(path: str) -> str | None:
-    """The family of a folder's config.json, as it is named there; None where it cannot be read."""
+    """The `model_type` of a folder's config.json (or of its text tower); None if unreadable."""
     try:
         return family_of(read_object(Path(path) / "config.json"))
     except (OSError, UserError):

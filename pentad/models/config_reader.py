@@ -1,7 +1,7 @@
-"""Reads a HF config.json into dimensions, with transformers' defaults: no torch.
+"""Reads a HF config.json into dimensions, with transformers' defaults; without torch.
 
-The common part of all families is here; a family's own file gives its differences as fields of
-`ConfigReader`.
+This file has the part that all families share; the file of a family gives its differences as fields
+of `ConfigReader`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError, raise_problems
 
 MAX_SIZE = 1 << 24
-"""Largest width or count: far above every model, and products of two stay in 64 bits."""
+"""Maximum width or count: far above every model, and products of two fit 64 bits."""
 MAX_LAYERS = 10_000
 MAX_POSITION = 1 << 40
 MAX_PARAMS = 10**14
@@ -25,7 +25,7 @@ NEEDED = (
     "intermediate_size",
 )
 PER_TOKEN = ("moe_k", "moe_topk", "top_k_experts", "num_experts_per_tok")
-"""Keys of the number of a token's experts."""
+"""Keys with the number of experts per token."""
 SHARED_EXPERTS = ("n_shared_experts", "shared_expert_intermediate_size")
 LINEAR_KEY_HEADS = "linear_num_key_heads"
 UNSUPPORTED = {
@@ -46,14 +46,14 @@ OLD_LENGTH = "original_max_position_embeddings"
 STRETCHED = {"llama3", "yarn", "longrope"}
 """Kinds of rotary scaling that need the original context length."""
 LEFT_OUT = {"rope_parameters", "rope_theta"}
-"""Keys that transformers takes as left out where they are null."""
+"""Keys for which transformers treats null as missing."""
 ROPE_KEYS = {"rope_theta", "rope_type", "type", PART}
 ROPE_NUMBERS = {
     *("factor", "low_freq_factor", "high_freq_factor", "attention_factor", OLD_LENGTH),
     *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
 }
 UNSET_BY_ZERO = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
-"""Those for which transformers takes 0 as left out."""
+"""Keys for which transformers treats 0 as missing."""
 
 
 ACTIVATIONS = {
@@ -75,12 +75,12 @@ class ConfigValues:
     def must(self, holds: bool, key: str, value: object, rule: str) -> None:
         where = f"config.json: {key} = {_short(value)}"
         if key in self.left_out:
-            where += " (transformers' value, as it is left out)"
+            where += " (transformers' value, as the key is missing)"
         if not holds and not any(problem.where == where for problem in self.problems):
             self.problems.append(Problem(where, rule))
 
     def whole(self, key: str, default: int = 0, least: int = 1, most: int = MAX_SIZE) -> int:
-        """A count; null is the default."""
+        """A whole number within bounds; null or missing: the default."""
         value = default if self.hf.get(key) is None else self.hf[key]
         is_whole = _is_number(value) and value >= least and value % 1 == 0
         self.must(is_whole, key, value, f"must be a whole number of at least {least}")
@@ -89,7 +89,7 @@ class ConfigValues:
         return int(value) if is_whole and is_bounded else least
 
     def flag(self, key: str | bool, default: bool = False) -> bool:
-        """A switch; a family that fixes it gives its value."""
+        """A boolean key, or the fixed value of the family."""
         if isinstance(key, bool):
             return key
         value = default if self.hf.get(key) is None else self.hf[key]
@@ -103,21 +103,21 @@ class ConfigValues:
         return float(value) if is_good else default
 
     def fixed(self, values: Mapping[str, Any]) -> None:
-        """Rejects keys with another value than the one that is built; null is left out."""
+        """Rejects keys with another value than the supported one; null counts as missing."""
         for key, built in values.items():
             given = self.hf.get(key)
             self.must(given is None or given == built, key, given, f"only {built} is built")
 
     def same(self, names: Mapping[str, str]) -> None:
-        """Rejects a second name of a key (name -> key) with another value: transformers reads
+        """Rejects aliases (name -> key) whose value differs from the key's: transformers reads
         both."""
         for name, key in names.items():
             given, own = self.hf.get(name), self.hf.get(key)
-            rule = f"must be {key} = {_short(own)}, which transformers calls so too"
+            rule = f"must be {key} = {_short(own)}, of which this is another name"
             self.must(given in (None, own), name, given, rule)
 
     def maybe(self, key: str) -> float | None:
-        """A number above 0, or null."""
+        """A number above 0; None if null or missing."""
         return None if self.hf.get(key) is None else self.number(key, 1.0)
 
     @property
@@ -127,7 +127,7 @@ class ConfigValues:
 
 
 def read_mixture(read: ConfigValues, num_layers: int) -> dict[str, Any]:
-    """The dimensions of the experts, by Qwen's key names; None without experts."""
+    """The dimensions of the experts, from Qwen's key names; empty without experts."""
     key = "num_experts" if read.hf.get("num_experts") else "num_local_experts"
     num_experts = read.whole(key, 0, 0)
     if not num_experts:
@@ -187,29 +187,29 @@ def turned_everywhere(read: ConfigValues, num_layers: int) -> tuple[bool, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigReader:
-    """How transformers reads the config of a family. A switch is the name of its key, or a fixed
+    """Reads the config of a family like transformers. A switch is the name of its key, or a fixed
     value."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults of keys that a config leaves out, if they differ from the plain ones: no window, as
-    many key heads as heads, hidden_size / num_heads, and so on."""
+    """Defaults of missing keys, if they differ from the usual ones: no window, as many key heads as
+    heads, hidden_size / num_heads, and so on."""
     qkv_bias: str | bool = "attention_bias"
     out_bias: str | bool = "attention_bias"
     mlp_bias: str | bool = "mlp_bias"
-    """False where the ffn never has a bias: a config that asks for one is rejected."""
+    """False if the ffn never has a bias: a config that sets one is rejected."""
     qk_norm: str | bool = False
     wide_qk_norm: bool = False
-    """Whether the norms of queries and keys go over all heads as one vector."""
+    """Whether queries and keys are normed over all heads as one vector."""
     norm_offset: float = 0.0
     attn_sinks: bool = False
     activation: tuple[str, Literal["silu", "gelu_tanh", "clamped"]] = ("hidden_act", "silu")
-    """The key that names the activation, and the one that is built."""
+    """The key with the activation, and the only supported value."""
     attention: Callable[[ConfigValues], dict[str, Any]] | None = None
     """The dimensions of latent attention, if the family has it."""
     more: Callable[[ConfigValues, ModelDims], dict[str, Any]] = nothing_more
-    """Further dimensions, such as `embed_scale`, from the config and the others."""
+    """Further dimensions, such as `embed_scale`, from the config and other dimensions."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Keys of the family that must be unset, and what they would change."""
+    """Keys of the family that must be unset -> what they would change."""
     pre_norms: bool = True
     post_norms: bool = False
     """Whether attention and ffn have norms before and after them."""
@@ -222,11 +222,10 @@ class ConfigReader:
     """If layers with a window have separate rotary settings: the key of their theta in older files,
     and its default."""
     unturned: Callable[[ConfigValues, int], tuple[bool, ...]] = turned_everywhere
-    """For each layer whether it has no rotary, from the config and the number of layers."""
+    """(config, number of layers) -> for each layer, whether it has no rotary."""
     windows: Literal["none", "all", "by_layer"] = "by_layer"
-    """Whether windows are ignored, on every layer, or chosen by `layer_types`; without that key,
-    `unturned` layers have one, or those for which `slides` (of the layer and the number at
-    `slides_key`) is true."""
+    """Layers with a window: none, all, or by `layer_types`; without that key, `unturned` layers, or
+    those for which `slides` (called with the layer and the number at `slides_key`) is true."""
     slides: Callable[[int, int], bool] = from_layer
     slides_key: tuple[str, int, int] = ("max_window_layers", 28, 0)
     """The key of the number for `slides`, its default, and its minimum."""
@@ -234,14 +233,14 @@ class ConfigReader:
     has_shared_experts: bool = False
     """Whether `mixture` reads a shared expert."""
     mixture: Callable[[ConfigValues, int], dict[str, Any]] = read_mixture
-    """The dimensions of the experts, from the config and the number of layers."""
+    """(config, number of layers) -> dimensions of the experts."""
     attn_gate: bool = False
     linear: Callable[[ConfigValues, int], dict[str, Any]] | None = None
-    """The dimensions of layers with a delta net, if the family has them."""
+    """(config, number of layers) -> dimensions of delta-net layers, if the family has them."""
 
     def __call__(self, hf: Mapping[str, Any]) -> ModelDims:
-        """Reads old and new key names. Raises UserError for settings that dimensions cannot
-        express: silently building another model would be worse."""
+        """Returns the dimensions, from old and new key names. Raises UserError for settings that
+        dimensions cannot express."""
         self._refuse_unsupported(hf)
         hf = {key: v for key, v in hf.items() if v is not None or key not in LEFT_OUT}
         read = ConfigValues({**self.defaults, **hf}, self.defaults.keys() - hf.keys())
@@ -298,7 +297,7 @@ class ConfigReader:
         )
 
     def _check(self, read: ConfigValues, dims: ModelDims) -> None:
-        """Relations between values."""
+        """Checks relations between values."""
         fits = dims.num_heads % dims.num_kv_heads == 0
         rule = f"must divide num_attention_heads = {dims.num_heads}"
         read.must(fits, "num_key_value_heads", dims.num_kv_heads, rule)
@@ -337,7 +336,7 @@ class ConfigReader:
             if hf.get(key)
         ]
         if not hf.get("is_causal", True):
-            rule = f"is_causal = {hf['is_causal']!r}: its tokens see those after them"
+            rule = f"is_causal = {hf['is_causal']!r}: tokens attend to later ones"
             problems.append(Problem(where, rule, "only causal decoders can be trained"))
         if not self.partial_rotary and _rotary_factor(hf)[1] != 1.0:
             rule = f"{PART}: rotary over part of a head is not built for this family"
@@ -351,7 +350,7 @@ class ConfigReader:
     def _ropes(
         self, read: ConfigValues, *, slides: bool
     ) -> tuple[float, dict[str, Any], dict[str, Any]]:
-        """(theta, scaling, all settings of layers with a window where they differ)."""
+        """(theta, scaling, all settings of layers with a window if they differ)."""
         if self.sliding_theta is None:
             theta, scaling = _rope(read)
             kinds = [scaling.get("rope_type", "default")]
@@ -398,11 +397,11 @@ class ConfigReader:
 
 
 dims_from_hf = ConfigReader()
-"""The reading of a family that differs in nothing."""
+"""The reader of families without differences."""
 
 
 def _padding_id(read: ConfigValues) -> int | None:
-    """Like torch's `padding_idx`, negative ones from the end; None beyond the vocabulary."""
+    """`pad_token_id`, negative from the end as in torch; None if outside the vocabulary."""
     given, size = read.hf.get("pad_token_id"), read.whole("vocab_size")
     if not isinstance(given, int) or isinstance(given, bool) or not -size <= given < size:
         return None
@@ -425,14 +424,14 @@ def rope_settings(hf: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def _rope(read: ConfigValues) -> tuple[float, dict[str, Any]]:
-    """(theta, scaling); theta may lie beside the settings, and so may the original length."""
+    """(theta, scaling); theta and original length may also be outside the rotary settings."""
     key, given = rope_settings(read.hf)
     where = f"config.json: {key}"
     if isinstance(given, Mapping) and any(isinstance(value, Mapping) for value in given.values()):
         raise UserError(Problem(where, "rotary settings per layer type are not built"))
     theta, rest = _one_rope(read, key, given, read.number("rope_theta", 10000.0))
     if rest.get("rope_type") in STRETCHED and read.hf.get(OLD_LENGTH) is not None:
-        rest[OLD_LENGTH] = read.whole(OLD_LENGTH, most=MAX_POSITION)  # transformers lets it win
+        rest[OLD_LENGTH] = read.whole(OLD_LENGTH, most=MAX_POSITION)  # has priority there
     return theta, rest
 
 
@@ -440,7 +439,7 @@ def _ropes_by_layer(
     read: ConfigValues, local_key: str, local_theta: float
 ) -> list[tuple[float, dict[str, Any]]]:
     """Like `_rope`, for layers without and with a window. In older files `rope_theta` and
-    `rope_scaling` are those of the first kind."""
+    `rope_scaling` are for layers without a window."""
     given, scaling = read.hf.get("rope_parameters"), read.hf.get("rope_scaling") or {}
     where = "config.json: rope_parameters"
     if given is None:
@@ -493,7 +492,7 @@ def _one_rope(
 
 
 def _rotary_factor(hf: Mapping[str, Any]) -> tuple[str, Any]:
-    """(key, factor): among the rotary settings, else beside them, else the whole head."""
+    """(key, factor) from the rotary settings, else from the config; default: the whole head."""
     place, rope = rope_settings(hf)
     if isinstance(rope, Mapping) and rope.get(PART) is not None:
         return f"{place}.{PART}", rope[PART]

@@ -1,8 +1,8 @@
 """Conversion between HF folders and Megatron's, and from one Megatron layout to another.
 
-Every source is read under HF-on-disk names and every output is filled from those, so each pair of
-formats and layouts is a conversion. The output records its source; a repeated request finds it and
-does nothing.
+Every source is read by HF-on-disk names and every output is filled from these, so all pairs of
+formats and layouts are supported. The output has a record of its source; a repeated request finds
+it and does nothing.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ from pentad.weights.megatron.stored import Form, Spelling
 from pentad.weights.transfer import Reader
 
 VERSION = 2
-"""Version of the output for a request; a record of another version does not match."""
+"""Version of the output format; records of other versions do not match a request."""
 CONFIG = "config.json"
 
 
@@ -100,14 +100,14 @@ class Conversion:
     """Iteration number of a Megatron output; null: released weights."""
     spec: Spelling = "te"
     separate_layers: bool = False
-    """torch_dist with a key per layer even if all layers are alike."""
+    """Whether torch_dist has a key per layer even if all layers are alike."""
     dtype: str | None = None
     vocab_divisor: int = 128
     """Megatron's `make_vocab_size_divisible_by`."""
     config: str | None = None
     """HF folder or config.json of the model, if the source has none."""
     model: str | None = None
-    """Its family, overriding the config's `model_type`."""
+    """Family of the model, overriding the config's `model_type`."""
     shard_bytes: int = SHARD_BYTES
 
 
@@ -221,24 +221,24 @@ def convert(
 
 
 def check_apart(source: Path, target: Path) -> None:
-    """Replacing a folder by its own conversion would lose it, with or without --force."""
+    """UserError if one folder contains the other: the conversion would overwrite its source."""
     a, b = source.resolve(), target.resolve()
     if a == b or a in b.parents or b in a.parents:
-        rule = f"lies within the source, {source}, or the source within it"
+        rule = f"is inside the source, {source}, or contains it"
         raise UserError(Problem(str(target), rule, "give a folder elsewhere"))
 
 
 def _check_unharmed(opened: Opened, source: SourceFiles) -> None:
-    """Checks that the files of an earlier conversion are unchanged: a flipped bit has no other
-    sign."""
+    """Checks that the source, if it is an earlier conversion, is unchanged; otherwise a flipped bit
+    would not be noticed."""
     record = read_record(opened.root)
     known = record.files if record else {}
     inside = opened.folder.relative_to(opened.root)
     problems = [
         Problem(
             str(opened.folder / name),
-            f"is not the file that {RECORD} says was written",
-            f"make the folder anew; if the change is meant, remove {RECORD} from it",
+            f"differs from the file recorded in {RECORD}",
+            f"convert again; if the change is intended, remove {RECORD} from it",
         )
         for name, digest in source.digests.items()
         if known.get(str(inside / name), [0, digest])[1] != digest
@@ -247,7 +247,7 @@ def _check_unharmed(opened: Opened, source: SourceFiles) -> None:
 
 
 def _settled(conversion: Conversion, opened: Opened) -> Conversion:
-    """The request completed by values of the source, so that worker processes find the same."""
+    """The request, completed by values of the source, so that worker processes use the same."""
     source = str(Path(conversion.source).absolute())
     recipe = replace(conversion, source=source, target=str(Path(conversion.target).absolute()))
     recipe = replace(recipe, model=path_of(opened.dims.family), config=str(opened.config))
@@ -259,7 +259,7 @@ def _settled(conversion: Conversion, opened: Opened) -> Conversion:
 
 
 def _request(recipe: Conversion) -> dict[str, Any]:
-    """The request without paths and number of processes."""
+    """The request without paths, for comparison with a record."""
     out = asdict(recipe)
     for place in ("source", "target", "config", "checkpoint"):
         del out[place]
@@ -279,7 +279,7 @@ def _ended(
 
 
 def build_output(recipe: Conversion) -> Output:
-    """The output of a request, as worker processes build it."""
+    """Builds the output of a request in a worker process."""
     return _output(recipe, open_source(recipe))
 
 
@@ -294,7 +294,7 @@ def _output(recipe: Conversion, opened: Opened) -> Output:
     )
     if recipe.to == "legacy":
         check_rank_files(layout)
-    raise_problems(unsayable(dims))  # before the column, which then does not cover its tensors
+    raise_problems(unsayable(dims))  # first, because the column of such a model is incomplete
     vocab_rows = padded_vocab(dims.vocab_size, layout.tp, recipe.vocab_divisor)
     column = column_of(dims, vocab_rows)
     _check_source(column.map, opened.reader)
@@ -328,12 +328,12 @@ def _refuse_axes(recipe: Conversion) -> None:
     sizes = {"tp": recipe.tp, "pp": recipe.pp, "vpp": recipe.vpp, "ep": recipe.ep}
     cut = [f"{axis} = {n}" for axis, n in {**sizes, "etp": recipe.etp or 1}.items() if n != 1]
     if cut:
-        rule = "says how Megatron's files are cut, and a HF folder is whole"
+        rule = "splits Megatron's files, and a HF folder is not split"
         raise UserError(Problem(", ".join(cut), rule, "leave it out"))
 
 
 def _form(recipe: Conversion, dims: ModelDims) -> Form:
-    """Megatron stacks the layers of a model with equal layers."""
+    """The torch_dist form: stacked if all layers are alike, else separate."""
     mixed = any(dims.moe_layers) and not all(dims.moe_layers)
     return "separate" if mixed or recipe.separate_layers else "stacked"
 
@@ -348,14 +348,14 @@ def _dtype(recipe: Conversion) -> torch.dtype | None:
 
 
 def _check_source(weight_map: WeightMap, reader: Reader) -> None:
-    """Checks that every needed tensor is present, none is left over, and tied ones agree."""
+    """Checks that all needed tensors and no others are present, and that tied ones agree."""
     nothing = transfer.Shard(torch.empty(0), ())
     transfer.check(dict.fromkeys(weight_map.entries, nothing), weight_map, reader)
     transfer.check_tied(weight_map, reader)
 
 
 def _hf_plan(recipe: Conversion, opened: Opened) -> list[HfFile]:
-    """The files of the HF folder that the weights came from, if known."""
+    """The file split of the original HF folder, if known."""
     if isinstance(opened.reader, HfFolder):
         return hf_files_of(opened.reader)
     known = _hf_files_of_record(opened.root)

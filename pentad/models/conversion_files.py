@@ -1,7 +1,7 @@
 """The files of a conversion: written beside the target by several processes, renamed when complete.
 
-A finished folder has a record of its source, by which the same request finds it again and a changed
-file is noticed. An interrupted conversion leaves a hidden folder, which the next one removes.
+A finished folder has a record of its source, which identifies a repeated request and reveals
+changed files. An interrupted conversion leaves a hidden folder, which the next one removes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pentad.weights.megatron.outputs import Output
 RECORD = "pentad-convert.json"
 POLL_S = 0.2
 FULL_BYTES = 1 << 20
-"""A write that failed with less than this left on the disk counts as out of space."""
+"""A failed write with less free disk space than this is reported as a full disk."""
 
 Build = Callable[[Any], Output]
 """Builds the output from its request in any process; importable by name."""
@@ -41,7 +41,7 @@ class WrittenFile:
     size_bytes: int
     digest: str
     notes: Any
-    """What `Output.write` returned for `Output.finish`."""
+    """The notes from `Output.write` for `Output.finish`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,20 +104,20 @@ def is_whole(folder: Path, record: ConversionRecord) -> bool:
 
 
 def check_target(target: Path, *, force: bool) -> None:
-    """Rejects a target that holds something else; nothing is overwritten by accident."""
+    """Raises UserError if the target has other content, unless `force`."""
     if not target.exists() or force:
         return
     if not target.is_dir():
         raise UserError(Problem(str(target), "is a file", "give a folder that does not exist yet"))
     if any(target.iterdir()):
-        rule = "is there already and holds something else than this conversion"
+        rule = "exists and is not the result of this conversion"
         raise UserError(Problem(str(target), rule, "give another folder, or --force to replace it"))
 
 
 @contextmanager
 def write_aside(target: Path) -> Iterator[Path]:
-    """An empty folder that is renamed to the target when the body ends, for one conversion at a
-    time."""
+    """Yields an empty folder that is renamed to the target at the end of the context; UserError if
+    another conversion writes the target."""
     if is_being_written(target):
         rule = "another conversion is writing it right now"
         raise UserError(Problem(str(target), rule, "wait for it to end"))
@@ -169,7 +169,7 @@ def _in_processes(
     processes: int,
     show: Callable[[], None],
 ) -> dict[str, WrittenFile]:
-    """Spawned, not forked: the parent may have threads; each worker takes the next file."""
+    """Writes the files in spawned processes (not forked: the parent may have threads)."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(processes, len(names)), mp_context=context) as pool:
         jobs = {name: pool.submit(_write_one_here, build, recipe, folder, name) for name in names}
@@ -190,7 +190,7 @@ def _in_processes(
 
 @lru_cache(maxsize=1)
 def _output(build: Build, recipe: Hashable) -> Output:
-    """Built once in each worker, which lives as long as the conversion."""
+    """The output, built once in each worker process."""
     return build(recipe)
 
 
@@ -203,7 +203,7 @@ def write_one(output: Output, folder: Path, name: str) -> WrittenFile:
     path = folder / name
     try:
         notes = output.write(name, path)
-    except (OSError, RuntimeError) as error:  # torch's writer says a full disk with the latter
+    except (OSError, RuntimeError) as error:  # torch's writer raises the latter for a full disk
         is_full = shutil.disk_usage(folder).free < FULL_BYTES
         reason = "the disk is full" if is_full else str(error).split("\n")[0]
         rule = f"cannot be written ({reason}); run it again; it starts from the beginning"

@@ -1,8 +1,8 @@
 """The decoder: embedding, layers, final norm and heads, composed from `ModelDims`.
 
-It knows no ranks, no packing and no key-value cache: tokens are flat, their positions are
-arguments, and attention is computed by the core it is called with. A pipeline stage is a decoder
-with some of the layers, which may lack embedding and head.
+It is independent of ranks, packing and key-value caches: tokens are flat, positions are arguments,
+and the caller passes the attention core. A pipeline stage is a decoder with some of the layers,
+which may lack embedding and head.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from pentad.weights.map import WeightMap
 
 
 class Block(nn.Module):
-    """One layer: x + attn(norm(x)), then x + ffn(norm(x)); there may be norms of the results as
-    well, or instead, and a factor of the whole."""
+    """One layer: x + attn(norm(x)), then x + ffn(norm(x)). Outputs may also be normed, or instead
+    of inputs, and the result may be scaled."""
 
     scale: Tensor | None
 
@@ -47,7 +47,7 @@ class Block(nn.Module):
         self.attn_norm = _norm(dims, dims.pre_norms)
         self.attn = make_attention(dims, layer)
         self.attn_post_norm = _post_norm(dims)
-        # A mixture beside a dense ffn has norms of its own for the two.
+        # A mixture beside a dense ffn has separate norms for the two.
         self.ffn_norm = _norm(dims, dims.pre_norms and not dims.has_dense_beside)
         own = dims.of_layer(layer)
         self.ffn = make_mixture(own) if dims.is_moe(layer) else MLPS[dims.activation](own)
@@ -82,7 +82,7 @@ class Block(nn.Module):
     def mix(
         self, x_TD: Tensor, cos_Td: Tensor, sin_Td: Tensor, attend: Attend
     ) -> tuple[Tensor, ...]:
-        """Everything before the ffn: the hidden states, and the input of the ffn."""
+        """Computes attention; returns the hidden states and the input of the ffn."""
         y_TD = self.attn(self.attn_norm(x_TD), cos_Td, sin_Td, attend)
         x_TD = x_TD + self.attn_post_norm(y_TD)
         return x_TD, self.ffn_norm(x_TD)
@@ -116,7 +116,7 @@ def growth(dims: ModelDims, positions_T: Tensor) -> Tensor:
 
 
 class GrownAttend:
-    """An attention core whose queries are multiplied by a number for each token."""
+    """An attention core that multiplies queries by a factor for each token."""
 
     def __init__(self, inner: Attend, scale_T: Tensor) -> None:
         self.inner = inner
@@ -184,9 +184,9 @@ class Decoder(FamilyModel):
         attend: Attend,
         routes: Routes | None = None,
     ) -> Tensor:
-        """Token ids (in a later stage the hidden_TD of the stage before) to hidden_TD. The last
-        stage's output is after the final norm. `routes` records the chosen experts; existing
-        entries are followed instead."""
+        """Maps token ids (in a later stage hidden_TD of the previous stage) to hidden_TD; after the
+        final norm in the last stage. Chosen experts are added to `routes`; existing entries in it
+        are used instead."""
         x_TD = ids_T if self.embed is None else self.look_up(ids_T)
         turns = self.rotary(positions_T, x_TD.dtype)
         if self.dims.linear_layers:
@@ -213,12 +213,12 @@ class Decoder(FamilyModel):
         return x_TD
 
     def scaled(self, hidden_TD: Tensor) -> Tensor:
-        """Logits are a product with these: their factor goes before it. Values have none."""
+        """The input of the head, multiplied by the logit scale; unscaled for a value head."""
         is_plain = self.dims.logit_scale == 1.0 or not self.has_lm_head
         return hidden_TD if is_plain else hidden_TD * self.dims.logit_scale
 
     def look_up(self, ids_T: Tensor) -> Tensor:
-        assert self.embed is not None, "the first stage alone has the table"
+        assert self.embed is not None, "only the first stage has the table"
         x_TD: Tensor = self.embed(ids_T)
         if self.dims.embed_scale == 1.0:
             return x_TD
@@ -242,7 +242,7 @@ def causal_attend(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention over one sequence, written out: the reference for other cores."""
+    """Attention over one sequence in plain torch: the reference for other cores."""
     num_tokens, num_heads = q_THd.shape[:2]
     k_THd = k_TKd.repeat_interleave(num_heads // k_TKd.shape[1], dim=1)
     v_THd = v_TKd.repeat_interleave(num_heads // v_TKd.shape[1], dim=1)

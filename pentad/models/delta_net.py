@@ -1,8 +1,8 @@
-"""A gated delta net in place of attention: projections, convolution, decays, gated norm; the memory
-of the given core provides earlier tokens (`ops.delta`).
+"""A gated delta net in place of attention: projections, convolution, decays, gated norm; the core
+that is passed provides the state of earlier tokens (`ops.delta`).
 
-Shapes as in `ops.delta`; D hidden. Widths are read from the weights, so a rank with some of the
-heads computes those.
+Shapes as in `ops.delta`; D hidden. Widths are read from the weights, so that a rank with some of
+the heads computes these.
 """
 
 from __future__ import annotations

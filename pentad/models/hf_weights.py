@@ -1,4 +1,4 @@
-"""A model's weights under their HF-on-disk names: out by iteration, in by exact installation.
+"""Iterates over a model's weights by HF-on-disk name, and installs new weights.
 
 Parameters may be plain tensors or parts of any layout (DTensor, PartTensor); a model may be one
 pipeline stage.
@@ -23,8 +23,8 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def native_tensors(model: LanguageModel, weight_map: WeightMap | None = None) -> dict[str, Tensor]:
-    """The model's weights by their native names, as the whole tensors they are parts of: those in
-    `weight_map`, by default the model's map without factors."""
+    """The model's weights by native name, in global form: those in `weight_map`, by default the
+    model's map without factors."""
     out: dict[str, Tensor] = {}
     is_adapter = weight_map is not None and weight_map is model.adapter_map
     factors = () if model.adapter_map is None else model.adapter_map.entries
@@ -37,7 +37,7 @@ def native_tensors(model: LanguageModel, weight_map: WeightMap | None = None) ->
 
 
 def kept_buffers(model: LanguageModel) -> dict[str, Tensor]:
-    """Buffers that are weights: saved and loaded, unlike tables that a model computes."""
+    """Buffers that are weights (saved and loaded), unlike computed tables."""
     entries = model.weight_map.entries
     return {name: x for name, x in model.named_buffers() if _native(name) in entries}
 
@@ -51,7 +51,7 @@ def _native(name: str) -> str:
 def native_shards(
     model: LanguageModel, weight_map: WeightMap | None = None
 ) -> dict[str, transfer.Shard]:
-    """Each parameter's local memory with the box of the global tensor that it holds."""
+    """Local memory of each parameter, with its box of the global tensor."""
     tensors = native_tensors(model, weight_map)
     return {
         name: transfer.Shard(_local(tensor), box_of(tensor)) for name, tensor in tensors.items()
@@ -66,7 +66,7 @@ def _local(tensor: Tensor) -> Tensor:
 def hf_metadata(
     model: LanguageModel, dtype: torch.dtype | None = None, weight_map: WeightMap | None = None
 ) -> dict[str, TensorInfo]:
-    """Name, shape and dtype of everything `iter_hf` yields, in its order, without reading it."""
+    """Name, shape and dtype of all tensors of `iter_hf`, in its order, without reading them."""
     tensors = native_tensors(model, weight_map)
     return {
         source.name: TensorInfo(
@@ -80,8 +80,8 @@ def hf_metadata(
 def iter_hf(
     model: LanguageModel, dtype: torch.dtype | None = None, weight_map: WeightMap | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(HF-on-disk name, whole tensor) in layer order; a view of the parameter where possible.
-    `weight_map`: that of the model, or of its factors.
+    """Yields (HF-on-disk name, unsharded tensor) in layer order, as views if possible.
+    `weight_map`: of the model, or of its factors.
 
     Sharded parameters are gathered one at a time, so every rank must iterate to the end.
     """
@@ -92,8 +92,8 @@ def iter_hf(
 
 
 def gather_whole(tensor: Tensor) -> Tensor:
-    """The whole tensor on every rank that holds a part of it; all of them must call. Does not use
-    DTensor's own redistribution, which caches process groups that may be gone."""
+    """Returns the unsharded tensor on every rank that holds a part; all of them must call it. Does
+    not use DTensor's redistribution, which caches process groups that may no longer exist."""
     spread = as_spread(tensor)
     if spread is None:
         return tensor
@@ -113,14 +113,14 @@ def gather_whole(tensor: Tensor) -> Tensor:
                 rows_of(size, dim, [*cuts[:axis], (placement, num, rank)]) for rank in range(num)
             ]
             lengths = [stop - start for start, stop in ends]
-            rows = whole.movedim(dim, 0).to(mesh.device_type)  # from the host, where offloaded
+            rows = whole.movedim(dim, 0).to(mesh.device_type)  # offloaded parts are on the host
             whole = _gather_rows(rows, lengths, mesh.get_group(axis))
             whole = whole.movedim(0, dim)
     return whole
 
 
 def _gather_rows(part: Tensor, lengths: list[int], group: dist.ProcessGroup) -> Tensor:
-    """The rows of all ranks, lengths[r] from rank r."""
+    """Gathers the rows of all ranks, lengths[r] from rank r."""
     longest = max(lengths)
     padded = part.new_zeros(longest, *part.shape[1:])
     padded[: len(part)] = part
@@ -132,10 +132,10 @@ def _gather_rows(part: Tensor, lengths: list[int], group: dist.ProcessGroup) -> 
 
 
 def install_hf(model: LanguageModel, pairs: Iterable[tuple[str, Tensor]]) -> int:
-    """Overwrites all weights in place (with factors: only the factors), every tensor exactly once.
-    Returns their number.
+    """Overwrites all weights in place (with an adapter: only the factors) and returns their number.
+    `pairs` must have every tensor exactly once.
 
-    All are held until the end; invalid ones are rejected before anything is written.
+    All are kept in memory until the end; invalid ones are rejected before any is written.
     """
     weight_map = model.trained_map
     return transfer.fill(native_shards(model, weight_map), weight_map, PairsReader(pairs))

@@ -1,4 +1,4 @@
-"""The projections of one input as parts of one tensor, so that one product computes them all."""
+"""Joins projections of the same input in one tensor, so that one product computes all of them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def join_projections(attention: Attention) -> tuple[Tensor, Tensor | None]:
 
 
 def join_all_projections(model: nn.Module) -> None:
-    """Called before other instances of the model are made over the same tensors, because joining
-    them there would copy."""
+    """Joins q, k and v in all layers. Call it before the tensors are shared with other instances of
+    the model, where joining would copy."""
     for module in model.modules():
         if isinstance(module, Attention):
             join_projections(module)
@@ -27,8 +27,8 @@ def join_all_projections(model: nn.Module) -> None:
 
 @torch.no_grad()
 def join(parameters: Sequence[Tensor]) -> Tensor:
-    """Joins parameters as parts of one tensor: values installed in them appear in it. Parameters
-    that are such parts already keep their memory."""
+    """Returns one tensor of which the parameters become views, so that installed values appear in
+    it. Parameters that are already adjacent keep their memory."""
     tensors = [parameter.data for parameter in parameters]
     if _are_side_by_side(tensors):
         first = tensors[0]

@@ -1,7 +1,7 @@
 """The interface of models for engines: `LanguageModel`, with two implementations.
 
 `decoder.Decoder` is composed from a family's file, `hf.module.HfModel` is a model of transformers.
-Both take flat tokens with their positions and the attention core, and know no ranks.
+Both take flat tokens with positions and the attention core, and are independent of ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _is_decayed(entry: Entry) -> bool:
 
 
 def bent(x: Tensor, scale: float, cap: float | None) -> Tensor:
-    """Logits from the head's product: scaled, then bent to cap * tanh(x / cap)."""
+    """Logits from the head's product: scaled, then limited to cap * tanh(x / cap)."""
     x = x if scale == 1.0 else x * scale
     return x if cap is None else cap * torch.tanh(x / cap)
 
@@ -41,9 +41,9 @@ def as_it_is(name: str, tensor: Tensor) -> Tensor:
 
 
 class LanguageModel(nn.Module):
-    """A language model without its softmax: the caller computes the T x V logits.
+    """A language model without the head's product: the caller computes the T x V logits.
 
-    Called with (ids_T, positions_T, attend, routes) it returns hidden_TD.
+    `forward(ids_T, positions_T, attend, routes)` returns hidden_TD.
     """
 
     def __init__(self, dims: ModelDims) -> None:
@@ -51,17 +51,17 @@ class LanguageModel(nn.Module):
         self.dims = dims
         self.has_lm_head = False
         self.is_last = True
-        """Whether the output is after the final norm; a pipeline stage's may be before it."""
+        """Whether the output is after the final norm, unlike that of earlier pipeline stages."""
         self.value_head: nn.Linear | None = None
         self.logit_scale = 1.0
         """Logits are the head's product times this..."""
         self.logit_cap: float | None = None
-        """...bent to cap * tanh(x / cap), before the temperature."""
+        """...limited to cap * tanh(x / cap), before the temperature."""
         self.cache_shapes: tuple[tuple[int, int], ...] = ()
-        """(kv heads, width) of each call of the attention core, in their order, where calls do not
-        name their layer; empty: they do."""
+        """(kv heads, width) of each call of the attention core, in order, if calls do not pass
+        their layer; empty if they do."""
         self.present: Callable[[str, Tensor], Tensor] = as_it_is
-        """Converts a parameter to its global form; under a layout, to a DTensor of the whole."""
+        """Converts a parameter to its global form; in a layout, to a DTensor."""
         self.adapter_map: WeightMap | None = None
         """The factors beside frozen weights, by their native names (`models.lora`)."""
 
@@ -81,12 +81,12 @@ class LanguageModel(nn.Module):
         return self.weight_map if self.adapter_map is None else self.adapter_map
 
     def lora_words(self, lora: LoraConfig) -> Sequence[str]:
-        """The targets of an adapter, as words; UserError where there are no such matrices."""
+        """The targets of an adapter as words; UserError if the model has no such matrices."""
         raise NotImplementedError
 
     def lora_map(self, lora: LoraConfig) -> WeightMap:
-        """The factors of an adapter, by the names that they get in this model; of a critic with
-        its head."""
+        """The map of an adapter's factors, by their names in this model; for a critic with its
+        head."""
         raise NotImplementedError
 
     @property
@@ -101,11 +101,11 @@ class LanguageModel(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, D]; the embedding itself where the two are tied."""
+        """Weight of the head [V, D]; the embedding itself if they are tied."""
         raise NotImplementedError
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """[T, V], for tests; training fuses the head with the log-probs."""
+        """Logits [T, V], for tests; training fuses the head with the log-probs."""
         return bent(F.linear(hidden_TD, self.head_weight), self.logit_scale, self.logit_cap)
 
     @property
@@ -120,38 +120,38 @@ class LanguageModel(nn.Module):
 
     @property
     def tables(self) -> set[str]:
-        """Parameters that are looked up by token."""
+        """Names of parameters that are lookup tables."""
         tables = [name for name, x in self.named_modules() if isinstance(x, nn.Embedding)]
         return {f"{name}.weight" for name in tables}
 
     @property
     def decayed(self) -> set[str]:
-        """Parameters with weight decay: matrices, but no tables, biases or norms. The kind of a
-        parameter follows from its tensors on disk: here gate and up biases are a matrix, too."""
+        """Names of parameters with weight decay: matrices, but no tables, biases or norms. The kind
+        is that of the tensors on disk, because joined gate and up biases have two dims here."""
         return {
             name for name, entry in self.trained_map.entries.items() if _is_decayed(entry)
         } - self.tables
 
     def map_for(self, names: Iterable[str]) -> WeightMap:
-        """The weight map without the tensors in a folder that carry no information."""
+        """The weight map for a folder with these tensors, without redundant ones."""
         return self.weight_map
 
     def fill_tables(self) -> None:
         """Computes tables (rotary frequencies) once the model has memory."""
 
     def draw(self, name: str, seed: int) -> Tensor | None:
-        """A fresh whole weight, by the seed and its name; None: as the weight map initialises
-        it."""
+        """Initialises a weight from seed and name, unsharded; None: use the init of the weight
+        map."""
         return None
 
     def values(self, hidden_TD: Tensor) -> Tensor:
-        """[T] in float32: the value of each token, or the reward read at the last one."""
+        """Values [T] in float32, of which a reward model's reward is the last."""
         assert self.value_head is not None, "this model is built without a value head"
         return self.value_head(hidden_TD).squeeze(-1).float()
 
 
 class FamilyModel(LanguageModel):
-    """A model of a family with a model file, which names the classes of saved folders."""
+    """A model with a model file, which has the class names for saved folders."""
 
     @property
     def hf_classes(self) -> tuple[str, str]:

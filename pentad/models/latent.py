@@ -1,10 +1,10 @@
 """Multi-head latent attention (DeepSeek-V3, https://arxiv.org/abs/2412.19437): keys and values of
 all heads are projected from one latent per token, beside one rotated key that all heads share.
 
-In training, and in strict mode, keys and values are expanded, and attention is that of any model. A
-sampler caches only the latent and the rotated key. It scores queries multiplied by the heads' key
-matrices with the latents themselves, and multiplies the weighted sums of latents by the heads'
-value matrices (`AbsorbedAttention`): the same products in another order.
+In training, and in strict mode, keys and values are expanded for ordinary attention. A sampler
+caches only the latent and the rotated key. It multiplies queries by the heads' key matrices, scores
+them with the latents, and multiplies the weighted sums of latents by the heads' value matrices
+(`AbsorbedAttention`): the same products in another order.
 
 Shapes: T tokens, D hidden, H heads, d head width (plain and rotated part), C latent, v value width,
 r rank of an adapter.
@@ -61,7 +61,7 @@ class LatentAttention(nn.Module):
     def project(
         self, x_TD: Tensor, cos_Td: Tensor, sin_Td: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries by heads, the normed latents, the rotated keys."""
+        """Returns queries by heads, normed latents, and rotated keys."""
         q_TQ = self.q_b(self.q_norm(self.q_a(x_TD))) if self.has_q_latent else self.q(x_TD)
         plain_THd, q_rot_THd = q_TQ.unflatten(-1, (-1, self.head_dim)).split(self.widths, dim=-1)
         q_THd = torch.cat((plain_THd, self.rotate(q_rot_THd, cos_Td, sin_Td)), dim=-1)
@@ -72,7 +72,7 @@ class LatentAttention(nn.Module):
 
 
 class AbsorbedAttention(LatentAttention):
-    """Latent attention of the sampler: one key head of latent and rotary key; latents are the
+    """Latent attention of the sampler, with one key head (latent and rotated key) and latents as
     values."""
 
     def forward(self, x_TD: Tensor, cos_Td: Tensor, sin_Td: Tensor, attend: Attend) -> Tensor:
@@ -81,7 +81,7 @@ class AbsorbedAttention(LatentAttention):
         factors = getattr(self.kv_b, "lora", None)
         if factors is not None and not factors.is_on:
             factors = None
-        # Rows of the matrix by heads: first those of the keys, then those of the values.
+        # Rows of each head: first those of the key, then those of the value.
         keys_HdC, values_HvC = self.by_heads(self.kv_b.weight)
         q_THC = torch.einsum("thd,hdc->thc", plain_THd, keys_HdC)
         if factors is not None:
@@ -90,7 +90,7 @@ class AbsorbedAttention(LatentAttention):
             q_THr = torch.einsum("thd,hdr->thr", plain_THd, keys_Hdr)
             q_THC = q_THC + q_THr @ a_rC * factors.scale
         q_THC = torch.cat((q_THC, q_rot_THd), dim=-1)
-        # The core divides by the root of the width that it is given.
+        # The core divides by the root of the width of its input.
         q_THC = q_THC * (q_THC.shape[-1] / self.head_dim) ** 0.5
         key_T1C = torch.cat((latent_TC[:, None], turned_T1d), dim=-1)
         o_THC = attend(self.layer, q_THC, key_T1C, latent_TC[:, None])

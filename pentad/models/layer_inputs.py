@@ -1,5 +1,5 @@
-"""Layers with further inputs: an embedding of the token for each layer, and the keys and values of
-an earlier layer.
+"""Layers with additional inputs: per-layer embeddings of the token, and keys and values of an
+earlier layer.
 
 Shape suffixes: T tokens, D hidden, L layers, E width of a layer's embedding, H query heads, K
 key-value heads, d head dim.
@@ -25,8 +25,8 @@ KeysValues = tuple[Tensor, Tensor]
 
 
 class SharingAttention(NormedAttention):
-    """Attention that returns its keys and values, or is given those of another layer. It then
-    reads the cache of that layer."""
+    """Attention that returns its keys and values, or uses those of another layer, with its
+    cache."""
 
     def __init__(self, dims: ModelDims, layer: int) -> None:
         super().__init__(dims, layer)
@@ -60,7 +60,7 @@ class SharingAttention(NormedAttention):
 
 
 class LayerInput(nn.Module):
-    """What an embedding of the token adds to the result of a layer."""
+    """Adds a projection of the per-layer embedding to the output of a layer."""
 
     def __init__(self, dims: ModelDims) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class LayerInput(nn.Module):
 
 
 class SharingBlock(Block):
-    """A layer that returns its keys and values, too."""
+    """A layer that also returns its keys and values."""
 
     def __init__(self, dims: ModelDims, layer: int) -> None:
         super().__init__(dims, layer)
@@ -112,8 +112,8 @@ class SharingBlock(Block):
 
 
 class LayerEmbedding(nn.Module):
-    """The embeddings of a token for all layers: a row of a table, and a projection of the token's
-    embedding."""
+    """The per-layer embeddings of a token for all layers: a table row plus a projection of the
+    token's embedding."""
 
     def __init__(self, dims: ModelDims) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class LayerEmbedding(nn.Module):
         self.root = dims.hidden_size**-0.5
 
     def forward(self, ids_T: Tensor, x_TD: Tensor) -> Tensor:
-        """[T, L, E]."""
+        """Returns the embeddings [T, L, E]."""
         rows = self.table(ids_T)
         # The factor is rounded to the dtype of the table, as transformers rounds it.
         rows = rows * float(torch.tensor(self.width**0.5, dtype=rows.dtype))
@@ -135,7 +135,7 @@ class LayerEmbedding(nn.Module):
 
 
 class SharingDecoder(Decoder):
-    """A decoder in which layers have further inputs, if the dimensions say so."""
+    """A decoder whose layers have additional inputs if the dimensions have them."""
 
     def __init__(self, dims: ModelDims, *, is_first: bool = True, **how: Any) -> None:
         super().__init__(dims, is_first=is_first, **how)

@@ -1,9 +1,9 @@
 """The parts of a decoder layer: norm, rotary positions, attention around a given core, gated mlp.
 
-Shape suffixes: T tokens (all sequences, flat), D hidden, H query heads, K key-value heads,
-d head dim, F ffn width. Widths are read from the weights, so a part that holds only a shard of
-its heads or ffn columns computes that shard. Rotary frequencies are computed on the CPU in float32,
-in the order transformers computes them, so both give the same angles at large positions.
+Shape suffixes: T tokens (all sequences, flat), D hidden, H query heads, K key-value heads, d head
+dim, F ffn width. Widths are read from the weights, so that a module with a shard of heads or ffn
+columns computes this shard. Rotary frequencies are computed on the CPU in float32, in the same
+order as in transformers, so that angles are equal at large positions.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pentad.core.types import Attend
 from pentad.ops.gated import silu_mul
 
 Turn = tuple[Tensor, Tensor]
-"""cos_Td and sin_Td of every position."""
+"""(cos_Td, sin_Td) of the positions of tokens."""
 
 
 class Rotary(nn.Module):
-    """cos and sin of every position, once per forward, for each kind of layer. A layer without
-    rotary gets cos 1 and sin 0, which changes no number."""
+    """Computes cos and sin of the positions, once per forward, for each kind of layer. For layers
+    without rotary they are 1 and 0, which has no effect."""
 
     def __init__(self, dims: ModelDims) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def _kind(dims: ModelDims) -> str:
 
 
 def check_scaling(dims: ModelDims) -> None:
-    """Raises for a scaling that is not supported or lacks a setting."""
+    """Raises UserError for a scaling that is not supported or lacks a setting."""
     kind = _kind(dims)
     where = f"config.json: rope_type = {kind}"
     if kind in ("dynamic", "longrope"):
@@ -136,7 +136,7 @@ def _linear(dims: ModelDims, scaling: Mapping[str, Any]) -> tuple[Tensor, float]
 
 
 def _llama3(dims: ModelDims, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Long wavelengths are stretched by the factor, short ones kept, with a ramp between."""
+    """Stretches long wavelengths by the factor and keeps short ones, with a ramp between."""
     inverse, _ = _plain(dims, scaling)
     old_length = _old_length(dims, scaling)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
@@ -184,7 +184,7 @@ def _yarn_scale(scaling: Mapping[str, Any], factor: float) -> float:
 
 
 def _proportional(dims: ModelDims, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Frequencies of the whole head, and 0 for pairs beyond a part of it."""
+    """Frequencies as for the whole head, with 0 for pairs beyond the rotated part."""
     inverse, _ = _plain(dims, scaling)
     num = int(scaling.get("partial_rotary_factor", 1.0) * dims.turned_dim // 2)
     inverse[num:] = 0.0
@@ -283,8 +283,8 @@ def make_norm(size: int, dims: ModelDims) -> Norm:
 
 
 class GateUp(nn.Module):
-    """Two projections of one input on a separate leading axis, gate first: weight [2, F, D]. Their
-    results are concatenated: [T, 2F]."""
+    """Gate and up projections with weight [2, F, D], gate first; outputs are concatenated: [T,
+    2F]."""
 
     def __init__(self, in_size: int, out_size: int, bias: bool) -> None:
         super().__init__()
@@ -357,11 +357,11 @@ class Attention(nn.Module):
 
     @property
     def projections(self) -> tuple[nn.Linear, ...]:
-        """Those to queries, keys and values."""
+        """The projections to queries, keys and values."""
         return self.q, self.k, self.v
 
     def project(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values by heads."""
+        """Returns queries, keys and values by heads."""
         q_THd = self.q(x_TD).unflatten(-1, (-1, self.head_dim))
         k_TKd = self.k(x_TD).unflatten(-1, (-1, self.head_dim))
         return q_THd, k_TKd, self.v(x_TD).unflatten(-1, (-1, self.head_dim))
@@ -369,7 +369,7 @@ class Attention(nn.Module):
     def turned(
         self, q_THd: Tensor, k_TKd: Tensor, cos_Td: Tensor, sin_Td: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Queries and keys with norms and rotary, in the order of the family."""
+        """Applies norms and rotary to queries and keys, in the order of the family."""
         if self.norms_turned:
             q_THd, k_TKd = self.rotate(q_THd, cos_Td, sin_Td), self.rotate(k_TKd, cos_Td, sin_Td)
             return self.normed(q_THd, self.q_norm), self.normed(k_TKd, self.k_norm)
@@ -385,7 +385,7 @@ class Attention(nn.Module):
 
 
 class GatedAttention(Attention):
-    """Attention whose result is multiplied, element by element, by a gate of the input."""
+    """Attention whose output is multiplied elementwise by a gate computed from the input."""
 
     def __init__(self, dims: ModelDims, layer: int) -> None:
         super().__init__(dims, layer)

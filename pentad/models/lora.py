@@ -31,7 +31,7 @@ from pentad.weights.transfer import RandomReader, Reader
 
 STRICT = (StrictLinear, StrictGateUp, StrictExperts)
 PAIRS = (".gate_up.lora", ".gate_up_lora")
-"""How places end whose factors are those of gate and up, on an axis of their own."""
+"""Suffixes of modules with factors of gate and up on a separate axis."""
 
 
 class AddsFactors(Protocol):
@@ -57,10 +57,10 @@ class Factors(nn.Module):
         self.scale = scale
         self.strict = strict
         self.num_planes = 1
-        """Two if gate and up have a separate axis."""
+        """Number of matrices: two if gate and up have a separate axis."""
         self.is_on = True
         self.joined: AddsFactors | None = None
-        """In a sampler with kernels: computes with copies of the factors instead."""
+        """In a sampler with kernels: object that computes with copies of the factors instead."""
 
     def add_to(self, y_TO: Tensor, x_TI: Tensor) -> Tensor:
         """Adds the product of the factors with the input to the output of the frozen matrix."""
@@ -109,7 +109,7 @@ class ExpertFactors(Factors):
 
 
 class TrainedHead(Linear):
-    """The head of a critic, trained beside frozen weights: in float32, like factors."""
+    """The head of a critic that is trained beside frozen weights, in float32 like factors."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input.float(), self.weight)
@@ -153,8 +153,8 @@ MAKE_EXPERTS: Callable[[type], type[nn.Module]] = _adapted_experts
 
 
 def apply_lora(model: LanguageModel, lora: LoraConfig) -> None:
-    """Freezes the model and gives its layers factors without memory. Called after `apply_strict`,
-    and after everything else that changes the class of layers."""
+    """Freezes the model and adds factors without memory to its layers. Call it after `apply_strict`
+    and everything else that changes classes of layers."""
     model.requires_grad_(False)
     model.adapter_map = model.lora_map(lora)
     if model.value_head is not None:
@@ -166,7 +166,7 @@ def apply_lora(model: LanguageModel, lora: LoraConfig) -> None:
         place = name.removesuffix(".a")
         path, _, key = place.rpartition(".")
         host = modules.get(path)
-        if host is None:  # of another pipeline stage
+        if host is None:  # in another pipeline stage
             continue
         shapes = entries[name].shape, entries[f"{place}.b"].shape
         make, kind = (MAKE_EXPERTS, ExpertFactors) if isinstance(host, Experts) else (MAKE, Factors)
@@ -179,7 +179,7 @@ def apply_lora(model: LanguageModel, lora: LoraConfig) -> None:
 
 @torch.no_grad()
 def blank_factors(model: nn.Module, device: torch.device) -> None:
-    """Memory for factors before an install: until then they are NaN."""
+    """Allocates factors before an install; until then they are NaN."""
     for factors in factors_of(model):
         factors.to_empty(device=device)
         for factor in factors.parameters():
@@ -188,7 +188,7 @@ def blank_factors(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def share_weights(model: LanguageModel, tensors: Mapping[str, Tensor]) -> None:
-    """Lets a model without memory use the tensors of another, by native name."""
+    """Makes a model without memory use the tensors of another model, by native name."""
     for name, module in list(model.named_modules()):
         for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None:
@@ -205,7 +205,7 @@ def factors_of(model: nn.Module) -> list[Factors]:
 
 @contextmanager
 def switched_off(factors: list[Factors]) -> Iterator[None]:
-    """The frozen weights alone, without extra memory."""
+    """Context in which factors are disabled, without extra memory."""
     for one in factors:
         one.is_on = False
     try:
@@ -216,8 +216,7 @@ def switched_off(factors: list[Factors]) -> Iterator[None]:
 
 
 def fill_factors(model: LanguageModel, seed: int, reader: Reader | None = None) -> None:
-    """Sets the factors to fresh ones (B is 0, so the model is unchanged), or to those of a
-    reader."""
+    """Initialises the factors (B is 0, so the model is unchanged), or reads them."""
     assert model.adapter_map is not None, "apply_lora comes first"
     shards = native_shards(model, model.adapter_map)
     reader = reader or RandomReader(model.adapter_map, shards, seed)

@@ -1,8 +1,8 @@
-"""Names of weights in Megatron-Core's modules: their map, and a model of names only.
+"""Names of weights in Megatron-Core's modules: their weight map, and a model without modules.
 
-The map is the Megatron column of a family in a form that any layout splits into blocks: gate and up
-have a separate axis, and the vocabulary has no padding. Nothing here imports Megatron, so recovery
-checkpoints of its learners can be read where it is not installed.
+The map is the Megatron column of a family in a form that every layout splits into blocks: gate and
+up have a separate axis, and the vocabulary is not padded. It does not import Megatron, so that
+recovery checkpoints of its learners can be read without it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TABLE = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
 VALUE_HEAD = "value_head.weight"
 SELECTION_BIAS = ".expert_bias"
-"""Suffix of the router's bias: it is no parameter, and changes without a gradient."""
+"""Suffix of the router's bias, which is not a parameter and changes without a gradient."""
 PLAN = {"V": "tp", "Vp": "tp", "P": "tp", "Q": "tp", "F": "tp", "S": "tp", "M": "etp"}
 """Symbol -> axis that splits it. Experts are separate tensors, distributed over ep by their
 number."""
@@ -62,7 +62,7 @@ def _build(dims: ModelDims) -> WeightMap:
 
 
 def _in_blocks(rule: Rule) -> Rule:
-    """A rank's gate and up rows are one block if the two have a separate axis."""
+    """The rule with a separate axis for gate and up, so that a rank's rows are one block."""
     first, *rest = rule.shape.split()
     if "+" not in first:
         return rule
@@ -78,7 +78,7 @@ def _without_planes(source: str | Spec) -> str | Spec:
 
 
 def _as_native(entry: Entry, native: WeightMap) -> Entry:
-    """Initialisation and dtype of a tensor, from the native one."""
+    """The entry with initialisation and dtype of the native tensor."""
     rule = native.entries[entry.regions[0].source].rule
     kept = replace(
         entry.rule,
@@ -90,7 +90,7 @@ def _as_native(entry: Entry, native: WeightMap) -> Entry:
 
 
 class NamedModel(FamilyModel):
-    """Weights by name, without modules; on the meta device the whole model of a learner."""
+    """A model of weights by name, without modules, on the meta device."""
 
     def __init__(self, dims: ModelDims, tensors: Mapping[str, Tensor], *, lm_head: bool) -> None:
         super().__init__(dims)
@@ -117,7 +117,7 @@ class NamedModel(FamilyModel):
 
 
 def build_named(dims: ModelDims, dtype: torch.dtype, *, value_head: bool = False) -> NamedModel:
-    """The whole model without memory. A value head replaces the language-model head."""
+    """Builds the whole model without memory. A value head replaces the language-model head."""
     left_out = HEAD if value_head else VALUE_HEAD
     kept = {"": dtype, **DTYPES}
     tensors = {

@@ -1,4 +1,4 @@
-"""The mixture-of-experts ffn: router, stacked experts, and the interface of dispatch.
+"""The mixture-of-experts ffn: router, stacked experts, and the dispatch interface.
 
 Shape suffixes: T tokens, D hidden, E experts on this rank, R experts of the model, k experts per
 token, M expert width, N pairs of a token and one of its experts.
@@ -27,8 +27,8 @@ from pentad.ops.gated import clamped_mul, silu_mul, weighted_gelu_mul, weighted_
 from pentad.ops.router import RouteRule, add_loss, balance_loss, gate_logits, route, z_loss
 
 Routes = dict[int, Tensor]
-"""Layer -> chosen_Tk, for the tokens of one forward pass. A layer with an entry follows it; a layer
-without one chooses and adds its choice."""
+"""Layer -> chosen_Tk, for the tokens of one forward pass. A layer with an entry uses it; a layer
+without one chooses experts and adds an entry."""
 
 
 class Experts(nn.Module):
@@ -37,7 +37,7 @@ class Experts(nn.Module):
 
     linear: ClassVar[Callable[..., Tensor]] = staticmethod(grouped_linear)
     mul: ClassVar[Callable[..., Tensor]] = staticmethod(weighted_silu_mul)
-    """The gated activation times the weights of its rows."""
+    """Computes the gated activation times the weights of rows."""
 
     def __init__(self, dims: ModelDims) -> None:
         super().__init__()
@@ -46,29 +46,29 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(num, hidden, width))
 
     def forward(self, x_ND: Tensor, sizes_E: Tensor, weights_N: Tensor | None = None) -> Tensor:
-        """Runs rows sorted by expert, sizes_E[e] of them through expert e; results are multiplied
-        by their weights, if given.
+        """Computes rows sorted by expert, sizes_E[e] of them by expert e; outputs are multiplied by
+        weights, if given.
 
-        The weights are applied before the linear down product: this scales M numbers instead of D,
-        and backward does not need the result.
+        Weights are applied before the down projection: this scales M numbers instead of D, and
+        backward does not need the output.
         """
         ends_E = sizes_E.cumsum(0, dtype=torch.int32)
         a_NM = self.mul(self.opened(x_ND, ends_E), weights_N)
         return self.linear(a_NM, self.down, ends_E)
 
     def opened(self, x_ND: Tensor, ends_E: Tensor) -> Tensor:
-        """Gate and up of each row."""
+        """Returns gate and up of each row."""
         return self.linear(x_ND, self.matrices[0], ends_E)
 
     @property
     def matrices(self) -> tuple[Tensor, Tensor]:
-        """The matrices of the products: [E, O, I] each."""
+        """The matrices of both products, [E, O, I] each."""
         return self.gate_up.flatten(1, 2), self.down
 
 
 class ClampedExperts(Experts):
-    """Experts with interleaved gate and up, as rows of one matrix: gate_up [E, 2M, D], with a bias
-    for each row. The biases of their outputs belong to the mixture."""
+    """Experts with gate and up as interleaved rows of one matrix: gate_up [E, 2M, D], with a bias
+    per row. Output biases belong to the mixture."""
 
     mul: ClassVar[Callable[..., Tensor]] = staticmethod(clamped_mul)
 
@@ -100,7 +100,7 @@ EXPERTS: dict[str, type[Experts]] = {
 
 
 class Router(nn.Module):
-    """Chooses and weighs each token's experts, in float32 whatever the dtype of its weight."""
+    """Selects and weights each token's experts, always in float32."""
 
     bias: Tensor | None
     logits: ClassVar[Callable[..., Tensor]] = staticmethod(gate_logits)
@@ -117,18 +117,18 @@ class Router(nn.Module):
             groups_chosen=dims.router_groups_per_token,
             group_size=dims.num_experts // dims.router_groups,
         )
-        # A weight, though no gradient reaches it: files hold it, `balance.move_biases` moves it.
+        # A weight without gradient: it is saved, and changed by `balance.move_biases`.
         bias_R = torch.empty(dims.num_experts) if dims.router_bias else None
         self.register_buffer("bias", bias_R)
         self.offset = nn.Parameter(torch.empty(dims.num_experts)) if dims.moe_bias else None
-        """Added to the logits, and trained."""
-        # What follows is set by `models.balance`, and off here.
+        """Trained bias of the logits."""
+        # Set by `models.balance`; off by default.
         self.aux_loss_coef = self.z_loss_coef = 0.0
         self.loss_scale: Tensor | None = None
 
     def forward(self, x_TD: Tensor, chosen_Tk: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Weights (float32) and indices of the chosen experts, both [T, k]; given indices are kept
-        and weighed, with the same gradients."""
+        """Returns weights (float32) and indices of the chosen experts, both [T, k]; given indices
+        are kept and get weights, with the same gradients."""
         logits_TR = self.logits(x_TD, self.weight)
         if self.offset is not None:
             logits_TR = logits_TR + self.offset.to(logits_TR.dtype)
@@ -141,7 +141,7 @@ class Router(nn.Module):
         return route(logits_TR, self.rule, self.bias, chosen_Tk)
 
     def own_loss(self, logits_TR: Tensor, chosen_Tk: Tensor) -> Tensor:
-        """The auxiliary loss in units of the summed loss: the mean times the number of tokens."""
+        """The auxiliary loss in the unit of the summed loss: mean times number of tokens."""
         loss = logits_TR.new_zeros(())
         if self.aux_loss_coef:
             loss = loss + self.aux_loss_coef * balance_loss(logits_TR, chosen_Tk, self.rule)
@@ -169,15 +169,15 @@ class ScaledRouter(Router):
 
 
 Beside = Callable[[], Callable[[], Tensor]]
-"""Work that needs no other rank, in two halves: a call does the first, and returns the second,
-which gives the result."""
+"""Local work in two halves: the call does the first half and returns a function for the second,
+which returns the result."""
 
 
 class SharedExpert(nn.Module):
     """The shared expert of every token: mlp(x), or sigmoid(gate . x) * mlp(x).
 
-    Only FSDP shards it: it takes each rank's own tokens, as the router does. It is run in two
-    halves, one while pairs travel to their experts, one while they come back.
+    Only FSDP shards it: like the router, it computes each rank's own tokens. It runs in two halves,
+    one while pairs are sent to experts, one while results are returned.
     """
 
     def __init__(self, dims: ModelDims) -> None:
@@ -192,7 +192,7 @@ class SharedExpert(nn.Module):
         return partial(self, x_TD, self(x_TD))
 
     def forward(self, x_TD: Tensor, a_TM: Tensor | None = None) -> Tensor:
-        """The first half, or given its result the second: one function, because it is compiled."""
+        """First half, or the second if given its result; one function, because it is compiled."""
         if a_TM is None:
             return silu_mul(self.gate_up(x_TD))
         y_TD: Tensor = self.down(a_TM)
@@ -210,7 +210,7 @@ class Dispatch(Protocol):
         experts: Experts,
         beside: Beside | None = None,
     ) -> Tensor:
-        """`beside` is run during waits, and its result is added."""
+        """Returns weighted sums of experts; `beside` runs during waits, its result is added."""
         ...
 
 
@@ -221,7 +221,7 @@ def dispatch_local(
     experts: Experts,
     beside: Beside | None = None,
 ) -> Tensor:
-    """Dispatch with all experts on this rank: sorts pairs by expert, runs experts, sums results."""
+    """Dispatch with all experts on this rank: sorts pairs, computes experts, sums outputs."""
     pairs = sort_pairs(chosen_Tk, experts.down.shape[0])
     weights_N = take_weights(weights_Tk, pairs)
     y_TD = sum_rows(experts(take_rows(x_TD, pairs), pairs.sizes_E, weights_N), pairs)
@@ -235,15 +235,15 @@ class Moe(nn.Module):
         super().__init__()
         self.router = (ScaledRouter if dims.has_dense_beside else Router)(dims)
         self.experts = EXPERTS[dims.activation](dims)
-        # Here and not among the experts: each is added once, where its token is, however experts
-        # are dealt and cut.
+        # Not in `Experts`: each is added once, on the rank of its token, for any distribution of
+        # experts.
         rows = (dims.num_experts, dims.hidden_size)
         self.down_bias = nn.Parameter(torch.empty(rows)) if dims.moe_bias else None
         self.shared = SharedExpert(dims) if dims.shared_expert_size else None
         self.dispatch: Dispatch = dispatch_local
 
     def forward(self, x_TD: Tensor, chosen_Tk: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The mixture's result, and the chosen experts (the given ones, if any)."""
+        """Returns the mixture's output, and the chosen (or given) experts."""
         weights_Tk, chosen_Tk = self.router(x_TD, chosen_Tk)
         beside = None if self.shared is None else partial(self.shared.begin, x_TD)
         y_TD = self.dispatch(x_TD, weights_Tk, chosen_Tk, self.experts, beside)
@@ -252,15 +252,15 @@ class Moe(nn.Module):
         return y_TD, chosen_Tk
 
     def biases(self, weights_Tk: Tensor, chosen_Tk: Tensor, bias_RD: Tensor) -> Tensor:
-        """The biases of each token's experts, with their weights."""
+        """Weighted sum of the output biases of each token's experts."""
         zeros_TR = weights_Tk.new_zeros(len(weights_Tk), len(bias_RD))
         weights_TR = zeros_TR.scatter(1, chosen_Tk, weights_Tk).to(bias_RD.dtype)
         return weights_TR @ bias_RD
 
 
 class DenseMoe(Moe):
-    """A mixture and a dense ffn of the same input, which is not normed: each has norms of its input
-    and of its result."""
+    """A mixture and a dense ffn of the same unnormed input; each has separate input and output
+    norms."""
 
     def __init__(self, dims: ModelDims) -> None:
         super().__init__(dims)

@@ -1,4 +1,4 @@
-"""Makes models: fresh, from a HF or Megatron folder, and saves them to a HF folder."""
+"""Creates models, loads them from HF or Megatron folders, and saves them as HF folders."""
 
 from __future__ import annotations
 
@@ -52,21 +52,21 @@ log = logging.getLogger(__name__)
 
 
 def column_of(dims: ModelDims, vocab_rows: int) -> MegatronColumn:
-    """A model's Megatron tensors, with this many rows of vocabulary."""
+    """The Megatron tensors of a model with this many vocabulary rows."""
     weight_map = spec_of(dims.family).megatron_map(dims, vocab_rows)
     return MegatronColumn(weight_map, MEGATRON_PLAN)
 
 
 def open_weights(folder: str | Path, dims: ModelDims, checkpoint: str | None = None) -> Reader:
-    """The weights of a HF folder or of a Megatron folder, any block of any tensor at a time.
+    """Opens the weights of a HF or Megatron folder, to read blocks of tensors.
 
-    `checkpoint` names one of a Megatron folder's (`release`, `iter_0000100`); without it the one
-    that its tracker file names is opened.
+    `checkpoint` selects one of a Megatron folder (`release`, `iter_0000100`); by default the one in
+    its tracker file.
     """
     found, kind = find_weights(Path(folder), checkpoint)
     if kind == "hf":
         return HfFolder(found)
-    # Here, since these import torch.distributed.checkpoint: a second that HF folders do without.
+    # Here, since these import torch.distributed.checkpoint, which takes a second.
     from pentad.weights.megatron.dist import DistFiles, read_dist
     from pentad.weights.megatron.legacy import LegacyFiles, read_legacy
 
@@ -78,12 +78,12 @@ def open_weights(folder: str | Path, dims: ModelDims, checkpoint: str | None = N
 
 
 def warn_left_out(weight_map: WeightMap, reader: Reader) -> None:
-    """Warns of layers for multi-token prediction in a folder that the model does not have."""
+    """Warns of multi-token-prediction layers in a folder, which the model does not have."""
     names = [name for name in reader.infos if name.startswith(weight_map.ignored_prefixes)]
     if names:
         log.warning(
-            "%s: %d tensors (%s, ...) serve to predict further tokens; they are not trained, and "
-            "what is saved is without them",
+            "%s: %d tensors (%s, ...) are for multi-token prediction; they are not trained, and "
+            "saved folders do not have them",
             reader.where,
             len(names),
             names[0],
@@ -104,7 +104,7 @@ def build_model(
     is_first: bool = True,
     is_last: bool = True,
 ) -> Decoder:
-    """The model with uninitialised weights. A value head replaces the lm head by default.
+    """Builds the model with uninitialised weights. A value head replaces the lm head by default.
 
     A pipeline stage is a model with some of the layers; the first has the embedding, the last the
     heads.
@@ -127,7 +127,7 @@ def build_model(
 def build_whole(
     config: ConfigLike, backend: str, *, model: str | None = None, value_head: bool = False
 ) -> LanguageModel:
-    """The whole model of a backend without memory: its names, shapes and weight map."""
+    """Builds a backend's whole model without memory, for names, shapes and weight map."""
     if backend == "fsdp":
         # Here, since transformers takes seconds to import.
         from pentad.models.hf.config import read_hf_config
@@ -150,7 +150,7 @@ def create_model(
     value_head: bool = False,
     lm_head: bool | None = None,
 ) -> Decoder:
-    """A freshly initialised model; each tensor depends on the seed and its own name alone."""
+    """Creates and initialises a model; each tensor depends only on the seed and its name."""
     model = build_model(dims, device=device, dtype=dtype, value_head=value_head, lm_head=lm_head)
     initialise(model, seed)
     return model
@@ -158,14 +158,14 @@ def create_model(
 
 @torch.no_grad()
 def blank(model: LanguageModel) -> None:
-    """Sets all weights to NaN: samplers do not use them."""
+    """Sets all weights to NaN, for samplers before the first install."""
     for tensor in native_tensors(model).values():
         if tensor.is_floating_point():
             tensor.fill_(math.nan)
 
 
 def blank_model(dims: ModelDims, *, device: DeviceLike, dtype: torch.dtype) -> Decoder:
-    """A model whose weights are NaN until the first install; samplers do not use those."""
+    """Builds a model whose weights are NaN until the first install."""
     model = build_model(dims, device=device, dtype=dtype)
     blank(model)
     return model
@@ -176,8 +176,8 @@ def _has_model_file(folder: str | Path) -> bool:
 
 
 def dims_to_sample(folder: str | Path) -> ModelDims:
-    """The dimensions of a folder's model: those of its family, or, without a model file, those that
-    are known of transformers' own model."""
+    """The dimensions of a folder's model: from its family, or, without a model file, from
+    transformers' model."""
     if _has_model_file(folder):
         return dims_of(folder)
     # Here and below, since transformers takes seconds to import.
@@ -187,8 +187,8 @@ def dims_to_sample(folder: str | Path) -> ModelDims:
 
 
 def build_unfiled(folder: str | Path, *, device: DeviceLike, dtype: torch.dtype) -> LanguageModel:
-    """transformers' own model, for a folder whose family has no model file. Its weights are NaN
-    until they are installed or loaded."""
+    """Builds transformers' model for a folder whose family has no model file. Weights are NaN until
+    they are installed or loaded."""
     from pentad.models.hf.config import read_hf_config
     from pentad.models.hf.module import build_hf_model
 
@@ -201,7 +201,7 @@ def build_unfiled(folder: str | Path, *, device: DeviceLike, dtype: torch.dtype)
 def load_to_sample(
     folder: str | Path, *, device: DeviceLike, dtype: torch.dtype, seed: int = 0
 ) -> LanguageModel:
-    """The model of a folder for a sampler: that of its model file, or transformers' own."""
+    """Loads the model of a folder for a sampler: by its model file, or transformers' model."""
     if _has_model_file(folder):
         return load_model(folder, device=device, dtype=dtype, seed=seed)
     model = build_unfiled(folder, device=device, dtype=dtype)
@@ -219,7 +219,7 @@ def initialise(model: LanguageModel, seed: int) -> None:
 
 @torch.no_grad()
 def _place_drawn(model: LanguageModel, name: str, shard: transfer.Shard, seed: int) -> bool:
-    """Whether the model initialises its weights itself."""
+    """Initialises a shard by `model.draw`; False if the model does not support it."""
     drawn = model.draw(name, seed)
     if drawn is not None:
         shard.tensor.copy_(drawn[slices(shard.box)])
@@ -253,7 +253,7 @@ def load_model(
     model: str | None = None,
     seed: int = 0,
 ) -> Decoder:
-    """The model of a HF folder; a value head that the folder lacks is initialised from `seed`."""
+    """Loads the model of a HF folder; a missing value head is initialised from `seed`."""
     dims = dims_of(folder, model)
     built = build_model(dims, device=device, dtype=dtype, value_head=value_head, lm_head=lm_head)
     load_weights(built, folder, seed=seed)
@@ -271,10 +271,10 @@ def save_model(
     shard_bytes: int = SHARD_BYTES,
     weights: Iterable[tuple[str, Tensor]] | None = None,
 ) -> None:
-    """A folder that transformers loads, in `dtype` (default: as held).
+    """Saves a folder that transformers can load, in `dtype` (default: the model's).
 
-    `weights` are those of `iter_hf(model, dtype)`, where they are elsewhere. A text tower is saved
-    with the other towers of `source_folder`.
+    `weights` replaces `iter_hf(model, dtype)`. A text tower is saved with the other towers of
+    `source_folder`.
 
     The config is that of `source_folder` or `hf_config`, with dtype and class set; tokenizer and
     generation config come from `tokenizer_folder`, then from `source_folder`.
@@ -334,8 +334,8 @@ def _carried_pairs(
 
 
 def config_for(model: LanguageModel, config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The HF config of the model as it is: its class, its dtype, one label if it has a value. That
-    of a multimodal folder keeps all but the dtype."""
+    """The HF config for saving: with the model's class and dtype, and one label for a value head.
+    In a multimodal config only the dtype changes."""
     if model.dims.tower_names:
         return _whole_config(model, config, str(dtype).removeprefix("torch."))
     causal, scalar = model.hf_classes

@@ -1,6 +1,6 @@
-"""Declarations of model files: `ModelSpec`, and the rules that families share; all data, no torch.
+"""Declarations for model files: `ModelSpec`, and rules that families share; data only, no torch.
 
-`DECODER` has the customary HF-on-disk names. `MEGATRON`, joined with a family's map
+`DECODER` has the usual HF-on-disk names. `MEGATRON`, joined with a family's map
 (`weights.map.through`), gives Megatron's tensors as regions of HF-on-disk ones, so it is written
 once for all families: names of the Transformer-Engine layer spec, with those of the local spec and
 of sequential experts as aliases. Layer and expert numbers are global here.
@@ -108,7 +108,7 @@ EXPERT = LAYER + "mlp.experts.{e}."
 
 
 def gated(native: str, shape: str, hf: str, kind: str, when: Condition, init: Init) -> Rule:
-    """Gate and up on a separate axis, which are separate in files."""
+    """A rule for gate and up on a separate axis, from separate tensors in files."""
     sources = Glu(f"{hf}gate_proj{kind}", f"{hf}up_proj{kind}")
     return Rule(f"{native}gate_up{kind}", shape, sources, when, init)
 
@@ -143,14 +143,14 @@ DECODER = (
     Rule("head.weight", "V D", "lm_head.weight", tied="embed.weight"),
     Rule("value_head.weight", "1 D", "score.weight", optional=True),
 )
-"""The names that Llama and Qwen share: a tensor exists if the dimensions say so."""
+"""Rules with the names of Llama and Qwen; conditions on dimensions select the tensors."""
 
 
 POST_NORMS = (
     Rule(ATTN_POST_NORM, "D", LAYER + "post_attention_layernorm.weight", init="ones"),
     Rule(FFN_POST_NORM, "D", LAYER + "post_feedforward_layernorm.weight", init="ones"),
 )
-"""Norms of the results of attention and ffn."""
+"""Rules for norms of the outputs of attention and ffn."""
 
 
 def around_zero(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
@@ -166,7 +166,7 @@ def without(rules: tuple[Rule, ...], *targets: str) -> tuple[Rule, ...]:
 
 
 def with_sources(rules: tuple[Rule, ...], sources: Mapping[str, str | Spec]) -> tuple[Rule, ...]:
-    """The rules, with some of the native tensors under other names in files."""
+    """The rules, with other file names for some native tensors."""
     unknown = sources.keys() - {rule.target for rule in rules}
     assert not unknown, f"no rule for {', '.join(sorted(unknown))}"
     return tuple(replace(r, source=sources.get(r.target, r.source)) for r in rules)
@@ -177,16 +177,16 @@ FUSED_GATE_UP: dict[str, str | Spec] = {
         *(Rows(LAYER + "mlp.gate_up_proj.weight", "F+F", part) for part in range(2))
     )
 }
-"""Gate and up as one tensor, gate first."""
+"""Sources for gate and up as one tensor, gate first."""
 FUSED_QKV: dict[str, str | Spec] = {
     f"{ATTN}{name}.weight": Rows(LAYER + "self_attn.qkv_proj.weight", "Q+K+K", part)
     for part, name in enumerate("qkv")
 }
-"""Queries, keys and values as one tensor, one after the other."""
+"""Sources for queries, keys and values as one tensor, in this order."""
 
 
 def shared_expert(hf: str) -> tuple[Rule, ...]:
-    """The shared expert, by the name of its module in files."""
+    """Rules for a shared expert, by the name of its module in files."""
     place = f"{LAYER}mlp.{hf}."
     return (
         gated(FFN + "shared.", "2 S D", place, ".weight", has_shared_expert, "normal"),
@@ -201,7 +201,7 @@ def wide_routers(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
 
 
 def selection_bias(source: str | Spec) -> Rule:
-    """The router's bias that is used only for the choice of experts, kept in float32."""
+    """Rule for the router's bias that is used only for selection, kept in float32."""
     return Rule(FFN + "router.bias", "R", source, has_router_bias, "zeros", dtype="float32")
 
 
@@ -216,7 +216,7 @@ OWN_KEYS = {
 
 
 def with_own_keys(rule: Rule) -> Rule:
-    """The rule, in layers with projections to keys and values of their own."""
+    """The rule, only in layers with their own key and value projections."""
     if rule.target not in OWN_KEYS:
         return rule
     when, has_own = rule.when, OWN_KEYS[rule.target]
@@ -224,7 +224,7 @@ def with_own_keys(rule: Rule) -> Rule:
 
 
 def _with_attention(rule: Rule) -> Rule:
-    """The rule, in layers without a delta net."""
+    """The rule, only in layers without a delta net."""
     if not rule.target.startswith(ATTN):
         return rule
     when = rule.when
@@ -236,7 +236,7 @@ Q_AND_GATE: dict[str, str | Spec] = {
     for part, name in enumerate(("q", "gate"))
     for kind in ("weight", "bias")
 }
-"""A head's queries and the gate of its result as one block of rows."""
+"""Sources for queries and output gate of each head as one block of rows."""
 GATED_DECODER = with_sources(
     (
         *map(_with_attention, DECODER),
@@ -245,7 +245,7 @@ GATED_DECODER = with_sources(
     ),
     Q_AND_GATE,
 )
-"""`DECODER` with gated attention, and without it in layers with a delta net."""
+"""`DECODER` with gated attention, except in layers with a delta net."""
 
 
 def delta_net(projections: Mapping[str, Spec | str]) -> tuple[Rule, ...]:
@@ -367,7 +367,7 @@ def padded_vocab(vocab_size: int, tp: int, divisor: int = 128) -> int:
 
 
 def megatron_sizes(dims: ModelDims, vocab_rows: int) -> dict[str, int]:
-    """The symbols that only Megatron's column has."""
+    """Values of the symbols that only Megatron's column uses."""
     return {"P": (dims.num_heads + 2 * dims.num_kv_heads) * dims.head_dim, "Vp": vocab_rows}
 
 
@@ -383,7 +383,7 @@ DECODER_SEAMS = (
     Seam("layers.{i}.ffn.dense", "gather", has_dense_beside),
     Seam("layers.{i}.ffn.dense.down", "scatter", has_dense_beside),
 )
-"""Seams of `decoder.Decoder`. A mixture layer has none: experts take each rank's own tokens."""
+"""Seams of `decoder.Decoder`. Mixtures have none: they compute each rank's own tokens."""
 DECODER_PLAN = {"V": "tp", "Ve": "tp", "Q": "tp", "K": "tp", "F": "tp", "E": "ep", "M": "etp"}
 DELTA_PLAN = {**DECODER_PLAN, "LK": "tp", "LV": "tp", "LH": "tp"}
 
@@ -403,19 +403,19 @@ class ModelSpec:
     read_dims: Callable[[Mapping[str, Any]], ModelDims] = dims_from_hf
     """The config adapter: the dimensions from a HF config."""
     public: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Public models by name, with the relevant keys of their config.json: a run can be planned with
-    them before any download (see `sizes`)."""
+    """Public models by name, with the relevant keys of their config.json, so that a run can be
+    planned before a download (see `sizes`)."""
     model: str = "pentad.models.decoder:Decoder"
-    """The composition: class that is built from the dimensions, as module:name."""
+    """Class of the model, built from the dimensions, as module:name."""
     classes: tuple[str, str] = ("", "")
     """transformers' classes for the causal model and for the one with a scalar head."""
     megatron: tuple[Rule, ...] = MEGATRON
     """Megatron's tensors as regions of the native ones."""
     ignored: tuple[str, ...] = ()
-    """HF-on-disk names in some folders that the model does not need: {i} for a layer, {n} for a
-    layer after the last that predicts further tokens, * at the end for any rest."""
+    """HF-on-disk names in some folders that the model does not use: {i} is a layer, {n} a
+    multi-token-prediction layer after the last, * at the end any suffix."""
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Switches of this family's config only, by a name for each: `verify-model` tries them besides
+    """Name -> config changes specific to this family, which `verify-model` tests in addition to
     those of all families."""
     saved_config: Mapping[str, Any] = field(default_factory=dict)
     """Keys of a saved folder's config.json that change if the folder holds less."""
@@ -425,7 +425,7 @@ class ModelSpec:
         return in_tower(own) if dims.tower_names else own
 
     def megatron_map(self, dims: ModelDims, vocab_rows: int) -> WeightMap:
-        """Megatron's tensors, with so many rows of vocabulary, as regions of HF-on-disk ones."""
+        """Megatron's tensors, with this many vocabulary rows, as regions of HF-on-disk ones."""
         sizes = megatron_sizes(dims, vocab_rows)
         column = build_map(self.megatron, dims, extra_sizes=sizes)
         return through(column, self.weight_map(dims))

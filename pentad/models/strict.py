@@ -1,7 +1,7 @@
-"""A decoder made of invariant operations: a token's numbers do not depend on its batch.
+"""A decoder of batch-invariant operations: a token's numbers do not depend on its batch.
 
-Learner and sampler apply it to their instances of one model, and then agree bit for bit on the
-log-prob of every token, however each has batched, packed, chunked or cached it.
+Learner and sampler both apply it to their model; then log-probs of all tokens are bitwise equal,
+for any batching, packing, chunking or caching.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class StrictRouter(Router):
     logits = staticmethod(invariant.wide_linear)
 
     def route(self, logits_TR: Tensor, chosen_Tk: Tensor | None) -> tuple[Tensor, Tensor]:
-        if logits_TR.is_cuda:  # one row of scores is one row of a program's tile
+        if logits_TR.is_cuda:  # each row of scores is one row of a tile
             return super().route(logits_TR, chosen_Tk)
         # Padding experts: never chosen, with weight 0.
         wide_TR = invariant.widened(logits_TR, float("-inf"))
@@ -97,7 +97,7 @@ class StrictClampedExperts(ClampedExperts):
 
 class StrictMoe(Moe):
     def biases(self, weights_Tk: Tensor, chosen_Tk: Tensor, bias_RD: Tensor) -> Tensor:
-        """Adds one choice after the other, in order."""
+        """Sums the choices in order."""
         parts = [
             weights_T[:, None].to(bias_RD.dtype) * bias_RD.index_select(0, chosen_T)
             for weights_T, chosen_T in zip(weights_Tk.unbind(1), chosen_Tk.unbind(1), strict=True)
@@ -128,7 +128,7 @@ def dispatch_strict(
     experts: Experts,
     beside: Beside | None = None,
 ) -> Tensor:
-    """Like `moe.dispatch_local`; a token's results are added in the order of its choices."""
+    """Like `moe.dispatch_local`; a token's outputs are added in the order of its choices."""
     pairs = sort_pairs(chosen_Tk, experts.down.shape[0])
     weights_N = take_weights(weights_Tk, pairs)
     y_ND: Tensor = experts(take_rows(x_TD, pairs), pairs.sizes_E, weights_N)

@@ -1,7 +1,6 @@
-"""Text towers of multimodal folders: which family each one is, how its config.json describes it,
-and under which names its tensors are on disk. No torch.
+"""Text towers of multimodal folders: their family, config and names of tensors on disk. No torch.
 
-Loading, publishing, exports, plans and `verify-model` read the towers here alone.
+Loading, publishing, exports, plans and `verify-model` all use this module for towers.
 """
 
 from __future__ import annotations
@@ -28,30 +27,30 @@ SPELLINGS = tuple(
         ("model.", "lm_head."),
     )
 )
-"""How names of a family begin, and how they begin in multimodal folders. Most types have two:
-transformers reads both, and which one it writes depends on the release."""
+"""Pairs (prefix of a family's names, prefix in multimodal folders). Most types have two:
+transformers reads both, and which one it writes depends on its version."""
 MROPE = ("mrope_section", "mrope_interleaved")
 NOT_TEXT = ("vision_config", "model_type", "architectures")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tower:
-    """How a config.json of several modalities describes its text tower."""
+    """Describes the text tower in a config.json of several modalities."""
 
     family: str = ""
-    """The family of the tower; empty: `model_type` of `text_config` names it..."""
+    """The family of the tower; empty: `model_type` of `text_config`..."""
     default: str = ""
-    """...and where that is left out, it is this one."""
+    """...and this one if that is missing."""
     read_dims: Callable[[Mapping[str, Any]], ModelDims] | None = None
-    """The config adapter, where the tower has a config class of its own; None: the family's."""
+    """The config adapter if the tower has a separate config class; None: the family's."""
     tied: bool = False
-    """`tie_word_embeddings` where the config leaves it out."""
+    """Default of `tie_word_embeddings`."""
     text_ties: bool = False
-    """Whether true in `text_config` ties the embeddings, too, as does the family's default."""
+    """Whether `text_config` (or the family's default) can also tie the embeddings."""
     is_flat: bool = False
     """Whether older files have the keys of `text_config` beside `vision_config`."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What transformers takes for keys that `text_config` leaves out, beside the adapter's."""
+    """transformers' defaults of missing keys of `text_config`, besides the adapter's."""
 
 
 QWEN2_VL = Tower(
@@ -124,7 +123,7 @@ TOWERS: Mapping[str, Tower] = {
         ),
     ),
 }
-"""By the `model_type` of the whole."""
+"""`model_type` of the multimodal config -> tower."""
 LLAMA_SIZES = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -133,12 +132,11 @@ LLAMA_SIZES = {
     "num_attention_heads": 32,
 }
 SIZES = {"llama": LLAMA_SIZES, "mistral": LLAMA_SIZES | {"intermediate_size": 14336}}
-"""Sizes that transformers takes where a `text_config` of these types leaves them out, as those of
-LLaVA do."""
+"""transformers' defaults of sizes that a `text_config` of these types omits, as in LLaVA."""
 
 
 def tower_of(config: Mapping[str, Any]) -> Tower | None:
-    """None for a config of a language model, and for types whose text is not trained."""
+    """The text tower of a config; None for a language model and for unsupported types."""
     return TOWERS.get(str(config.get("model_type")))
 
 
@@ -147,9 +145,9 @@ def text_family(config: Mapping[str, Any], tower: Tower) -> str:
 
 
 def text_config(config: Mapping[str, Any], tower: Tower) -> dict[str, Any]:
-    """The config of the tower as one of its family."""
+    """The config of the tower in the form of its family."""
     text, family = _given(config, tower), text_family(config, tower)
-    own = {**SIZES.get(family, {}), **tower.defaults, **text}  # null is a value: no window, say
+    own = {**SIZES.get(family, {}), **tower.defaults, **text}  # null is a value, such as no window
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(own.get(key), Mapping):
             own[key] = _plain_rope(key, own[key], own)
@@ -173,8 +171,8 @@ def _given(config: Mapping[str, Any], tower: Tower) -> Mapping[str, Any]:
 
 
 def _plain_rope(key: str, rope: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary settings without the sections for time, height and width: the three positions of a
-    token of text are one number, so every section turns by the same angle."""
+    """Rotary settings without the sections for time, height and width, which have no effect on
+    text: its three positions are equal."""
     out = {name: value for name, value in rope.items() if name not in MROPE}
     for name in ("rope_type", "type"):
         if out.get(name) == "mrope":
@@ -194,7 +192,7 @@ def _head_dim(text: Mapping[str, Any]) -> int:
 
 
 def tower_names(folder: Path | None) -> tuple[tuple[str, str], ...]:
-    """Name prefixes of the tower in a folder; without one, those of transformers in memory."""
+    """Name prefixes of the tower in a folder; without a folder, those of transformers in memory."""
     held = set() if folder is None else tensor_names(folder)
     found = (names for names in SPELLINGS if names[0][1] + EMBEDDING.partition(".")[2] in held)
     return next(found, SPELLINGS[0])
@@ -207,7 +205,7 @@ def other_bytes(folder: Path, dims: ModelDims) -> int:
 
 
 def in_tower(own: WeightMap) -> WeightMap:
-    """Renames the map of a family to the names of the text tower in a multimodal folder."""
+    """The map of a family with the names of the text tower in a multimodal folder."""
     names = own.dims.tower_names
 
     def there(name: str) -> str:

@@ -39,7 +39,7 @@ def move(
     tensors are rounded stochastically with random bits from `key` and `place`."""
     num = parameter.numel()
     rounds = parameter.dtype == torch.bfloat16
-    assert place is not None or not rounds, "random bits go by an element's place"
+    assert place is not None or not rounds, "random bits depend on an element's place"
     place = place or Place(0, (num,), (1,))
     num_dims = len(place.sizes)
     assert num_dims <= MAX_DIMS, f"{place} has more than {MAX_DIMS} dims"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 MAX_COLUMNS = 64
 MIN_COLUMNS = 16
-"""Outputs of one program; a program's are of one part."""
+"""Minimum number of outputs of a program; all belong to one part."""
 MAX_TOKENS = 64
 RANK_STEP = 32
 

@@ -34,17 +34,17 @@ if torch.backends.cuda.is_built():  # the import takes a second, so it is skippe
         VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
 
 Window = int | None
-"""How many tokens, itself included, a token may see; None: all before it."""
+"""Number of tokens, itself included, to which a token attends; None: all earlier ones."""
 BUCKET_RATIO = 0.75
-"""Sequences shorter than this share of the longest one of a bucket open the next bucket..."""
+"""A sequence shorter than this share of the longest one of a bucket starts the next bucket..."""
 BUCKET_SLACK = 16
-"""...unless they are at most this many tokens shorter: a call costs more than such padding."""
+"""...unless it is at most this many tokens shorter: a call costs more than such padding."""
 FLASH4_FROM = 128
-"""Shorter sequences attend by torch's kernel, which takes a third of the host's time for a call."""
+"""Shorter sequences use torch's kernel, whose call takes a third of the host time."""
 MAX_FLASH_HEAD_DIM = 256
 MAX_CUDNN_HEAD_DIM = 128
 CUDNN_STEP = 128
-"""cuDNN prepares a kernel for every shape it meets; lengths off this grid are not worth that."""
+"""Only lengths that are multiples of this use cuDNN, which prepares a kernel for every shape."""
 
 
 def build_attend(
@@ -70,7 +70,7 @@ def build_attend(
 
 
 class WidthAttend:
-    """A core for each width of heads, where layers differ in it."""
+    """Selects a core by the width of heads, for models in which layers differ."""
 
     def __init__(self, cores: Mapping[int, Attend]) -> None:
         self.cores = cores
@@ -88,7 +88,7 @@ class WidthAttend:
 
 
 def by_width(build: Callable[..., Attend], head_dims: Sequence[int]) -> Attend:
-    """The core that `build` makes of `head_dim`, or one for each width."""
+    """The core from `build(head_dim=...)`; a `WidthAttend` if there are several widths."""
     if len(head_dims) == 1:
         return build(head_dim=head_dims[0])
     return WidthAttend({width: build(head_dim=width) for width in head_dims})
@@ -197,9 +197,9 @@ class BucketPlan:
     length 2 give slots (0, 1, 2), one bucket (0, 2, 2), four slots."""
 
     buckets: tuple[tuple[int, int, int], ...]
-    """(first slot, number of sequences, padded length) of each."""
+    """(first slot, number of sequences, padded length) of each bucket."""
     slot_of_token: np.ndarray
-    """int64 [T]."""
+    """int64 [T]: slot of each token."""
     num_slots: int
 
     @property
@@ -325,7 +325,7 @@ def varlen(
     if q_QHd.shape[1] != k_NKd.shape[1] and "enable_gqa" in VARLEN_OPTIONS:
         options["enable_gqa"] = True  # earlier versions support grouped heads without a flag
     packed = varlen_attn(q_QHd, k_NKd, v_NKd, bounds_q, bounds_k, max_q, max_k, **options)
-    assert isinstance(packed, Tensor), "only one result was asked for"
+    assert isinstance(packed, Tensor), "only one result was requested"
     return packed
 
 

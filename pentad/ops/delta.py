@@ -100,12 +100,12 @@ class ChunkPlan:
         place_T -= np.repeat(np.cumsum(length_S) - length_S, length_S)
         chunk_T = first[place_T // CHUNK] + np.repeat(rank_S, length_S)
         self.order = order
-        """Sequences, as the states of the scan stand."""
+        """Sequence indices in the order of the states of the scan."""
         self.place_T = torch.from_numpy(place_T).to(device)
         self.slot_T = torch.from_numpy(chunk_T * CHUNK + place_T % CHUNK).to(device)
         self.num_slots = int(chunks_S.sum()) * CHUNK
         self.counts = torch.from_numpy(under_way)
-        """How many sequences each step of the scan has; on the CPU, where it is read."""
+        """Number of sequences in each step of the scan; on the CPU, where it is read."""
 
 
 class PackedMemory:
@@ -135,7 +135,7 @@ class PackedMemory:
 
 
 def widened(x: Tensor) -> Tensor:
-    """x in float32 or its own wider dtype."""
+    """x in float32, or unchanged if its dtype is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

@@ -23,9 +23,9 @@ from pentad.core.sizes import DIGEST_WORDS
 
 BlockBounds = Sequence[tuple[int, int]]
 BATCH_WORDS = 1 << 24
-"""Words hashed at once; the work space is about 40 bytes a word."""
+"""Words hashed at once; the workspace is about 40 bytes per word."""
 FUSED_WORDS = 1 << 24
-"""Words hashed at once by the kernel, which needs no work space."""
+"""Words hashed at once by the kernel, which needs no workspace."""
 HOST_WORDS = DIGEST_WORDS["cpu"]
 MASK = 0xFFFFFFFFFFFFFFFF
 GOLDEN, FIRST, SECOND = (
@@ -103,7 +103,7 @@ class Hasher:
         """(tensor, index of the first word in it, words) not hashed yet."""
         self.num_words = 0
         self.sums: list[tuple[list[int], Tensor]] = []
-        """For each batch: which tensor a piece belongs to, and the sum of each piece."""
+        """For each batch: tensor index of each piece, and sum of each piece."""
         self.on_host: dict[int, int] = {}
         """Sums of tensors in host memory."""
 

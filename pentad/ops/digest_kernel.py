@@ -12,7 +12,7 @@ from torch import Tensor
 
 BLOCK = 2048
 SPAN = 16 * BLOCK
-"""Words that one program takes."""
+"""Words per program."""
 
 
 def checksums(pieces: Sequence[Tensor]) -> Tensor:

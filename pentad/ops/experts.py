@@ -1,9 +1,9 @@
 """Mixture-of-experts (MoE) layers: pairs sorted by expert, grouped GEMMs, results summed per token.
 
-A *pair* is one token with one of the experts it chose. Pairs are sorted by expert, so that each
-expert sees a contiguous run of rows; runs are given by their end offsets on the device, so there is
-no host synchronization. Rows are gathered and summed by permutation, without atomics: results and
-gradients are bitwise repeatable.
+A *pair* is a token with one of its chosen experts. Pairs are sorted by expert, so that each expert
+has a contiguous run of rows; end offsets of the runs are on the device, so there is no host
+synchronization. Rows are gathered and summed by permutation, without atomics: results and gradients
+are bitwise repeatable.
 
 Shapes: T tokens, k experts a token, N = T * k pairs, E experts, D width, M expert width.
 """
@@ -24,7 +24,7 @@ else:
     HAS_TRITON = True
 
 ALIGNMENT_BYTES = 16
-"""Rows of grouped products start at multiples of this, or torch refuses them."""
+"""Alignment of rows that torch requires in grouped products."""
 GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -32,11 +32,11 @@ class Pairs(NamedTuple):
     """All (token, expert) pairs, sorted by expert."""
 
     order_N: Tensor
-    """Which flat pair, token * k + slot, lies at each place."""
+    """Index of the flat pair (token * k + slot) at each place."""
     place_N: Tensor
-    """Where each flat pair lies: the inverse of the order."""
+    """Place of each flat pair: the inverse of the order."""
     token_N: Tensor
-    """Whose pair lies at each place."""
+    """Token of the pair at each place."""
     ends_E: Tensor
     """int32: the place after the last row of each expert."""
     num_chosen: int

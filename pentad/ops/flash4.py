@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NOTABLE_S = 1.0
-"""A compilation of less is not worth a line."""
+"""Shorter compilations, in seconds, are not logged."""
 HEAD_DIMS = frozenset({32, 64, 96, 128, 192, 256})
-"""Widths whose gradients were held against the reference. At 8, 16, 40 and 48 those of version
-4.0.0b36 on Hopper are wrong by more than their own size, without an error."""
+"""Widths with verified gradients. At 8, 16, 40 and 48 gradients of version 4.0.0b36 on Hopper are
+wrong by more than their own size, without an error."""
 
 
 @cache
@@ -52,7 +52,7 @@ def keep_compiled() -> None:
 
 
 _compiled: set[str] = set()
-"""Kinds of kernels that this process has run."""
+"""Kinds of kernels that have run in this process."""
 
 
 @contextmanager

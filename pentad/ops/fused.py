@@ -115,7 +115,7 @@ def reference_rotate(
 
 
 HEADS = 8
-"""Heads that a program norms and turns."""
+"""Heads per program."""
 
 
 def norm_rotate(

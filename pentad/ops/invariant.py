@@ -6,7 +6,7 @@ choose other tiles, split sums differently and use other code for the last eleme
 of every call depends on the model only. On a GPU each is a Triton kernel with one fixed tile
 (`invariant_kernels`). On a CPU rows are padded to tiles of one size, so every product, sum and
 exponential has one shape; `check_product` verifies once per shape that a row's position in its tile
-does not matter .
+has no effect.
 
 Gradients are those of the plain operations: correct to rounding, not batch-invariant.
 
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 TILE = 16
 """Rows of every product on a CPU."""
 SERIAL = 16384
-"""Elements of a tile that torch works through on one thread, from its beginning to its end."""
+"""Maximum elements of a tile that torch processes on one thread, in order."""
 VECTOR = 32
-"""Tiles whose rows are multiples of this have no element that is computed apart."""
+"""Tiles with rows of a multiple of this have no remainder outside vector operations."""
 BLOCK = 32
-"""Keys that attention on a CPU takes at a time."""
+"""Keys per block of attention on a CPU."""
 QUERIES = 4
 """Queries of one sequence in a tile of attention on a CPU."""
 NO_LOGIT = -1e30
-"""Weighs nothing, and is finite: nothing times it is nothing."""
+"""Logit with weight 0 that is finite, so that 0 times it is 0."""
 LOGITS = 1 << 26
-"""Most logits (rows x vocabulary) held at once."""
+"""Maximum number of logits (rows x vocabulary) in memory at once."""
 
 
 def kernels() -> ModuleType:
@@ -144,7 +144,7 @@ def _check_product(num_out: int, width: int, dtype: torch.dtype) -> None:
     y_RO = torch.mm(row_D.repeat(TILE, 1), weight_OD.t())
     if not torch.equal(y_RO, y_RO[:1].expand_as(y_RO)):
         rule = (
-            f"this machine's product with a [{num_out}, {width}] weight gives a row other bits at "
+            f"this machine's product with a [{num_out}, {width}] weight differs for a row at "
             "other places of a tile"
         )
         raise UserError(Problem("strict = true", rule, "leave strict out on this machine"))

@@ -22,7 +22,7 @@ from pentad.ops.spans import NO_WINDOW, Spans
 
 BLOCK_M, BLOCK_N, BLOCK_K = 64, 128, 64
 NARROW_K = 32
-"""For fp32, whose tiles take twice the memory."""
+"""Tile size for fp32, whose tiles need twice the memory."""
 ROWS = 64
 """Queries times heads of a tile of attention."""
 KEYS = 64
@@ -194,12 +194,12 @@ class Tiles:
     first_N: Tensor
     """Flat index of the first query."""
     start_N: Tensor
-    """Its position in its sequence."""
+    """Position of the first query in its sequence."""
     count_N: Tensor
     row_N: Tensor
-    """Which row of the table."""
+    """Row of the table."""
     table: Tensor
-    """Flat, `width` entries a row."""
+    """Flat table with `width` entries per row."""
     width: Tensor
     piece: int
     stride: int

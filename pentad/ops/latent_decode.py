@@ -1,6 +1,6 @@
 """Triton kernel for decoding with multi-head latent attention (MLA) over a paged cache of latents.
 
-Shape letters: S sequences, H query heads, C latent, R turned key, d = C + R, B blocks of b places.
+Shape letters: S sequences, H query heads, C latent, R rotated key, d = C + R, B blocks of b places.
 
 All heads share one key, whose first C numbers are also the value, so a tile of the cache is read
 once for both products. One program handles one sequence, some of its heads and some of its places.
@@ -19,12 +19,12 @@ from pentad.ops import paged_decode
 from pentad.ops.pages import Pages
 
 STEP = 8
-"""Widths that the kernel takes are multiples of it: loads are of several numbers at a time."""
+"""Widths must be multiples of this, because loads are vectorised."""
 HEADS = 16
 """Heads of a program: the smallest side of a tensor-core tile."""
 TILE = {"PLACES": 32, "num_warps": 4, "num_stages": 2}
 FLOAT32_TILE = {"PLACES": 16, "num_warps": 4, "num_stages": 1}
-"""A tile of float32 takes twice the shared memory."""
+"""Tile for float32, which needs twice the shared memory."""
 
 
 def takes(dims: ModelDims) -> bool:

@@ -1,10 +1,10 @@
 """Log-probability and entropy of labels, fused with the lm head.
 
-Logits are made in chunks of tokens sized by a byte budget, and recomputed in backward, so the full
-T x V logits are never in memory. `keep` stores them for backward instead, which saves the second
-product. Both give the same bits. Backward also needs the hidden states, the head and two numbers
-per token. The softmax runs in fp32 (fp64 for fp64 inputs) whatever the dtype of the head. On a GPU
-Triton kernels read each chunk once; elsewhere plain torch computes the same.
+Logits are computed in chunks of tokens sized by a byte budget, and recomputed in backward, so the
+full T x V logits are never in memory. `keep` stores them for backward instead, which saves the
+second product. Both give the same bits. Backward also needs the hidden states, the head and two
+numbers per token. The softmax runs in fp32 (fp64 for fp64 inputs) whatever the dtype of the head.
+On a GPU Triton kernels read each chunk once; elsewhere plain torch computes the same.
 
 Shapes: T tokens, C tokens of one chunk, V entries of the vocabulary (of this shard), D width.
 """

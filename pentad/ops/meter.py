@@ -15,7 +15,7 @@ import torch
 from pentad.core.types import Work
 
 _current: Meter | None = None
-"""Where work is counted now. Of the process, not of a thread: autograd recomputes on its own."""
+"""The active meter. One per process, since autograd recomputes in its own threads."""
 
 
 class Meter:

@@ -26,10 +26,10 @@ from pentad.ops.spans import NO_WINDOW
 
 TILE = {"places": 32, "warps": 2, "stages": 2}
 EIGHT_BIT_TILE = {"places": 64, "warps": 2, "stages": 2}
-"""Places that a program loads at a time, its warps, and loads under way: the quickest of those that
-`benchmarks/kv_cache_gpu.py tiles` tries on an H200."""
+"""Places per load of a program, its warps, and pipelined loads: the fastest that
+`benchmarks/kv_cache_gpu.py tiles` finds on an H200."""
 MIN_PROGRAMS = 512
-"""Splits are added until there are about this many programs: a few on every multiprocessor."""
+"""Splits are added up to about this number of programs: a few per multiprocessor."""
 MAX_SPLITS = 16
 MIN_DOT = 16
 """Smallest side of a tensor-core tile."""
@@ -111,7 +111,7 @@ def paged_decode(
 
 
 SplitResults: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""The partial result of each split: its sum of values, its maximum and its sum of weights."""
+"""For each split: sum of values, maximum, and sum of weights."""
 
 
 def make_parts(out_SHd: Tensor, splits: int) -> SplitResults:
@@ -255,8 +255,8 @@ lop3.b32 low, high, 0x007f007f, 0x43004300, 0xEA;
 lop3.b32 base, high, 0x00800080, 0x43004300, 0xEA;
 sub.bf16x2 $1, low, base;
 }""")
-"""0x4300 is 128 in bf16, whose seven bits count by ones: 128 + the low seven bits of a number, less
-128, or less 256 where it is negative."""
+"""0x4300 is 128 in bf16, where seven mantissa bits count ones: computes 128 + the low seven bits of
+a number, minus 128, or minus 256 if it is negative."""
 FP8_PAIRS = tl.constexpr("""{
 .reg .b32 bits, sign, power;
 mov.b32 power, 0x7b807b80;
@@ -271,7 +271,7 @@ shr.u32 bits, bits, 4;
 lop3.b32 bits, $2, 0x80008000, bits, 0xEA;
 mul.bf16x2 $1, bits, power;
 }""")
-"""Exponent and mantissa where bf16 has the last of its own: the number times 2**-120."""
+"""Moves exponent and mantissa to the lowest bits of bf16's: the number times 2**-120."""
 
 
 @triton.jit

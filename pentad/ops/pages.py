@@ -28,7 +28,7 @@ class Pages:
     v_BbKd: Tensor
     k_scale_BbK: Tensor | None = None
     v_scale_BbK: Tensor | None = None
-    """Both with 8 bits, else neither."""
+    """Scales of values. Both scales are set with 8 bits, else neither."""
 
     @property
     def largest(self) -> float | None:

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 18
-"""Elements that are moved at once: some arrays of that many fp32 numbers are needed beside them."""
+"""Elements that are updated at once, which needs several temporary fp32 arrays of this size."""
 WORD = (1 << 32) - 1
 HALF = (1 << 31) - 1
 FIRST, SECOND, THIRD = 0x7FEB352D, 0x846CA68B, 0x9E3779B9
-"""Constants of `_mix`, a finalizer of low bias (https://github.com/skeeto/hash-prospector)."""
+"""Constants of `_mix`, a low-bias finalizer (https://github.com/skeeto/hash-prospector)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Place:
 
     offset: int
     sizes: tuple[int, ...]
-    """Sizes of the shard, after dims were joined that lie as one in the whole tensor, too."""
+    """Sizes of the shard, with dims joined that are contiguous in the whole tensor, too."""
     strides: tuple[int, ...]
     """Strides of these dims in the whole tensor; the last is 1."""
 

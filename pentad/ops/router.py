@@ -34,11 +34,11 @@ else:
     HAS_TRITON = True
 
 TINY = 1e-20
-"""Added to sums that are divided by: sigmoids may all be 0."""
+"""Added to divisors, because all sigmoids may be 0."""
 MAX_EXPERTS = 2048
-"""What the kernels hold of a row at once."""
+"""Maximum number of experts that the kernels support in a row."""
 ENTRIES = 512
-"""Entries of the rows one program takes, if a row is not longer: 16 a thread."""
+"""Entries per program, unless a row is longer: 16 per thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +48,15 @@ class RouteRule:
     num_chosen: int
     score: Literal["softmax", "sigmoid"] = "softmax"
     renormalise: bool = True
-    """Weights of a token sum to `scale`."""
+    """Whether the weights of a token sum to `scale`."""
     scale: float = 1.0
     num_groups: int = 1
     groups_chosen: int = 1
     group_size: int = 0
-    """Experts of a group."""
+    """Number of experts in a group; 0: no groups."""
 
     def __post_init__(self) -> None:
-        assert self.num_chosen > 0 and self.scale > 0, f"{self} weighs nothing"
+        assert self.num_chosen > 0 and self.scale > 0, f"{self} gives no weights"
 
     @property
     def is_grouped(self) -> bool:
@@ -145,7 +145,7 @@ def choose(logits_TE: Tensor, scores_TE: Tensor, rule: RouteRule, bias_E: Tensor
     keys_TE = scores_TE if rule.is_grouped else logits_TE
     keys_TE = (keys_TE if bias_E is None else scores_TE + bias_E).detach()
     # Stable sorts: topk does not define the order of equal keys.
-    if rule.is_grouped:  # of rows that strict mode has widened, only experts are in groups
+    if rule.is_grouped:  # columns that strict mode adds are in no group
         keys_TGe = keys_TE[:, : rule.num_groups * rule.group_size].unflatten(
             -1, (rule.num_groups, rule.group_size)
         )
@@ -468,7 +468,7 @@ if HAS_TRITON:
     def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         logits, _, given, _, is_softmax, renormalise, scale = inputs
         weights, chosen = output
-        # A softmax over the chosen alone needs no logits in backward.
+        # A softmax over only the chosen needs no logits in backward.
         needs_logits = not (is_softmax and renormalise)
         ctx.save_for_backward(
             weights, chosen if given is None else given, logits if needs_logits else None

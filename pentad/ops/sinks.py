@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 MAX_SCORES = 1 << 28
-"""Scores held at once where there is no gradient."""
+"""Maximum number of scores in memory at once without gradient."""
 HOST_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 HOST_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 NO_WINDOW = 1 << 30
-"""Longer than any sequence: what kernels take for a window where there is none."""
+"""Window that kernels get if there is none: longer than any sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Spans:
     first_S: np.ndarray
     """Flat index of each span's first query."""
     start_S: np.ndarray
-    """Its position in its sequence."""
+    """Position of the first query in its sequence."""
     count_S: np.ndarray
     table_SW: np.ndarray
     piece: int

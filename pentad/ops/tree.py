@@ -36,17 +36,17 @@ class TreePlan:
     """Maps tokens of whole rows to tokens of the tree."""
 
     at_T: np.ndarray
-    """int64 [T]: the tree's token that each token of a row is."""
+    """int64 [T]: token of the tree for each token of the rows."""
     first_U: np.ndarray
-    """int64 [U]: the first token of a row that is this one of the tree; any for filling."""
+    """int64 [U]: first row token that maps to each token of the tree; any for padding."""
     num_real: int
-    """Tokens before the filling."""
+    """Number of tokens before the padding."""
     queries: tuple[int, ...]
-    """Tokens of each sequence that attention sees: prefixes, rests of rows, filling."""
+    """Query tokens of each sequence of attention: prefixes, rests of rows, padding."""
     keys: tuple[int, ...]
-    """What each of them attends to, the prefix's tokens included."""
+    """Key tokens of each sequence, those of the prefix included."""
     keys_E: np.ndarray
-    """int64 [E]: which token of the tree each key is of."""
+    """int64 [E]: token of the tree of each key."""
 
     @property
     def num_tokens(self) -> int:
@@ -112,10 +112,10 @@ class Copies:
         self.source = send(source, device)
         """Position i of the long list copies entry source[i]."""
         self.order = send(np.argsort(source, kind="stable"), device)
-        """Positions of the long list, those of one entry together."""
+        """Positions of the long list, grouped by entry."""
         counts = np.bincount(source, minlength=num)
         self.bounds = send(np.concatenate(([0], np.cumsum(counts))), device)
-        """Where those of each entry begin in `order`, and where the last ones end."""
+        """Start of each entry's positions in `order`, and the end of the last ones."""
 
 
 def send(array: np.ndarray, device: torch.device) -> Tensor:

@@ -1,7 +1,7 @@
 """Bytes that a forward pass keeps for backward, counted tensor by tensor, without torch.
 
-The counts follow `pentad.models` line by line, so they are valid for its own layers; a test runs
-the real model and compares.
+The counts follow the code of `pentad.models`, so they are valid for its layers only; a test
+compares them with the real models.
 
 Legend of the formulas: c bytes of the compute dtype, h hidden size, q = heads * head_dim, k = kv
 heads * head_dim, f ffn width, m expert width, K experts per token, E experts. Everything is per
@@ -21,7 +21,7 @@ WIDE = 4
 """Bytes of float32: norms and routers compute in it whatever the compute dtype."""
 
 INDEX_BYTES = 24
-"""Bytes of one routed row: its expert, its place in the order, its token, int64 each."""
+"""Bytes of one routed row: expert, position in the order, and token, int64 each."""
 
 
 def kept_bytes(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
@@ -39,7 +39,7 @@ def kept_bytes(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -
 
 
 def handed_bytes(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
-    """Keys and values that later layers read, which no recomputation frees."""
+    """Bytes of keys and values that later layers read; recomputation does not free them."""
     if all(own.get("kv_from") != layer for own in dims.own):
         return 0.0
     return 2 * keys.compute_bytes * kv_width(dims.of_layer(layer), layout.tp) / layout.cp
@@ -51,10 +51,10 @@ def layer_input(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
 
 
 def whole_layer(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
-    """Everything the layer's backward reads: what is kept without checkpointing."""
+    """Bytes of all tensors that backward reads; these are kept without checkpointing."""
     dims = dims.of_layer(layer)
     if keys.archon.enable_compile:
-        # The compiler keeps nothing in float32, but what its products and the core read.
+        # The compiler keeps no float32 copies, only the inputs of products and of the core.
         return products(dims, layer, layout, keys) + read_by_products(dims, layer, layout, keys)
     mix = delta_net_kept if dims.is_linear(layer) else attention_kept
     kept = mix(dims, layout, keys) + embedding_kept(dims, layout, keys)
@@ -67,7 +67,7 @@ def whole_layer(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) 
 
 
 def products(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
-    """Selective op: the input, and the result of each matrix product and of attention."""
+    """Bytes kept by selective op: the input, and the results of matrix products and attention."""
     dims = dims.of_layer(layer)
     c, tp = keys.compute_bytes, layout.tp
     q, k = dims.q_dim / tp, kv_width(dims, tp)
@@ -78,7 +78,7 @@ def products(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> 
     if dims.is_linear(layer):  # input, q, k, v, z, a, b, o
         kept = c * (2 * h + mixed_width(dims, tp))
         kept += c * (dims.linear_v_dim + 2 * dims.linear_value_heads) / tp
-    if keys.lora is not None:  # what A makes of the inputs of seven matrices
+    if keys.lora is not None:  # results of A for seven matrices
         kept += 7 * c * keys.lora.rank
     kept += c * (dims.layer_embed_dim / tp + h * bool(dims.layer_embed_dim))
     if dims.has_dense_beside or not dims.is_moe(layer):
@@ -93,7 +93,7 @@ def products(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> 
 
 
 def read_by_products(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
-    """The two normed inputs, rotated q and k, and what `down` reads; of a mixture also its rows."""
+    """Bytes of normed inputs, rotated q and k, input of `down`; for a mixture also its rows."""
     dims = dims.of_layer(layer)
     c, tp, h = keys.compute_bytes, layout.tp, dims.hidden_size
     kept = c * ((1 + dims.attn_gate) * dims.q_dim / tp + kv_width(dims, tp) + h)
@@ -112,7 +112,7 @@ def read_by_products(dims: ModelDims, layer: int, layout: Layout, keys: ModelCon
 
 
 def unread(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
-    """Values of a dense layer that backward does not need: the last product, that of `down`."""
+    """Bytes of a dense layer that backward does not need: the result of `down`."""
     if dims.is_moe(layer):
         return 0.0
     return keys.compute_bytes * dims.hidden_size / (layout.cp * layout.tp)
@@ -124,7 +124,7 @@ def attention_kept(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
     q, k = dims.q_dim / tp, kv_width(dims, tp)
     kept = layer_norms_kept(dims, dims.hidden_size / tp, c)
     kept += c * dims.hidden_size  # input of q, k, v, gathered over tp
-    k = v = 0.0 if dims.kv_from is not None else k  # those of another layer are kept there
+    k = v = 0.0 if dims.kv_from is not None else k  # counted for the other layer
     if dims.qk_norm:
         kept += norm_kept(q + k, c)
     kept += c * (q + k)  # rotated, read by the core
@@ -139,7 +139,7 @@ def attention_kept(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
 
 
 def embedding_kept(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
-    """The end of a layer with an embedding of its own: gate, gelu, product, projection, norm."""
+    """End of a layer with a per-layer embedding: gate, gelu, product, projection, norm."""
     if not dims.layer_embed_dim:
         return 0.0
     c, h, width = keys.compute_bytes, dims.hidden_size, dims.layer_embed_dim
@@ -162,7 +162,7 @@ def delta_net_kept(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
 
 
 def mixed_width(dims: ModelDims, tp: int) -> float:
-    """q, k and v of a delta net."""
+    """Width of q, k and v of a delta net together."""
     return (2 * dims.linear_k_dim + dims.linear_v_dim) / tp
 
 
@@ -180,7 +180,7 @@ def experts_kept(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
     """Second half of a mixture layer: norm, router, K copies of each token through experts.
 
     Experts see the tokens of this rank only (1/tp of them, sequence parallelism); routing is
-    taken as balanced.
+    assumed to be balanced.
     """
     c, tp, chosen = keys.compute_bytes, layout.tp, dims.num_experts_per_token
     h, width = dims.hidden_size, dims.moe_intermediate_size
@@ -227,15 +227,15 @@ def unpadded(dims: ModelDims, tp: int) -> float:
 
 
 def rebuilt_bytes(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
-    """Bytes that the backward pass of this layer recomputes, in addition to the kept ones."""
+    """Bytes that this layer's backward recomputes, in addition to the kept ones."""
     missing = whole_layer(dims, layer, layout, keys) - kept_bytes(dims, layer, layout, keys)
     is_op = keys.archon.keeps_products
     return max(missing, 0.0) + (unread(dims, layer, layout, keys) if is_op else 0.0)
 
 
 def flowing_bytes(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
-    """Gradients during a layer's backward: its widest tensor and the residual stream. Kept tensors
-    are freed one by one as gradients are made, so no more of them coexist."""
+    """Bytes of gradients during a layer's backward: its widest tensor and the residual stream. Kept
+    tensors are freed one by one as gradients are computed, so no more exist at once."""
     c, h = keys.compute_bytes, dims.hidden_size
     dims = dims.of_layer(layer)
     if dims.is_moe(layer):
@@ -245,7 +245,7 @@ def flowing_bytes(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig
 
 
 def forward_bytes(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
-    """A layer that keeps nothing, during its ffn: gate and up, silu, and the residual stream."""
+    """Bytes of a layer that keeps nothing, in its ffn: gate, up, silu and the residual stream."""
     c, h = keys.compute_bytes, dims.hidden_size
     dims = dims.of_layer(layer)
     if dims.is_moe(layer):
@@ -255,7 +255,7 @@ def forward_bytes(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig
 
 
 def ends_bytes(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
-    """Kept outside the layers: final norm, input of the head, rotary tables."""
+    """Bytes kept outside the layers: final norm, input of the head, rotary tables."""
     c, h = keys.compute_bytes, dims.hidden_size
     turned = sum(own.turned_dim for own in dims.rope_dims.values())
     kept = norm_kept(h / layout.tp, c) + c * h + 2 * c * turned

@@ -1,8 +1,8 @@
 """Number of parameters of `actor.lora`'s factors, per rank and in total.
 
-A matrix [out, in] has rank * (out + in) of them. Tensor parallelism splits a factor on the same
-side as the matrix, expert parallelism those of the experts; nothing shards them, and a factor that
-the experts of a layer share is whole on every rank.
+A matrix [out, in] has rank * (out + in) parameters. Tensor parallelism splits a factor on the same
+side as the matrix, expert parallelism the factors of the experts. They are not sharded further, and
+a factor that the experts of a layer share is whole on every rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def num_factors(
 ) -> int:
     """Number of elements in the factors of some layers on one rank; without a layout, in all of
     the model."""
-    if not lora.targets:  # a critic's head alone
+    if not lora.targets:  # only a critic's head
         return dims.hidden_size
     chosen = layers if layout is not None else range(dims.num_layers)
     return sum(layer_factors(dims, lora, layer, layout or Layout()) for layer in chosen)
@@ -50,7 +50,7 @@ def layer_factors(dims: ModelDims, lora: LoraConfig, layer: int, layout: Layout)
         sides |= latent_sides(dims, tp)
     else:
         sides |= dict.fromkeys(("k", "v")[: dims.num_kv_matrices], width + kv)
-    # A dense ffn is cut by tp, the expert that every token passes is whole.
+    # A dense ffn is split by tp, a shared expert is whole.
     has_dense = dims.has_dense_beside or not dims.is_moe(layer)
     inner = dims.intermediate_size // tp if has_dense else dims.shared_expert_size
     if inner:
@@ -65,7 +65,7 @@ def layer_factors(dims: ModelDims, lora: LoraConfig, layer: int, layout: Layout)
 
 
 def latent_sides(dims: ModelDims, tp: int) -> dict[str, int]:
-    """Projections to latents, which are whole on every rank, and from them."""
+    """Sum of both dimensions of each latent projection; those to latents are whole on each rank."""
     width, queries, latent = dims.hidden_size, dims.q_latent, dims.kv_latent
     sides = {
         "kv_a": width + latent + dims.rotary_dim,
@@ -77,7 +77,7 @@ def latent_sides(dims: ModelDims, tp: int) -> dict[str, int]:
 
 
 def expert_sides(dims: ModelDims, lora: LoraConfig, layout: Layout) -> int:
-    """Gate, up and down of the experts of a layer."""
+    """Sum of both dimensions of gate, up and down over the experts of a layer on one rank."""
     count = experts_each(dims.num_experts, layout.ep)
     inner = count * dims.moe_intermediate_size // layout.etp
     outer = dims.hidden_size * (1 if lora.experts == "shared_outer" else count)

@@ -102,7 +102,7 @@ def check_requirements() -> Iterator[Finding]:
     try:
         wanted = importlib.metadata.requires("pentad") or []
     except importlib.metadata.PackageNotFoundError:
-        yield Finding("pentad", "warn", "is not installed, only found", "pip install -e .")
+        yield Finding("pentad", "warn", "is importable but not installed", "pip install -e .")
         return
     missing: dict[str, str] = {}
     for line in wanted:
@@ -113,7 +113,7 @@ def check_requirements() -> Iterator[Finding]:
         if have is None or numbers(have) < numbers(least):
             missing[wanted_here] = f"{name} >= {least} ({have or 'missing'})"
         elif below and numbers(have) >= numbers(below):
-            text = f"{have} is later than what was tested (below {below})"
+            text = f"{have} is later than the tested versions (below {below})"
             yield Finding(name, "warn", text, f"pip install '{wanted_here}'")
     if missing:
         remedy = "pip install " + " ".join(f"'{requirement}'" for requirement in missing)
@@ -140,7 +140,7 @@ def numbers(version: str) -> tuple[int, ...]:
 def check_torch() -> Iterator[Finding]:
     version = installed("torch")
     if version is None:
-        return  # check_requirements has said so
+        return  # check_requirements reports it
     cuda = torch_cuda()
     text = f"{version}, built for {f'CUDA {cuda}' if cuda else 'the CPU'}"
     try:
@@ -234,7 +234,7 @@ def check_network() -> Iterator[Finding]:
             with socket.create_connection(("127.0.0.1", port), timeout=5):
                 pass
     except OSError as error:
-        remedy = "allow connections to 127.0.0.1: processes of a run talk over it"
+        remedy = "allow connections to 127.0.0.1: processes of a run communicate over it"
         yield Finding("loopback", "fail", str(error), remedy)
         return
     try:

@@ -24,7 +24,7 @@ from pentad.planner.memory import (
 from pentad.planner.sampling import Sampling, kv_token_bytes
 
 TIGHT = 0.9
-"""Above this share of the device a plan is called tight, because the estimate is no more
+"""Above this share of the device's memory a plan is called tight: the estimate is not more
 accurate."""
 
 
@@ -35,9 +35,9 @@ class Device:
     kind: DeviceKind
     memory_bytes: int
     source: str
-    """How the device is known, for the user."""
+    """How the device was determined, as text for the user."""
     is_here: bool = True
-    """Whether it is this machine's, so that its disk is the run's."""
+    """Whether it is a device of this machine, so that the run uses this machine's disk."""
 
     @property
     def word(self) -> str:
@@ -45,7 +45,7 @@ class Device:
 
     @property
     def host_bytes(self) -> float:
-        """Free host memory; for another machine taken as sufficient."""
+        """Free host memory; infinite for another machine."""
         if self.kind == "cpu":
             return self.memory_bytes
         return host_memory()[1] if self.is_here else math.inf
@@ -53,21 +53,21 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The arithmetic of one step and of the run."""
+    """Numbers of prompts, samples, tokens and steps, per step and in total."""
 
     prompts: int
     samples: int
     prompt_tokens: int
     prompt_is_assumed: bool
     longest_read: int | None
-    """Tokens of the longest row of the data that was read."""
+    """Number of tokens of the longest row, if the data was read."""
     answer_tokens: int
     num_rows: int | None
     """Number of prompts in the dataset, if it could be read."""
     steps_per_epoch: int | None
     total_steps: int | None
     flops: float
-    """A step's training at full lengths, causal attention counted once."""
+    """FLOPs of training one step at full lengths; causal attention counts only unmasked pairs."""
 
     @property
     def sequence_tokens(self) -> int:
@@ -104,7 +104,7 @@ class TrainPlan:
 
 @dataclass(frozen=True, slots=True)
 class SamplePlan:
-    """A sampling component: the device of one replica."""
+    """A sampling component: memory on the device of one replica."""
 
     component: Component
     devices: range
@@ -125,12 +125,12 @@ class SamplePlan:
 
     @property
     def pass_bytes(self) -> int:
-        """Activations of that forward pass."""
+        """Bytes of activations of that forward pass."""
         return self.pass_tokens * self.sampling.largest.token_bytes
 
     @property
     def slots_bytes(self) -> int:
-        """States of delta nets for the sequences of an embedded sampler."""
+        """Bytes of delta-net states for the sequences of an embedded sampler."""
         return self.sampling.largest.slots_bytes if self.pass_tokens else 0
 
     @property
@@ -140,7 +140,7 @@ class SamplePlan:
 
     @property
     def needed_bytes(self) -> float:
-        """Minimum memory, with a cache for one sequence; more makes it faster."""
+        """Minimum memory, with a cache for only one sequence."""
         least = kv_token_bytes(self.sampling) * self.sampling.sequence_tokens
         return self.device_bytes - self.kv_bytes + least
 
@@ -175,16 +175,16 @@ class RunPlan:
     samplers: list[SamplePlan]
     files: Files
     host_bytes: dict[str, float]
-    """Per node and phase."""
+    """Host memory of a node by phase."""
     is_async: bool
     """Whether saves are written in the background, from copies that `host_bytes` include."""
     publish_kind: PublishKind
-    """The transport of weights from the learner."""
+    """How weights are published by the learner."""
     notes: list[str] = field(default_factory=list)
 
     @property
     def peak(self) -> tuple[float, str]:
-        """Highest memory of any one device (on a CPU: this machine), and its place."""
+        """Highest memory of any device (on a CPU: of this machine), and its component and phase."""
         if self.device.kind == "cpu":
             name = max(self.host_bytes, key=lambda phase: self.host_bytes[phase])
             return self.host_bytes[name], name
@@ -201,7 +201,7 @@ class RunPlan:
 
     @property
     def lacks(self) -> list[str]:
-        """Why it does not fit; empty if it does."""
+        """Reasons why the plan does not fit; empty if it fits."""
         found = []
         need, where = self.peak
         if need > self.device.memory_bytes:
@@ -259,8 +259,8 @@ def span(numbers: list[int]) -> str:
 
 
 def stage_rows(trainer: TrainPlan) -> list[tuple[str, str, str, str, int, float, float]]:
-    """For each pipeline rank: its number, devices, stages and layers, the parameters of one of its
-    ranks before and after sharding over data parallelism, and its memory peak."""
+    """For each pipeline rank: number, devices, stages, layers, parameters per rank before and after
+    sharding over data parallelism, and memory peak."""
     training, layout = trainer.training, trainer.training.layout
     rows = []
     size = layout.world // layout.pp

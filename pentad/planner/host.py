@@ -1,4 +1,4 @@
-"""What a run keeps outside its GPUs: host memory by phase, staged saves, and files on disk."""
+"""Host memory of a run by phase, staged saves, and files on disk."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ NUM_CHECKPOINTS = 3
 def host_phases(
     config: Config, trainers: list[TrainPlan], samplers: list[SamplePlan], device: Device
 ) -> dict[str, float]:
-    """Host memory of the fullest node by phase; on a CPU it includes the devices' part. Models on
-    the same ranks share processes, which are counted once."""
+    """Host memory of the fullest node by phase; on a CPU it includes device memory. Processes that
+    models on the same ranks share are counted once."""
     totals = dict.fromkeys(PHASES, 0.0)
     for start in sorted({trainer.devices.start for trainer in trainers}):
         group = [trainer for trainer in trainers if trainer.devices.start == start]
         for name in totals:
             if device.kind == "cpu":
-                # Each counts the others as its neighbours: the one at work is the fullest.
+                # Each includes the others as neighbours: the active one is the fullest.
                 totals[name] += max(_process_bytes(trainer, name) for trainer in group)
             else:
                 totals[name] += _host_bytes(group, name, config.cluster.n_gpus_per_node)
@@ -39,14 +39,14 @@ def host_phases(
 
 
 def saves_async(config: Config, staged: float, free_bytes: float) -> bool:
-    """Whether saves are staged in host memory and written during training; the export at the end is
-    not."""
+    """Whether saves are staged in host memory and written during training; never for the final
+    export."""
     mode = config.saver.mode
     return mode == "async" or (mode == "auto" and STAGING_HEADROOM * staged <= free_bytes)
 
 
 def _process_bytes(trainer: TrainPlan, name: str) -> float:
-    """Memory of all ranks on a machine without GPUs."""
+    """Memory of all ranks in a phase on a machine without GPUs."""
     each = trainer.component.world // len(trainer.phases)
     total = 0.0
     for row in trainer.phases:
@@ -57,7 +57,7 @@ def _process_bytes(trainer: TrainPlan, name: str) -> float:
 
 
 def _host_bytes(group: list[TrainPlan], name: str, per_node: int | None) -> float:
-    """The fullest rank of a node that uses GPUs, times the ranks of the node."""
+    """Host memory of a node with GPUs: the fullest rank, times the ranks of the node."""
     ranks = group[0].component.world
     local = min(ranks, per_node) if per_node else ranks
     worst = lead = 0.0
@@ -70,7 +70,7 @@ def _host_bytes(group: list[TrainPlan], name: str, per_node: int | None) -> floa
 
 
 def transfer_bytes(config: Config, samplers: list[SamplePlan]) -> float:
-    """Files in shared memory for the weights of servers, one for each of them at once."""
+    """Bytes of files in shared memory for publishing to servers, one file for each server."""
     server = config.rollout.server
     if server.weight_transport != "disk" or server.transfer_folder is not None:
         return 0.0
@@ -86,8 +86,8 @@ def transfer_bytes(config: Config, samplers: list[SamplePlan]) -> float:
 
 
 def staged_bytes(config: Config, trainers: list[TrainPlan]) -> float:
-    """Host memory of the fullest node for staged saves, which is kept for the run: what each rank
-    writes of exports, and what each holds of recovery checkpoints."""
+    """Host memory of the fullest node for staged saves, reserved for the whole run: each rank's
+    part of exports and of recovery checkpoints."""
     total = 0.0
     for trainer in trainers:
         training = trainer.training
@@ -115,8 +115,8 @@ def saved_tags(training: Training) -> int:
 
 
 def plan_files(config: Config, trainers: list[TrainPlan], batch: Batch) -> Files:
-    """Files of the run: exports at every frequency that can be computed in advance and the final
-    one, as many as are kept; recovery checkpoints and the one being written."""
+    """Files of the run: exports that are kept, from all frequencies that are known in advance and
+    the final one; recovery checkpoints and the one being written."""
     saver, count = config.saver, 1
     if batch.total_steps is not None and saver.freq_steps is not None:
         count += (batch.total_steps - 1) // saver.freq_steps

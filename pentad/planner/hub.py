@@ -1,4 +1,4 @@
-"""Models and datasets named by the Hugging Face Hub: found in its cache, else downloaded.
+"""Models and datasets by their Hugging Face Hub name: found in its cache, else downloaded.
 
 `pin` turns each name into a folder of the cache at one commit and fetches the files that config
 rules read (config.json, the index of the weights, the tokenizer, the card of a dataset); `fetch`
@@ -36,7 +36,7 @@ MODEL_FILES = (
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*"),
 )
-"""Files of a model that a run reads besides weights."""
+"""Files of a model, besides weights, that a run reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,11 @@ class Pinned:
     notes: list[str]
     problems: list[Problem]
     bad: frozenset[str]
-    """Keys whose name could not be found."""
+    """Keys with a name that was not found on the Hub."""
 
 
 def pin(config: Config, command: Command) -> Pinned:
-    """The config with folders of the cache in place of Hub names."""
+    """Replaces Hub names in a config by folders of the cache; returns notes and problems, too."""
     notes, problems, bad = [], [], set()
     for key, kind in _keys(config, command).items():
         written = value_at(config, key)
@@ -69,7 +69,7 @@ def pin(config: Config, command: Command) -> Pinned:
 
 
 def fetch(config: Config, command: Command) -> None:
-    """Downloads missing weights and rows for the folders that `pin` chose; a UserError has the
+    """Downloads missing weights and rows into the folders that `pin` chose. A UserError names the
     missing files and the remedy."""
     problems: list[Problem | str] = []
     for key, kind in _keys(config, command).items():
@@ -90,7 +90,7 @@ def fetch(config: Config, command: Command) -> None:
 
 
 def local_model(text: str, where: str) -> str:
-    """The folder of a model that a command receives by path or by name, completely downloaded."""
+    """The folder of a model given by path or Hub name; downloads missing files."""
     name = hub_name(text, "model")
     if name is None:
         return text
@@ -117,7 +117,7 @@ def pins_of(config: Config) -> str:
 
 
 def look_up(name: HubName, where: str, *, is_plan: bool = False) -> str:
-    """The folder of the commit in the cache, with its small files; for a dataset the path of its
+    """Downloads the small files of a commit; returns its folder, or the path of a dataset's
     rows."""
     if name.kind == "model":
         return _download(name, SHAPE_FILES if is_plan else MODEL_FILES, where)
@@ -130,7 +130,7 @@ def look_up(name: HubName, where: str, *, is_plan: bool = False) -> str:
 
 
 def fetch_files(name: HubName, path: str, where: str) -> None:
-    """The files of a commit that `look_up` did not download: weights, or rows."""
+    """Downloads the files that `look_up` did not: weights, or rows."""
     if name.kind == "dataset":
         _download(name, (name.part,), where)
         root = Path(path)
@@ -147,7 +147,7 @@ def fetch_files(name: HubName, path: str, where: str) -> None:
 
 
 def _keys(config: Config, command: Command) -> dict[str, HubKind]:
-    """Keys with a path that the command reads."""
+    """Keys with a model or dataset path that the command reads."""
     keys: dict[str, HubKind] = {"actor.path": "model"}
     if command in ("train", "plan") and config.algorithm.facts.needs_critic:
         keys["critic.path"] = "model"
@@ -198,7 +198,7 @@ def _in_sentences(name: HubName, where: str) -> Iterator[None]:
     try:
         yield
     except errors.GatedRepoError as error:
-        rule = "its owner gives access to those who ask for it"
+        rule = "its owner grants access on request"
         remedy = f"ask at {address}, then type: hf auth login"
         raise UserError(Problem(where, rule, remedy)) from error
     except errors.RepositoryNotFoundError as error:
@@ -208,12 +208,12 @@ def _in_sentences(name: HubName, where: str) -> Iterator[None]:
     except errors.RevisionNotFoundError as error:
         rule = f"the hub has no revision {name.revision} of {name.repo}"
         raise UserError(Problem(where, rule, f"see {address}/commits/main")) from error
-    except Exception as error:  # the client's, the network's and the disk's are of many kinds
+    except Exception as error:  # from the client, the network or the disk
         raise UserError(_unreached(name, where, error)) from error
 
 
 def _unreached(name: HubName, where: str, error: Exception) -> Problem:
-    """Errors of a Hub that is offline or does not answer, of an interrupted download, or of a full
+    """The problem for a Hub that is offline or does not answer, an interrupted download, or a full
     disk."""
     from huggingface_hub import constants, errors
 
@@ -222,13 +222,13 @@ def _unreached(name: HubName, where: str, error: Exception) -> Problem:
         return Problem(where, rule, "make room, or set HF_HOME to a folder with more")
     if isinstance(error, PermissionError) or getattr(error, "errno", None) == errno.EROFS:
         rule = f"the cache {constants.HF_HUB_CACHE} cannot be written"
-        return Problem(where, rule, "set HF_HOME to a folder that can")
+        return Problem(where, rule, "set HF_HOME to a writable folder")
     is_local = isinstance(error, errors.LocalEntryNotFoundError)
     if constants.HF_HUB_OFFLINE:
-        rule = f"is not whole in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set"
+        rule = f"is incomplete in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set"
         return Problem(where, rule, f"type: HF_HUB_OFFLINE=0 {name.download}")
     if is_local or isinstance(error, ConnectionError) or "Connect" in type(error).__name__:
-        rule = f"the hub at {constants.ENDPOINT} cannot be reached, and the cache has not all of it"
+        rule = f"the hub at {constants.ENDPOINT} cannot be reached, and the cache is incomplete"
         return Problem(where, rule, f"give a local folder, or type when it can: {name.download}")
     reason = one_line(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", 200)
     rule = f"was not downloaded to the end ({reason})"

@@ -16,11 +16,11 @@ from pentad.data.rows import SPLIT, STREAMS, SUFFIXES
 
 CARD = "README.md"
 Choices = dict[tuple[str, str], list[str]]
-"""The patterns of files by config and split."""
+"""(config, split) -> patterns of files."""
 
 
 def rows_of(name: HubName, choices: Choices, where: str) -> str:
-    """The pattern of the files of the named config and split."""
+    """The file pattern of the named config and split; UserError unless there is exactly one."""
     config, _, split = name.part.rpartition(":")
     fitting = {
         key: patterns
@@ -44,12 +44,12 @@ def rows_of(name: HubName, choices: Choices, where: str) -> str:
 
 
 def declared_rows(card: Path) -> Choices:
-    """The patterns of files by config and split, from the card of a dataset."""
+    """File patterns by config and split, from the card of a dataset; empty if it declares none."""
     from huggingface_hub.repocard import metadata_load
 
     try:
         known = (metadata_load(card) or {}) if card.exists() else {}
-    except (ValueError, OSError, yaml.YAMLError):  # a card that is no card declares nothing
+    except (ValueError, OSError, yaml.YAMLError):  # an invalid card declares nothing
         return {}
     found: Choices = {}
     configs = known.get("configs")
@@ -61,7 +61,7 @@ def declared_rows(card: Path) -> Choices:
 
 
 def _splits(files: Any) -> Iterator[tuple[str, list[str]]]:
-    """The splits of a card: a pattern, several, or several by split."""
+    """Yields (split, patterns) from a card's entry: a pattern, a list of them, or one per split."""
     listed = files if isinstance(files, list) else [] if files is None else [files]
     plain = [one for one in listed if isinstance(one, str)]
     if plain:
@@ -88,7 +88,7 @@ def found_rows(files: Sequence[str]) -> Choices:
 
 
 def _as_pattern(own: Sequence[str], files: Sequence[str]) -> list[str]:
-    """One pattern that matches exactly these files, else the files."""
+    """One pattern that matches exactly these files, else the list of files."""
     if len(own) == 1:
         return list(own)
     pattern = f"{os.path.commonprefix(own)}*{Path(own[0]).suffix}"

@@ -1,10 +1,9 @@
 """Memory of a run by rank and by phase, estimated from dimensions and layout alone.
 
-An estimate: every line says what it counts, allocator slack and kernels' workspaces are one
-constant, routing is taken as balanced, and every sequence as long as possible. The rule of thumb of
-the Archon tutorial is computed beside it. Legend: P parameters of this rank before sharding over
-data parallelism; S after it; p, c, r bytes of master, compute and reduce dtype; T tokens of a
-microbatch.
+An estimate: allocator slack and workspaces of kernels are one constant, routing is assumed to be
+balanced, and every sequence as long as possible. The rule of thumb of the Archon tutorial is
+computed for comparison. Legend: P parameters of this rank before sharding over data parallelism; S
+after it; p, c, r bytes of master, compute and reduce dtype; T tokens of a microbatch.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from pentad.planner.activations import (
 from pentad.planner.adapters import FACTOR_BYTES, num_factors
 
 NCCL_BYTES = int(0.75 * GIB)
-"""Buffers of the communicators once there is more than one rank."""
+"""Buffers of the communicators if there is more than one rank."""
 HOST_BYTES_PER_RANK = int(3.0 * GIB)
 """Host memory of a process that uses CUDA: libraries, pinned buffers, the program."""
 PHASES = ("load", "rollout", "log-prob", "backward", "optimizer", "publish")
@@ -55,28 +54,28 @@ class Training:
     dims: ModelDims
     layout: Layout
     model: ModelConfig
-    """Its block of keys, settled for the device and the layout."""
+    """The block of keys of the role, settled for the device and the layout."""
     num_microbatches: int = 1
     microbatch_tokens: int
     """Tokens of the largest microbatch of one data-parallel rank, before cp and tp split it."""
     has_whole_tables: bool = False
     """Whether tp leaves embedding and head whole, as the backend fsdp does."""
     has_buffers: bool = False
-    """Whether every rank holds its compute weights and all their gradients whole from the start, as
-    the backend megatron does."""
+    """Whether ranks hold unsharded compute weights and gradients from the start, as with the
+    backend megatron."""
     num_tags: int = 0
-    """Further copies of the weights: reference, teacher."""
+    """Number of further copies of the weights: reference, teacher."""
     device: str = "cuda"
     with_optimizer: bool = True
     publishes: bool = False
     """Whether its weights are published to samplers."""
     overlaps: bool = False
-    """Whether training continues during the transfer, so that a copy is sent."""
+    """Whether training continues during a transfer, which therefore sends a copy."""
     max_staleness: int = 0
     snapshot_on_host: bool = False
     """Whether snapshots within the process are in host memory."""
     publish_kind: PublishKind = "none"
-    """The transport of weights from the learner (`config.topology`)."""
+    """How weights are published by the learner (`config.topology`)."""
     keeps_newest: bool = False
     """Whether the newest weights are kept for restarted samplers."""
 
@@ -139,7 +138,7 @@ class Phase:
     device: dict[str, float] = field(default_factory=dict)
     host: dict[str, float] = field(default_factory=dict)
     lead_bytes: float = 0.0
-    """Part of both on rank 0 only."""
+    """Part of both sums that only rank 0 has."""
 
     @property
     def device_bytes(self) -> float:
@@ -169,7 +168,7 @@ def held_params(training: Training, pp_rank: int) -> HeldParams:
     layers = [i for stage in stage_layers(training, pp_rank) for i in stage]
     is_first, is_last = 0 in layers, dims.num_layers - 1 in layers
     table = dims.embedding_params // training.table_tp
-    # A tied table stands on both ends of a pipeline.
+    # Both ends of a pipeline hold a tied table.
     is_shared = dims.tie_embeddings and is_first
     root = table * (is_first + (is_last and not is_shared)) + dims.hidden_size * is_last
     root += (dims.layer_table_params // training.table_tp + dims.layer_mix_params) * is_first
@@ -181,7 +180,7 @@ def held_params(training: Training, pp_rank: int) -> HeldParams:
 
 
 def layer_dense(dims: ModelDims, layer: int, tp: int) -> int:
-    """A layer without its experts on one tp rank; kv heads are repeated if there are more ranks."""
+    """Parameters of a layer on one tp rank, without experts; kv heads are repeated if too few."""
     part = dims.layer_parts(layer)
     kv = part.kv // min(tp, dims.of_layer(layer).num_kv_heads)
     whole = part.norms + part.router + part.shared_expert
@@ -194,13 +193,13 @@ def layer_experts(dims: ModelDims, layer: int, layout: Layout) -> int:
 
 
 def sharded_params(training: Training, held: HeldParams) -> float:
-    """S: dense weights are sharded over dp_shard and cp, experts over efsdp."""
+    """Returns S: dense weights are sharded over dp_shard and cp, experts over efsdp."""
     layout = training.layout
     return held.dense / (layout.dp_shard * layout.cp) + held.experts / layout.efsdp
 
 
 def trained_bytes(training: Training, pp_rank: int) -> float:
-    """Trained parameters of a rank: its share of the master weights, or of an adapter's factors."""
+    """Number of trained parameters of a rank: its master weights, or an adapter's factors."""
     lora = training.model.lora
     if lora is None:
         return training.param_bytes * sharded_params(training, held_params(training, pp_rank))
@@ -216,8 +215,8 @@ def is_wrapped(training: Training) -> bool:
 
 
 def gathered_weights(training: Training, held: HeldParams) -> float:
-    """Gathered weights in compute dtype. With resharding: embedding and head, the current layer and
-    the one prefetched. Without (the default under a pipeline): all of them."""
+    """Bytes of gathered weights in compute dtype. With resharding: embedding and head, the current
+    and the prefetched layer. Without (the default under a pipeline): all of them."""
     if not is_wrapped(training):
         return 0.0
     some = min(held.root + 2 * held.block, held.total)
@@ -226,8 +225,8 @@ def gathered_weights(training: Training, held: HeldParams) -> float:
 
 
 def logit_bytes(training: Training, *, keeps: bool = False) -> float:
-    """One chunk of logits in float32 and its gradient in compute dtype. On a CPU, plain torch needs
-    one more array in float32. `keeps`: all chunks are kept, and one is in use."""
+    """Bytes of one chunk of logits in float32 and its gradient in compute dtype; on a CPU also a
+    second array in float32. `keeps`: all chunks are kept, and one is in use."""
     dims, layout, c = training.dims, training.layout, training.compute_bytes
     vocab = dims.vocab_size / training.table_tp
     chunk = CHUNK_BYTES[training.device] / (LOGIT_COPIES * 4 * vocab)
@@ -239,8 +238,8 @@ def logit_bytes(training: Training, *, keeps: bool = False) -> float:
 
 
 def backward_moments(training: Training, pp_rank: int) -> list[dict[str, float]]:
-    """Memory of backward besides weights and optimizer, at the possible peaks. Activations shrink
-    while gradients grow, so neither the start (the head) nor the end is always the peak."""
+    """Memory of backward besides weights and optimizer, at each possible peak: activations shrink
+    while gradients grow, so the peak may be at the start (the head) or at the end."""
     held = held_params(training, pp_rank)
     if training.layout.pp > 1:
         return [_pipeline_moment(training, pp_rank, held)]
@@ -272,16 +271,16 @@ def backward_moments(training: Training, pp_rank: int) -> list[dict[str, float]]
 def _gradients(
     training: Training, pp_rank: int, held: HeldParams, *, done: float, reducing: int
 ) -> dict[str, float]:
-    """Gradients after this share of the layers; `reducing` parameters are being reduced. The first
-    microbatch of a step starts without gradients, every later one with all of them."""
+    """Bytes of gradients after the share `done` of the layers, while `reducing` parameters are
+    reduced. Only the first microbatch of a step starts without gradients."""
     share = 1.0 if training.num_microbatches > 1 else done
-    if training.has_buffers:  # each is added to its buffer as soon as it is there
+    if training.has_buffers:  # each is added to its buffer at once
         return {"gathered gradients": float(training.compute_bytes * (held.head + reducing))}
     found = {"gradients": trained_bytes(training, pp_rank) * share}
     if training.model.lora is not None:
-        return found  # frozen weights have none, and no rank gathers those of factors
+        return found  # frozen weights have none, those of factors are not gathered
     if is_wrapped(training):
-        # The head's wait for the end; a layer's own are cast as they are summed.
+        # The head's are reduced at the end; those of a layer are cast in the sum.
         whole = training.compute_bytes * (held.head + reducing)
         found["gathered gradients"] = whole + training.reduce_bytes * reducing
     elif share < 1:
@@ -290,7 +289,7 @@ def _gradients(
 
 
 def _pipeline_moment(training: Training, pp_rank: int, held: HeldParams) -> dict[str, float]:
-    """Peak under a pipeline: microbatches in flight, whole gradients and the head's chunk at
+    """Peak under a pipeline: microbatches in flight, unsharded gradients and the head's chunk at
     once."""
     args = (training.dims, training.layout, training.model)
     tokens = training.microbatch_tokens
@@ -304,7 +303,7 @@ def _pipeline_moment(training: Training, pp_rank: int, held: HeldParams) -> dict
         training.num_microbatches,
         pp_rank,
     )
-    # The result a stage sent waits with each set until its gradient comes back.
+    # The output of a stage is kept with each set until its gradient arrives.
     per_set = tokens * (max(per_stage) + hidden_bytes(training))
     working = max(rebuilt_bytes(args[0], i, *args[1:]) for i in layers)
     working += max(flowing_bytes(args[0], i, *args[1:]) for i in layers)
@@ -316,7 +315,7 @@ def _pipeline_moment(training: Training, pp_rank: int, held: HeldParams) -> dict
         moment["gradients"] = trained_bytes(training, pp_rank)
     if training.has_buffers:
         moment |= _gradients(training, pp_rank, held, done=1.0, reducing=held.block)
-    elif training.model.lora is None:  # summed whole until the last microbatch
+    elif training.model.lora is None:  # unsharded until the last microbatch
         moment["gathered gradients"] = training.reduce_bytes * held.total
     if training.dims.num_layers - 1 in layers:
         moment["logits"] = logit_bytes(training) + tokens * ends_bytes(*args)
@@ -324,13 +323,13 @@ def _pipeline_moment(training: Training, pp_rank: int, held: HeldParams) -> dict
 
 
 def hidden_bytes(training: Training) -> float:
-    """c * h per token: one tensor of the residual stream on this rank."""
+    """Bytes per token of one tensor of the residual stream on this rank: c * h."""
     layout = training.layout
     return training.compute_bytes * training.dims.hidden_size / (layout.cp * layout.tp)
 
 
 def forward_moment(training: Training, pp_rank: int) -> dict[str, float]:
-    """A forward pass that keeps nothing: the widest layer, then a chunk of logits."""
+    """Memory of a forward pass that keeps nothing: the widest layer, or a chunk of logits."""
     layers = [i for stage in stage_layers(training, pp_rank) for i in stage]
     args = (training.layout, training.model)
     working = max(forward_bytes(training.dims, i, *args) for i in layers)
@@ -343,7 +342,7 @@ def forward_moment(training: Training, pp_rank: int) -> dict[str, float]:
 
 
 def training_phases(training: Training, pp_rank: int) -> dict[str, Phase]:
-    """Every phase of one rank of this pipeline rank; its ranks are alike."""
+    """Memory in every phase of a rank of this pipeline rank, whose ranks are alike."""
     held = held_params(training, pp_rank)
     weights = training.param_bytes * sharded_params(training, held)
     trained = trained_bytes(training, pp_rank)
@@ -365,12 +364,12 @@ def training_phases(training: Training, pp_rank: int) -> dict[str, Phase]:
     if training.device == "cuda":
         put(PHASES, "host", "process", HOST_BYTES_PER_RANK)
     tags_at = "host" if training.tags_on_host else "device"
-    # The actor's own weights are set aside while another tag is in place. The reference of an
-    # adapter is the frozen weights without it.
+    # The actor's weights are stored elsewhere while another tag is loaded. The reference of an
+    # adapter is the frozen model without it.
     num_tags = training.num_tags if training.model.lora is None else 0
     put(after_load, tags_at, "tags", weights * (num_tags + bool(num_tags)))
     if training.with_optimizer:
-        # It exists from the start (engine.optim), so a run that loads has room for it.
+        # Allocated from the start (engine.optim), so that a run that loads has room for it.
         put(PHASES, where, "optimizer", OPTIMIZER_STATES * trained)
         put(("optimizer",), where, "gradients", trained)
     gathered_in = PHASES if training.has_buffers else ("log-prob", "backward")
@@ -386,7 +385,7 @@ def training_phases(training: Training, pp_rank: int) -> dict[str, Phase]:
     # Loading reads one tensor's region at a time, in the 2 bytes of a released checkpoint.
     put(("load",), "host", "file region", 2 * largest)
     alone = training.layout.world == 1
-    if not alone:  # what a rank writes of an export it casts block by block
+    if not alone:  # its part of an export is cast block by block
         share = min(PUBLISH_BUCKET_BYTES / 4, largest)
         put(("publish",), "device", "export block", training.compute_bytes * share)
     if training.publishes and training.publish_kind != "none":
@@ -407,7 +406,7 @@ def training_phases(training: Training, pp_rank: int) -> dict[str, Phase]:
 
 
 def is_staged(training: Training) -> bool:
-    """Whether a rank's share is copied to host memory before it is written."""
+    """Whether a rank copies its share to host memory before writing it."""
     return training.publish_kind == "file" or (training.publish_kind, training.device) == (
         "shm",
         "cuda",
@@ -415,7 +414,7 @@ def is_staged(training: Training) -> bool:
 
 
 def publish_params(training: Training, pp_rank: int) -> float:
-    """Parameters that one rank writes: copies are distributed evenly over their ranks."""
+    """Number of parameters that one rank publishes: replicas share the work evenly."""
     layout, dims = training.layout, training.dims
     if layout.pp == 1:
         return dims.num_params / layout.world
@@ -425,7 +424,7 @@ def publish_params(training: Training, pp_rank: int) -> float:
 
 
 def publish_bucket(training: Training) -> float:
-    """Work space for the digest, and for blocks that are cast or cut by columns."""
+    """Bytes of workspace for the digest, and for blocks that are cast or split by columns."""
     layout = training.layout
     space = float(DIGEST_WORDS[training.device] * DIGEST_BYTES)
     if training.device == "cuda" and is_staged(training):
@@ -437,8 +436,8 @@ def publish_bucket(training: Training) -> float:
 
 
 def snapshot_bytes(training: Training) -> float:
-    """Weights being published, whole in a file or a buffer. Within a process, a rank that waits for
-    their arrival and holds them in the published form lends its own."""
+    """Bytes of a snapshot for publishing, whole in a file or a buffer. No copy is needed within a
+    process if the rank waits for the transfer and has its weights in the published form."""
     if training.publish_kind == "file":
         return 0.0
     if training.adapter_bytes:
@@ -470,7 +469,7 @@ def largest_tensor(dims: ModelDims) -> int:
     return max(dims.embedding_params, 2 * dims.intermediate_size * width, experts)
 
 
-# The seed's rule of thumb.
+# Rule of thumb of the tutorial.
 
 
 def rule_of_thumb(training: Training, batch_tokens: float) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Makes a plan from a checked config: placement, memory, tokens and files. No torch and no GPU.
+"""Computes a plan from a checked config: placement, memory, tokens and files. No torch and no GPU.
 
 `build_plan` computes figures; `pentad.cli.plan` prints them.
 """
@@ -42,7 +42,7 @@ ASSUMED_PROMPT_TOKENS = 1024
 
 
 def choose_device(config: Config, gpu_memory_gib: float | None = None) -> Device:
-    """The GPU that was given, found or assumed; the CPU if no GPU is involved."""
+    """The device of a plan: a GPU that is given, found or assumed; the CPU if none is needed."""
     if gpu_memory_gib is not None:
         return Device("cuda", int(gpu_memory_gib * GIB), "as given by --gpu-memory", False)
     why = "no GPU found here"
@@ -60,7 +60,7 @@ def choose_device(config: Config, gpu_memory_gib: float | None = None) -> Device
 
 
 def is_for_here(config: Config, gpu_memory_gib: float | None = None) -> bool:
-    """Whether a plan is for a run on this machine, whose files are those here."""
+    """Whether a plan is for a run on this machine, with local files."""
     is_local = config.scheduler.type == "local" and config.cluster.n_nodes == 1
     return is_local and choose_device(config, gpu_memory_gib).is_here
 
@@ -72,10 +72,10 @@ def build_plan(
     in_use_bytes: float = 0.0,
     longest: int | None = None,
 ) -> RunPlan:
-    """The plan of a config that passed all checks; `num_rows` of its dataset and the tokens of the
-    longest, if known.
+    """The plan of a config that passed all checks. `num_rows`: rows of its dataset, `longest`:
+    tokens of the longest row, if known.
 
-    The run's own processes use `in_use_bytes` of the host's memory already. Weights are transferred
+    `in_use_bytes` of host memory are already used by processes of the run. Weights are published
     through a GPU that learner and sampler share if it has room for them.
     """
     publish_kind = topology(config, facts_of(config, device.kind)).publish_kind
@@ -161,7 +161,7 @@ def plan_batch(
     has_rollout: bool,
     longest_read: int | None,
 ) -> Batch:
-    """Plans the batch; without a rollout the rows of the dataset are trained as they are."""
+    """The batch; without a rollout, it consists of rows of the dataset."""
     given = config.train_dataset.max_length
     if config.task == "pretrain":
         given = given or dims.max_position
@@ -191,7 +191,7 @@ def plan_batch(
 
 
 def several_turns(config: Config, batch: Batch) -> str:
-    """Notes on conversations, whose length is not known in advance."""
+    """Note on the assumed length of samples with several turns."""
     workflow, given = ", ".join(config.rollout.specs), config.gconfig.max_sampled_tokens
     if given is None:
         return (
@@ -200,13 +200,13 @@ def several_turns(config: Config, batch: Batch) -> str:
         )
     return (
         f"rollout.workflow = {workflow}: {given} tokens after the prompt "
-        "(gconfig.max_sampled_tokens) assumed; what environments say comes on top"
+        "(gconfig.max_sampled_tokens) assumed; texts of environments come in addition"
     )
 
 
 def microbatches(part: Placed, layout: Layout, batch: Batch, device: Device) -> tuple[int, int]:
-    """(number, tokens of the largest) of the microbatches of one data-parallel rank in one
-    accumulate call."""
+    """Number of microbatches of a data-parallel rank per accumulate call, and tokens of the
+    largest."""
     config, spec = part.config, part.model.mb_spec
     calls = config.updates_per_batch * config.num_iters_per_train_update
     rows = math.ceil(batch.samples / calls / layout.dp)
@@ -259,7 +259,7 @@ def plan_trainer(
 def planned_keys(
     part: Placed, layout: Layout, device: Device, *, keeps_logits: bool
 ) -> ModelConfig:
-    """The block of a role as its engine settles it; blocks are compiled on CUDA only."""
+    """The keys of a role as settled by its engine; layers are compiled on CUDA only."""
     keys = EngineSettings(model=part.model).settled(device.kind, layout).model
     archon = keys.archon
     counted: dict[str, object] = {
@@ -276,7 +276,7 @@ def planned_keys(
 
 
 def num_tags(config: Config, allocation: Allocation) -> int:
-    """Number of further models that are swapped into the actor's place."""
+    """Number of frozen models whose weights are swapped into the actor's model."""
     return sum(allocation.find(role) is None for role in config.frozen_models)
 
 
@@ -305,7 +305,7 @@ def plan_sampler(
         factors: float = FACTOR_BYTES * num_factors(part.dims, config.actor.lora)
         if component.backend == "embedded" and device.kind == "cuda" and not config.strict:
             factors *= JOINED_SHARE[bool(part.dims.num_experts)]
-        # transformers' layers hold the frozen weights under other names than a sampler's.
+        # transformers' layers have other weight names than a sampler's: nothing can be shared.
         lenders = [t for t in near if is_one_process(t) and t.component.backend == "archon"]
         is_one = component.backend == "embedded" and bool(lenders)
         sampling = replace(sampling, adapter_bytes=factors, shares_weights=is_one)
@@ -330,13 +330,13 @@ def plan_sampler(
 
 
 def is_one_process(trainer: TrainPlan) -> bool:
-    """Whether a sampler of its device is in the learner's process, so that no weights are
+    """Whether a sampler on the device is in the learner's process, so that no weights are
     transferred."""
     return trainer.role == "actor" and trainer.training.publish_kind == "none"
 
 
 def free_for_cache(sampling: Sampling, near: list[TrainPlan], device: Device) -> float | None:
-    """Free memory of a GPU when an embedded sampler is built, after these models have loaded."""
+    """Free GPU memory when an embedded sampler is built, after the models in `near` are loaded."""
     if device.kind == "cpu":
         return None
     loaded = sum(max(row["load"].device_bytes for row in trainer.phases) for trainer in near)
@@ -345,7 +345,7 @@ def free_for_cache(sampling: Sampling, near: list[TrainPlan], device: Device) ->
 
 
 def embedded_cache(sampling: Sampling, free_bytes: float | None) -> float:
-    """Cache size of the engine if none is given: all usable memory, within its share."""
+    """Default cache size of the embedded engine: all usable memory, within its share."""
     wanted = kv_token_bytes(sampling) * sampling.max_running * sampling.dims.max_position
     if free_bytes is None:
         return min(wanted, EMBEDDED_CPU_BYTES)
@@ -353,14 +353,14 @@ def embedded_cache(sampling: Sampling, free_bytes: float | None) -> float:
 
 
 def resident(phases: list[dict[str, Phase]], name: str) -> float:
-    """Memory of a trainer on a device while other roles use it, on the fullest pipeline rank."""
+    """Memory that a trainer keeps on the fullest pipeline rank while other roles use the device."""
     return max(row[name].device_bytes - row[name].device["overhead"] for row in phases)
 
 
 def add_neighbours(
     trainer: TrainPlan, others: float, samplers: list[SamplePlan], config: Config
 ) -> None:
-    """Adds the other contents of the same devices to every phase; `others`: bytes of other models.
+    """Adds other components' memory on the same devices to every phase; `others`: bytes of models.
 
     An embedded sampler is on the device of rank 0 only, servers are on every one. On a GPU a
     separate process keeps the memory of its passes, unless it sleeps.
@@ -376,7 +376,7 @@ def add_neighbours(
                 phase.device["other models"] = others
             if name in ("rollout", "publish") and config.offload_train:
                 if training.device == "cuda":
-                    phase.device.pop("other models", None)  # each of them moves itself
+                    phase.device.pop("other models", None)  # each moves its own
                 for part in [part for part in phase.device if part != "overhead"]:
                     phase.host[part] = phase.host.get(part, 0.0) + phase.device.pop(part)
             sleeps = config.offload_rollout and name not in ("rollout", "publish")

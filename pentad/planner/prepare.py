@@ -1,5 +1,5 @@
-"""From a recipe to the config that runs: read, Hub names resolved, defaults chosen, checked,
-downloaded, fitted to memory."""
+"""Prepares the config of a command: reads the recipe, resolves Hub names, chooses defaults, checks,
+downloads, and fits memory."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ def prepare(
 ) -> tuple[Config, list[str]]:
     """The resolved and checked config of a command, with notes on what was chosen.
 
-    `gpu_memory` (in GiB) plans for GPUs that need not be here. `facts_here` are those of a start:
-    rules that need them are checked only if there are problems, because a start without problems
-    checks them itself. So is `look`, which reads the inputs of the run; it gets the config and the
-    keys that are wrong. Choices that depend on the device are left to a Slurm job: it runs on
-    another machine.
+    `gpu_memory` (in GiB) plans for GPUs that need not exist here. `facts_here` gives facts of the
+    start, and `look` reads the inputs of the run, given the config and the wrong keys. Both are
+    used only if there are problems, to report all at once; a start without problems does these
+    checks later. For a Slurm job, choices that depend on the device are made in the job.
     """
     samples = command not in ON_EXAMPLES
     reading = read_config(path, overrides, samples=samples)
@@ -59,7 +58,7 @@ def prepare(
     if problems:
         raise UserError(dict.fromkeys(problems))
     is_run = command in ("train", *ON_EXAMPLES) and config.scheduler.type != "slurm"
-    if is_run or command in ("eval", "reward"):  # a Slurm job fetches where it runs
+    if is_run or command in ("eval", "reward"):  # a Slurm job downloads on its own machine
         fetch(config, command)
     if command == "plan" or is_run:
         device = choose_device(config, gpu_memory)
@@ -74,7 +73,7 @@ def prepare(
 
 
 def _with_preference(reading: Reading, command: Command) -> Reading:
-    """Adds the block `preference` for the commands that read it; removes it for others."""
+    """Adds the block `preference` for commands that read it; removes it for others, with a note."""
     given, notes = reading.config.preference, reading.notes
     if command in ("dpo", "reward-model"):
         given = given or PreferenceConfig()
@@ -92,13 +91,13 @@ def _with_preference(reading: Reading, command: Command) -> Reading:
 def _further(
     problems: Sequence[Problem | str], known: Sequence[Problem | str]
 ) -> list[Problem | str]:
-    """The problems at places where none is known yet."""
+    """The problems at keys for which none is known yet."""
     places = {one.where for one in known if isinstance(one, Problem)}
     return [one for one in problems if not (isinstance(one, Problem) and one.where in places)]
 
 
 def _as_written(problem: Problem | str, reading: Reading) -> Problem | str:
-    """The alias that the user wrote, if the key has its value from one."""
+    """The problem with the alias that the user wrote, if the key has its value from an alias."""
     if isinstance(problem, str):
         return problem
     return replace(problem, where=reading.written.get(problem.where, problem.where))

@@ -1,5 +1,5 @@
-"""The data of a recipe that are on this machine, without torch: a plan reads those, and names the
-others."""
+"""Finds, without torch, the datasets of a recipe that are on this machine; a plan reads only
+these."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_here(path: str) -> bool:
 
 
 def absent_data(config: Config) -> Iterator[tuple[str, str]]:
-    """The keys of the datasets that are not on this machine, and their paths."""
+    """Yields key and path of each dataset that is not on this machine."""
     for one in environments(config):
         for key in (one.data_key, one.valid_key):
             path = value_at(config, f"{key}.path")
@@ -34,11 +34,13 @@ def absent_data(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def absence_problems(config: Config) -> list[Problem | str]:
-    """What a run on this machine says of datasets that are not here; the hub's it downloads."""
+    """Problems of a run on this machine with missing datasets. Those of the Hub are downloaded, and
+    with `only: train` no prompts are read."""
     found = []
+    unread = {one.data_key for one in environments(config) if config.only == "train"}
     for key, path in absent_data(config):
-        is_of_hub = hub_name(path, "dataset") is not None
-        problem = None if is_of_hub else data_path_problem(f"{key}.path", path)
+        is_open = key in unread or hub_name(path, "dataset") is not None
+        problem = None if is_open else data_path_problem(f"{key}.path", path)
         if problem is not None:
             remedy = f"{problem.remedy}; for a run on another machine give --gpu-memory"
             found.append(replace(problem, remedy=remedy))

@@ -1,8 +1,8 @@
-"""Overrides that make a plan fit: the Archon tutorial's steps in its order, each with its figures.
+"""Overrides that make a plan fit: the Archon tutorial's steps in its order, with their effect.
 
-More microbatches, resharding after forward, more recomputation, offloading, then expert or tensor
-parallelism: the cheapest first. Each step is planned on top of those before it. Steps that do not
-help, and those that a later step makes unnecessary, are left out; every proposal was planned.
+The steps, cheapest first: more microbatches, resharding after forward, more recomputation,
+offloading, expert or tensor parallelism. Each is planned in addition to those before it. Steps that
+do not help, or that a later step makes unnecessary, are left out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_TP = 64
 RECOMPUTED, SELECTION = "actor.archon.ac_mode", "actor.archon.ac_selective"
 MICROBATCHES, CRITICS = "actor.mb_spec.n_mbs", "critic.mb_spec.n_mbs"
 KEEPING_SHARE = 0.8
-"""Logits are kept by default if the plan with them takes at most this share of a GPU."""
+"""Logits are kept by default if the planned peak is then at most this share of a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ ADAPTER: Changes = {"actor.lora": LoraConfig()}
 
 
 def propose(plan: RunPlan) -> list[Remedy]:
-    """Steps until it fits or none is left, without those that later ones make unnecessary."""
+    """Steps until the plan fits or none is left, without those that later ones make unnecessary."""
     found, fits = _taken(plan, [], (*CHEAP, reshard_steps, recompute_steps, offload_steps, *AGAIN))
     if fits:
         found = _needed(plan, found)
@@ -65,8 +65,8 @@ def propose(plan: RunPlan) -> list[Remedy]:
 
 
 def propose_adapter(plan: RunPlan) -> list[Remedy]:
-    """A LoRA adapter with the further overrides it needs, if training all weights does not fit
-    these devices; empty if the adapter does not fit either."""
+    """If training all weights does not fit these devices: LoRA with the further overrides it needs;
+    empty if that does not fit either."""
     if plan.fits or not _takes_adapter(plan.config, plan.dims):
         return []
     found, fits = _taken(plan, [ADAPTER], (*CHEAP, recompute_steps))
@@ -104,7 +104,7 @@ def _takes_adapter(config: Config, dims: ModelDims) -> bool:
 def _taken(
     plan: RunPlan, found: list[Changes], kinds: Iterable[Steps]
 ) -> tuple[list[Changes], bool]:
-    """These steps and the best of each kind until it fits; and whether it does."""
+    """Adds the best step of each kind until the plan fits; returns (steps, whether it fits)."""
     best = _planned(plan, found)
     for step in kinds:
         if best.fits:
@@ -117,8 +117,8 @@ def _taken(
 
 
 def _joined(plan: RunPlan, steps: list[Changes], last: Changes) -> list[Changes]:
-    """The steps with one more, without what it replaces: keys that it sets again, and which layers
-    are recomputed if all of them are."""
+    """The steps with one more, without what it overrides: keys that it sets again, and the
+    selection of recomputed layers if all are."""
     void = {*last, *([SELECTION] if last.get(RECOMPUTED) == "full" else [])}
     kept: list[Changes] = []
     for step in steps:
@@ -148,7 +148,7 @@ def _changed(plan: RunPlan, steps: Sequence[Changes]) -> Config:
 
 
 def _remedy(plan: RunPlan, steps: Sequence[Changes]) -> Remedy:
-    """The last of these steps, with the memory after all of them."""
+    """The last of these steps as a remedy, with the memory after all of them."""
     tried = _planned(plan, steps)
     shown = {**steps[-1]}
     if isinstance(lora := shown.pop("actor.lora", None), LoraConfig):
@@ -160,8 +160,8 @@ def _remedy(plan: RunPlan, steps: Sequence[Changes]) -> Remedy:
 
 
 def _needed(plan: RunPlan, steps: list[Changes]) -> list[Changes]:
-    """The steps without unnecessary ones, the costliest removed first, and with the smallest
-    sufficient number of microbatches."""
+    """Removes unnecessary steps, the costliest first, and reduces the number of microbatches to the
+    smallest sufficient one."""
     for step in reversed(steps):
         others = [other for other in steps if other is not step]
         if others and _is_allowed(plan, others) and _planned(plan, others).fits:
@@ -190,7 +190,7 @@ def _best_of(candidates: Iterator[Changes], plan: RunPlan) -> Changes | None:
         if tried.fits:
             return changes
         if tried.allocation.num_devices > plan.allocation.num_devices:
-            continue  # more devices are worth naming only where they are enough
+            continue  # more devices are proposed only if they are enough
         if tried.peak_bytes < 0.99 * least or len(tried.lacks) < num_lacks:
             winner, least, num_lacks = changes, tried.peak_bytes, len(tried.lacks)
     return winner
@@ -199,8 +199,8 @@ def _best_of(candidates: Iterator[Changes], plan: RunPlan) -> Changes | None:
 def choose_microbatches(
     config: Config, device: Device, command: Command
 ) -> tuple[Config, list[str]]:
-    """Chooses `n_mbs` if it is not set: 1 if that fits or no number does, else the fewest that fit
-    a GPU with a margin, first beside the sampler, then without it."""
+    """Chooses `n_mbs` if it is unset: 1 if that fits or no number does, else the fewest that fit a
+    GPU with a margin: beside the sampler if possible, else without it."""
     if config.actor.mb_spec.n_mbs is not None:
         return config, []
     plain = with_values(config, with_count({}, 1, config))
@@ -218,22 +218,21 @@ def choose_microbatches(
     fitting = [(step, plan) for step, plan in found if plan.fits]
     for step, _ in [*((s, p) for s, p in fitting if not p.is_tight), *fitting][:1]:
         need, have = whole.peak_bytes / GIB, device.memory_bytes / GIB
-        why = f"in one piece a step needs {need:.1f} GiB, and the GPU has {have:.1f}"
+        why = f"in one microbatch a step needs {need:.1f} GiB, and the GPU has {have:.1f}"
         return with_values(plain, step), [f"{MICROBATCHES} = {step[MICROBATCHES]}: {why}"]
     return plain, []
 
 
 def with_count(changes: Changes, count: int, config: Config | None = None) -> Changes:
-    """Sets the number of microbatches of the actor, and of a critic of the config or of the
-    changes."""
+    """Adds the number of microbatches of the actor to changes, and of a critic if there is one."""
     has_critic = CRITICS in changes or (config and config.algorithm.facts.needs_critic)
     counts = {MICROBATCHES: count, CRITICS: count} if has_critic else {MICROBATCHES: count}
     return {**changes, **counts}
 
 
 def choose_offloading(config: Config, device: Device, command: Command) -> tuple[Config, list[str]]:
-    """Chooses `offload_rollout` if it is not set: on if sampler and training do not fit a GPU
-    together. A run chooses for its GPU, a plan for the GPU it is made for."""
+    """Chooses `offload_rollout` if it is unset: true if sampler and training do not fit a GPU
+    together. A run uses the memory of its GPU, a plan that of the planned GPU."""
     if config.mode != "colocate" or config.offload_rollout is not None:
         return config, []
     without = with_values(config, {"offload_rollout": False})
@@ -251,9 +250,9 @@ def choose_offloading(config: Config, device: Device, command: Command) -> tuple
 
 
 def choose_logits(config: Config, device: Device, command: Command) -> tuple[Config, list[str]]:
-    """Chooses `actor.archon.keep_logits` if it is not set: on if a GPU without a sampler has ample
-    memory for them, also with the fewest ranks that an elastic run may have left. Microbatches are
-    taken as full, and rows without a length as long as the context."""
+    """Chooses `actor.archon.keep_logits` if it is unset: true if a GPU without a sampler has ample
+    memory, also with the fewest ranks of an elastic run. Microbatches are assumed to be full, and
+    rows of unknown length as long as the context."""
     is_open = config.actor.archon.keep_logits is None
     if not is_open or not _is_chosen_for(config, device, command):
         return config, []
@@ -276,20 +275,20 @@ def choose_logits(config: Config, device: Device, command: Command) -> tuple[Con
 
 
 def _is_chosen_for(config: Config, device: Device, command: Command) -> bool:
-    """Whether memory decides: that of an existing GPU, and all its contents are known."""
+    """Whether a choice can depend on memory: the GPU exists and all its contents are known."""
     is_known = device.kind == "cuda" and (command == "plan" or device.is_here)
     return is_known and not config.rollout.server.addresses and _is_counted(config)
 
 
 def saves_beside(config: Config, device: Device, in_use_bytes: float) -> bool:
-    """Whether a run writes its saves during training, by its plan."""
+    """Whether a run writes its saves during training, according to its plan."""
     if _is_counted(config):
         return build_plan(config, device, in_use_bytes=in_use_bytes).is_async
     return saves_async(config, 0.0, device.host_bytes)
 
 
 def shares_by_gpu(config: Config, device: Device) -> tuple[bool, str]:
-    """Whether learner and sampler of one GPU have room for published weights there, and why."""
+    """Whether a GPU shared by learner and sampler has room for published weights, and why."""
     if not _is_counted(config):
         return True, "the memory of the models is not known"
     plan = build_plan(config, device)
@@ -300,7 +299,7 @@ def shares_by_gpu(config: Config, device: Device) -> tuple[bool, str]:
 
 
 def _is_counted(config: Config) -> bool:
-    """Whether all models of a run are known, so that its memory is."""
+    """Whether all models of a run are known, so that its memory can be computed."""
     allocation, dims = config.parsed_allocation, known_dims(config.actor.path)
     if allocation is None or uncounted(config):
         return False
@@ -319,7 +318,7 @@ def logit_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
 
 
 def microbatch_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
-    """n_mbs doubled until a microbatch is a single sequence."""
+    """Remedies that double n_mbs until a microbatch is a single sequence."""
     calls = config.updates_per_batch * config.num_iters_per_train_update
     rows = config.rows_per_step // calls // config.component("actor").size("d")
     count = config.actor.mb_spec.fewest
@@ -329,7 +328,7 @@ def microbatch_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
 
 
 CHEAP = (cache_steps, logit_steps, microbatch_steps)
-"""Steps that cost time only, the least first."""
+"""Steps that only cost time, the cheapest first."""
 
 
 def reshard_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
@@ -339,7 +338,7 @@ def reshard_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
     if archon.reshard_after_forward_policy != "always" and not is_split:
         changes: Changes = {"actor.archon.reshard_after_forward_policy": "always"}
         yield changes
-        yield {**changes, "actor.archon.ac_selective": 2}  # where op and experts exclude it
+        yield {**changes, "actor.archon.ac_selective": 2}  # if op excludes it, with experts
 
 
 def recompute_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
@@ -352,7 +351,7 @@ def recompute_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
 
 
 def offload_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
-    """Training leaves the GPU while the embedded sampler works there."""
+    """Remedies that offload training while the embedded sampler uses the GPU."""
     rollout = config.part("rollout")
     is_near = config.mode == "colocate" and rollout and rollout.backend == "embedded"
     if is_near and not config.offload_train:
@@ -367,7 +366,7 @@ def offload_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
 
 
 def cut_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
-    """More ep (mixtures) or tp at the same number of devices, then with more of them."""
+    """Remedies with more ep (mixtures) or tp, on the same number of devices, then on more."""
     actor = config.component("actor")
     nodes, per_node = config.cluster.n_nodes, config.cluster.n_gpus_per_node
     for component in [*wider(actor, dims, grow=False), *wider(actor, dims, grow=True)]:
@@ -381,7 +380,7 @@ def cut_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
 
 
 AGAIN = (microbatch_steps, cut_steps)
-"""More microbatches may help after sampler and training take turns."""
+"""Steps after offloading, which makes more microbatches useful again."""
 
 
 def wider(actor: Component, dims: ModelDims, *, grow: bool) -> list[Component]:

@@ -21,15 +21,15 @@ class Sampling:
     sequence_tokens: int
     """Maximum length of prompt and answer."""
     num_sequences: int
-    """Number of sequences that one replica would run at once if memory allowed."""
+    """Number of sequences that one replica runs at once if its memory allows it."""
     max_running: int
     """Maximum number of sequences decoded together."""
     max_batch_tokens: int | None = None
     """Tokens of a forward pass, if the user set them."""
     adapter_bytes: float = 0.0
-    """Bytes of factors beside its weights."""
+    """Bytes of an adapter's factors, in addition to the weights."""
     shares_weights: bool = False
-    """Whether its weights are the learner's frozen ones, in the same process."""
+    """Whether it uses the learner's frozen weights, in the same process."""
     device: str = "cuda"
     strict: bool = False
 
@@ -40,7 +40,7 @@ class Sampling:
 
 
 def sampler_weights(sampling: Sampling) -> float:
-    """A whole copy of the model, split by the replica's own tp and pp, and an adapter's factors."""
+    """Bytes of the model, split by the replica's tp and pp, and of an adapter's factors."""
     if sampling.shares_weights:
         return sampling.adapter_bytes
     whole = sampling.weight_bytes * sampling.dims.num_params + sampling.adapter_bytes
@@ -48,6 +48,6 @@ def sampler_weights(sampling: Sampling) -> float:
 
 
 def kv_token_bytes(sampling: Sampling) -> float:
-    """Keys and values of one token on one device."""
+    """Bytes of keys and values of one token on one device."""
     args = sampling.dims, sampling.weight_bytes, sampling.cache_dtype
     return sizes.kv_token_bytes(*args, expanded=sampling.strict, tp=sampling.tp) / sampling.pp

@@ -8,6 +8,7 @@ at all, and sending does not wait for a reader. Both ends run Pentad's code: val
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import pickle
@@ -61,9 +62,31 @@ class _Unpickler(pickle.Unpickler):
         return Descriptor(self.fds[number])
 
 
+class Raised:
+    """Arrives as its exception, or as its words where that cannot be pickled or read."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        words = "".join(traceback.format_exception_only(self.error)).strip()
+        data = b""
+        with suppress(Exception):
+            data = pickle.dumps(self.error)
+        return read_exception, (data, words)
+
+
+def read_exception(data: bytes, words: str) -> Exception:
+    try:
+        error: Exception = pickle.loads(data)
+    except Exception:  # its class, of a user's file, may be unknown here
+        return RuntimeError(words)
+    return error
+
+
 def memory_file() -> IO[bytes]:
     """A file without a name, in memory on Linux."""
-    if sys.platform == "linux":
+    if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("pentad"), "w+b")
     return tempfile.TemporaryFile()
 
@@ -86,11 +109,13 @@ class Channel:
     def receive(self) -> Any:
         """Raises EOFError once the other end is closed."""
         try:
-            _, fds, _, _ = socket.recv_fds(self.sock, 1, MAX_FDS)
+            data, fds, flags, _ = socket.recv_fds(self.sock, 1, MAX_FDS)
         except ConnectionError as error:
             raise EOFError from error
-        if not fds:
+        if not data:
             raise EOFError
+        if not fds or flags & socket.MSG_CTRUNC:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         with os.fdopen(fds[0], "rb") as file:
             return _Unpickler(file, fds[1:]).load()
 
@@ -99,10 +124,10 @@ class Channel:
         exits, so that the caller does not wait."""
         value, error = None, None
         try:
-            value = function(*arguments)
-        except Exception as raised:
-            error = raised
-        try:
+            try:
+                value = function(*arguments)
+            except Exception as raised:
+                error = Raised(raised)
             self.send((number, value, error))
         except BaseException:
             traceback.print_exc()
@@ -122,7 +147,9 @@ def open_channel(command: Sequence[str], **given: Any) -> tuple[Child, Channel]:
 def accept_channel(fd: str, parent: str) -> Channel:
     die_with_parent(int(parent))
     os.set_inheritable(int(fd), False)
-    return Channel(socket.socket(fileno=int(fd)))
+    sock = socket.socket(fileno=int(fd))
+    os.register_at_fork(after_in_child=sock.close)  # a fork that outlives us would hide our end
+    return Channel(sock)
 
 
 class Helper:
@@ -229,4 +256,6 @@ def main(target: str, fd: str, parent: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    from pentad.runtime import helper  # under the name by which both ends pickle its classes
+
+    helper.main(*sys.argv[1:])

@@ -20,7 +20,7 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """Python and every package of the list that is installed."""
+    """Versions of Python and of the installed packages of the list."""
     found = {"python": platform.python_version()}
     installed = {name: _installed(name) for name in PACKAGES}
     return found | {name: version for name, version in installed.items() if version is not None}
@@ -49,7 +49,7 @@ def hardware() -> dict[str, Any]:
 
 
 def rss_gb() -> float | None:
-    """Resident memory of this process; null where /proc has no entry."""
+    """Resident memory of this process in GB; None if /proc has no entry."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, IndexError, ValueError):
@@ -58,8 +58,8 @@ def rss_gb() -> float | None:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit and whether files differ from it; null if `folder` is not the root of a checkout.
-    (An installed package may lie inside someone else's repository: that commit is not ours.)"""
+    """Commit, and whether files differ from it; None if `folder` is not the root of a checkout. (An
+    installed package may be inside another repository, whose commit is unrelated.)"""
     if not (folder / ".git").exists():
         return None
     commit = _git(folder, "rev-parse", "HEAD")

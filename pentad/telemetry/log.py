@@ -1,4 +1,4 @@
-"""Routes log messages: all of them to log.txt, warnings and notices to the screen as well.
+"""Routes log messages: all to log.txt, warnings and notices also to the screen.
 
 Messages of libraries (Python warnings, transformers, torch and its compiler) go to log.txt only,
 unless they are errors. Repeated warnings are shown once, with a count.
@@ -20,17 +20,17 @@ from pentad.core.errors import visible
 
 FILE_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 NOTICE = {"is_notice": True}
-"""`extra` of a message that is shown although nothing is wrong."""
+"""`extra` of a message below warning that is shown on the screen."""
 LONG_S = 5.0
-"""Seconds after which the end of long work is announced too."""
+"""Seconds after which the end of announced work is also shown."""
 LIBRARIES = ("py", "transformers", "torch", "huggingface_hub", "datasets", "tokenizers", "vllm")
 """First parts of the names of other libraries' loggers (Python's warnings are `py.warnings`)."""
 
 
 BEGINNING = 80
-"""Characters of a repeated warning that are shown again at the end."""
+"""Characters of a repeated warning in the summary at the end."""
 REPEAT_S = 60.0
-"""A warning that differs only in numbers from one within this many seconds is counted, not
+"""Within this time, a warning that differs from an earlier one only in numbers is counted, not
 shown."""
 
 
@@ -45,16 +45,16 @@ class Shown:
 
 
 class VisibleFormatter(logging.Formatter):
-    """Messages may quote text from outside: no control character in them reaches a terminal."""
+    """Escapes control characters, because messages may quote external text."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record), keep="\n\t")
 
 
 class ScreenHandler(logging.Handler):
-    """Writes to the current sys.stderr: a live table redirects it above itself. Of similar
-    warnings the first is shown; the count of the others is in the next one shown, or in a line
-    at the end."""
+    """Writes to the current sys.stderr, which a live table redirects above itself. Only the first
+    of similar warnings is shown; the number of others is in the next one, or in a line at the
+    end."""
 
     def __init__(self, level: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(level)
@@ -69,7 +69,7 @@ class ScreenHandler(logging.Handler):
             head = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
             if text:
                 sys.stderr.write(f"{head}{text}\n")
-        except Exception:  # a closed terminal must not end a run; logging reports it its own way
+        except Exception:  # a closed terminal must not end a run
             self.handleError(record)
 
     def close(self) -> None:
@@ -93,8 +93,8 @@ class ScreenHandler(logging.Handler):
 
 
 class LogFile(logging.FileHandler):
-    """A file that cannot be written, as on a full disk, is one line on the screen: the messages
-    that matter are there too, and the run's own failure stays the last line."""
+    """Log file that reports a write failure (full disk) with one line on the screen, so that the
+    run's own failure stays the last line."""
 
     is_reported = False
 
@@ -107,13 +107,13 @@ class LogFile(logging.FileHandler):
             sys.stderr.write(f"warning: {self.baseFilename} cannot be written: {error}\n")
 
     def close(self) -> None:
-        with suppress(OSError):  # what is left in the buffer
+        with suppress(OSError):  # flushing the buffer may fail
             super().close()
 
 
 @contextmanager
 def announced(log: logging.Logger, what: str) -> Iterator[None]:
-    """Announces on the screen the start of work that may take long, and its duration."""
+    """Context that shows on the screen the start of long work, and its duration."""
     log.info("%s ...", what, extra=NOTICE)
     started = time.monotonic()
     yield
@@ -122,7 +122,7 @@ def announced(log: logging.Logger, what: str) -> Iterator[None]:
 
 
 def is_shown(record: logging.LogRecord) -> bool:
-    """Whether a message is for the screen."""
+    """Whether a message is shown on the screen."""
     if record.name.partition(".")[0] in LIBRARIES:
         return record.levelno >= logging.ERROR
     return record.levelno >= logging.WARNING or hasattr(record, "is_notice")
@@ -130,7 +130,7 @@ def is_shown(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def log_to(path: Path) -> Iterator[None]:
-    """Within the context the program's messages go to `path` (appended to) and to the screen."""
+    """Context in which log messages are appended to `path` and shown on the screen."""
     root = logging.getLogger()
     screen = ScreenHandler(logging.INFO)
     screen.addFilter(is_shown)
@@ -159,7 +159,7 @@ def log_to(path: Path) -> Iterator[None]:
 
 @contextmanager
 def libraries_hushed() -> Iterator[None]:
-    """Redirects library loggers with their own screen handlers to ours."""
+    """Context that redirects libraries' loggers from their own screen handlers to ours."""
     taken: list[tuple[logging.Logger, bool, logging.Handler]] = []
     for name, logger in list(logging.root.manager.loggerDict.items()):
         if not isinstance(logger, logging.Logger) or name.partition(".")[0] not in LIBRARIES:

@@ -27,8 +27,8 @@ def model_card(
     task: str,
     defaults: Mapping[str, Any],
 ) -> str:
-    """Markdown with the Hub's front matter. `task`: the command that trained; `defaults`: the
-    config of a run without keys."""
+    """Returns Markdown with the Hub's front matter. `task`: the training command; `defaults`: the
+    default config."""
     config = manifest["config"]
     steps = [one for one in read_lines(run / "steps.jsonl") if not one.get("superseded")]
     kind = _kind(task, config)
@@ -44,7 +44,7 @@ def model_card(
     if evaluated := read_lines(run / "evals.jsonl"):
         parts.append("## Held-out evaluation\n\n" + _table(_evals(evaluated)))
     changed = yaml.safe_dump(_changed(config, defaults), sort_keys=False)
-    parts.append(f"## Config\n\nWhat differs from the defaults:\n\n```yaml\n{changed}```")
+    parts.append(f"## Config\n\nDifferences from the defaults:\n\n```yaml\n{changed}```")
     start = manifest["starts"][-1] if manifest["starts"] else {}
     versions = ", ".join(f"{key} {value}" for key, value in start.get("versions", {}).items())
     parts.append(f"## Versions\n\n{versions or 'not recorded'}")
@@ -53,12 +53,12 @@ def model_card(
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """The kind of a run, as its card names it."""
+    """Kind of a run, for its card."""
 
     text: str
     tags: tuple[str, ...]
     curve: Mapping[str, str]
-    """Columns of the curve, and their fields in a record."""
+    """Column of the curve -> field of a record."""
     label: str = "text-generation"
     has_rewards: bool = False
 

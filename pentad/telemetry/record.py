@@ -1,8 +1,8 @@
-"""The record of a step: every field that steps.jsonl has, what it means and in which unit.
+"""The record of a step: every field of steps.jsonl with its meaning and unit.
 
-The classes below are the schema: docs/telemetry.md is written from them. A field that does not
-apply, or was not measured, is null. Numbers that are not finite cannot be written as JSON:
-they become null too, and `nonfinite` says which they were and what.
+The classes below are the schema, from which docs/telemetry.md is generated. A field that does not
+apply or was not measured is null. Non-finite numbers cannot be written as JSON: they are null, and
+`nonfinite` has their names and values.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ SCHEMA = 1
 
 
 def about(meaning: str, unit: str = "", *, varies: bool = False) -> Any:
-    """A field of the schema, null unless given."""
+    """Declares a field of the schema; default null."""
     return field(default=None, metadata={"meaning": meaning, "unit": unit, "varies": varies})
 
 
 def measured(meaning: str, unit: str = "") -> Any:
-    """A field that differs between two equal runs: it measures the machine, not the training."""
+    """Declares a field that measures the machine, so that it differs between equal runs."""
     return about(meaning, unit, varies=True)
 
 
@@ -40,7 +40,7 @@ class Kernel:
         "shared memory one block of the Triton kernel uses; null where torch routes", "bytes"
     )
     achieved_bw_gbps: float | None = measured(
-        "logits read and choices written, over the time that choosing and weighing took", "GB/s"
+        "logits read and choices written, divided by the router's time", "GB/s"
     )
     tokens_per_expert_mean: float | None = about(
         "mean tokens routed to an expert in the step, in all its updates, on all ranks", "tokens"
@@ -348,7 +348,7 @@ class StepRecord:
     )
 
     def as_json(self) -> dict[str, Any]:
-        """Ready to be written: every field present, plain values, no NaN or infinity."""
+        """The record as JSON values: all fields, without NaN or infinity."""
         record = {"schema": SCHEMA, **dataclasses.asdict(self)}
         record |= {"generation": self.generation or 0, "superseded": bool(self.superseded)}
         for block in BLOCKS:
@@ -370,7 +370,7 @@ BLOCKS: dict[str, type] = {
 
 
 def plain_json(value: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with null for what is not finite, and `nonfinite` naming it."""
+    """Replaces non-finite numbers by null and lists them in `nonfinite`."""
     nonfinite: dict[str, str] = {}
     return {**finite(dict(value), "", nonfinite), "nonfinite": nonfinite or None}
 
@@ -379,7 +379,7 @@ NO_CURVES = ("schema", "step", "generation", "superseded")
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a record by path, `rl/reward_mean`, for sinks that draw curves."""
+    """The numbers of a record by path, such as `rl/reward_mean`, for curves."""
     found = {}
     for path, value in _leaves(record, ""):
         if isinstance(value, bool | int | float) and path not in NO_CURVES:
@@ -388,7 +388,7 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def comparable(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record without the fields that differ between two equal runs: timings and memory."""
+    """The record without fields that differ between equal runs: timings and memory."""
     kept = {name: value for name, value in record.items() if name not in _varying(StepRecord)}
     for block, cls in BLOCKS.items():
         if isinstance(kept.get(block), dict):
@@ -403,9 +403,9 @@ def _varying(cls: type) -> set[str]:
 
 
 def finite(value: Any, path: str = "", nonfinite: dict[str, str] | None = None) -> Any:
-    """Null for what JSON has no number for; `nonfinite` is given its path and what it was."""
+    """Replaces non-finite numbers by None, and adds path and value of each to `nonfinite`."""
     if isinstance(value, numbers.Real) and not isinstance(value, int):
-        # numpy's scalars are Real too, and JSON knows none of them.
+        # Includes numpy scalars, which json cannot write.
         value = int(value) if isinstance(value, numbers.Integral) else float(value)
     if isinstance(value, float) and not math.isfinite(value):
         if nonfinite is not None:
@@ -432,11 +432,10 @@ OTHER = "other"
 
 
 class PhaseTimer:
-    """Measures the phases of a step. A phase inside another pauses the outer one's clock; time in
-    no phase is `other`, so the parts always sum to the whole.
+    """Measures the phases of a step. A nested phase pauses the outer one; time outside all phases
+    is `other`, so that the sum is always the total time.
 
-    For one thread of control: phases that overlap in time (two tasks of an event loop) need
-    separate timers.
+    For a single thread: phases that overlap (two tasks of an event loop) need separate timers.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -460,7 +459,7 @@ class PhaseTimer:
             self._open.pop()
 
     def phases_ms(self) -> dict[str, float]:
-        """Milliseconds by phase until now, in order of first appearance, `other` last."""
+        """Milliseconds by phase so far, in order of first appearance, `other` last."""
         self._book()
         other = self._totals.get(OTHER, 0.0)
         named = {name: 1e3 * t for name, t in self._totals.items() if name != OTHER}

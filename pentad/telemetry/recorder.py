@@ -1,11 +1,11 @@
-"""The recorder: takes what happened in a run to its files, sinks and screen.
+"""The recorder: writes the records of a run to files, sinks and screen.
 
-It stops a run for one reason: the run folder is no longer there. What else fails here (a full disk,
-a closed terminal, a logger's bug) is reported once and counted; training continues. The files are
-tried again at the next step. Steps and evaluations may be reported from different threads.
+It stops a run only if the run folder no longer exists. Other failures (full disk, closed terminal,
+bug in a logger) are reported once and counted, and training continues; files are tried again at the
+next step. Steps and evaluations may be reported from different threads.
 
-`resume` resumes where an earlier start of the run left off: what it recorded beyond the step that
-was restored is marked, everything else counts as if this start had recorded it.
+`resume` continues the records of an earlier start: those beyond the restored step are marked as
+superseded, all others count as if recorded by this start.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RECORDS_KEPT = 50
-"""Number of latest records in which alarms are searched; an alarm is repeated after as many
+"""Number of latest records that are searched for alarms; an alarm is repeated after as many
 steps."""
 
 FindAlarms = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], list[str]]
-"""(fields of the latest records, of the first one) -> sentences."""
+"""(fields of the latest records, fields of the first record) -> messages."""
 
 
 def signs_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that alarms read."""
+    """The fields of a record that alarms read."""
     return {"loss": record["loss"], **record["rl"]}
 
 
 def note_effective(record: Mapping[str, Any], effective: dict[int, float]) -> None:
-    """Adds a step to the effective seconds by step."""
+    """Adds the duration of a step to `effective`, unless its update was skipped."""
     if not record["update_skipped"]:
         effective[record["step"]] = (record["wall_clock_ms"] or 0.0) / 1e3
     back = record.get("rolled_back_to")
@@ -91,21 +91,21 @@ class Recorder:
         self.answer_keys = answer_keys or {}
         self.find_alarms = find_alarms
         self.failures: dict[str, int] = {}
-        """Failures of writing, and their counts."""
+        """Kind of write failure -> count."""
         self.generation = len(folder.manifest["starts"])
         self.opened_s = time.time()
-        """When this start began, Unix time."""
+        """Unix time at which this start began."""
         starts = folder.manifest["starts"] or [{"opened_s": self.opened_s}]
         self.first_opened_s: float | None = starts[0].get("opened_s")
         self._effective: dict[int, float] = {}
-        """Seconds of the steps that moved the weights and were not undone."""
+        """Step -> seconds, for steps that changed the weights and were not undone."""
         self._open_files()
         self._new_evals: list[dict[str, Any]] = []
         self._first: Mapping[str, Any] | None = None
         self._recent: list[Mapping[str, Any]] = []
         self._alarmed: dict[str, int] = {}
         self._drawn: dict[str, set[int]] = {"steps": set(), "evals": set()}
-        """Superseded lines: a sink that cannot redraw has already drawn them."""
+        """Superseded lines, which sinks that cannot redraw already have."""
         self._lock = threading.Lock()
 
     def _open_files(self) -> None:
@@ -148,7 +148,7 @@ class Recorder:
             self._recent = [signs_of(record) for record in records[-RECORDS_KEPT:]]
 
     def evaluated(self) -> set[int]:
-        """The versions in evals.jsonl."""
+        """The weight versions in evals.jsonl."""
         return {line["version"] for line in self.evaluations()}
 
     def evaluations(self) -> list[dict[str, Any]]:
@@ -261,7 +261,7 @@ class Recorder:
     def _try(self, what: str, act: Callable[[], object]) -> bool:
         try:
             act()
-        except Exception as error:  # whatever a record's way meets, the run continues without it
+        except Exception as error:  # the run continues after any failure
             self.failures[what] = self.failures.get(what, 0) + 1
             if self.failures[what] == 1:
                 log.warning("%s: %s: %s; training continues", what, type(error).__name__, error)

@@ -1,8 +1,8 @@
 """The folder of a run's records: its layout, its lock, and the checks before anything starts.
 
 `{fileroot}/logs/{user}/{experiment_name}/{trial_name}/` belongs to one run, which may be started
-several times. A second program on the same folder is rejected; so are a config that does not fit
-the run and, unless the run resumes, a folder that has steps.
+several times. Rejected are: a second program on the same folder, a config that does not fit the
+run, and, unless the run resumes, a folder with steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pentad.telemetry import host
 from pentad.telemetry.steps import read_lines
 
 FORMAT = 1
-"""Version of manifest.json, which says what a run is made of, and every time it was started:
+"""Version of manifest.json, which describes the run and each of its starts:
 
 {"format": 1, "config_digest": "...", "seed": 1, "config": {...},
  "starts": [{"time": "2026-03-01T12:00:00+00:00", "command": "...", "from_step": 0,
@@ -34,8 +34,7 @@ FORMAT = 1
 
 
 def describe_start(**more: Any) -> dict[str, Any]:
-    """Describes this start; `more` has the caller's further facts, such as the figures of the
-    self-test."""
+    """Facts of this start; `more`: further facts, such as results of the self-test."""
     package = Path(pentad.__file__).parent
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -49,7 +48,7 @@ def describe_start(**more: Any) -> dict[str, Any]:
 
 
 def working_folder() -> str | None:
-    """Base of the config's relative paths; None if it was deleted."""
+    """The working folder, base of relative paths in the config; None if it was deleted."""
     try:
         return str(Path.cwd())
     except FileNotFoundError:
@@ -57,7 +56,7 @@ def working_folder() -> str | None:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Writes the file whole or not at all."""
+    """Writes a JSON file atomically."""
     write_atomic(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
@@ -103,7 +102,7 @@ FILES = {
     "exports are in earlier/ of the checkpoint folder, under the same number.",
     "README.md": "This explanation.",
 }
-"""Every file a run can leave in its folder."""
+"""Name of each file that a run may write to its folder -> description."""
 
 EARLIER = "earlier"
 ANEW = "choose another trial_name, or start over with --fresh"
@@ -114,13 +113,13 @@ README = """\
 {table}
 
 Lines of the .jsonl files are written as things happen, so they can be read while the run is active
-and after a crash. Lines marked `superseded` are of steps that a resumed run did again.
-Weights are not here but in {checkpoints}.
+and after a crash. Lines marked `superseded` belong to steps that a resumed run repeated.
+Weights are in {checkpoints}.
 """
 
 AcceptConfig = Callable[[Mapping[str, Any]], list[str]]
-"""Compares the config of the last start with the present one: returns the differences that do not
-matter, in words. Raises UserError for those that do."""
+"""Compares the config of the last start with the present one: returns descriptions of the allowed
+differences, raises UserError for others."""
 
 
 class RunFolder:
@@ -132,7 +131,7 @@ class RunFolder:
         self.path = path
         self.manifest = manifest
         self.changes: list[str] = []
-        """Keys of the config that differ from the previous start, in words."""
+        """Descriptions of config keys that differ from the previous start."""
         self._current = current
         self._lock = lock
 
@@ -141,8 +140,7 @@ class RunFolder:
         return self.path / name
 
     def check_there(self) -> None:
-        """Raises RunError if this is not the folder that was opened: it was deleted or moved, and
-        another program may have replaced it."""
+        """Raises RunError if the opened folder was deleted, moved or replaced."""
         if not self._lock.is_there():
             raise RunError(
                 f"run folder = {self.path}: was deleted or replaced while the run was active, so "
@@ -150,7 +148,7 @@ class RunFolder:
             )
 
     def add_start(self, start: Mapping[str, Any]) -> None:
-        """Records this start; the present config is now that of the run."""
+        """Adds this start to the manifest, with the present config as that of the run."""
         changed = {"config_changes": self.changes} if self.changes else {}
         self.manifest |= self._current
         self.manifest["starts"].append({**start, **changed})
@@ -179,11 +177,11 @@ def open_run_folder(
     resumes: bool = False,
     has_checkpoint: bool = False,
 ) -> RunFolder:
-    """Makes or reopens the folder, or raises UserError.
+    """Creates or reopens the folder; raises UserError if that is not allowed.
 
-    `exports` is the folder of the run's models, with a folder for each role. `fresh`: existing
-    files, models too, are first moved to earlier/. `resumes`: existing steps are continued;
-    `has_checkpoint`: models without records belong to a run that can be continued.
+    `exports`: folder of the run's models, with a folder for each role. `fresh`: existing files and
+    models are first moved to earlier/. `resumes`: existing steps are continued. `has_checkpoint`:
+    models without records belong to a run that can be continued.
     """
     try:
         lock = FolderLock(path, f"run folder = {path}")
@@ -236,10 +234,10 @@ def _unwritable(path: Path, error: OSError) -> UserError | RunError:
 
 
 def _check_plain(path: Path) -> None:
-    """Refuses what a run would wait for, or write to without end, in the place of a record."""
+    """Rejects pipes and devices in place of record files, which would block the run."""
     problems = []
     for name in (name for name in FILES if not name.endswith("/")):
-        with suppress(OSError):  # of a file that cannot be looked at its reader says why
+        with suppress(OSError):  # the reader of the file reports the error
             if other := what_else(path / name):
                 remedy = "remove it, or choose another trial_name"
                 problems.append(Problem(str(path / name), f"{other}, not a file", remedy))
@@ -279,7 +277,7 @@ def _check_steps(path: Path) -> None:
 
 
 def _check_exports(exports: Path | None) -> None:
-    """Models of a run whose records are gone are neither mixed with new ones nor replaced."""
+    """Rejects a folder with models of an earlier run that has no records any more."""
     found = sorted(exports.glob("[!.]*/epoch*globalstep*")) if exports is not None else []
     if found:
         rule = f"already holds models of an earlier run, such as {found[0].name}"
@@ -287,8 +285,8 @@ def _check_exports(exports: Path | None) -> None:
 
 
 def set_aside(roots: Sequence[Path]) -> list[Path]:
-    """Moves all content of these folders into earlier/001, 002, ... of each, under one number;
-    returns the new folders of those that had any."""
+    """Moves the content of each folder into its earlier/001, 002, ..., with the same number for
+    all; returns the new folders."""
     earlier = [int(entry.name) for root in roots for entry in (root / EARLIER).glob("[0-9]*")]
     number = max(earlier, default=0) + 1
     targets = []

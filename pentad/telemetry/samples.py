@@ -6,13 +6,13 @@
      "finish": "stop", "num_sampled": 6,
      "min_version": 2, "max_version": 2, "ids": [...], "trained_spans": [[6, 12]]}
 
-`environment` is the name of one of `rollout.workflows`, null where a run has one environment.
-`question` is the last message of the user, without a chat template. `turns` are the roles and words
-of a conversation after it, those of the environment included; empty where there is one answer.
-`expected` is the answer of the row (`train_dataset.answer_key`), null where it has none.
-`prompt` is the text before the first sampled token: that of the dataset, or what an agent program
-asked in its own words. `ids` are all token ids, prompt included; `trained_spans` are the half-open
-ranges of them that the policy sampled.
+`environment` is the name of one of `rollout.workflows`, null if the run has one environment.
+`question` is the last message of the user, without a chat template. `turns` are roles and texts of
+the conversation after it, with those of the environment; empty for a single answer. `expected` is
+the answer of the row (`train_dataset.answer_key`), null if it has none. `prompt` is the text before
+the first sampled token: that of the dataset, or the request of an agent program. `ids` are all
+token ids, prompt included; `trained_spans` are the half-open ranges of them that the policy
+sampled.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def pick_samples(
     seed: int = 0,
     answer_keys: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
-    """The best, the worst, then random others, `num` in all; the same for the same seed and step.
-    `answer_keys`: by environment the column with the expected answer.
-    Samples without a reward can be drawn but are neither best nor worst."""
+    """Selects `num` samples: the best, the worst, then random ones, which depend on seed and step
+    only. `answer_keys`: environment -> column with the expected answer. Samples without a reward
+    are only among the random ones."""
     places = [(g, i) for g, group in enumerate(groups) for i in range(len(group.samples))]
     rewards = {place: groups[place[0]].samples[place[1]].reward for place in places}
     scored = {place: reward for place, reward in rewards.items() if reward is not None}
@@ -51,7 +51,7 @@ def pick_samples(
     if scored and num > 0:
         picks[max(scored, key=scored.__getitem__)] = "best"
     if scored and num > 1:
-        # Among equals the last one, so that two picks are two samples where there are two.
+        # The last one among equals, so that best and worst differ if there are two samples.
         worst = min(reversed(scored), key=scored.__getitem__)
         picks.setdefault(worst, "worst")
     others = [place for place in places if place not in picks]
@@ -103,7 +103,7 @@ def question_of(prompt: Prompt) -> str:
 
 
 def transcript_of(line: Mapping[str, Any]) -> str:
-    """The conversation after the question, with the environment's messages in brackets."""
+    """Text of the conversation after the question, with the environment's messages in brackets."""
     turns = line.get("turns") or [["assistant", line["text"]]]
     return "\n".join(text if role == "assistant" else f"[{role}: {text}]" for role, text in turns)
 

@@ -1,7 +1,7 @@
 """The screen of a run: a live table on a terminal, plain aligned lines elsewhere.
 
-Everything is drawn from records as in steps.jsonl, evals.jsonl and samples.jsonl, so a running, a
-finished and a crashed run look the same. Readable at 80 columns.
+It shows only records of steps.jsonl, evals.jsonl and samples.jsonl, so that running, finished and
+crashed runs look the same. Readable at 80 columns.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROWS_SHOWN = 8
 SPARK_WIDTH = 40
 SAMPLE_WIDTH = 74
 SAMPLE_LINES = 3
-"""One line for the question, two for the answer."""
+"""Lines of a sample: one for the question, two for the answer."""
 MAX_TURNS = 5
 """Maximum lines of a conversation."""
 HEADER_EVERY = 25
@@ -42,7 +42,7 @@ ASCII_BLOCKS = "_.-=+*#@"
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One number of a record: header, path, width, and its format."""
+    """A column of the table: header, path in the record, width, and format."""
 
     title: str
     path: str
@@ -95,7 +95,7 @@ information by itself."""
 
 
 def columns_for(records: Sequence[Record]) -> list[Column]:
-    """The columns with a value in some record."""
+    """The columns that have a value in any record."""
     has_rl = any(look_up(record, "rl.reward_mean") is not None for record in records)
     columns = [c for c in COLUMNS if not (has_rl and c.path in RL_LEAVES_OUT)]
     return [c for c in columns if any(look_up(r, c.path) is not None for r in records)]
@@ -121,7 +121,7 @@ class Picture:
         self.best: Record | None = None
         self.worst: Record | None = None
         self.under_way = ""
-        """The step in progress, in words."""
+        """Description of the step in progress."""
 
     def resume(self, records: Sequence[Record], evals: Sequence[Record]) -> None:
         for record in records:
@@ -257,7 +257,7 @@ def eval_text(record: Record) -> str:
 
 
 def sparkline(values: Sequence[float], *, ascii_only: bool = False) -> str:
-    """The whole curve in one line: means over equal intervals."""
+    """The curve as one line of characters: means over equal intervals."""
     width = min(SPARK_WIDTH, len(values))
     edges = [i * len(values) // width for i in range(width + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
@@ -285,13 +285,13 @@ def clock(value_s: float | None) -> str:
 
 
 class Screen(ABC):
-    """A picture that is updated during a run."""
+    """A `Picture` that is updated during a run."""
 
     def __init__(self, picture: Picture) -> None:
         self.picture = picture
 
     def resume(self, records: Sequence[Record], evals: Sequence[Record]) -> None:
-        """Takes the records of an earlier start, without those of repeated steps."""
+        """Shows records of an earlier start, without superseded ones."""
         self.picture.resume(records, evals)
 
     def samples(self, lines: Sequence[Record]) -> None:
@@ -312,7 +312,7 @@ class Screen(ABC):
 
 
 class LiveScreen(Screen):
-    """Redraws in place. Other output of the program appears above."""
+    """A live table. Other output of the program appears above it."""
 
     def __init__(self, picture: Picture, console: Console) -> None:
         super().__init__(picture)
@@ -372,7 +372,7 @@ class PlainScreen(Screen):
         self._say_evaluations(record["step"])
 
     def evaluation(self, record: Record) -> None:
-        """Prints it after the line of the step of its weights."""
+        """Prints the evaluation after the line of the step that produced its weights."""
         self.picture.evals.append(record)
         self.early.append(record)
         self._say_evaluations(self.picture.records[-1]["step"] if self.picture.records else 0)

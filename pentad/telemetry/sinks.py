@@ -1,7 +1,7 @@
 """Further destinations of records: TensorBoard, Weights & Biases, Trackio. None can stop a run.
 
-Each sink runs in a separate thread. One that raises, or does not keep up, is switched off and
-reported once; steps.jsonl always has everything.
+Each sink runs in a separate thread. A sink that raises or is too slow is switched off with one
+warning; steps.jsonl always has all records.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pentad.telemetry.section import TrackioConfig, WandbConfig
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 256
-"""Maximum number of records that a slow sink may be behind."""
+"""Maximum number of records queued for a slow sink."""
 MAX_WRITE_S = 120.0
 """Time limit of a single write, or of the sink's start, in seconds."""
 CLOSE_S = 10.0
@@ -29,10 +29,10 @@ CLOSE_S = 10.0
 
 
 class Sink(Protocol):
-    """Receives numbers by path, `rl/reward_mean`, at a step, and samples of the step."""
+    """Receives the numbers of a step by path, such as `rl/reward_mean`, and its samples."""
 
     def resume(self, step: int) -> None:
-        """Points beyond `step` will be drawn again."""
+        """Called if points after `step` will be written again."""
         ...
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
@@ -74,7 +74,7 @@ class BackgroundSink:
             self._put(lambda sink: sink.resume(step))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Returns at once, whatever the sink does."""
+        """Queues the values and returns at once."""
         kept = dict(values)
         self._put(lambda sink: sink.write(step, kept))
 
@@ -95,7 +95,7 @@ class BackgroundSink:
             self._switch_off(f"it is {self._waiting.maxsize} records behind")
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Lets the sink finish, within CLOSE_S."""
+        """Waits for the sink to finish, at most `timeout_s`."""
         if self.is_off:
             return
         try:
@@ -118,7 +118,7 @@ class BackgroundSink:
                     sink.close()
                     return
                 item(sink)
-        except Exception as error:  # any fault of a logger ends the logger, not the run
+        except Exception as error:  # an error of a logger must not end the run
             self._switch_off(f"{type(error).__name__}: {error}")
 
     def _switch_off(self, why: str) -> None:
@@ -135,7 +135,7 @@ def build_sinks(
     trackio: TrackioConfig | None = None,
     run_name: str = "",
 ) -> Sequence[BackgroundSink]:
-    """The configured sinks. A missing library is a UserError at the start."""
+    """Creates the configured sinks; UserError if a library is missing."""
     sinks = []
     if tensorboard:
         try:

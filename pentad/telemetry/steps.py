@@ -1,10 +1,8 @@
-"""JSON-lines files of a run (steps, samples, evaluations): whole lines are appended and read back
-safely.
+"""JSON-lines files of a run (steps, samples, evaluations): appends and reads complete lines.
 
-A line is visible to any reader as soon as `append` returns. A crash can leave only the last line
-incomplete: readers skip it, and opening the file for appending removes it, so it never merges with
-the next. Lines of steps that a resumed run repeated stay, marked `superseded`, and readers skip
-them.
+A line is visible to readers as soon as `append` returns. A crash can leave only the last line
+incomplete: readers skip it, and opening the file for appending removes it. Lines of steps that a
+resumed run repeats are kept, marked `superseded`, and readers skip them.
 """
 
 from __future__ import annotations
@@ -21,12 +19,12 @@ from pentad.core.files import write_atomic
 from pentad.core.folders import parse_json
 
 KEYS = {"steps.jsonl": "step", "samples.jsonl": "step", "evals.jsonl": "version"}
-"""File -> the key that each of its lines has, a whole number."""
+"""File -> integer key that each of its lines has."""
 EDITED = "was it edited? Without the line the run can continue"
 
 
 class LineWriter:
-    """Appends JSON objects to one file. A write that fails (disk full) leaves no half line."""
+    """Appends JSON objects to a file. A failed write (disk full) leaves no incomplete line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -54,21 +52,21 @@ class LineWriter:
         os.fsync(self.file)
 
     def close(self) -> None:
-        """A second call does nothing: the number may belong to another file by then."""
+        """Closes the file. A second call has no effect."""
         file, self.file = self.file, -1
         if file >= 0:
             os.close(file)
 
 
 def read_lines(path: Path, *, superseded: bool = False) -> list[dict[str, Any]]:
-    """Every complete line that is not superseded (or all); none without a file. A broken line
-    before the last is an error."""
+    """The complete lines, without superseded ones by default; empty if there is no file. UserError
+    for an invalid line before the last."""
     return [line for line in _lines(path) if superseded or not line.get("superseded")]
 
 
 def supersede(path: Path, *, after: int, key: str = "step") -> set[int]:
-    """Marks the lines beyond step (or version) `after`, which a resumed run repeats; returns them.
-    For a file that no writer has open."""
+    """Marks lines after step (or version) `after`, which a resumed run repeats; returns their keys.
+    The file must not be open for writing."""
     with reading_records(path):
         redone = {line[key] for line in read_lines(path) if line[key] > after}
     if not redone:
@@ -98,17 +96,16 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def reading_records(path: Path) -> Iterator[None]:
-    """While active, fields of records are read: a missing one, or one of another type, is bad
-    input."""
+    """Context for reading fields of records: a missing field or a wrong type raises UserError."""
     try:
         yield
     except (LookupError, TypeError, AttributeError) as error:
-        rule = f"a record lacks what a run writes ({type(error).__name__}: {error})"
+        rule = f"a record lacks fields of a run ({type(error).__name__}: {error})"
         raise UserError(Problem(str(path), rule, EDITED)) from error
 
 
 def _whole_bytes(path: Path) -> int:
-    """The length up to and including the last line break."""
+    """Length of the file up to and including the last line break."""
     with path.open("rb") as file:
         position = file.seek(0, os.SEEK_END)
         while position > 0:

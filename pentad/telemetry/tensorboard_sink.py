@@ -25,7 +25,7 @@ class TensorBoardSink:
         self.writer = EventFileWriter(str(folder), flush_secs=FLUSH_S)
 
     def resume(self, step: int) -> None:
-        """TensorBoard discards the points after it."""
+        """Makes TensorBoard discard the points after `step`."""
         start = SessionLog(status=SessionLog.START)
         self.writer.add_event(Event(wall_time=time.time(), step=step + 1, session_log=start))
 
@@ -36,7 +36,7 @@ class TensorBoardSink:
         )
 
     def write_samples(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
-        """One text per step, for TensorBoard's text tab."""
+        """Writes one text per step, for TensorBoard's text tab."""
         content = TextPluginData(version=0).SerializeToString()
         plugin = SummaryMetadata.PluginData(plugin_name="text", content=content)
         text = TensorProto(
@@ -56,7 +56,7 @@ class TensorBoardSink:
 
 
 def as_markdown(line: Mapping[str, Any]) -> str:
-    """A sample under its pick and reward; indented, so that its own Markdown is shown unchanged."""
+    """A sample with pick and reward as title; indented, so that its Markdown is not rendered."""
     cells = cells_of(line)
     said = f"{cells['question']}\n\n{cells['answer']}"
     if cells["expected"]:

@@ -1,8 +1,7 @@
-"""The timeline of a run's processes, as spans of work and of waits: the lines of timeline.jsonl.
+"""The timeline of a run's processes as spans of work and waits, written to timeline.jsonl.
 
-The scheduler's process notes a span wherever it lets another one work or waits for something; the
-recorder takes the spans with every step. A span costs microseconds, and the size of a line is
-bounded.
+The scheduler's process adds a span for each call to another process and each wait; the recorder
+writes the spans with every step. A span costs microseconds, and the size of a line is bounded.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from typing import Any
 MAX_SPANS = 1000
 """Maximum number of spans in one line of the file: the longest are kept."""
 JOIN_S = 0.005
-"""Spans with equal words (numbers aside) and a shorter gap are joined."""
+"""Spans with equal texts (except numbers) and a shorter gap are joined."""
 GATES = "rollout waits"
-"""The lane of the gates that kept prompts from being admitted."""
+"""The lane of gates that blocked new prompts."""
 
 LINE: Mapping[str, str] = {
     "step": "the step whose record was written with this line",
@@ -53,11 +52,11 @@ class TimedSpan:
     begin: float
     end: float
     num_open: int = 1
-    """Times it was begun and not ended: overlapping spans with the same words are one."""
+    """Number of unfinished overlapping spans with the same text, which are one span."""
 
 
 class Timeline:
-    """Spans since they were last taken. Any thread may add one."""
+    """Collects spans until `take`. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.clock = clock
@@ -88,7 +87,7 @@ class Timeline:
             self._done.append(TimedSpan(lane, what, begin, end))
 
     def take(self) -> dict[str, Any]:
-        """The fields of a line, without the step. Open spans are cut here."""
+        """Returns the fields of a line, without the step, and clears spans; open ones are split."""
         with self._lock:
             now, spans = self.clock(), list(self._done)
             self._done.clear()
@@ -122,12 +121,12 @@ def _ms(*seconds: float) -> list[int]:
 
 
 def gate_of(what: str) -> str:
-    """The name of a closed gate, from the description of what opens it."""
+    """The name of a gate, from the text of its span."""
     return what.partition(":")[0]
 
 
 def gates_of(line: Mapping[str, Any]) -> dict[str, float] | None:
-    """Milliseconds that each gate was closed, by its name."""
+    """Gate -> milliseconds for which it was closed."""
     found: dict[str, float] = {}
     for lane, what, _, length in line["spans"]:
         if lane == GATES:
@@ -136,4 +135,4 @@ def gates_of(line: Mapping[str, Any]) -> dict[str, float] | None:
 
 
 timeline = Timeline()
-"""The timeline of this process, which leads one run at a time."""
+"""The timeline of this process."""

@@ -21,12 +21,12 @@ def to_log(*words: object, **_: object) -> None:
 
 
 for module in (trackio, trackio.run, trackio.utils):
-    vars(module)["print"] = to_log  # its own lines on the terminal would run through the live table
+    vars(module)["print"] = to_log  # its output would disturb the live table
 
 
 class TrackioSink:
-    """One run there for one run folder, by its name: a resumed run continues in the same curves.
-    What was sent cannot be taken back, so it is not sent twice."""
+    """One Trackio run for a run folder, by name, so that a resumed run continues its curves. Sent
+    values cannot be replaced, so repeated steps are not sent."""
 
     def __init__(self, folder: Path, name: str, *, project: str, space: str | None) -> None:
         self.run = trackio.init(
@@ -34,8 +34,8 @@ class TrackioSink:
             name=name or folder.name,
             space_id=space,
             resume="allow",
-            embed=False,  # in a notebook the page would be shown under the table
-            auto_log_cpu=False,  # the records have what the run takes
+            embed=False,  # in a notebook it would show the page
+            auto_log_cpu=False,  # the records contain it
             auto_log_gpu=False,
         )
 

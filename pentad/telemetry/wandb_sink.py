@@ -13,9 +13,9 @@ from pentad.telemetry.samples import cells_of
 
 
 class WandbSink:
-    """One run there for one run folder: its id follows from the folder's path, so a resumed run
-    continues in the same curves. Steps are a field, since evaluations come at steps that wandb's
-    own counter has passed. What was sent cannot be taken back, so it is not sent twice.
+    """One W&B run for a run folder: its id is derived from the folder's path, so that a resumed run
+    continues its curves. The step is a field, because evaluations arrive after wandb's own counter
+    has passed. Sent values cannot be replaced, so repeated steps are not sent.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class WandbSink:
             name=name or folder.name,
             dir=str(folder),
             resume="allow",
-            # Its own lines on the terminal would run through the live table.
+            # Its output would disturb the live table.
             settings=wandb.Settings(console="off", silent=True),
         )
         self.run.define_metric("step")
@@ -43,7 +43,7 @@ class WandbSink:
         self.run.log({**values, "step": step})
 
     def write_samples(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
-        """A table a step; the page of the run steps through them."""
+        """Writes one table per step, which the page of the run can browse."""
         rows = [(step, line["pick"], *cells_of(line).values()) for line in lines]
         columns = ["step", "pick", *cells_of(lines[0])]
         table = wandb.Table(columns=columns, data=[list(row) for row in rows])

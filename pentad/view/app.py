@@ -1,4 +1,4 @@
-"""The page's server: its static files, and the run's records as JSON. It only reads.
+"""The server of the page: static files, and the records of runs as JSON. Read-only.
 
 Texts of a run are sent as JSON and inserted as text. The content security policy of the page allows
 scripts of this server only, so that a script in a sample is not run.
@@ -43,7 +43,7 @@ MAX_POINTS = 4000
 MAX_LISTED = 200
 MAX_TIMELINE_BYTES = 2 << 20
 LOOK_S = 3.0
-"""Interval of searching folders for new runs."""
+"""Interval in seconds between searches for new runs."""
 COOKIE = "pentad_view"
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
@@ -63,11 +63,11 @@ STATIC = {
 
 T = TypeVar("T")
 PlanOf = Callable[[Path, Sequence[str]], dict[str, Any]]
-"""A recipe and its overrides -> the output of `pentad plan --json`."""
+"""(recipe, overrides) -> output of `pentad plan --json`."""
 
 
 class RunPages:
-    """The runs at some paths, and the endpoints that show them."""
+    """The runs below some paths, and the endpoints for them."""
 
     def __init__(
         self, places: list[Path], plan_of: PlanOf | None = None, overrides: Sequence[str] = ()
@@ -75,7 +75,7 @@ class RunPages:
         self.places = places
         self.plan_of = plan_of
         self.overrides = overrides
-        """Keys that replace those of the recipes among the places."""
+        """Overrides for the recipes among the paths."""
         self.runs: dict[str, RunView] = {}
         self._looked_at = float("-inf")
         self._plans: dict[str, dict[str, Any]] = {}
@@ -112,7 +112,7 @@ class RunPages:
         return Starlette(routes=routes)
 
     def _of_run(self, answer: Callable[[RunView, Query], Any]) -> Callable[[Request], Any]:
-        """Answers for the requested run, while no other request reads its files."""
+        """Makes an endpoint that calls `answer` for the requested run, with the run locked."""
 
         def of_request(request: Request) -> Any:
             run = self._run(request.query_params.get("run", ""))
@@ -142,14 +142,14 @@ class RunPages:
         return {"keys": differing_keys([run.config for run in runs]), "partings": partings}
 
     def run(self, run: RunView, given: Query) -> Any:
-        """The summary of a run; empty if the client has it already."""
+        """The summary of a run; empty if the client already has it."""
         run.advance()
         if given.get("sign") == run.sign():
             return {}
         return run.summary() | {"has_plan": self.has_plan(run)}
 
     def has_plan(self, run: RunView) -> bool:
-        """Whether the run has a plan view: runs on examples have no samplers and no funnel."""
+        """Whether the run has a plan page; runs on examples, without samplers, have none."""
         last = run.steps.last
         samples = last is None or part(last, "funnel", "drawn") is not None
         has_config = (run.folder / "config.yaml").is_file()
@@ -159,13 +159,13 @@ class RunPages:
         return self.plan_for(self._run(request.query_params.get("run", "")))
 
     def plan_for(self, run: RunView) -> dict[str, Any]:
-        """Computed once per config."""
+        """The plan of a run, computed once per config."""
         is_bare = run.state() == "recipe"
         recipe = run.folder if is_bare else run.folder / "config.yaml"
         if self.plan_of is None or not self.has_plan(run):
             raise UserError(
                 f"{run.folder}: there is no plan for it: it has no config.yaml, or it trains on "
-                "examples, and a plan is of a run that samples."
+                "examples, and only runs with a sampler have one."
             )
         key = f"{recipe} {newest_mtime(recipe)}"
         if key not in self._plans:
@@ -179,7 +179,7 @@ class RunPages:
 
 
 class Query(dict[str, str]):
-    """The parameters of a request; an empty value is none."""
+    """The parameters of a request; empty values count as missing."""
 
     def of(self, name: str, kind: Callable[[str], T]) -> T | None:
         if not self.get(name):
@@ -193,7 +193,7 @@ class Query(dict[str, str]):
 def series(run: RunView, given: Query) -> Any:
     keys = [key for key in given.get("keys", "").split(",") if key]
     points = min(MAX_POINTS, max(2, given.of("points", int) or 1000))
-    if run.steps.last is None:  # else the summary that the page asks for first has read on
+    if run.steps.last is None:  # otherwise already read by the summary request
         run.advance()
     return run.steps.series(keys, given.of("from", float), given.of("to", float), points)
 
@@ -228,7 +228,7 @@ def samples(run: RunView, given: Query) -> Any:
     asked: dict[str, Any] = {n: given.of(n, kind) for n, kind in named.items() if given.get(n)}
     wanted = SampleFilter(**asked)
     index = run.samples
-    index.advance(2 * BUDGET_S if index.position else 0.0)  # first what is shown, then the index
+    index.advance(2 * BUDGET_S if index.position else 0.0)  # before the index is continued
     last_step = index.last_step()
     if given.get("last"):
         wanted = replace(wanted, step=last_step)
@@ -270,7 +270,7 @@ def _file(run: RunView, suffix: str, content: Iterator[str]) -> Response:
 
 
 def paths_from(home: Path, config: dict[str, Any]) -> list[str]:
-    """Overrides for the paths of a run that was started in another folder than this program."""
+    """Overrides that make the paths of a run started in another folder absolute."""
     given = {key: part(config, *key.split(".")) for key in PATHS}
     return [
         f"{key}={home / value}"
@@ -280,7 +280,7 @@ def paths_from(home: Path, config: dict[str, Any]) -> list[str]:
 
 
 def _answered(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
-    """An endpoint; a sentence if it has nothing to show. Starlette runs it in a thread."""
+    """Makes an endpoint of a function; errors become messages. Starlette runs it in a thread."""
 
     def endpoint(request: Request) -> Response:
         try:
@@ -291,7 +291,7 @@ def _answered(answer: Callable[[Request], Any]) -> Callable[[Request], Response]
             body, status = {"error": str(error)}, 404
         except OSError as error:
             body, status = {"error": f"{error.filename}: cannot be read ({error.strerror})."}, 503
-        except Exception as error:  # a file of a run may hold anything: the page says so
+        except Exception as error:  # files may have any content: the page shows the error
             log.exception("%s", request.url)
             what = "a record has another form than this version reads"
             body, status = {"error": f"{request.url.path}: {what} ({error!r})."}, 500
@@ -307,9 +307,9 @@ def _static(name: str) -> Callable[[Request], Response]:
 
 
 class ViewGuard:
-    """The application behind its checks. At loopback only names of loopback are answered, since a
-    web page can send a browser here under a name of its own; elsewhere the address holds a token,
-    which the first request turns into a cookie."""
+    """Checks requests before the application. At loopback only loopback host names are accepted,
+    because a web page can make a browser send requests here under another name (DNS rebinding);
+    elsewhere the address contains a token, which the first request turns into a cookie."""
 
     def __init__(self, app: ASGIApp, *, token: str | None, hosts: Iterable[str] = ()) -> None:
         self.app = app
@@ -336,7 +336,7 @@ class ViewGuard:
             name = name_of(request.headers.get("host", ""))
             if name in self.hosts or is_local(name):
                 return None
-            return PlainTextResponse("A page at loopback accepts only the name localhost.", 403)
+            return PlainTextResponse("A page at loopback is available only as localhost.", 403)
         given = request.query_params.get("token")
         if given is not None and hmac.compare_digest(given.encode(), self.token.encode()):
             answer = RedirectResponse("/", 303)

@@ -1,5 +1,4 @@
-"""Compares several runs: the keys in which their configs differ and the step at which their curves
-do."""
+"""Compares runs: config keys that differ, and the first step at which their curves differ."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import numpy as np
 from pentad.view.run import RunView
 
 NAMES = ("experiment_name", "trial_name", "fileroot", "user")
-"""Keys that name a run without effect on it."""
+"""Keys that only name a run."""
 WATCHED = ("loss", "grad_norm", "lr", "rl/reward_mean", "rl/length_mean")
 MISSING = "(no such key)"
 
@@ -32,7 +31,7 @@ def _leaves(value: Any, path: str) -> list[tuple[str, Any]]:
 
 
 def first_parting(one: RunView, other: RunView) -> dict[str, Any] | None:
-    """The first step at which a number that depends on training differs; None: none so far."""
+    """The first step at which a number of the training differs; None if there is none so far."""
     steps_one, steps_other = one.steps.columns.of("step"), other.steps.columns.of("step")
     common, rows_one, rows_other = np.intersect1d(steps_one, steps_other, return_indices=True)
     found: list[tuple[float, str, float, float]] = []

@@ -1,4 +1,4 @@
-"""One HTML file of a run that needs no server: the page, and the records it shows, in one."""
+"""Exports a run to one HTML file with the page and its records, which needs no server."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pentad.view.samples import SampleFilter
 
 POINTS = 1000
 NUM_SAMPLES = 400
-"""The newest; an answer is cut as in a list."""
+"""Number of newest samples in the file; long texts are truncated as in lists."""
 NUM_GROUPS = 12
-"""Groups of the last kept step, with all tokens."""
+"""Number of groups of the last kept step in the file, with all tokens."""
 
 
 def export_page(run: RunView, plan_of: Callable[[RunView], dict[str, Any]] | None) -> str:
@@ -66,7 +66,7 @@ def exported(run: RunView, plan_of: Callable[[RunView], dict[str, Any]] | None) 
 
 
 def field_meanings() -> dict[str, dict[str, str]]:
-    """Meaning and unit of the numbers of a step, by the path a chart asks for: `rl/entropy`."""
+    """Path of a number of a step, such as `rl/entropy` -> meaning and unit."""
     return {
         f"{block}/{entry.name}".lstrip("/"): {k: entry.metadata[k] for k in ("meaning", "unit")}
         for block, cls in {"": StepRecord, **BLOCKS}.items()

@@ -1,8 +1,8 @@
-"""A prompt's group: its samples side by side, their tokens with log-prob and version.
+"""The group of a prompt: its samples, with log-prob and version of each token.
 
-All samples of a group, with the numbers of each token, are in `batches/` for the last steps of a
-run; of earlier steps samples.jsonl has a few. The words of a token need the tokenizer's file, which
-is read from the model's folder where it is here.
+For the last steps of a run, `batches/` has all samples of a group with numbers for each token; for
+earlier steps samples.jsonl has a few. Texts of tokens need the tokenizer's file in the model's
+folder, if that exists on this machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pentad.trainer.saving.batches import TrainedTokens, kept_steps, read_batch,
 from pentad.view.lines import newest_mtime, part
 
 MAX_TOKENS = 20_000
-"""A longer sample is shown as text alone."""
+"""Longer samples are shown as text only."""
 
 
 class GroupReader:
@@ -32,7 +32,7 @@ class GroupReader:
         self.config = config
         self.home = home
         self._batch: tuple[object, list[Group]] | None = None
-        """The one that was read last, by its step and time."""
+        """((step, file time), groups) of the batch that was read last."""
 
     @cached_property
     def tokenizer(self) -> Tokenizer | str:
@@ -41,8 +41,8 @@ class GroupReader:
         place = self.home / Path(str(folder)).expanduser() / "tokenizer.json"
         try:
             return Tokenizer.from_file(str(place))
-        except Exception as error:  # the library raises Exception itself for what it cannot read
-            return f"{place}: cannot be read ({error}); tokens are shown by their numbers"
+        except Exception as error:  # the library raises plain Exception
+            return f"{place}: cannot be read ({error}); tokens are shown as ids"
 
     def steps(self) -> list[int]:
         """Steps whose batch is kept."""
@@ -52,7 +52,7 @@ class GroupReader:
             return []
 
     def gids(self, step: int) -> list[int]:
-        """The groups of a kept batch."""
+        """The gids of a kept batch; empty if it cannot be read."""
         batch = self._read(step)
         return [] if isinstance(batch, str) else [group.gid for group in batch]
 
@@ -131,7 +131,7 @@ class GroupReader:
         }
 
     def _words(self, ids: Sequence[int]) -> list[str]:
-        """Texts of tokens; their ids without a tokenizer."""
+        """Texts of tokens; without a tokenizer their ids."""
         if isinstance(self.tokenizer, str):
             return [str(n) for n in ids]
         many = self.tokenizer.decode_batch([[n] for n in ids], skip_special_tokens=False)

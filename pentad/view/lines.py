@@ -1,8 +1,8 @@
-"""Whole lines of a file that another program appends to, read once and in pieces.
+"""Reads complete lines of a file that another program appends to, incrementally.
 
-A torn last line is left until it is whole. A file that was replaced or cut (a resumed run marks
-lines and writes the file anew) is read again from its beginning. Records are JSON of any version or
-none: `number`, `part` and `dicts` give what has the expected form and nothing else.
+An incomplete last line is left until it is complete. A file that was replaced or truncated (a
+resumed run marks lines and rewrites the file) is read again from the start. Lines may be any JSON,
+or invalid: `number`, `part` and `dicts` return only values of the expected form.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from typing import Any
 
 PIECE_BYTES = 1 << 20
 MAX_LINE_BYTES = 256 << 20
-"""A longer line is no record of a run; reading stops before it."""
+"""A longer line is not a record of a run; reading stops before it."""
 PlacedLine = tuple[int, bytes]
-"""Where it begins, and its bytes with the line feed."""
+"""(offset, bytes with the line feed) of a line."""
 LARGE = 2**53
-"""No count and no time of a run is as large; a float holds whole numbers exactly up to here."""
+"""Larger counts or times are rejected; floats represent integers exactly up to here."""
 
 
 class GrowingLines:
-    """One file and how far it was read. A subclass holds what `add` keeps of its lines."""
+    """A file and the position up to which it was read. Subclasses store lines in `add`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.position = 0
-        """Everything before it was given out."""
+        """Offset of the first line that was not returned yet."""
         self.size = 0
-        """The file's when it was last looked at."""
+        """Size of the file at the last `look`."""
         self._is_read = False
         self._identity: tuple[int, int] | None = None
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all lines, because the file was replaced."""
+        """Removes all stored lines, because the file was replaced."""
 
     def add(self, offset: int, line: bytes) -> None:
         """Adds a new line."""
@@ -49,7 +49,7 @@ class GrowingLines:
         return 1.0 if self._is_read or not self.size else min(1.0, self.position / self.size)
 
     def look(self) -> None:
-        """Notes the file's size, and clears if it is another file than before, or a shorter one."""
+        """Updates the size; calls `clear` if the file was replaced or truncated."""
         try:
             found = self.path.stat()
         except OSError:
@@ -63,7 +63,7 @@ class GrowingLines:
         self._identity = identity
 
     def advance(self, budget_s: float = float("inf")) -> None:
-        """Reads what is new, for so long."""
+        """Reads new lines, for at most `budget_s` seconds."""
         end, self._is_read = time.monotonic() + budget_s, False
         self.look()
         while lines := self.take():
@@ -79,7 +79,7 @@ class GrowingLines:
             return []
         data = self._next_piece()
         lines, start = [], self.position
-        for line in io.BytesIO(data):  # by line feeds alone
+        for line in io.BytesIO(data):  # splits at line feeds only
             lines.append((start, line))
             start += len(line)
         self.position = start
@@ -98,14 +98,14 @@ class GrowingLines:
                 length *= 4
 
     def at(self, offset: int) -> dict[str, Any] | None:
-        """The record that begins there."""
+        """The record at this offset, or None."""
         with self.path.open("rb") as file:
             file.seek(offset)
             return parse(file.readline(MAX_LINE_BYTES))
 
     def between(self, key: str, low: float, high: float, most_bytes: int) -> list[PlacedLine]:
-        """Lines from the last one before `low` to the last one up to `high`, in a file where the
-        value of `key` increases. The file need not have been read so far."""
+        """Lines from the last one before `low` to the last one up to `high`, in a file with
+        increasing values of `key`, found without an index."""
         start, end = 0, self.size
         found: list[PlacedLine] = []
 
@@ -146,7 +146,7 @@ class GrowingLines:
         return [*(record for record in found if record), *self.tail(64 << 10)]
 
     def tail(self, num_bytes: int) -> list[dict[str, Any]]:
-        """The records of the last bytes."""
+        """The records in the last `num_bytes` of the file."""
         start = max(0, self.size - num_bytes)
         with self.path.open("rb") as file:
             file.seek(start)
@@ -174,12 +174,12 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Empty where there is no such file, or nothing in it that can be read."""
+    """The JSON object of a file; empty if it is missing or invalid."""
     return parse(read_bytes(path)) or {}
 
 
 def newest_mtime(path: Path) -> float:
-    """0 where there is none."""
+    """Modification time of a path; 0 if it does not exist."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -200,5 +200,5 @@ def part(record: Any, *names: str) -> Any:
 
 
 def dicts(value: Any) -> list[dict[str, Any]]:
-    """The objects of a list."""
+    """The dicts in a list; empty for any other value."""
     return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []

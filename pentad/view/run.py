@@ -1,4 +1,4 @@
-"""One run, read from its files: its config, its progress, its events and its records."""
+"""One run, read from its files: config, progress, events and records."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ LOG_LINE = re.compile(
 )
 OF_STEP = re.compile(r"step (\d+): ")
 MAX_MARKS = 500
-"""The newest of each kind are kept: memory does not grow with a run's troubles."""
+"""Maximum number of newest events kept of each kind, to bound memory."""
 BUDGET_S = 0.2
 """Time limit for a request to read files that are not indexed yet."""
 START = ("time", "from_step", "generation", "config_changes", "hardware")
-"""What a page shows of a start."""
+"""Fields of a start that the page shows."""
 
 
 class RecordTail(GrowingLines):
-    """A small file of records, the newest of them in memory."""
+    """A small file of records; the newest are kept in memory."""
 
     def clear(self) -> None:
         self.records: deque[dict[str, Any]] = deque(maxlen=10 * MAX_MARKS)
@@ -65,7 +65,7 @@ class LogTail(RecordTail):
 
 
 def log_mark(line: bytes) -> dict[str, Any] | None:
-    """A warning or an error of log.txt."""
+    """Parses a warning or an error of log.txt; None for other lines."""
     match = LOG_LINE.match(line)
     if match is None:
         return None
@@ -161,13 +161,13 @@ class RunView:
         }
 
     def sign(self) -> str:
-        """Changes when there is something new to show."""
+        """A text that changes when there is something new to show."""
         files = (self.steps, self.evals, self.recoveries, self.log)
         manifest, steps = newest_mtime(self.folder / "manifest.json"), self.steps.shown.num_rows
         return f"{[file.position for file in files]} {manifest} {steps} {self.state()}"
 
     def summary(self) -> dict[str, Any]:
-        """The data of a run except its curves."""
+        """All data of a run except curves."""
         return {
             **{"sign": self.sign(), **self.brief()},
             **{"last": self.steps.last, "progress": self.steps.share},
@@ -183,8 +183,8 @@ class RunView:
         }
 
     def starts(self) -> list[dict[str, Any]]:
-        """Each start with what it cost: the time away since the last step before it, the time until
-        its first step, and the steps that it did again."""
+        """Each start with its cost: the time since the last step before it, the time until its
+        first step, and the repeated steps."""
         found: list[dict[str, Any]] = []
         before: dict[str, float] = {}
         for place, start in enumerate(dicts(self.manifest.get("starts"))):
@@ -201,7 +201,7 @@ class RunView:
         return found
 
     def eta_s(self) -> float | None:
-        """Seconds to the last step, by the median of the latest ones."""
+        """Estimated seconds to the last step, from the median of the latest steps."""
         total, last = self.total_steps, self.steps.last
         if total is None or last is None or self.state() != "running":
             return None
@@ -235,7 +235,7 @@ class RunView:
         return mark["step"] if is_known else self.steps.step_at(mark["time"])
 
     def notes(self) -> list[str]:
-        """Missing or unreadable files, in sentences."""
+        """Messages on missing or unreadable files."""
         found: list[str] = []
         if is_recipe(self.folder):
             return found
@@ -257,7 +257,7 @@ class RunView:
         for name, index in (("steps", self.steps), ("samples", self.samples)):
             if index.num_unreadable:
                 lines = f"{index.num_unreadable} lines"
-                found.append(f"{name}.jsonl: {lines} are no records and are left out")
+                found.append(f"{name}.jsonl: {lines} are not records and are left out")
         return found
 
 

@@ -1,4 +1,4 @@
-"""An index of samples.jsonl: what filters ask for, by line; texts are read when they are shown.
+"""An index of samples.jsonl with the values that filters need; texts are read when they are shown.
 
 A line of the index takes about 90 bytes, so that a file of a gigabyte fits easily.
 """
@@ -24,13 +24,13 @@ NUMBERS = {
 }
 """Columns of the index by the fields of a record."""
 WORDS = ("pick", "finish", "environment")
-"""Columns that hold the number of a word."""
+"""Columns that store a number for each word."""
 MAX_WORDS = 1000
 SHOWN_TEXTS = ("question", "prompt", "text", "expected", "turns")
 LISTED_CHARS = 2000
-"""Characters of a text in a list; the sample's own page has all."""
+"""Maximum characters of a text in a list; the page of the sample has the whole text."""
 STEP_BYTES = 1 << 20
-"""Read of a step whose place is not indexed yet."""
+"""Bytes to read for a step that is not indexed yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class SampleIndex(GrowingLines):
         self.columns = Columns()
         self.num_unreadable = 0
         self.words: dict[str, dict[str, int]] = {name: {} for name in WORDS}
-        """Those of a column with their numbers, in the order of the first line that has them."""
+        """Column -> word -> number, in the order of first appearance."""
 
     def add(self, offset: int, line: bytes) -> None:
         record = parse(line)
@@ -87,7 +87,7 @@ class SampleIndex(GrowingLines):
         return int(known[-1]) if len(known) else None
 
     def _of_step(self, step: int | None) -> SampleIndex:
-        """This index, or one of that step alone where the file is not read so far."""
+        """This index; or a new one for only this step if the file is not fully read."""
         if self.share == 1.0 or step is None:
             return self
         found = SampleIndex(self.path)
@@ -96,7 +96,7 @@ class SampleIndex(GrowingLines):
         return found
 
     def find(self, wanted: SampleFilter, skip: int, most: int, budget_s: float) -> dict[str, Any]:
-        """Samples that fit, in their order, as a list shows them; `next` is where to continue."""
+        """Matching samples in the requested order, in list form; `next` is where to continue."""
         offsets = self._of_step(wanted.step).offsets(wanted)
         end = time.monotonic() + budget_s
         found: list[dict[str, Any]] = []
@@ -147,7 +147,7 @@ class SampleIndex(GrowingLines):
 
 
 def _read(file: BinaryIO, offset: int, text: str) -> dict[str, Any] | None:
-    """The record that begins there, if the words are in it."""
+    """The record at this offset, if it contains the text."""
     file.seek(offset)
     line = file.readline()
     if text and json.dumps(text)[1:-1].lower().encode() not in line.lower():
@@ -159,7 +159,7 @@ def _read(file: BinaryIO, offset: int, text: str) -> dict[str, Any] | None:
 
 
 def fingerprint(record: Mapping[str, Any]) -> int:
-    """The same for the same question."""
+    """A number that identifies the question."""
     return zlib.crc32(str(record.get("question", "")).encode("utf-8", "replace"))
 
 
@@ -173,7 +173,7 @@ def _texts(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def listed(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A sample as a list has it: without token ids, long texts cut."""
+    """A sample in list form: without token ids, with long texts truncated."""
     kept = {k: v for k, v in record.items() if k not in ("ids", "trained_spans", "nonfinite")}
     for name in SHOWN_TEXTS:
         value = kept.get(name)

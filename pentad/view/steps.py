@@ -1,4 +1,4 @@
-"""The numbers of steps.jsonl as columns in memory, and cut down to what a chart shows."""
+"""The numbers of steps.jsonl as columns in memory, and reduced to the points of a chart."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pentad.telemetry.record import SCHEMA
 from pentad.view.lines import LARGE, GrowingLines, number, parse
 
 FIRST_LOOK = 400
-"""Records read from all over a file that is not indexed yet."""
+"""Number of records sampled over a file that is not indexed yet."""
 SMALL_BYTES = 8 << 20
-"""A file up to this size is indexed in one go."""
+"""A file up to this size is indexed in one call."""
 MAX_COLUMNS = 1500
 MAX_SCHEMAS = 5
 MAX_DEPTH = 8
 NO_COLUMNS = ("kernel/balance", "nonfinite")
-"""Parts that have a number for every layer, or none; a step's own record has them."""
+"""Parts without columns: too many numbers, or none; the record of a step has them."""
 
 
 class Columns:
@@ -50,7 +50,7 @@ class Columns:
 
 
 class StepIndex(GrowingLines):
-    """The steps of one run; `advance` reads on."""
+    """The steps of one run; `advance` reads new ones."""
 
     def clear(self) -> None:
         self.columns = Columns()
@@ -60,13 +60,13 @@ class StepIndex(GrowingLines):
         """The newest record."""
         self.num_unreadable = 0
         self.starts: dict[int, dict[str, float]] = {}
-        """By generation: when its first step began and its last one ended, how many of them a later
-        start did again, and the seconds these had taken."""
+        """Generation -> begin of its first step, end of its last one, number of steps that a later
+        start repeated, and their seconds."""
         self.other_schemas: set[str] = set()
 
     @property
     def shown(self) -> Columns:
-        """All rows, or a first look at them."""
+        """All rows, or the sampled ones while the file is not indexed."""
         return self.first_look or self.columns
 
     def advance(self, budget_s: float = float("inf")) -> None:
@@ -123,7 +123,7 @@ class StepIndex(GrowingLines):
         return next((r for _, line in near if (r := parse(line)) and r.get("step") == step), None)
 
     def step_at(self, time_s: float) -> int | None:
-        """The first step that was recorded then or later, else the last."""
+        """The first step recorded at or after this time, else the last step."""
         times, steps = self.shown.of("time_s"), self.shown.of("step")
         if not len(steps):
             return None
@@ -165,7 +165,7 @@ def _in_order(records: Iterable[Mapping[str, Any]]) -> list[Any]:
 
 
 def numbers_of(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """`telemetry.record.scalars` for JSON values, made faster for long files."""
+    """Like `telemetry.record.scalars`, but faster and only for JSON values."""
     found: dict[str, float] = {}
     for key, value in record.items():
         kind = type(value)
@@ -184,7 +184,7 @@ def _edges(rows: range, points: int) -> np.ndarray:
 
 
 def _bucketed(values: np.ndarray, edges: np.ndarray, is_exact: bool) -> dict[str, Any]:
-    """Mean of each bucket, and lowest and highest where a bucket has several steps."""
+    """Mean of each bucket, and minimum and maximum if buckets have several steps."""
     if is_exact:
         return {"mean": plain(values[edges])}
     known = ~np.isnan(values)

@@ -26,7 +26,7 @@ from pentad.weights.regions import (
 from pentad.weights.transfer import Shard, TensorInfo, source_block, target_block
 
 ALIGN = 64
-"""Where the bytes of a block begin in host memory."""
+"""Alignment in bytes of a block in host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ class WeightBlock:
     part: tuple[slice, ...]
     """Slices of the shard's memory."""
     region: Region
-    """Its source is the HF tensor, its target that part."""
+    """Region with the HF tensor as source and `part` as target."""
     dtype: torch.dtype
     """The dtype of the HF tensor."""
     offset: int
-    """Where it is staged."""
+    """Offset in the staging memory."""
 
     @property
     def name(self) -> str:

@@ -32,9 +32,9 @@ UNITS = {
     "LV": "LV1",
     "LH": "LH1",
 }
-"""Symbols that are cut in whole units of another symbol."""
+"""Symbols that are split in whole units of another symbol."""
 REPEATED = {"K"}
-"""Those among them that are repeated when there are more ranks than units."""
+"""Symbols whose units are repeated if there are more ranks than units."""
 KIND_OF_UNITS = {
     "Q": "query heads",
     "K": "key-value heads",
@@ -59,7 +59,7 @@ class Local:
 
     shape: Shape
     boxes: tuple[tuple[Box, Shape], ...]
-    """(box of the global tensor, where it starts in the local one)."""
+    """(box of the global tensor, its start in the local one)."""
     regions: tuple[Region, ...]
 
 
@@ -86,7 +86,7 @@ def cut_symbol(symbol: str, axis: str, num: int, rank: int, sizes: Sizes) -> tup
         what = KIND_OF_UNITS.get(symbol, "key heads of delta nets")
         fits = [n for n in range(1, num_units + 1) if num_units % n == 0]
         remedy = f"use one of {', '.join(map(str, fits))}"
-        raise UserError(Problem(f"{axis} = {num}", f"cannot cut {num_units} {what}", remedy))
+        raise UserError(Problem(f"{axis} = {num}", f"cannot split {num_units} {what}", remedy))
     return start * unit, stop * unit
 
 
@@ -137,8 +137,8 @@ class Seam:
 
     module: str
     kind: Literal["lookup", "gather", "norm", "scatter"]
-    """lookup: a table cut by rows; what each rank finds is summed and dealt by tokens.
-    gather: the module takes all tokens; its first argument is put together from the ranks.
-    norm: its width is cut; the mean of the squares is that of all ranks' parts.
-    scatter: its product is a part of a sum; the sum is dealt by tokens, a bias added after it."""
+    """lookup: a table split by rows; the ranks' results are summed and split by tokens.
+    gather: the module needs all tokens; its first argument is gathered from the ranks.
+    norm: its width is split; the mean of squares is computed over the parts of all ranks.
+    scatter: its product is part of a sum, which is split by tokens; a bias is added afterwards."""
     when: Condition = always

@@ -34,11 +34,11 @@ from pentad.weights.regions import Box, Shape, box_shape, full_box, intersect, s
 from pentad.weights.transfer import NUM_READERS, TensorInfo
 
 CACHE_BYTES = 256 << 20
-"""Blocks kept after reading: one serves all the HF tensors that were fused into it."""
+"""Bytes of cached blocks: one block may contain several fused HF tensors."""
 STRETCH_BYTES = 32 << 20
-"""What a thread reads at a time, where nothing else says how a file is cut."""
+"""Bytes that a thread reads at once if there are no checksummed pieces."""
 MAX_READERS = 16
-"""Threads that read, check and copy, on a machine with as many cores."""
+"""Maximum number of threads that read, check and copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ class DcpFolder:
                 rule = f"{info.relative_path} is stored through {info.transform_descriptors}"
                 raise UserError(Problem(f"{self.where}: {name}", rule, "save it uncompressed"))
             if Path(info.relative_path).name != info.relative_path:
-                rule = f"{info.relative_path} is no file of this folder"
+                rule = f"{info.relative_path} is not a file of this folder"
                 raise UserError(Problem(f"{self.where}/{INDEX}: {name}", rule))
             ends = zip(chunk.offsets, chunk.sizes, strict=True)
             box = tuple((start, start + size) for start, size in ends)
@@ -363,7 +363,7 @@ class DcpFolder:
 
 
 Copy = tuple[int, Shape, tuple[slice, ...], Tensor]
-"""Place of a box's first element in its block, shape of the box, what of it is wanted, where to."""
+"""(offset of a box's first element in its block, shape of the box, slices of it, target)."""
 
 
 def _copies(first: int, last: int, whole: Box, parts: list[tuple[Box, Tensor]]) -> Iterator[Copy]:

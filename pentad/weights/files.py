@@ -26,10 +26,10 @@ from pentad.weights.transfer import TensorInfo
 
 BUFFER_BYTES = 16 << 20
 PIECE_BYTES = 1 << 20
-"""What is summed while it is still in the processor's cache; whole blocks."""
+"""Bytes that are summed while in the CPU cache; a multiple of the block size."""
 BLOCK_WORDS = 512
 MAX_NUMBER = 1 << 63
-"""Sizes and offsets are 64-bit numbers."""
+"""Exclusive upper bound of sizes and offsets."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -45,7 +45,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 Header = tuple[dict[str, TensorInfo], dict[str, int]]
-"""The tensors of a file, and where each begins in it."""
+"""(tensors of a file, offset of each)."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -143,7 +143,7 @@ def read_header(handle: BinaryIO, size: int, where: str) -> Header:
     try:
         (length,) = struct.unpack("<Q", handle.read(8))
         if length >= size:
-            raise ValueError("its header is cut off")
+            raise ValueError("its header is truncated")
         if length > MAX_JSON_BYTES:
             raise ValueError(f"its header has {length} bytes, at most {MAX_JSON_BYTES} are")
         header = parse_json(handle.read(length), _each_once)
@@ -195,6 +195,6 @@ def _info(where: str, name: str, entry: Mapping[str, Any]) -> TensorInfo:
     info = TensorInfo(tuple(entry["shape"]), DTYPES[dtype])
     start, stop = entry["data_offsets"]
     if stop - start != info.size_bytes:
-        rule = f"{stop - start} bytes are no {dtype} of shape {list(info.shape)}"
+        rule = f"{stop - start} bytes are not {dtype} of shape {list(info.shape)}"
         raise UserError(Problem(f"{where}: {name}", rule, "fetch or write the file again"))
     return info

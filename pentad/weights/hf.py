@@ -29,9 +29,9 @@ from pentad.weights.regions import Box
 from pentad.weights.transfer import NUM_READERS, TensorInfo
 
 METADATA = {"format": "pt"}
-"""What transformers wants in the header of a file."""
+"""Metadata that transformers requires in the header of a file."""
 SHARD_BYTES = 5 << 30
-"""Where a new file begins, unless one tensor is larger."""
+"""Maximum size of a file, unless one tensor is larger."""
 FLUSH_BYTES = 128 << 20
 COMPANIONS = (
     "generation_config.json",
@@ -49,7 +49,7 @@ COMPANIONS = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-"""Files that travel with the weights; those that exist are copied."""
+"""Files that are copied with the weights if they exist."""
 LINK_REMEDY = "put the file itself there, since exports copy it"
 
 
@@ -78,7 +78,7 @@ class HfFolder:
             names = sorted(set(index.values()))
             if single.exists() and SINGLE not in names:
                 rule = f"{SINGLE} and {INDEX} are both there, and the index does not name that file"
-                raise UserError(Problem(self.where, rule, "remove the one that is not wanted"))
+                raise UserError(Problem(self.where, rule, "remove one of the two"))
             return [self.folder / name for name in names]
         if single.exists():
             return [single]
@@ -97,7 +97,7 @@ class HfFolder:
             weight_map = dict(read_object(path)["weight_map"])
             for name, file in weight_map.items():
                 if Path(file).name != file:
-                    raise ValueError(f"{name}: {file} is no file of this folder")
+                    raise ValueError(f"{name}: {file} is not a file of this folder")
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(Problem(str(path), f"is not a safetensors index ({error})")) from error
         return weight_map
@@ -132,7 +132,7 @@ class Carried:
     info: TensorInfo
     file: Path
     start: int
-    """Where its bytes begin in the file."""
+    """Offset of its bytes in the file."""
 
 
 def carried_tensors(folder: str | Path, weight_map: WeightMap) -> dict[str, Carried]:
@@ -192,9 +192,9 @@ class FolderPlan:
     """Files and tensors of a HF folder that is to be written."""
 
     tensors: Mapping[str, Mapping[str, TensorInfo]]
-    """By file, in the order in which they are written."""
+    """File -> its tensors, in the order of writing."""
     others: Mapping[str, bytes]
-    """Config, index, tokenizer and the like, by file."""
+    """File -> content of config, index, tokenizer and similar files."""
 
     @classmethod
     def around(cls, infos: Mapping[str, TensorInfo], shard_bytes: int = SHARD_BYTES) -> FolderPlan:

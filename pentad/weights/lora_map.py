@@ -32,15 +32,15 @@ NATIVE = {
     "per_layer_input_gate": (".input.gate.weight",),
     "per_layer_projection": (".input.out.weight",),
 }
-"""Word of a recipe -> how the native names of its matrices end."""
+"""Target word of a recipe -> suffix of the native names of its matrices."""
 HIDDEN = "D"
 VALUE_HEAD = "value_head.weight"
 OF_FSDP = " of transformers"
-"""What follows the name of a family whose layers are not those of its model file."""
+"""Suffix of the family's name if the layers are transformers', not those of a model file."""
 NO_FACTORS = {
     "head": "log-probs are computed together with the head, which has no factors",
-    "router": "experts would be chosen by other numbers than the sampler's",
-    "embed": "a table of tokens has no factors",
+    "router": "the sampler would choose experts differently",
+    "embed": "lookup tables have no factors",
 }
 
 

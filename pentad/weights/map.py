@@ -26,7 +26,7 @@ from pentad.weights.regions import (
 )
 
 Condition = Callable[[ModelDims, int], bool]
-"""Whether a rule holds for a model and a layer (0 for rules outside the layers)."""
+"""Whether a rule applies to a model and a layer (0 for rules outside the layers)."""
 Init = Literal["normal", "ones", "zeros", "uniform", "log_uniform"]
 Sizes = Mapping[str, int]
 Indices = Mapping[str, int]
@@ -326,13 +326,13 @@ class Rule:
     tied: str = ""
     """With tied embeddings this target is a copy of that other target and has no source."""
     optional: bool = False
-    """The source may be absent on disk; the target is then initialised."""
+    """Whether the source may be missing on disk; the target is then initialised."""
     dtype: str = ""
-    """Kept in this dtype whatever the model's, such as float32."""
+    """Fixed dtype, such as float32; empty: the model's."""
     alias: tuple[str, ...] = ()
     """Other names that files of this column use for the same target."""
     is_factor: bool = False
-    """A factor of an adapter: no storage cuts it, every rank holds what it computes with."""
+    """Whether it is an adapter's factor, which is not sharded: each rank has the part it needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,13 +344,13 @@ class Entry:
     regions: tuple[Region, ...]
     rule: Rule
     layer: int | None
-    """None outside the layers."""
+    """Index of the layer; None outside the layers."""
     sizes: Sizes = field(default_factory=dict)
-    """What the symbols of the rule's shape stand for in this layer."""
+    """Values of the symbols of the rule's shape in this layer."""
     expert: int | None = None
-    """For targets that hold one expert each."""
+    """Index of the expert, for targets of a single expert."""
     is_copy: bool = False
-    """Filled from the sources of the tensor it is tied to; never written out."""
+    """Whether it is filled from the sources of its tied tensor, and never written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,7 +364,7 @@ class Source:
     optional: bool
     layer: int | None
     dtype: str = ""
-    """What it is kept in whatever the model's, such as float32."""
+    """Fixed dtype, such as float32; empty: the model's."""
 
 
 @dataclass(frozen=True)
@@ -373,15 +373,15 @@ class WeightMap:
 
     dims: ModelDims
     entries: Mapping[str, Entry]
-    """By target name."""
+    """Target name -> entry."""
     sources: Mapping[str, Source]
-    """By source name, the same regions seen from there."""
+    """Source name -> the same regions, inverted."""
     tied: Mapping[str, str] = field(default_factory=dict)
-    """Source names that some folders hold although they equal another source."""
+    """Source names that some folders have, and the equal source of each."""
     ignored: frozenset[str] = frozenset()
-    """Source names that may be present and that the model has no use for."""
+    """Source names that may be present and are not used."""
     ignored_prefixes: tuple[str, ...] = ()
-    """How further such names begin."""
+    """Prefixes of further such names."""
 
     def ignores(self, name: str) -> bool:
         is_left_out = name in self.ignored or name.startswith(self.ignored_prefixes)

@@ -32,7 +32,7 @@ class MergeLoss:
     update: float = 0.0
     """Sum of the squares of the update."""
     error: float = 0.0
-    """Sum of the squares of what the rounded weights differ from the true ones beyond the base."""
+    """Sum of the squares of the rounding error of the merged weights."""
 
     @property
     def lost(self) -> float:
@@ -74,7 +74,7 @@ def merge_folder(
     folder = HfFolder(base)
     raise_problems(fit_problems(adapter, folder.infos, where, str(base)))
     if dtype is not None and dtype not in DTYPES:
-        raise UserError(Problem(f"--dtype {dtype}", f"is none of {', '.join(DTYPES)}"))
+        raise UserError(Problem(f"--dtype {dtype}", f"is not one of {', '.join(DTYPES)}"))
     modules = set(adapter.modules)
     held = folder.infos[f"{min(modules)}.weight"].dtype
     if not held.is_floating_point or held.itemsize < 2:

@@ -33,7 +33,7 @@ AnyPlacement = Placement | BalancedShard
 
 
 class PartTensor(Tensor):
-    """A rank's shard of a tensor; shape() is that of the whole tensor."""
+    """A rank's shard of a tensor; its shape is that of the whole tensor."""
 
     part: Tensor
     box: Box

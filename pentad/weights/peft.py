@@ -27,7 +27,7 @@ from pentad.weights.transfer import TensorInfo, is_finite
 A, B = ".lora_A.weight", ".lora_B.weight"
 CONFIG, FACTORS = ADAPTER_CONFIG, "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""What PEFT puts before the name of a module."""
+"""Prefix of module names in PEFT's files."""
 SUFFIXES = {
     "q": "q_proj",
     "k": "k_proj",
@@ -42,13 +42,13 @@ SUFFIXES = {
     "down": "down_proj",
     "head": "lm_head",
 }
-"""Word of a recipe -> last name of its modules; those of `experts` are gate, up and down."""
+"""Target word of a recipe -> last name of its modules; `experts` has gate, up and down."""
 WORDS = {suffix: word for word, suffix in SUFFIXES.items()} | {"out_proj": "o"}
 """The output of a delta net is an `o`, too."""
 NO_FACTORS = re.compile(r"norm|embed|router|^gate$|^shared_expert_gate$")
-"""In the last names of modules that take none: norms, tables, routers."""
+"""Matches last names of modules without factors: norms, tables, routers."""
 ROUTER = re.compile(r"\.(router|gate)\.")
-"""Around the layers of routers that are modules of their own (`mlp.gate.wg`)."""
+"""Matches layers of routers that are separate modules (`mlp.gate.wg`)."""
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)")
 OUTER = {"gate_proj": A, "up_proj": A, "down_proj": B}
 """The factor of an expert's matrix on the side of the hidden dimension."""
@@ -59,10 +59,10 @@ HARMLESS = {
     *("lora_dropout", "init_lora_weights", "runtime_config", "loftq_config", "eva_config"),
     *("corda_config", "lora_ga_config", "bias"),
 }
-"""Keys of PEFT's config that say nothing beyond what the factors themselves show, or that are
-checked by name. Dropout acts in training alone."""
+"""Keys of PEFT's config that are redundant with the factors, or checked elsewhere. Dropout has an
+effect only in training."""
 SAME_BASE = (True, False, "gaussian", "orthogonal", "eva")
-"""Ways to begin that leave the base as it is; pissa, olora, loftq and corda change its weights."""
+"""Initialisations that do not change the base's weights, unlike pissa, olora, loftq and corda."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Adapter:
     spec: LoraSpec
     factors: Mapping[str, Tensor]
     base: str = ""
-    """Folder or hub name of the base, as the files give it."""
+    """Folder or Hub name of the base, as in the files."""
 
     @property
     def modules(self) -> list[str]:
@@ -197,7 +197,7 @@ def read_adapter(folder: str | Path) -> Adapter:
     words = {module: word_of(module) for module in modules}
     unknown = [module for module, word in words.items() if word is None]
     if unknown:
-        rule = f"has factors for {unknown[0]}, which takes none here"
+        rule = f"has factors for {unknown[0]}, which cannot have factors here"
         remedy = f"targets are {', '.join([*SUFFIXES, 'experts'])}"
         raise UserError(Problem(str(path / FACTORS), rule, remedy))
     targets = tuple(sorted({word for word in words.values() if word}))
@@ -211,21 +211,21 @@ def read_adapter(folder: str | Path) -> Adapter:
 def config_problems(path: Path, config: Mapping[str, Any]) -> Iterator[Problem]:
     kind, rank, alpha = (config.get(key) for key in ("peft_type", "r", "lora_alpha"))
     if kind != "LORA":
-        yield Problem(f"{path}: peft_type = {kind}", "only LORA is known here")
+        yield Problem(f"{path}: peft_type = {kind}", "only LORA is supported")
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         yield Problem(f"{path}: r = {rank}", "must be a whole number of at least 1")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e9:
         yield Problem(f"{path}: lora_alpha = {alpha}", "must be a number above 0")
     if config.get("bias", "none") != "none":
-        rule = "trained biases lie in the files, and factors alone are taken"
+        rule = "the files have trained biases, and only factors are supported"
         yield Problem(f"{path}: bias = {config['bias']}", rule, "train it with bias none")
     if (init := config.get("init_lora_weights", True)) not in SAME_BASE:
-        rule = "it began from a base with changed weights, which these factors do not fit alone"
+        rule = "its initialisation changed the base's weights, to which the factors belong"
         remedy = "save it as plain LoRA (peft: path_initial_model_for_weight_conversion)"
         yield Problem(f"{path}: init_lora_weights = {init}", rule, remedy)
     for key, value in config.items():
         if key not in HARMLESS and value:
-            rule = "changes what the factors mean or adds weights to them, and is not supported"
+            rule = "changes the meaning of factors or adds weights, and is not supported"
             yield Problem(f"{path}: {key} = {str(value)[:80]}", rule, "train it without that")
 
 
@@ -263,7 +263,7 @@ def _pair_problems(path: Path, infos: Mapping[str, TensorInfo], rank: int) -> It
             rule = f"its shape {list(info.shape)} is not of rank {rank}, which {CONFIG} names"
             yield Problem(f"{path}: {name}", rule)
         if not info.dtype.is_floating_point or info.dtype.itemsize < 2:
-            yield Problem(f"{path}: {name}", f"{info.dtype} is no dtype of factors")
+            yield Problem(f"{path}: {name}", f"{info.dtype} is not a dtype of factors")
 
 
 def _shared(factors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:

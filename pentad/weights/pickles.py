@@ -26,14 +26,14 @@ from torch.serialization import safe_globals
 from pentad.core.errors import Problem, UserError
 
 OF_BYTES = (None, errno.EINVAL)
-"""Numbers of an OSError that wrong bytes cause, such as a negative offset; others are storage's."""
+"""errno of an OSError from wrong bytes, such as a negative offset; others are storage errors."""
 TORN = (RuntimeError, EOFError, OSError, ValueError, KeyError, zipfile.BadZipFile)
-"""What torch raises where bytes are missing or wrong."""
+"""Exceptions of torch for missing or wrong bytes."""
 MISREAD = (
     *(EOFError, ValueError, TypeError, AttributeError, LookupError),
     *(ArithmeticError, RecursionError, MemoryError),
 )
-"""What pickle raises, also for lengths that no file has."""
+"""Exceptions of pickle, also for impossible lengths."""
 
 
 class Inert:
@@ -80,7 +80,7 @@ _METADATA: dict[str, Any] = {
         )
     },
 }
-"""What `.metadata` files are made of; the plans some of them carry are not wanted."""
+"""Classes in `.metadata` files; plans in some of them are not needed."""
 
 
 class FileWindow(io.RawIOBase):
@@ -163,7 +163,7 @@ def refused(path: Path, error: Exception) -> UserError:
     named = re.search(r"GLOBAL ([\w.]+)", str(error))
     if named is None:
         return broken(path, error)
-    rule = f"its pickle wants {named[1]}, and only weights and plain data are read"
+    rule = f"its pickle contains {named[1]}, and only weights and plain data are read"
     remedy = "make sure where the file comes from; save it again without that object"
     return UserError(Problem(str(path), rule, remedy))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 
 CHUNK_BYTES = 8 << 20
-"""What is written in one go."""
+"""Maximum number of bytes per write."""
 
 
 @dataclass(frozen=True, slots=True)

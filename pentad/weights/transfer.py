@@ -24,18 +24,18 @@ from pentad.weights.map import Entry, Source, WeightMap
 from pentad.weights.regions import Box, Region, Shape, box_shape, clip_all, full_box, slices
 
 NUM_READERS = 4
-"""Threads that read and sum files, or draw fresh weights."""
+"""Number of threads that read and sum files, or generate random weights."""
 WORDS = {
     torch.bfloat16: (numpy.int16, 0x7F80),
     torch.float16: (numpy.int16, 0x7C00),
     torch.float32: (numpy.int32, 0x7F800000),
     torch.float64: (numpy.int64, 0x7FF0000000000000),
 }
-"""Numbers as whole ones of their bits, and the bits of infinity: NaN lies above, the rest below."""
+"""Float dtype -> (integer dtype of its size, bits of infinity), above which only NaNs are."""
 FINITE_BYTES = 1 << 18
-"""How much is looked at in one go: it stays in the cache for the second look."""
+"""Bytes that are checked at once, so that the second pass reads from the cache."""
 TWIN_BYTES = 16 << 20
-"""How much of two tables is compared at a time: whole they are the largest tensors there are."""
+"""Bytes of two tied tables that are compared at once, since they are the largest tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ def check_finite(
         rule = f"holds numbers too large for {str(block.dtype).removeprefix('torch.')}"
         raise UserError(Problem(where, rule, remedy))
     rule = "holds numbers that are NaN or infinite"
-    raise UserError(Problem(where, rule, "give a model whose weights are whole"))
+    raise UserError(Problem(where, rule, "give a model with finite weights"))
 
 
 def _is_absent(entry: Entry, reader: Reader) -> bool:
@@ -236,7 +236,7 @@ def check(
     unused = optional - needed.keys() if has_heads else set()
     for name in reader.infos:
         if name not in known and not weight_map.ignores(name):
-            problems.append(Problem(f"{reader.where}: {name}", "no rule of the map knows it"))
+            problems.append(Problem(f"{reader.where}: {name}", "no rule of the map matches it"))
         elif name in unused:
             rule = "the folder holds this head, but the model is built without it"
             problems.append(
@@ -250,7 +250,7 @@ def check_tied(weight_map: WeightMap, reader: Reader) -> None:
     for name, twin in weight_map.tied.items():
         if name in reader.infos and twin in reader.infos and not _are_equal(reader, name, twin):
             rule = f"differs from {twin}, but the config ties the two (tie_word_embeddings)"
-            remedy = "set tie_word_embeddings to false in config.json if the head is its own"
+            remedy = "set tie_word_embeddings to false in config.json if the head is separate"
             raise UserError(Problem(f"{reader.where}: {name}", rule, remedy))
 
 
@@ -361,7 +361,7 @@ class PairsReader:
 
 
 DECAYS = (0.01, 16.0)
-"""Within these lie fresh decays of delta nets; their logs are the weights."""
+"""Range of initial decays of delta nets; the weights are their logs."""
 
 
 class RandomReader:

@@ -27,7 +27,7 @@ from pentad_tools.bench.bench_train import TrainCase, TrainMeasurement
 PARTS = ("train", "router", "mixture", "head", "rl")
 NEEDS_GPU = ("router", "mixture")
 MORE_IS_BETTER = {"tok/s": True, "us": False, "ms": False, "GiB": False}
-"""By unit."""
+"""Unit -> whether larger figures are better."""
 WIDTH = 150
 HEAD = ("Log-probs with the head, forward and backward", ["ms", "peak GiB", "float32 logits GiB"])
 """Title and columns of the head's table."""
@@ -100,7 +100,7 @@ def run_bench(
     save: bool,
     json: bool,
 ) -> int:
-    """Runs the benchmarks. Returns 0, or 1 if an implementation computed other values."""
+    """Runs the benchmarks. Returns 0, or 1 if implementations disagree."""
     chosen = pick_device(device)
     check_parts(parts, chosen)
     about = describe(chosen)
@@ -156,7 +156,7 @@ def check_parts(parts: list[str], device: torch.device) -> None:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Hardware, versions and commit; nothing that names the machine."""
+    """Hardware, versions and commit, without anything that identifies the machine."""
     hardware = host.hardware()
     git = host.git_state(Path(pentad.__file__).parents[1])
     changed = " with changes" if git and git["is_modified"] else ""

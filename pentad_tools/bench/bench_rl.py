@@ -8,6 +8,7 @@ a set of stop ids ends answers at random: lengths are geometric and vary as in r
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import statistics
 import subprocess
@@ -47,7 +48,7 @@ def score(completion: str, ids: list[int]) -> float:
     return (sum(ids) % 97) / 97
 '''
 NUM_WARM = 3
-"""Steps that are not counted: compilation, captured graphs, the first allocations."""
+"""Warm-up steps that are not counted: compilation, captured graphs, first allocations."""
 WATCH_MS = 100
 
 
@@ -58,13 +59,16 @@ class RlCase:
     num_prompts: int
     num_samples: int
     mean_length: int
-    """Tokens of answers that the length limit does not cut."""
+    """Mean tokens of answers without the length limit."""
     max_new_tokens: int
+    prompt_length: int | None = None
+    """Tokens of each prompt; None: a few, as the task has them."""
 
     @property
     def name(self) -> str:
-        load = f"{self.num_prompts} x {self.num_samples} answers"
-        return f"{self.model}, {load} of about {self.mean_length} tokens"
+        load = f"{self.num_prompts} x {self.num_samples} answers of about {self.mean_length} tokens"
+        prompts = "" if self.prompt_length is None else f" to prompts of {self.prompt_length:,}"
+        return f"{self.model}, {load}{prompts}"
 
     @property
     def stop_ids(self) -> list[int]:
@@ -77,11 +81,11 @@ class RlCase:
 class RlMeasured:
     case: RlCase
     wall_ms: float
-    """One step, the median of the counted ones."""
+    """Median time of the counted steps."""
     slowest_ms: float
     phases_ms: dict[str, float]
     tokens_per_s: float
-    """Sampled tokens over wall clock: what a user waits for."""
+    """Sampled tokens per second of wall clock."""
     rollout_tokens_per_s: float
     peak_gib: float | None
     idle_share: float | None
@@ -106,6 +110,15 @@ def gpu_cases() -> list[RlCase]:
             num_prompts=32,
             mean_length=400,
             max_new_tokens=1024,
+            **size,
+        ),
+        RlCase(
+            model="Qwen3-0.6B",
+            config=QWEN3_0_6B,
+            num_prompts=32,
+            mean_length=200,
+            max_new_tokens=512,
+            prompt_length=2048,
             **size,
         ),
         RlCase(
@@ -170,6 +183,8 @@ def write_recipe(case: RlCase, folder: Path, num_steps: int) -> Path:
     # One step more than used: the end of an epoch writes a recovery checkpoint, unlike TRL.
     num_train = case.num_prompts * (num_steps + 1)
     write_task(folder, seed=0, num_train=num_train, num_sft=0, num_valid=0)
+    if case.prompt_length is not None:
+        lengthen_prompts(folder / "train.jsonl", case.prompt_length)
     (folder / "reward.py").write_text(REWARD)
     recipe = {
         "experiment_name": "bench",
@@ -193,6 +208,16 @@ def write_recipe(case: RlCase, folder: Path, num_steps: int) -> Path:
     path = folder / "recipe.yaml"
     path.write_text(json.dumps(recipe))  # JSON is valid YAML
     return path
+
+
+def lengthen_prompts(path: Path, length: int) -> None:
+    """Puts random digits before each prompt, up to `length` tokens: one per byte."""
+    digits = random.Random(0)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        missing = length - len(row["prompt"])
+        row["prompt"] = "".join(digits.choices("0123456789", k=missing)) + row["prompt"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @contextmanager

@@ -69,7 +69,7 @@ class TrainCase:
     model: str
     config: dict[str, Any]
     length: int
-    """Tokens of every sequence; where they are ragged, about the mean."""
+    """Tokens of every sequence; about the mean if lengths differ."""
     num_tokens: int
     """Tokens of an optimizer step."""
     who: Who
@@ -273,7 +273,7 @@ def build_theirs(case: TrainCase, device: torch.device) -> Callable[[], float]:
     optimizer = torch.optim.AdamW(
         parameters, lr=LR, betas=(0.9, 0.95), weight_decay=0.01, fused=True
     )
-    assert not case.is_ragged, "transformers is given sequences of one length"
+    assert not case.is_ragged, "transformers needs sequences of one length"
     ids = make_ids(case).view(-1, case.length).to(device)
     parts = ids.split(case.microbatch // case.length)
     autocast = torch.autocast(

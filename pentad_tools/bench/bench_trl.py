@@ -26,14 +26,14 @@ import torch
 from pentad_tools.bench.bench_rl import RlCase, idle_share, watched, write_recipe
 
 MICROBATCH_TOKENS = 32_768
-"""Padded tokens of a forward and backward of TRL."""
+"""Padded tokens per forward and backward pass of TRL."""
 NUM_WARM = 1
 """Steps that are not counted: TRL compiles nothing, and vLLM has captured its graphs before."""
 LIMIT_S = 900
-"""After this long the peer is ended; its figure is of the steps it had counted."""
+"""Time limit of TRL's process in seconds; then its figure covers the steps counted so far."""
 FOUND = "found.json"
 NUM_SHOWN = 20
-"""Last lines of a peer that failed."""
+"""Number of last output lines shown if TRL fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +42,11 @@ class TrlMeasured:
 
     wall_ms: float
     rollout_ms: float
-    """Sampling, and the weights' way to the sampler."""
+    """Time of sampling and of the weight transfer to the sampler."""
     tokens_per_s: float
     sampler: str
     span: tuple[float, float]
-    """When the counted steps began and ended."""
+    """Begin and end of the counted steps."""
     peak_gib: float | None
     idle_share: float | None = None
 
@@ -65,6 +65,7 @@ def measure(case: RlCase, device: torch.device, num_steps: int) -> TrlMeasured |
             "stop_ids": case.stop_ids,
             "num_prompts": case.num_prompts,
             "num_samples": case.num_samples,
+            "num_row_tokens": (case.prompt_length or 16) + case.max_new_tokens,
             "max_new_tokens": case.max_new_tokens,
             "num_steps": NUM_WARM + num_steps,
         }
@@ -171,7 +172,7 @@ def options_of(case: dict[str, Any], *, has_vllm: bool) -> dict[str, Any]:
     """Builds the arguments of GRPOConfig."""
     is_gpu = case["device"] == "cuda"
     whole = case["num_prompts"] * case["num_samples"]
-    microbatch = max(1, min(whole, MICROBATCH_TOKENS // (case["max_new_tokens"] + 16)))
+    microbatch = max(1, min(whole, MICROBATCH_TOKENS // case["num_row_tokens"]))
     while whole % microbatch:
         microbatch -= 1
     return {

@@ -26,9 +26,9 @@ from pentad_tools.chaos.spares import make_spares
 from pentad_tools.chaos.workloads import Workload
 
 MARK = "PENTAD_CHAOS"
-"""Variable by which the processes of a trial know each other, whatever their parent."""
+"""Environment variable that identifies all processes of a trial."""
 LIMIT_S = 900.0
-"""A wait that takes longer is a failure; nothing else is judged by the clock."""
+"""Time limit of every wait in seconds; nothing else depends on time."""
 POLL_S = 0.02
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
@@ -37,14 +37,14 @@ CONTEXT.set_forkserver_preload(
         *("pentad.samplers.remote", "pentad.runtime.rank_host", *IMPORTED_LATE),
     ]
 )
-"""Runs and their ranks are forked from a process that has imported everything: most of a short run
-would be imports."""
+"""Modules that are imported before runs and ranks are forked: otherwise imports dominate short
+runs."""
 SHARED = re.compile(r"/dev/shm/pentad-[^/]+|.*(?=/owner\.lock$)")
 """Folders that the run removes at its end, in names of open files."""
 Restart = Literal["ranks", "samplers", "samplers, perhaps"]
-"""What a fault has restarted by itself; perhaps: the run may end before."""
+"""Components that a fault restarts within a run; perhaps: the run may end earlier."""
 GROUPS = 4
-"""Groups of ranks that are ready in a run, for as many losses; others are started."""
+"""Number of spare groups of ranks, each for one loss; further ones are started."""
 
 
 class Broken(Exception):
@@ -62,24 +62,24 @@ class ChaosRun:
     folder: Path
     name: str
     draw: random.Random
-    """The seed's choices of ranks and steps."""
+    """Random choices of ranks and steps, from the seed."""
     done: str = ""
-    """What was done to the run, in words."""
+    """Description of the injected fault."""
     process: ForkServerProcess | None = None
     num_faults: int = 0
     struck_at: float | None = None
-    """When the (last) fault happened, by the monotonic clock."""
+    """Time of the (last) fault, by the monotonic clock."""
     recovery_s: float | None = None
-    """From then to the end of the next step."""
+    """Seconds from the fault to the end of the next step."""
     num_lines: int = 0
     handles: list[tuple[int, int]] = field(default_factory=list)
     """(start, open files) of the scheduler, at the end of each step."""
     num_starts: int = 0
     shared: set[Path] = field(default_factory=set)
-    """Temporary folders that the scheduler has had: samples and weights on their way, where ranks
-    meet. A scheduler that is killed leaves them, and the next start removes them."""
+    """Temporary folders of the scheduler (samples, weights, rendezvous of ranks). A killed
+    scheduler leaves them, and the next start removes them."""
     restarts: frozenset[Restart] = frozenset()
-    """What the scenario has restarted within a start of the run."""
+    """Components that the scenario restarts within a start of the run."""
     processes: set[tuple[int, str, int]] = field(default_factory=set)
     """(start, role process such as rollout-0, pid), as found at the end of each step."""
 

@@ -43,7 +43,7 @@ def run_chaos(
     suite = Suite(workloads_of(recipe, command, folder), folder, seed)
     chosen = fitting(suite.workloads, names)
     if missing := [name for name in names if name not in {one.name for one in chosen}]:
-        rule = "the recipe has neither the ranks nor the samplers that it breaks"
+        rule = "the recipe has no ranks or samplers for this fault"
         raise UserError([Problem(f"--scenario {name}", rule) for name in missing])
     with ended_by_sigterm():
         results = break_runs(suite, chosen, num_soak)
@@ -53,7 +53,7 @@ def run_chaos(
     for one in failed:
         typer.echo(f"{one.scenario.name}: {one.broken}")
     if failed or keep:
-        typer.echo(f"what the runs left is in {folder}")
+        typer.echo(f"files of the runs are in {folder}")
     else:
         shutil.rmtree(folder)
     return 1 if failed else 0
@@ -114,6 +114,6 @@ def show_table(results: list[Result]) -> None:
 def list_scenarios() -> None:
     for one in SCENARIOS:
         needs = {"ranks": "several ranks", "rl": "samplers", "any": "any run"}[one.kind]
-        equal = "losses the same" if one.is_near else "invariants alone"
+        equal = "losses the same" if one.is_near else "invariants only"
         equal = "ends bitwise the same" if one.is_equal else equal
         typer.echo(f"{one.name:25} {one.outcome:22} {needs:14} {equal}")

@@ -15,13 +15,13 @@ from pentad.telemetry.steps import read_lines
 from pentad_tools.chaos.broken_run import ChaosRun, require
 
 NEAR = 1e-4
-"""Relative difference of losses, over the few steps of a trial."""
+"""Maximum relative difference of losses in a trial."""
 HALF_MADE = (".writing-", ".replaced-", ".aside-", ".receipt")
-"""In names of what a save has under way."""
+"""Parts of names of files that a save is writing."""
 SLACK_HANDLES = 6
-"""Open files that may come and go."""
+"""Allowed change in the number of open files."""
 Invariant = Callable[[ChaosRun, ChaosRun | None], None]
-"""Takes a trial and, where there is one, the same run without a fault."""
+"""Function of a trial and, if there is one, the same run without a fault."""
 
 
 def check_once(trial: ChaosRun, whole: ChaosRun | None) -> None:
@@ -49,7 +49,7 @@ def check_monotone(trial: ChaosRun, whole: ChaosRun | None) -> None:
 
 def check_equal(trial: ChaosRun, whole: ChaosRun | None) -> None:
     """Checks that weights, records and trained groups are bitwise equal to the reference run."""
-    assert whole is not None, "given where it is asked for"
+    assert whole is not None, "this invariant needs the reference run"
     for mine, theirs in zip(trial.lines, whole.lines, strict=True):
         one, other = comparable(mine), comparable(theirs)
         names = [name for name in one if one[name] != other.get(name)]
@@ -60,7 +60,7 @@ def check_equal(trial: ChaosRun, whole: ChaosRun | None) -> None:
 
 def check_near(trial: ChaosRun, whole: ChaosRun | None) -> None:
     """Checks that samples of every step are equal, and losses up to the order of summation."""
-    assert whole is not None, "given where it is asked for"
+    assert whole is not None, "this invariant needs the reference run"
     for mine, theirs in zip(trial.lines, whole.lines, strict=True):
         step, apart = mine["step"], abs(mine["loss"] / theirs["loss"] - 1)
         require(apart < NEAR, f"step {step}: the loss differs by {apart:.1e}")

@@ -27,17 +27,17 @@ CONTINUED = "continued"
 class Scenario:
     name: str
     act: Act
-    """Breaks the run and waits for its end; says in `ChaosRun.done` what it did."""
+    """Breaks the run and waits for its end; describes the fault in `ChaosRun.done`."""
     outcome: str
     kind: WorkloadKind = "ranks"
     is_equal: bool = True
-    """Whether the run must end bit for bit as if nothing had happened."""
+    """Whether the result must be bitwise equal to the run without a fault."""
     is_near: bool = False
-    """Whether losses must be those of that run but for rounding: the number of ranks changes."""
+    """Whether losses must be equal up to rounding, because the number of ranks changes."""
     restarts: frozenset[Restart] = frozenset()
-    """What is restarted within a start of the run; nothing else may be."""
+    """The only components that may be restarted within a start of the run."""
     is_soaked: bool = False
-    """Whether it is one of the faults that a soak draws from."""
+    """Whether `--soak` may choose this fault."""
 
 
 # Lost ranks
@@ -139,7 +139,7 @@ def poison(trial: ChaosRun) -> None:
     trial.start_until(fault)
     trial.wait_end(1)
     trial.struck_at = None
-    says(trial, "asked for a failure in forward", "it is not started again")
+    says(trial, "requested a failure in forward", "it is not started again")
     require(len(trial.lines) == step - 1, f"{len(trial.lines)} steps, not {step - 1}")
 
 
@@ -251,7 +251,7 @@ def says(trial: ChaosRun, *sentences: str) -> None:
 # Samplers, publishing, rewards
 
 NUM_BAD = 2
-"""Rows whose reward fails."""
+"""Number of rows whose reward fails."""
 
 
 def kill_sampler(trial: ChaosRun, at: str, words: tuple[str, ...] = ()) -> None:
@@ -318,7 +318,7 @@ def fail_reward(trial: ChaosRun, how: str) -> None:
 # Storage: dead writers, full or stalled disks, damaged checkpoints
 
 BESIDE = ("saver.mode=async", "recover.freq_steps=2")
-"""Saves are written by a process beside training; the first is that of step 2."""
+"""Keys for saves by the writer process during training; the first is after step 2."""
 
 
 def fail_save(trial: ChaosRun, at: str, do: str, cause: str) -> None:

@@ -21,9 +21,9 @@ class Result:
     seconds: float
     recovery_s: float | None
     held: tuple[str, ...]
-    """The invariants that were found true."""
+    """The invariants that hold."""
     broken: str = ""
-    """What was not, in a sentence; empty: all is well."""
+    """Message on the violated invariant; empty if all hold."""
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class Suite:
     folder: Path
     seed: int
     whole: dict[str, ChaosRun] = field(default_factory=dict)
-    """The runs without a fault, by workload."""
+    """Workload -> run without a fault."""
 
     def run(self, scenario: Scenario, number: int = 0) -> Result:
         """Runs a scenario; repetitions with other `number`s choose other ranks and steps."""

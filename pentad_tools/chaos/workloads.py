@@ -14,7 +14,7 @@ from pentad.data.toy import write_byte_model, write_model, write_task
 STEPS = 5
 WORLD = 4
 WorkloadKind = Literal["ranks", "rl", "any"]
-"""What a scenario needs: several ranks, samplers, or nothing in particular."""
+"""Requirement of a scenario: several ranks, samplers, or none."""
 
 REWARD = """\
 import os, time
@@ -41,11 +41,11 @@ class Workload:
     words: tuple[str, ...]
     steps: int
     world: int
-    """Ranks that train."""
+    """Number of training ranks."""
     num_experts: int = 0
     top_k: int = 0
     folder: Path = Path()
-    """Where its data are, of those that are made here."""
+    """Folder of its data, for built-in workloads."""
 
 
 def built_in(folder: Path) -> dict[WorkloadKind, Workload]:

@@ -57,14 +57,14 @@ LOCAL_EXPERT_SIZES: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "intermediate_size": 76,
 }
-"""Where `intermediate_size` is the width of every expert: `etp` deals pairs of gate and up."""
+"""Families in which `intermediate_size` is the width of experts: `etp` splits gate-up pairs."""
 EVEN_EXPERT_SIZES: dict[str, Any] = {
     "num_experts": 5,
     "num_experts_per_tok": 2,
     "moe_topk": 2,
     "intermediate_size": 76,
 }
-"""The same, under other names."""
+"""Other names of these keys."""
 ERNIE_SIZES: dict[str, Any] = {
     "moe_num_experts": 5,
     "moe_k": 2,
@@ -74,7 +74,7 @@ ERNIE_SIZES: dict[str, Any] = {
     "moe_layer_interval": 2,
 }
 SQUARE: dict[str, Any] = {"hidden_size": 72, "head_dim": 6}
-"""Where the norm of queries is as wide as the stream in transformers, whatever the heads."""
+"""Families in which the norm of queries has the hidden size in transformers."""
 SHARED_SIZES: dict[str, Any] = {"shared_expert_intermediate_size": 35}
 DEEPSEEK_SIZES: dict[str, Any] = {
     "n_routed_experts": 5,
@@ -87,7 +87,7 @@ DEEPSEEK_SIZES: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
 }
-"""Where mixtures are of DeepSeek-V3's kind."""
+"""For families with mixtures as in DeepSeek-V3."""
 LATENT_SIZES: dict[str, Any] = {
     "num_key_value_heads": 12,
     "head_dim": 6,
@@ -97,9 +97,9 @@ LATENT_SIZES: dict[str, Any] = {
     "qk_nope_head_dim": 10,
     "v_head_dim": 14,
 }
-"""Where attention is latent; `head_dim` is what transformers calls the turned part."""
+"""For latent attention; `head_dim` is transformers' name of the rotated part."""
 PARTIAL_ROTARY: dict[str, Any] = {"head_dim": 16, "partial_rotary_factor": 0.4}
-"""Six numbers of a head, and not by an even division."""
+"""Rotates six numbers of a head; the factor does not divide evenly."""
 LINEAR_SIZES: dict[str, Any] = {
     "linear_num_key_heads": 12,
     "linear_num_value_heads": 24,
@@ -108,7 +108,7 @@ LINEAR_SIZES: dict[str, Any] = {
     "linear_conv_kernel_dim": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
-"""As many key heads of delta nets as query heads: every tp must divide both."""
+"""As many key heads of delta nets as query heads, because every tp must divide both."""
 BY_LAYER_SIZES: dict[str, Any] = {
     "global_head_dim": 22,
     "num_global_key_value_heads": 2,
@@ -116,17 +116,17 @@ BY_LAYER_SIZES: dict[str, Any] = {
     "vocab_size_per_layer_input": 217,
     "hidden_size_per_layer_input": 10,
 }
-"""Where heads differ by kind of layer, and tokens have an embedding for each layer."""
+"""For different heads by kind of layer, and per-layer embeddings."""
 SHARED_LAYERS: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "num_kv_shared_layers": 2,
 }
-"""Where the last layers read the keys and values of earlier ones."""
+"""For last layers that read the keys and values of earlier ones."""
 TP_GRID = (1, 2, 4, 12)
 """One rank, fewer than, as many as, and more than the key heads; all divide the query heads."""
 EXPERT_GRID = ((1, 1), (2, 1), (2, 2), (3, 4))
-"""(ep, etp) beside each tp; they need not divide the experts or their width."""
+"""(ep, etp) for each tp; they need not divide the experts or their width."""
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -151,7 +151,7 @@ TUNED_YARN = {
     "truncate": False,
 }
 GROWTH = {"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 9}
-"""Beside every kind of rotary, where queries grow with the position; yarn's own length wins."""
+"""For queries that grow with the position, with every rotary; yarn's length has priority."""
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 333.0}
 LOCAL_ROPE = {"rope_type": "default", "rope_theta": 55.0}
 LAYER_KINDS = {"full_attention", "sliding_attention"}
@@ -227,7 +227,7 @@ def shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
     out |= _shrunk_experts(config)
     if "clip_qkv" in config:
         out |= SQUARE
-    if config.get("rotary_dim"):  # transformers passes over this key, and reads the other
+    if config.get("rotary_dim"):  # transformers ignores this key and reads the other
         out |= {"rotary_dim": out["head_dim"] // 2, PART: 0.5}
     if config.get("n_routed_experts"):
         kept = {"routed_scaling_factor": config.get("routed_scaling_factor", 1.0)}
@@ -270,11 +270,11 @@ def _shrunk_experts(config: Mapping[str, Any]) -> dict[str, Any]:
 
 NUM_TOKENS = 37
 PLAIN = {"attn_implementation": "eager", "experts_implementation": "eager"}
-"""transformers' written-out arithmetic: its fused expert kernels reject odd widths."""
+"""transformers' eager implementations: its fused expert kernels reject odd widths."""
 
 
 LOGITS_TOLERANCE = 1e-5
-"""Share of the largest logit: float32 rounding over a few layers."""
+"""Tolerance relative to the largest logit: float32 rounding over a few layers."""
 ROUNDING_DRAWS, ROUNDING_FACTOR = 3, 4.0
 
 
@@ -323,7 +323,7 @@ class FamilyCase:
 
 @torch.no_grad()
 def logits_tolerance(model: nn.Module, ids: Tensor) -> float:
-    """How far the logits of an equal model may be from this one's, as a share of the largest.
+    """Measures how much logits of an equal model may differ, relative to the largest.
 
     Some layers amplify rounding (delta nets 20 times as much as attention), and how much depends on
     the CPU. So it is measured: every weight is moved by up to one unit in its last place.

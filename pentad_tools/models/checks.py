@@ -50,13 +50,13 @@ from pentad_tools.models.ranks import (
 )
 
 CARRIED = {"max_position_embeddings": "max_position", "initializer_range": "initializer_range"}
-"""Config key -> the dimension that takes it; no weight and no logit would show it."""
+"""Config key -> dimension, for keys without an effect on weights and logits."""
 NOT_ABOUT_THE_MODEL = {"model_type", "architectures", "transformers_version", "dtype"}
 WIDTH_RATIO = 2.0
-"""How far the width of fresh weights may be from transformers'. Families differ in taste (cut off
-tails, narrower deep layers); a range that is not read is off by more."""
+"""Maximum ratio of the spread of initial weights to transformers'. Families differ (truncated
+tails, narrower deep layers), but an ignored range differs by more."""
 FEW_DRAWS = 30
-"""The width of fewer numbers is chance: of them only ones and zeros are compared."""
+"""Of fewer numbers the spread is random: only ones and zeros are compared."""
 
 
 def check_config(case: FamilyCase) -> str:
@@ -124,10 +124,10 @@ def check_plan(case: FamilyCase) -> str:
         module, _, leaf = name.rpartition(".")
         is_expert = isinstance(model.get_submodule(module), Experts)
         for axis, dim in split_dims(entry, case.spec.plan).items():
-            cut = f"{name}: the plan cuts dim {dim} by {axis}"
+            cut = f"{name}: the plan splits dim {dim} by {axis}"
             count += 1
             if is_expert != (axis in ("ep", "etp")):
-                raise Fault(f"{cut}; experts are cut by ep and etp, and nothing else is")
+                raise Fault(f"{cut}; experts, and only experts, are split by ep and etp")
             if is_expert or (name == "head.weight" and dim == 0):
                 continue
             if isinstance(model.get_submodule(module), Norm):
@@ -144,7 +144,7 @@ def check_plan(case: FamilyCase) -> str:
             useful |= meets
     idle = sorted(set().union(*seams.values()) - useful)
     if idle:
-        raise Fault(f"seam {idle[0]}: the plan cuts no tensor of it by tp")
+        raise Fault(f"seam {idle[0]}: the plan splits no tensor of it by tp")
     return f"{count} cuts, {len(useful)} seams"
 
 
@@ -176,7 +176,7 @@ def _spread(tensor: Tensor) -> tuple[float, float]:
 
 
 GRADIENT_TOLERANCE = 1e-4
-"""Share of the tensor's largest gradient: sums over tokens cancel, so more rounding shows."""
+"""Tolerance relative to the tensor's largest gradient: sums cancel, so rounding is larger."""
 
 
 def check_headers(folder: Path) -> str:
@@ -410,7 +410,7 @@ def _own_value_head(case: FamilyCase) -> str:
     save_model(ours, out, source_folder=case.folder)
     again = load_model(out, value_head=True, lm_head=True, model=family)
     _same_bytes("with a scalar head", dict(iter_hf(again)), dict(iter_hf(ours)))
-    return "saves, loads; transformers has no such model to hold it against"
+    return "saves, loads; transformers has no such model to compare with"
 
 
 CHECKS: dict[str, Callable[[FamilyCase], str]] = {
@@ -418,7 +418,7 @@ CHECKS: dict[str, Callable[[FamilyCase], str]] = {
     "coverage": check_coverage,
     "logits and gradients": check_parity,
 }
-"""For every case."""
+"""Checks of every case."""
 WEIGHT_CHECKS: dict[str, Callable[[FamilyCase], str]] = {
     "plan and seams": check_plan,
     "fresh weights": check_fresh,
@@ -428,4 +428,4 @@ WEIGHT_CHECKS: dict[str, Callable[[FamilyCase], str]] = {
     "Megatron": check_megatron,
     "value head": check_value_head,
 }
-"""For the first case of each set of weights: a rope variant moves no other bytes."""
+"""Checks of the first case of each set of weights: rope variants have the same weights."""

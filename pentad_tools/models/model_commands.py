@@ -23,7 +23,7 @@ from pentad_tools.models.verify import FamilyReport, verify
 def run_types_table(name: str | None) -> int:
     """Returns 0 if every supported type has transformers' log-probs, else 1."""
     if name is not None:
-        rule = "it tries a list of its own"
+        rule = "it tests a fixed list"
         raise UserError(Problem(f"--table with {name}", rule, "leave one of the two out"))
     torch.set_num_threads(1)
     quiet_transformers()
@@ -97,13 +97,13 @@ def run_new_model(config: str, out: str | None, *, plain: bool = False) -> None:
     family = _read(config)["model_type"]
     file = Path(out or f"{family}.py")
     if file.exists():
-        rule = "is there already, and a draft would replace it"
+        rule = "exists, and a draft would replace it"
         raise UserError(Problem(f"--out = {file}", rule, "name another file"))
     file.write_text(text)
     open_rules, unread = text.count("# no rule yet"), text.count("# not read: ")
     print(f"{file}: {text.count('Rule(')} rules", end="")
     print(f", {open_rules} tensors without one" if open_rules else "", end="")
-    print(f", {unread} config keys that nothing reads" if unread else "")
+    print(f", {unread} config keys that are not read" if unread else "")
     print(f"Next: pentad verify-model {file}")
 
 

@@ -36,9 +36,9 @@ FUSED = {
         ),
     )
 }
-"""Where files hold q, k and v, or gate and up, in one tensor: instead of `DECODER`'s."""
+"""Rules for q, k and v, or gate and up, in one tensor, instead of `DECODER`'s."""
 SWITCHES = ("attention_bias", "mlp_bias")
-"""Config keys that bring tensors; the draft makes their rules conditional."""
+"""Config keys that add tensors; the draft makes their rules conditional."""
 CONDITIONS = {
     "has_bias": "dims.qkv_bias",
     "has_out_bias": "dims.out_bias",
@@ -52,7 +52,7 @@ FACTS = {
     "mlp_bias": "mlp.down_proj.bias",
     "qk_norm": "self_attn.q_norm.weight",
 }
-"""Dimension -> the tensor whose presence shows it."""
+"""Dimension -> tensor whose presence indicates it."""
 READ = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
     *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps"),
@@ -71,7 +71,7 @@ WITHOUT_EFFECT = {
 }
 """Config keys that do not change what a model computes from its weights."""
 MAX_PARAMS = 10**8
-"""Largest model that is built for its names; at small sizes the largest family has half."""
+"""Maximum parameters of a model built for its names, at small sizes; the largest has half."""
 UNREAD = (
     "# Config keys that nothing here reads; each that changes what the model computes needs code."
 )
@@ -115,7 +115,7 @@ def draft(config: Mapping[str, Any], *, plain: bool = False) -> str:
     ]
     if keys:
         body = [UNREAD, *(f"# not read: {key} = {value!r}" for key, value in keys.items()), *body]
-    title = f"{family}, drafted from its transformers config; say here what is special about it."
+    title = f"{family}, drafted from its transformers config; describe its special features."
     return "\n".join([f'"""{title}"""', "", "from __future__ import annotations", "", *body]) + "\n"
 
 
@@ -145,7 +145,7 @@ def _build_tiny(family: str, tiny: Mapping[str, Any]) -> transformers.PreTrained
     except Exception as error:  # checks raise many types
         rule = f"transformers does not build it at small sizes ({' '.join(str(error).split())})"
         raise UserError(Problem(where, rule, remedy)) from error
-    rule = f"it has {num_params:.0e} parameters at small sizes: its keys for them are its own"
+    rule = f"it has {num_params:.0e} parameters at small sizes: it has other keys for sizes"
     raise UserError(Problem(where, rule, remedy))
 
 
@@ -187,7 +187,7 @@ def _text(source: object) -> str:
             return f"Stack({_text(each)})"
         case Glu(gate, up):
             return f"Glu({_text(gate)}, {_text(up)})"
-    raise AssertionError(f"{source} is not a customary source")
+    raise AssertionError(f"{source} is not a known source")
 
 
 def _unknown(names: Mapping[str, Any]) -> list[str]:

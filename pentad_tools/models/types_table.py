@@ -68,7 +68,7 @@ GROWING = {
     **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0},
     **{"original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.5},
 }
-"""Queries grow from the fifth position on."""
+"""Makes queries grow from the fifth position on."""
 FACTORS = {"logits_scaling": 4.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5}
 TYPES: dict[str, dict[str, Any]] = {
     "apertus": HEADS,
@@ -139,7 +139,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "stablelm": {},
     "starcoder2": WINDOW,
 }
-"""model_type -> the keys of its tiny config, beside `SIZES`."""
+"""model_type -> keys of its tiny config, in addition to `SIZES`."""
 PAGE = """# Model types
 
 The most used text model types of transformers {version}, each tried on a CPU in float32 with a tiny
@@ -156,13 +156,13 @@ config and random weights. This page is the output of `pentad verify-model --tab
 {rows}
 """
 CLOSE = 5e-5
-"""In float32 sums in another order differ by less; a lost window or scale by a thousand times."""
+"""Tolerance: float32 sums in another order differ by less, a lost window or scale by far more."""
 SAMPLING: tuple[dict[str, Any], ...] = (
     {"max_running": 2, "max_batch_tokens": 3},
     {"max_running": 64, "kv_cache_tokens": 48},
 )
-"""Prompts in chunks of three tokens; a cache so small that sequences give way to others. Prompts
-begin alike, so prefixes are found in it."""
+"""Sampler keys: prompt chunks of three tokens, and a cache so small that sequences are preempted.
+Prompts have a common prefix, so cached prefixes are used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +171,9 @@ class TypeReport:
 
     model_type: str
     trains: tuple[str, ...]
-    """Backends; none: it is rejected."""
+    """Backends that train it; empty if it is rejected."""
     max_diff: float | None
-    """Largest difference of a log-prob, of all backends and of the sampler."""
+    """Largest difference of a log-prob over all backends and the sampler."""
     reason: str = ""
     """The reason if it is rejected."""
 

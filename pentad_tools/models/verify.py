@@ -66,9 +66,9 @@ class FamilySubject:
     configs: Mapping[str, Mapping[str, Any]]
     folder: Path | None = None
     skipped: tuple[str, ...] = ()
-    """Variants that transformers' config of the family refuses."""
+    """Variants that transformers' config of the family rejects."""
     whole: bool = False
-    """Whether the folder is multimodal, and the family that of its text tower."""
+    """Whether the folder is multimodal; the family is then that of its text tower."""
 
 
 def verify(name_or_path: str) -> FamilyReport:
@@ -122,7 +122,7 @@ def subject_of(name_or_path: str) -> FamilySubject:
         return FamilySubject(spec, {"as configured": shrunk(text)}, folder, whole=tower is not None)
     spec = spec_of(name_or_path)
     if spec.family not in transformers.CONFIG_MAPPING:
-        rule = "transformers has no such model_type, so there is nothing to hold it against"
+        rule = "transformers has no such model_type, so there is nothing to compare with"
         raise UserError(Problem(f"family = {spec.family}", rule))
     variants = variants_of(transformers.AutoConfig.for_model(spec.family).to_dict())
     variants |= {name: {**variants["untied"], **own} for name, own in spec.variants.items()}

@@ -65,7 +65,7 @@ def check_whole(folder: Path) -> str:
             raise Fault(f"{names[0]}: in the folder or in its export, not in both")
         wrong = [name for name in before if not torch.equal(before[name], after[name])]
         if wrong:
-            raise Fault(f"{wrong[0]}: the export holds other numbers")
+            raise Fault(f"{wrong[0]}: the export has other values")
         num_others = len(carried_tensors(source, ours.weight_map))
     return f"logits {worst:.0e}, {num_others} tensors of other towers copied"
 

@@ -26,7 +26,7 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 256,
     "initializer_range": 0.2,
 }
-"""509 is prime: every tp cuts the vocabulary unevenly."""
+"""Small sizes; 509 is prime, so every tp splits the vocabulary unevenly."""
 FAMILY: dict[str, Any] = {
     **SMALL,
     "intermediate_size": 64,
@@ -43,7 +43,7 @@ FAMILY_EXPERTS: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 SHARED_EXPERTS = {"shared_expert_intermediate_size": 32, "n_shared_experts": 2}
-"""By the names of all families, of which each reads its own."""
+"""Key names of all families; each family reads its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class ParallelSubject:
     dims: ModelDims
     config: Config
     folder: str | None = None
-    """Where its weights are, if it has some."""
+    """Folder of its weights; None if it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def shrink(
 
 
 def _shrunk_attention(hf_config: dict[str, Any], dims: ModelDims) -> dict[str, Any]:
-    """Widths that belong to that of a head."""
+    """Shrunk widths that depend on the width of a head."""
     width = SMALL["head_dim"]
     found: dict[str, Any] = {}
     if dims.kv_latent:
@@ -160,7 +160,7 @@ def _shrunk_family(found: dict[str, Any], dims: ModelDims, layers: int) -> dict[
         out = {"global_head_dim": 2 * SMALL["head_dim"]}
         out |= {"num_global_key_value_heads": full.num_kv_heads, "vocab_size_per_layer_input": 521}
         out["hidden_size_per_layer_input"] = 8 if dims.layer_embed_dim else 0
-    if dims.shares_keys:  # of both kinds of layers some have keys of their own
+    if dims.shares_keys:  # both kinds of layers need some with their own keys
         kinds = ["sliding_attention", "full_attention"] * layers
         out |= {"num_kv_shared_layers": layers // 2, "layer_types": kinds[:layers]}
     return out
@@ -188,7 +188,7 @@ def choose_cases(subject: ParallelSubject, world: int | None, texts: list[str]) 
         cases = list(plain_cases(subject, world))
     alone = [case for case in cases if case.layout.world == 1]
     if alone:
-        rule = "one rank is what the others are held against"
+        rule = "one rank is the reference of the comparison"
         raise UserError(Problem(f"layout = {alone[0].text}", rule, "give layouts of several ranks"))
     if not cases:
         rule = f"no layout of {world} ranks fits the model"
@@ -231,7 +231,7 @@ def case_problems(subject: ParallelSubject, text: str) -> list[Problem]:
     backends = {component.backend for component in config.allocation}
     if backends != {"archon"}:
         rule = f"only archon is run here, not {', '.join(sorted(backends - {'archon'}))}"
-        return [Problem(f"layout = {text}", rule, "give the training layout alone")]
+        return [Problem(f"layout = {text}", rule, "give only the training layout")]
     return []
 
 

@@ -39,16 +39,16 @@ class StepMeasurement:
     loss: float
     grad_norm: float
     next_loss: float
-    """The loss of the same rows after the step."""
+    """Loss of the same rows after the step."""
     size_bytes: int
-    """On a GPU the peak of any rank; on a CPU weights, gradients and optimizer state of one."""
+    """GPU: highest peak of a rank; CPU: weights, gradients and optimizer state of a rank."""
     seconds: float
-    """The time of the second step, when everything is warm."""
+    """Seconds of the second step, after warm-up."""
     gradient_error: float = 0.0
-    """The error of the worst tensor, as a share of its norm."""
+    """Error of the worst tensor, relative to its norm."""
     worst: str = ""
     routes_differ: float = 0.0
-    """Share of tokens and layers whose freely chosen experts are others than on one rank."""
+    """Share of tokens and layers whose chosen experts differ from those on one rank."""
 
 
 def engine_settings_of(model: ModelConfig, layout: Layout) -> dict[str, Any]:

@@ -36,11 +36,11 @@ from pentad_tools.parallel.parallel_cases import (
 )
 
 GRADIENT_TOLERANCE = 5e-5
-"""Share of a tensor's norm: sums of some thousand fp32 terms in another order."""
+"""Relative to a tensor's norm: sums of some thousand fp32 terms in another order."""
 VALUE_TOLERANCE = 2e-5
-"""Relative, for losses and norms, for the same reason."""
+"""Relative tolerance of losses and norms, for the same reason."""
 NEXT_TOLERANCE = 1e-3
-"""Relative, for the next loss: AdamW moves weights with a gradient near zero by its sign."""
+"""Relative tolerance of the next loss: AdamW moves weights with tiny gradients by their sign."""
 ROUTES_TOLERANCE = 0.02
 """Share of choices that may flip: two experts can be equal within rounding."""
 TIMEOUT_S = 300.0
@@ -246,7 +246,7 @@ def show(
     for outcome in failed:
         print(f"\n{outcome.text}: " + "; ".join(outcome.faults))
     if failed:
-        print(f"\n{len(failed)} of {len(outcomes)} layouts do not give one rank's numbers.")
+        print(f"\n{len(failed)} of {len(outcomes)} layouts differ from one rank.")
     else:
         count = "The layout gives" if len(outcomes) == 1 else f"All {len(outcomes)} layouts give"
         print(f"\n{count} one rank's numbers.")

@@ -101,7 +101,7 @@ def test_a_server_that_took_weights_while_they_changed_waits_for_the_next(
     model_folder, monkeypatch, num_before
 ):
     """Found by the proof at the first install, by the digest afterwards."""
-    monkeypatch.setattr("pentad.samplers.started_server.END_PATIENCE_S", 0.01)
+    monkeypatch.setattr("pentad.samplers.process.END_PATIENCE_S", 0.01)
     live = list(iter_hf(policy(1)))
 
     def learner_steps(pairs):

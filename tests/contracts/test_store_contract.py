@@ -228,7 +228,7 @@ def test_an_address_is_json(store):
 
 
 def test_a_store_in_memory_cannot_be_opened_elsewhere():
-    with pytest.raises(RunError, match="store memory cannot be opened by another process"):
+    with pytest.raises(RunError, match="store memory can be opened only by the process"):
         open_store(MemoryStore().address, prompt_of)
 
 

@@ -94,7 +94,7 @@ def test_a_job_is_written_submitted_and_trains_on_two_nodes(task, tmp_path, comm
     assert shown.exit_code == 0, shown.output
     script = tmp_path / "slurm" / "me-default-slurm" / "submit.sh"
     assert f"Submitted batch job 17 ({script};" in shown.output
-    assert "the job asks for no GPUs" in shown.output
+    assert "the job requests no GPUs" in shown.output
     text = (commands / "sbatch.given").read_text()
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n" in text
     assert "--nnodes=2 --nproc-per-node=1" in text and "#SBATCH --requeue" in text

@@ -28,7 +28,7 @@ def broken(tmp_path_factory):
     names = ["--scenario", "flipped-bit", "--scenario", "garbled-commit"]
     done = run(*names, "--keep", "--seed", "3")
     assert done.exit_code == 0, done.output
-    found = re.search(r"what the runs left is in (\S+)", done.output)
+    found = re.search(r"files of the runs are in (\S+)", done.output)
     yield done.output, Path(found[1])
     shutil.rmtree(found[1])
 
@@ -124,7 +124,7 @@ def test_a_scenario_that_does_not_hold_is_named_and_the_exit_status_is_1(monkeyp
     done = run()
     assert done.exit_code == 1
     assert "bad: it is not as it should be" in done.output and "0 of 1 hold" in done.output
-    shutil.rmtree(re.search(r"what the runs left is in (\S+)", done.output)[1])
+    shutil.rmtree(re.search(r"files of the runs are in (\S+)", done.output)[1])
 
 
 def test_the_seed_chooses_and_unknown_names_are_refused(tmp_path):

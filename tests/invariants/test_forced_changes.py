@@ -90,7 +90,7 @@ def test_a_key_that_cannot_be_forced_is_refused_alike_with_and_without_it(lab, k
         with pytest.raises(UserError) as raised:
             lab.sft("trial_name=size", TWO, "train_dataset.batch_size=4", *more)
         said.append(str(raised.value))
-    rule = "was 8 so far, and the place in the data is counted by it"
+    rule = "was 8 so far, and the position in the data is counted in batches"
     remedy = "set it back, or start over with --fresh"
     assert said == [f"train_dataset.batch_size = 4: {rule}; {remedy}."] * 2
 

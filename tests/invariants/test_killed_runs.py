@@ -197,7 +197,7 @@ def test_configs_that_differ_are_accepted_or_refused_by_key(rl):
     rl.kill(process)
     rl.run("other", "actor.optimizer.lr=1e-2", code=2)
     said = rl.log("other").read_text()
-    refusal = "actor.optimizer.lr = 0.01: was 0.001 so far, and what the run trains depends on it"
+    refusal = "actor.optimizer.lr = 0.01: was 0.001 so far, and the training depends on it"
     assert refusal in said and "force it with recover.allow=[actor.optimizer.lr]" in said
     rl.run("other", "telemetry.tensorboard=true", "actor.mb_spec.n_mbs=2")
     said = rl.log("other").read_text()

@@ -141,7 +141,7 @@ def test_keys_that_say_the_same_are_refused_together(lab, mixed):
 @pytest.mark.parametrize("command", ["eval", "reward"])
 def test_commands_that_look_at_one_environment_say_so(lab, mixed, command):
     given = lab.words_for("one", f"rollout.workflows={json.dumps(mixed)}")
-    with pytest.raises(UserError, match=f"rollout.workflows: {command} looks at one environment"):
+    with pytest.raises(UserError, match=f"rollout.workflows: {command} supports one environment"):
         prepare(None, given, command)
 
 

@@ -228,7 +228,7 @@ def groups_of_steps(summary, steps):
     [
         (
             ("mode=hybrid", "max_staleness=1"),
-            "rollout.oversample = 1.5: is for steps that wait for their groups: max_staleness = 1",
+            "rollout.oversample = 1.5: needs steps that wait for their groups: max_staleness = 1",
         ),
         (
             ("rollout.max_concurrent_groups=5",),
@@ -236,7 +236,7 @@ def groups_of_steps(summary, steps):
         ),
         (
             ("rollout.workflow=class:env.py:Env",),
-            "what class:env.py:Env has begun cannot continue in a later step: single answers can",
+            "an unfinished class:env.py:Env cannot continue in a later step: single answers can",
         ),
         (("rollout.oversample=0.5",), "rollout.oversample"),
     ],

@@ -225,7 +225,7 @@ def test_a_reward_model_learns_pairs_and_says_what_it_does_not_take(lab, run, da
     assert said in notes
     with pytest.raises(UserError, match="preference.loss = reward: .* use pentad reward-model"):
         run("preference.loss=reward")
-    with pytest.raises(UserError, match="actor.lora: a reward model with an adapter is not built"):
+    with pytest.raises(UserError, match="actor.lora: adapters of reward models are not supported"):
         run("actor.lora.rank=4", command="reward-model")
 
 

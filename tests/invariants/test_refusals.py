@@ -49,7 +49,7 @@ def test_a_file_in_the_way_of_the_run_folder_is_one_sentence(lab):
 @pytest.mark.parametrize(
     ("allocation", "said"),
     [
-        ("embedded:t2|archon:d2", "is not cut over devices"),
+        ("embedded:t2|archon:d2", "is not split over GPUs"),
         ("embedded[rollout]:d1|archon[actor]:d2|archon[critic]:d1", "must use the same ranks"),
         ("archon[actor]:d1+archon[critic]:d1+embedded[rollout]:d1", "must use the same ranks"),
         ("embedded:d1|archon:t8", "must divide num_heads = 4"),

@@ -59,7 +59,7 @@ def test_a_record_that_does_not_fit_is_told(lab):
     code, text = replayed(run, 3)
     assert code == 1
     assert re.search(r"3  grad_norm .* differs by 0\.\d+, beyond 0", text), text
-    assert "1 of 3 numbers are not those of the record" in text
+    assert "1 of 3 numbers differ from the record" in text
 
 
 def test_the_log_probs_of_a_step_can_be_had(lab, tmp_path):

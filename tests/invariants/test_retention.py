@@ -89,7 +89,7 @@ def test_an_export_waits_for_its_evaluation_and_no_number_is_never_the_best():
 
 def test_keeping_without_a_frequency_is_said(lab):
     lab.train("saver.keep_last=2", trial="once")
-    why = "without effect, the model is saved at the end alone"
+    why = "without effect, the model is saved at the end only"
     assert f"saver.keep_last = 2: {why}" in log_of(lab, "once")
 
 

@@ -159,7 +159,7 @@ def test_a_manifest_cannot_name_files_outside_its_checkpoint(remote, make_checkp
     store.put(f"{checkpoint.info}/{COMMIT}", commit_marker(data))
     said: list[str] = []
     assert fetch_newest(store, tmp_path / "fresh", report=said.append) is None
-    assert "'default/model.safetensors' is no file of step 1" in said[0]
+    assert "'default/model.safetensors' is not a file of step 1" in said[0]
     assert not (tmp_path / "fresh").exists()
 
 
@@ -208,7 +208,7 @@ def test_what_was_set_aside_in_the_store_is_put_back_or_given_up(uploaded, tmp_p
     result = CliRunner().invoke(app, ["verify-checkpoint", uri, *words])
     assert result.exit_code == 1
     assert f"{store.place(info_folder(2))}: every byte is as saved" in result.output
-    assert f"{store.place(info_folder(1))}: is damaged, and stays set aside" in result.output
+    assert f"{store.place(info_folder(1))}: is damaged, and keeps its name" in result.output
     assert committed_steps(store.sizes()) == [2]
     assert committed_steps(store.sizes(), ASIDE) == [1]
     give_up(store)

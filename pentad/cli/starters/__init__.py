@@ -1,1 +1,1 @@
-"""Files that `pentad init` copies into a new task: each is a start, meant to be changed."""
+"""Files that `pentad init` copies into a new task, as a start to be edited."""

@@ -8,14 +8,14 @@ from pentad.rollout.workflows import MultiTurn
 
 
 class GuessTheDigit:
-    """One object per episode."""
+    """The environment of one episode; each episode has a separate object."""
 
     async def reset(self, fields: Mapping[str, Any]) -> None:
-        """`fields` is the row of the dataset."""
+        """Starts the episode; `fields` is the row of the dataset."""
         self.secret = int(fields["answer"])
 
     async def step(self, text: str) -> Step:
-        """The observation, whether the episode is over, and the reward."""
+        """Returns the observation, whether the episode is over, and the reward."""
         digits = [int(letter) for letter in text if letter in "0123456789"]
         if not digits:
             parts = {"correct": 0.0, "no_digit": -0.1}

@@ -4,11 +4,11 @@ import re
 
 
 def score(completion: str, answer: str) -> dict[str, float]:
-    """1 for the right number as the last one of the answer, and up to 0.2 for digits in place.
+    """Returns 1 if the last number of the answer is right, and up to 0.2 for digits in place.
 
-    Parameters are columns of the row, besides `completion`. The parts are added up; `correct` is
-    what evaluation reports as accuracy. A partial reward such as `places` shows the way while few
-    answers are right.
+    Parameters besides `completion` are columns of the row. The reward is the sum of the parts;
+    evaluation reports `correct` as accuracy. A partial reward such as `places` gives a signal while
+    few answers are right.
     """
     numbers = re.findall(r"\d+", completion)
     said = numbers[-1] if numbers else ""

@@ -14,7 +14,7 @@ from pentad.rl.section import SWITCHES
 
 RULES = Rules()
 ON_POLICY = {"max_staleness": 0, "updates_per_batch": 1, "rollout.oversample": 1}
-"""Above these values the trained policy is not the one that sampled."""
+"""Above these values the trained policy differs from the one that sampled."""
 NEUTRAL: dict[str, object] = {
     "gamma": 1.0,
     "reward_scale": 1.0,
@@ -40,13 +40,13 @@ def a_refreshed_reference_is_used(config: Config) -> Problem | None:
         return None
     where = f"ref_update_interval = {config.ref_update_interval}"
     coef = show(config.algorithm.kl_coef)
-    rule = f"nothing reads the reference model with algorithm.kl_coef = {coef}"
+    rule = f"the reference model is not used with algorithm.kl_coef = {coef}"
     return Problem(where, rule, "leave it out, or give a coefficient")
 
 
 @RULES.add()
 def details_belong_to_something(config: Config) -> Iterator[Problem]:
-    """Reports settings of a part that is not switched on. An explicit "off" is accepted."""
+    """Reports settings of a feature that is not switched on. An explicit "off" is accepted."""
     settings, given = config.algorithm.settings, config.algorithm.given
     for switch, details in SWITCHES.items():
         if getattr(settings, switch) not in (0, "none") or switch in given:
@@ -68,7 +68,7 @@ def decoupled_ppo_has_a_correction(config: Config) -> Problem | None:
 
 @RULES.add()
 def the_ratio_against_the_sampler_is_read(config: Config) -> Iterator[Problem]:
-    """Requires a reader of the ratio against the sampler, and no second weight besides it."""
+    """With `sampler_ratio`, requires a loss that uses the ratio, and no second weight."""
     settings, given = config.algorithm.settings, config.algorithm.given
     where = "algorithm.correction = sampler_ratio"
     if settings.correction != "sampler_ratio":
@@ -98,7 +98,7 @@ def a_weighted_kl_term_is_unbiased(config: Config) -> Problem | None:
 def a_penalty_on_moving_needs_several_updates(config: Config) -> Problem | None:
     if config.algorithm.name != "kl_cov" or config.updates_per_batch > 1:
         return None
-    rule = "penalises what earlier updates of a batch moved, and updates_per_batch = 1 makes one"
+    rule = "penalises changes by earlier updates of a batch, and updates_per_batch = 1 has none"
     return Problem("algorithm.name = kl_cov", rule, "use at least 2, or clip_cov")
 
 
@@ -125,7 +125,7 @@ def off_policy_data_are_corrected(config: Config) -> Problem | None:
 
 
 def off_policy(config: Config) -> str:
-    """The keys by which the trained policy differs from the one that sampled; empty: none."""
+    """Settings by which the trained policy differs from the sampling one; empty: none."""
     values = {key: value_at(config, key) for key in ON_POLICY}
     found = [f"{key} = {n:g}" for key, n in values.items() if n > ON_POLICY[key]]
     return " and ".join([*found, *(["only = train"] if config.only == "train" else [])])
@@ -203,7 +203,7 @@ def training_samples_at_random(config: Config) -> Problem | None:
     if given > 0:
         rule = f"below {MIN_TEMPERATURE} logits leave the range of fp32"
         return Problem(f"gconfig.temperature = {given:g}", rule, "use 1.0")
-    rule = "training needs samples that differ, and at 0 they are all the likeliest one"
+    rule = "training needs samples that differ, and at 0 all of them are the most likely one"
     return Problem("gconfig.temperature = 0", rule, "use 1.0; evaluator.temperature may be 0")
 
 
@@ -228,7 +228,7 @@ def stop_texts_are_not_empty(config: Config) -> Problem | None:
     if "" not in config.gconfig.stop:
         return None
     where = f"gconfig.stop = {list(config.gconfig.stop)}"
-    return Problem(where, "every text contains the empty one", "leave it out")
+    return Problem(where, "every text contains the empty text", "leave it out")
 
 
 @RULES.add()
@@ -246,7 +246,7 @@ def chunks_are_not_empty(config: Config) -> Problem | None:
     chunks, prompts = config.num_iters_per_train_update, config.train_dataset.batch_size
     if chunks <= prompts:
         return None
-    rule = f"a batch of train_dataset.batch_size = {prompts} prompts has no {chunks} chunks"
+    rule = f"train_dataset.batch_size = {prompts} prompts cannot be split into {chunks} chunks"
     return Problem(f"num_iters_per_train_update = {chunks}", rule, f"use at most {prompts}")
 
 
@@ -295,5 +295,5 @@ def a_reward_has_its_own_command(config: Config, facts: RunFacts) -> Iterator[Pr
         rule = "trains a reward model, and dpo trains a policy"
         yield Problem("preference.loss = reward", rule, "use pentad reward-model")
     if config.trains_reward and config.actor.lora is not None:
-        rule = "a reward model with an adapter is not built"
+        rule = "adapters of reward models are not supported"
         yield Problem("actor.lora", rule, "leave it out: a reward model trains all its weights")

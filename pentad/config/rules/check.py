@@ -1,4 +1,4 @@
-"""The list of all rules, and the problems that matter to a command."""
+"""The list of all rules, and the problems that apply to a command."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def all_rules() -> list[ConfigRule]:
 def check(
     config: Config, facts: RunFacts | None = None, bad: frozenset[str] = frozenset()
 ) -> list[Problem | str]:
-    """Every broken rule, except those that read a bad key or need facts that are not known."""
+    """The problems of all rules, except rules that read a bad key or need unknown facts."""
     facts = facts or RunFacts()
     return [
         problem for subject in SUBJECTS for problem in subject.RULES.problems(config, facts, bad)
@@ -40,6 +40,6 @@ def check(
 
 
 def noted(config: Config) -> list[Problem | str]:
-    """Problems that a plan notes and a run rejects."""
+    """Problems that `plan` reports as notes, while a run is rejected."""
     rules = [rule for rule in all_rules() if rule.is_noted]
     return [problem for rule in rules for problem in rule.problems(config, RunFacts())]

@@ -1,7 +1,7 @@
 """Rules on checkpoints: the addresses of a store, and which keys may differ when a run is resumed.
 
-One table lists the keys that do not change the training. Any other key is assumed to change it: the
-resume is rejected, with the key that forces it.
+One table lists the keys that do not affect training. Any other key is assumed to affect it: the
+resume is rejected, and the message names the key that forces it.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ HARMLESS = (
     *("guards", "telemetry"),
 )
 """Keys of placement, speed and monitoring; a block stands for all its keys."""
-FIXED = {"train_dataset.batch_size": "the place in the data is counted by it"}
-"""Keys that no `recover.allow` forces, and the reason."""
+FIXED = {"train_dataset.batch_size": "the position in the data is counted in batches"}
+"""Keys that `recover.allow` cannot force, with the reason."""
 LENGTHS = ("total_train_epochs", "total_train_steps")
 """Harmless as long as the learning rate does not depend on the number of steps."""
 
@@ -83,7 +83,7 @@ LENGTHS = ("total_train_epochs", "total_train_steps")
 @dataclass(frozen=True, slots=True)
 class ChangedKeys:
     accepted: list[str] = field(default_factory=list)
-    """Keys with both values, in words."""
+    """Messages with each key and both values."""
     refused: list[Problem] = field(default_factory=list)
 
 
@@ -95,14 +95,14 @@ def judge_changes(
     harmless = HARMLESS + (() if _follows_length(old) or _follows_length(new) else LENGTHS)
     for key, before, after in changed_keys(old, new):
         if before is None and not _has(old, key) and after == _value(default, key):
-            continue  # a key that came with a later version
+            continue  # a key that a later version added
         if key in FIXED:
             continue
         change = f"{key} was {show(before)}, is {show(after)}"
         if _is_within(key, harmless) or _is_within(key, allow):
             changes.accepted.append(change)
             continue
-        rule = f"was {show(before)} so far, and what the run trains depends on it"
+        rule = f"was {show(before)} so far, and the training depends on it"
         back = "set it back"
         if commit := _other_commit(before, after):
             rule = f"the run began with commit {commit} of it, and the hub now has another"
@@ -121,7 +121,7 @@ def _other_commit(before: object, after: object) -> str:
 
 
 def fixed_problems(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Problem]:
-    """Changes with which a run can never be resumed."""
+    """Changes that `recover.allow` cannot force: the run cannot be resumed."""
     for key, why in FIXED.items():
         before, after = _value(old, key), _value(new, key)
         if before != after:
@@ -133,8 +133,8 @@ def fixed_problems(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[P
 def changed_keys(
     old: Mapping[str, Any], new: Mapping[str, Any], path: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, old value, new value) of everything that differs; records of older versions may
-    have aliases beside their keys."""
+    """Yields (dotted key, old value, new value) of every difference. Aliases, which records of
+    older versions may contain, are ignored."""
     names = [*old, *(key for key in new if key not in old)]
     for key in [name for name in names if path or name not in ALIASES]:
         here = f"{path}.{key}" if path else str(key)
@@ -149,7 +149,7 @@ def changed_keys(
 
 
 def _is_blocks(value: Any) -> bool:
-    """Whether it is a list of blocks of keys."""
+    """Whether the value is a list of blocks of keys."""
     return isinstance(value, list) and all(isinstance(one, Mapping) for one in value)
 
 
@@ -160,7 +160,7 @@ def allowed_keys_are_keys(config: Config) -> Iterator[Problem]:
             near = nearest_keys(key, 1)
             remedy = f"did you mean {near[0]}?" if near else "docs/configuration.md has all keys"
             yield Problem(
-                f"recover.allow = {show(config.recover.allow)}", f"{key} is no key", remedy
+                f"recover.allow = {show(config.recover.allow)}", f"{key} is not a key", remedy
             )
 
 

@@ -18,12 +18,12 @@ from pentad.models.catalog import known_dims
 @dataclass(frozen=True, slots=True)
 class Fitted:
     config: Config
-    """With the new layout; everything else is unchanged, including the global batch and the order
-    of data."""
+    """The config with the new layout; all else is unchanged, also the global batch and the order of
+    data."""
     world: int
     """Number of ranks in use."""
     why: str
-    """The changes in words; empty: none."""
+    """Description of the changes; empty: none."""
 
 
 def fit_world(config: Config, world: int) -> Fitted | None:
@@ -31,7 +31,7 @@ def fit_world(config: Config, world: int) -> Fitted | None:
     actor = config.component("actor")
     if actor.world <= world:
         return Fitted(config, actor.world, "")
-    for ranks in range(world, 0, -1):  # what else stands on the actor's ranks needs as many
+    for ranks in range(world, 0, -1):  # other components on these ranks need as many
         fitted: Config | None = config
         for part in sharing(config.allocation, actor):
             fitted = fitted and _shrunk(fitted, part, ranks)
@@ -53,7 +53,7 @@ def sharing(allocation: Allocation, actor: Component) -> list[Component]:
 
 
 def _shrunk(config: Config, before: Component, world: int) -> Config | None:
-    """The config with only this component made smaller."""
+    """The config with only this component reduced to fewer ranks; None if that is not valid."""
     allocation, dims = config.allocation, known_dims(config.actor.path)
     key = "critic" if before.role == "critic" else "actor"
     is_shared = key == "actor" and allocation.find("critic") is None
@@ -66,7 +66,7 @@ def _shrunk(config: Config, before: Component, world: int) -> Config | None:
         for name in (key, "critic") if is_shared else (key,):
             model = config.critic if name == "critic" else config.actor
             cut: dict[str, Any] = {"dp_replicate": replicas}
-            if after.size("p") != before.size("p"):  # balanced anew
+            if after.size("p") != before.size("p"):  # rebalanced
                 cut["layers_per_stage"] = None
             archon = model.archon.model_copy(update=cut)
             changes[name] = model.model_copy(update={"archon": archon})
@@ -98,7 +98,7 @@ def the_layout_can_shrink(config: Config) -> Iterator[Problem]:
     if not elastic.enabled or not actor:
         return
     if actor.world == 1:
-        rule = f"{actor} has one rank: if it is lost, none is left"
+        rule = f"{actor} has one rank: without it, none is left"
         yield Problem("elastic.enabled = true", rule, "give it more ranks, or leave it out")
     elif elastic.min_ranks > actor.world:
         rule = f"{actor} has {actor.world} ranks"

@@ -20,7 +20,7 @@ RULES = Rules()
 
 @RULES.add(commands=("train",))
 def answers_are_scored(config: Config) -> Problem | None:
-    """Requires rewards by functions or by a workflow, which the executor checks."""
+    """Requires reward functions. Rewards that a workflow gives are checked by the executor."""
     single = [one for one in environments(config) if one.workflow == "single_turn"]
     open_ones = [one for one in single if not one.reward.functions]
     if not open_ones or config.only == "train":
@@ -39,7 +39,7 @@ def evaluated_answers_are_scored(config: Config) -> Problem | None:
     if config.reward.functions or not config.rollout.is_single_turn:
         return None
     remedy = f"give --reward with one of {', '.join(REWARD_NAMES)}, or package.module:function"
-    return Problem("reward.fn", "is not set, so nothing says which answers are right", remedy)
+    return Problem("reward.fn", "is not set, so answers cannot be scored", remedy)
 
 
 @RULES.add(commands=("reward",))
@@ -61,7 +61,7 @@ def the_reward_can_be_found(config: Config) -> list[Problem]:
 
 
 def rewards_of(config: Config) -> dict[str, RewardConfig]:
-    """The blocks of rewards, by their keys."""
+    """The reward blocks of the run by their keys."""
     own = {one.reward_key: one.reward for one in environments(config)}
     return {"reward": config.reward, **own}
 
@@ -77,7 +77,7 @@ def _judge_problems(block: str, reward: RewardConfig) -> Iterator[Problem]:
     judge = reward.judge
     for key in ("url", "model", "template"):
         if not getattr(judge, key):
-            rule = f"is not set, and {block}.fn = judge asks with it"
+            rule = f"is not set, and {block}.fn = judge needs it"
             yield Problem(f"{block}.judge.{key}", rule, "see docs/environments.md")
     if judge.url and (why := url_problem(judge.url)):
         yield Problem(f"{block}.judge.url = {judge.url}", why, "give http://HOST:PORT/v1")
@@ -85,7 +85,7 @@ def _judge_problems(block: str, reward: RewardConfig) -> Iterator[Problem]:
         rule = "has no {completion}, so the judge would not see the answer"
         yield Problem(f"{block}.judge.template", rule, "put it in")
     if reward.on_failure == "zero":
-        rule = "a judge that does not answer would be a reward of 0"
+        rule = "a failed request to the judge would be a reward of 0"
         yield Problem(f"{block}.on_failure = zero", rule, "set it to drop")
 
 
@@ -96,7 +96,7 @@ def a_reward_model_can_be_read(config: Config) -> Iterator[Problem]:
             continue
         where, path = f"{block}.model.path", reward.model.path
         if path is None:
-            rule = f"is not set, and {block}.fn = reward_model reads it"
+            rule = f"is not set, and {block}.fn = reward_model needs it"
             yield Problem(where, rule, "name a folder that pentad reward-model wrote")
         elif problem := model_folder_problem(where, path):
             yield problem
@@ -130,7 +130,7 @@ def _workflow_problem(key: str, spec: str) -> Problem | None:
     if is_address and (rule := url_problem(rest)):
         return Problem(where, rule, f"give {kind}:http://HOST:PORT")
     if kind not in ("", "class"):
-        return None  # the package that has it says what is wrong with it
+        return None  # its package reports errors in it
     problem = part_problem(key, rest, WORKFLOW_NAMES, remedy)
     return problem and Problem(where, problem.rule, problem.remedy)
 
@@ -153,7 +153,7 @@ def _agent_problem(key: str, workflow: str, agent: str | None) -> Problem | None
 
 @RULES.add(commands=("train", "plan"))
 def several_environments_are_apart(config: Config) -> Iterator[Problem]:
-    """They need distinct names and attainable shares, and no other key may set the same."""
+    """Several environments need distinct names and exact shares; no other key may set the same."""
     workflows = config.rollout.workflows
     if not workflows:
         return
@@ -169,7 +169,7 @@ def several_environments_are_apart(config: Config) -> Iterator[Problem]:
     names = [one.name or one.workflow for one in workflows]
     for name in sorted({name for name in names if names.count(name) > 1}):
         where = f"rollout.workflows.{names.index(name)}.name = {name}"
-        yield Problem(where, "another environment has this name", "give each a name of its own")
+        yield Problem(where, "another environment has this name", "give each a different name")
     parts = sum(whole_shares([one.weight for one in workflows]))
     if parts > MAX_CYCLE:
         rule = f"the weights are shares of {parts:,}, and at most {MAX_CYCLE:,} are kept exactly"
@@ -188,5 +188,5 @@ def one_environment_is_looked_at(config: Config, facts: RunFacts) -> Problem | N
     keys = "rollout.workflow and valid_dataset.path"
     if facts.command == "reward":
         keys = "train_dataset.path and reward.fn"
-    rule = f"{facts.command} looks at one environment"
+    rule = f"{facts.command} supports one environment"
     return Problem("rollout.workflows", rule, f"set it to [], and {keys} to those of one of them")

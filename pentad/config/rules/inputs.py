@@ -35,7 +35,7 @@ def a_model_is_named(config: Config) -> Problem | None:
 
 @RULES.add(commands=("eval",))
 def the_evaluated_model_has_weights(config: Config) -> Problem | None:
-    """Whatever the start of a recipe is: the weights in the folder are evaluated."""
+    """Requires weights in the folder: `eval` uses them, whatever the recipe starts from."""
     found = model_folder_problem("actor.path", config.actor.path, must_be_trained=True)
     if found is None or not config.actor.init_from_scratch:
         return found
@@ -141,20 +141,18 @@ def there_is_data_to_evaluate_on(config: Config) -> Problem | None:
 
 
 def data_path_problem(key: str, path: str) -> Problem | None:
-    place = Path(path).expanduser()
-    is_pattern = bool(set(path) & set("*?["))
-    if is_pattern and not place.exists() and name_in_cache(path) is None:
-        fits = any(place.parent.glob(place.name))
-        remedy = "check the pattern"
-        return None if fits else Problem(f"{key} = {path}", "no file fits this pattern", remedy)
-    is_there = place.exists() or name_in_cache(path) is not None
-    if place.exists() and not place.is_dir() and (other := what_else(place)):
-        rule = f"{other}, not a file or a folder"
-        return Problem(f"{key} = {path}", rule, "copy what it gives to a file")
-    if is_pattern or is_made(path) or is_there:
+    place, where = Path(path).expanduser(), f"{key} = {path}"
+    if place.exists():
+        other = None if place.is_dir() else what_else(place)
+        rule, remedy = f"{other}, not a file or a folder", "copy its content to a file"
+        return Problem(where, rule, remedy) if other else None
+    if is_made(path) or name_in_cache(path) is not None:
         return None
+    if set(path) & set("*?["):
+        fits = any(place.parent.glob(place.name))
+        return None if fits else Problem(where, "no file fits this pattern", "check the pattern")
     remedy = "check the path, or give a name of the hub, OWNER/NAME:CONFIG:SPLIT"
-    return Problem(f"{key} = {path}", "there is no such file or folder", remedy)
+    return Problem(where, "there is no such file or folder", remedy)
 
 
 @RULES.add(commands=("eval",))
@@ -189,8 +187,8 @@ def model_files_can_be_found(config: Config) -> Iterator[Problem]:
 
 
 def url_problem(url: str) -> str:
-    """The rule that the address of a server breaks, or an empty text. A port beyond the range would
-    be taken modulo 65,536."""
+    """Why a server address is invalid; empty if it is valid. Without this check, a port out of
+    range would be taken modulo 65,536."""
     try:
         parts = urlsplit(url)
         is_whole = parts.scheme in ("http", "https") and bool(parts.hostname)
@@ -203,15 +201,15 @@ def url_problem(url: str) -> str:
 
 
 def part_problem(key: str, name: str | None, known: tuple[str, ...], remedy: str) -> Problem | None:
-    """A reward or workflow is built-in, or a module or file and a name in it; the content of a
-    module is checked later."""
+    """The problem of a reward or workflow that is neither built-in nor MODULE:NAME or FILE:NAME.
+    The content of a module is checked later."""
     if name is None or name in known:
         return None
     where = f"{key} = {name}"
     place, colon, part = name.rpartition(":")
     if not (place and part):
         names = f"neither {join_or(list(known))} nor" if known else "not"
-        return Problem(where, f"is {names} a place with a :", remedy)
+        return Problem(where, f"is {names} of the form PLACE:NAME", remedy)
     if place.endswith(".py") and not Path(place).expanduser().is_file():
         return Problem(where, f"there is no file {place}", "check the path")
     return None
@@ -256,12 +254,12 @@ def paths_can_be_read(config: Config) -> list[Problem]:
 
 
 def _hidden_character(text: str) -> str:
-    """A character that a terminal interprets instead of showing it. Two joiners are letters of some
-    scripts."""
+    """Names a character that a terminal interprets instead of displaying. Two joiners are allowed:
+    they are letters of some scripts."""
     for char in text:
         if unicodedata.category(char) in ("Cc", "Cf", "Zl", "Zp") and char not in "\u200c\u200d":
             name = unicodedata.name(char, "control character").lower()
-            return f"holds U+{ord(char):04X} ({name}), which does not show"
+            return f"holds U+{ord(char):04X} ({name}), which is invisible"
     return ""
 
 
@@ -361,6 +359,6 @@ def what_is_evaluated_has_one_origin(config: Config) -> Problem | None:
     start = config.actor.checkpoint_load_path
     if start is None or config.megatron.use_hf_ckpt:
         return None
-    rule = f"eval judges the weights in actor.path = {config.actor.path}, not where a run starts"
+    rule = f"eval judges the weights in actor.path = {config.actor.path}, not those of the start"
     remedy = "add actor.checkpoint_load_path=null; pentad convert makes HF folders of Megatron's"
     return Problem(f"actor.checkpoint_load_path = {start}", rule, remedy)

@@ -1,8 +1,8 @@
 """The rules of a layout: valid combinations of devices, model, schedule and memory settings.
 
-Rules on a component see it with its settings (`Placed`); each problem lists values that would work.
-`layout_notes` has valid settings that deserve attention. The engine's own settings have rules for
-the actor and the critic alike.
+Rules on a component receive it with its settings (`Placed`); each problem lists values that would
+work. `layout_notes` reports valid settings that may be mistakes. Rules on engine settings apply to
+actor and critic alike.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Placed:
     config: Config
     component: Component
     dims: ModelDims | None
-    """None if the model is not known; rules that need it are skipped then."""
+    """None if the model is unknown; rules that need it are then skipped."""
     key: str
     """Block of its settings: actor or critic."""
     model: ModelConfig
@@ -77,7 +77,7 @@ def the_layout_is_valid(config: Config, facts: RunFacts) -> list[Problem]:
 def layout_problems(
     config: Config, dims: ModelDims | None, num_devices: int | None = None
 ) -> list[Problem]:
-    """Every broken rule. `num_devices`: those of the machines; None: no limit."""
+    """The problems of all layout rules. `num_devices`: of all machines; None: no limit."""
     allocation, problems = config.read_allocation()
     if allocation is None:
         return problems
@@ -92,7 +92,7 @@ def layout_problems(
 def placed_components(
     config: Config, allocation: Allocation, dims: ModelDims | None
 ) -> list[Placed]:
-    """One for each component; a critic without devices is on the actor's."""
+    """One `Placed` for each component; a critic without a component uses the actor's."""
     parts = [(component.role, component) for component in allocation]
     actor = allocation.find("actor")
     if config.algorithm.facts.needs_critic and actor and allocation.find("critic") is None:
@@ -133,14 +133,14 @@ def cluster_size(config: Config, num_devices: int | None) -> Iterator[Problem]:
 
 
 def placed_on(config: Config, num_devices: int | None) -> Topology | None:
-    """The component on this many devices."""
+    """The topology on this many devices."""
     return find_topology(config, replace(facts_of(config), num_devices=num_devices))
 
 
 @RULES.add(commands=RUNS)
 def idle_devices(config: Config) -> Iterator[Problem]:
-    """A layout that uses at most half of the given devices was probably meant for another cluster.
-    A run with one side only leaves the other's devices idle."""
+    """Rejects a layout that uses at most half of the given devices: it was probably meant for
+    another cluster. Devices that are idle because of `only` count as used."""
     cluster, placed = config.cluster, find_topology(config.model_copy(update={"only": None}))
     if cluster.n_gpus_per_node is None or cluster.allow_idle or placed is None:
         return
@@ -152,7 +152,7 @@ def idle_devices(config: Config) -> Iterator[Problem]:
         f"n_gpus_per_node = {cluster.n_gpus_per_node}"
     )
     remedy = f"make the axes larger, give n_gpus_per_node={-(-used // cluster.n_nodes)}"
-    remedy += ", or set cluster.allow_idle=true if the others are to stay idle"
+    remedy += ", or set cluster.allow_idle=true to leave the others idle"
     yield Problem(f"allocation_mode = {config.allocation_mode}", rule, remedy)
 
 
@@ -161,7 +161,7 @@ def roles(config: Config, allocation: Allocation) -> Iterator[Problem]:
     for component in allocation:
         role = component.role
         if role not in ROLES:
-            yield Problem(where, f"{role} is no role of a run", f"roles: {', '.join(ROLES)}")
+            yield Problem(where, f"{role} is not a role of a run", f"roles: {', '.join(ROLES)}")
         elif component.is_inference != (role == "rollout"):
             kind = "samples" if component.is_inference else "trains"
             fits = "rollout" if component.is_inference else ", ".join(TRAINING_ROLES)
@@ -170,7 +170,7 @@ def roles(config: Config, allocation: Allocation) -> Iterator[Problem]:
         yield Problem(where, "has no component that trains", "add for instance archon:d1")
 
 
-# What samples.
+# Sampling.
 
 
 def embedded_is_whole(part: Placed) -> Iterator[Problem]:
@@ -179,7 +179,7 @@ def embedded_is_whole(part: Placed) -> Iterator[Problem]:
         return
     for letter in "tp":
         if component.size(letter) > 1:
-            rule = f"{letter}{component.size(letter)}: the embedded sampler is not cut over devices"
+            rule = f"{letter}{component.size(letter)}: the embedded sampler is not split over GPUs"
             fix = f"embedded:d{component.world}"
             yield Problem(part.where, rule, f"use {fix}, or vllm or sglang")
 
@@ -200,7 +200,7 @@ def sampler_layers(part: Placed) -> Iterator[Problem]:
         yield Problem(part.where, rule, f"p can be at most {part.dims.num_layers}")
 
 
-# What trains.
+# Training.
 
 
 def backend_is_the_one_asked_for(part: Placed) -> Iterator[Problem]:
@@ -311,10 +311,10 @@ def transformers_own_models(part: Placed) -> Iterator[Problem]:
             "attention sinks": part.dims.attn_sinks,
         }
         for what in (what for what, has in parts.items() if has):
-            rule = f"{part.dims.family} has {what}, with which fsdp cannot pack rows"
+            rule = f"{part.dims.family} has {what}, for which fsdp cannot pack rows"
             yield Problem(f"{part.key}.path", rule, "use archon")
     if part.dims is not None and part.dims.num_experts and tp > 1:
-        rule = f"t{tp} of fsdp would cut experts, for which transformers' plan is not built"
+        rule = f"t{tp} of fsdp would split experts, which transformers' plan does not support"
         yield Problem(part.where, rule, "use t1, or archon")
     elif part.dims is not None:
         yield from whole_kv_head_problems(tp, part.dims, part.where)
@@ -350,7 +350,7 @@ TRAINING: tuple[PlacedRule, ...] = (
 def layout_notes(
     config: Config, dims: ModelDims | None, num_devices: int | None = None
 ) -> list[str]:
-    """Valid settings that deserve attention."""
+    """Notes on valid settings that may be mistakes."""
     placed = placed_on(config, num_devices)
     if placed is None:
         return []
@@ -412,5 +412,5 @@ def _engine_problems(config: Config, role: str, model: ModelConfig) -> Iterator[
     )
     for key, value in archon.router_losses.items():
         if model.pad_to_maximum is True and value:
-            rule = f"{role}.archon.{key} = {value:g} would train the router on what is padded"
+            rule = f"{role}.archon.{key} = {value:g} would train the router on padding"
             yield Problem(f"{role}.pad_to_maximum = true", rule, "leave one of the two out")

@@ -20,7 +20,7 @@ RULES = Rules()
 
 
 def adapted(config: Config) -> Iterator[tuple[str, ModelConfig, LoraConfig]]:
-    """Roles that train an adapter."""
+    """Yields the roles that train an adapter."""
     roles = {"actor": config.actor}
     if config.algorithm.facts.needs_critic:
         roles["critic"] = config.critic
@@ -31,8 +31,8 @@ def adapted(config: Config) -> Iterator[tuple[str, ModelConfig, LoraConfig]]:
 
 @RULES.add(commands=RUNS)
 def targets_exist(config: Config, facts: RunFacts) -> Iterator[Problem]:
-    """Each word of the targets names matrices of the model. fsdp's models may hold them otherwise
-    than a model file: those that no sampler here runs are asked themselves at the start."""
+    """Each target must name matrices of the model. Models of the fsdp backend may name them
+    differently: those that no sampler here runs are checked at the start, when they are loaded."""
     for role, model, lora in adapted(config):
         dims = known_dims(model.path or config.actor.path)
         if dims is None or not is_known(dims.family):
@@ -58,7 +58,7 @@ def frozen_weights_come_from_a_folder(config: Config) -> Iterator[Problem]:
             yield Problem(f"{role}.init_from_scratch = true", rule, remedy)
         if model.checkpoint_load_path is not None:
             where = f"{role}.checkpoint_load_path = {model.checkpoint_load_path}"
-            yield Problem(where, f"{role}.lora stands on a Hugging Face folder", remedy)
+            yield Problem(where, f"{role}.lora needs a Hugging Face folder", remedy)
 
 
 @RULES.add(commands=RUNS)
@@ -95,7 +95,7 @@ def adapters_of_critics(config: Config) -> Iterator[Problem]:
             continue
         if lora.init_path is not None:
             where = f"critic.lora.init_path = {lora.init_path}"
-            yield Problem(where, "a critic's factors start anew", "leave it out")
+            yield Problem(where, "a critic's factors cannot start from a folder", "leave it out")
         actor = config.actor
         is_actors = model.path in (None, actor.path) and not model.init_from_scratch
         if is_actors and actor.has_other_weights:
@@ -126,7 +126,7 @@ def samplers_of_adapters(config: Config, facts: RunFacts) -> Iterator[Problem]:
         remedy = "sample with embedded or vllm, or leave actor.lora out"
         yield Problem(f"allocation_mode = {config.allocation_mode}", rule, remedy)
     if config.only is not None:
-        rule = "a run of one side alone is not built with actor.lora"
+        rule = "is not supported with actor.lora"
         yield Problem(f"only = {config.only}", rule, "leave one of the two out")
 
 

@@ -22,7 +22,7 @@ VERSIONS = ("0.16",)
 SCHEDULES = ("1F1B", "Interleaved1F1B")
 """The pipeline schedules of megatron-core."""
 ON_CPU = "PENTAD_MEGATRON_ON_CPU"
-"""Set if megatron-core's CUDA calls are replaced, as in its tests."""
+"""Environment variable, set if megatron-core's CUDA calls are replaced, as in its tests."""
 REMEDY = "leave it out, or use archon"
 
 
@@ -50,7 +50,7 @@ def megatron_is_installed(config: Config, facts: RunFacts) -> Iterator[Problem]:
 
 
 def is_known(version: str) -> bool:
-    """A release includes its patches and candidates: 0.16.1, 0.16rc0, 0.16.0+local."""
+    """Whether a version belongs to a supported release, as 0.16.1, 0.16rc0 and 0.16.0+local do."""
     return any(re.match(rf"{re.escape(known)}(?!\d)", version) for known in VERSIONS)
 
 
@@ -65,7 +65,7 @@ def megatron_needs_a_gpu(config: Config, facts: RunFacts) -> Iterator[Problem]:
 
 @RULES.add(commands=RUNS)
 def megatron_has_the_layers(config: Config, facts: RunFacts) -> list[Problem]:
-    """Settings of a config.json that Megatron lacks; roles of one model share them."""
+    """Settings of a config.json that Megatron does not support; roles of one model share them."""
     dims = [part.dims for part in megatron_parts(config, facts)]
     found = [problem for one in dims if one is not None for problem in unsayable(one)]
     return list({str(problem): problem for problem in found}.values())
@@ -93,7 +93,7 @@ def _keys(part: Placed) -> Iterator[tuple[str, Any, str]]:
         ),
         "ac_mode": (
             archon.ac_mode == "memory_budget",
-            "Megatron has none, selective and full recomputation",
+            "Megatron supports none, selective and full",
         ),
         "dp_replicate": (archon.dp_replicate > 1, "Megatron has one group of data-parallel ranks"),
         "reshard_after_forward_policy": (

@@ -1,4 +1,4 @@
-"""The rules between a run and the models it names, read off their config.json without torch."""
+"""Rules between a run and its models, from their config.json, without torch."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ RULES = Rules()
 
 @RULES.add(commands=RUNS)
 def unknown_families(config: Config, facts: RunFacts) -> list[Problem]:
-    """Models without a model file, which only `fsdp` trains.
+    """Problems of models without a model file, which only `fsdp` trains.
 
-    A model file of the user's own that could not be loaded may be the one that is missing.
+    None are reported if one of `model_files` could not be loaded: it may define the family.
     """
     allocation = config.parsed_allocation
     is_loaded = all(map(is_registered, config.model_files))
@@ -92,7 +92,7 @@ def _sampled_dims(config: Config, facts: RunFacts) -> ModelDims | None:
 
 
 def _folder_dims(config: Config, facts: RunFacts) -> ModelDims | None:
-    """Dimensions from a folder; a public name stands for models of different lengths."""
+    """Dimensions from a local folder only: models of one public name differ in context length."""
     path = config.actor.path
     is_folder = path is not None and (Path(path) / "config.json").is_file()
     return _sampled_dims(config, facts) if is_folder else None
@@ -112,7 +112,7 @@ def towers_are_trained_natively(config: Config, facts: RunFacts) -> Iterator[Pro
             remedy = "sample with embedded" if part.is_inference else "train it with archon"
             yield Problem(where, f"{whole}, and {NO_TOWERS[part.backend]}", remedy)
     if config.actor.lora is not None:
-        rule = f"{whole}, and adapters under the names of the whole model are not built"
+        rule = f"{whole}, and adapters with the names of the whole model are not supported"
         yield Problem("actor.lora", rule, "train all weights: leave it out")
     if config.actor.init_from_scratch:
         rule = f"{whole}, and its other towers are copied from its files"
@@ -187,8 +187,8 @@ def stop_id_problems(config: Config, dims: ModelDims) -> Iterator[Problem]:
 
 @RULES.add(commands=RUNS)
 def tags_are_alike(config: Config, facts: RunFacts) -> Iterator[Problem]:
-    """Reference and teacher are other weights of the actor's model, so they are built like it; on
-    separate devices they only need the same tokens."""
+    """Reference and teacher need the actor's architecture, as their weights are loaded into its
+    model; on separate devices they need only the same vocabulary."""
     is_dpo = facts.command == "dpo" and not unknown_families(config, facts)
     actor = known_dims(config.actor.path) if is_dpo else _sampled_dims(config, facts)
     if actor is None:
@@ -205,7 +205,7 @@ def tags_are_alike(config: Config, facts: RunFacts) -> Iterator[Problem]:
         if unlike:
             name = unlike[0]
             rule = f"its {name} is {given[name]} and the actor's {wanted[name]}"
-            remedy = "give weights of the same architecture: they take turns in the actor's model"
+            remedy = "give weights of the same architecture: both are loaded into the actor's model"
             if key in apart:
                 remedy = "give a model with the tokenizer of the actor"
             yield Problem(f"{key} = {path}", rule, remedy)
@@ -218,15 +218,15 @@ def frozen_paths(config: Config) -> dict[str, str | None]:
 
 
 NO_SERVER = (
-    "what a server holds is verified by name and digest: this is not built for one that holds "
-    "other towers, too"
+    "weights of a server are verified by name and digest, which is not supported if it has "
+    "other towers"
 )
 NO_TOWERS = {
-    "fsdp": "fsdp builds language models of transformers alone",
+    "fsdp": "fsdp builds only language models of transformers",
     "vllm": NO_SERVER,
     "sglang": NO_SERVER,
 }
 """Backends without text towers, and why; Megatron-Core has a rule of its own."""
 OF_THE_ACTOR = ("max_position", "initializer_range")
-"""Keys of lengths and initial weights, which the weights of a tag do not depend on."""
+"""Dimensions that may differ between actor and tag: length and initialisation."""
 OF_A_SCORER = "vocab_size"

@@ -1,5 +1,4 @@
-"""Rules on modes, devices and machines: the sampler, runs with one side only, limits of
-launchers."""
+"""Rules on modes, devices and machines: the sampler, runs with `only`, limits of launchers."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ RULES = Rules()
 
 
 def server_of(config: Config) -> Component | None:
-    """The server that samples, if it is not the embedded engine."""
+    """The rollout component if it is a server; None for the embedded engine."""
     rollout = config.part("rollout")
     return None if not rollout or rollout.backend == "embedded" else rollout
 
@@ -35,7 +34,7 @@ def the_mode_fits_the_devices(config: Config) -> Problem | None:
     if apart:
         rule = f"rollout and training must share devices, but {layout} separates them"
         return Problem(where, rule, "join them with | instead of +, or set mode: hybrid")
-    rule = f"rollout and training need devices of their own, but {layout} has them share"
+    rule = f"rollout and training need separate devices, but {layout} lets them share"
     return Problem(where, rule, "join them with + instead of |, or set mode: colocate")
 
 
@@ -55,11 +54,11 @@ def oversampled_steps_wait_for_their_groups(config: Config) -> Iterator[Problem]
         return
     where, off = f"rollout.oversample = {keys.oversample:g}", "leave it out"
     if config.max_staleness:
-        rule = f"max_staleness = {config.max_staleness} has the next batch sampled meanwhile"
-        yield Problem(where, f"is for steps that wait for their groups: {rule}", f"{off}, or set 0")
+        rule = f"max_staleness = {config.max_staleness} samples the next batch meanwhile"
+        yield Problem(where, f"needs steps that wait for their groups: {rule}", f"{off}, or set 0")
     if not keys.is_single_turn:
         several = next(spec for spec in keys.specs if spec != "single_turn")
-        rule = f"what {several} has begun cannot continue in a later step: single answers can"
+        rule = f"an unfinished {several} cannot continue in a later step: single answers can"
         yield Problem(where, rule, f"{off}, or use workflow: single_turn")
     most = keys.max_concurrent_groups
     if most is not None and most < config.groups_started:
@@ -77,11 +76,11 @@ def offloaded_training_takes_turns(config: Config) -> Problem | None:
         rule = f"no other component uses the trainer's devices in mode = {config.mode}"
         return Problem(where, rule, "leave it out, or set mode: colocate")
     if config.offload_rollout is False:
-        rule = "offload_rollout = false: the sampler would not make room when training comes back"
+        rule = "offload_rollout = false: the sampler would not free memory when training resumes"
         return Problem(where, rule, "set both, or neither")
     if server_of(config) is not None and transport != "disk":
         where = f"rollout.server.weight_transport = {transport}"
-        rule = "offload_train = true: weights have left the GPU when the server takes them"
+        rule = "offload_train = true: weights are not on the GPU when the server reads them"
         return Problem(where, rule, "use disk")
     return None
 
@@ -126,7 +125,7 @@ def embedded_samplers_share_gpus(config: Config) -> Problem | None:
     rollout = server_of(config)
     if not config.cluster.share_gpus or not rollout:
         return None
-    rule = f"{rollout} takes its part of a GPU by | and rollout.server.gpu_memory_share"
+    rule = f"{rollout} shares a GPU by | and rollout.server.gpu_memory_share"
     return Problem("cluster.share_gpus = true", rule, "leave it out, or use embedded")
 
 
@@ -169,7 +168,7 @@ def fsdp_trains_models_without_a_file(config: Config) -> list[Problem]:
 def strict_is_not_compiled(config: Config) -> Problem | None:
     if not config.strict or config.actor.archon.enable_compile is not True:
         return None
-    rule = "strict = true: compiled code adds up in an order of its own"
+    rule = "strict = true: compiled code sums in a different order"
     return Problem("actor.archon.enable_compile = true", rule, "leave it out, or at auto")
 
 
@@ -207,7 +206,7 @@ def servers_fit_the_allocation(config: Config) -> list[Problem]:
         rule = "weights of ranks in separate processes are in host memory, which vllm"
         found.append(Problem(where, f"{rule} cannot take by reference", "use disk or broadcast"))
     elif is_ipc and placed.written.are_apart:
-        rule = f"weights are handed over on the GPU that trains, but {layout} separates them"
+        rule = f"weights are passed on the training GPU, but {layout} separates them"
         found.append(Problem(where, rule, "use broadcast or disk"))
     return found
 
@@ -219,7 +218,7 @@ def groups_are_for_a_run_that_only_trains(config: Config) -> Problem | None:
         return Problem("groups_from", "only = train trains the groups of another run", remedy)
     if config.only != "train" and config.groups_from is not None:
         where = f"groups_from = {config.groups_from}"
-        return Problem(where, "is read by only = train alone", "set only: train, or leave it out")
+        return Problem(where, "is read only with only = train", "set only: train, or leave it out")
     return None
 
 

@@ -2,7 +2,7 @@
 to.
 
 Rules read a resolved config and, if needed, facts of the run. A rule that reads a key which is
-known to be wrong is left out: a second message about the same mistake does not help.
+known to be wrong is skipped, as a second message about the same mistake would not help.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pentad.core.sizes import DeviceKind
 RunCommand = Literal["train", "sft", "pretrain", "dpo", "reward-model"]
 Command = Literal[RunCommand, "plan", "eval", "reward"]
 RUNS: tuple[Command, ...] = ("train", "sft", "plan")
-"""Commands that start a training run, or plan one; rules of `sft` apply to all of `ON_EXAMPLES`."""
+"""Commands that train, or plan it; rules of `sft` apply to all of `ON_EXAMPLES`."""
 ON_EXAMPLES: tuple[Command, ...] = ("sft", "pretrain", "dpo", "reward-model")
 """Commands that train on examples without sampling."""
 FoundProblems = Problem | str | Iterable[Problem | str] | None
@@ -46,8 +46,8 @@ class StartFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """Facts besides the config. They depend on the stage: while a recipe is read the command, in a
-    plan also the device, at the start of a run all."""
+    """Facts besides the config. Known facts depend on the stage: the command when a recipe is read,
+    also the device in a plan, all at the start of a run."""
 
     command: Command = "plan"
     device: DeviceKind | None = None
@@ -83,16 +83,16 @@ class RunFacts:
 @dataclass(frozen=True, slots=True)
 class ConfigRule:
     check: Callable[..., FoundProblems]
-    """Its parameters are the config, and the facts if it has a second one."""
+    """Function of the config, and of the facts if it has a second parameter."""
     commands: tuple[Command, ...]
     depends_on: tuple[str, ...]
-    """The keys whose mistakes disable it; empty: those that it reads."""
+    """The rule is skipped if one of these keys is wrong; empty: the keys that it reads."""
     is_noted: bool
-    """Whether a plan notes what a run rejects by it."""
+    """Whether `plan` reports its problems as notes, while a run is rejected."""
 
     def is_asked(self, config: Config, facts: RunFacts) -> bool:
-        """Whether it applies. A plan without a sampler is one of `sft`: rules of `train` only do
-        not apply."""
+        """Whether the rule applies to the command. A plan without a sampler counts as `sft`: rules
+        for `train` only do not apply."""
         command: Command = "sft" if facts.command in ON_EXAMPLES else facts.command
         wanted = {command, "sft"} if command == "plan" and not config.has_sampler else {command}
         return wanted <= set(self.commands)
@@ -100,7 +100,7 @@ class ConfigRule:
     def problems(
         self, config: Config, facts: RunFacts, bad: frozenset[str] = frozenset()
     ) -> list[Problem | str]:
-        """Its problems, unless it reads one of the bad keys or needs an unknown fact."""
+        """The problems it finds; none if it reads a bad key or needs an unknown fact."""
         view, reads = recorded(config) if bad else (config, set())
         given = (view, facts)[: len(inspect.signature(self.check).parameters)]
         try:
@@ -153,7 +153,7 @@ def recorded(config: Config) -> tuple[Config, set[str]]:
 
 
 def reads_any(reads: Collection[str], bad: Collection[str]) -> bool:
-    """Whether a key that was read, a block that it is in, or a key in it is a bad one."""
+    """Whether any key that was read equals, contains, or is contained in a bad key."""
     return any(
         key == other or key.startswith(f"{other}.") or other.startswith(f"{key}.")
         for key in reads
@@ -162,7 +162,7 @@ def reads_any(reads: Collection[str], bad: Collection[str]) -> bool:
 
 
 class _View:
-    """A section whose keys are recorded when they are read, by its own properties too."""
+    """A section that records which keys are read, also by its own properties."""
 
     __slots__ = ("_path", "_reads", "_section")
 
@@ -197,7 +197,7 @@ class _View:
 
 
 def _bound(member: object, view: _View) -> Any:
-    """A property or method of a section, that reads through the view."""
+    """A property or method of a section, bound to the view, so that its reads are recorded."""
     if isinstance(member, property) and member.fget is not None:
         return member.fget(view)
     return partial(cast(Callable[..., Any], member), view)

@@ -1,8 +1,8 @@
 """Rules on the start of a run: implemented features, and the limits of the device.
 
-A start rejects what a plan notes (`plan` also shows layouts that are not implemented) or rejects
-too, if it plans for this machine. Both use the same sentences. `trainer.preflight` adds rules that
-need the parts themselves.
+The start of a run rejects all of these problems. `plan`, which also shows layouts that are not
+implemented, rejects them if it plans for this machine, else reports them as notes.
+`trainer.preflight` adds rules that need loaded components.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def what_trains_shares_ranks(config: Config) -> Iterator[Problem]:
     for part in [part for part in allocation if not part.is_inference]:
         if part.world == actor.world and allocation.shares_devices(actor, part):
             continue
-        remedy = "give both as many, joined with |"
+        remedy = "give both equally many, joined with |"
         if part.role in SCORERS and allocation.stands_alone(part.role):
             if config.mode == "async" or part.role not in needed:
                 continue
-            remedy += ", or set mode: async, which scores on devices apart"
-        rule = f"{part} and {actor} must use the same ranks, as everything that trains"
+            remedy += ", or set mode: async, which scores on separate devices"
+        rule = f"{part} and {actor} must use the same ranks, like all trained components"
         yield Problem(where, rule, remedy)
 
 
@@ -104,7 +104,7 @@ def the_device_compiles(config: Config, facts: RunFacts) -> Iterator[Problem]:
         rule = "blocks are compiled on CUDA only, and this run computes on cpu"
         if model.archon.ac_mode == "memory_budget":
             where = f"{role}.archon.ac_mode = memory_budget"
-            rule = f"the compiler keeps to it: {rule}"
+            rule = f"the compiler enforces it: {rule}"
             yield Problem(where, rule, "use selective or full")
         elif model.archon.enable_compile is True:
             yield Problem(f"{role}.archon.enable_compile = true", rule, "leave it out")
@@ -121,7 +121,7 @@ def the_device_suits_the_servers(config: Config, facts: RunFacts) -> Iterator[Pr
         yield Problem("offload_rollout = true", rule, "leave it out")
     is_started = not config.rollout.server.addresses
     if config.rollout.replay_routes and rollout.backend == "vllm" and is_started:
-        rule = "vLLM does not say on a CPU which experts it used (its newer runner needs Triton)"
+        rule = "vLLM on a CPU cannot report the experts it used (its newer runner needs Triton)"
         remedy = "leave it out, or use embedded in allocation_mode"
         yield Problem("rollout.replay_routes = true", rule, remedy)
     if config.rollout.server.weight_transport == "ipc":
@@ -145,7 +145,7 @@ def rank_problems(config: Config, facts: RunFacts) -> list[Problem]:
     placed = topology(config, facts_of(config, facts.kind))
     apart = placed.samplers if placed.written.are_apart else []
     if facts.kind == "cuda" and config.elastic.enabled and (apart or placed.scorers):
-        rule = "samplers and scorers on GPUs of their own are counted after those that train"
+        rule = "samplers and scorers on separate GPUs are counted after training"
         remedy = "let the sampler share the trainer's devices (embedded:dN|archon:dN), or use Ray"
         return [Problem("elastic.enabled = true", rule, remedy)]
     count = facts.at_start.num_gpus
@@ -157,7 +157,7 @@ def rank_problems(config: Config, facts: RunFacts) -> list[Problem]:
 
 
 def process_problems(config: Config, kind: DeviceKind) -> list[Problem]:
-    """Whether this machine can run a process for each rank if they share its cores."""
+    """Checks that this machine can run a process for each rank if ranks share its cores."""
     actor = config.part("actor")
     if not actor or kind == "cuda":
         return []
@@ -220,7 +220,7 @@ def cache_problems(config: Config, dims: ModelDims, kind: DeviceKind) -> list[Pr
         return []
     if problems := latent_cache_problems(dims, config.rollout.kv_cache_dtype):
         return problems
-    if size_gb is None or uncounted(config):  # how much a token takes is not known
+    if size_gb is None or uncounted(config):  # bytes per token are unknown
         return []
     prompt = config.train_dataset.max_length or 1  # a prompt has at least one token
     longest = longest_sample(config, prompt, dims.max_position)
@@ -228,13 +228,13 @@ def cache_problems(config: Config, dims: ModelDims, kind: DeviceKind) -> list[Pr
     block_bytes = BLOCK_TOKENS * kv_token_bytes(
         dims, number_bytes, config.rollout.kv_cache_dtype, expanded=config.strict
     )
-    num_blocks = size_gb * GIB // block_bytes - 1  # one is for scratch
+    num_blocks = size_gb * GIB // block_bytes - 1  # one is a scratch block
     needed = -(-longest // BLOCK_TOKENS)
     if num_blocks >= needed:
         return []
     tokens = int(max(num_blocks, 0)) * BLOCK_TOKENS
     rule = f"holds {tokens} tokens, and prompt and answer may have {longest}"
-    least_gb = 1.01 * (needed + 1) * block_bytes / GIB  # three digits are off by less
+    least_gb = 1.01 * (needed + 1) * block_bytes / GIB  # 1%: rounding to three digits is less
     return [Problem(f"rollout.kv_cache_gb = {size_gb:g}", rule, f"give at least {least_gb:.3g}")]
 
 
@@ -242,7 +242,7 @@ def cache_format_problems(config: Config, backend: str, kind: DeviceKind) -> lis
     form, is_server = config.rollout.kv_cache_dtype, backend != "embedded"
     where = f"rollout.kv_cache_dtype = {form}"
     if form == "bf16" and config.actor.bytes_on(kind) != 2:
-        rule = "the model computes in float32 here, and its cache holds what it computes"
+        rule = "the model computes in float32 here, and its cache has the same dtype"
         return [Problem(where, rule, "leave it at auto, or set actor.dtype = bfloat16")]
     if form not in EIGHT_BIT_CACHES:
         return []
@@ -283,13 +283,13 @@ def one_machine_is_enough(config: Config, facts: RunFacts) -> list[Problem]:
         return []
     where = f"cluster.n_nodes = {nodes}"
     remedy = "start it with torchrun on each, use scheduler.type=ray or slurm, or set n_nodes=1"
-    rule = "scheduler.type = local starts processes on this machine alone"
+    rule = "scheduler.type = local starts processes on this machine only"
     return [Problem(where, rule, remedy)]
 
 
 @RULES.add(commands=("train",))
 def a_reward_model_has_a_device(config: Config, facts: RunFacts) -> Iterator[Problem]:
-    """If other processes have GPUs, the scheduler uses none by default."""
+    """Requires a device for reward models if other processes use GPUs: auto then finds none."""
     for block, reward in rewards_of(config).items():
         is_open = REWARD_MODEL in reward.functions and reward.model.device == "auto"
         if is_open and facts.kind == "cuda" and topology(config).is_learner_apart:

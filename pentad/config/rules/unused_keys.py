@@ -1,8 +1,8 @@
 """Keys that a run does not read, given its other keys: each is reported, none is silently ignored.
 
-One table says when a key is read. A key that differs from its default and is not read gives one
-sentence, in `plan` and at the start of a run; it is no error, because recipes are used for several
-layouts and commands.
+A table defines when a key is read. A key that differs from its default and is not read gives one
+message, in `plan` and at the start of a run; it is not an error, because recipes are used for
+several layouts and commands.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def unread(config: Config, command: Command = "plan") -> list[str]:
         keys = [*OF_ROLLOUT, *(() if command == "dpo" else ("ref",))]
         keys += ["actor.enable_tree_training"] if command in ("sft", "pretrain") else []
         readers.append(KeyUse(tuple(keys), lambda _: False, f"{command} does not sample"))
-        why = f"{command} has the devices to itself"
+        why = f"{command} uses all devices"
         readers.append(KeyUse(("offload_train",), lambda config: not config.offload_train, why))
-    found: dict[str, str] = {}  # the first word on a key is enough: a block may be there, too
+    found: dict[str, str] = {}  # one message per key; its block may be listed, too
     for reader in readers:
         if not reader.reads(config):
             for key, value in [pair for name in reader.keys for pair in given(config, name)]:
@@ -66,7 +66,7 @@ def given(config: Config, key: str) -> Iterator[tuple[str, Any]]:
     default: Any = fields()[key].default
     value: Any = config
     for name in key.split("."):
-        if value is None:  # the block it is in is not there
+        if value is None:  # its block is unset
             return
         value = getattr(value, name)
     if isinstance(value, Section):
@@ -136,7 +136,7 @@ def model_readers(role: str, model: ModelConfig) -> list[KeyUse]:
         KeyUse(
             (f"{role}.optimizer.min_lr_ratio",),
             lambda _: model.optimizer.lr_scheduler_type != "constant",
-            f"{role}.optimizer.lr_scheduler_type = constant does not fall",
+            f"{role}.optimizer.lr_scheduler_type = constant does not decay",
         ),
     ]
 
@@ -186,7 +186,7 @@ READERS = (
     KeyUse(
         ("megatron.ckpt_convertor.use_gpu_num", "megatron.ckpt_convertor.use_gpu_index"),
         lambda _: False,
-        "converting is copying and done on the CPU",
+        "the conversion runs on the CPU",
     ),
     KeyUse(
         ("megatron.ckpt_convertor",),
@@ -221,14 +221,14 @@ READERS = (
     KeyUse(
         ("saver.keep_last", "saver.keep_best"),
         lambda config: config.saver.is_periodic,
-        "the model is saved at the end alone; saver.freq_steps=N saves it every N steps",
+        "the model is saved at the end only; saver.freq_steps=N saves it every N steps",
     ),
     KeyUse(
         ("valid_dataset", "evaluator"),
         lambda config: config.only is None,
-        "a run of one side alone evaluates nothing",
+        "a run with `only` evaluates nothing",
     ),
-    KeyUse(("store",), lambda config: config.only is None, "a run of one side alone needs none"),
+    KeyUse(("store",), lambda config: config.only is None, "a run with `only` needs none"),
     KeyUse(
         (
             *("actor.optimizer", "critic", "saver", "guards", "telemetry.keep_batches"),
@@ -253,9 +253,9 @@ READERS = (
     KeyUse(
         ("offload_train",),
         lambda config: config.only is None or not config.offload_train,
-        "a run of one side alone has the devices to itself",
+        "a run with `only` uses all devices",
     ),
-    KeyUse(("valid_dataset.batch_size",), lambda _: False, "held-out rows go all together"),
+    KeyUse(("valid_dataset.batch_size",), lambda _: False, "held-out rows are in one batch"),
     KeyUse(
         ("reward",),
         lambda config: config.reward.functions or config.rollout.workflows,
@@ -279,12 +279,12 @@ READERS = (
     KeyUse(
         ("rollout.restarts",),
         lambda config: samples_with(config, "embedded") and has_sampler_processes(config),
-        "the sampler is no process that the run could start again",
+        "the sampler is not a process that the run can restart",
     ),
     KeyUse(
         ("rollout.max_batch_tokens",),
         lambda config: samples_with(config, "embedded", "vllm"),
-        "SGLang chooses it; rollout.server.args can say otherwise",
+        "SGLang chooses it; rollout.server.args can override it",
     ),
     KeyUse(
         (

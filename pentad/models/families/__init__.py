@@ -1,8 +1,8 @@
 """Model families by name: their specs, dimensions and weight maps.
 
-A family is one file whose `SPEC` is its `ModelSpec`; those of this folder are found by their
-`model_type`, others by `mypackage.mymodel:SPEC` or `path/to/mymodel.py:SPEC`. Nothing here loads
-torch, so a plan reads the same files as a run.
+A family is a file whose `SPEC` is its `ModelSpec`; those of this folder are found by `model_type`,
+others by `mypackage.mymodel:SPEC` or `path/to/mymodel.py:SPEC`. No file loads torch, so that plans
+can read them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ConfigLike = str | Path | Mapping[str, Any] | HfConfig
 
 
 def register(path: str) -> ModelSpec:
-    """Registers the family of an outside model file under its `model_type`."""
+    """Registers the family of an external model file under its `model_type`."""
     spec, _ = _load(path)
     REGISTERED[spec.family] = path
     return spec
@@ -87,7 +87,7 @@ def spec_of(family: str) -> ModelSpec:
 
 
 def class_of(family: str) -> Any:
-    """The class that a family's spec names; in a model file given by its path, `stem:Class` is a
+    """The model class of a family's spec; in a model file given by its path, `stem:Class` is a
     class of that file."""
     path = path_of(family)
     spec, home = _load(path)
@@ -120,7 +120,7 @@ def _module(where: str, said: str, kind: str) -> ModuleType:
     """A module by its dotted name or by its file."""
     try:
         return import_named(where, fresh=True)
-    except (Exception, SystemExit) as error:  # it is a program of the user's
+    except (Exception, SystemExit) as error:  # a user's file raises anything
         rule = f"cannot be imported ({why_not_loaded(error)})"
         remedy = f"give package.module:{kind} or path/to/file.py:{kind}"
         raise UserError(Problem(said, rule, remedy)) from error
@@ -159,27 +159,27 @@ def dims_of(source: ConfigLike, model: str | None = None) -> ModelDims:
 
 
 def family_of(config: Mapping[str, Any]) -> str:
-    """The `model_type` of a config, or of its text tower. It is a name: a path in it would let a
-    folder run its code."""
+    """The `model_type` of a config, or of its text tower. UserError for a path, which would allow a
+    folder to run code."""
     tower = tower_of(config)
     family = str(config.get("model_type") if tower is None else text_family(config, tower))
     if not family.replace("-", "_").isidentifier() or len(family) > MAX_NAME:
-        rule = "is no name of a family"
+        rule = "is not a name of a family"
         remedy = "name a model file of your own where the model is loaded, not in config.json"
         raise UserError(Problem(f"config.json: model_type = {family[:MAX_NAME]}", rule, remedy))
     return family
 
 
 def planned_dims(source: ConfigLike) -> ModelDims:
-    """Dimensions of a config whose family may have no model file: transformers' models can be
-    trained without one."""
+    """Dimensions of a config whose family may have no model file (such models are trained by
+    transformers)."""
     config = read_config(source)
     return dims_of(source) if is_known(family_of(config)) else dims_from_hf(config)
 
 
 def public_configs() -> dict[str, dict[str, Any]]:
-    """Public models by name, with the relevant keys of their config.json: a run can be planned with
-    them before any download."""
+    """Public models by name, with the relevant keys of their config.json, for plans without a
+    download."""
     return {
         name: {"model_type": family, **config}
         for family in known_families()
@@ -213,7 +213,7 @@ def no_such_family(family: str, known: Iterable[str]) -> Problem:
 
 
 def lora_words(dims: ModelDims, lora: LoraConfig, role: str = "actor") -> Sequence[str]:
-    """The targets of an adapter of the family, by name."""
+    """Words of the targets of an adapter for the family; UserError for invalid ones."""
     rules = spec_of(dims.family).rules
     words = target_words(rules, dims)
     raise_problems(target_problems(lora, words, dims.family, fused_words(rules, dims), role))
@@ -227,7 +227,7 @@ def lora_map_of(dims: ModelDims, lora: LoraConfig, *, value_head: bool = False) 
 
 
 def map_of(dims: ModelDims) -> WeightMap:
-    """The family's weight map at these dimensions; built once, it is large for many experts."""
+    """The family's weight map at these dimensions; cached, as it is large for many experts."""
     path = path_of(dims.family)
     key = (path, repr(dims))
     if key not in _MAPS:

@@ -55,7 +55,7 @@ def latents(read: ConfigValues) -> dict[str, Any]:
     rule = f"must be at most qk_nope_head_dim + qk_rope_head_dim = {plain + turned}"
     read.must(value <= plain + turned, "v_head_dim", value, rule)
     given = read.hf.get("head_dim")
-    rule = f"must be qk_rope_head_dim = {turned}: transformers turns so many numbers"
+    rule = f"must be qk_rope_head_dim = {turned}: transformers rotates as many numbers"
     read.must(given in (None, turned), "head_dim", given, rule)
     queries = read.hf.get("q_lora_rank")
     return {
@@ -82,7 +82,7 @@ def scales(read: ConfigValues, dims: ModelDims) -> dict[str, Any]:
 
 
 def checked_mixture(read: ConfigValues, num_layers: int) -> dict[str, Any]:
-    """Keys that the code of the released weights reads and transformers does not."""
+    """Checks keys that only the code of the released weights reads, then reads the mixture."""
     read.fixed({"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1})
     return mixture(read, num_layers)
 

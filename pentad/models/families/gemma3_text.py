@@ -1,5 +1,5 @@
 """Gemma 3, text: scaled embeddings, norms with weights around 0 before and after attention and ffn,
-head norms, gelu, windows on five of six layers, which have a rotary base of their own."""
+head norms, gelu, windows on five of six layers, which have a separate rotary base."""
 
 from __future__ import annotations
 

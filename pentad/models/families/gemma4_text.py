@@ -1,6 +1,6 @@
-"""Gemma 4, text: layers without a window have heads of another width and number, and their values
-may be their keys; values are normed, logits limited, and each layer has a factor. Some models have
-mixtures beside the dense ffn, others embeddings for each layer and layers that share keys."""
+"""Gemma 4, text: layers without a window have another width and number of heads, and may use keys
+as values; values are normed, logits limited, and each layer has a factor. Some models have mixtures
+beside the dense ffn, others per-layer embeddings and layers that share keys."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ DEFAULTS = {
     "hidden_size_per_layer_input": 256,
     "vocab_size_per_layer_input": 262144,
 }
-"""transformers' values of keys that a config leaves out."""
+"""transformers' defaults of missing keys."""
 SMALL: dict[str, Any] = {"tied": True, "head_dim": 256, "final_logit_softcapping": 30.0}
 SMALL |= {"max_position": 131072}
 LARGE = SMALL | {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
 LARGE |= {"max_position": 262144, "sliding_window": 1024}
 HEADS = ("head_dim", "num_key_value_heads")
-"""Keys of `per_layer_config`, by which transformers saves how layers differ."""
+"""Keys of `per_layer_config`, in which transformers saves differences between layers."""
 
 
 def slides(layer: int, _: int) -> bool:
@@ -70,7 +70,7 @@ def heads_without_window(read: ConfigValues, dims: ModelDims, full: list[int]) -
         has_own = read.flag("attention_k_eq_v") and read.hf.get(key) is not None
         num = read.whole(key) if has_own else dims.num_kv_heads
         return read.whole("global_head_dim"), num
-    if given is None:  # transformers then takes all layers as alike
+    if given is None:  # then all layers are alike in transformers
         return dims.head_dim, dims.num_kv_heads
     rule = f"must give {' and '.join(HEADS)} of all layers without a window alike, and nothing else"
     is_map = isinstance(given, Mapping) and all(isinstance(own, Mapping) for own in given.values())
@@ -91,8 +91,8 @@ def heads_without_window(read: ConfigValues, dims: ModelDims, full: list[int]) -
 def shared_layers(
     read: ConfigValues, dims: ModelDims, full: list[int]
 ) -> dict[int, dict[str, Any]]:
-    """What the last layers have of their own, which read the keys and values of the last layer of
-    their kind before them."""
+    """Differences of the last layers, which read the keys and values of the last earlier layer of
+    their kind."""
     num_shared = read.whole("num_kv_shared_layers", 0, 0)
     first = dims.num_layers - num_shared
     sources = {i in full: i for i in range(first)}
@@ -122,8 +122,8 @@ def layer_inputs(read: ConfigValues, dims: ModelDims) -> dict[str, Any]:
 
 
 def differences(read: ConfigValues, dims: ModelDims) -> dict[str, Any]:
-    """What layers without a window have of their own, and what all layers have."""
-    # transformers takes the last layer as one without a window.
+    """Dimensions that only layers without a window have, and those of all layers."""
+    # In transformers the last layer never has a window.
     sliding = (*dims.sliding_layers[:-1], False) if any(dims.sliding_layers[:-1]) else ()
     full = [i for i in range(dims.num_layers) if not (sliding and sliding[i])]
     width, num_kv_heads = heads_without_window(read, dims, full)
@@ -139,7 +139,7 @@ def differences(read: ConfigValues, dims: ModelDims) -> dict[str, Any]:
     }
     sharing = shared_layers(read, dims, full)
     seen = read.hf.get("use_bidirectional_attention")
-    rule = "text would see later tokens; only null and vision are built"
+    rule = "text would attend to later tokens; only null and vision are supported"
     read.must(seen in (None, "vision"), "use_bidirectional_attention", seen, rule)
     turned = {"rope_theta": dims.rope_theta, **dims.rope_scaling}
     return {
@@ -264,7 +264,7 @@ SPEC = ModelSpec(
             "use_double_wide_mlp": True,
         },
     },
-    # Those of the text towers; a table of per-layer embeddings is counted, too.
+    # Text towers, with the table of per-layer embeddings.
     public={
         "google/gemma-4-31B": sizes(
             *(5376, 21504, 60, 32, 16, 262144), **LARGE, num_global_key_value_heads=4
@@ -290,7 +290,7 @@ SPEC = ModelSpec(
         ),
     },
     model="pentad.models.layer_inputs:SharingDecoder",
-    # What layers that read the keys and values of others have in released folders.
+    # Unused tensors in released folders, of layers that read the keys and values of others.
     ignored=tuple(
         f"{LAYER}self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm", "v_norm")
     ),

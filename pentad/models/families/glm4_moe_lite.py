@@ -41,7 +41,7 @@ def mixture(read: ConfigValues, num_layers: int) -> dict[str, Any]:
     moe_layers = tuple(one == "sparse" for one in kinds) if is_list else ()
     is_given = read.hf.get("first_k_dense_replace") is not None
     first = read.whole("first_k_dense_replace", 0, 0)
-    rule = "transformers goes by mlp_layer_types, which begins otherwise; leave it out"
+    rule = "transformers uses mlp_layer_types, which begins differently; leave it out"
     begins = not is_given or tuple(i >= first for i in range(num_layers)) == moe_layers
     read.must(begins, "first_k_dense_replace", first, rule)
     return {**checked_mixture(read, num_layers), "moe_layers": moe_layers}

@@ -17,7 +17,7 @@ ALPHA = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 1.0, "alpha": 50
 
 
 def rotary(read: ConfigValues, dims: ModelDims) -> dict[str, Any]:
-    """`dynamic` with an alpha is plain rotary of a larger base, at every length a model is for."""
+    """`dynamic` with an alpha is plain rotary with a larger base, at all supported lengths."""
     found: dict[str, Any] = {"norms_turned": True}
     scaling = dims.rope_scaling
     if scaling.get("rope_type") != "dynamic" or not scaling.get("alpha") or dims.head_dim < 4:

@@ -1,4 +1,4 @@
-"""Llama and its kin (SmolLM2): grouped-query attention, gated mlp, optional biases."""
+"""Llama and similar models (SmolLM2): grouped-query attention, gated mlp, optional biases."""
 
 from __future__ import annotations
 

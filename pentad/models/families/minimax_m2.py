@@ -42,7 +42,7 @@ def mixture(read: ConfigValues, num_layers: int) -> dict[str, Any]:
 
 
 def rotary(read: ConfigValues, dims: ModelDims) -> dict[str, Any]:
-    """`rotary_dim` of released configs, which transformers 5.17 passes over."""
+    """Reads `rotary_dim` of released configs, which transformers 5.17 ignores."""
     if read.hf.get("rotary_dim") is None:
         return {}
     width = read.whole("rotary_dim", least=2)

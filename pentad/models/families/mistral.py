@@ -1,4 +1,4 @@
-"""Mistral: Llama without biases, and with a window on every layer where one is set."""
+"""Mistral: Llama without biases, and with a window on every layer if one is set."""
 
 from __future__ import annotations
 

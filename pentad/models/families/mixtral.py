@@ -1,5 +1,4 @@
-"""Mixtral: Mistral with a mixture in every layer, whose experts have names of their own in
-files."""
+"""Mixtral: Mistral with a mixture in every layer, whose experts are separate tensors in files."""
 
 from __future__ import annotations
 

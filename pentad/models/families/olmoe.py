@@ -27,10 +27,10 @@ def mixture(read: ConfigValues, num_layers: int) -> dict[str, Any]:
 
 def checked(read: ConfigValues, dims: ModelDims) -> dict[str, Any]:
     limit = read.hf.get("clip_qkv")
-    read.must(limit is None, "clip_qkv", limit, "a limit on queries, keys and values is not built")
+    read.must(limit is None, "clip_qkv", limit, "limits on q, k and v are not supported")
     rule = f"must be hidden_size / num_attention_heads = {dims.hidden_size / dims.num_heads:g}"
     fits = dims.q_dim == dims.hidden_size
-    read.must(fits, "head_dim", dims.head_dim, f"{rule}: the norm of queries is so wide")
+    read.must(fits, "head_dim", dims.head_dim, f"{rule}: the norm of queries has this width")
     return {}
 
 

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: Llama, with q, k, v and gate, up each one tensor of the files."""
+"""Phi-3 and Phi-4: Llama, with q, k, v in one tensor of the files, and gate, up in another."""
 
 from __future__ import annotations
 

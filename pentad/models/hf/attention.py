@@ -1,9 +1,9 @@
-"""Attention of transformers' models computed by our core: packed rows, one core for all models.
+"""Replaces attention in transformers' models by Pentad's core for packed rows.
 
 The core is passed as a keyword through the model's forward, so that no state is shared between
-passes and a recomputed block uses the same core. Windows are in the masks that transformers builds,
-and some families pass them to attention in no other way. So a probe is run once with masks that
-describe themselves, and each attention module stores the window of its mask.
+passes and a recomputed block uses the same core. In some families the window is only in the mask
+that transformers builds. So a probe pass is run once with masks that describe themselves, and each
+attention module stores the window of its mask.
 
 Shapes: T packed tokens, H query heads, K key-value heads, d head width.
 """
@@ -25,11 +25,11 @@ from pentad.core.types import Attend
 NAME = "pentad"
 """The attention implementation of the models. transformers builds no mask for it."""
 PROBE = "pentad_probe"
-"""The same, with masks that describe themselves."""
+"""The attention implementation of the probe, with masks that describe themselves."""
 WINDOW = "pentad_window"
-"""The attribute under which an attention module keeps its window."""
+"""Attribute of an attention module with its window."""
 CORE = "pentad_attend"
-"""The keyword of the core."""
+"""Keyword argument with the core."""
 WITHOUT_EFFECT = {
     "cache_position",
     "dropout",
@@ -40,12 +40,12 @@ WITHOUT_EFFECT = {
     "sliding_window",
     "use_cache",
 }
-"""Keywords of attention calls without effect here: models run in eval mode, positions are in the
-rotated queries and keys already, and windows are known from the masks."""
+"""Keyword arguments of attention calls that are ignored: models run in eval mode, queries and keys
+are already rotated, and windows are known from the masks."""
 
 
 class NoCoreError(Exception):
-    """The model does not pass its keywords on to its attention."""
+    """The model does not pass keyword arguments to its attention."""
 
 
 def attend_packed(
@@ -59,23 +59,22 @@ def attend_packed(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """[1, H, T, d] queries and [1, K, T, d] keys and values to [1, T, H, d]."""
+    """Attention of [1, H, T, d] queries and [1, K, T, d] keys and values; returns [1, T, H, d]."""
     core: Attend | None = others.pop(CORE, None)
     if core is None:
         raise NoCoreError(type(module).__name__)
-    own = getattr(module, "is_causal", True)  # what transformers goes by where none is given
+    own = getattr(module, "is_causal", True)  # transformers' default
     _refuse_unknown(module, attention_mask, own if is_causal is None else is_causal, others)
-    # Models make them as [T, heads, d] and turn them around, so nothing is copied.
+    # Models transpose them from [T, heads, d], so nothing is copied.
     q_THd, k_TKd, v_TKd = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     width, value_width = q_THd.shape[-1], v_TKd.shape[-1]
     if scaling is not None and scaling != width**-0.5:
         q_THd = q_THd * (scaling * width**0.5)  # cores scale by the width
-    if value_width < width:  # cores take one width for all three
+    if value_width < width:  # cores need equal widths
         v_TKd = F.pad(v_TKd, (0, width - value_width))
     window: int | None = vars(module).get(WINDOW)
     options: dict[str, Any] = {} if window is None else {"window": window}
-    # Cores over packed rows do not ask for the layer, and reading its number would have each
-    # block compiled anew.
+    # Cores for packed rows ignore the layer, and reading its number would recompile each block.
     o_THd = core(0, q_THd, k_TKd, v_TKd, **options)
     return o_THd[None, ..., :value_width], None
 
@@ -83,7 +82,7 @@ def attend_packed(
 def _refuse_unknown(
     module: nn.Module, mask: Tensor | None, is_causal: bool, others: dict[str, Any]
 ) -> None:
-    """Arguments that the core does not support must not be ignored."""
+    """Raises UserError for arguments that the core does not support."""
     unknown = sorted(k for k, v in others.items() if v is not None and k not in WITHOUT_EFFECT)
     if mask is not None:
         unknown.append("attention_mask")
@@ -93,7 +92,7 @@ def _refuse_unknown(
         what = {
             "softcap": "softcap (capped attention scores)",
             "s_aux": "s_aux (attention sinks)",
-            "is_causal=False": "is_causal=False (tokens see those after them)",
+            "is_causal=False": "is_causal=False (tokens attend to later ones)",
         }
         named = ", ".join(what.get(name, name) for name in unknown)
         rule = f"its attention asks for {named}, which packed attention does not compute"
@@ -102,7 +101,7 @@ def _refuse_unknown(
 
 @dataclass(frozen=True, slots=True)
 class Sliding:
-    """A placeholder for a mask: every token attends to this many, itself included."""
+    """Replaces a mask: every token attends to `width` tokens, itself included."""
 
     width: int
 
@@ -110,7 +109,7 @@ class Sliding:
 def describe_mask(
     *, mask_function: Callable[..., Tensor], local_size: int | None = None, **others: Any
 ) -> Sliding | None:
-    """Replaces transformers' mask creation: returns the window, None for plain causal."""
+    """Replaces transformers' mask creation; returns the window, or None for plain causal."""
     far = 2 * (local_size or 4)
     q_Q1 = torch.tensor([0, 1, far // 2 - 1, far // 2, far // 2 + 1, far], device="cpu")[:, None]
     k_1K = torch.arange(far + 2, device="cpu")[None]

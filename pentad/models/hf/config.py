@@ -1,4 +1,4 @@
-"""Configs of transformers' models: read, rejected where they cannot be trained, and measured."""
+"""Reads configs of transformers' models, rejects unsupported ones, and derives dimensions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pentad.models.config_reader import MAX_LAYERS
 from pentad.models.families import ConfigLike, read_config
 
 PACKABLE = {"full_attention", "sliding_attention"}
-"""Kinds of layers (`layer_types`) that mix tokens only in attention."""
+"""`layer_types` in which tokens interact only in attention."""
 SHIFTING = {"dynamic", "longrope"}
 """Kinds of rotary embeddings that depend on the length of rows."""
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
-"""Keys with the length of transformers' lists and modules."""
+"""Keys with the number of layers."""
 UNBOUNDED = 1 << 20
 """Number of positions if a config has no limit."""
 
@@ -34,7 +34,7 @@ def read_hf_config(source: ConfigLike) -> PretrainedConfig:
             raise UserError(Problem(f"config.json: {key} = {given[key]:.6g}", rule))
     try:
         config = AutoConfig.for_model(**given) if folder is None else _read_folder(folder)
-    except Exception as error:  # config classes check their fields in ways of their own
+    except Exception as error:  # config classes raise anything
         rule = f"transformers cannot read it ({str(error).partition('. ')[0]})"
         remedy = "give a model type that it knows, or a model file of your own"
         raise UserError(Problem(where, rule, remedy)) from error
@@ -49,7 +49,7 @@ def _read_folder(folder: str | Path) -> PretrainedConfig:
 
 
 def _faults(config: PretrainedConfig) -> list[str]:
-    """Reasons in a config why the model cannot be trained here."""
+    """Reasons in the config why the model cannot be trained by the fsdp backend."""
     fields = config.to_dict()
     faults = []
     if config.get_text_config() is not config:
@@ -59,7 +59,7 @@ def _faults(config: PretrainedConfig) -> list[str]:
     if fields.get("is_encoder_decoder"):
         faults.append("it is an encoder with a decoder")
     if not getattr(config, "is_causal", True):
-        faults.append("is_causal = false: its tokens see those after them")
+        faults.append("is_causal = false: tokens attend to later ones")
     if fields.get("quantization_config"):
         faults.append("its weights are quantised (quantization_config); give the full ones")
     rope = fields.get("rope_parameters") or {}
@@ -79,11 +79,11 @@ def _faults(config: PretrainedConfig) -> list[str]:
     try:
         measure(config)
     except AttributeError as error:
-        faults.append(f"it is no attention decoder: its config names no {error.name}")
+        faults.append(f"it is not an attention decoder: its config has no {error.name}")
     mixing = sorted(set(fields.get("layer_types") or ()) - PACKABLE)
     if mixing:
         faults.append(
-            f"its layers of kind {', '.join(mixing)} let tokens meet outside of causal attention, "
+            f"its layers of kind {', '.join(mixing)} mix tokens outside of causal attention, "
             "so rows cannot be packed"
         )
     return faults
@@ -92,14 +92,14 @@ def _faults(config: PretrainedConfig) -> list[str]:
 def dims_of_hf(source: ConfigLike) -> ModelDims:
     """The dimensions of any decoder of transformers, as far as engine and data need them.
 
-    They are sufficient to check, distribute and balance tokens, and do not describe layers: experts
-    and windows are left out, so FLOPs and memory must not be computed from them.
+    They suffice to check, distribute and balance tokens, but do not describe layers (experts,
+    windows), so FLOPs and memory must not be computed from them.
     """
     return measure(read_hf_config(source))
 
 
 def measure(config: PretrainedConfig) -> ModelDims:
-    # Families rename keys; as attributes of the config they have one name.
+    # Key names differ between families; attributes of the config have common names.
     hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
     fields = config.to_dict()
 

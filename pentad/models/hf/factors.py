@@ -1,7 +1,7 @@
-"""Adapters of transformers' models: which of their layers take factors, and what these are called.
+"""Adapters of transformers' models: the layers that can have factors, and their names.
 
-Factors stand beside the plain linear layers of the blocks. Experts are stacked in parameters of
-three dims there and have none; neither have routers, embedding and head.
+Plain linear layers of the blocks have factors. Experts, which are stacked in parameters of three
+dims, have none; nor have routers, embedding and head.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pentad.weights.peft import word_of
 
 
 def linear_layers(model: nn.Module, blocks: Iterable[str]) -> dict[str, str]:
-    """Name -> word of a recipe, which is the last name where no word stands for it."""
+    """Name of each linear layer -> target word, or its last name if there is no word."""
     prefixes = tuple(f"{block}." for block in blocks)
     plain = (n for n, module in model.named_modules() if type(module) is nn.Linear)
     words = {name: word_of(name) for name in plain if name.startswith(prefixes)}
@@ -35,7 +35,7 @@ def words_of(
     stacked = ["experts"] if any(p.ndim == 3 for p in body.parameters()) else []
     name = family + OF_FSDP
     if lora.targets and not linears:
-        rule = f"{name} has no linear layers in its blocks, beside which factors could stand"
+        rule = f"{name} has no linear layers in its blocks, to which factors could be added"
         raise UserError(Problem(f"{role}.lora", rule, f"leave {role}.lora out"))
     raise_problems(target_problems(lora, words, name, stacked, role))
     return words if lora.targets == "all-linear" else lora.targets
@@ -44,7 +44,7 @@ def words_of(
 def factors_beside(
     matrices: Sequence[Entry], heads: Sequence[Entry], dims: ModelDims, lora: LoraConfig
 ) -> WeightMap:
-    """The map of an adapter of these matrices, and of heads that are trained whole."""
+    """The map of an adapter of these matrices, and of fully trained heads."""
     return factor_map(map(_as_rule, matrices), map(_as_rule, heads), dims, lora)
 
 

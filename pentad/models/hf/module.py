@@ -1,17 +1,17 @@
-"""A causal language model of transformers as a `LanguageModel`: packed rows in, hidden states out.
+"""A causal language model of transformers as a `LanguageModel`, for packed rows.
 
-Its body runs as transformers wrote it, with our attention core inside; its head is replaced by the
-fused log-probs. Parameters keep transformers' names. The logit rule of a class, and the layout of
-its tensors on disk, are found by running the class itself, not listed by family: its forward is run
-with stand-ins for body and head, and transformers writes tensors without memory, whose views show
-which block of which tensor each one is.
+The body is transformers' code with Pentad's attention core; the head is replaced by the fused
+log-probs. Parameters keep transformers' names. Instead of lists by family, the logit rule and the
+layout of tensors on disk are found by running the class: its forward runs with stand-ins for body
+and head, and transformers converts tensors without memory, whose views show the block of the source
+tensor.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -44,18 +44,49 @@ from pentad.weights.regions import DimRun, Region, Shape, whole_region
 def build_hf_model(
     config: PretrainedConfig, *, dtype: torch.dtype, value_head: bool = False
 ) -> HfModel:
-    """Builds the model on meta. A value head replaces the lm head."""
+    """Builds the model on the meta device. A value head replaces the lm head."""
     where = f"config.json: model_type = {config.model_type}"
+    # In 16 bits: products of experts are written for them, and they show which weights stay wide.
+    probe = _build_causal(copy.deepcopy(config), PROBE, torch.bfloat16, where)
+    wide = wide_names(probe)
+    causal = _build_causal(config, NAME, dtype, where)
+    for model in (probe, causal):
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if name in wide:
+                tensor.data = tensor.data.to(torch.float32)
+    shapes = check_packable(causal, probe, where)
+    return HfModel(causal, where, shapes, wide, value_head=value_head)
+
+
+def _build_causal(
+    config: PretrainedConfig, attention: str, dtype: torch.dtype, where: str
+) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             causal = AutoModelForCausalLM.from_config(
-                config, attn_implementation=NAME, dtype=dtype, trust_remote_code=False
+                config, attn_implementation=attention, dtype=dtype, trust_remote_code=False
             )
-    except Exception as error:  # classes without the interface fail in ways of their own
-        rule = f"transformers cannot build it with an attention core of ours ({error!r})"
+    except Exception as error:  # classes without the interface raise anything
+        rule = f"transformers cannot build it with a custom attention core ({error!r})"
         raise UserError(Problem(where, rule)) from error
-    causal.eval()  # dropout would give every pass other log-probs
-    return HfModel(causal, where, check_packable(causal, where), value_head=value_head)
+    for name, parameter in list(causal.named_parameters()):
+        if not parameter.requires_grad:  # a weight that no optimizer moves, like the other buffers
+            path, _, key = name.rpartition(".")
+            module = causal.get_submodule(path)
+            delattr(module, key)
+            module.register_buffer(key, parameter.data)
+    return causal.eval()  # without dropout, which would change log-probs
+
+
+def wide_names(narrow: PreTrainedModel) -> set[str]:
+    """Names of the weights that transformers keeps in float32 in this 16-bit model: those of its
+    dtype plan, and those that its classes create in float32."""
+    plan = [re.compile(key.replace("*", ".*")) for key in narrow._get_dtype_plan(torch.bfloat16)]
+    return {
+        name
+        for name, tensor in narrow.state_dict().items()
+        if tensor.dtype == torch.float32 or any(key.search(name) for key in plan)
+    }
 
 
 class HfModel(LanguageModel):
@@ -66,16 +97,17 @@ class HfModel(LanguageModel):
         causal: PreTrainedModel,
         where: str,
         cache_shapes: tuple[tuple[int, int], ...],
+        wide: Set[str],
         *,
         value_head: bool,
     ) -> None:
         head_dim = max(width for _, width in cache_shapes)
         super().__init__(replace(measure(causal.config), head_dim=head_dim))
         self.cache_shapes = cache_shapes
-        self.hf_map = build_hf_map(causal, self.dims, where)
+        self.hf_map = build_hf_map(causal, self.dims, where, wide)
         self.tp_plan: Mapping[str, str] = dict(causal.tp_plan or {})
-        """transformers' styles by module, * for numbers; including the head."""
-        self.unshared = (causal,)  # in a tuple, so that its parameters are not ours a second time
+        """Module (* for numbers) -> transformers' tensor-parallel style; includes the head."""
+        self.unshared = (causal,)  # in a tuple, so that its parameters are not registered twice
         self.body_name = causal.base_model_prefix
         self.add_module(self.body_name, causal.base_model)
         self.block_names = _block_names(causal)
@@ -84,7 +116,7 @@ class HfModel(LanguageModel):
         self.linears = linear_layers(causal, self.block_names)
         self.has_lm_head = not value_head
         self.head_name = ""
-        """The name of a head that is not tied to the embedding."""
+        """Name of the head's weight; empty if it is tied to the embedding."""
         if self.has_lm_head:
             rule = read_logit_rule(causal, where)
             self.logit_scale, self.logit_cap = rule.scale, rule.cap
@@ -102,7 +134,7 @@ class HfModel(LanguageModel):
 
     @property
     def causal(self) -> PreTrainedModel:
-        """transformers' causal model with the same modules."""
+        """transformers' causal model, which shares the modules."""
         return self.unshared[0]
 
     @property
@@ -141,7 +173,7 @@ class HfModel(LanguageModel):
     def forward(
         self, ids_T: Tensor, positions_T: Tensor, attend: Attend, routes: Routes | None = None
     ) -> Tensor:
-        assert not routes, "routes are followed by models with a model file only"
+        assert not routes, "only models with a model file support routes"
         inputs: dict[str, Any] = {CORE: attend}
         output = self.body(
             input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False, **inputs
@@ -164,18 +196,18 @@ class HfModel(LanguageModel):
         for name, module in self.named_modules():
             if module._non_persistent_buffers_set:
                 for parameter in module.parameters(recurse=False):
-                    # Its weights come from elsewhere.
+                    # Weights are set elsewhere.
                     setattr(parameter, "_is_hf_initialized", True)  # noqa: B010
                 self._owner(name)._init_weights(module)
 
     def _owner(self, name: str) -> PreTrainedModel:
-        """The class that initialises a module: the innermost transformers model around it."""
+        """The innermost transformers model that contains a module, which initialises it."""
         body: PreTrainedModel = self.causal.base_model
         return body if name.startswith(self.body_name) else self.causal
 
     @cached_property
     def blank(self) -> PreTrainedModel:
-        """The model without memory, before any layout."""
+        """A copy of the model without memory or layout."""
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(
                 self.causal.config, dtype=torch.float32, trust_remote_code=False
@@ -203,15 +235,15 @@ class HfModel(LanguageModel):
 
 
 def _block_names(causal: PreTrainedModel) -> list[str]:
-    """The repeated layers, found by the classes that transformers marks as not splittable."""
+    """Names of the blocks: modules of classes that transformers marks as not splittable."""
     kinds = set(causal._no_split_modules or ())
     names = [name for name, module in causal.named_modules() if type(module).__name__ in kinds]
-    # Of blocks within blocks the outer ones.
+    # Of nested blocks, the outer ones.
     return [n for n in names if not any(n.startswith(f"{other}.") for other in names)]
 
 
 class _Note:
-    """A core that computes nothing and records the heads and width of the keys of each call."""
+    """A core without computation that records heads and width of the keys of each call."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, int]] = []
@@ -223,21 +255,20 @@ class _Note:
         return torch.zeros_like(q_THd)
 
 
-def check_packable(causal: PreTrainedModel, where: str) -> tuple[tuple[int, int], ...]:
-    """Checks, by a pass without memory, that tokens meet in our attention core and nowhere else.
-    Each attention gets its window. Returns the heads and width of the keys of each call."""
+def check_packable(
+    causal: PreTrainedModel, probe: PreTrainedModel, where: str
+) -> tuple[tuple[int, int], ...]:
+    """Checks, by a pass of `probe` without memory, that tokens interact only in the attention
+    core, and sets the window of each attention. Returns heads and width of each call's keys."""
     rules = []
     convolutions = [m for m in causal.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
     if causal._is_stateful or convolutions:
         rule = "its layers carry state or convolve from token to token, so rows cannot be packed"
         raise UserError(Problem(where, rule, "use a plain attention decoder"))
     note = _Note()
-    # Products of experts are written for 16 bit.
-    probe = copy.deepcopy(causal).to(torch.bfloat16)
-    vars(probe.config)["pad_token_id"] = None  # some classes look for it among the ids
-    probe.config._attn_implementation = PROBE
+    vars(probe.config)["pad_token_id"] = None  # some classes search it in the ids
     ids = torch.zeros(1, 8, dtype=torch.int64, device="meta")
-    # A mask of padding, of which there is none: without one positions are read, which lie nowhere.
+    # A padding mask without padding: without it positions are read, which have no memory.
     inputs: dict[str, Any] = {CORE: note, "attention_mask": torch.ones_like(ids)}
     try:
         with torch.no_grad():
@@ -246,7 +277,7 @@ def check_packable(causal: PreTrainedModel, where: str) -> tuple[tuple[int, int]
         problems = [p for p in error.problems if isinstance(p, Problem)]
         rules += [p.rule for p in problems]
     except NoCoreError:
-        rules.append("it does not hand keywords on to its attention, so the core cannot reach it")
+        rules.append("it does not pass keyword arguments to its attention, so no core can be used")
     except Exception as error:
         rules.append(f"its forward pass cannot be run on packed rows ({error})")
     else:
@@ -266,15 +297,15 @@ def check_packable(causal: PreTrainedModel, where: str) -> tuple[tuple[int, int]
 
 
 TOLERANCE = 1e-6
-"""Some classes compute their logits in float32."""
+"""Relative tolerance: some classes compute logits in float32."""
 FAR = 1e6
-"""Beyond this the cap is reached, to the last digit."""
+"""An input for which the cap is reached exactly."""
 NEAR = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class LogitRule:
-    """logits = bend(scale * (hidden @ weight^T)), with bend(x) = cap * tanh(x / cap)."""
+    """logits = limit(scale * (hidden @ weight^T)), with limit(x) = cap * tanh(x / cap)."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -284,14 +315,14 @@ class LogitRule:
 
 
 class _Output(MoeModelOutputWithPast):
-    """A body's outputs other than hidden states are None here."""
+    """Output of a body in which everything except hidden states is None."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
 class _Body(nn.Module):
-    """Body of a model for a head: returns precomputed hidden states."""
+    """Replaces the body: returns precomputed hidden states."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -309,24 +340,23 @@ class _Head(nn.Module):
 
 
 def read_logit_rule(causal: PreTrainedModel, where: str) -> LogitRule:
-    """The logit rule of a class, with the numbers of its config; UserError if it has another
-    form."""
+    """Finds the logit rule of a class and its config; UserError if logits have another form."""
     head = causal.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.bias is not None:
-        rule = "its head has a bias or is no linear layer, which the fused log-probs cannot take"
+        rule = "its head has a bias or is not a linear layer, which fused log-probs do not support"
         raise UserError(Problem(where, rule))
     given = torch.tensor([*range(-60, 61), NEAR, FAR], dtype=torch.float64, device="cpu")
     try:
         with _stand_ins(causal, _Body(given.view(1, 1, -1)), _Head()), torch.no_grad():
             ids = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
             logits = causal(input_ids=ids, use_cache=False).logits.double().flatten()
-    except Exception as error:  # layers between body and head fail in ways of their own
-        rule = f"its forward is no body and head one after the other ({error})"
+    except Exception as error:  # layers between body and head raise anything
+        rule = f"its forward is not a body followed by a head ({error})"
         raise UserError(Problem(where, rule)) from error
     for found in _candidates(logits):
         if torch.allclose(found.apply(given), logits, rtol=TOLERANCE, atol=TOLERANCE):
             return found
-    rule = "its logits are neither scaled nor capped in a known way: log-probs would be others"
+    rule = "its logits are neither scaled nor capped in a known way: log-probs would be wrong"
     raise UserError(Problem(where, rule))
 
 
@@ -355,16 +385,18 @@ VALUE_HEAD = "value_head.weight"
 VALUE_HEAD_ON_DISK = "score.weight"
 
 
-def build_hf_map(causal: PreTrainedModel, dims: ModelDims, where: str) -> WeightMap:
-    """The exact and complete map, or UserError."""
+def build_hf_map(
+    causal: PreTrainedModel, dims: ModelDims, where: str, wide: Set[str] = frozenset()
+) -> WeightMap:
+    """Builds the exact and complete weight map; UserError if that is not possible. `wide`: names of
+    weights in float32."""
     held = causal.state_dict()
     tied = _tied(causal, held)
     shapes = {name: tuple(x.shape) for name, x in held.items() if name not in tied}
     parts = _parts_on_disk(causal, shapes, where)
     entries: dict[str, Entry] = {}
     for name, shape in shapes.items():
-        is_wide = any(part in name for part in causal._keep_in_fp32_modules_strict or ())
-        rule = Rule(name, "", name, dtype="float32" if is_wide else "")
+        rule = Rule(name, "", name, dtype="float32" if name in wide else "")
         entries[name] = Entry(name, shape, tuple(parts[name]), rule, _layer(name))
     rule = Rule(VALUE_HEAD, "", VALUE_HEAD_ON_DISK, optional=True)
     value_shape = (1, dims.hidden_size)
@@ -384,7 +416,7 @@ def _layer(name: str) -> int | None:
 
 
 def _tied(causal: PreTrainedModel, held: Mapping[str, Tensor]) -> dict[str, str]:
-    """Name -> the earlier name of the same tensor."""
+    """Name of a tied tensor -> earlier name of the same tensor."""
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     parameters = dict(causal.named_parameters(remove_duplicate=False))
@@ -399,7 +431,7 @@ def _tied(causal: PreTrainedModel, held: Mapping[str, Tensor]) -> dict[str, str]
 def _parts_on_disk(
     causal: PreTrainedModel, shapes: Mapping[str, Shape], where: str
 ) -> dict[str, list[Region]]:
-    """For every tensor in memory, the tensors on disk that it consists of."""
+    """Name of each tensor in memory -> regions of the tensors on disk."""
     blank = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     owners = {x.untyped_storage()._cdata: name for name, x in blank.items()}
     with _ViewsOnly():
@@ -408,14 +440,14 @@ def _parts_on_disk(
     for source, view in written.items():
         owner = owners.get(view.untyped_storage()._cdata)
         if owner is None:
-            rule = f"on disk {source} is arranged otherwise than in memory, which is not built"
+            rule = f"on disk {source} is arranged differently, which is not supported"
             raise UserError(Problem(where, rule))
         parts[owner].append(_region(source, view, shapes[owner]))
     return parts
 
 
 class _ViewsOnly(TorchFunctionMode):
-    """`contiguous` would copy, and a copy does not show its source."""
+    """Disables `contiguous`, because a copy does not show its source."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -426,7 +458,7 @@ class _ViewsOnly(TorchFunctionMode):
 
 
 def _region(source: str, view: Tensor, shape: Shape) -> Region:
-    """The view, as it lies on disk, within the contiguous tensor of that shape in memory."""
+    """The region of a tensor on disk, given as a view of the contiguous tensor in memory."""
     strides = torch.empty(shape, device="meta").stride()
     if view.shape == shape and view.stride() == strides:
         return whole_region(source, shape)

@@ -28,7 +28,7 @@ WITH = {
     "yarn_mscale": "yarn_mscale_all_dim",
     "moe_router_num_groups": "moe_router_group_topk",
 }
-"""Arguments that mean something only together with another."""
+"""Arguments that have a meaning only with another argument."""
 NOT_ALONE = {"group_query_attention", "window_attn_skip_freq", "yarn_mscale_all_dim"}
 NONE_IS_A_VALUE = {
     "num_experts",
@@ -38,7 +38,7 @@ NONE_IS_A_VALUE = {
     "moe_router_topk_scaling_factor",
     "yarn_mscale",
 }
-"""Elsewhere None leaves the choice to Megatron, or to its command line."""
+"""Arguments with a meaning of None; for others None means Megatron's default."""
 
 
 def differences(args: Args, dims: ModelDims) -> list[str]:
@@ -132,7 +132,7 @@ MEANINGS: dict[str, Callable[[Args, int], Any]] = {
     "moe_router_topk_scaling_factor": lambda args, _: args["moe_router_topk_scaling_factor"] or 1.0,
     "yarn_mscale": _concentration,
 }
-"""Where equal models may have unequal values."""
+"""Functions for arguments whose values may differ between equal models."""
 
 
 def _same(said: Any, wanted: Any) -> bool:
@@ -155,8 +155,8 @@ FROM_COMMAND_LINE = {
     "moe_router_enable_expert_bias": False,
     "moe_router_topk_scaling_factor": None,
 }
-"""Arguments that a checkpoint carries and that `--use-checkpoint-args` does not take, at least in
-some versions, with the values that Megatron then has."""
+"""Arguments that `--use-checkpoint-args` does not read from a checkpoint, at least in some
+versions, with Megatron's defaults."""
 
 
 def command_line(dims: ModelDims) -> str:

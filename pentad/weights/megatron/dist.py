@@ -46,7 +46,7 @@ BACKEND = {
     "common_backend_version": 1,
 }
 NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine", "opt_param_scheduler")
-"""How the keys of a training run's other state begin."""
+"""Prefixes of keys of state other than weights."""
 
 
 class DistFiles(DcpFolder):
@@ -108,7 +108,7 @@ def read_dist(files: DistFiles, column: MegatronColumn) -> MegatronReader:
         if stored[piece.key]:
             held.append((piece, stored[piece.key]))
     problems += [
-        Problem(f"{files.where}: {key}", "no rule of the map knows it")
+        Problem(f"{files.where}: {key}", "no rule of the map matches it")
         for key in files.infos
         if key not in stored.values()
     ]

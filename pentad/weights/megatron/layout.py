@@ -154,7 +154,7 @@ def _problems(
         found.append(Problem(f"ep = {ep}", rule, _fits(dims.num_experts)))
     if dims.moe_intermediate_size % etp:
         rule = f"must divide moe_intermediate_size = {dims.moe_intermediate_size}"
-        why = "" if etp_was_given else " (it is tp unless told)"
+        why = "" if etp_was_given else " (it is tp unless given)"
         fits = _fits(dims.moe_intermediate_size)
         found.append(Problem(f"etp = {etp}{why}", rule, fits))
     return found
@@ -177,11 +177,11 @@ class FoundRank:
     """Contents of one rank folder: indices and layers."""
 
     indices: tuple[int, int | None, int | None]
-    """The numbers of its name."""
+    """Numbers in its name: tp, pp and ep."""
     layers: tuple[int, ...]
-    """How many layers each of its chunks has."""
+    """Number of layers of each chunk."""
     expert_rows: int | None
-    """The height of an expert's first matrix."""
+    """Rows of an expert's first matrix."""
 
 
 def infer_layout(where: str, found: Mapping[str, FoundRank], dims: ModelDims) -> MegatronLayout:
@@ -213,7 +213,7 @@ def infer_layout(where: str, found: Mapping[str, FoundRank], dims: ModelDims) ->
 
 
 INDEX = ".metadata"
-"""What makes a folder a torch_dist one."""
+"""File that identifies a torch_dist folder."""
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 FolderKind = Literal["hf", "torch_dist", "legacy"]

@@ -185,7 +185,7 @@ def read_legacy(files: LegacyFiles, column: MegatronColumn) -> MegatronReader:
     for name in files.infos:
         # With tp and ep, some files are replicas that no rank of this layout reads.
         if name not in used and name.partition(":")[0] in ranks:
-            rule = "no rule of the map knows it"
+            rule = "no rule of the map matches it"
             problems.append(Problem(f"{files.where}: {name}", rule))
     raise_problems(problems)
     return MegatronReader(files.where, column, files, held)

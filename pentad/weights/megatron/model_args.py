@@ -32,13 +32,13 @@ SAME_FOR_ALL: dict[str, Any] = {
     "moe_apply_probs_on_input": False,
     "moe_latent_size": None,
 }
-"""What none of our families does otherwise."""
+"""Arguments that are equal for all families."""
 LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192.0,
 }
-"""What Megatron's RotaryEmbedding takes for llama3; the factor alone is an argument."""
+"""Megatron's fixed settings of llama3 rotary; only the factor is an argument."""
 
 
 def model_args(dims: ModelDims) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def _unsayable_layers(dims: ModelDims) -> Iterable[Problem]:
         "norms after attention and ffn": dims.post_norms or not dims.pre_norms,
         "norms of queries and keys over all heads": dims.wide_qk_norm,
         "norms of queries and keys after rotary": dims.norms_turned,
-        "rotary settings of their own for layers with a window": bool(dims.sliding_rope),
+        "separate rotary settings for layers with a window": bool(dims.sliding_rope),
         "scaled embeddings or queries": (dims.embed_scale, dims.query_scale) != (1.0, 1.0),
         "factors of layers' results or of logits": (dims.residual_scale, dims.logit_scale)
         != (1.0, 1.0),
@@ -169,7 +169,7 @@ def _unsayable_layers(dims: ModelDims) -> Iterable[Problem]:
     }
     for what, is_there in others.items():
         if is_there:
-            yield Problem(where, f"it has {what}, which Megatron's layers have not", "use archon")
+            yield Problem(where, f"it has {what}, which Megatron's layers do not", "use archon")
 
 
 def _unsayable_rotary(dims: ModelDims) -> Iterable[Problem]:

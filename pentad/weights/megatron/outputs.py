@@ -40,7 +40,7 @@ from pentad.weights.transfer import (
 )
 
 Notes = list[WrittenBlock]
-"""What an output wants to know of a written file when it finishes."""
+"""Information on a written file for `Output.finish`."""
 
 WIDER = "give a wider type with --dtype"
 
@@ -68,7 +68,7 @@ class Filler:
 
     reader: Reader
     dtype: torch.dtype | None
-    """Cast to it, but for tensors that are kept in one of their own; None casts none."""
+    """Target dtype, except for tensors with a fixed dtype; None: no cast."""
 
     def dtype_of(self, piece: TensorPiece) -> torch.dtype:
         """The common dtype of a piece's source tensors; raises if they differ."""
@@ -235,7 +235,7 @@ class HfOutput:
         return TensorInfo(info.shape, cast or info.dtype)
 
     def _source(self, name: str) -> str:
-        """The reader's name for a tensor; a tied tensor is the same source a second time."""
+        """The reader's name for a tensor; a tied tensor has the same source."""
         return name if name in self.reader.infos else self.map.tied[name]
 
     def _read(self, name: str, info: TensorInfo) -> Tensor:

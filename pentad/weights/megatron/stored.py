@@ -38,13 +38,13 @@ Form = Literal["stacked", "separate", "singleton"]
 """torch_dist keys: all layers in one key, a key per layer, or also one per expert and GLU half."""
 
 SEQUENTIAL = ".local_experts.{e}."
-"""How the names of experts that are modules of their own count them."""
+"""Part of the names of experts that are separate modules."""
 EXPERT_KEY: dict[Form, str] = {
     "stacked": ".experts.",
     "separate": ".experts.",
     "singleton": ".experts.{e}.",
 }
-"""What torch_dist has in its place."""
+"""Name in a rank file -> replacement in torch_dist."""
 FUSED_NORMS = {
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
     ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
@@ -54,9 +54,9 @@ FUSED_NORMS = {
 LINEARS = {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
 NORMS = {"q_layernorm", "k_layernorm", "pre_mlp_layernorm", "final_layernorm"}
 EXTRA_STATE = "_extra_state"
-"""The fp8 state of a module. Empty in ours; strict loading wants the key to be there."""
+"""Key of a module's fp8 state. It is empty here, but strict loading requires the key."""
 STATEFUL: dict[Spelling, set[str]] = {"te": LINEARS | NORMS, "local": LINEARS}
-"""Modules that have one. Transformer Engine's attention core has one too, and no weights."""
+"""Modules with fp8 state. Transformer Engine's attention core, without weights, has one, too."""
 
 
 @dataclass(frozen=True)
@@ -72,16 +72,16 @@ class TensorPiece:
     """One stored tensor, and the blocks of a column's tensor in it."""
 
     key: str
-    """Its name where it is stored; several pieces of torch_dist may lie in one key."""
+    """Its stored name; in torch_dist a key may contain several pieces."""
     lead: Shape
-    """Its place along the leading axes that a torch_dist key adds (layer, expert)."""
+    """Index along the leading axes that a torch_dist key adds (layer, expert)."""
     shape: Shape
-    """Without those axes."""
+    """Shape without those axes."""
     entry: Entry
     blocks: tuple[tuple[Box, Shape], ...]
-    """(block of the column's tensor, where it starts in this one)."""
+    """(block of the column's tensor, its start in this one)."""
     is_copy: bool = False
-    """The same elements are stored by another piece."""
+    """Whether another piece stores the same elements."""
     names: tuple[str, ...] = ()
     """Keys that other layer specs use for it."""
 

@@ -95,9 +95,12 @@ def test_a_function_of_a_file_is_named_by_it(tmp_path):
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("reads", "reward = reads: uses opened, a TextIOWrapper of this session, which is not wri"),
-        ("outer", "reward = outer.<locals>.enclosed: is no function or class at the top of a file"),
-        ("lambda", "reward = <lambda>: is no function or class at the top"),
+        ("reads", "reward = reads: uses opened, a TextIOWrapper of this session, which cannot b"),
+        (
+            "outer",
+            "reward = outer.<locals>.enclosed: is not a function or class at the top of",
+        ),
+        ("lambda", "reward = <lambda>: is not a function or class at the top"),
     ],
 )
 def test_what_cannot_be_written_is_refused_by_name(session, tmp_path, name, sentence):

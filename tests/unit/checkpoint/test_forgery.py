@@ -89,21 +89,21 @@ def test_no_memory_is_made_for_sizes_that_the_files_do_not_have(root, size):
     ],
 )
 def test_names_outside_of_the_step_are_refused(root, path):
-    with pytest.raises(Damaged, match="is no file of step 1"):
+    with pytest.raises(Damaged, match="is not a file of step 1"):
         forge(root, files={path: entry_of(1, "0" * 64)})
 
 
 @pytest.mark.parametrize("facts", [None, [], 3, "x"])
 def test_facts_are_an_object(root, facts):
-    with pytest.raises(Damaged, match="facts are no JSON object"):
+    with pytest.raises(Damaged, match="facts are not a JSON object"):
         forge(root, facts=facts)
 
 
 @pytest.mark.parametrize("text", [b"nonsense", b"\xff", b"[]", b'{"a":' * 100_000])
 def test_small_files_that_are_no_json_object_are_damage(root, text):
-    with pytest.raises(Damaged, match=r"step_info.json: is no JSON"):
+    with pytest.raises(Damaged, match=r"step_info.json: is not (a )?JSON"):
         read_json(plant(root, INFO, text), INFO)
-    with pytest.raises(Damaged, match=r"counters.json: is no JSON"):
+    with pytest.raises(Damaged, match=r"counters.json: is not (a )?JSON"):
         read_counters(plant(root, f"{STATE}/counters.json", text), STATE)
 
 
@@ -117,7 +117,7 @@ class Bomb:
 
 def test_an_index_that_would_run_code_is_refused_and_runs_nothing(root):
     forged = plant(root, f"{STATE}/.metadata", pickle.dumps(Bomb(root / "ran")))
-    with pytest.raises(Damaged, match=r"\.metadata: its pickle wants posix\.mkdir"):
+    with pytest.raises(Damaged, match=r"\.metadata: its pickle contains posix\.mkdir"):
         open_state(forged, STATE)
     assert not (root / "ran").exists()
 

@@ -62,7 +62,7 @@ def test_a_rank_that_failed_fails_the_commit_with_its_words(tmp_path: Path, run:
 
 def test_a_file_that_is_not_seen_fails_the_commit(tmp_path: Path, run: Runner):
     good, elsewhere = run(write_job(tmp_path, 2, 0)), run(write_job(tmp_path / "other", 2, 1))
-    words = "__1_0.distcp: a rank wrote it, and it is not seen here after 0.1 s; every rank must"
+    words = "__1_0.distcp: written by a rank, but not visible here after 0.1 s; every rank must"
     with pytest.raises(RunError, match=words):
         run(commit_job(tmp_path, 2, [good, elsewhere], visible_s=0.1))
     shutil.rmtree(tmp_path / "other")

@@ -217,13 +217,13 @@ def test_what_is_damaged_stays_set_aside(root: Path, path: str):
         set_aside(root)
     before = tree(root)
     code, said = verify(root, "--restore")
-    assert (code, "is damaged, and stays set aside" in said) == (1, True), said
+    assert (code, "is damaged, and keeps its name" in said) == (1, True), said
     assert tree(root) == before
 
 
 def test_nothing_to_put_back_a_step_that_is_there_and_a_run_that_writes_are_refused(root: Path):
     code, said = verify(root, "--restore")
-    assert (code, "holds no checkpoint that was set aside" in said) == (1, True)
+    assert (code, "has no checkpoint that was renamed to" in said) == (1, True)
     set_aside(root)
     lock = FolderLock(root.parents[3] / "logs/me/x/trial", "here")
     code, said = verify(root, "--restore")
@@ -313,7 +313,7 @@ def test_counters_and_infos_that_a_resume_cannot_read_are_not_whole(tmp_path: Pa
     code, said = verify(tmp_path)
     assert code == 1 and "2 damaged" in said, said
     assert "counters.json: does not hold what a run saves" in said
-    assert "evaluator_info.json: is no JSON object" in said
+    assert "evaluator_info.json: is not a JSON object" in said
 
 
 def test_what_is_not_there_is_damage(root: Path):

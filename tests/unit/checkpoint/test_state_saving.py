@@ -143,7 +143,7 @@ def test_a_changed_index_is_seen_and_an_index_that_runs_code_is_refused(tmp_path
             return Path.touch, (tmp_path / "ran",)
 
     index.write_bytes(pickle.dumps(Trap()))
-    with pytest.raises(UserError, match="its pickle wants"):
+    with pytest.raises(UserError, match="its pickle contains"):
         DcpFolder(tmp_path / FOLDER)
     assert not (tmp_path / "ran").exists()
 

@@ -120,7 +120,7 @@ def test_two_differ_by_step_key_and_tensor(root: Path):
 def test_two_that_hold_the_same(root: Path, tmp_path: Path):
     copy = shutil.copytree(root, tmp_path / "copy")
     code, text = verify(root, copy)
-    assert (code, "The two hold the same." in text) == (0, True)
+    assert (code, "The two are equal." in text) == (0, True)
 
 
 def save_state(root: Path, tensors: dict[str, torch.Tensor]) -> None:

@@ -45,7 +45,7 @@ DATA = {
     "number.jsonl": 'number.jsonl:1: "prompt" holds a int, not text.',
     "unanswered.jsonl": "1 of 2 rows have none, the first at unanswered.jsonl:2",
     "long.jsonl": "all 1 prompts are longer than 1016 tokens",
-    "empty.jsonl": "there is not one row in it",
+    "empty.jsonl": "it has no rows",
     "broken.jsonl": "broken.jsonl:2: not JSON",
     "list.jsonl": "list.jsonl:1: holds a list",
     "rows.csv": "rows.csv has no known ending",

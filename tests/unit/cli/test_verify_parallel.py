@@ -171,7 +171,7 @@ def test_without_layouts_every_plain_one_of_the_world_is_run():
         (["qwen3"], None, ["t3"], "t3 * c1 = 3 must divide num_heads = 8"),
         (["qwen3"], None, ["d2 t3"], "t3 * c1 = 3 must divide num_heads = 8"),
         (["qwen3"], 4, ["d2"], "needs 2 ranks, --world is 4"),
-        (["qwen3"], None, ["d1"], "one rank is what the others are held against"),
+        (["qwen3"], None, ["d1"], "one rank is the reference of the comparison"),
         (["qwen3"], None, ["d2e2"], "e2 needs experts"),
         (["qwen3"], None, ["d2t"], "t takes a number"),
         (["qwen3"], None, ["embedded:d1|archon:d2"], "only archon is run here, not embedded"),

@@ -58,7 +58,7 @@ BROKEN = [
         "plan",
         ["rollout.oversample=1.5", "mode=hybrid", "max_staleness=2"],
         "rollout.oversample = 1.5",
-        "max_staleness = 2 has the next batch sampled meanwhile",
+        "max_staleness = 2 samples the next batch meanwhile",
     ),
     (
         "what_shrinks_has_checkpoints",
@@ -72,7 +72,7 @@ BROKEN = [
         "plan",
         ["elastic.enabled=true"],
         "elastic.enabled = true",
-        "archon:d1 has one rank: if it is lost, none is left",
+        "archon:d1 has one rank: without it, none is left",
     ),
     (
         "the_layout_can_shrink",
@@ -167,7 +167,7 @@ BROKEN = [
         "train",
         ["recover.allow=[actor.optimizer.lrr]"],
         "recover.allow = [actor.optimizer.lrr]",
-        "actor.optimizer.lrr is no key",
+        "actor.optimizer.lrr is not a key",
     ),
     ("a_model_is_named", "train", ["actor.path="], "actor.path", "is not set"),
     (
@@ -368,7 +368,7 @@ BROKEN = [
         "train",
         ["reward.fn=judge", "reward.judge.model=m", "reward.judge.url=http://x/v1"],
         "reward.judge.template",
-        "is not set, and reward.fn = judge asks with it",
+        "is not set, and reward.fn = judge needs it",
     ),
     (
         "an_agent_workflow_has_an_agent",
@@ -473,7 +473,7 @@ BROKEN = [
         "train",
         ["offload_train=true", "offload_rollout=false"],
         "offload_train = true",
-        "offload_rollout = false: the sampler would not make room when training comes back",
+        "offload_rollout = false: the sampler would not free memory when training resumes",
     ),
     (
         "offloaded_training_takes_turns",
@@ -485,7 +485,7 @@ BROKEN = [
             "rollout.server.weight_transport=broadcast",
         ],
         "rollout.server.weight_transport = broadcast",
-        "weights have left the GPU when the server takes them",
+        "weights are not on the GPU when the server reads them",
     ),
     (
         "groups_are_for_a_run_that_only_trains",
@@ -499,7 +499,7 @@ BROKEN = [
         "plan",
         ["groups_from=runs/logs/me/a/b"],
         "groups_from = runs/logs/me/a/b",
-        "is read by only = train alone",
+        "is read only with only = train",
     ),
     (
         "groups_are_there",
@@ -544,7 +544,7 @@ BROKEN = [
         "train",
         ["strict=true", "actor.archon.enable_compile=true"],
         "actor.archon.enable_compile = true",
-        "in an order of its own",
+        "in a different order",
     ),
     (
         "strict_cuts_no_layer",
@@ -600,7 +600,7 @@ BROKEN = [
         "plan",
         ["model_files=[mine.py]"],
         "model_files = mine.py",
-        "is not a place with a :",
+        "is not of the form PLACE:NAME",
     ),
     (
         "stop_texts_are_not_empty",
@@ -656,14 +656,14 @@ BROKEN = [
         "train",
         ["ref_update_interval=5", "algorithm.kl_coef=0"],
         "ref_update_interval = 5",
-        "nothing reads the reference model with algorithm.kl_coef = 0",
+        "the reference model is not used with algorithm.kl_coef = 0",
     ),
     (
         "a_refreshed_reference_is_used",
         "train",
         ["ref_update_interval=5"],
         "ref_update_interval = 5",
-        "nothing reads the reference model with algorithm.kl_coef = null",
+        "the reference model is not used with algorithm.kl_coef = null",
     ),
     (
         "details_belong_to_something",
@@ -705,7 +705,7 @@ BROKEN = [
         "train",
         ["reward.fn=reward_model"],
         "reward.model.path",
-        "is not set, and reward.fn = reward_model reads it",
+        "is not set, and reward.fn = reward_model needs it",
     ),
     (
         "decoupled_ppo_has_a_correction",
@@ -754,7 +754,7 @@ BROKEN = [
         "plan",
         ["algorithm.name=kl_cov"],
         "algorithm.name = kl_cov",
-        "updates_per_batch = 1 makes one",
+        "updates_per_batch = 1 has none",
     ),
     (
         "covariances_have_a_range",
@@ -856,7 +856,7 @@ BROKEN = [
         "eval",
         [*HELD_OUT, "rollout.workflows=[{{workflow: single_turn}}]"],
         "rollout.workflows",
-        "eval looks at one environment",
+        "eval supports one environment",
     ),
     (
         "there_is_data_to_evaluate_on",
@@ -877,7 +877,7 @@ BROKEN = [
         "eval",
         [*HELD_OUT, "reward.fn="],
         "reward.fn",
-        "nothing says which answers are right",
+        "so answers cannot be scored",
     ),
     (
         "several_answers_differ",

@@ -90,7 +90,7 @@ def test_a_method_that_is_no_online_algorithm_is_not_taken_for_a_slip(name, why)
     ("role", "answer"),
     [
         ("actor_fwd", "the actor computes the log-probs of its samples on its own devices"),
-        ("advantages", "advantages are computed where the batch is trained, on no extra device"),
+        ("advantages", "the trainer computes advantages, on no extra device"),
         ("critic", "the critic is trained on the actor's devices"),
     ],
 )

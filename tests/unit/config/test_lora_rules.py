@@ -22,7 +22,7 @@ def said(*words: str, command: str = "train") -> list[str]:
     ("words", "answer"),
     [
         (["actor.lora.targets=[q,zz]"], "qwen3 has no zz; use all-linear, or some of q, k, v, o"),
-        (["actor.lora.targets=[router]"], "experts would be chosen by other numbers"),
+        (["actor.lora.targets=[router]"], "the sampler would choose experts differently"),
         (["actor.init_from_scratch=true"], "actor.lora would freeze random weights"),
         (["actor.param_dtype=bfloat16"], "float32 under actor.lora"),
         (["actor.archon.offload_params=true"], "no gradients and no optimizer state to offload"),
@@ -37,14 +37,17 @@ def said(*words: str, command: str = "train") -> list[str]:
         ),
         (["actor.archon.pp_schedule=ZBV", "allocation_mode=embedded:d2|archon:d1p2"], "frozen"),
         (["algorithm.name=ppo", "critic.lora.targets=[zz]"], "critic.lora.targets = ['zz']"),
-        (["algorithm.name=ppo", "critic.lora.init_path=x"], "a critic's factors start anew"),
+        (
+            ["algorithm.name=ppo", "critic.lora.init_path=x"],
+            "a critic's factors cannot start from a folder",
+        ),
         (
             ["algorithm.name=ppo", "critic.lora.rank=4", "critic.param_dtype=bfloat16"],
             "critic.lora",
         ),
         (["algorithm.kl_coef=0.1", "ref.path=Qwen/Qwen3-1.7B"], "holds the frozen weights of"),
         (["allocation_mode=sglang:d1+archon:d1"], "SGLang cannot report which factors it holds"),
-        (["only=rollout"], "a run of one side alone is not built with actor.lora"),
+        (["only=rollout"], "is not supported with actor.lora"),
     ],
 )
 def test_what_an_adapter_does_not_go_with_is_refused(words, answer):

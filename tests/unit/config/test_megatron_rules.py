@@ -35,7 +35,7 @@ def config_of(*overrides: str) -> Config:
     [
         ("actor.archon.enable_compile=true", "Megatron's layers are not compiled"),
         ("actor.archon.offload_params=true", "keeps parameters on the device"),
-        ("actor.archon.ac_mode=memory_budget", "none, selective and full recomputation"),
+        ("actor.archon.ac_mode=memory_budget", "supports none, selective and full"),
         ("actor.archon.ac_selective=3", "has no other choice"),
         ("actor.archon.dp_replicate=2", "one group of data-parallel ranks"),
         ("actor.lora.rank=8", "adapters are built for archon"),

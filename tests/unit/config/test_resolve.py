@@ -187,7 +187,9 @@ def test_an_explicit_difference_of_the_task_is_told():
     valid, notes = held_out("train_dataset.chat_template=true", "valid_dataset.chat_template=false")
     assert valid.chat_template is False
     [note] = notes
-    assert note.startswith("valid_dataset.chat_template = false: held-out prompts are put without")
+    assert note.startswith(
+        "valid_dataset.chat_template = false: held-out prompts are rendered without"
+    )
     assert held_out("valid_dataset.prompt_key=q")[1] == [], "a column's name is not the task"
 
 

@@ -67,7 +67,7 @@ def test_what_changes_the_training_is_refused_with_both_values_and_the_key_that_
     key = override.partition("=")[0]
     _, refused = judged(override)
     (sentence,) = [text for text in refused if text.startswith(f"{key} = ")]
-    assert " so far, and what the run trains depends on it; set it back, force it with " in sentence
+    assert " so far, and the training depends on it; set it back, force it with " in sentence
     assert f"recover.allow=[{key}], or start over with --fresh." in sentence
     accepted, refused = judged(override, allow=[text.partition(" = ")[0] for text in refused])
     assert not refused and any(text.startswith(f"{key} was") for text in accepted)
@@ -137,6 +137,6 @@ def test_allowed_keys_must_be_keys():
     )
     (problem,) = [p for p in check(config) if p.where.startswith("recover.allow")]
     assert str(problem) == (
-        "recover.allow = [actor.optimizer.lrr]: actor.optimizer.lrr is no key; did you mean "
+        "recover.allow = [actor.optimizer.lrr]: actor.optimizer.lrr is not a key; did you mean "
         "actor.optimizer.lr?"
     )

@@ -44,7 +44,7 @@ def said(*overrides, command="plan"):
         ("critic.archon.keep_logits=true", "has no critic", None),
         (
             "actor.optimizer.min_lr_ratio=0.1",
-            "constant does not fall",
+            "constant does not decay",
             ["actor.optimizer.lr_scheduler_type=cosine"],
         ),
         ("critic.path=x", "has no critic", [PPO]),
@@ -70,7 +70,7 @@ def said(*overrides, command="plan"):
             "groups are in memory or in files",
             ["scheduler.type=ray", "allocation_mode=embedded:d1+archon:d1"],
         ),
-        ("megatron.ckpt_convertor.use_gpu_num=1", "done on the CPU", None),
+        ("megatron.ckpt_convertor.use_gpu_num=1", "runs on the CPU", None),
     ],
 )
 def test_a_key_that_is_not_read_is_told_until_it_is_read(override, why, read_with):

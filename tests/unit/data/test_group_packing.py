@@ -68,7 +68,7 @@ def test_what_only_a_pickle_could_keep_is_refused():
         pack_groups([group])
     group = make_group()
     group.samples[0].reward_parts = {"x": np.float32(0.5), "y": b"z"}
-    with pytest.raises(RunError, match="bytes is no plain value"):
+    with pytest.raises(RunError, match="bytes is not a plain value"):
         pack_groups([group])
 
 

@@ -96,7 +96,7 @@ def test_all_broken_lines_are_reported_together_with_their_numbers(tmp_path):
 def test_thousands_of_broken_lines_do_not_flood_the_screen(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text("".join(f"{'[' * (i % 30)}nonsense\n" for i in range(5000)))
-    with pytest.raises(UserError, match="and 1660 more rows with problems of their own") as caught:
+    with pytest.raises(UserError, match="and 1660 more rows with other problems") as caught:
         open_rows(str(file))
     assert len(caught.value.problems) == 21
     assert str(caught.value.problems[0]).startswith(f"{file}:1: not JSON")
@@ -117,7 +117,7 @@ def test_missing_empty_and_unknown_files(tmp_path):
     (tmp_path / "folder").mkdir()
     for name, sentence in {
         "no.jsonl": "no such file or folder",
-        "empty.jsonl": "there is not one row in it",
+        "empty.jsonl": "it has no rows",
         "x.csv": "x.csv has no known ending; known endings: .jsonl, .ndjson, .parquet, .arrow",
         "folder": "the folder holds no file that ends in",
         "*.parquet": "no file fits this pattern",

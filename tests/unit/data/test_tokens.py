@@ -181,7 +181,7 @@ def test_bad_data_are_named_with_rule_and_remedy(opened, tmp_path):
     write_indexed(tmp_path / "cut.bin", range(30), [40])
     assert "has 30 numbers, and cut.idx counts 40" in said(lambda: opened(tmp_path / "cut.bin"))
     write_indexed(tmp_path / "odd.bin", range(30), code=7)
-    assert "odd.idx is no index of Megatron's" in said(lambda: opened(tmp_path / "odd.bin"))
+    assert "odd.idx is not an index of Megatron" in said(lambda: opened(tmp_path / "odd.bin"))
     (tmp_path / "no.npy").write_bytes(b"no array")
     assert "no.npy: cannot be read: " in said(lambda: opened(tmp_path / "no.npy"))
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": 5}\n{"body": "b"}\n{"text": "c"\n')

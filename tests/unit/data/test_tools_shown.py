@@ -130,14 +130,14 @@ def test_rows_without_tools_and_other_columns_are_rendered_as_ever(shows, tmp_pa
 
 
 BAD = {
-    "names": (["add"], "no list of objects with type = function"),
-    "no type": ([{"function": {"name": "x"}}], "no list of objects with type = function"),
-    "no name": ([{"type": "function", "function": {}}], "no list of objects"),
-    "an object": (ADD, "no list of objects"),
-    "a number": (7, "no list of objects"),
-    "broken JSON": ('[{"type": ', "text that is no JSON"),
-    "endless JSON": ("[" * 100_000, "text that is no JSON"),
-    "JSON of another kind": ("3", "no list of objects"),
+    "names": (["add"], "not a list of objects with type = function"),
+    "no type": ([{"function": {"name": "x"}}], "not a list of objects with type = function"),
+    "no name": ([{"type": "function", "function": {}}], "not a list of objects"),
+    "an object": (ADD, "not a list of objects"),
+    "a number": (7, "not a list of objects"),
+    "broken JSON": ('[{"type": ', "text that is not JSON"),
+    "endless JSON": ("[" * 100_000, "text that is not JSON"),
+    "JSON of another kind": ("3", "not a list of objects"),
     "the same name twice": ([ADD, ADD], 'the tool "add" is given twice'),
 }
 
@@ -188,5 +188,5 @@ def test_tools_beside_plain_text_are_not_passed_over_in_silence(shows, tmp_path)
         (warning,) = opening(settings(path, messages_key=None), shows).warnings
         assert "plain text does not show" in warning and "chat_template: true" in warning
         assert not opening(settings(path, messages_key=None, tools_key=None), shows).warnings
-    with pytest.raises(UserError, match=r"the workflow has tools \(add\), which the chat template"):
+    with pytest.raises(UserError, match=r"the workflow has tools \(add\), which only the chat"):
         open_prompts(settings(path, messages_key=None, tools=(ADD,)), shows)

@@ -97,7 +97,7 @@ OUTPUTS = {
     "logits at tp 1: differs": "tests/unit/models/test_adding_a_model.py",
     "--world 6: archon:(attn:d6|ffn:e6)": "test_commands_run compares it",
     "generation 0: archon:d4 on 4 of 4": "test_slots_are_shown_as_on_the_page",
-    "was 0.001 so far, and what the run trains": "tests/unit/config/test_resume_rules.py",
+    "was 0.001 so far, and the training depends": "tests/unit/config/test_resume_rules.py",
     "training resumed: a step ended": "tests/dist/test_elastic.py makes the line",
     "merged in bfloat16": "tests/unit/weights/test_peft.py",
     "every byte  part": "tests/unit/checkpoint/test_verify_command.py",

@@ -251,7 +251,7 @@ REFUSED = [
     ("lfm2", {"layer_types": ["conv", "full_attention"]}, "kind conv"),
     ("llama4_text", {}, "kind chunked_attention"),
     ("bloom", {}, "0 times"),
-    ("stablelm", {}, "does not hand keywords on"),
+    ("stablelm", {}, "does not pass keyword arguments"),
     ("falcon", {"head_dim": None}, "cannot build it"),
     ("gemma2", {"attn_logit_softcapping": 50.0}, "softcap"),
     ("gpt_oss", EXPERTS, "attention sinks"),
@@ -263,8 +263,12 @@ REFUSED = [
         {"num_key_value_heads": None, "decoder_bias": False},
         "no body and head",
     ),
-    ("qwen3", {"is_causal": False}, "is_causal = false: its tokens see those after them"),
-    ("gemma", {"use_bidirectional_attention": True}, "is_causal=False .tokens see those after"),
+    ("qwen3", {"is_causal": False}, "is_causal = false: tokens attend to later ones"),
+    (
+        "gemma",
+        {"use_bidirectional_attention": True},
+        "is_causal=False .tokens attend to later ones",
+    ),
 ]
 
 
@@ -279,7 +283,10 @@ def test_what_cannot_be_packed_or_scored_is_refused(family, more, said):
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"model_type": "mamba"}, "no attention decoder: its config names no num_attention_heads"),
+        (
+            {"model_type": "mamba"},
+            "not an attention decoder: its config has no num_attention_heads",
+        ),
         (
             SMALL
             | {

@@ -140,7 +140,7 @@ def test_damaged_missing_and_foreign_checkpoints_are_sentences(tmp_path):
     shown = convert(str(tmp_path / "empty"), out)
     assert "holds no committed recovery checkpoint" in " ".join(shown.output.split())
     shown = convert(str(root), str(root / state_folder("default", 1)), "--force")
-    assert "lies within the source" in " ".join(shown.output.split())
+    assert "is inside the source" in " ".join(shown.output.split())
     assert len(find_checkpoints(root)) == 2
 
 

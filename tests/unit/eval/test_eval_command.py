@@ -196,7 +196,7 @@ def test_rows_that_do_not_fit_are_counted_and_said(tmp_path):
         (["nowhere", "--reward", "numeric"], "valid_dataset.path: is not set; give --data"),
         (["nowhere", "--reward", "nonsense"], "reward.fn = nonsense"),
         (["nowhere", "--data", "none.jsonl"], "there is no such file or folder"),
-        (["nowhere"], "reward.fn: is not set, so nothing says which answers are right"),
+        (["nowhere"], "reward.fn: is not set, so answers cannot be scored"),
         (["nowhere", "--samples", "4"], "at evaluator.temperature = 0 all answers"),
         (["nowhere", "--samples", "0"], "evaluator.n_samples = 0"),
         (["nowhere", "--temperature", "-1"], "evaluator.temperature = -1"),

@@ -84,7 +84,7 @@ def test_the_script_fills_in_data_and_reward_and_says_so(tmp_path):
 def test_the_script_refuses_a_recipe_for_what_it_cannot_fill_in(tmp_path):
     out = run_script("--config", "examples/archon_qwen3_8b.yaml", f"fileroot={tmp_path}")
     assert out.returncode == 2
-    assert "actor.path = Qwen/Qwen3-8B: is not whole in the cache" in out.stderr
+    assert "actor.path = Qwen/Qwen3-8B: is incomplete in the cache" in out.stderr
     assert "train_dataset" not in out.stderr and "reward" not in out.stderr
 
 

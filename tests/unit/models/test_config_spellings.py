@@ -155,7 +155,7 @@ def test_a_rotary_factor_of_nothing_is_refused_in_every_place(place):
 
 def test_what_transformers_would_not_run_causally_is_refused(folder):
     write_config(folder, is_causal=False)
-    with pytest.raises(UserError, match="is_causal = False: its tokens see those after them"):
+    with pytest.raises(UserError, match="is_causal = False: tokens attend to later ones"):
         load_model(folder)
 
 

@@ -242,7 +242,7 @@ def test_what_is_not_built_is_refused_by_name(case):
     ("changes", "sentence"),
     [
         ({"mlp_layer_types": ["dense"]}, "must name dense or sparse for each of 3 layers"),
-        ({"first_k_dense_replace": 2}, "transformers goes by mlp_layer_types"),
+        ({"first_k_dense_replace": 2}, "transformers uses mlp_layer_types"),
     ],
 )
 def test_dense_layers_are_those_that_transformers_reads(changes, sentence):

@@ -62,7 +62,10 @@ def spoiled(kind, pairs):
     if kind == "missing":
         return [pair for pair in pairs if pair[0] != name], f"{name}: missing"
     if kind == "unknown":
-        return [*pairs, ("model.extra", torch.ones(3))], "model.extra: no rule of the map knows it"
+        return [
+            *pairs,
+            ("model.extra", torch.ones(3)),
+        ], "model.extra: no rule of the map matches it"
     if kind == "shape":
         wrong = [(n, t[:-1] if n == name else t) for n, t in pairs]
         return wrong, rf"{name}: shape \[6, 20\], but the config makes it \[7, 20\]"

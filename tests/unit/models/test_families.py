@@ -171,7 +171,7 @@ REFUSED = {
     "later tokens": (
         "gemma4_text",
         {"use_bidirectional_attention": "all"},
-        "use_bidirectional_attention = all: text would see later tokens; only null and vision",
+        "use_bidirectional_attention = all: text would attend to later tokens; only null",
     ),
     "a layer that has no keys to read": (
         "gemma4_text",

@@ -144,7 +144,7 @@ LACKS = {
 def test_what_megatron_lacks_is_named(family, tmp_path):
     folder = write(tmp_path / "hf", FAMILY_CONFIGS[family])
     asked = Conversion(source=str(folder), target=str(tmp_path / "mg"), to="legacy")
-    with pytest.raises(UserError, match=f"it has {LACKS[family]}, which Megatron's layers have"):
+    with pytest.raises(UserError, match=f"it has {LACKS[family]}, which Megatron's layers do not"):
         convert(asked)
 
 
@@ -157,7 +157,7 @@ REFUSED = {
     "two numbers of experts": (
         "mixtral",
         {"num_experts": 5},
-        "num_experts = 5: must be num_local_experts = 8, which transformers calls so too",
+        "num_experts = 5: must be num_local_experts = 8, of which this is another name",
     ),
     "scores of another kind": ("minimax_m2", {"scoring_func": "softmax"}, "only sigmoid is built"),
     "no selection bias": ("minimax_m2", {"use_routing_bias": False}, "only True is built"),
@@ -176,7 +176,7 @@ REFUSED = {
     "biases of ernie": ("ernie4_5_moe", {"use_bias": True}, "a bias of shared experts is not"),
     "a floor of sums": ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min = 0.1: only 1e-12"),
     "no shared experts of dots": ("dots1", {"n_shared_experts": None}, "n_shared_experts = 0"),
-    "a limit on queries": ("olmoe", {"clip_qkv": 0}, "clip_qkv = 0: a limit on queries, keys"),
+    "a limit on queries": ("olmoe", {"clip_qkv": 0}, "clip_qkv = 0: limits on q, k and v"),
     "a window of olmoe": ("olmoe", {"sliding_window": 8}, "sliding_window = 8: a window, which"),
     "narrow heads of olmoe": ("olmoe", {"head_dim": 2}, "must be hidden_size / num_attention"),
     "keys of other layers": ("hunyuan_v1_moe", {"use_cla": True}, "use_cla = True: only False"),

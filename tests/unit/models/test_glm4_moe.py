@@ -81,7 +81,7 @@ def test_other_tensors_behind_the_last_layer_are_not_known(folder):
     file = folder / "model.safetensors"
     odd = {"model.layers.4.eh_proj.weight": torch.ones(2)}
     save_file({**load_file(file), **odd}, file, metadata={"format": "pt"})
-    with pytest.raises(UserError, match="layers.4.eh_proj.weight: no rule of the map knows it"):
+    with pytest.raises(UserError, match="layers.4.eh_proj.weight: no rule of the map matches it"):
         load_model(folder)
 
 

@@ -129,7 +129,7 @@ def test_adapters_are_for_projections_of_attention():
 
 def test_megatron_names_what_it_lacks():
     said = " ".join(map(str, unsayable(dims_of(CONFIG))))
-    assert "attention sinks, which Megatron's layers have not" in said
+    assert "attention sinks, which Megatron's layers do not" in said
     assert "biases of experts, or a limited activation" in said and "gelu" not in said
 
 

@@ -115,7 +115,7 @@ def test_every_problem_is_told_at_once_and_the_model_stays_as_it_was(folder):
     told = "\n".join(str(problem) for problem in caught.value.problems)
     assert "model.norm.weight: missing; the model needs it as [20]" in told
     assert "up_proj.weight: shape [14, 20], but the config makes it [13, 20]" in told
-    assert "up_proj.bias: no rule of the map knows it" in told
+    assert "up_proj.bias: no rule of the map matches it" in told
     assert len(caught.value.problems) == 3
     assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
 
@@ -125,7 +125,7 @@ def test_every_problem_is_told_at_once_and_the_model_stays_as_it_was(folder):
     [
         (None, "no config.json there; give a folder with config.json"),
         ("{", "is not JSON"),
-        ("[]", "holds no JSON object"),
+        ("[]", "has no JSON object"),
         ('{"model_type": "mamba"}', "model_type = mamba: no such model family; use one of"),
         ("{}", "model_type = None: no such model family"),
     ],
@@ -182,7 +182,7 @@ def test_a_config_cannot_name_code_to_run(folder, tmp_path):
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nSPEC = 1\n")
     config = {**CONFIG, "model_type": f"{tmp_path}/evil.py:SPEC"}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="model_type = .*evil.py:SPEC: is no name of a family"):
+    with pytest.raises(UserError, match="model_type = .*evil.py:SPEC: is not a name of a family"):
         load_model(folder)
     assert not (tmp_path / "ran").exists()
 
@@ -206,6 +206,6 @@ def test_integers_are_no_weights(folder):
 
 
 def test_a_family_of_thousands_of_letters_is_refused():
-    with pytest.raises(UserError, match="is no name of a family") as refused:
+    with pytest.raises(UserError, match="is not a name of a family") as refused:
         family_of({"model_type": "x" * 4000})
     assert len(str(refused.value)) < 400

@@ -97,7 +97,9 @@ def test_microbatches_are_as_many_as_the_memory_asks_for(words):
     device = Device("cuda", 80 * GIB, "", False)
     count = config.actor.mb_spec.n_mbs
     assert count > 1 and build_plan(config, device).fits
-    assert any(note.startswith(f"actor.mb_spec.n_mbs = {count}: in one piece") for note in notes)
+    assert any(
+        note.startswith(f"actor.mb_spec.n_mbs = {count}: in one microbatch") for note in notes
+    )
     if config.algorithm.name == "ppo":
         assert config.critic.mb_spec.n_mbs == count
     once, notes = prepare(None, [MODEL, EIGHT, *words, "actor.mb_spec.n_mbs=1"], "plan", 80)

@@ -159,7 +159,7 @@ def test_a_package_later_than_tested_is_warned_about(monkeypatch):
     assert (late.name, late.status) == (
         "rich",
         "warn",
-    ) and "later than what was tested" in late.text
+    ) and "later than the tested versions" in late.text
     assert late.remedy == "pip install 'rich<2,>=1'" and rest.status == "ok"
 
 

@@ -82,7 +82,7 @@ def test_the_command_needs_no_torch_and_exits_with_what_it_found():
 
     small = run("--gpu-memory", "20")
     assert small.returncode == 1 and "HEAVY []" in small.stdout
-    assert "What would help" in small.stdout
+    assert "Remedies, cheapest first" in small.stdout
     wrong = run("allocation_mode=sglang:d4+archon:d1p2e2", "actor.archon.pp_schedul=ZBV")
     assert wrong.returncode == 2
     assert "use archon:d2p2e2 (4 devices)" in wrong.stderr and "pp_schedule" in wrong.stderr
@@ -553,7 +553,7 @@ def test_rows_are_counted_where_the_data_is(tmp_path):
 
 
 def test_an_unknown_critic_is_refused():
-    with pytest.raises(UserError, match="critic.path = Qwen/Qwen3-9B: is not whole in the c"):
+    with pytest.raises(UserError, match="critic.path = Qwen/Qwen3-9B: is incomplete in the c"):
         prepare(
             None,
             ["actor.path=Qwen3-8B", "algorithm.name=ppo", "critic.path=Qwen/Qwen3-9B"],
@@ -654,7 +654,7 @@ def test_rank_rows_say_what_a_rank_holds():
         (
             [OWN, "gconfig.max_sampled_tokens=2000"],
             2000,
-            "environments say comes on top",
+            "environments come in addition",
         ),
         ([OWN, "gconfig.max_sampled_tokens=90000"], 32768 - 500, "on top"),
     ],

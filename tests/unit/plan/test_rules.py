@@ -29,7 +29,7 @@ def problems(allocation: str, *overrides: str, dims: ModelDims = DENSE, devices:
 RED = [
     # (rule, model, allocation and overrides, devices, what is said, what is offered)
     ("cluster_size", DENSE, ["sglang:d4t2+archon:d4p2t2"], 16, "16 + 8 = 24 devices", "n_nodes=2"),
-    ("roles", DENSE, ["vllm[rollout]:d1+archon[actr]:d1"], None, "actr is no role", "actor"),
+    ("roles", DENSE, ["vllm[rollout]:d1+archon[actr]:d1"], None, "actr is not a role", "actor"),
     ("roles", DENSE, ["vllm[actor]:d1"], None, "vllm samples and cannot be actor", "rollout"),
     ("roles", DENSE, ["vllm:d1+archon[rollout]:d1"], None, "two components would be", "name this"),
     ("roles", DENSE, ["vllm:d1"], None, "has no component that trains", "archon:d1"),
@@ -38,7 +38,7 @@ RED = [
     ("sampler", ODD, ["vllm:t8+archon:d1"], None, "t8 of vllm must divide num_heads = 28", "7, 14"),
     ("sampler", DENSE, ["vllm:p64+archon:d1"], None, "p64 of vllm exceeds num_layers = 36", "36"),
     ("fsdp", DENSE, ["fsdp:t16"], None, "t16 of fsdp must divide num_kv_heads = 8", "1, 2, 4, 8"),
-    ("fsdp", MOE, ["fsdp:t2"], None, "t2 of fsdp would cut experts", "use t1, or archon"),
+    ("fsdp", MOE, ["fsdp:t2"], None, "t2 of fsdp would split experts", "use t1, or archon"),
     ("fsdp", MOE, ["fsdp:d2", "actor.archon.moe_z_loss_coef=1"], None, "needs a model file", "out"),
     (
         "heads",
@@ -131,7 +131,7 @@ RED += [
     ("balance", DENSE, ["archon:d1", "actor.archon.moe_z_loss_coef=0.1"], None,
      "the model has no experts", "leave it out"),
     ("balance", MOE, ["archon:d1", "actor.archon.moe_bias_rate=0.001"], None,
-     "a saved qwen3_moe has no place for a bias", "aux_loss_coef"),
+     "a saved qwen3_moe cannot store a bias", "aux_loss_coef"),
     ("balance", DENSE, ["archon:d1", "actor.archon.moe_bias_rate=0.001"], None,
      "the model has no experts", "leave it out"),
 ]  # fmt: skip

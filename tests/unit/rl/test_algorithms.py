@@ -104,7 +104,7 @@ def sentences(name, **overrides):
         ("sapo", {"eps_clip": 0.1}, "its gate is smooth"),
         ("m2po", {"decoupled": False, "eps_clip": 0.4}, "takes the place of its clip"),
         ("clip_cov", {"cov_low": 6.0}, "must be below algorithm.cov_high = 5"),
-        ("kl_cov", {}, "updates_per_batch = 1 makes one"),
+        ("kl_cov", {}, "updates_per_batch = 1 has none"),
         ("grpo", {"rejection_cap": 3.0}, "has no effect while algorithm.rejection is not set"),
         ("grpo", {"kl_weighted": True}, "has no effect while algorithm.kl_coef is not set"),
         ("grpo", {"kl_weighted": True, "kl_coef": 0.1, "kl_estimator": "k1"}, "only k3"),

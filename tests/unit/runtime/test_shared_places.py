@@ -147,7 +147,7 @@ def test_what_is_opened_is_a_plain_file_of_ours(tmp_path):
     file = open_own(tmp_path / "own" / "file")
     assert os.read(file, 10) == b"text"
     os.close(file)
-    with pytest.raises(OSError, match="no plain file of this user"):
+    with pytest.raises(OSError, match="not a plain file of this user"):
         os.mkfifo(tmp_path / "own" / "fifo")
         open_own(tmp_path / "own" / "fifo")
 

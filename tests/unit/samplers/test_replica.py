@@ -107,7 +107,7 @@ class Lab:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(module, "EXIT_WAIT_S", 0.0)
-    monkeypatch.setattr(module, "END_PATIENCE_S", 0.05)
+    monkeypatch.setattr("pentad.samplers.process.END_PATIENCE_S", 0.05)
 
 
 async def sent(life, *names):

@@ -321,7 +321,7 @@ def test_a_log_on_a_full_disk_is_one_line_and_hides_no_failure(capsys):
 def test_a_start_that_ends_at_a_bad_record_closes_no_file_of_others(folder):
     folder.file("steps.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     recorder = Recorder(folder)
-    with pytest.raises(UserError, match="steps.jsonl: a record lacks what a run writes"):
+    with pytest.raises(UserError, match="steps.jsonl: a record lacks fields of a run"):
         recorder.resume(2)
     others = [os.open("/dev/null", os.O_RDONLY) for _ in range(8)]
     recorder.close()

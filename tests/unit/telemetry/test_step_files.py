@@ -61,7 +61,7 @@ def test_a_line_that_is_no_record_is_bad_input_with_its_number(tmp_path, line):
     path = tmp_path / "other.jsonl"  # a file of the run whose lines have no key of their own
     path.write_text('{"version": 1}\n')
     assert read_lines(path) == [{"version": 1}]
-    with pytest.raises(UserError, match="a record lacks what a run writes.*'step'"):
+    with pytest.raises(UserError, match="a record lacks fields of a run.*'step'"):
         supersede(path, after=0)
 
 

@@ -94,7 +94,7 @@ def refusal(make, *overrides):
         ),
         (
             ["allocation_mode=vllm:d1+archon:d1", "rollout.server.weight_transport=ipc"],
-            "on the GPU that trains, but allocation_mode = vllm:d1+archon:d1 separates them",
+            "on the training GPU, but allocation_mode = vllm:d1+archon:d1 separates them",
         ),
     ],
 )

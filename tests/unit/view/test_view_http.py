@@ -122,7 +122,7 @@ def test_a_recipe_is_a_plan_without_a_run(make_run, tmp_path):
     bad.write_text("no_such_key: 1\n")
     with pytest.raises(UserError, match="no_such_key(.|\n)*has no run in it"):
         check_places([bad, empty(tmp_path)])
-    with pytest.raises(UserError, match="overrides are of a recipe"):
+    with pytest.raises(UserError, match="overrides need a recipe"):
         check_places([tmp_path], words)
 
 

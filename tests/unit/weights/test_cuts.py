@@ -67,8 +67,8 @@ def test_beyond_that_each_rank_has_the_head_its_queries_use(tp):
 @pytest.mark.parametrize(
     ("symbol", "tp", "sentence"),
     [
-        ("K", 3, "tp = 3: cannot cut 4 key-value heads; use one of 1, 2, 4."),
-        ("Q", 8, "tp = 8: cannot cut 12 query heads; use one of 1, 2, 3, 4, 6, 12."),
+        ("K", 3, "tp = 3: cannot split 4 key-value heads; use one of 1, 2, 4."),
+        ("Q", 8, "tp = 8: cannot split 12 query heads; use one of 1, 2, 3, 4, 6, 12."),
     ],
 )
 def test_torn_heads_are_refused(symbol, tp, sentence):

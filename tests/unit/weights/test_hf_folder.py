@@ -172,7 +172,7 @@ def write_shards(folder, index=None):
             {"b": "y.safetensors", "c": "x.safetensors"},
             "a: is in x.safetensors, but .* not list it",
         ),
-        ({"a": "../m/x.safetensors"}, "index .a: ../m/x.safetensors is no file of this folder"),
+        ({"a": "../m/x.safetensors"}, "index .a: ../m/x.safetensors is not a file of this folder"),
         ({"a": 5}, "is not a safetensors index"),
         ([1], "is not a safetensors index"),
         (5, "is not a safetensors index"),

@@ -111,11 +111,11 @@ def test_it_is_found_from_a_copy_of_the_source_by_its_digest(source, tmp_path):
 def test_it_is_not_found_when_source_or_layout_differ(source, tmp_path):
     run(source, tmp_path / "mg", "legacy", **LAYOUT)
     before = bytes_of_folder(tmp_path / "mg")
-    with pytest.raises(UserError, match="holds something else than this conversion"):
+    with pytest.raises(UserError, match="is not the result of this conversion"):
         run(source, tmp_path / "mg", "legacy", tp=4)
     head = torch.ones(211, 40)
     hf_folder(source, "qwen3", **{"lm_head.weight": head})
-    with pytest.raises(UserError, match="holds something else than this conversion"):
+    with pytest.raises(UserError, match="is not the result of this conversion"):
         run(source, tmp_path / "mg", "legacy", **LAYOUT)
     assert bytes_of_folder(tmp_path / "mg") == before
     assert run(source, tmp_path / "mg", "legacy", **LAYOUT, force=True).status == "written"
@@ -142,7 +142,7 @@ def test_the_record_names_source_layout_and_files(source, tmp_path):
 def test_a_folder_of_somebody_else_is_left_alone(source, tmp_path):
     (tmp_path / "mg").mkdir()
     (tmp_path / "mg" / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="is there already and holds something else"):
+    with pytest.raises(UserError, match="exists and is not the result"):
         run(source, tmp_path / "mg", "legacy")
     assert (tmp_path / "mg" / "notes.txt").read_text() == "mine"
 
@@ -210,7 +210,7 @@ def test_memory_needed_is_one_file(source, tmp_path, monkeypatch):
 def test_the_source_is_never_replaced_by_what_is_made_from_it(source, tmp_path):
     before = bytes_of_folder(source)
     for target in (source, source / "inside", tmp_path):
-        with pytest.raises(UserError, match="lies within the source, .*, or the source within it"):
+        with pytest.raises(UserError, match="is inside the source, .*, or contains it"):
             run(source, target, "legacy", force=True)
     assert bytes_of_folder(source) == before
 
@@ -221,7 +221,7 @@ def test_a_flipped_bit_in_a_converted_folder_is_told_when_it_is_read(source, tmp
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    with pytest.raises(UserError, match="is not the file that pentad-convert.json says"):
+    with pytest.raises(UserError, match="differs from the file recorded in pentad-convert.json"):
         run(tmp_path / "mg", tmp_path / "back", "hf")
     assert not (tmp_path / "back").exists()
     (tmp_path / "mg" / "pentad-convert.json").unlink()

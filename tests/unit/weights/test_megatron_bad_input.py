@@ -125,7 +125,7 @@ def test_missing_unknown_and_misshapen_tensors_are_told_together(legacy):
     assert (
         f"{at}0.mlp.linear_fc2.weight: missing; the layout (tp 2 pp 2) puts [40, 42] there" in text
     )
-    assert f"{at}0.mlp.adapter.weight: no rule of the map knows it" in text
+    assert f"{at}0.mlp.adapter.weight: no rule of the map matches it" in text
     assert f"{at}1.self_attention.q_layernorm.weight: shape [7], but config and layout" in text
 
 
@@ -226,7 +226,7 @@ def test_missing_unknown_and_misshapen_keys_are_told(dist):
     entries["decoder.layers.self_attention.k_layernorm.weight"].size = torch.Size([4, 3, 2])
     path.write_bytes(pickle.dumps(metadata))
     text = refusal(dist)
-    assert "lora.weight: no rule of the map knows it" in text
+    assert "lora.weight: no rule of the map matches it" in text
     assert "k_layernorm.weight: shape [4, 3, 2], but the config makes it [4, 6]" in text
     assert "q_layernorm.weight: missing; the model needs it as [4, 6]" in text
 
@@ -255,7 +255,7 @@ def test_another_backend_is_told(dist):
 
 def test_a_hf_folder_with_a_tensor_too_many_is_told(made, tmp_path):
     source = hf_folder(tmp_path / "hf", "qwen3", **{"score.weight": torch.zeros(1, 40)})
-    with pytest.raises(UserError, match="score.weight: no rule of the map knows it"):
+    with pytest.raises(UserError, match="score.weight: no rule of the map matches it"):
         run(source, tmp_path / "mg", "legacy")
     assert not (tmp_path / "mg").exists()
 
@@ -283,7 +283,9 @@ def test_a_hostile_rank_file_is_refused_and_not_run(legacy, tmp_path, bomb):
     mark = tmp_path / "boom"
     change(legacy, "mp_rank_00_001", lambda content: content.update(args=bomb(mark)))
     text = refusal(legacy)
-    assert re.search(r"its pickle wants ((builtins\.)?exec|posix\.system), and only weights", text)
+    assert re.search(
+        r"its pickle contains ((builtins\.)?exec|posix\.system), and only weights", text
+    )
     assert not mark.exists()
 
 
@@ -294,7 +296,7 @@ def test_a_hostile_class_within_the_weights_is_refused(legacy, tmp_path):
         content["model"]["decoder.layers.0.mlp.linear_fc1._extra_state"] = Bomb(mark)
 
     change(legacy, "mp_rank_00_001", spoil)
-    assert re.search(r"its pickle wants (builtins\.)?exec,", refusal(legacy))
+    assert re.search(r"its pickle contains (builtins\.)?exec,", refusal(legacy))
     assert not mark.exists()
 
 
@@ -302,17 +304,17 @@ def test_a_hostile_index_is_refused_and_not_run(dist, tmp_path):
     """torch itself would unpickle it freely."""
     mark = tmp_path / "boom"
     (dist / "release" / ".metadata").write_bytes(pickle.dumps(Bomb(mark)))
-    assert ".metadata: its pickle wants builtins.exec" in refusal(dist)
+    assert ".metadata: its pickle contains builtins.exec" in refusal(dist)
     metadata = Metadata({"x": Bomb(mark)})
     (dist / "release" / ".metadata").write_bytes(pickle.dumps(metadata))
-    assert ".metadata: its pickle wants builtins.exec" in refusal(dist)
+    assert ".metadata: its pickle contains builtins.exec" in refusal(dist)
     assert not mark.exists()
 
 
 def test_a_hostile_common_file_is_refused_and_not_run(dist, tmp_path):
     mark = tmp_path / "boom"
     torch.save({"args": Bomb(mark)}, dist / "release" / "common.pt")
-    assert re.search(r"common.pt: its pickle wants (builtins\.)?exec,", refusal(dist))
+    assert re.search(r"common.pt: its pickle contains (builtins\.)?exec,", refusal(dist))
     assert not mark.exists()
 
 

@@ -348,13 +348,13 @@ def test_a_layout_that_does_not_fit_is_refused_with_values_that_do(folders, tmp_
     assert "tp = 5: must divide num_heads = 12; use one of 1, 2, 3, 4, 6, 12." in text
     assert "pp * vpp = 3 must divide num_layers = 4; use one of 1, 2, 4." in text
     assert "ep = 4: must divide num_experts = 6; use one of 1, 2, 3, 6." in text
-    assert "etp = 5 (it is tp unless told)" in text
+    assert "etp = 5 (it is tp unless given)" in text
     assert not any(path.name.startswith(".mg") for path in tmp_path.iterdir())
     with pytest.raises(UserError, match="etp = 2: must divide tp = 1 in legacy folders"):
         run(folders["mixed"], tmp_path / "mg", "legacy", etp=2)
     with pytest.raises(UserError, match="qwen3 has no experts; leave both out"):
         run(folders["qwen3"], tmp_path / "mg", "legacy", ep=2)
-    with pytest.raises(UserError, match="tp = 2: says how Megatron's files are cut"):
+    with pytest.raises(UserError, match="tp = 2: splits Megatron's files"):
         run(folders["qwen3"], tmp_path / "mg", "hf", tp=2)
 
 

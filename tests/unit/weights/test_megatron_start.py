@@ -34,7 +34,7 @@ def test_a_checkpoint_load_path_gives_the_weights(source, tmp_path, to):
 def test_another_model_in_the_converted_folder_is_not_taken_for_this_one(source, tmp_path):
     run(source, tmp_path / "mg", "legacy")
     other = hf_folder(tmp_path / "other", "qwen3")
-    with pytest.raises(UserError, match="holds something else than this conversion"):
+    with pytest.raises(UserError, match="is not the result of this conversion"):
         run(other, tmp_path / "mg", "legacy")
 
 

@@ -140,16 +140,16 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 BAD = [
     (lambda f: (f / CONFIG).unlink(), "no adapter_config.json there"),
     (lambda f: (f / FACTORS).unlink(), "missing; only safetensors are read"),
-    (lambda f: changed(f, peft_type="LOHA"), "peft_type = LOHA: only LORA is known"),
+    (lambda f: changed(f, peft_type="LOHA"), "peft_type = LOHA: only LORA is supported"),
     (lambda f: changed(f, r=0), "r = 0: must be a whole number"),
     (lambda f: changed(f, r=8), "is not of rank 8, which adapter_config.json names"),
     (lambda f: changed(f, lora_alpha="x"), "lora_alpha = x: must be a number above 0"),
-    (lambda f: changed(f, use_rslora=True), "use_rslora = True: changes what the factors mean"),
-    (lambda f: changed(f, use_dora=True), "use_dora = True: changes what the factors mean"),
+    (lambda f: changed(f, use_rslora=True), "use_rslora = True: changes the meaning of factors"),
+    (lambda f: changed(f, use_dora=True), "use_dora = True: changes the meaning of factors"),
     (lambda f: changed(f, modules_to_save=["lm_head"]), "modules_to_save = ['lm_head']: changes"),
     (lambda f: changed(f, rank_pattern={"q_proj": 2}), "rank_pattern = {'q_proj': 2}: changes"),
     (lambda f: changed(f, alpha_pattern={"q_proj": 2}), "alpha_pattern = {'q_proj': 2}: changes"),
-    (lambda f: changed(f, bias="all"), "bias = all: trained biases lie in the files"),
+    (lambda f: changed(f, bias="all"), "bias = all: the files have trained biases"),
     (lambda f: changed(f, init_lora_weights="pissa"), "init_lora_weights = pissa: it began from"),
     (lambda f: (f / FACTORS).write_bytes((f / FACTORS).read_bytes()[:-9]), "its header says"),
     (lambda f: with_factor(f, lambda all: all[FIRST].fill_(torch.nan)), "NaN or infinite"),
@@ -169,7 +169,7 @@ BAD = [
                 }
             ),
         ),
-        "has factors for model.norm, which takes none here; targets are q, k, v, o",
+        "has factors for model.norm, which cannot have factors here; targets are q, k, v, o",
     ),
 ]
 
@@ -239,8 +239,8 @@ def test_a_merge_says_what_rounding_took_away(tmp_path):
         (["{base}", "{out}", "--merge"], "has no adapter_config.json"),
         (["{adapter}", "{out}", "--merge", "--to", "legacy"], "is merged into a HF folder"),
         (["{adapter}", "{out}", "--merge", "--base", "/no/such"], "is no folder here"),
-        (["{adapter}", "{adapter}/in", "--merge"], "lies within the source"),
-        (["{adapter}", "{out}", "--merge", "--dtype", "int3"], "--dtype int3: is none of"),
+        (["{adapter}", "{adapter}/in", "--merge"], "is inside the source"),
+        (["{adapter}", "{out}", "--merge", "--dtype", "int3"], "--dtype int3: is not one of"),
     ],
 )
 def test_words_that_name_no_merge_are_refused(tmp_path, bases, words, sentence):
