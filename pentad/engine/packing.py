@@ -151,10 +151,10 @@ def plan_microbatches(
     """Distributes rows over ranks and microbatches, by cost or in their order (`_in_order`).
 
     No microbatch exceeds `max_tokens`, except one that holds a single longer row. There are as few
-    microbatches as that allows (more, if `min_per_rank` says so), the same number on each rank.
-    Empty ones appear only if there are fewer rows than microbatches; each rank's microbatches run
-    from costly to cheap, so that ranks compute similar ones at the same time. Rows of a bundle stay
-    together as far as that allows.
+    microbatches as possible, but at least `min_per_rank`, the same number on each rank. Empty ones
+    appear only if there are fewer rows than microbatches; each rank's microbatches run from costly
+    to cheap, so that ranks compute similar ones at the same time. Rows of a bundle stay together as
+    far as that allows.
     """
     assert num_ranks > 0 and min_per_rank > 0 and all(n > 0 for n in lengths)
     budget = max_tokens or max(sum(lengths), 1)

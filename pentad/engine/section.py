@@ -273,7 +273,7 @@ class LoraConfig(Section):
     alpha: Positive = 32.0
     """A layer computes x W^T + alpha / rank * (x A^T) B^T, never merged."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Which matrices have factors: all-linear, or some of q k v o gate up down experts, of latent
+    """Matrices that have factors: all-linear, or some of q k v o gate up down experts, of latent
     attention q_a q_b kv_a kv_b, and of embeddings for each layer per_layer_input_gate
     per_layer_projection. gate and up are named together. Router, embedding and head have none. A
     critic also trains its head, and with [] only the head. fsdp: the linear layers of transformers'

@@ -95,7 +95,7 @@ def plan_cuts(
 ) -> dict[str, Cut]:
     """The cut of every named parameter. Every rank must call it."""
     if any(entry.rule.is_factor for entry in weight_map.entries.values()):
-        meshes.factor_axes()  # here, since a rank of a pipeline may hold no experts
+        meshes.factor_axes()  # called on all ranks: a pipeline rank may have no experts
     return {name: _cut(weight_map.entries[name], plan, meshes) for name in names}
 
 
@@ -108,7 +108,7 @@ def _cut(entry: Entry, plan: CutPlan, meshes: Meshes) -> Cut:
     }
     axes = split_dims(entry, plan)
     part = cut_entry(entry, plan, coords)
-    assert len(part.boxes) == 1, f"{entry.name} lies here in {len(part.boxes)} pieces"
+    assert len(part.boxes) == 1, f"{entry.name} has {len(part.boxes)} pieces on this rank"
     (box, _), *_ = part.boxes
     is_expert = any(axis in axes for axis in EXPERT_AXES)
     num_stored = layout.efsdp if is_expert else layout.dp_shard * layout.cp

@@ -28,7 +28,7 @@ class Axis:
     size: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
-    """None if the axis has one rank."""
+    """The process group; None if the axis has one rank."""
 
     @property
     def name(self) -> str:

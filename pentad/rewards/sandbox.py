@@ -68,7 +68,7 @@ class JobFailed:
     kind: FailureKind
     """Kind of failure; lost: of the pool; others: of the job."""
     detail: str
-    """One printable line."""
+    """Description of the failure, one printable line."""
     cause: Cause = "ours"
     """Cause of the failure as far as known, see `RewardFunction.judge`."""
 

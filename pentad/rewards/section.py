@@ -72,7 +72,7 @@ class RewardConfig(Section):
     memory_mb: Count = 1024
     """Memory limit of each of them."""
     on_failure: Literal["drop", "zero"] = "drop"
-    """What happens if a reward fails twice and the sample is not the cause. drop: the group is
+    """Handling of a reward that fails twice if the sample is not the cause. drop: the group is
     dropped and counted. zero: the sample is scored 0 and marked."""
     allow_processes: bool = False
     """Whether your own reward may start processes."""

@@ -133,7 +133,7 @@ def wanted_parameters(agent: Callable[..., Any]) -> list[str]:
         return list(PARAMETERS)
     unknown = [p.name for p in parameters if p.default is p.empty and p.name not in PARAMETERS]
     if unknown:
-        rule = f"{agent.__name__} wants {', '.join(unknown)}"
+        rule = f"{agent.__name__} requires {', '.join(unknown)}"
         remedy = f"an agent may take {', '.join(PARAMETERS)}"
         raise UserError(Problem("rollout.agent", rule, remedy))
     return [p.name for p in parameters if p.name in PARAMETERS]

@@ -35,7 +35,7 @@ _request_numbers = itertools.count()
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """One sampler to which groups can be assigned."""
+    """A sampler to which groups can be assigned."""
 
     name: str
     sampler: Sampler

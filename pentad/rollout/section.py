@@ -112,8 +112,8 @@ class RolloutConfig(Section):
     half of the memory of bf16, and decoding reads half as much; log-probs of sampler and trainer
     then differ by more than the rounding of 16 bits (docs/embedded-engine.md has the figures)."""
     on_update: Literal["continue", "reprefill"] = "continue"
-    """What happens to answers in progress when new weights are installed: they continue with the
-    cache of the old weights, or their cache is recomputed."""
+    """Handling of answers in progress when new weights are installed: they continue with the cache
+    of the old weights, or their cache is recomputed."""
     replay_routes: bool = False
     """For a mixture of experts: the sampler returns the experts of each token, and training routes
     it to the same ones, so that rounding cannot select others."""

@@ -68,7 +68,7 @@ class Talk:
     """A conversation so far: its sequences, texts and reward parts."""
 
     transcript: Transcript
-    """Its last sequence."""
+    """The last sequence of the conversation."""
     history: History | None = None
     """Set if the chat template renders earlier turns."""
     earlier: list[tuple[Transcript, list[tuple[str, str]]]] = field(default_factory=list)

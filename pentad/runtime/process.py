@@ -185,7 +185,7 @@ class Child:
 
     @property
     def code(self) -> int | None:
-        """None while it runs; negative if a signal ended it."""
+        """The exit code: None while it runs, negative if a signal ended it."""
         if self._code is None:
             if not hasattr(os, "waitid"):  # macOS before Python 3.13
                 self._code = self.popen.poll()

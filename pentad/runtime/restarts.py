@@ -42,7 +42,7 @@ class Lost:
     """died: ended by a signal or an exit code, or out of memory; stuck: hung; raised: an exception
     of the code; away: its slot is gone, because its machine is lost or the slot was removed."""
     cause: str
-    """One line."""
+    """Cause of the loss, as one line."""
     slot: int | None = 0
     """None: no rank's own failure, for example the consequence of an unobserved failure."""
     step: int | None = None

@@ -255,7 +255,7 @@ class Connection:
         if number in self.running:
             raise BadFrame(f"gives the number {number} to two calls")
         if self.serve is None or len(self.running) >= MAX_CALLS:
-            rule = "serves no calls" if self.serve is None else f"has {MAX_CALLS} calls under way"
+            rule = "serves no calls" if self.serve is None else f"has {MAX_CALLS} calls open"
             described = describe_error(InfraFailure(f"{method} is refused: this end {rule}"))
             self._post({"error": number, "reason": described})
             return

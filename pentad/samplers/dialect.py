@@ -197,7 +197,7 @@ def check_context(where: str, found: int, settings: ServerSettings, flag: str) -
 
 def check_routes(where: str, settings: ServerSettings, has_flag: bool) -> None:
     if settings.rollout.replay_routes and not has_flag:
-        rule = "it does not say which experts it used, which rollout.replay_routes needs"
+        rule = "it does not report the experts of tokens, which rollout.replay_routes needs"
         raise UserError(Problem(where, rule, f"start it with {ROUTES_FLAG}"))
 
 

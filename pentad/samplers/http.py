@@ -36,7 +36,7 @@ class HttpError(Exception):
 
 @dataclass(slots=True, eq=False)
 class HttpLink:
-    """One connection."""
+    """A connection to the server."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter

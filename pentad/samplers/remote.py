@@ -276,7 +276,7 @@ class RoleSampler:
         if (receipt.version, receipt.digest) != (weights.version, weights.digest):
             raise WrongWeights(
                 f"{self.process.name} holds version {receipt.version}, digest {receipt.digest}, "
-                f"after it was handed version {weights.version} with digest {weights.digest}"
+                f"after it received version {weights.version} with digest {weights.digest}"
             )
         self.version = receipt.version
         return replace(receipt, num_bytes=weights.num_bytes)

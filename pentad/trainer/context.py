@@ -261,7 +261,7 @@ def noted_end(folder: RunFolder, checkpoints: Path, *, is_last: bool = True) -> 
         with suppress(Unreadable):
             found = find_checkpoints(checkpoints, report=log.debug)
             saved = found[0].step + 1 if found else 0
-        with suppress(OSError):  # a full disk, or a folder that is gone
+        with suppress(OSError):  # a full disk, or a deleted folder
             write_json(
                 marker, {"end": end, "reason": reason, "saved_step": saved, "at": now_text()}
             )

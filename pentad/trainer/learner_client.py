@@ -40,7 +40,7 @@ class LearnerClient:
         carrier.is_stopping = lambda: self.is_stopping()
         self.queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self.since: float | None = None
-        """When the call in progress began."""
+        """Time at which the call in progress began."""
         self.is_given_up = False
         """Set by a caller that no longer waits for the call in progress."""
         self.thread: threading.Thread | None = None

@@ -48,7 +48,7 @@ class Membership:
     """Returns why the runtime cannot place a process in a slot."""
     current: RankGeneration | None = None
     missed_at: dict[int, float] = field(default_factory=dict)
-    """When each missing slot was first missed."""
+    """Time at which each missing slot was first missed."""
 
     @property
     def is_on(self) -> bool:

@@ -92,13 +92,13 @@ class OutageTimes:
     seen_at: float
     """The last sign of life of the rank that was lost first."""
     failed_at: float
-    """When the group was given up."""
+    """Time at which the group was declared failed."""
     fenced_at: float = 0.0
-    """When its last process had ended."""
+    """Time at which its last process had ended."""
     joined_at: float = 0.0
-    """When all ranks of the next group had connected."""
+    """Time at which all ranks of the next group had connected."""
     loaded_at: float = 0.0
-    """When they had loaded the checkpoint."""
+    """Time at which they had loaded the checkpoint."""
     num_losses: int = 1
 
     def seconds(self, now: float) -> dict[str, float]:
@@ -136,7 +136,7 @@ class Supervisor:
         self.group: RankGroup | None = None
         """The learners, if they are separate processes."""
         self.is_loaded = False
-        """Whether they have the state of the checkpoint, and are in a step or between two."""
+        """Whether the learners have loaded the checkpoint, and are in a step or between two."""
         self.outage: OutageTimes | None = None
         """The current outage: learners were lost and the next ones have not trained a step yet."""
         self.facts: dict[str, Any] = {}

@@ -298,7 +298,7 @@ class ScorePump:
 
     state: RunState
     scorers: Mapping[str, ScorerCalls]
-    """By role."""
+    """The scorers, by role."""
     placement: Placement
     _: KW_ONLY
     num_chunks: int

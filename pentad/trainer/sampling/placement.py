@@ -18,7 +18,7 @@ from pentad.core.roles import Sampler
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Which devices trainer and rollout use, and whether they share them."""
+    """Placement of trainer and rollout: separate devices, or shared ones used in turns."""
 
     is_shared: bool
     """Whether both roles use one device in turns; otherwise each has exclusive devices."""

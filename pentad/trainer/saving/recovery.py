@@ -365,7 +365,7 @@ class RecoverHandler(Periodic):
             return
         try:
             self.finish()
-        except Exception as error:  # the first failure is the one to be raised
+        except Exception as error:  # the first failure is raised
             log.warning("after the failure: no recovery checkpoint is saved: %s", error)
             return
         if self.last_saved == self.point.step and self.is_on:

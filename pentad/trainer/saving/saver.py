@@ -201,7 +201,7 @@ def rescue(saver: Saver, num_done: int, num_moved: int) -> None:
     caller raises the failure."""
     try:
         folder = saver.finish(num_done - 1)
-    except Exception as error:  # the first failure is the one to be raised
+    except Exception as error:  # the first failure is raised
         log.warning("after the failure: the model is not saved: %s", error)
         return
     more = f", and {num_moved} updates of step {num_done + 1}" if num_moved else ""

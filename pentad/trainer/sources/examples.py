@@ -144,7 +144,7 @@ run_sft = partial(run_examples, SftService)
 run_pretrain = partial(run_examples, PretrainService)
 """Pretraining on a stream of tokens."""
 run_dpo = partial(run_examples, PreferenceService)
-"""On preferences."""
+"""Training on preferences: DPO, IPO or KTO."""
 run_reward_model = partial(run_examples, RewardModelService)
 """Trains a reward model on preferences."""
 ON_EXAMPLES: dict[RunCommand, Callable[..., RunSummary]] = {
@@ -153,7 +153,7 @@ ON_EXAMPLES: dict[RunCommand, Callable[..., RunSummary]] = {
     "dpo": run_dpo,
     "reward-model": run_reward_model,
 }
-"""By command."""
+"""The services of these commands."""
 
 
 def begin_examples(

@@ -371,7 +371,7 @@ def test_a_reward_that_is_no_number_stops_the_run(lab, reward):
 
 
 def test_an_agent_that_wants_what_there_is_not_is_refused():
-    with pytest.raises(UserError, match="wants temperature"):
+    with pytest.raises(UserError, match="requires temperature"):
         AgentWorkflow(lambda base_url, temperature: None)
 
 
