@@ -9,11 +9,12 @@ Schulman's note: http://joschu.net/blog/kl-approx.html. For a token drawn from p
 A good value and a good gradient differ (https://arxiv.org/abs/2506.09477). As a loss on tokens
 drawn from p, the gradient of KL(p || q) is E[d * grad log p]:
 
-    k1 differentiated literally is grad log p: zero in expectation, so it would do nothing. Ours has
-        the value of k1 and the gradient d * grad log p. k2 d * grad log p: right as it is. k3 (1 -
-        exp(-d)) * grad log p: the gradient of KL(q || p), the other direction; close to the right
-        one while d is small. It is what GRPO's paper does, so it is left as it stands, up to the
-        slope MAX_K3_SLOPE (d = -2.4): below, it continues as a straight line.
+    k1  differentiated literally is grad log p: zero in expectation, so it would do nothing. Ours
+        has the value of k1 and the gradient d * grad log p.
+    k2  d * grad log p: right as it is.
+    k3  (1 - exp(-d)) * grad log p: the gradient of KL(q || p), the other direction; close to the
+        right one while d is small. GRPO's paper uses it, so it is unchanged up to the slope
+        MAX_K3_SLOPE (d = -2.4): below, it continues as a straight line.
 """
 
 from __future__ import annotations
