@@ -45,10 +45,10 @@ def map_page() -> str:
     """The module map: one line per module, ordered by layers of packages."""
     blocks = [MAP.strip()]
     for number, row in enumerate(ROWS):
-        for room in row.split():
-            lines = _lines(PACKAGE / room, PACKAGE)
+        for package in row.split():
+            lines = _lines(PACKAGE / package, PACKAGE)
             if lines:
-                blocks += [f"## {room} (row {number})", lines]
+                blocks += [f"## {package} (row {number})", lines]
     blocks += ["## pentad_tools (beside the package)", _lines(TOOLS, TOOLS.parent)]
     return "\n\n".join(blocks) + "\n"
 
@@ -192,23 +192,24 @@ is in every record; fields that do not apply or were not measured are `null`. Th
 from the classes in `pentad/telemetry/record.py` by `make docs`.
 
 `pentad.telemetry.steps.read_lines(path)` reads the file. It skips a last line that a crash
-left incomplete, and steps that a resumed run repeated: those are kept and marked `superseded`.
+left incomplete. It also skips steps that a resumed run repeated; the file keeps them, marked
+`superseded`.
 
-Two runs of one seed give the same records apart from the fields marked *varies*, which measure
-the machine.
+Two runs with the same seed give the same records, except for the fields marked *varies*, such as
+times and memory.
 
 | field | meaning | unit | varies |
 |---|---|---|---|
 | `schema` | version of this format, 1 | | |
-| `nonfinite` | fields that are null because they were NaN or infinite, and their values | | |"""
+| `nonfinite` | fields that are null because they were NaN or infinite, with their values | | |"""
 
 
 TIMELINE = """
 ## timeline.jsonl
 
-One JSON object per line, one line per step: work and waits of the processes of the run, as
-time spans, which `pentad view` draws. All of it measures the machine. Lines of steps that a
-resumed run repeated are marked `superseded`.
+One JSON object per line, one line per step: what the processes of the run did and waited for, as
+time spans, which `pentad view` draws. All values are measurements. Lines of steps that a resumed
+run repeated are marked `superseded`.
 
 | field | meaning |
 |---|---|"""
@@ -225,7 +226,7 @@ def _fields_table(prefix: str, cls: type) -> list[str]:
         if entry.name in BLOCKS:
             meaning = "see below"
         varies = "yes" if entry.metadata["varies"] else ""
-        rows.append(f"| `{prefix}{entry.name}` | {meaning} | {unit} | {varies} |")
+        rows.append(f"| `{prefix}{entry.name}` | {_cell(meaning)} | {unit} | {varies} |")
     return [*head, *rows]
 
 

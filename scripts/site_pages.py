@@ -28,7 +28,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Links of docs/ to those files lead to their pages."""
+    """Links of docs/ to those files lead to their pages. In code in a table a pipe is escaped for
+    GitHub; mkdocs would show the backslash."""
+    markdown = re.sub(r"`[^`\n]*`", lambda code: code[0].replace("\\|", "|"), markdown)
     for source, page in PAGES.items():
         markdown = markdown.replace(f"](../{source}", f"]({page}")
     return markdown

@@ -25,6 +25,7 @@ import threading
 import time
 import traceback
 import types
+import warnings
 from pathlib import Path
 
 COMMANDS = ("pentad.runtime.role_host", "pentad.samplers.server_key", "pentad.runtime.helper")
@@ -348,7 +349,8 @@ def execute(words: list[str]) -> None:
     """What the interpreter does with its arguments."""
     if words[0] == "-m":
         sys.argv[:] = words[1:]
-        sys.modules.pop(words[1], None)
+        # It stays imported as well: what it is pickled by is the module that others import.
+        warnings.filterwarnings("ignore", ".*found in sys.modules after import", RuntimeWarning)
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     elif words[0] == "-c":
         sys.argv[:] = ["-c", *words[2:]]

@@ -24,7 +24,7 @@ NO_LABEL = -1
 
 class PackedSegments:
     """`core.types.Segments` of packed sequences, distributed over cp ranks. Each rank lists all S
-    sequences, with its share of the tokens: none of most of them."""
+    sequences, with the number of its own tokens in each, which is 0 for most."""
 
     def __init__(self, lengths_S: Tensor, num_tokens: int, cp: Axis = ALONE) -> None:
         self.lengths_S = lengths_S
@@ -44,8 +44,8 @@ class PackedSegments:
         return result
 
 
-# Both run in a fixed order on every device, unlike an indexed add on a GPU, and are each other's
-# gradient. The number of tokens is given so that no device has to be asked for it.
+# Both are deterministic on every device, unlike an indexed add on a GPU, and are each other's
+# gradient. The number of tokens is an argument to avoid a device synchronisation.
 def _sum(x_T: Tensor, lengths_S: Tensor) -> Tensor:
     return torch.segment_reduce(x_T.contiguous(), "sum", lengths=lengths_S, unsafe=True)
 
@@ -78,11 +78,11 @@ class _SegmentSpread(torch.autograd.Function):
 
 @dataclass(slots=True)
 class PackedRows:
-    """This rank's share of one microbatch, on the device. Everything but ids and positions is
+    """This rank's share of one microbatch, on the device. All columns but ids and positions are
     prediction-aligned."""
 
     num_rows: int
-    """0: filler tokens only, computed so that all ranks make the same calls."""
+    """Number of rows; 0: padding only, computed so that all ranks make the same calls."""
     lengths: list[int]
     """Lengths of all rows of the microbatch, padding rows included."""
     ids_U: Tensor
@@ -91,9 +91,9 @@ class PackedRows:
     columns: dict[str, Tensor]
     segments: PackedSegments
     num_real: int = 0
-    """How many of this share's U tokens are not filler; they come first."""
+    """Number of this share's U tokens that are not padding; they come first."""
     routes_TLk: Tensor | None = None
-    """The experts of each token in each mixture layer, if the rows have them."""
+    """The experts of each token in each MoE layer, if the rows have them."""
     tree: RowTree | None = None
 
     @property
@@ -103,7 +103,7 @@ class PackedRows:
 
 
 class RowTree:
-    """Rows that share their first tokens, and the map from whole rows to computed tokens."""
+    """Rows with common prefixes, and the map from whole rows to computed tokens."""
 
     def __init__(self, plan: TreePlan, device: torch.device) -> None:
         self.plan = plan
@@ -114,7 +114,7 @@ class RowTree:
 
 
 def check_rows(rows: Sequence[Row], columns: Sequence[str], vocab_size: int) -> None:
-    """Raises for the first invalid row, by name; the packed form could no longer name it."""
+    """Raises for the first invalid row and names it, which is not possible after packing."""
     for i, row in enumerate(rows):
         if row.ids.ndim != 1 or row.ids.numel() == 0:
             raise RunError(f"row {i} has ids of shape {tuple(row.ids.shape)}, expected [L], L > 0")
@@ -161,8 +161,8 @@ def check_routes(rows: Sequence[Row], dims: ModelDims) -> None:
 
 
 def fill_up(lengths: Sequence[int], multiple: int, at_least: int = 1) -> list[int]:
-    """The lengths, with more sequences if their sum is smaller than `at_least` or no multiple. None
-    of those is longer than the longest given: attention over filler must not dominate."""
+    """Adds padding sequences until the sum is a multiple and at least `at_least`. None is longer
+    than the longest given one, to bound the cost of attention over padding."""
     total = sum(lengths)
     missing = -(-max(total, at_least) // multiple) * multiple - total
     longest = max(lengths, default=missing)
@@ -181,8 +181,8 @@ def pack_rows(
     cp: Axis = ALONE,
     shared: Sequence[int] = (),
 ) -> PackedRows:
-    """Packs one microbatch, filled up by `fill_up`, and returns the share of this cp rank.
-    `shared`: how many first tokens each row has in common with others of its group."""
+    """Packs one microbatch, padded by `fill_up`, and returns the share of this cp rank. `shared`:
+    number of first tokens that each row has in common with others of its group."""
     lengths = fill_up([row.ids.numel() for row in rows], multiple, at_least)
     length_S = np.asarray(lengths, dtype=np.int64)
     ends_S = np.cumsum(length_S)
@@ -209,7 +209,7 @@ def pack_rows(
             num_tokens - num_real, *routes[0].shape[1:]
         )
         routes_TLk = torch.cat([*routes, filling])
-    assert num_tokens % cp.size == 0, f"{num_tokens} tokens cannot be dealt to {cp.size}"
+    assert num_tokens % cp.size == 0, f"{num_tokens} tokens cannot be split over {cp.size} ranks"
     start, stop = (num_tokens // cp.size * r for r in (cp.rank, cp.rank + 1))
     here_S = np.clip(ends_S, start, stop) - np.clip(ends_S - length_S, start, stop)
 
@@ -219,7 +219,7 @@ def pack_rows(
 
     tree, computed = None, (ids_T, positions_T, labels_T)
     if any(shared):
-        assert cp.size == 1 and not routes, "a tree's tokens are not dealt over ranks"
+        assert cp.size == 1 and not routes, "a tree's tokens are not split over ranks"
         tree = RowTree(_plan_tree(rows, shared, num_tokens - num_real, multiple, at_least), device)
         first_U, num_real = torch.from_numpy(tree.plan.first_U), tree.plan.num_real
         ids_U, positions_U, labels_U = (x_T[first_U] for x_T in computed)
@@ -244,7 +244,7 @@ def pack_rows(
 def _plan_tree(
     rows: Sequence[Row], shared: Sequence[int], num_filled: int, multiple: int, at_least: int
 ) -> TreePlan:
-    """Plans shared prefixes; rows without another row of their group here stay whole."""
+    """Plans shared prefixes; rows that are alone of their group in this microbatch stay whole."""
     keys = [
         (-1 if row.group is None else row.group, n) for row, n in zip(rows, shared, strict=True)
     ]
@@ -258,7 +258,7 @@ def _plan_tree(
 
 
 def shift_in(x_T: Tensor, last_S: Tensor, fill: int = 0) -> Tensor:
-    """Token-aligned to prediction-aligned."""
+    """Converts from token-aligned to prediction-aligned."""
     out_T = torch.empty_like(x_T)
     out_T[:-1] = x_T[1:]
     out_T[last_S] = fill
@@ -266,7 +266,7 @@ def shift_in(x_T: Tensor, last_S: Tensor, fill: int = 0) -> Tensor:
 
 
 def split_out(x_T: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
-    """Prediction-aligned to token-aligned, one tensor per row, on the CPU."""
+    """Converts from prediction-aligned to token-aligned, one tensor per row, on the CPU."""
     x_T = x_T.detach().cpu()
     out_T = torch.empty_like(x_T)
     out_T[1:] = x_T[:-1]

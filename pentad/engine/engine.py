@@ -1,9 +1,9 @@
 """The engine: the learner of one model on one rank of a layout, as `core.roles.Learner`.
 
-It takes rows and a loss and knows no algorithm. The loss is a sum; nothing divides before
-`end_step`, which divides once by the summed count, so the gradient does not depend on how rows were
-cut into calls, microbatches, chunks and ranks. All ranks make the same calls with the same rows,
-each computes its share, and all get the same results.
+It takes rows and a loss, independent of the algorithm. The loss is a sum; only `end_step` divides,
+once, by the summed count, so the gradient does not depend on the split of rows into calls,
+microbatches, chunks and ranks. All ranks make the same calls with the same rows, each computes its
+share, and all get the same results.
 """
 
 from __future__ import annotations
@@ -87,13 +87,13 @@ def build_engine(
     weights: str | Path | None = None,
     backend: Backend = "archon",
 ) -> Engine:
-    """Builds an engine for the model of an HF folder, or of a config when it starts from scratch.
+    """Builds an engine for the model of an HF folder, or from a config with random weights.
 
-    `weights` is the folder of the weights, HF or Megatron, if that is another one. The model is
-    built without memory, laid out, and only then loaded, so that each rank holds and reads only its
-    part. `value_head` makes it a critic: values, no log-probs. A layout of several ranks uses the
-    process group of this process; all ranks call alike. The backend selects the model: the family's
-    model file, transformers' own, or Megatron's.
+    `weights`: the folder of the weights, HF or Megatron, if it is another one. The model is built
+    on the meta device, parallelised, and then loaded, so each rank has and reads only its part.
+    `value_head`: makes it a critic with values instead of log-probs. A layout of several ranks uses
+    the process group of this process; all ranks make the same call. The backend selects the model:
+    the family's model file, transformers' model, or Megatron's.
     """
     device = torch.device(device)
     layout = layout or Layout()
@@ -132,16 +132,16 @@ def _build_held(
     backend: Backend,
     value_head: bool,
 ) -> HeldModel:
-    """This rank's part of the model, laid out, with uninitialised memory."""
+    """Builds this rank's part of the model for the layout, with uninitialised memory."""
     if backend == "megatron":
-        # Here, since megatron-core is optional.
+        # Imported here: megatron-core is optional.
         from pentad.engine.megatron.held import MegatronModel
 
         dims = dims_of(source)
         raise_problems(unsayable(dims))
         return MegatronModel(dims, settings, meshes, value_head=value_head)
     if backend == "fsdp":
-        # Here, since transformers takes seconds to import.
+        # Imported here: transformers takes seconds to import.
         from pentad.engine.transformers_model import transformers_maker
 
         return HeldModel(
@@ -170,7 +170,7 @@ class Engine:
         self.held = held
         self.backend = backend
         self.decoder = held.decoders[0]
-        """The model, or the first of its stages that this rank holds."""
+        """The model, or the first pipeline stage on this rank."""
         self.dims = held.whole.dims
         self.settings = settings
         self.meshes = meshes
@@ -184,7 +184,7 @@ class Engine:
         self.parameters, self.cuts = held.parameters, held.cuts
         self.tensors = held.memory()
         self.boxes: dict[str, Box] = {}
-        """Position of this rank's shards in the whole tensors; known with the first publish."""
+        """Position of this rank's shards in the whole tensors; computed at the first publish."""
         saves_memory = self.device.type == "cuda" and settings.model.gradient_checkpointing
         self.tags = WeightTags(self.tensors, "host" if saves_memory else "device")
         self.masters = {name: self.tensors[name] for name in self.parameters}
@@ -205,25 +205,25 @@ class Engine:
         self.meter = Meter()
         self.step: OpenStep | None = None
         self.is_half_moved = False
-        """Whether an optimizer step or a restore began and did not end: the weights then belong to
-        no step."""
+        """Whether an optimizer step or a restore began and did not end: the weights are then
+        invalid."""
         self.restoring: dict[str, Tensor] | None = None
-        """Random states to be restored, during a restore."""
+        """Random states read during a restore."""
         self.num_steps = 0
-        """Calls of `end_step`; the learning rate depends on it."""
+        """Number of calls of `end_step`; determines the learning rate."""
         self.num_skipped = 0
-        """Calls of `end_step` that did not change the weights."""
+        """Number of calls of `end_step` that did not change the weights."""
         log.info("initialized the engine with parallel dims: %s", meshes.layout)
 
     # Scoring
 
     def forward(self, rows: Sequence[Row], tag: str = "actor") -> list[dict[str, Tensor]]:
-        """The same on every rank."""
+        """Returns the outputs of all rows, the same on every rank."""
         predicted, plan = self._score(rows, tag)
         return per_row(predicted, plan, rows, self.meshes, self.settings.model.min_tokens_per_mb)
 
     def routes(self, rows: Sequence[Row], tag: str = "actor") -> list[Tensor]:
-        """The experts of each token under the weights named `tag`, as `Row.routes`."""
+        """Returns the experts of each token under the weights named `tag`, as `Row.routes`."""
         if not any(self.dims.is_moe(layer) for layer in range(self.dims.num_layers)):
             raise RunError("the model has no mixture layer, so there are no routes")
         noted: list[Routes] = []
@@ -238,8 +238,8 @@ class Engine:
     def _score(
         self, rows: Sequence[Row], tag: str, noted: list[Routes] | None = None
     ) -> tuple[list[Predicted], MicrobatchPlan]:
-        """All rows forward, with the weights of the tag in place."""
-        # Experts are noted of every token of every row.
+        """Runs all rows forward with the weights of the tag."""
+        # Recorded routes need every token of every row.
         plan, _, microbatches = self._planned(rows, shares=noted is None)
         with self.use(tag):
             predicted = self.passes.forward(microbatches, noted)
@@ -249,9 +249,9 @@ class Engine:
     def _planned(
         self, rows: Sequence[Row], columns: Sequence[str] = (), *, shares: bool = True
     ) -> tuple[MicrobatchPlan, list[RowBundle] | None, Iterator[PackedRows]]:
-        """The rows of each data-parallel rank, without microbatches that are empty on all of them;
-        the bundles of rows whose common prefix is computed once, if it `shares` any; and this
-        rank's microbatches."""
+        """Returns the rows of each data-parallel rank, without microbatches that are empty on all
+        of them; the bundles of rows whose common prefix is computed once, if it `shares` any; and
+        this rank's microbatches."""
         check_rows(rows, columns, self.dims.vocab_size)
         check_routes(rows, self.dims)
         check_agreement(rows, self.meshes)
@@ -287,7 +287,7 @@ class Engine:
     # Training
 
     def begin_step(self) -> None:
-        """Starts a step; a step that was begun and not ended is discarded with its gradient."""
+        """Starts a step; discards an unfinished one with its gradient."""
         if self.optimizer is None:
             raise RunError("this engine only scores: its settings have no optimizer")
         self.tags.require_actor("a step")
@@ -314,7 +314,7 @@ class Engine:
             scale_losses(decoder, count / max(num_tokens, 1))
         with self.meter.counting():
             predicted, sums = self.passes.train(microbatches, loss, last=last)
-        whole = self._whole_gradient() if last else None  # before the device is waited for
+        whole = self._whole_gradient() if last else None  # before the device is synchronised
         loss_total, stats_total = add_up(sums, self.meshes)
         num_microbatches = sum(bool(indices) for turn in plan for indices in turn)
         step.add(loss_total, count, num_tokens, num_microbatches)
@@ -336,8 +336,8 @@ class Engine:
         loads = counted.take(
             lambda table: reduce_ranks(table, self.meshes.world), self.meter.num_items("combine")
         )
-        # Here, where the device has just been waited for: after the optimizer's step it would be
-        # waited for once more, and idle while the next step is made ready.
+        # Here, right after a synchronisation: after the optimizer step another one would be needed,
+        # and the device would be idle while the next step is prepared.
         balance, work = measure_balance(loads), self.meter.take()
         layout = self.meshes.layout
         num_pairs = int(counted.arrived) // layout.etp if "combine" in work else None
@@ -385,7 +385,7 @@ class Engine:
         return self.step
 
     def offload(self) -> None:
-        """Moves weights, optimizer and tags to the host; methods that need them bring them back."""
+        """Moves weights, optimizer and tags to the host; methods that need them move them back."""
         if self.is_offloaded:
             return
         self.held.rest()
@@ -436,10 +436,9 @@ class Engine:
         self.tags.load(tag, write)
 
     def iter_weights(self) -> NamedTensors:
-        """Whole tensors on every rank, gathered one at a time: all ranks iterate to the end. The
-        factors of an adapter that one rank of archon holds are also given by native name, without
-        copying."""
-        self.onload()
+        """Yields whole tensors on every rank, gathered one at a time: all ranks must iterate to the
+        end. If one rank of archon has all factors of an adapter, they also have native names,
+        without copies."""
         if self.base is None or not self._is_lendable:
             return self._gathered()
         self._require_actor("handing out weights")
@@ -447,14 +446,15 @@ class Engine:
         return NativeWeights(native, len(self.held.whole.trained_map.sources), self._gathered)
 
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
+        self.onload()
         for name, tensor in self.held.iter_hf(self._publish_dtype):
             pulse()
-            # Asked anew each time: a generator may be read on while the weights are exchanged.
+            # Checked each time: the weights may be exchanged while a generator is consumed.
             self.tags.require_actor("handing out weights")
             yield name, tensor
 
     def weight_shards(self) -> dict[str, Shard]:
-        """This rank's memory of the weights, by native name; not copies."""
+        """Returns this rank's memory of the weights, by native name; not copies."""
         self._require_actor("handing out weights")
         self.held.rest()
         if not self.boxes:
@@ -465,12 +465,12 @@ class Engine:
         return {name: Shard(x.detach(), self.boxes[name]) for name, x in self.tensors.items()}
 
     def published(self) -> tuple[WeightMap, dict[str, TensorInfo]]:
-        """Published weights: the map, and name, shape and dtype of each tensor."""
+        """Returns the map of published weights, and name, shape and dtype of each tensor."""
         whole = self.held.whole
         return whole.trained_map, hf_metadata(whole, self._publish_dtype, whole.trained_map)
 
     def adapter(self) -> tuple[Adapter, list[str]]:
-        """The adapter of a step: its whole factors, on every rank, and the names of the frozen
+        """Returns the adapter's whole factors, on every rank, and the names of the frozen
         weights."""
         assert self.base is not None, "all weights are trained"
         self._require_actor("saving")
@@ -480,7 +480,7 @@ class Engine:
         return adapter, list(hf_metadata(self.held.whole))
 
     def shake_adapter(self, strength: float) -> None:
-        """Perturbs B of the adapter, to test which components use it; strength 0 restores it
+        """Perturbs B of the adapter to test that components use it; strength 0 restores it
         bitwise."""
         assert self.base is not None, "all weights are trained"
         self._require_actor("a test of the adapter")
@@ -488,12 +488,12 @@ class Engine:
 
     @property
     def _is_lendable(self) -> bool:
-        """Whether one rank holds all weights, under the names of a sampler's model."""
+        """Whether one rank has all weights, under the names of a sampler's model."""
         return self.meshes.layout.world == 1 and self.backend == "archon"
 
     def lend_base(self) -> dict[str, Tensor] | None:
-        """The frozen weights of an adapter, by native name: from now on they stay in place. None if
-        there are none, other ranks hold a part of them, or transformers' names are other ones."""
+        """Frozen weights of an adapter, by native name; from now on they stay in place. None if
+        there are none, other ranks have a part of them, or transformers uses other names."""
         if self.base is None or not self._is_lendable:
             return None
         self.base.is_shared = True
@@ -502,7 +502,7 @@ class Engine:
         return self.held.frozen()
 
     def weights_to_save(self) -> dict[str, Shard]:
-        """`weight_shards`, after checking that they belong to a step."""
+        """Returns `weight_shards`, after checking that the weights are those of a step."""
         self._require_actor("saving")
         self._require_whole()
         return self.weight_shards()
@@ -510,10 +510,10 @@ class Engine:
     def _require_whole(self) -> None:
         if self.is_half_moved:
             what = "an optimizer step or a restore failed half-way"
-            raise RunError(f"{what}, so the weights are of no step")
+            raise RunError(f"{what}, so the weights are invalid")
 
     def plan_export(self) -> FolderPlan:
-        """Plans the HF folder of an export around the weights."""
+        """Plans the HF folder of an export."""
         return plan_export(
             self.held.whole,
             dtype=self._publish_dtype,
@@ -523,7 +523,7 @@ class Engine:
         )
 
     def carried(self) -> dict[str, Carried]:
-        """The tensors of other towers, which an export copies."""
+        """Returns the tensors of other towers, which an export copies."""
         return carried_by(self.held.whole, self.source_folder)
 
     @property
@@ -533,8 +533,8 @@ class Engine:
     # State
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """All tensors that training continues from, by the names of `engine.state`: live memory,
-        not copies, except random states, which are current copies."""
+        """Returns all tensors that a resume needs, by the names of `engine.state`: live memory, not
+        copies, except random states, which are copies."""
         self._require_actor("the state")
         if self.restoring is None:
             self._require_whole()
@@ -551,7 +551,7 @@ class Engine:
         return state | (self.restoring or read_random(self.meshes.rank, self.device))
 
     def state_counters(self) -> dict[str, Any]:
-        """The state besides tensors, as JSON: the same on every rank."""
+        """Returns the state besides tensors as JSON values, the same on every rank."""
         return {
             "num_steps": self.num_steps,
             "num_skipped": self.num_skipped,
@@ -571,9 +571,8 @@ class Engine:
         }
 
     def begin_restore(self, counters: Mapping[str, Any]) -> None:
-        """Checks that the checkpoint is of this model, and allocates its tags. From here to
-        `end_restore` the weights belong to no step: the caller must write all of `state_tensors`
-        in between."""
+        """Checks that the checkpoint is of this model, and allocates its tags. Until `end_restore`
+        the weights are invalid: the caller must write all of `state_tensors` in between."""
         self._require_actor("restoring")
         if counters["model"] != model_digest(self.held.whole):
             raise RunError(
@@ -588,8 +587,8 @@ class Engine:
         self.restoring = read_random(self.meshes.rank, self.device)
 
     def state_sources(self, counters: Mapping[str, Any]) -> dict[str, tuple[Region, ...]] | None:
-        """Maps the parts of this backend's state to those of another backend's; None: the names are
-        equal."""
+        """Maps parts of this backend's state to those of the checkpoint's backend; None: the names
+        are equal."""
         if counters["backend"] == self.backend:
             return None
         head = self.held.whole.value_head is not None

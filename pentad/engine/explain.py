@@ -1,4 +1,4 @@
-"""Explains torch's errors during a run in one sentence: out of memory, and operations without a
+"""One-line explanations of torch's errors during a run: out of memory, and operations without a
 deterministic version."""
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pentad.core.errors import RunError
 from pentad.engine.section import ModelConfig
 
 VARIES = " does not have a deterministic implementation"
-"""Endings of torch's messages that name a nondeterministic operation."""
+"""Text of torch's messages after the name of a nondeterministic operation."""
 
 
 @contextmanager
 def explain(phase: str, model: ModelConfig, num_tokens: int | None = None) -> Iterator[None]:
-    """Explains an exception: in which phase memory ran out, how much was requested and which keys
-    help; or which operation is not repeatable. `num_tokens`: those of the current microbatch, if
-    any."""
+    """Explains an exception: the phase in which memory ran out, the requested size and the keys
+    that help; or the operation that is not repeatable. `num_tokens`: those of the current
+    microbatch, if any."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -39,7 +39,7 @@ def explain(phase: str, model: ModelConfig, num_tokens: int | None = None) -> It
 
 
 def _sizes(said: str) -> str:
-    """The requested and the allocated size in the allocator's message."""
+    """Extracts the requested and the allocated size from the allocator's message."""
     asked = re.search(r"Tried to allocate ([\d.]+ \w+)", said)
     device = re.search(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free", said)
     held = re.search(r"([\d.]+ \w+) is allocated by PyTorch", said)
@@ -49,7 +49,7 @@ def _sizes(said: str) -> str:
 
 
 def _remedies(model: ModelConfig, *, has_tokens: bool) -> str:
-    """Keys that could still be set to save memory."""
+    """Returns keys that can still be set to save memory."""
     found = []
     if has_tokens:
         found.append("lower mb_spec.max_tokens_per_mb")

@@ -1,4 +1,4 @@
-"""Tokens per second and model FLOP utilisation, by both conventions of counting attention."""
+"""Tokens per second and model FLOPs utilisation (MFU), with both conventions for attention."""
 
 from __future__ import annotations
 
@@ -28,24 +28,23 @@ PEAK_TFLOPS = {
     "A10G": 70.0,
     "RTX 4090": 165.0,
 }
-"""Dense bf16 datasheet peaks by a part of the device's name; the first match counts."""
+"""Dense bf16 datasheet peaks in TFLOPS, by part of the device's name; the first match counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Training throughput. MFU is null if the peak or the model's size is unknown; neither is
-    guessed."""
+    """Training throughput. MFU is None if the peak or the model's size is unknown."""
 
     tokens_per_s: float
     mfu_causal: float | None
-    """Counting the attention pairs a token may see."""
+    """MFU counting only causal attention pairs."""
     mfu_full: float | None
-    """Counting all pairs (torchtitan's convention)."""
+    """MFU counting all attention pairs (torchtitan's convention)."""
     peak_tflops: float | None
 
 
 def detect_peak_tflops(device: torch.device) -> float | None:
-    """The datasheet peak of one device, None for a CPU or an unknown GPU."""
+    """Returns the datasheet peak of one device; None for a CPU or an unknown GPU."""
     if device.type != "cuda":
         return None
     return peak_of(gpu_name(device))
@@ -64,8 +63,8 @@ def measure_throughput(
     num_devices: int = 1,
     left_out: Sequence[int] = (),
 ) -> Throughput:
-    """Throughput of training these sequences once. Recomputation is not counted, nor are first
-    tokens that were computed for another sequence (`left_out` has their numbers)."""
+    """Returns the throughput of training these sequences once. Does not count recomputation, nor
+    prefix tokens computed for another sequence (`left_out`: their number in each sequence)."""
     counts = Counter(lengths)
     counts.subtract(left_out)
     num_params = dims.num_matmul_params

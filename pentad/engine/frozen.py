@@ -1,4 +1,4 @@
-"""The frozen weights under an adapter: their source, and the tags that refer to them."""
+"""The frozen weights of an adapter: their source, and the tags that refer to them."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from pentad.parallel.cuts import Cut
 from pentad.weights.peft import LoraSpec
 
 BASE = "base"
-"""The tag of the frozen weights alone, besides any other tags for them."""
+"""The tag of the frozen weights without factors; other tags may refer to them too."""
 SHAKE = 1e-2
-"""Size of a test's B at strength 1."""
+"""Scale of B in a test at strength 1."""
 
 
 @dataclass(eq=False)
 class FrozenBase:
-    """The frozen weights of an adapter. A reference equal to the model before its first step needs
-    no copy: it is the frozen weights without the factors."""
+    """The frozen weights of an adapter. A reference with the initial weights needs no copy: it is
+    the frozen weights without the factors."""
 
     held: HeldModel
     lora: LoraConfig
     path: str
     """The folder they were read from; empty: random weights."""
     digest: str
-    """Digest of their bytes in their dtype, prefixed by its name."""
+    """Digest of their bytes, prefixed by the name of their dtype."""
     tags: list[str] = field(default_factory=list)
-    """Tags that refer to the frozen weights alone."""
+    """Tags that refer to the frozen weights without factors."""
     is_shared: bool = False
     """Whether a sampler of this process uses the same tensors."""
     kept: dict[str, Tensor] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class FrozenBase:
 
     @classmethod
     def of(cls, held: HeldModel, model: ModelConfig, folder: str | Path | None) -> FrozenBase:
-        """Called on all ranks."""
+        """Makes the frozen weights of a model; called on all ranks."""
         assert model.lora is not None, "without factors nothing is frozen"
         digest = digest_of(held.iter_hf(DTYPES[model.dtype], is_frozen=True)).hex()
         path = "" if folder is None else str(Path(folder).expanduser().absolute())
@@ -57,7 +57,7 @@ class FrozenBase:
         return spec_of_lora(self.held.whole, self.lora)
 
     def takes(self, tag: str, num_steps: int) -> bool:
-        """Whether the present model is the frozen weights alone, so that `tag` needs no copy."""
+        """Whether the model equals the frozen weights; if so, adds `tag` without a copy."""
         is_base = num_steps == 0 and self.lora.init_path is None
         if is_base and tag not in self.tags:
             self.tags.append(tag)
@@ -79,7 +79,7 @@ class FrozenBase:
     def shake(
         self, tensors: Mapping[str, Tensor], cuts: Mapping[str, Cut], strength: float
     ) -> None:
-        """Sets B to random values, the same on any layout; strength 0 restores the original
+        """Sets B to random values, the same for any layout; strength 0 restores the original
         ones."""
         if not strength:
             for name, tensor in self.kept.items():
@@ -103,15 +103,15 @@ class FrozenBase:
 
 
 def spec_of_lora(model: LanguageModel, lora: LoraConfig) -> LoraSpec:
-    """The adapter of `actor.lora` for a model, in the form of PEFT files."""
+    """Returns the adapter of `actor.lora` for a model, in the form of PEFT files."""
     words = model.lora_words(lora)
     experts = lora.experts if "experts" in words else "each"
     return LoraSpec(lora.rank, lora.alpha, tuple(sorted(words)), experts)
 
 
 def restored_tags(base: FrozenBase | None, saved: Mapping[str, Any] | None) -> list[str]:
-    """The tags of a checkpoint that refer to the frozen weights alone. RunError if it has another
-    adapter, or other frozen weights, than this engine."""
+    """Returns the tags of a checkpoint that refer to the frozen weights without factors. RunError
+    if it has another adapter, or other frozen weights, than this engine."""
     if base is None or saved is None:
         if base is None and saved is None:
             return []

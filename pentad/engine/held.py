@@ -1,4 +1,4 @@
-"""The model of one rank: whole, or the pipeline stages it holds, as one set of named weights."""
+"""The model of one rank: whole, or its pipeline stages, as one set of named weights."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from pentad.weights.peft import read_adapter
 from pentad.weights.transfer import PairsReader
 
 TIED = "head.weight"
-"""Native name of the copy of a tied embedding on the last of several stages."""
+"""Native name of the copy of a tied embedding on the last pipeline stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """How models of one kind are built, for a given layout and settings."""
+    """Functions that build models of one kind, for a given layout and settings."""
 
     build: Callable[..., LanguageModel]
-    """Builds without memory; keywords select the part of a pipeline stage."""
+    """Builds on the meta device; keywords select the part of a pipeline stage."""
     wrap: Callable[[LanguageModel], Predictor]
-    """Applies the layout, still without memory."""
+    """Applies the layout, still on the meta device."""
     pipeline: Pipeline | None = None
     offloads: bool = False
     """Whether parameters are in host memory."""
@@ -53,7 +53,7 @@ class Maker:
 
 def check_balance(archon: ArchonConfig, dims: ModelDims) -> None:
     """Rejects expert settings for a model without experts, and a bias that the model's files cannot
-    store: a saved model would route differently from the trained one."""
+    store, because a saved model would route differently from the trained one."""
     bias = ("moe_bias_rate", archon.moe_bias_rate)
     raise_problems(balance_problems(dims, archon.router_losses, bias))
 
@@ -83,8 +83,8 @@ def decoder_maker(
 
 
 class HeldModel:
-    """The parts of the model on this rank, in the order of their stages, on the device (parameters
-    on the host if they are offloaded).
+    """The parts of the model on this rank, in stage order, on the device (parameters on the host if
+    they are offloaded).
 
     Names are those of the whole model. The copy of a tied embedding is no separate parameter:
     `tied` moves weights and gradients between the two.
@@ -94,7 +94,7 @@ class HeldModel:
         self.meshes = meshes
         self.pipeline = maker.pipeline
         self.whole = maker.build()
-        """The whole model without memory: names and shapes for saving and publishing."""
+        """The whole model on the meta device: names and shapes for saving and publishing."""
         decoders = [self.whole]
         if self.pipeline is not None:
             last = self.pipeline.num_stages - 1
@@ -114,11 +114,11 @@ class HeldModel:
             for name, p in part.decoder.named_parameters()
         ]
         self.holders = [module._parameters for part in self.parts for module in part.modules()]
-        """The modules that hold parameters at any time."""
+        """The parameter dicts of all modules."""
         self.factors = [one for part in self.parts for one in factors_of(part)]
         self.tied = TiedHead()
         is_tied = self.whole.dims.tie_embeddings and self.whole.has_lm_head
-        is_tied &= not self.factors  # frozen, both ends stay what was loaded
+        is_tied &= not self.factors  # frozen copies stay equal
         if self.pipeline is not None and is_tied:
             held = {name: p for name, p, _ in named}
             ends = held.get("embed.weight"), held.get(TIED)
@@ -131,8 +131,8 @@ class HeldModel:
         self.cuts: dict[str, Cut] = {name: cut for name, _, cut in named}
 
     def memory(self) -> dict[str, Tensor]:
-        """This rank's memory of the trained weights, by native name: a tensor itself, or the memory
-        behind a sharded one, which an optimizer may update."""
+        """Returns this rank's memory of the trained weights, by native name: a tensor itself, or
+        the local memory of a sharded one, which an optimizer may update."""
         buffers = [pair for decoder in self.decoders for pair in kept_buffers(decoder).items()]
         buffers = buffers if self.whole.adapter_map is None else []
         return {
@@ -149,31 +149,30 @@ class HeldModel:
         return PipelinedPasses(schedule, self.parts, self.tied, settings, self.meshes)
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's shards of the gradient, by name; copies on several ranks are summed."""
+        """Returns this rank's shards of the gradient, by name; sums copies on several ranks."""
         self.tied.give_gradient()
         gradients = {n: local(p.grad) for n, p in self.parameters.items() if p.grad is not None}
         sum_copies(gradients, self.cuts, self.meshes.device)
         return gradients
 
     def drop_gradients(self) -> None:
-        """Drops gradients, twice a step; walking the modules would take longer than the rest of
-        that code."""
+        """Drops gradients; uses `holders`, because walking the modules twice per step is slow."""
         for held in self.holders:
             for parameter in held.values():
                 if parameter is not None:
                     parameter.grad = None
 
     def rest(self) -> None:
-        """Puts the master weights back, wherever a pass left gathered ones."""
+        """Reshards parameters that a pass left gathered."""
         for part in self.parts:
             reshard(part)
 
     def buffers(self) -> list[Tensor]:
-        """Tensors of modules besides the trained weights."""
+        """Returns tensors of modules besides the trained weights."""
         return []
 
     def frozen(self) -> dict[str, Tensor]:
-        """Weights that are not trained, by native name: the memory of this rank."""
+        """Returns this rank's memory of the frozen weights, by native name."""
         return {
             name: local(tensor)
             for decoder in self.decoders
@@ -190,7 +189,7 @@ class HeldModel:
             load_weights(decoder, folder, seed=seed)
 
     def fill_factors(self, lora: LoraConfig | None, seed: int) -> None:
-        """Fills the factors with fresh values, or from a PEFT folder."""
+        """Initialises the factors with new values, or from a PEFT folder."""
         if lora is None:
             return
         given = None if lora.init_path is None else read_adapter(lora.init_path).factors
@@ -200,8 +199,8 @@ class HeldModel:
     def iter_hf(
         self, dtype: torch.dtype, *, is_frozen: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors of the trained weights (or the frozen ones beside them) in layer order, on
-        every rank: all ranks iterate to the end."""
+        """Yields whole tensors of the trained (or the frozen) weights in layer order, on every
+        rank: all ranks must iterate to the end."""
         self.rest()
         if self.pipeline is None:
             model = self.decoders[0]
@@ -223,7 +222,7 @@ class HeldModel:
             stage = pipeline.stage_of(sources[name].regions[0].source, sources[name].layer)
             if stage in streams:
                 got, tensor = next(streams[stage])
-                assert got == name, f"stage {stage} gave {got} for {name}"
+                assert got == name, f"stage {stage} sent {got} for {name}"
                 tensor = tensor.to(self.meshes.device).contiguous()
             else:
                 tensor = torch.empty(info.shape, dtype=info.dtype, device=self.meshes.device)
@@ -231,4 +230,4 @@ class HeldModel:
             dist.broadcast(tensor, group=self.meshes.pp.group, group_src=source)
             yield name, tensor
         for stage, stream in streams.items():
-            assert next(stream, None) is None, f"stage {stage} holds more than the model has"
+            assert next(stream, None) is None, f"stage {stage} has more tensors than the model"

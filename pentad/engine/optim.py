@@ -27,15 +27,15 @@ else:
 
 STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
 LARGE = 2**24
-"""Number of elements from which a tensor on a GPU gets a separate launch."""
+"""Minimum number of elements for which a tensor on a GPU gets a separate kernel launch."""
 Moved = tuple[Tensor, Tensor, dict[str, Tensor]]
 """A parameter, its gradient and its state."""
 
 
 class FusedAdamW:
-    """The same computation as `torch.optim.AdamW(fused=True)`, by the same kernels. torch's class
-    imports its compiler at the first step, which takes seconds of every start. bfloat16 parameters
-    and state are rounded stochastically (`ops.rounding`)."""
+    """Same computation and kernels as `torch.optim.AdamW(fused=True)`, whose first step imports
+    torch's compiler, which takes seconds at every start. bfloat16 parameters and state are rounded
+    stochastically (`ops.rounding`)."""
 
     def __init__(
         self,
@@ -45,9 +45,9 @@ class FusedAdamW:
         cuts: Mapping[str, Cut] | None = None,
         seed: int = 0,
     ) -> None:
-        """Covers this rank's shards: every operation is elementwise. Weight decay applies to the
-        parameters in `decayed`. Random bits depend on `seed`, the names, and the position of the
-        shards (`cuts`) in whole tensors."""
+        """Works on this rank's shards, because every operation is elementwise. Weight decay applies
+        to the parameters in `decayed`. Random bits depend on `seed`, the names, and the position of
+        the shards (`cuts`) in whole tensors."""
         self.lr, self.keys, self.seed = keys.lr, keys, seed
         self.names = {parameter: name for name, parameter in parameters.items()}
         self.places = {
@@ -59,7 +59,7 @@ class FusedAdamW:
             for decay, is_in in ((keys.weight_decay, True), (0.0, False))
             if (group := [p for name, p in parameters.items() if (name in decayed) == is_in])
         ]
-        # From the start, so that memory is known and a checkpoint can be loaded before a step.
+        # Allocated here, so that memory is known and a checkpoint can be loaded before a step.
         self.state: dict[Tensor, dict[str, Tensor]] = {
             parameter: {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
@@ -71,8 +71,8 @@ class FusedAdamW:
 
     @torch.no_grad()
     def step(self, scale: float = 1.0, number: int = 0) -> None:
-        """Updates the parameters that have a gradient, scaled by `scale`; gradients are consumed.
-        The step's `number` seeds its random bits."""
+        """Updates the parameters that have a gradient, which is scaled by `scale` and consumed. The
+        step's `number` seeds its random bits."""
         for weight_decay, group in self.groups:
             moved = [(p, p.grad, self.state[p]) for p in group if p.grad is not None]
             alone = [one for one in moved if _is_rounded(one) or _is_large(one)]
@@ -106,7 +106,7 @@ class FusedAdamW:
     def _move_alone(
         self, moved: list[Moved], scale: float, weight_decay: float, number: int
     ) -> None:
-        """Updates one tensor after the other."""
+        """Updates the tensors one at a time."""
         if not moved:
             return
         beta1, beta2 = self.keys.beta1, self.keys.beta2
@@ -137,7 +137,7 @@ class FusedAdamW:
 
 
 def _is_rounded(moved: Moved) -> bool:
-    """Whether the tensor's dtype is too short for small steps."""
+    """Whether the dtype is too short for small updates, so that rounding is stochastic."""
     return moved[0].dtype == torch.bfloat16
 
 
@@ -156,7 +156,7 @@ def _has_kernel(moved: Moved) -> bool:
 def optimizer_state(
     parameters: Mapping[str, Tensor], optimizer: FusedAdamW
 ) -> dict[str, dict[str, Tensor]]:
-    """state[key][name]: by name, so it does not depend on the order or grouping of parameters."""
+    """Returns state[key][name], independent of the order and grouping of parameters."""
     return {
         key: {name: optimizer.state[parameter][key] for name, parameter in parameters.items()}
         for key in STATE_KEYS
@@ -164,7 +164,7 @@ def optimizer_state(
 
 
 def compute_lr(keys: OptimizerConfig, step: int, total: int) -> float:
-    """Learning rate of a step, counted from 0: a pure function, so there is nothing to save.
+    """Returns the learning rate of a step, counted from 0: a pure function, without state to save.
 
     Warm-up rises linearly over w = proportion * total steps and reaches `lr` at step w - 1; then
     linear or cosine falls from `lr` to `min_lr_ratio * lr`, which it reaches at step `total`.
@@ -182,7 +182,7 @@ def compute_lr(keys: OptimizerConfig, step: int, total: int) -> float:
 
 
 def clip_scale(norm: float, max_norm: float | None) -> float:
-    """The factor of the gradient that limits its norm to `max_norm`, exactly."""
+    """Returns the factor of the gradient that limits its norm to `max_norm`, exactly."""
     return 1.0 if max_norm is None or norm <= max_norm else max_norm / norm
 
 
@@ -203,7 +203,7 @@ class OpenStep:
     num_microbatches: int = 0
     left_out: list[int] = field(default_factory=list)
     whole: WholeGradient | None = None
-    """None until the last rows were added."""
+    """None until the last rows are added."""
 
     def add(self, loss_sum: float, count: float, num_tokens: int, num_microbatches: int) -> None:
         self.loss_sum += loss_sum
@@ -212,11 +212,11 @@ class OpenStep:
         self.num_microbatches += num_microbatches
 
     def scale(self, norm: float) -> float:
-        """The factor of the gradient of the summed loss."""
+        """Returns the factor of the gradient of the summed loss."""
         return clip_scale(norm, self.optimizer.keys.gradient_clipping) / self.count
 
     def why_skipped(self, norm: float) -> str:
-        """Why the update is skipped; empty if it is applied."""
+        """Returns why the update is skipped; empty if it is applied."""
         if self.count == 0:
             return "nothing to train: the counts of all rows sum to 0"
         if self.count < 0:

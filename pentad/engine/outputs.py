@@ -1,4 +1,4 @@
-"""Results of microbatches, joined per row and in sums; the same on every rank."""
+"""Joins results of microbatches per row and as sums; the same on every rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Sums = tuple[Tensor, dict[str, Tensor]]
 
 
 def check_agreement(rows: Sequence[Row], meshes: Meshes) -> None:
-    """Checks that all ranks received the same rows, of which each computes its share."""
+    """Checks that all ranks received the same rows."""
     if meshes.world.size == 1:
         return
     digest = hashlib.blake2b(digest_size=7)
@@ -38,7 +38,7 @@ def check_agreement(rows: Sequence[Row], meshes: Meshes) -> None:
     pair = torch.tensor([number, -number], device=meshes.device)
     high, low = reduce_ranks(pair, meshes.world, "max").tolist()
     if high != -low:
-        raise RunError("the ranks were given different rows; every rank must be given all of them")
+        raise RunError("the ranks received different rows; every rank needs all rows")
 
 
 def per_row(
@@ -48,13 +48,13 @@ def per_row(
     meshes: Meshes,
     at_least: int = 1,
 ) -> list[dict[str, Tensor]]:
-    """Results by row, token-aligned, on the CPU; called after all work was sent to the device.
-    `predicted` are this rank's microbatches, with at least `at_least` tokens each; `plan` has the
-    rows of all ranks."""
+    """Returns results by row, token-aligned, on the CPU; called after all kernels were launched.
+    `predicted`: this rank's microbatches, with at least `at_least` tokens each; `plan`: the rows of
+    all ranks."""
     outputs: list[dict[str, Tensor]] = [{} for _ in rows]
     first = predicted[0] if predicted else ()
     names = [name for name, x_T in zip(NAMES, first, strict=False) if x_T is not None]
-    # In one array, which is fetched at once.
+    # In one array, for a single copy from the device.
     mine = [torch.stack([x_T for x_T in parts if x_T is not None], 1) for parts in predicted]
     for indices, lengths, x_TN in _of_all(mine, plan, rows, meshes, at_least):
         for name, x_T in zip(names, x_TN.unbind(1), strict=True):
@@ -70,7 +70,7 @@ def routes_per_row(
     meshes: Meshes,
     at_least: int = 1,
 ) -> list[Tensor]:
-    """The experts of each row's tokens, [L, mixture layers, k], on the CPU."""
+    """Returns the experts of each row's tokens, [L, MoE layers, k], on the CPU."""
     outputs: dict[int, Tensor] = {}
     for indices, lengths, routes_TLk in _of_all(recorded, plan, rows, meshes, at_least):
         pieces = routes_TLk.split(list(lengths))
@@ -81,8 +81,8 @@ def routes_per_row(
 def _of_all(
     mine: Sequence[Tensor], plan: MicrobatchPlan, rows: Sequence[Row], meshes: Meshes, at_least: int
 ) -> Iterator[tuple[list[int], list[int], Tensor]]:
-    """(rows, padded lengths, values of all tokens) of every microbatch of every rank. `mine` are
-    the values of this rank's microbatches."""
+    """Yields (rows, padded lengths, values of all tokens) of every microbatch of every rank.
+    `mine`: the values of this rank's microbatches."""
     if not mine:
         return
     cp = meshes.cp.size
@@ -107,14 +107,14 @@ def _of_all(
 
 
 def add_up(sums: Sequence[Sums], meshes: Meshes) -> tuple[float, dict[str, float]]:
-    """Totals of loss and statistics over microbatches and ranks."""
+    """Sums loss and statistics over microbatches and ranks."""
     loss_total, totals = _add_up(sums)
     if meshes.batch.size == 1:
         return loss_total, totals
     gathered: list[tuple[float, dict[str, float]]] = [(0.0, {})] * meshes.batch.size
     dist.all_gather_object(gathered, (loss_total, totals), group=meshes.batch.group)
     names = {name: None for _, stats in gathered for name in stats}
-    # In the order of ranks, in double: the same bits everywhere.
+    # In rank order and double precision: bitwise equal on all ranks.
     return (
         sum(loss for loss, _ in gathered),
         {name: sum(stats.get(name, 0.0) for _, stats in gathered) for name in names},
@@ -122,7 +122,7 @@ def add_up(sums: Sequence[Sums], meshes: Meshes) -> tuple[float, dict[str, float
 
 
 def _add_up(sums: Sequence[Sums]) -> tuple[float, dict[str, float]]:
-    """Sums over this rank's microbatches, fetched from the device at once."""
+    """Sums over this rank's microbatches, with one copy from the device."""
     if not sums:
         return 0.0, {}
     flat = [x.detach().double() for loss_sum, stats in sums for x in (loss_sum, *stats.values())]

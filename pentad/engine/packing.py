@@ -1,8 +1,8 @@
 """Packs rows into microbatches: pure functions of the rows.
 
-A microbatch is bounded in tokens (memory) and balanced in cost (time), which differ: attention
-grows with the square of a length. Rows of a group that begin alike stay together where they can, as
-a bundle, since their common tokens are computed once (`ops.tree`). All ranks compute the same plan
+A microbatch is limited in tokens (memory) and balanced in cost (time), which differ: the cost of
+attention is quadratic in the length. Rows of a group with a common prefix stay together if
+possible, as a bundle: common tokens are computed once (`ops.tree`). All ranks compute the same plan
 from the same rows, so nothing is exchanged.
 """
 
@@ -24,18 +24,18 @@ MicrobatchPlan = list[list[list[int]]]
 """plan[rank][microbatch] = row indices, ascending. All ranks have the same number of
 microbatches."""
 MIN_SHARED = 64
-"""Minimum number of common tokens for a shared prefix: on an H200 a step of SmolLM2-135M whose rows
-share 27 of 58 tokens takes longer as trees."""
+"""Minimum length of a shared prefix: on an H200 a step of SmolLM2-135M whose rows share 27 of 58
+tokens takes longer as trees."""
 MIN_SAVED = 0.1
-"""Bundles are made if they save at least this share of a call's tokens."""
+"""Minimum share of a call's tokens that bundles must save."""
 PIECES_PER_BIN = 4
 """Number of pieces per microbatch and rank into which bundles are cut if there are several
-microbatches: fewer could not be balanced."""
+microbatches; with fewer, microbatches could not be balanced."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowBundle:
-    """Rows whose first `shared` tokens are computed once. A single row shares none."""
+    """Rows whose first `shared` tokens are computed once; 0 for a single row."""
 
     rows: tuple[int, ...]
     shared: int = 0
@@ -52,13 +52,13 @@ class RowBundle:
         return self.shared * (len(self.rows) - 1)
 
     def cut(self, num: int) -> list[RowBundle]:
-        """Splits a bundle into this number of pieces with about equally many rows."""
+        """Splits a bundle into `num` pieces with about the same number of rows."""
         parts = _parts(range(len(self.rows)), min(num, len(self.rows)))
         return [RowBundle(tuple(self.rows[i] for i in part), self.shared) for part in parts]
 
 
 def find_bundles(rows: Sequence[Row]) -> list[RowBundle]:
-    """Bundles the rows of a group by their common tokens; rows stay single if that saves little."""
+    """Bundles the rows of a group by common prefixes; rows stay single if that saves little."""
     of_group: dict[int, list[int]] = {}
     for i, row in enumerate(rows):
         if row.group is not None and row.routes is None:
@@ -90,7 +90,7 @@ def left_out(bundles: Sequence[RowBundle] | None, plan: MicrobatchPlan) -> list[
 
 
 def num_common(ids: Sequence[np.ndarray]) -> int:
-    """Number of equal first tokens of all sequences."""
+    """Returns the length of the common prefix of all sequences."""
     num = min(map(len, ids))
     for other in ids[1:]:
         differs = ids[0][:num] != other[:num]
@@ -100,7 +100,7 @@ def num_common(ids: Sequence[np.ndarray]) -> int:
 
 
 def sequence_cost(dims: ModelDims) -> Callable[[int], float]:
-    """FLOPs of one sequence by its length; microbatches are balanced by it."""
+    """Returns a function of a sequence's FLOPs by length, used to balance microbatches."""
     linear = 6.0 * dims.num_matmul_params
     if dims.sliding_layers or dims.linear_layers or dims.own:
         return lambda length: linear * length + dims.attention_flops(length)
@@ -116,9 +116,9 @@ def plan_call(
     take: Callable[[int], int] | None,
     bundles: Sequence[RowBundle] | None = None,
 ) -> MicrobatchPlan:
-    """The rows of each data-parallel rank in a call. `take` rounds the number of microbatches up to
-    one that a pipeline's schedule supports; without it, microbatches that would be empty on all
-    ranks are left out."""
+    """Plans the rows of each data-parallel rank in a call. `take`: rounds the number of
+    microbatches up to one that a pipeline's schedule supports; without it, microbatches that would
+    be empty on all ranks are omitted."""
     num, spec = settings.model.mb_spec.fewest, settings.model.mb_spec
     while True:
         plan = plan_microbatches(
@@ -174,8 +174,8 @@ def plan_microbatches(
 def cut_bundles(
     bundles: Sequence[RowBundle], lengths: Sequence[int], budget: int, num_bins: int
 ) -> list[RowBundle]:
-    """Cuts bundles that fit no microbatch; cuts all of them smaller if there are several
-    microbatches and too few bundles to balance them."""
+    """Cuts bundles that exceed a microbatch; cuts all bundles if there are several microbatches and
+    too few bundles to balance them."""
     pieces: list[RowBundle] = []
     for bundle in bundles:
         if bundle.num_tokens(lengths) <= budget:
@@ -198,7 +198,7 @@ def cut_bundles(
 def _by_cost(
     sizes: Sequence[int], costs: Sequence[float], budget: int, num_ranks: int, min_per_rank: int
 ) -> MicrobatchPlan:
-    # Longest first, ties by index: the order is a function of the lengths alone.
+    # Longest first, ties by index: the order depends on the lengths alone.
     order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
     num_oversized = sum(n > budget for n in sizes)
     rest = sum(n for n in sizes if n <= budget)
@@ -214,7 +214,7 @@ def _by_cost(
 def _in_order(
     lengths: Sequence[int], budget: int, num_ranks: int, min_per_rank: int
 ) -> MicrobatchPlan:
-    """Gives each rank an equal number of consecutive rows, split at the token budget; ranks that
+    """Gives each rank the same number of consecutive rows, split at the token budget; ranks that
     need fewer microbatches than others get empty ones at the end."""
     plan: MicrobatchPlan = []
     for rows in _parts(range(len(lengths)), num_ranks):
@@ -245,15 +245,14 @@ def _fill(
     num_bins: int,
     budget: int,
 ) -> list[list[int]] | None:
-    """Puts each row, longest first, into the cheapest bin with room; None if a row finds no
-    room."""
+    """Puts each row, longest first, into the cheapest bin with space; None if a row fits no bin."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     room = [budget] * num_bins
     heap = [(0.0, i) for i in range(num_bins)]
     for row in order:
         length = lengths[row]
         passed: list[tuple[float, int]] = []
-        # An empty bin takes any row, however long.
+        # An empty bin takes a row of any length.
         while heap and bins[heap[0][1]] and room[heap[0][1]] < length:
             passed.append(heapq.heappop(heap))
         if not heap:
@@ -268,8 +267,8 @@ def _fill(
 
 
 def _deal(bins: list[list[int]], costs: Sequence[float], num_ranks: int) -> MicrobatchPlan:
-    """Distributes bins of falling cost to ranks back and forth, so that the ranks' sums stay
-    close."""
+    """Distributes bins of decreasing cost to ranks in alternating order, to balance the ranks'
+    sums."""
     load = [sum(costs[row] for row in rows) for rows in bins]
     ranked = sorted(range(len(bins)), key=lambda i: (-load[i], i))
     plan: MicrobatchPlan = [[] for _ in range(num_ranks)]

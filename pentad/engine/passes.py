@@ -1,4 +1,4 @@
-"""Microbatches through the model of one rank: forward, and backward from a loss."""
+"""Forward and backward passes of microbatches through the model of one rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from pentad.parallel.storage import reshard
 
 class Passes(Protocol):
     """Interface to an engine's forward and backward passes over microbatches. Every rank gets the
-    same results, whatever part of the model it holds."""
+    same results, even if it has only a part of the model."""
 
     loads: ExpertLoads
     """Counts the tokens that `train` sends to the experts on this rank."""
@@ -39,7 +39,7 @@ class Passes(Protocol):
     def forward(
         self, microbatches: Iterable[PackedRows], noted: list[Routes] | None = None
     ) -> list[Predicted]:
-        """Log-probs and values, without gradients. `noted` receives the experts of each
+        """Returns log-probs and values, without gradients. `noted`: receives the experts of each
         microbatch's tokens."""
         ...
 
@@ -55,7 +55,7 @@ class Passes(Protocol):
 
 
 class WholePasses:
-    """Passes of a rank with the whole model: one microbatch after the other."""
+    """Passes of a rank with the whole model, one microbatch at a time."""
 
     def __init__(self, predictor: Predictor, settings: EngineSettings, meshes: Meshes) -> None:
         self.predictor = predictor
@@ -118,8 +118,8 @@ def run_part(
     settings: EngineSettings,
     meshes: Meshes,
 ) -> Predicted | Tensor:
-    """Runs a model part over one microbatch, from its ids or from the output of the part before.
-    `routes` are filled in, or followed if the rows have them."""
+    """Runs a model part on one microbatch, from its ids or from the output of the previous part.
+    `routes` are filled in, or used if the rows have them."""
     dims, tree = part.decoder.dims, packed.tree
     build = build_attend if tree is None else partial(build_tree_attend, tree.plan, tree.rows)
     build_here = partial(
@@ -151,7 +151,7 @@ def run_part(
 
 
 def without_filling(routes: Routes, packed: PackedRows, meshes: Meshes) -> Routes:
-    """The routes of this rank's tokens, as the rows gave them."""
+    """Returns the routes of this rank's tokens, without padding."""
     num_here = len(packed.ids_U) // meshes.tp.size
     num_real = min(max(packed.num_real - meshes.tp.rank * num_here, 0), num_here)
     return {layer: chosen_Tk[:num_real] for layer, chosen_Tk in routes.items()}
@@ -160,7 +160,7 @@ def without_filling(routes: Routes, packed: PackedRows, meshes: Meshes) -> Route
 def apply_loss(
     packed: PackedRows, loss: Loss, predicted: Predicted
 ) -> tuple[Tensor, dict[str, Tensor], Predicted]:
-    """The loss, its statistics, and the per-token results that are reported."""
+    """Returns the loss, its statistics, and the per-token results."""
     logprobs_T, entropy_T, values_T = predicted
     shown_T = entropy_T
     if entropy_T is not None and not loss.needs_entropy:
@@ -172,7 +172,7 @@ def apply_loss(
     else:
         named = (logprobs_T, entropy_T, values_T)
     stats: dict[str, Tensor] = {}
-    if packed.num_rows == 0:  # all filling: nothing, by way of everything the model computed
+    if packed.num_rows == 0:  # only padding: a zero that depends on all outputs
         heads = [x_T for x_T in named if x_T is not None]
         loss_sum = torch.stack([x_T.sum() * 0 for x_T in heads]).sum()
     else:

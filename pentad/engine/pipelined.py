@@ -1,7 +1,7 @@
-"""Microbatches through a pipeline: each call is one run of its schedule.
+"""Passes of microbatches through a pipeline: each call is one run of the schedule.
 
 Results of the last stage (log-probs, entropies, values, loss, statistics) are sent to all pipeline
-ranks, so that they continue alike.
+ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pentad.parallel.pipeline import PartCompute, Schedule, TiedHead
 
 
 class PipelinedPasses:
-    """Implements `passes.Passes` over the stages this rank holds."""
+    """Implements `passes.Passes` over the stages of this rank."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class PipelinedPasses:
                 if isinstance(out, Tensor):
                     return out
                 loss_sum, stats, named = apply_loss(packed[mb], loss, out)
-            # A copy: a backward pass in two parts takes the graph off the loss in place.
+            # A copy: a split backward pass detaches the loss in place.
             sums[mb] = loss_sum.detach().clone(), stats
             predicted[mb] = detach_all(named)
             return loss_sum
@@ -116,7 +116,7 @@ class PipelinedPasses:
             self.schedule.run(compute, shapes, dtype, backward=backward, reduces=reduces)
 
     def _all_layers(self, known: Routes, packed: PackedRows) -> Routes:
-        """The routes of all mixture layers; each rank has those of its stages."""
+        """Returns the routes of all MoE layers; each rank has those of its stages."""
         layers = [n for n in range(self.dims.num_layers) if self.dims.is_moe(n)]
         size = (packed.num_tokens // self.meshes.token_multiple, self.dims.num_experts_per_token)
         none_Tk = torch.zeros(size, dtype=torch.int64, device=self.meshes.device)
@@ -127,7 +127,7 @@ class PipelinedPasses:
     def _broadcast(
         self, predicted: list[Predicted], sums: list[Sums], packed: list[PackedRows]
     ) -> tuple[list[Predicted], list[Sums]]:
-        """The last stage's results, on all ranks of the pipeline."""
+        """Returns the last stage's results on all ranks of the pipeline."""
         source, axis = self.schedule.plan.last_rank, self.meshes.pp
         columns = [
             [x_T for parts in predicted if (x_T := parts[k]) is not None] for k in range(len(NAMES))

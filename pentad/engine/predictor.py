@@ -1,4 +1,4 @@
-"""The decoder and its heads as one forward pass, laid out by `parallel.apply`."""
+"""The decoder and its heads as one module, parallelised by `parallel.apply`."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from pentad.parallel.mesh import ALONE, Axis, Meshes, build_meshes
 from pentad.weights.lora_map import merged
 
 Predicted = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""(logprobs_T, entropy_T, values_T), None where the decoder has no such head."""
+"""(logprobs_T, entropy_T, values_T); None if the decoder has no such head."""
 
 
 class Predictor(nn.Module):
-    """One module around decoder and heads, so that FSDP and casts around a forward pass cover the
-    heads too, which are used outside the decoder's own forward.
+    """One module around decoder and heads, so that FSDP and casts also cover the heads, which are
+    used outside the decoder's forward.
 
     Under tensor parallelism the decoder returns this rank's share of the tokens, and the head is
-    split by vocabulary: all tp ranks return the same numbers for all tokens.
+    split by vocabulary; all tp ranks return equal results for all tokens.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class Predictor(nn.Module):
         self.keep_logits = keep_logits
         bend = decoder.logit_cap
         self.cap = None if bend is None else bend / decoder.logit_scale
-        """Cap of the head's product: scale and temperature are applied together, after it."""
+        """Soft cap of the logits; scale and temperature are applied together, after it."""
         self.tp: Axis = ALONE
         self.vocab: VocabShard = WHOLE_VOCAB
         self.cuts: dict[str, Cut] = {}
-        """Which ranks hold which part of each parameter, by native name."""
+        """The partition of each parameter over ranks, by native name."""
 
     def forward(
         self,
@@ -70,7 +70,7 @@ class Predictor(nn.Module):
         attend: Attend,
         routes: Routes | None = None,
     ) -> Predicted | Tensor:
-        """Predictions; hidden states on every pipeline stage but the last."""
+        """Returns predictions; hidden states on every pipeline stage but the last."""
         hidden_TD: Tensor = self.decoder(ids_T, positions_T, attend, routes)
         if not self.decoder.is_last:
             return hidden_TD
@@ -103,7 +103,7 @@ class Predictor(nn.Module):
 def wrap_model(
     decoder: Decoder, settings: EngineSettings, device: torch.device, meshes: Meshes | None = None
 ) -> Predictor:
-    """Wraps the decoder as the settings and the layout require."""
+    """Wraps the decoder according to settings and layout."""
     meshes = meshes or build_meshes(Layout(), device)
     if settings.strict:
         check_strict(meshes.layout, decoder.dims)
@@ -157,7 +157,7 @@ def _set_dispatch(decoder: Decoder, dispatch: ExpertDispatch) -> None:
 
 
 def vocab_shard(cut: Cut, tp: Axis) -> VocabShard:
-    """The rows of the head that this rank holds."""
+    """Returns this rank's rows of the head."""
     if tp.size == 1:
         return WHOLE_VOCAB
     over = partial(reduce_ranks, axis=tp)
@@ -165,5 +165,5 @@ def vocab_shard(cut: Cut, tp: Axis) -> VocabShard:
 
 
 def present_cut(cuts: dict[str, Cut], name: str, tensor: Tensor) -> Tensor:
-    """The DTensor view of a laid-out parameter."""
+    """Returns the DTensor view of a sharded parameter."""
     return cuts[name].present(local(tensor))

@@ -1,7 +1,7 @@
 """The keys of the blocks `actor` and `critic`, and the further settings of an engine.
 
-The class that a recipe fills is the class that engine and planner read. Keys left open are chosen
-in one place, `EngineSettings.settled`, which knows the device and the layout.
+Recipes, engine and planner use the same classes. `EngineSettings.settled` sets the defaults of
+unset keys from device and layout.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class OptimizerConfig(Section):
     type: Literal["adamw"] = "adamw"
     """The optimizer; its state is kept in `param_dtype`."""
     lr: NonNegative = 1e-6
-    """Peak learning rate. 0 trains nothing, which tests everything else."""
+    """Peak learning rate. 0: weights do not change, for tests of all other parts."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay on matrices; norms, biases and embeddings are not decayed."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -64,9 +64,9 @@ class OptimizerConfig(Section):
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     """Decay of the second moment."""
     eps: Positive = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls after warm-up."""
+    """Decay of the learning rate after warm-up."""
     warmup_steps_proportion: Share = 0.0
     """Share of all steps over which the learning rate rises from 0."""
     min_lr_ratio: Share = 0.0
@@ -79,10 +79,10 @@ class ArchonConfig(Section):
     pp_schedule: ScheduleName = "Interleaved1F1B"
     """Pipeline schedule. Short names: I1F1B, IZB, ZBV."""
     stages_per_rank: Count | None = None
-    """Pipeline stages each rank holds. null: 1 under 1F1B, else 2."""
+    """Pipeline stages per rank. null: 1 with 1F1B, else 2."""
     layers_per_stage: tuple[Count, ...] | None = None
-    """How many layers each pipeline stage holds, first to last. null: balanced by cost, embedding
-    and head counted."""
+    """Number of layers of each pipeline stage, first to last. null: balanced by cost, including
+    embedding and head."""
     ac_mode: Literal["auto", "none", "selective", "full", "memory_budget"] = "auto"
     """Activation checkpointing. auto: selective; on a CPU none, unless the layout has a pipeline
     or `ac_selective` is given. Needs `gradient_checkpointing`."""
@@ -91,10 +91,10 @@ class ArchonConfig(Section):
     (every n-th layer is recomputed). null: op, or 2 with zero-bubble schedules, which do not
     support op."""
     ac_memory_budget: Share = 0.5
-    """For memory_budget: 0 recomputes the most, 1 nothing. Needs compilation."""
+    """For memory_budget: 0 recomputes most, 1 nothing. Needs compilation."""
     ac_debug: bool = False
-    """Logs for each layer which operations are kept and which are recomputed. Slow; it switches
-    compilation off, which would hide the operations."""
+    """Logs for each layer which operations are kept and which are recomputed. Slow; it disables
+    compilation, which would hide the operations."""
     keep_logits: bool | None = None
     """Keeps the head's logits (4 bytes x tokens of a microbatch x vocabulary) for backward instead
     of recomputing them. null: on a GPU without a sampler, if the planned peak with the largest
@@ -119,21 +119,21 @@ class ArchonConfig(Section):
     """Weight of the mean square of the routers' log-partition; like `moe_aux_loss_coef` a mean over
     each microbatch."""
     moe_bias_rate: NonNegative = 0.0
-    """How much the selection bias of an expert changes per step, towards equal load. Needs a family
-    whose files can store the bias: glm4_moe can, Qwen3-MoE cannot."""
+    """Change per step of an expert's selection bias, towards equal load. Needs a family whose files
+    can store the bias: glm4_moe can, Qwen3-MoE cannot."""
 
     @property
     def balances(self) -> bool:
-        """Whether a loss or bias balances the load of the experts."""
+        """Whether a loss or bias balances the load of experts."""
         return any(self.router_losses.values()) or self.moe_bias_rate > 0
 
     @property
     def router_losses(self) -> dict[str, float]:
-        """Coefficients of the routers' losses, by key."""
+        """Returns the coefficients of the routers' losses, by key."""
         return {name: getattr(self, name) for name in ("moe_aux_loss_coef", "moe_z_loss_coef")}
 
     def selection(self, pp: int) -> Literal["op"] | int:
-        """`ac_selective`, or its default for a pipeline of `pp` ranks."""
+        """Returns `ac_selective`, or its default for a pipeline of `pp` ranks."""
         is_split = pp > 1 and splits_backward(self.pp_schedule)
         return self.ac_selective or (2 if is_split else "op")
 
@@ -144,7 +144,7 @@ class ArchonConfig(Section):
         return pp == 1 and gathers if policy == "default" else policy == "always"
 
     def chosen(self, device: str, pp: int, world: int, *, strict: bool = False) -> ArchonConfig:
-        """These keys with defaults for those left to the engine."""
+        """Returns these keys with defaults for unset ones."""
         is_cuda = device == "cuda"
         selects = is_cuda or self.ac_selective is not None
         mode = "selective" if selects else "none"
@@ -160,16 +160,16 @@ class ArchonConfig(Section):
 
     @property
     def is_resharded(self) -> bool:
-        """Whether blocks give up their gathered weights between forward and backward."""
+        """Whether blocks free their gathered weights between forward and backward."""
         return self.reshard_after_forward_policy == "always"
 
     @property
     def keeps_products(self) -> bool:
-        """Whether layers keep the results of their expensive operations."""
+        """Whether layers keep the results of expensive operations."""
         return self.ac_mode == "selective" and self.ac_selective == "op"
 
     def is_recomputed(self, layer: int) -> bool:
-        """Whether a layer keeps its input only."""
+        """Whether a layer keeps only its input."""
         if self.ac_mode == "selective" and isinstance(self.ac_selective, int):
             return layer % self.ac_selective == 0
         return self.ac_mode == "full"
@@ -186,16 +186,16 @@ class ArchonConfig(Section):
             yield Problem(f"{prefix}ac_mode = memory_budget", rule, remedy)
         if self.ac_debug and compiles is True:
             needs = ", which ac_mode = memory_budget needs," if is_budget else ""
-            rule = f"{prefix}enable_compile = true{needs} hides what it would look at"
+            rule = f"{prefix}enable_compile = true{needs} hides the operations that it would log"
             yield Problem(f"{prefix}ac_debug = true", rule, "leave one of the two out")
 
     @property
     def stages(self) -> int:
-        """Stages of each pipeline rank: the key, or what the schedule has by default."""
+        """Returns the stages per pipeline rank: the key, or the default of the schedule."""
         return self.stages_per_rank or default_stages_per_rank(self.pp_schedule)
 
     def num_stages(self, pp: int) -> int:
-        """Stages of the whole pipeline."""
+        """Returns the number of stages of the whole pipeline."""
         return pp * self.stages if pp > 1 else 1
 
     def stage_problems(
@@ -233,9 +233,9 @@ class ArchonConfig(Section):
     def schedule_problems(
         self, prefix: str, *, pp: int, compiles: bool, keeps: bool, reshards: bool, moe: bool
     ) -> Iterator[Problem]:
-        """Settings that `pp_schedule` does not support. A backward in two parts keeps its graph in
-        between: freeing or replaying it would be wrong, or hang. `keeps`: whether activation
-        checkpointing is on. `prefix` of the keys: that of the block in the config, or none."""
+        """Settings that `pp_schedule` does not support. A split backward pass keeps its graph in
+        between: freeing or replaying it would give wrong results or hang. `keeps`: whether
+        activation checkpointing is on. `prefix`: that of the keys in the config, or empty."""
         name, key = f"pp_schedule = {self.pp_schedule}", prefix
         if self.keep_logits:
             rule = "a pipeline would hold the logits of several microbatches at once"
@@ -276,8 +276,8 @@ class LoraConfig(Section):
     """Which matrices have factors: all-linear, or some of q k v o gate up down experts, of latent
     attention q_a q_b kv_a kv_b, and of embeddings for each layer per_layer_input_gate
     per_layer_projection. gate and up are named together. Router, embedding and head have none. A
-    critic trains its head besides, and with [] the head alone. fsdp: the linear layers of
-    transformers' blocks, by these words or by their last names (c_fc), and no experts."""
+    critic also trains its head, and with [] only the head. fsdp: the linear layers of transformers'
+    blocks, by these words or by their last names (c_fc), and no experts."""
     experts: Literal["shared_outer", "each"] = "shared_outer"
     """Factors of the experts of a mixture. shared_outer: the experts of a layer share the factor on
     the side of the hidden size. each: every expert has its own two factors."""
@@ -314,36 +314,36 @@ class ModelConfig(Section):
     """Pads every microbatch to `mb_spec.max_tokens_per_mb` with tokens that are never trained, so
     that all have one shape. auto: no padding, shapes may differ."""
     enable_tree_training: bool | None = None
-    """Computes the common first tokens of the samples of a group, such as their prompt, only once,
-    if they are at least 64 and a tenth of a pass: the same gradient with less time and memory.
-    null: with archon, except with c, `strict`, gated delta nets, or losses and biases that
-    balance experts, where true is rejected."""
+    """Computes the common first tokens of a group's samples, such as the prompt, only once, if they
+    are at least 64 and a tenth of a pass: the same gradient with less time and memory. null: with
+    archon, except with c, `strict`, gated delta nets, or losses and biases that balance experts,
+    where true is rejected."""
     mb_spec: MicrobatchConfig = MicrobatchConfig()
-    """How a step is split into microbatches."""
+    """Split of a step into microbatches."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer and its schedule."""
     archon: ArchonConfig = ArchonConfig()
     """The training engine."""
     lora: LoraConfig | None = None
-    """Trains low-rank factors beside frozen weights, which are stored once, in `dtype`, without
+    """Trains low-rank factors and freezes the weights, which are stored once, in `dtype`, without
     gradients and optimizer state. null: all weights are trained."""
 
     @property
     def has_other_weights(self) -> bool:
-        """Whether `path` gives config and tokenizer only."""
+        """Whether `path` gives only config and tokenizer."""
         return self.init_from_scratch or self.checkpoint_load_path is not None
 
     def compute_dtype(self, device: str) -> Literal["float32", "bfloat16"]:
-        """The compute dtype of forward and backward on a device of this type."""
+        """Returns the compute dtype of forward and backward on a device of this type."""
         return auto_dtype(device) if self.dtype == "auto" else self.dtype
 
     def bytes_on(self, device: str) -> int:
-        """Bytes of one number in compute, sampling and saved files."""
+        """Returns the bytes of one number in compute, sampling and saved files."""
         return DTYPE_BYTES[self.compute_dtype(device)]
 
     @property
     def compute_bytes(self) -> int:
-        """Like `bytes_on`, if `dtype` is settled."""
+        """Like `bytes_on`, once `dtype` is settled."""
         return DTYPE_BYTES[self.dtype]
 
     @property
@@ -353,13 +353,13 @@ class ModelConfig(Section):
 
     @property
     def min_tokens_per_mb(self) -> int:
-        """Minimum tokens of a microbatch, reached by padding."""
+        """Returns the minimum tokens of a microbatch, reached by padding."""
         return (self.mb_spec.max_tokens_per_mb or 1) if self.pad_to_maximum is True else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """Settings of an engine besides its weights: its block of keys, and the run's values."""
+    """Settings of an engine besides its weights: its block of keys, and values of the run."""
 
     model: ModelConfig = ModelConfig()
     total_steps: int | None = None
@@ -368,10 +368,10 @@ class EngineSettings:
     temperature: float = 1.0
     """Log-probs and entropies are those of softmax(logits / temperature)."""
     strict: bool = False
-    """Log-probs are bitwise those of the strict sampler: they do not depend on the batch of a
-    token. For ranks that hold whole layers, uncompiled."""
+    """Log-probs are bitwise equal to those of the strict sampler: they do not depend on the batch
+    of a token. For ranks with whole layers, uncompiled."""
     balance_data: bool = True
-    """Rows are assigned to ranks and microbatches by cost; otherwise in their order."""
+    """Whether rows are assigned to ranks and microbatches by cost; else in order."""
     max_row_tokens: int | None = None
     """Longest possible sequence, if known: no microbatch is smaller."""
     publish_dtype: DType | None = None
@@ -380,7 +380,7 @@ class EngineSettings:
     """Memory for one chunk of logits; None: `ops.logprob.CHUNK_BYTES`."""
 
     def settled(self, device: str, layout: Layout) -> EngineSettings:
-        """These settings with a choice for every key left to the engine."""
+        """Returns these settings with a value for every unset key."""
         model, archon, pp = self.model, self.model.archon, layout.pp
         tokens = model.mb_spec.max_tokens_per_mb
         if tokens is None and self.max_row_tokens is not None:
@@ -390,6 +390,6 @@ class EngineSettings:
             "mb_spec": model.mb_spec.model_copy(update={"max_tokens_per_mb": tokens}),
             "archon": archon.chosen(device, pp, layout.world, strict=self.strict),
         }
-        if model.lora is not None:  # what is frozen needs no master weights
+        if model.lora is not None:  # frozen weights need no master weights
             choices["param_dtype"] = choices["dtype"]
         return replace(self, model=model.model_copy(update=choices))

@@ -1,5 +1,5 @@
-"""The state that training continues from, by name: tensors that share this rank's memory, and its
-random states.
+"""The state that a resume needs, by name: tensors that share this rank's memory, and its random
+states.
 
 `model.NAME`, `optimizer.exp_avg.NAME`, `optimizer.exp_avg_sq.NAME`, `optimizer.step.NAME` and
 `tags.TAG.NAME` are whole tensors to callers, under a layout DTensors; `rng.RANK.KIND` belong to one
@@ -25,13 +25,12 @@ from pentad.weights.regions import Region
 
 Cuts = Mapping[str, Cut]
 MT_WORDS = 624
-"""Words of state of the generator that Python and numpy share; each is exact as float64."""
+"""State words of the generator type of Python and numpy; each is exact as float64."""
 
 
 def present_all(tensors: Mapping[str, Tensor], cuts: Cuts) -> dict[str, Tensor]:
-    """Each shard as the whole tensor it belongs to, sharing memory: a DTensor under a layout.
-    Parameters and tensors of their shape are sharded; step counts of the optimizer and buffers are
-    not."""
+    """Returns each shard as its whole tensor (a DTensor under a layout), sharing memory. Parameters
+    and tensors of their shape are sharded; step counts of the optimizer and buffers are not."""
     found = {name: tensor.detach() for name, tensor in tensors.items()}
     for name in cuts.keys() & found.keys():
         if found[name].ndim == len(cuts[name].shape):
@@ -40,7 +39,7 @@ def present_all(tensors: Mapping[str, Tensor], cuts: Cuts) -> dict[str, Tensor]:
 
 
 def read_random(rank: int, device: torch.device) -> dict[str, Tensor]:
-    """The random states of this process, as tensors of fixed shapes."""
+    """Returns the random states of this process, as tensors of fixed shapes."""
     _, words, gauss = random.getstate()
     _, keys, place, has_gauss, cached = numpy.random.get_state(legacy=True)
     held = {
@@ -54,7 +53,7 @@ def read_random(rank: int, device: torch.device) -> dict[str, Tensor]:
 
 
 def write_random(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Sets the random states of this process to what `read_random` gave."""
+    """Sets the random states of this process to those returned by `read_random`."""
     held = {name.rpartition(".")[2]: tensor for name, tensor in states.items()}
     *words, has_gauss, gauss = held["python"].tolist()
     random.setstate((3, tuple(map(int, words)), gauss if has_gauss else None))
@@ -69,7 +68,7 @@ def write_random(states: Mapping[str, Tensor], device: torch.device) -> None:
 def sources_between(
     names: Sequence[str], own: WeightMap, saved: WeightMap
 ) -> dict[str, tuple[Region, ...]]:
-    """The parts of each of these tensors, as regions of a state under other names."""
+    """Returns the parts of each of these tensors, as regions of a state with other names."""
     regions = between(own, saved)
     return {name: tuple(_sources(name, regions)) for name in names if not name.startswith("rng.")}
 
@@ -79,14 +78,14 @@ def _sources(name: str, regions: Mapping[str, Sequence[Region]]) -> Iterator[Reg
     *prefix, inner = name.split(".", depth)
     for region in regions[inner]:
         source = ".".join((*prefix, region.source))
-        if prefix == ["optimizer", "step"]:  # a count; tensors that are one elsewhere step together
+        if prefix == ["optimizer", "step"]:  # a count, equal for tensors that are joined elsewhere
             yield Region(source, (), (), (), ())
             return
         yield replace(region, source=source)
 
 
 def model_digest(model: LanguageModel) -> str:
-    """A digest of names and shapes as on disk: the same for any layout and backend."""
+    """Returns a digest of names and shapes as on disk: the same for any layout and backend."""
     infos = hf_metadata(model)
     text = repr([(name, tuple(infos[name].shape)) for name in sorted(infos)])
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Copies of weights under a name (ref, old_actor, teacher), and offloading of training state to the
+"""Named copies of weights (ref, old_actor, teacher), and offloading of training state to the
 host."""
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class FlatCopy:
 
 @torch.no_grad()
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies pairwise; on return both sides may be used."""
+    """Copies pairwise; after it returns both sides may be used."""
     devices = {x.device for x in (*targets, *sources) if x.is_cuda}
     if not devices and torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # offloaded weights may still be on their way to a pass
+        torch.cuda.synchronize()  # offloaded weights may still be copied for a pass
     torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
     if devices and any(not x.is_cuda for x in (*targets, *sources)):
-        for device in devices:  # copies to and from pinned memory run behind the caller's back
+        for device in devices:  # copies to and from pinned memory are asynchronous
             torch.cuda.synchronize(device)
 
 
 class WeightTags:
-    """Named copies of a fixed list of tensors, and which copy is in place. "actor" is the trained
+    """Named copies of a fixed list of tensors, one of which is in place. "actor" is the trained
     one: it is in place except within `use`."""
 
     def __init__(self, tensors: Mapping[str, Tensor], memory: str) -> None:
@@ -55,25 +55,24 @@ class WeightTags:
         self.device = torch.device("cpu") if memory == "host" else self.tensors[0].device
         self.copies: dict[str, FlatCopy] = {}
         self.stash: FlatCopy | None = None
-        """Holds the actor's weights while others are in place; never freed, because pinning memory
-        is slow."""
+        """The actor's weights while others are in place; never freed, because pinning memory is
+        slow."""
         self.current = "actor"
 
     def save(self, tag: str) -> None:
-        """Saves the weights in place as `tag`, replacing its earlier copy."""
+        """Saves the weights in place as `tag`; replaces its earlier copy."""
         self.require_actor(f"saving the tag {tag}")
         self._keep(tag)
 
     def load(self, tag: str, write: Callable[[], object]) -> None:
-        """Saves the weights that `write` puts in place as `tag`; the actor's weights are
-        unchanged."""
+        """Saves the weights written by `write` as `tag`; the actor's weights are unchanged."""
         with self.borrow(tag):
             write()
             self._keep(tag)
 
     def _keep(self, tag: str) -> None:
         if tag == "actor":
-            raise RunError("the tag actor is what is trained; choose another name to save under")
+            raise RunError("the tag actor names the trained weights; choose another name")
         if tag not in self.copies:
             self.copies[tag] = self._new()
         copy_all(self.copies[tag].views, self.tensors)
@@ -99,8 +98,7 @@ class WeightTags:
 
     @contextmanager
     def borrow(self, name: str) -> Iterator[None]:
-        """While active, the tensors may be overwritten; afterwards they hold the actor's weights
-        again."""
+        """While active, the tensors may be overwritten; afterwards restores the actor's weights."""
         self.require_actor(f"using the tag {name}")
         self.stash = self.stash or self._new()
         copy_all(self.stash.views, self.tensors)
@@ -115,12 +113,12 @@ class WeightTags:
         return dict(zip(self.names, self.copies[tag].views, strict=True))
 
     def memory(self) -> Iterator[Tensor]:
-        """All tensors besides the weights in place."""
+        """Yields all tensors besides the weights in place."""
         for copy in filter(None, (*self.copies.values(), self.stash)):
             yield from copy.views
 
     def prepare(self, tags: Iterable[str]) -> None:
-        """Allocates exactly these tags; their weights are written later."""
+        """Allocates exactly these tags; the caller writes their weights later."""
         self.copies = {tag: self.copies.get(tag) or self._new() for tag in tags}
 
     def _new(self) -> FlatCopy:
@@ -128,9 +126,8 @@ class WeightTags:
 
 
 class Offload:
-    """Storages that were moved to the host, and host memory for each, which is never freed: pinning
-    is slow. Tensors keep their identity and lose their memory, so modules, optimizer and views stay
-    valid."""
+    """Moves storages to the host, into memory that is never freed, because pinning is slow. Tensors
+    keep their identity without memory, so modules, optimizer and views stay valid."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -138,7 +135,7 @@ class Offload:
         self.away: dict[int, torch.UntypedStorage] = {}
 
     def leave(self, tensors: Iterable[Tensor]) -> None:
-        """Moves storages from the device; memory shared by several tensors is moved once."""
+        """Moves storages to the host; memory shared by several tensors is moved once."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage.device.type == self.device.type and storage.nbytes():
@@ -154,7 +151,7 @@ class Offload:
         for storage in self.away.values():
             storage.resize_(0)
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # a sampler may be another process
+            torch.cuda.empty_cache()  # a sampler in another process may need it
 
     def come_back(self) -> None:
         for key, storage in self.away.items():

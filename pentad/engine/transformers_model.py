@@ -1,7 +1,7 @@
-"""Models of transformers laid out for an engine: the backend `fsdp`.
+"""Models of transformers, parallelised for an engine: the backend `fsdp`.
 
-Blocks are found by the classes that transformers marks as not splittable, and sharded by FSDP2; tp
-follows transformers' own plan, cp is in the attention core as for every model.
+Blocks are the classes that transformers marks as not splittable, sharded by FSDP2; tp follows
+transformers' plan, cp is in the attention core as for every model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pentad.parallel.styles import apply_styles, match_styles, plan_style_cuts
 def transformers_maker(
     source: ConfigLike, settings: EngineSettings, meshes: Meshes, *, value_head: bool
 ) -> Maker:
-    """Builds models of transformers; rejects those that cannot be trained this way."""
+    """Builds models of transformers; rejects unsupported ones."""
     config = read_hf_config(source)
     problems = []
     archon = settings.model.archon
@@ -43,7 +43,7 @@ def transformers_maker(
     raise_problems(problems)
 
     def build(**stage: object) -> HfModel:
-        assert not stage, "transformers' models are not cut into stages"
+        assert not stage, "transformers' models are not split into stages"
         dtype, lora = DTYPES[settings.model.param_dtype], settings.model.lora
         model = build_hf_model(config, dtype=dtype, value_head=value_head)
         if lora is not None:
@@ -58,17 +58,17 @@ def transformers_maker(
 
 
 def match_layout(model: HfModel, layout: Layout) -> dict[str, str]:
-    """How tp splits the model's modules by transformers' plan; UserError if that is not
+    """Returns the tp style of each module by transformers' plan; UserError if that is not
     possible."""
     where = f"layout = {layout}"
     if layout.pp > 1 or layout.ep > 1:
-        rule = "the backend fsdp cuts by d, t and c only"
+        rule = "the backend fsdp supports only d, t and c"
         raise UserError(Problem(where, rule, "use archon"))
     check_fit(layout, model.dims)
     if layout.tp == 1:
         return {}
     raise_problems(whole_kv_head_problems(layout.tp, model.dims, where))
-    # Tables and the head stay whole: a tied one is used at both ends.
+    # Embedding and head stay whole: a tied one is used at both ends.
     whole = {name.removesuffix(".weight") for name in model.tables}
     whole.add(model.head_name)
     plan = {name: style for name, style in model.tp_plan.items() if name not in whole}
@@ -76,7 +76,7 @@ def match_layout(model: HfModel, layout: Layout) -> dict[str, str]:
 
 
 def lay_out_hf(model: HfModel, settings: EngineSettings, meshes: Meshes) -> Predictor:
-    """The steps of `parallel.apply`, by styles instead of seams; no expert parallelism."""
+    """The steps of `parallel.apply`, with styles instead of seams; no expert parallelism."""
     styles = match_layout(model, meshes.layout)
     keeps, room = settings.model.archon.keep_logits is True, settings.logprob_bytes
     predictor = Predictor(model, settings.temperature, room, keep_logits=keeps)
@@ -88,7 +88,8 @@ def lay_out_hf(model: HfModel, settings: EngineSettings, meshes: Meshes) -> Pred
     blocks = model.blocks
     compiling.expect(model.dims, settings.model, meshes.layout, meshes.device)
     apply_to_blocks(blocks, settings.model, meshes.device)
-    apply_storage(predictor, model, blocks.values(), cuts, {}, settings.model, meshes)
+    own_dtypes = {name: e.rule.dtype for name, e in model.hf_map.entries.items() if e.rule.dtype}
+    apply_storage(predictor, model, blocks.values(), cuts, own_dtypes, settings.model, meshes)
     predictor.cuts = cuts
     if meshes.layout.world > 1:
         model.present = partial(present_cut, cuts)

@@ -34,11 +34,13 @@ def absent_data(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def absence_problems(config: Config) -> list[Problem | str]:
-    """Problems of a run on this machine with missing datasets; those of the Hub are downloaded."""
+    """Problems of a run on this machine with missing datasets. Those of the Hub are downloaded, and
+    with `only: train` no prompts are read."""
     found = []
+    unread = {one.data_key for one in environments(config) if config.only == "train"}
     for key, path in absent_data(config):
-        is_of_hub = hub_name(path, "dataset") is not None
-        problem = None if is_of_hub else data_path_problem(f"{key}.path", path)
+        is_open = key in unread or hub_name(path, "dataset") is not None
+        problem = None if is_open else data_path_problem(f"{key}.path", path)
         if problem is not None:
             remedy = f"{problem.remedy}; for a run on another machine give --gpu-memory"
             found.append(replace(problem, remedy=remedy))

@@ -1,9 +1,9 @@
 """The workflow `agent`: runs a program written for an OpenAI server against the policy, and trains
 on its calls.
 
-The program is a function with any of PARAMETERS, a coroutine or a plain one (which runs in a
-thread). It returns the reward: a number, a dict of named parts, or None, which leaves it to
-`reward.fn`. One call is one episode; a group has as many as it has samples.
+The program is a function that takes any of PARAMETERS, async or plain (run in a thread). It returns
+the reward: a number, a dict of named parts, or None: then `reward.fn` scores the sample. One call
+is one episode; a group has one per sample.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class AgentWorkflow(Episodes, OwnPrompts):
             if isinstance(work, asyncio.Task):
                 _, stubborn = await asyncio.wait([work], timeout=CLOSE_TIMEOUT_S)
                 if stubborn:
-                    log.warning("prompt %d: the agent does not end; it is left behind", prompt.gid)
+                    log.warning("prompt %d: the agent does not end; it is abandoned", prompt.gid)
         samples = episode.samples()
         if not samples:
             raise DataFailure("no_turns", f"prompt {prompt.gid}: the agent sent no request")
@@ -90,8 +90,8 @@ class AgentWorkflow(Episodes, OwnPrompts):
         return samples
 
     def _question(self, prompt: Prompt) -> dict[str, Any]:
-        """The prompt as messages, which the proxy renders once, and as one text if there is only
-        one message."""
+        """Returns the prompt as messages, which the proxy renders once, and as text if there is
+        only one message."""
         messages = [dict(message) for message in prompt.messages]
         if not messages:
             messages = [{"role": "user", "content": prompt.text}]
@@ -113,7 +113,7 @@ class AgentWorkflow(Episodes, OwnPrompts):
 def give_reward(
     sample: Sample, reward: object, where: str = "rollout.agent", name: str = "agent"
 ) -> None:
-    """Turns the program's return value into reward parts. `name`: the part of a plain number."""
+    """Sets reward parts from the program's return value. `name`: the part for a plain number."""
     if reward is None:
         return
     parts: dict[str, float] = {}
@@ -127,7 +127,7 @@ def give_reward(
 
 
 def wanted_parameters(agent: Callable[..., Any]) -> list[str]:
-    """The PARAMETERS that the program takes. UserError if it requires others."""
+    """Returns the PARAMETERS that the program takes. UserError if it requires others."""
     parameters = inspect.signature(agent).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return list(PARAMETERS)

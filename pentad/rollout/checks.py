@@ -1,4 +1,4 @@
-"""Checks before anything enters a batch: a sampler's answers and a workflow's samples."""
+"""Checks of a sampler's answers and a workflow's samples, before they enter a batch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_generations(request: Request, answers: Sequence[Generation], vocab_siz
 
 @dataclass(slots=True)
 class LogprobSpan:
-    """One generation where it was drawn: after `start` tokens."""
+    """The log-probs of one generation, which begins after `start` tokens."""
 
     start: int
     logprobs: np.ndarray
@@ -44,10 +44,10 @@ class LogprobSpan:
 
 @dataclass(slots=True)
 class Drawn:
-    """Everything that was sampled for one group, for comparison with its samples."""
+    """All generations of one group, for comparison with its samples."""
 
     by_sequence: dict[bytes, list[LogprobSpan]] = field(default_factory=dict)
-    """All ids from the start to the end of a generation -> its log-probs."""
+    """All ids up to the end of a generation -> its log-probs."""
     lengths: set[int] = field(default_factory=set)
 
     def add(self, request: Request, answers: Sequence[Generation]) -> None:
@@ -60,8 +60,8 @@ class Drawn:
             self.lengths.add(start + len(answer.ids))
 
     def has(self, sample: Sample, prompt: bytes) -> bool:
-        """Whether the sample is a sampled sequence, bit for bit, and begins with the prompt: then
-        it breaks no rule. Most samples are."""
+        """Whether the sample is exactly a sampled sequence that begins with the prompt, so needs no
+        other check. Most samples are."""
         ids, mask = sample.ids, sample.mask
         logprobs, versions = sample.rollout_logprobs, sample.versions
         if sample.columns or not ids.shape == mask.shape == logprobs.shape == versions.shape:
@@ -80,10 +80,10 @@ class Drawn:
         )
 
     def covers(self, sample: Sample) -> np.ndarray:
-        """Which tokens of the sample were sampled at that position, with that log-prob and
+        """Returns a mask of the tokens that were sampled at that position, with that log-prob and
         version."""
         known = np.zeros(len(sample.ids), dtype=bool)
-        # The longest first: of an answer to one prompt it covers all.
+        # The longest first: it covers all of an answer to one prompt.
         for end in sorted((n for n in self.lengths if n <= len(known)), reverse=True):
             if known[sample.mask].all():
                 break
@@ -103,9 +103,9 @@ def check_samples(
     own_prompts: bool = False,
     max_sampled: int | None = None,
 ) -> None:
-    """Raises UserError if the workflow broke its contract: these samples must not be trained.
-    `own_prompts`: there may be more samples, which may start with other ids than the prompt.
-    `max_sampled`: maximum number of trained tokens of a sample."""
+    """Raises UserError if the workflow broke its contract, because such samples must not be
+    trained. `own_prompts`: allows more samples, and samples that do not start with the prompt's
+    ids. `max_sampled`: maximum number of trained tokens of a sample."""
     problems = []
     if len(samples) < num or (len(samples) > num and not own_prompts):
         problems.append(f"returned {len(samples)} samples where {num} were requested")

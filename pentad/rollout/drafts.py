@@ -1,4 +1,4 @@
-"""Drafts: sampled tokens of a group that is cut off, which continues in a later step."""
+"""Drafts: sampled tokens of an interrupted group, which continues in a later step."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def nothing() -> None:
 
 @dataclass(eq=False, slots=True)
 class Draft:
-    """The answers of one group, of which some may be cut."""
+    """The answers of one group, some of which may be incomplete."""
 
     answers: Sequence[Generation] = ()
-    """One for each sample, or none; those that are to be continued have finish "abort"."""
+    """One for each sample, or empty; incomplete ones have finish "abort"."""
     is_sampling: bool = False
-    """Whether a request is under way; else it is about to begin, or its samples are scored."""
+    """Whether a request is in progress; else it is not sent yet, or its samples are scored."""
     num_ended: int = 0
-    """Requests that were answered."""
+    """Number of answered requests."""
     is_cut: bool = False
-    """Whether its task was cancelled so that another step continues it: what samplers hand over is
-    kept."""
+    """Whether its task was cancelled so that another step continues it; then tokens returned by
+    samplers are kept."""
     changed: Callable[[], None] = nothing
     """Called when a request is sent or answered."""
 
@@ -42,11 +42,11 @@ class Draft:
 
     @property
     def missing(self) -> list[int]:
-        """The samples that are not complete."""
+        """Returns the indices of incomplete samples."""
         return [i for i, one in enumerate(self.answers) if one.finish == "abort"]
 
     def rest_of(self, request: Request) -> Request:
-        """The request for the missing samples."""
+        """Returns the request for the incomplete samples."""
         if not self.answers:
             return request
         seeds = tuple(request.seeds[i] for i in self.missing)
@@ -54,7 +54,7 @@ class Draft:
         return replace(request, seeds=seeds, drawn=drawn if any(d.ids for d in drawn) else ())
 
     def joined(self, found: Sequence[Generation]) -> list[Generation]:
-        """All answers, with those of the request for what is missing in their places."""
+        """Returns all answers, with those to the request for incomplete samples put in place."""
         if not self.answers:
             return list(found)
         answers = list(self.answers)
@@ -63,15 +63,15 @@ class Draft:
         return answers
 
     def keep(self, request: Request, found: Sequence[Generation], vocab_size: int) -> None:
-        """Keeps results; `found`: those of the request for missing samples. Invalid answers are
-        sampled again."""
+        """Keeps the answers `found` to the request for incomplete samples. Invalid ones are sampled
+        again."""
         if len(found) == len(request.seeds):
             self.answers = self.joined([sound(request, one, vocab_size) for one in found])
 
 
 def sound(request: Request, answer: Generation, vocab_size: int) -> Generation:
-    """The answer, if it can be complete or be continued; else one without tokens. A server may have
-    cut it off after its last token, which nothing may follow."""
+    """Returns the answer if it is complete or can be continued; else an empty one. A server may
+    interrupt it after its last token, which nothing may follow."""
     params = request.params
     whole = replace(answer, finish="length") if answer.finish == "abort" else answer
     num_tokens = len(request.prompt_ids) + len(answer.ids)
@@ -87,7 +87,7 @@ def sound(request: Request, answer: Generation, vocab_size: int) -> Generation:
 
 
 def as_group(prompt: Prompt, attempt: int, answers: Sequence[Generation]) -> Group:
-    """The answers as samples, in which form they are stored."""
+    """Returns the answers as samples, the stored form."""
     samples = []
     for answer in answers:
         ids, logprobs, versions = answer.columns()
@@ -106,7 +106,7 @@ def as_group(prompt: Prompt, attempt: int, answers: Sequence[Generation]) -> Gro
 
 
 def answers_of(group: Group) -> list[Generation]:
-    """The opposite of `as_group`. Log-probs are the same 32-bit numbers."""
+    """Inverse of `as_group`; log-probs are the same 32-bit numbers."""
     return [
         Generation(
             one.ids[one.mask].tolist(),

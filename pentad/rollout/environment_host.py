@@ -1,9 +1,9 @@
-"""The processes of environments: one that has imported the class, and a fork of it per episode.
+"""The processes of environments: one that imports the class, and a fork of it per episode.
 
-The first process (`main`) receives one end of a socket pair for each episode, over its control
+The first process (`main`) receives one end of a socket pair for each episode over its control
 socket, and forks; the fork makes the object and answers calls, one JSON object per line. The first
 process watches the same socket: when the run closes its end, it kills the fork with all processes
-that the environment started, whatever the fork is doing.
+that the environment started.
 """
 
 from __future__ import annotations
@@ -30,18 +30,17 @@ from pentad.rollout.schemas import schema_of
 from pentad.runtime.process import die_with_parent
 
 MAX_TEXT = 32_768
-"""Maximum characters of an observation or a tool's answer; a note shows the policy how many are
-left out."""
+"""Maximum characters of an observation or a tool's result; a note tells the policy how many are
+omitted."""
 MAX_STATE_BYTES = 65_536
-"""Maximum size of the attributes passed to a reward, as JSON; larger ones are left out."""
+"""Maximum JSON size of an attribute passed to a reward; larger ones are omitted."""
 NOT_TOOLS = ("reset", "get_reward", "close")
 TOOLS, TEXT = "tools", "text"
-"""How the environment takes an answer of the policy: as calls of its tools, or as the text of a
-step."""
+"""How the environment receives an answer: as calls of its tools, or as the text of a step."""
 
 
 class EnvironmentObject:
-    """One environment object, as the run calls it.
+    """Adapter of an environment object to the calls of the run.
 
     A class has `reset(**row)`, and its public methods are tools (TRL's contract). Adapters of other
     packages have `step_text(text)` instead, or `tool_schemas()` and `call_tool(name, arguments)`.
@@ -56,7 +55,7 @@ class EnvironmentObject:
         return self.loop.run_until_complete(value) if inspect.isawaitable(value) else value
 
     def describe(self) -> dict[str, Any]:
-        """Describes a class before a run starts; `problems` are sentences about its methods."""
+        """Describes a class before a run starts; `problems`: errors of its methods."""
         if not callable(getattr(self.environment, "reset", None)):
             raise TypeError("it has no method reset(**row)")
         kind = TEXT if hasattr(self.environment, "step_text") else TOOLS
@@ -88,7 +87,7 @@ class EnvironmentObject:
         return schemas, problems
 
     def _names_reward(self) -> bool:
-        """Whether there is an attribute `reward`, or a method that may set one."""
+        """Whether there is an attribute `reward`, or a method that may set it."""
         if isinstance(getattr(self.environment, "reward", None), Real):
             return True
         found = inspect.getmembers(type(self.environment), predicate=inspect.isfunction)
@@ -116,8 +115,8 @@ class EnvironmentObject:
         return {"observation": said, "reward": number(reward), "is_done": bool(is_done)}
 
     def end(self) -> dict[str, Any]:
-        """Ends the episode after the last answer: the reward, a number or named parts, and the
-        attributes."""
+        """Ends the episode after the last answer; returns the reward (a number or named parts) and
+        the attributes."""
         environment = self.environment
         if callable(get_reward := getattr(environment, "get_reward", None)):
             reward = self.settled(get_reward())
@@ -148,11 +147,11 @@ def bounded(text: str) -> str:
 
 
 def state_of(environment: Any) -> dict[str, Any]:
-    """Public attributes that are plain data, for rewards that take the environment."""
+    """Returns public attributes that are plain data, for rewards that use the environment."""
     found: dict[str, Any] = {}
     num_left = MAX_STATE_BYTES
     for name, value in getattr(environment, "__dict__", {}).items():
-        with contextlib.suppress(TypeError, ValueError, RecursionError):  # no plain data
+        with contextlib.suppress(TypeError, ValueError, RecursionError):  # not plain data
             size = len(json.dumps(value, allow_nan=False))
             if not name.startswith("_") and size <= num_left:
                 found[name] = value
@@ -172,7 +171,7 @@ def serve(connection: socket.socket, spec: str, options: dict[str, Any]) -> None
                     seed_globals(asked["seed"])
                     hosted = EnvironmentObject(load(spec), options)
                 answer = {"value": getattr(hosted, name)(**arguments)}
-            except BaseException as error:  # exit() in a tool is its error
+            except BaseException as error:  # exit() in a tool counts as an error of the tool
                 answer = {"error": f"{type(error).__name__}: {error}"[:MAX_TEXT]}
                 answer["place"] = place_of(error)
             stream.write(json.dumps(answer).encode() + b"\n")
@@ -192,15 +191,15 @@ class Nursery:
         self.epoll = select.epoll()
         self.epoll.register(control.fileno(), select.EPOLLIN)
         self.episodes: dict[int, tuple[int, int, socket.socket]] = {}
-        """Descriptor of a process or of a connection -> pid, the process's descriptor, the other
-        side."""
+        """Descriptor of a process or of a connection -> pid, the process's descriptor, and the
+        connection."""
 
     def run(self) -> None:
         """Runs until the run closes its connection."""
         control = self.control.fileno()
         while True:
             ready = [descriptor for descriptor, _ in self.epoll.poll()]
-            for descriptor in ready:  # first: one that begins may get the number of one closed here
+            for descriptor in ready:  # first: a new episode may reuse a descriptor closed here
                 if descriptor != control:
                     self._end(descriptor)
             if control in ready and not self._begin():
@@ -251,14 +250,14 @@ class Nursery:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)  # it may not have its session yet
+            os.kill(pid, signal.SIGKILL)  # its session may not exist yet
         os.waitpid(pid, 0)
         os.close(watched)
         connection.close()
 
 
 def main() -> None:
-    """`python -c BOOT JSON`: imports the class once, here."""
+    """Entry point of `python -c BOOT JSON`: imports the class once."""
     given = json.loads(sys.argv[1])
     die_with_parent(given["parent"])
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -267,7 +266,7 @@ def main() -> None:
     os.dup2(2, 1)
     try:
         load(given["spec"])
-    except BaseException as error:  # exit() in a module is its error
+    except BaseException as error:  # exit() in a module counts as an error of the module
         control.sendall(json.dumps({"error": why_not_loaded(error)}).encode() + b"\n")
         return
     control.sendall(b"{}\n")

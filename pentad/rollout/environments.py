@@ -1,4 +1,4 @@
-"""Environments of multi-turn samples, and how their texts become tokens."""
+"""Environments of multi-turn samples, and the conversion of their texts to tokens."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Step:
     """Text, or several messages, for the policy before its next answer; None adds nothing."""
     is_done: bool
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """Summed by name over the turns; their total is the reward of the sample."""
+    """Reward parts, summed by name over the turns; their total is the reward of the sample."""
 
 
 class Environment(Protocol):
-    """The environment of a multi-turn sample. One object serves one sample, then is closed."""
+    """The environment of a multi-turn sample. An object is used for one sample, then closed."""
 
     async def reset(self, fields: Mapping[str, Any]) -> object:
         """Starts an episode with the dataset row of the prompt."""
@@ -57,7 +57,7 @@ class Environment(Protocol):
 
 
 ASKED, ANSWERED = "@@asked@@", "@@answered@@"
-"""Placeholders for the conversation so far, to render the messages after an answer."""
+"""Placeholders for the conversation so far, used to render the messages after an answer."""
 
 
 def observation_ids(
@@ -75,8 +75,8 @@ def following_ids(
 ) -> list[int]:
     """Token ids between an answer and the next: end of turn, the messages, start of turn.
 
-    Only this suffix is rendered and encoded; the ids of the conversation before it stay unchanged.
-    `ending_id` is the stop id that already ends the answer: the template's copy of it is left out.
+    Renders and encodes only this suffix; the ids of the conversation before it stay unchanged.
+    `ending_id`: the stop id at the end of the answer; the template's copy of it is removed.
     """
     conversation = [
         {"role": "user", "content": ASKED},
@@ -106,7 +106,7 @@ def tools_of(workflow: object) -> tuple[Mapping[str, Any], ...]:
         tools = getattr(workflow, "tools", ())
         named = tools.items() if isinstance(tools, Mapping) else [(None, tool) for tool in tools]
         found = [tool if isinstance(tool, Mapping) else schema_of(tool, n) for n, tool in named]
-    except Exception as failure:  # code of the user's
+    except Exception as failure:  # user code
         found, why = [{}], f" ({type(failure).__name__}: {failure})"
     else:
         why = ""
@@ -119,8 +119,8 @@ def tools_of(workflow: object) -> tuple[Mapping[str, Any], ...]:
 
 
 def read_tool_call(call: str, names: Collection[str]) -> tuple[str, dict[str, Any]]:
-    """Reads name and arguments of a call; ValueError with text for the policy if it is not a valid
-    call of these tools."""
+    """Reads name and arguments of a call; ValueError, with a text for the policy, if it is not a
+    valid call of these tools."""
     try:
         wanted = json.loads(call)
         name, arguments = wanted["name"], wanted["arguments"]
@@ -132,8 +132,8 @@ def read_tool_call(call: str, names: Collection[str]) -> tuple[str, dict[str, An
 
 
 def as_text(value: object) -> str:
-    """Text that a tokenizer can encode: halves of surrogate pairs, which JSON may contain, are
-    replaced."""
+    """Converts to text that a tokenizer can encode: replaces unpaired surrogates, which JSON may
+    contain."""
     return str(value).encode(errors="replace").decode()
 
 
@@ -142,8 +142,8 @@ class ToolEnvironment:
 
     <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>
 
-    An answer without a call ends the conversation. A call that cannot be read, an unknown tool or a
-    tool that raises is shown to the policy as text: handling it is part of the task. A tool whose
+    An answer without a call ends the conversation. An invalid call, an unknown tool or an error of
+    a tool is returned to the policy as text: handling it is part of the task. A tool whose
     infrastructure failed raises InfraFailure instead, and the group is retried.
     """
 

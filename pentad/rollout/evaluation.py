@@ -1,4 +1,4 @@
-"""Evaluation: prompts are answered and scored, then summarised: accuracy, pass@k, intervals."""
+"""Evaluation: answers and scores prompts, then computes accuracy, pass@k and intervals."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ def mean(values: Sequence[float]) -> float:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """The probability that k answers, drawn without replacement from the given ones, contain a
-    right one.
+    """Returns the probability that k answers, drawn without replacement, contain a right one.
 
-    1 - C(n - c, k) / C(n, k), which has the expectation of sampling k new answers
+    1 - C(n - c, k) / C(n, k), an unbiased estimate for k new answers
     (https://arxiv.org/abs/2107.03374, section 2.1), in exact integers.
     """
     assert 0 <= num_correct <= num_samples, f"{num_correct} of {num_samples} are right"
@@ -36,11 +35,11 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def majority_is_correct(votes: Sequence[Hashable | None], correct: Sequence[float]) -> float:
     """The score of the most frequent answer: 1, 0, or between if it is not unique.
 
-    An answer of None does not vote; without a vote the prompt counts as wrong. Of equally frequent
-    answers one would be drawn, so the result is their mean. Equal answers are nearly always scored
-    alike; where they are not, their mean counts.
+    None is no vote; without votes the prompt counts as wrong. Among equally frequent answers, one
+    would be chosen at random, so the result is their mean. If equal answers are scored differently,
+    which is rare, their mean counts.
     """
-    assert len(votes) == len(correct), "one verdict a vote"
+    assert len(votes) == len(correct), "one verdict per vote"
     verdicts: dict[Hashable, list[float]] = {}
     for vote, is_right in zip(votes, correct, strict=True):
         if vote is not None:
@@ -52,13 +51,13 @@ def majority_is_correct(votes: Sequence[Hashable | None], correct: Sequence[floa
 
 
 def interval95(values: Sequence[float], num_samples: int) -> tuple[float, float]:
-    """A 95% interval of the mean over prompts, where each value is a share of right answers.
+    """Returns a 95% interval of the mean over prompts; each value is a share of right answers.
 
     Wilson's interval (https://doi.org/10.1080/01621459.1927.10502953) at the effective number of
-    independent trials, p (1 - p) / variance of the mean: with one answer a prompt that is the
-    number of prompts, with several it is more, at most the number of all answers. Unlike the
-    normal interval it has a width where all answers are right, or all wrong. Values outside of
-    0 to 1 are no shares and get the normal interval.
+    independent trials, p (1 - p) / variance of the mean: with one answer per prompt that is the
+    number of prompts, with several it is more, at most the number of all answers. Unlike the normal
+    interval it has a width if all answers are right, or all wrong. Values outside of 0 to 1 are no
+    shares and get the normal interval.
     """
     num, p = len(values), mean(values)
     variance = mean([(value - p) ** 2 for value in values])
@@ -79,7 +78,7 @@ log = logging.getLogger(__name__)
 MAX_GROUPS_IN_FLIGHT = 512
 
 Votes = list[str | None]
-"""The answer of each sample of a group, in a form that can be counted; None: no answer."""
+"""The answer of each sample of a group in a countable form; None: no answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +95,12 @@ class Answered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
-    """One evaluation. `accuracy` is the mean of the reward part "correct"; None without one."""
+    """Results of an evaluation. `accuracy`: mean of the reward part "correct"; None without one."""
 
     version: int
     num_prompts: int
     num_failed: int
-    """Prompts whose generation or reward failed; they count in no mean."""
+    """Number of prompts whose generation or reward failed; excluded from all means."""
     num_samples: int
     """Number of answers in total."""
     accuracy: float | None
@@ -110,7 +109,7 @@ class EvalResult:
     accuracy_low: float | None
     accuracy_high: float | None
     pass_at: dict[str, float] | None
-    """By k; None unless every answer is judged right (1) or wrong (0)."""
+    """pass@k by k; None unless every answer is judged right (1) or wrong (0)."""
     majority: float | None
     """Accuracy of the most frequent answer of each prompt; None if answers are not counted."""
     reward_mean: float
@@ -132,8 +131,7 @@ async def answer_prompts(
     count_votes: Callable[[Group], Awaitable[Votes]] | None = None,
     on_answered: Callable[[Answered], None] | None = None,
 ) -> list[Answered]:
-    """Answers all prompts with the executor, in their order. Raises RunError if it cannot
-    continue."""
+    """Answers all prompts with the executor, in order. Raises RunError if it cannot continue."""
     gate = asyncio.Semaphore(MAX_GROUPS_IN_FLIGHT)
 
     async def one(prompt: Prompt) -> Answered:
@@ -156,7 +154,7 @@ async def answer_prompts(
 
 
 def summarise(version: int, answered: Sequence[Answered], seconds: float) -> EvalResult:
-    """Means over prompts of means over samples."""
+    """Summarises: means over prompts of means over samples."""
     groups = [found.group for found in answered if found.group is not None]
     num_failed = len(answered) - len(groups)
     if not groups:
@@ -212,7 +210,7 @@ def _verdicts(group: Group) -> list[float]:
 
 
 def _pass_at(judged: Sequence[Sequence[float]]) -> dict[str, float] | None:
-    """pass@k at the powers of two, and at the number of answers that every prompt has."""
+    """Returns pass@k for powers of two, and for the number of answers that every prompt has."""
     if not judged or any(verdict not in (0, 1) for own in judged for verdict in own):
         return None
     most = min(map(len, judged))

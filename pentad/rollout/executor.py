@@ -1,9 +1,9 @@
-"""The executor: prompts in, scored groups out, over any number of sampler replicas.
+"""The executor: turns prompts into scored groups, with any number of sampler replicas.
 
-A group is a function of its prompt, its attempt and the weights: seeds come from the group's
+A group depends only on its prompt, its attempt and the weights: seeds derive from the group's
 identity, so a retry on another replica samples the same tokens. Infrastructure failures are retried
-elsewhere; data failures sample anew a few times, then the caller drops the group with a reason. No
-failure ever becomes a reward.
+on another replica; after data failures the group is sampled again a few times, then dropped by the
+caller with a reason. No failure becomes a reward.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ from pentad.telemetry.timeline import timeline
 log = logging.getLogger(__name__)
 
 Hold = Callable[[float | None], None]
-"""Called with the number of seconds within which the group must make progress again; None: no
-limit."""
+"""Called with the number of seconds within which the group must make progress; None: no limit."""
 
 LEASE_GRACE_S = 30.0
 """Time limit for a workflow to end after it was cancelled, in seconds."""
@@ -65,8 +64,8 @@ class Executor:
         needs_reward: bool = True,
         max_infra_retries: int = 3,
     ) -> None:
-        """`needs_reward`: a sample without a reward is an error. After an infrastructure failure
-        there are `max_infra_retries` further attempts, on another replica if possible."""
+        """`needs_reward`: a sample without a reward is an error. `max_infra_retries`: further
+        attempts after an infrastructure failure, on another replica if possible."""
         self.fleet = fleet
         self.workflow = workflow
         self.reward = reward
@@ -83,7 +82,7 @@ class Executor:
             show=self._show_once,
         )
         self.shown: set[str] = set()
-        """Workflow errors, by kind and place, whose traceback has been logged."""
+        """Workflow errors, by type and code location, whose traceback has been logged."""
 
     async def rollout(
         self,
@@ -92,12 +91,12 @@ class Executor:
         hold: Hold = lambda seconds: None,
         draft: Draft | None = None,
     ) -> Group:
-        """Samples one group from its prompt, or from the tokens of an earlier step (`draft`), again
-        after a data failure. Every attempt renews the lease; rewards have separate limits. Raises
-        DataFailure (drop it) or InfraFailure (stop)."""
+        """Samples one group from its prompt, or from the tokens of an earlier step (`draft`);
+        retries after a data failure. Every attempt renews the lease; rewards have separate limits.
+        Raises DataFailure (drop the group) or InfraFailure (stop the run)."""
         draft = draft or Draft()
         for retry in range(self.keys.max_retries + 1):
-            key = f"{attempt}.{retry}" if retry else attempt  # seeds of its own each time
+            key = f"{attempt}.{retry}" if retry else attempt  # different seeds for each retry
             try:
                 context = replace(self.context, attempt=key)
                 if retry:
@@ -121,7 +120,7 @@ class Executor:
     async def _on_some_replica(
         self, prompt: Prompt, context: Context, hold: Hold, draft: Draft
     ) -> list[Sample]:
-        """Retries with the same seeds after an infrastructure failure."""
+        """Runs the workflow; retries with the same seeds after an infrastructure failure."""
         causes: list[str] = []
         while len(causes) <= self.max_infra_retries:
             hold(self.fleet.patience_s + self.keys.deadline_s + LEASE_GRACE_S)
@@ -142,8 +141,8 @@ class Executor:
     async def _on(
         self, replica: Candidate, prompt: Prompt, context: Context, draft: Draft
     ) -> list[Sample]:
-        """Runs the workflow on one replica, within the deadline, which `Episodes` enforce
-        themselves."""
+        """Runs the workflow on one replica, within the deadline (`Episodes` enforce it
+        themselves)."""
         sampler = CheckedSampler(replica, self.vocab_size, draft)
         closing_s = 2 * CLOSE_TIMEOUT_S if isinstance(self.workflow, Episodes) else 0.0
         try:
@@ -174,7 +173,7 @@ class Executor:
         return samples
 
     def _show_once(self, prompt: Prompt, cause: BaseException) -> None:
-        """Logs the traceback of a workflow's error, the first time it comes from its place."""
+        """Logs the traceback of a workflow's error, once for each code location."""
         place = traceback.extract_tb(cause.__traceback__)[-1:]
         known = f"{type(cause).__name__} {[(frame.filename, frame.lineno) for frame in place]}"
         if known not in self.shown:
@@ -190,9 +189,10 @@ class Executor:
         )
 
     async def _scored(self, group: Group) -> Group:
-        """Scores the samples. A sample whose episode raised gets the mean of the others: the error
-        may be the workflow's, so it is neither rewarded nor punished. One whose episode did not end
-        while others did, or that ended it, gets no reward above 0 or above theirs."""
+        """Scores the samples. A sample whose episode raised gets the mean of the others: the
+        workflow may have caused the error, so it is neither rewarded nor punished. A sample that
+        ended its episode, or did not end while others did, gets no reward above 0 or above
+        theirs."""
         failed = {id(one) for one in group.samples if FAILED in one.reward_parts}
         if not failed:
             return await self._rewarded(group)
@@ -224,7 +224,7 @@ class Executor:
 
 
 class Executors:
-    """One executor for each environment of a run, over the same samplers."""
+    """The executors of a run's environments, over the same samplers."""
 
     def __init__(self, executors: Mapping[str, Executor]) -> None:
         self.executors = executors
@@ -273,12 +273,12 @@ def load_workflow(spec: str, agent: str | None = None) -> Workflow:
 
 
 def _load_program(spec: str, agent: str | None) -> Workflow:
-    """Loads a workflow whose episodes are at addresses."""
+    """Loads a workflow whose programs call the policy at an address."""
     try:
         from pentad.rollout.agents import load_agent
         from pentad.rollout.verifiers_environment import VerifiersWorkflow
     except ImportError as error:
-        rule = f"agents are given an address, which needs a web server ({error})"
+        rule = f"agents call the policy over HTTP, which needs a web server ({error})"
         remedy = "pip install 'pentad[serve]'"
         raise UserError(Problem(f"rollout.workflow = {spec}", rule, remedy)) from error
     return load_agent(agent) if spec == "agent" else VerifiersWorkflow(spec)

@@ -1,7 +1,7 @@
 """`gym:ID`: an environment of Gymnasium, whose actions are the policy's answers as text.
 
-`gym:ID?name=value` passes options to `gymnasium.make`. To change texts and actions, derive from
-`GymEnvironment`, write `show` and `parse`, and name the class: `class:FILE:Class`.
+`gym:ID?name=value` passes options to `gymnasium.make`. To change texts and actions, subclass
+`GymEnvironment`, override `show` and `parse`, and set `class:FILE:Class`.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ NUMBERS = re.compile(r"-?\d+(?:\.\d+)?(?:[eE]-?\d+)?")
 
 class GymEnvironment:
     target = ""
-    """The ID, for classes that are derived."""
+    """The environment ID, set by subclasses."""
 
     def __init__(self, target: str = "", **options: Any) -> None:
         self.env = gymnasium.make(target or self.target, **options)
         self.num_steps = 0
 
     def reset(self, **row: Any) -> str:
-        """The row may have `seed`, and `options` for the environment."""
+        """Resets the environment; the row may have columns `seed` and `options`."""
         seed, options = row.get("seed"), row.get("options")
         observation, _ = self.env.reset(seed=None if seed is None else int(seed), options=options)
         return "\n" + self.show(observation)
 
     def step_text(self, text: str) -> tuple[str | None, float, bool]:
-        """Steps the environment; an answer that is no action ends the episode."""
+        """Steps the environment; an answer without a valid action ends the episode."""
         try:
             action = self.parse(text)
         except ValueError:
@@ -41,7 +41,7 @@ class GymEnvironment:
         return self.show(observation), float(reward), is_done
 
     def show(self, observation: Any) -> str:
-        """The observation as text: the drawing if `render_mode=ansi` is set."""
+        """Returns the observation as text; the rendering if `render_mode=ansi` is set."""
         if self.env.render_mode == "ansi":
             return str(self.env.render())
         return (
@@ -51,8 +51,8 @@ class GymEnvironment:
         )
 
     def parse(self, text: str) -> Any:
-        """The action: the last number for a discrete space, one number per element for a box, or
-        the text. ValueError if there is none."""
+        """Returns the action: the last number for a discrete space, one number per element for a
+        box, else the text. ValueError if there is none."""
         space = self.env.action_space
         if isinstance(space, gymnasium.spaces.Text):
             action: Any = text.strip()

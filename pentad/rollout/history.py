@@ -1,9 +1,8 @@
-"""Earlier turns of a conversation as rendered by the chat template, for example without thinking.
+"""Renders earlier turns of a conversation by the chat template, for example without thinking.
 
-A turn is sampled after the ids that this returns, whatever the tokens of earlier turns were. If the
-rendered text starts with the text of these tokens, they are kept and only the rest is encoded; else
-all of the text is encoded, and the turn starts a new sequence. So no trained id is ever re-encoded
-from text.
+The returned ids are the context of the next turn. If the rendered text starts with the text of the
+tokens so far, these are kept and only the rest is encoded; else all of the text is encoded, and the
+turn starts a new sequence. So no trained id is ever re-encoded from text.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pentad.rollout.environments import RolloutTokenizer
 
 
 class History:
-    """One conversation, as messages."""
+    """A conversation, as messages."""
 
     def __init__(
         self,
@@ -39,8 +38,8 @@ class History:
     def following(
         self, answer: Sequence[int], said: Sequence[str], role: str, known: Sequence[int]
     ) -> list[int]:
-        """The ids after which the next turn is sampled, given `answer` and the messages after it.
-        `known`: all ids of the last sequence, with which they begin if the rendering agrees."""
+        """Returns the context ids of the next turn, given `answer` and the messages after it. They
+        begin with `known`, all ids of the last sequence, if the rendering agrees."""
         words = self.tokenizer.decode(answer, skip_special_tokens=False)
         self.messages.append({"role": "assistant", "content": words})
         self.messages += [{"role": role, "content": text} for text in said]

@@ -1,7 +1,7 @@
-"""The workflow of an environment class: each episode has an object of it, in a separate process.
+"""The workflow of an environment class: each episode has its object in a separate process.
 
-An answer of the policy is calls of the object's tools, in the format of ToolEnvironment, or the
-text of a step. A call that hangs or kills its process ends only that episode.
+An answer of the policy contains calls of the object's tools, in the format of ToolEnvironment, or
+is the text of a step. A call that hangs or kills its process ends only that episode.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ START_TIMEOUT_S = 60.0
 """Time limit for importing the class and making its first object, in seconds."""
 MAX_LINE = 1 << 20
 PART = "environment"
-"""The name of the part of a reward that is one number."""
+"""Name of the reward part if the reward is a single number."""
 ADAPTERS = {
     "gym": ("pentad.rollout.gym_environment:GymEnvironment", "gym"),
     "mcp": ("pentad.rollout.mcp_environment:McpEnvironment", "mcp"),
     "openenv": ("pentad.rollout.openenv_environment:OpenEnvEnvironment", "openenv"),
 }
-"""Kind of workflow -> its class, and the extra that it needs."""
+"""Kind of workflow -> its class, and the extra that it requires."""
 
 
 class EnvironmentDied(Exception):
-    """The process of an environment ended by itself."""
+    """The process of an environment exited unexpectedly."""
 
 
 class EnvironmentProcesses:
-    """Starts and reaches the processes of one class. They end with this process."""
+    """Starts and connects to the processes of one class. They end with this process."""
 
     def __init__(self, key: str, spec: str, options: Mapping[str, Any]) -> None:
         self.key = key
@@ -62,8 +62,8 @@ class EnvironmentProcesses:
         self.lock = threading.Lock()
 
     def connect(self) -> socket.socket:
-        """The run's end of a new episode's socket; from any thread. UserError if the class cannot
-        be imported."""
+        """Returns our end of a new episode's socket; thread-safe. UserError if the class cannot be
+        imported."""
         with self.lock:
             if self.child is None or not self.child.is_running:
                 self._start()
@@ -138,7 +138,7 @@ def shown(said: Mapping[str, Any]) -> str:
 
 
 class HostedEnvironment:
-    """One object in its process, with the interface that `MultiTurn` expects."""
+    """An environment object in its process, with the interface for `MultiTurn`."""
 
     def __init__(
         self, processes: EnvironmentProcesses, facts: Mapping[str, Any], timeout_s: float, seed: int
@@ -152,7 +152,7 @@ class HostedEnvironment:
         self.writer: asyncio.StreamWriter | None = None
 
     async def reset(self, fields: Mapping[str, Any]) -> str | None:
-        """The text that the environment adds to the prompt."""
+        """Starts an episode; returns the text that the environment adds to the prompt."""
         ours = await asyncio.to_thread(self.processes.connect)
         self.reader, self.writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_LINE)
         missing = sorted(set(self.facts["needs"]) - fields.keys())
@@ -213,7 +213,7 @@ class HostedEnvironment:
 
 
 class EnvironmentWorkflow(MultiTurn, OwnPrompts):
-    """n conversations with objects of one class."""
+    """The workflow of n conversations with objects of one class."""
 
     def __init__(self, key: str, spec: str, options: Mapping[str, Any] | None = None) -> None:
         self.processes = EnvironmentProcesses(key, spec, options or {})
@@ -235,7 +235,7 @@ class EnvironmentWorkflow(MultiTurn, OwnPrompts):
             raise UserError(problems)
 
     def _unmade(self) -> Environment:
-        raise AssertionError("objects are made in processes of their own")
+        raise AssertionError("objects are made in separate processes")
 
     @cached_property
     def tools(self) -> Sequence[Mapping[str, Any]]:
@@ -260,7 +260,7 @@ class EnvironmentWorkflow(MultiTurn, OwnPrompts):
         found = await environment.end()
         talk.environment, reward = found["state"], found["reward"]
         if context.has_scorer and not self.facts["has_method"]:
-            return  # an attribute `reward` is for the function to read
+            return  # the reward function may read the attribute `reward`
         if isinstance(reward, dict):
             talk.parts |= reward
         elif reward is not None:
@@ -273,7 +273,7 @@ class EnvironmentWorkflow(MultiTurn, OwnPrompts):
 def with_more(
     prompt: Prompt, said: str, tools: Sequence[Mapping[str, Any]], context: Context
 ) -> Prompt:
-    """The prompt with the text of `reset` at the end of its last message."""
+    """Returns the prompt with the text of `reset` appended to its last message."""
     tokenizer = context.tokenizer
     messages = [dict(message) for message in prompt.messages]
 
@@ -311,7 +311,7 @@ def load_environment(kind: str, rest: str) -> EnvironmentWorkflow:
 
 
 def plain(text: str) -> Any:
-    """The value of an option: JSON if it parses, else the text."""
+    """Returns the value of an option: JSON if it parses, else the text."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,7 +1,6 @@
 """`mcp:COMMAND` or `mcp:URL`: the tools of an MCP server.
 
-Each episode has a separate session, and with a command a separate server, which ends with the
-session.
+Each episode has a separate session and, with COMMAND, a separate server that ends with it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class McpEnvironment:
         self._session: asyncio.Task[None] | None = None
 
     async def _do(self, action: Any) -> Any:
-        """Runs in the task that opened the session, because only that task may close it."""
+        """Runs an action in the task that opened the session: only this task may close it."""
         if self._asked is None or self._session is None or self._session.done():
             self._asked = asyncio.Queue()
             self._session = asyncio.create_task(self._serve(self._asked))
@@ -51,10 +50,10 @@ class McpEnvironment:
                     answer.set_exception(error)
 
     async def reset(self, **row: Any) -> None:
-        """A server starts anew with its process."""
+        """Nothing to reset: each episode has a new session."""
 
     async def tool_schemas(self) -> list[dict[str, Any]]:
-        """The tools of all pages, as function schemas."""
+        """Returns the tools of all pages, as function schemas."""
         found, cursor = [], None
         while True:
             page = await self._do(lambda client, at=cursor: client.list_tools(cursor=at))

@@ -1,8 +1,7 @@
 """`openenv:URL`: an environment of an OpenEnv server, whose actions are the policy's answers.
 
-Each episode has a separate session at the server's WebSocket, which carries JSON: `reset` with the
-row, `step` with an action, each answered by an observation. The package openenv-core is needed only
-on the server.
+Each episode has a separate WebSocket session with JSON messages: `reset` with the row and `step`
+with an action, each answered by an observation. Only the server needs the package openenv-core.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pentad.core.folders import parse_json
 TIMEOUT_S = 60.0
 MAX_BYTES = 16 << 20
 FULL, NO_ACTION = "CAPACITY_REACHED", "VALIDATION_ERROR"
-"""Error codes of the server: no free session, and data that are no action."""
+"""Error codes of the server: no free session, and an invalid action."""
 
 
 class ServerError(Exception):
@@ -38,8 +37,8 @@ class OpenEnvEnvironment:
         self._socket: ClientConnection | None = None
 
     def reset(self, **row: Any) -> str:
-        """Resets the session with the row; the server passes on the columns that its environment
-        takes. A server without a free session is retried, within the time limit of a call."""
+        """Resets the session with the row; the server forwards the columns that its environment
+        takes. Retries, within the time limit of a call, if the server has no free session."""
         while True:
             try:
                 self._socket = connect(
@@ -53,7 +52,7 @@ class OpenEnvEnvironment:
                 time.sleep(0.2)
 
     def step_text(self, text: str) -> tuple[str | None, float, bool]:
-        """Steps the environment; an answer that is no action ends the episode."""
+        """Steps the environment; an answer without a valid action ends the episode."""
         try:
             said = self._ask("step", self.parse(text))
         except ValueError:
@@ -67,15 +66,15 @@ class OpenEnvEnvironment:
         return self.show(said["observation"]), 0.0 if reward is None else float(reward), is_done
 
     def show(self, observation: dict[str, Any]) -> str:
-        """The observation as text: its only text field, or its JSON."""
+        """Returns the observation as text: its only text field, or its JSON."""
         values = list(observation.values())
         if len(values) == 1 and isinstance(values[0], str):
             return values[0]
         return json.dumps(observation)
 
     def parse(self, text: str) -> dict[str, Any]:
-        """The action: the text if its schema has one text field, else the JSON object in it.
-        ValueError if there is none."""
+        """Returns the action: the text if its schema has one text field, else the JSON object in
+        the text. ValueError if there is none."""
         if [one.get("type") for one in self._properties.values()] == ["string"]:
             return dict.fromkeys(self._properties, text)
         found = parse_json(text[text.index("{") : text.rindex("}") + 1].encode())

@@ -1,10 +1,9 @@
-"""The recording proxy: an OpenAI-compatible address that records its answers, token by token.
+"""The recording proxy: an OpenAI-compatible server that records its answers, token by token.
 
-An episode is one run of an agent program, with a separate address and key; every answer to it is
-recorded as the sampled ids, with their log-probs and versions. A continued conversation is never
-encoded again: its ids are the recorded ones, and only the program's new messages are rendered
-behind them. The run's settings decide the sampling: temperature, top_p, top_k and seed of a request
-are ignored.
+An episode is one run of an agent program, with a separate address and key. Every answer is recorded
+as the sampled ids, with their log-probs and versions. A continued conversation is not encoded
+again: the recorded ids are reused, and only the program's new messages are rendered after them.
+Sampling follows the run's settings: temperature, top_p, top_k and seed of a request are ignored.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 MAX_CONNECTIONS = 4096
 MODEL = "policy"
-"""The model name in answers. A program may request any name: there is one policy."""
+"""The model name in answers. Requests may have any name, because there is only one policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ class ParsedRequest:
     ids: list[int]
     limit: int | None
     conversation: Conversation | None
-    """The messages, if it is a conversation."""
+    """The messages; None if it is a completion."""
 
 
 class Episode:
@@ -103,23 +102,23 @@ class Episode:
         self.transcripts: list[Transcript] = []
         self.finishes: list[FinishReason] = []
         self.turns: list[list[tuple[str, str]]] = []
-        """Transcript -> role and text of all messages from its first answer on."""
+        """For each transcript: role and text of all messages from its first answer on."""
         self.texts: list[str] = []
         self.known: dict[bytes, tuple[list[int], int | None]] = {}
-        """Digests of conversations so far, ending in an answer -> their ids, and the stop id at
-        their end."""
+        """Digests of conversations that end in an answer -> their ids, and the stop id at the
+        end."""
         self.num_requests = 0
         self.is_open = True
         self.under_way: set[asyncio.Task[list[Generation]]] = set()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """The infrastructure failure, which the program cannot recover from."""
+        """Set to an infrastructure failure, from which the program cannot recover."""
 
     # Requests.
 
     def read_chat(self, raw: Mapping[str, Any]) -> ParsedRequest:
         body = read_chat(raw)
         if body.chat_template_kwargs:
-            rule, name = "the run's template_args say how it is rendered", "chat_template_kwargs"
+            rule, name = "the run's template_args set how it is rendered", "chat_template_kwargs"
             raise ApiError(Problem(name, rule), param=name, code="unsupported_parameter")
         found = read_conversation(body, self.tokenizer)
         conversation = replace(found, messages=[settled(m) for m in found.messages])
@@ -137,7 +136,7 @@ class Episode:
         return ParsedRequest(body, ids, body.max_tokens, None)
 
     def conversation_ids(self, conversation: Conversation) -> list[int]:
-        """The longest recorded prefix unchanged, and the rest rendered behind it."""
+        """Returns the ids of the longest recorded prefix, followed by the rendered rest."""
         messages = conversation.messages
         digests = beginnings(conversation)
         for size in range(len(messages) - 1, 0, -1):
@@ -194,7 +193,7 @@ class Episode:
             self.under_way.discard(task)
 
     async def close(self) -> None:
-        """Answers no further requests; requests in progress are aborted on the sampler too."""
+        """Rejects further requests; aborts requests in progress, also on the sampler."""
         self.is_open = False
         await asyncio.gather(*(end(task) for task in list(self.under_way)))
         if self.failure.done():
@@ -211,7 +210,7 @@ class Episode:
         texts: Sequence[str],
         body: Mapping[str, Any],
     ) -> None:
-        """Records the sampled tokens, as text and as the answer to the program."""
+        """Records the sampled tokens and the answer that the program gets."""
         ids, conversation = parsed.ids, parsed.conversation
         for generation, text, choice in zip(generations, texts, body["choices"], strict=True):
             self.texts.append(text)
@@ -224,8 +223,8 @@ class Episode:
                 self.known[beginnings(said)[-1]] = ([*ids, *generation.ids], ending)
 
     def _keep(self, parsed: ParsedRequest, generation: Generation, text: str) -> None:
-        """Adds them as the next turn of the longest sequence that the request continues, or as a
-        new one."""
+        """Adds the tokens as the next turn of the longest sequence that the request continues, or
+        as a new sequence."""
         ids = parsed.ids
         at = self._continued(ids)
         if at is not None:
@@ -246,7 +245,7 @@ class Episode:
     def _said(
         self, conversation: Conversation | None, given: list[int]
     ) -> Iterator[tuple[str, str]]:
-        """The program's text since the last answer: its messages, or the text it added."""
+        """Yields the program's text since the last answer: its messages, or the added text."""
         if conversation is None:
             yield "user", self.tokenizer.decode(given)
             return
@@ -257,19 +256,19 @@ class Episode:
             yield message["role"], content if isinstance(content, str) else json.dumps(content)
 
     def _continued(self, ids: list[int]) -> int | None:
-        """The longest sequence that `ids` continues."""
+        """Returns the index of the longest sequence that `ids` continues."""
         fitting = [i for i, t in enumerate(self.transcripts) if t.ids == ids[: len(t.ids)]]
         return max(fitting, key=lambda i: len(self.transcripts[i].ids), default=None)
 
     def samples(self) -> list[Sample]:
-        """One sample per sequence. All have the text of the whole episode, which the reward
-        scores."""
+        """Returns one sample per sequence. All have the text of the whole episode, which is
+        scored."""
         text = "\n".join(self.texts)
         samples = []
         kept = zip(self.transcripts, self.finishes, self.turns, strict=True)
         for transcript, finish, turns in kept:
             sample = transcript.finished(finish, text)
-            if len(turns) > 1:  # one answer is in the text
+            if len(turns) > 1:  # a single answer is already the text
                 sample.turns = tuple(turns)
             prompt = transcript.ids[: transcript.mask.index(True)]
             sample.given_text = self.tokenizer.decode(prompt, keep_special=True)
@@ -278,7 +277,7 @@ class Episode:
 
 
 class Proxy:
-    """The server of the addresses of running episodes."""
+    """The HTTP server of all running episodes."""
 
     def __init__(self, limits: ServeLimits | None = None) -> None:
         self.limits = limits or ServeLimits(max_client_connections=MAX_CONNECTIONS)
@@ -288,7 +287,7 @@ class Proxy:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Listens at a free port of this machine while the context is open."""
+        """Listens on a free port of this machine while the context is open."""
         listener = bind(HOST, 0)
         self.port = listener.getsockname()[1]
         stop, ready = asyncio.Event(), asyncio.Event()
@@ -353,8 +352,8 @@ class Proxy:
         read: Callable[[Mapping[str, Any]], ParsedRequest],
         dialect: ChatDialect | None = None,
     ) -> HttpResponse:
-        """Answers a request; it is recorded if it is complete and the program is still connected.
-        Text is read and written in threads, because the event loop is the trainer's."""
+        """Answers a request; records the answer if it is complete and the program is still
+        connected. Text is parsed and written in threads, to keep the trainer's event loop free."""
         sent = await read_body(request, self.limits)
         parsed = await self.text_work.run(
             len(sent), lambda: read(read_object(sent, self.limits, dialect))
@@ -379,20 +378,20 @@ class Proxy:
     def _episode(self, request: HttpRequest) -> Episode:
         found = self.episodes.get(request.path_params["episode"])
         if found is None or not found.is_open:
-            problem = Problem("episode", "is over or never was", "its address was given once")
+            problem = Problem("episode", "has ended or does not exist", "use a current address")
             raise ApiError(problem, status=404, code="episode_not_found")
         check_key(request.headers, found.key, "this episode")
         return found
 
 
 def settled(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message without its empty fields, which some clients return and others do not."""
+    """Returns the message without empty fields, because only some clients send them."""
     needs_content = not message.get("tool_calls")
     return {k: v for k, v in message.items() if v or (k == "content" and needs_content)}
 
 
 def beginnings(conversation: Conversation) -> list[bytes]:
-    """Digests of the prefixes of a conversation: of its first message, its first two..."""
+    """Returns digests of all prefixes of a conversation, by number of messages."""
     digest, found = json.dumps(conversation.tools, sort_keys=True).encode(), []
     for message in conversation.messages:
         shown = json.dumps(message, sort_keys=True).encode()
@@ -403,7 +402,7 @@ def beginnings(conversation: Conversation) -> list[bytes]:
 
 def check_alternatives(name: str, wanted: int) -> None:
     if wanted:
-        rule = "the log-prob of the drawn token is known, and of no other"
+        rule = "only the log-prob of the sampled token is known"
         raise ApiError(Problem(f"{name} = {wanted}", rule, "give 0"), param=name)
 
 
@@ -413,7 +412,7 @@ def events(
     tokenizer: Tokenizer,
     dialect: ChatDialect | None = None,
 ) -> bytes:
-    """The answer as events of a stream, one per token."""
+    """Returns the answer as events of a stream, one per token."""
     answer = Answer(job, MODEL, tokenizer)
     chunks: list[dict[str, Any] | None] = []
     for index, generation in enumerate(generations):

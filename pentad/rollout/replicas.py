@@ -1,7 +1,7 @@
-"""The samplers of a run: which one gets a group, and what each answers.
+"""The samplers of a run: assigns groups to them and checks their answers.
 
 A replica that failed a request gets no further one until its health check passes. With one replica
-and no failure, nothing here depends on time.
+and no failure, the result does not depend on time.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 HEALTH_TIMEOUT_S = 10.0
 ABORT_TIMEOUT_S = 5.0
 CUT_TIMEOUT_S = 30.0
-"""How long a sampler may take to hand over the tokens of a group that is cut off."""
+"""Time limit for a sampler to return the tokens of an interrupted group, in seconds."""
 MAX_BACKOFF_S = 30.0
 
 _request_numbers = itertools.count()
-"""Shared by all executors of the process, so that two on one sampler never use the same id."""
+"""Counter of request ids, shared by all executors so that two on one sampler use different ids."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,13 +40,13 @@ class Candidate:
     name: str
     sampler: Sampler
     backoff_s: float
-    """Pause before the health check after a failure; doubles with each consecutive failure."""
+    """Seconds before the health check after a failure; doubled with each consecutive failure."""
     is_alone: bool
-    """Whether it is the only one, so that the first health check is made at once."""
+    """Whether it is the only sampler; then the first health check is immediate."""
     load: int = 0
     """Number of assigned samples that are not finished."""
     last_error: str | None = None
-    """Why it gets no groups; None if it does."""
+    """Why it gets no groups; None if it gets some."""
     num_failures: int = 0
     """Consecutive failures."""
     checking: asyncio.Task[None] | None = None
@@ -58,7 +58,7 @@ class Candidate:
             self.checking = asyncio.create_task(self._check())
 
     async def _check(self) -> None:
-        """Checks its health until it is healthy."""
+        """Repeats the health check until it passes."""
         while self.last_error is not None:
             if not self.is_alone or self.num_failures > 1:
                 pause_s = self.backoff_s * 2 ** min(self.num_failures - 1, 10)
@@ -78,8 +78,8 @@ class Fleet:
     def __init__(
         self, samplers: Mapping[str, Sampler], patience_s: float = 60.0, backoff_s: float = 0.5
     ) -> None:
-        """A group waits `patience_s` for a healthy replica. The health of one that failed is
-        checked again after `backoff_s`, doubled each time."""
+        """`patience_s`: how long a group waits for a healthy replica. `backoff_s`: pause before the
+        health check of a failed replica, doubled each time."""
         is_alone = len(samplers) == 1
         self.replicas = {
             name: Candidate(name, sampler, backoff_s, is_alone)
@@ -88,8 +88,8 @@ class Fleet:
         self.patience_s = patience_s
 
     async def pick(self, prompt: Prompt, num_samples: int) -> Candidate:
-        """Reserves the prompt's preferred replica, which may have its prefix cached, or a less
-        loaded one. The caller releases the load."""
+        """Returns the prompt's preferred replica, which may have its prefix cached, or a less
+        loaded one; adds to its load, which the caller releases."""
         trusted = await self._trusted()
         least = min(trusted, key=lambda r: r.load)
         home = least
@@ -100,7 +100,7 @@ class Fleet:
         return picked
 
     async def _trusted(self) -> list[Candidate]:
-        """The healthy replicas; waits until there is one."""
+        """Returns the healthy replicas; waits until there is one."""
         deadline = awake_s() + self.patience_s
         while not (found := [r for r in self.replicas.values() if r.last_error is None]):
             left_s = deadline - awake_s()
@@ -118,11 +118,10 @@ class Fleet:
 
 
 class CheckedSampler:
-    """One replica as the workflow of one group uses it: answers are checked, abandoned requests
-    aborted."""
+    """A replica for the workflow of one group: checks answers and aborts abandoned requests."""
 
     def __init__(self, replica: Candidate, vocab_size: int, draft: Draft | None = None) -> None:
-        """`draft`: of a group of one request, what it has drawn in an earlier step."""
+        """`draft`: tokens of an earlier step, for a group of one request."""
         self.replica = replica
         self.vocab_size = vocab_size
         self.draft = draft or Draft()
@@ -133,7 +132,7 @@ class CheckedSampler:
     async def generate(self, request: Request) -> list[Generation]:
         request = replace(request, id=f"{self.replica.name}-{next(_request_numbers)}")
         replica, rest = self.replica, self.draft.rest_of(request)
-        if not rest.seeds:  # all of it was drawn when it was cut
+        if not rest.seeds:  # all samples were complete when it was interrupted
             self.drawn.add(request, self.draft.answers)
             return list(self.draft.answers)
         task = asyncio.ensure_future(replica.sampler.generate(rest))
@@ -158,7 +157,7 @@ class CheckedSampler:
         return answers
 
     async def _abort(self, request: Request, task: asyncio.Task[list[Generation]]) -> None:
-        """Aborts the request on the sampler as well; keeps its tokens if the group is cut off."""
+        """Aborts the request on the sampler too; keeps its tokens if the group was interrupted."""
         sampler = self.replica.sampler
         try:
             async with asyncio.timeout(CUT_TIMEOUT_S if self.draft.is_cut else ABORT_TIMEOUT_S):

@@ -1,6 +1,6 @@
-"""The JSON schema that a chat template shows of a Python function: its name, docstring and types.
+"""JSON schemas of Python functions for chat templates, from name, docstring and types.
 
-Standard library only, because environments are described in separate processes.
+Uses the standard library only, because it runs in the processes of environments.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ ARGUMENT = re.compile(r"^\s*(\w+)\s*(?:\([^)]*\))?:\s*", re.MULTILINE)
 def schema_of(
     tool: Callable[..., Any], name: str | None = None, *, strict: bool = False
 ) -> dict[str, Any]:
-    """The schema of a function: name, docstring and parameters, with types where its annotations
-    have a JSON type. `strict`: ValueError if the docstring or a parameter's type is missing."""
+    """Returns the schema of a function: name, docstring and parameters, with the JSON types of
+    annotations. `strict`: ValueError if the docstring or a parameter's type is missing."""
     try:
         hints = get_type_hints(tool)
-    except (NameError, TypeError) as error:  # names that a type checker alone knows
+    except (NameError, TypeError) as error:  # names imported only for type checking
         if strict:
             raise ValueError(f"its types cannot be read ({error})") from error
         hints = {}
     described = sections_of(getdoc(tool) or "")
     if strict and not described[""]:
-        raise ValueError("it has no docstring, which is what the policy reads of it")
+        raise ValueError("it has no docstring, which describes it to the policy")
     taken = signature(tool).parameters.values()
     named = [p for p in taken if strict or p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     properties = {p.name: _property(p, hints, described["Args"], strict) for p in named}
@@ -67,7 +67,7 @@ def _property(
 
 
 def json_type(hint: Any) -> dict[str, Any] | None:
-    """The schema of an annotation; None where JSON has no such type."""
+    """Returns the schema of an annotation; None if JSON has no such type."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
         return {}
@@ -107,7 +107,7 @@ def _all(found: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]] | None:
 
 
 def sections_of(doc: str) -> dict[str, str]:
-    """A docstring in Google's style: the text before its sections under "", then each section."""
+    """Splits a Google-style docstring: the text before the sections under "", then each section."""
     before, *rest = SECTIONS.split(doc)
     return {"": before.strip(), "Args": "", "Returns": ""} | {
         name: text.strip("\n").rstrip() if name == "Args" else text.strip()
@@ -116,7 +116,7 @@ def sections_of(doc: str) -> dict[str, str]:
 
 
 def arguments_of(section: str) -> dict[str, str]:
-    """The section Args: name -> description, on one line."""
+    """Parses the section Args: name -> description on one line."""
     indents = [len(line) - len(line.lstrip()) for line in section.splitlines() if line.strip()]
     if not indents:
         return {}

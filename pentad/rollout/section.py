@@ -14,9 +14,9 @@ from pentad.samplers.section import ServerConfig
 
 WORKFLOW_NAMES = ("single_turn", "agent")
 ENVIRONMENT_KINDS = ("class", "gym", "mcp", "openenv", "verifiers")
-"""What a name of a workflow may begin with, before a colon: environments in their own processes."""
+"""Prefixes (before a colon) of workflow names for environments in separate processes."""
 FEWEST_RUNNING = 256
-"""Sequences that a sampler decodes together at least, where no key says fewer."""
+"""Default minimum number of sequences that a sampler decodes together."""
 
 
 class GenerationConfig(Section):
@@ -40,7 +40,7 @@ class GenerationConfig(Section):
 
 
 def as_block(value: Any) -> Any:
-    """Lets a block of a dataset be its path alone."""
+    """Accepts a path in place of a dataset block."""
     return {"path": value} if isinstance(value, str) else value
 
 
@@ -57,21 +57,20 @@ class WorkflowConfig(Section):
     weight: Positive = 1.0
     """Share of the prompts, relative to the weights of the others."""
     data: DataBlock = DatasetConfig()
-    """Its training prompts, or only their path. Keys that are not set, such as format and
-    `max_length`, are taken from `train_dataset`."""
+    """Its training prompts, or only their path. Unset keys, such as format and `max_length`, are
+    taken from `train_dataset`."""
     valid: DataBlock | None = None
     """Its held-out prompts. null: none."""
     reward: RewardConfig | None = None
-    """How its answers are scored. null: by the environment itself if it gives rewards, else by the
-    block `reward`."""
+    """Reward of its answers. null: the environment's own rewards if it gives any, else the block
+    `reward`."""
 
 
 class RolloutConfig(Section):
     workflow: str = "single_turn"
     """single_turn; agent, which runs the program that `agent` names; an environment
-    (`class:FILE:Class`, `gym:ID`, `mcp:COMMAND` or `mcp:URL`, `openenv:URL`,
-    `reasoning_gym:NAME`, `verifiers:ID?python=ENVIRONMENT`); or
-    `package.module:Class`, a workflow of your own."""
+    (`class:FILE:Class`, `gym:ID`, `mcp:COMMAND` or `mcp:URL`, `openenv:URL`, `reasoning_gym:NAME`,
+    `verifiers:ID?python=ENVIRONMENT`); or `package.module:Class`, your own workflow."""
     agent: str | None = None
     """For `workflow: agent`: `package.module:function` or `path/to/file.py:function`, a function
     that calls the policy through an OpenAI-compatible API."""
@@ -79,10 +78,10 @@ class RolloutConfig(Section):
     """Several environments in one run, instead of `workflow`, `agent`, `train_dataset.path` and
     `valid_dataset`: each group has one of them, by weight."""
     history: Literal["sampled", "template"] = "sampled"
-    """What the policy reads of its earlier turns. sampled: the tokens that it sampled, thinking
-    included. template: the turns as rendered by the chat template (Qwen3's removes the thinking
-    before the last question); if the rendering does not start with the tokens so far, the turn
-    starts a new sequence, and all sequences of an episode are trained with its reward."""
+    """Form of earlier turns in the policy's context. sampled: the sampled tokens, including
+    thinking. template: the turns as rendered by the chat template (Qwen3's removes thinking before
+    the last question); if the rendering does not start with the tokens so far, the turn starts a
+    new sequence, and all sequences of an episode are trained with its reward."""
     max_concurrent_groups: Count | None = None
     """Maximum number of groups in flight. null: one batch, plus one for each step of staleness."""
     oversample: Annotated[float, Field(ge=1, le=2)] = 1.0
@@ -90,15 +89,15 @@ class RolloutConfig(Section):
     of them are complete, the others are aborted; they are the first groups of the next step and
     continue from the tokens they have. For single answers with `max_staleness` 0. 1: off."""
     max_carries: Count = 4
-    """With `oversample`: how often a group may be cut off before its step waits for it. It is also
-    the maximum number of versions by which a token may lag behind the weights it trains."""
+    """With `oversample`: how often a group may be interrupted before a step waits for it. Also the
+    maximum number of versions by which a token may lag behind the trained weights."""
     deadline_s: Seconds = 600.0
     """A group that takes longer is aborted and counts as failed."""
     tool_timeout_s: Seconds = 30.0
     """Time limit of a call of an environment in its own process (reset, a tool, a step, the
     reward); beyond it the process is killed and the episode ends."""
     max_retries: NonNegativeInt = 2
-    """Attempts after the first before a failing group is dropped and counted."""
+    """Number of retries before a failing group is dropped and counted."""
     max_batch_tokens: Count | None = None
     """Maximum number of tokens in a forward pass of the sampler. null: 8192; for the embedded
     sampler on a GPU 32768, less for wide models or little free memory, of which at most 8192 in
@@ -129,7 +128,7 @@ class RolloutConfig(Section):
 
     @property
     def is_single_turn(self) -> bool:
-        """Whether every sample is one answer."""
+        """Whether every sample is a single answer."""
         return all(spec == "single_turn" for spec in self.specs)
 
     @property
@@ -139,7 +138,7 @@ class RolloutConfig(Section):
 
     @property
     def max_sequences(self) -> int:
-        """`max_running`, or what a sampler decodes together where nothing is known of its load."""
+        """Returns `max_running`, or the default if the load is unknown."""
         return self.max_running or FEWEST_RUNNING
 
     @property
@@ -148,6 +147,6 @@ class RolloutConfig(Section):
 
 
 def workflow_kind(spec: str) -> tuple[str, str]:
-    """The kind of environment and what follows its colon; no kind where it is another workflow."""
+    """Splits `kind:rest` of an environment; the kind is empty for other workflows."""
     kind, colon, rest = spec.partition(":")
     return (kind, rest) if colon and kind in ENVIRONMENT_KINDS else ("", spec)

@@ -1,4 +1,4 @@
-"""The tokens of a conversation as it grows, and the samples they become."""
+"""Collects the tokens of a conversation turn by turn, and makes samples of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pentad.rollout.history import History
 
 
 class Transcript:
-    """One sample as it grows: prompt, then sampled and environment tokens in their order."""
+    """The tokens of one sample so far: prompt, then sampled and environment tokens in order."""
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self.ids: list[int] = []
@@ -28,7 +28,7 @@ class Transcript:
         return sum(self.mask)
 
     def add_given(self, ids: Sequence[int]) -> None:
-        """Tokens of the prompt or the environment: context, never trained."""
+        """Adds tokens of the prompt or the environment, which are never trained."""
         self.ids += ids
         self.mask += [False] * len(ids)
         self.logprobs += [0.0] * len(ids)
@@ -41,15 +41,15 @@ class Transcript:
         self.versions += generation.versions
         routes = generation.routes
         if routes is not None and self.routes is not None:
-            # An earlier turn's tokens keep the experts with which that turn was drawn. Its last
-            # token was first computed now.
+            # An earlier turn's tokens keep the experts with which they were sampled. Its last
+            # token is computed only now.
             known = len(self.routes) - 1
             routes = np.concatenate([self.routes[:known], routes[known:]])
         self.routes = routes
 
     def finished(self, finish: FinishReason, text: str) -> Sample:
         if self.routes is not None and len(self.routes) < len(self.ids):
-            # Tokens after the last answer: no trained token depends on where they are sent.
+            # Tokens after the last answer: no trained token depends on their experts.
             missing = len(self.ids) - len(self.routes)
             self.routes = np.concatenate([self.routes, np.repeat(self.routes[-1:], missing, 0)])
         return Sample(
@@ -65,16 +65,16 @@ class Transcript:
 
 @dataclass(slots=True)
 class Talk:
-    """A conversation as it grows."""
+    """A conversation so far: its sequences, texts and reward parts."""
 
     transcript: Transcript
     """Its last sequence."""
     history: History | None = None
     """Set if the chat template renders earlier turns."""
     earlier: list[tuple[Transcript, list[tuple[str, str]]]] = field(default_factory=list)
-    """Sequences that no later turn continues, and the texts of each."""
+    """Finished sequences, which no later turn continues, and the texts of each."""
     texts: list[str] = field(default_factory=list)
-    """The policy's texts."""
+    """The policy's texts, by turn."""
     turns: list[tuple[str, str]] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=dict)
     """Reward parts by name."""
@@ -97,13 +97,13 @@ class Talk:
         self.transcript, self.turns = Transcript(ids), []
 
     def sample(self) -> Sample:
-        """The sample of a conversation with one sequence."""
+        """Returns the sample of a conversation with one sequence."""
         [sample] = self.samples()
         return sample
 
     def samples(self) -> list[Sample]:
-        """One sample per sequence. All have the text of the whole conversation, which the reward
-        scores."""
+        """Returns one sample per sequence. All have the text of the whole conversation, which is
+        scored."""
         text, samples = "\n".join(self.texts), []
         for transcript, turns in (*self.earlier, (self.transcript, self.turns)):
             finish = self.finish if transcript is self.transcript else "stop"

@@ -1,8 +1,8 @@
 """`verifiers:ID`: an environment of the package verifiers, run in a separate process.
 
-It is an agent whose program runs elsewhere: the process receives the address of an episode, calls
-the policy there as a server, and answers with the rewards of its rubric. Tokens are recorded at the
-address, as for any agent.
+It is an agent whose program runs in that process: the process receives the address of an episode,
+calls the policy there, and returns the rewards of its rubric. The proxy at that address records the
+tokens, as for any agent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pentad.runtime.wire import Connection
 
 
 class VerifiersProcess:
-    """The process, restarted if it ended, and the connection to it."""
+    """The environment's process, restarted if it ended, and the connection to it."""
 
     def __init__(self, spec: str) -> None:
         self.spec = spec
@@ -35,8 +35,8 @@ class VerifiersProcess:
         self.socket: socket.socket | None = self.start()
 
     def start(self) -> socket.socket:
-        """Starts a process that has loaded the environment, and returns the run's end of its
-        connection. Raises UserError."""
+        """Starts a process that loads the environment, and returns our end of the connection.
+        Raises UserError."""
         ours, theirs = socket.socketpair()
         command = command_of(self.spec, self.where, str(theirs.fileno()))
         with theirs:
@@ -52,7 +52,7 @@ class VerifiersProcess:
         return ours
 
     async def play(self, fields: Mapping[str, Any], base_url: str, api_key: str, model: str) -> Any:
-        """The agent program: runs one episode. Returns rewards by name; None if it has none."""
+        """The agent program: runs one episode. Returns rewards by name; None without rewards."""
         if VERIFIERS not in fields:
             rule = f"a row has no column {VERIFIERS!r}, which is the task"
             remedy = f"give train_dataset.path: {self.spec}, or leave it out"
@@ -68,7 +68,7 @@ class VerifiersProcess:
         return said["rewards"] or None
 
     async def _connected(self) -> Connection:
-        """The connection of the calling event loop; a process that has ended is replaced."""
+        """Returns the connection for the calling event loop; replaces a process that has ended."""
         loop = asyncio.get_running_loop()
         if self.loop is not loop:
             self.loop, self.connecting, self.connection = loop, asyncio.Lock(), None
@@ -80,7 +80,7 @@ class VerifiersProcess:
             return self.connection
 
     def _take(self) -> socket.socket:
-        """Handles the end of the current process; that of an earlier one is ignored."""
+        """Returns the socket of the process; starts a new process if it has ended."""
         ours, self.socket = self.socket, None
         if ours is None or self.child is None or not self.child.is_running:
             if ours is not None:

@@ -1,4 +1,4 @@
-"""Workflows: how a prompt becomes samples, by one answer or by several turns with an environment.
+"""Workflows: turn a prompt into samples, by one answer or by several turns with an environment.
 
 Token in, token out: the trained ids are those the sampler returned. Text from an environment is
 rendered and encoded once, as a suffix, and masked; sampled text is never re-encoded.
@@ -42,30 +42,30 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 WORKFLOW_FAILED = f"{FAILED}/workflow_error"
-"""The part of samples whose episode raised: they get the mean reward of the rest of the group."""
+"""Reward part of samples whose episode raised: they get the mean reward of the others."""
 WORKFLOW_LATE = f"{FAILED}/deadline"
-"""The part of samples whose episode did not end in time: they get no reward above 0."""
+"""Reward part of samples whose episode did not end in time: their reward is at most 0."""
 CLOSE_TIMEOUT_S = 10.0
-"""Time limit for an environment or agent to close, in seconds; a slower one is abandoned, because
-deadlines must hold."""
+"""Time limit for an environment or agent to close, in seconds; a slower one is abandoned to keep
+the deadline."""
 
 
 class Generator(Protocol):
-    """The part of a sampler that a workflow may use. Every answer has been checked."""
+    """The part of a sampler that a workflow may use. Answers are already checked."""
 
     async def generate(self, request: Request) -> list[Generation]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """The settings of the run for a workflow: how to sample, how often, with which seeds."""
+    """The run's settings for a workflow: sampling parameters, number of samples, seeds, limits."""
 
     tokenizer: RolloutTokenizer
     params: SamplingParams
     num_samples: int
     run_seed: int
     attempt: int | str = 0
-    """Part of the seeds: new after a data failure, the same when a replica failed."""
+    """Part of the seeds: changes after a data failure, not after the failure of a replica."""
     max_total_tokens: int | None = None
     """Maximum tokens of a sample, prompt included; None if the sampler sets no limit."""
     max_sampled_tokens: int | None = None
@@ -75,7 +75,7 @@ class Context:
     tool_timeout_s: float = 30.0
     """Time limit for one call of an environment in a separate process."""
     rewrites_history: bool = False
-    """Whether the chat template writes the earlier turns of a conversation."""
+    """Whether the chat template renders the earlier turns of a conversation."""
     has_scorer: bool = False
     """Whether samples without a reward get one from `reward.fn`."""
     show: Callable[[Prompt, BaseException], None] = lambda prompt, error: None
@@ -85,8 +85,8 @@ class Context:
         return derive_seed(self.run_seed, "sample", gid, self.attempt, index)
 
     def room(self, num_tokens: int, num_sampled: int = 0) -> int:
-        """How many tokens may be sampled after `num_tokens`, of which `num_sampled` were sampled in
-        earlier turns; 0 if the sample is full."""
+        """Returns how many tokens may be sampled after `num_tokens`, of which `num_sampled` were
+        sampled in earlier turns; 0 if the sample is full."""
         limits = [self.params.max_new_tokens]
         if self.max_total_tokens is not None:
             limits.append(self.max_total_tokens - num_tokens)
@@ -95,13 +95,13 @@ class Context:
         return max(0, min(limits))
 
     def request(self, ids: Sequence[int], seeds: Sequence[int], num_sampled: int = 0) -> Request:
-        """Continues `ids`, of which `num_sampled` were sampled, once per seed. The executor gives
-        the request its id."""
+        """Returns a request that continues `ids`, of which `num_sampled` were sampled, once per
+        seed. The executor sets its id."""
         params = replace(self.params, max_new_tokens=self.room(len(ids), num_sampled))
         return Request(id="", prompt_ids=tuple(ids), params=params, seeds=tuple(seeds))
 
     def text_of(self, generation: Generation) -> str:
-        """The sampled ids as text, without special tokens and without the id that ended them."""
+        """Decodes the sampled ids, without special tokens and without the stop id."""
         return self.texts_of([generation])[0]
 
     def texts_of(self, generations: Sequence[Generation]) -> list[str]:
@@ -110,14 +110,13 @@ class Context:
         return decode_all(self.tokenizer, [g.ids[:-1] if ended else g.ids for g, ended in pairs])
 
     def ending_id(self, generation: Generation) -> int | None:
-        """The stop id at the end of the answer, if that is what ended it."""
+        """Returns the stop id at the end of the answer, if a stop id ended it."""
         ended = generation.finish == "stop" and generation.ids[-1] in self.params.stop_ids
         return generation.ids[-1] if ended else None
 
 
 class EpisodeOver(Exception):
-    """Ends an episode because of the sample's own actions; `reason` names the part of its reward
-    for it."""
+    """Ends an episode because of the policy's actions; `reason`: name of the reward part for it."""
 
     def __init__(self, reason: str, detail: str) -> None:
         self.reason = reason
@@ -146,7 +145,7 @@ def check_fits(prompt: Prompt, context: Context) -> None:
 def answered(
     prompt_ids: Sequence[int], generations: Sequence[Generation], texts: Sequence[str]
 ) -> list[Sample]:
-    """The samples of a single answer, equal to those of `Transcript`s, without building lists."""
+    """Returns the samples of a single turn, equal to those of `Transcript`, but faster."""
     given = Transcript(prompt_ids).finished("stop", "")
     drawn = [generation.columns() for generation in generations]
     sizes = [size for ids, _, _ in drawn for size in (len(prompt_ids), len(ids))]
@@ -168,7 +167,7 @@ def answered(
 
 
 class SingleTurn:
-    """n answers to one prompt, sampled by one request, so that the prompt is prefilled once."""
+    """Samples n answers to one prompt by one request, so that the prompt is prefilled once."""
 
     async def run(self, prompt: Prompt, sampler: Generator, context: Context) -> list[Sample]:
         check_fits(prompt, context)
@@ -178,7 +177,7 @@ class SingleTurn:
 
 
 class Said:
-    """The sampler as one episode uses it. Records the sampled tokens and the time."""
+    """The sampler for one episode; records sampled tokens and times."""
 
     def __init__(self, sampler: Generator) -> None:
         self.sampler = sampler
@@ -186,7 +185,7 @@ class Said:
         self.clock = asyncio.get_running_loop().time
         self.begun = self.since = self.clock()
         self.own_s = 0.0
-        """Time without a request in progress, until `since`."""
+        """Seconds without a request in progress, until `since`."""
         self.num_waiting = 0
 
     async def generate(self, request: Request) -> list[Generation]:
@@ -203,13 +202,12 @@ class Said:
 
     @property
     def is_starved(self) -> bool:
-        """Whether it is waiting for tokens: for the first, or after it spent most of its time
-        so."""
+        """Whether it waits for tokens: for the first ones, or it spent most of its time waiting."""
         is_idle = not self.answers or self.own_s <= (self.clock() - self.begun) / 2
         return self.num_waiting > 0 and is_idle
 
     def samples(self, prompt: Prompt, context: Context, *, own_prompts: bool) -> list[Sample]:
-        """One sample per sequence; without `own_prompts` only the last that begins with the
+        """Returns one sample per sequence; without `own_prompts` only the last that begins with the
         prompt."""
         talks: list[Talk] = []
         for request, generation in self.answers:
@@ -235,7 +233,7 @@ class Said:
 
 @dataclass(slots=True)
 class EpisodeFailed:
-    """An episode failed after an answer; contains the tokens that the policy had sampled."""
+    """A failed episode, with the tokens that the policy had sampled."""
 
     part: str
     """WORKFLOW_FAILED, WORKFLOW_LATE, or the part of an `EpisodeOver`."""
@@ -244,16 +242,16 @@ class EpisodeFailed:
 
 
 class Episodes:
-    """A workflow with one episode per sample: derive from it and write `episode`.
+    """Base of workflows with one episode per sample; subclasses implement `episode`.
 
-    An error counts only against the sample whose episode raised it: a failure that an answer can
-    cause must not drop its group, or the policy could choose what it is trained on.
+    An error affects only the sample whose episode raised it: an answer that causes a failure must
+    not drop its group, or the policy could select its training data.
     """
 
     async def episode(
         self, prompt: Prompt, index: int, sampler: Generator, context: Context
     ) -> Sample | list[Sample]:
-        """Sample `index` of the group, sampled with `context.seed(prompt.gid, index)`."""
+        """Returns sample `index` of the group, sampled with `context.seed(prompt.gid, index)`."""
         raise NotImplementedError
 
     async def run(self, prompt: Prompt, sampler: Generator, context: Context) -> list[Sample]:
@@ -268,12 +266,12 @@ EpisodeRunner = Callable[[int, Generator], Coroutine[Any, Any, Sample | list[Sam
 
 @dataclass(eq=False)
 class Attempts:
-    """The episodes of one group.
+    """Runs the episodes of one group.
 
-    One that raises is run once more, with the same seed. If it raises again, or has not ended at
-    the deadline, while others succeed, its sampled tokens are kept and marked. If none succeeds,
-    the first error is raised; so is an infrastructure failure, or an error before the first answer
-    of an episode.
+    An episode that raises is run once more, with the same seed. If it raises again, or has not
+    ended at the deadline, while others succeed, its sampled tokens are kept and marked. If none
+    succeeds, the first error is raised; so is an infrastructure failure, or an error before the
+    first answer of an episode.
     """
 
     prompt: Prompt
@@ -281,7 +279,7 @@ class Attempts:
     context: Context
     own_prompts: bool
     said: dict[int, Said] = field(default_factory=dict)
-    """By sample: the tokens sampled in the current attempt."""
+    """The sampler of the current attempt, by sample."""
     failed: dict[int, EpisodeFailed] = field(default_factory=dict)
 
     async def run(self, episode: EpisodeRunner) -> list[Sample]:
@@ -302,7 +300,7 @@ class Attempts:
         return self._settled([[] if i in self.failed else tasks[i].result() for i in indices])
 
     async def _attempt(self, episode: EpisodeRunner, index: int) -> list[Sample]:
-        """Empty when both attempts failed."""
+        """Runs an episode, at most twice; returns an empty list if both attempts failed."""
         for _ in range(2):
             said = self.said[index] = Said(self.sampler)
             try:
@@ -311,7 +309,7 @@ class Attempts:
                 check_finite(samples)
             except Exception as error:
                 cause = first_cause(error)
-                # Errors of the run and of its machinery are no doing of an answer.
+                # Errors of the run and its infrastructure are not caused by an answer.
                 is_ours = isinstance(cause, InfraFailure | DataFailure | UserError | RunError)
                 part = WORKFLOW_FAILED
                 if isinstance(cause, EpisodeOver):
@@ -324,8 +322,8 @@ class Attempts:
         return []
 
     def _give_up(self, index: int) -> None:
-        """Ends the group at the deadline. Time that an episode spent, not its sampler, counts as
-        its own."""
+        """Ends the group at the deadline. Time outside of the sampler counts against the
+        episode."""
         if index in self.failed:
             return
         late = f"the group was not done after {self.context.deadline_s} s"
@@ -336,7 +334,7 @@ class Attempts:
             raise cause
 
     def _keep(self, index: int, part: str, cause: BaseException) -> bool:
-        """Keeps the episode if anything was sampled in it; whether it was kept."""
+        """Keeps the episode if it sampled tokens; returns whether it was kept."""
         drawn = self.said[index]
         said = drawn.samples(self.prompt, self.context, own_prompts=self.own_prompts)
         if said:
@@ -354,21 +352,20 @@ class Attempts:
         return [sample for samples in found for sample in samples]
 
     async def _end(self, tasks: Sequence[asyncio.Task[list[Sample]]]) -> None:
-        """Cancels the episodes still running. One that does not end is abandoned, because deadlines
-        must hold."""
+        """Cancels the running episodes. One that does not end is abandoned to keep the deadline."""
         pending = [task for task in tasks if not task.done()]
         for task in pending:
             task.cancel()
         if pending:
             ended, stubborn = await asyncio.wait(pending, timeout=CLOSE_TIMEOUT_S + 1)
             for task in ended:
-                task.cancelled() or task.exception()  # asked for, so that asyncio reports none
+                task.cancelled() or task.exception()  # retrieved, so that asyncio does not log it
             if stubborn:
-                log.warning("prompt %d: an episode does not end; it is left", self.prompt.gid)
+                log.warning("prompt %d: an episode does not end; it is abandoned", self.prompt.gid)
 
 
 def check_finite(samples: Sequence[Sample]) -> None:
-    """A reward that is computed from an answer can be any number that the answer holds."""
+    """Raises ValueError for a reward that is not finite; answers may cause such rewards."""
     for sample in samples:
         parts = {"reward": sample.reward or 0.0, **sample.reward_parts}
         wrong = [f"{name} = {value}" for name, value in parts.items() if not math.isfinite(value)]
@@ -377,7 +374,7 @@ def check_finite(samples: Sequence[Sample]) -> None:
 
 
 class MultiTurn(Episodes):
-    """n conversations between the policy and an environment, each with a separate environment
+    """Runs n conversations between the policy and an environment, each with a separate environment
     object."""
 
     def __init__(
@@ -388,8 +385,8 @@ class MultiTurn(Episodes):
         role: str = "user",
         tools: Tools | None = None,
     ) -> None:
-        """`tools`: the tools that the chat template shows to the policy; None: the environment's
-        `tools`, if it has any."""
+        """`tools`: tools that the chat template shows to the policy; None: the environment's
+        `tools`, if any."""
         self.environment = environment
         self.max_turns = max_turns
         self.role = role
@@ -400,7 +397,7 @@ class MultiTurn(Episodes):
     def tools(self) -> Tools:
         if self.given_tools is not None:
             return self.given_tools
-        found: Tools = getattr(self.environment(), "tools", ())  # of one that is made to be asked
+        found: Tools = getattr(self.environment(), "tools", ())  # of an object made only for this
         return found
 
     def make(self, context: Context, seed: int) -> Environment:
@@ -408,12 +405,12 @@ class MultiTurn(Episodes):
         return self.environment()
 
     async def begin(self, environment: Environment, prompt: Prompt, context: Context) -> Prompt:
-        """The first tokens of a conversation."""
+        """Returns the prompt with the first tokens of a conversation."""
         await environment.reset(prompt.fields)
         return prompt
 
     async def finish(self, environment: Environment, talk: Talk, context: Context) -> None:
-        """Finishes a conversation after the last answer."""
+        """Called after the last answer of a conversation."""
 
     async def episode(
         self, prompt: Prompt, index: int, sampler: Generator, context: Context
@@ -447,8 +444,8 @@ class MultiTurn(Episodes):
     async def _turn(
         self, talk: Talk, environment: Environment, seed: int, sampler: Generator, context: Context
     ) -> bool:
-        """Samples an answer and adds the environment's response; whether there is another turn."""
-        if talk.earlier:  # a seed of its own, or places that come again would draw alike
+        """Samples an answer and adds the environment's response; False after the last turn."""
+        if talk.earlier:  # another seed: equal contexts must not repeat the same samples
             seed = derive_seed(seed, "sequence", len(talk.earlier))
         request = context.request(talk.transcript.ids, [seed], talk.num_sampled)
         [generation] = await sampler.generate(request)
@@ -477,8 +474,8 @@ class MultiTurn(Episodes):
 
 
 async def contained(work: Coroutine[Any, Any, T]) -> T:
-    """Runs the user's code in a separate task: an exception that would end the event loop, or look
-    like a cancellation of the group, becomes an error of that code."""
+    """Runs user code in a separate task: an exception that would end the event loop, or look like a
+    cancellation of the group, becomes a RuntimeError."""
     try:
         return await work
     except SystemExit as failure:
@@ -486,4 +483,4 @@ async def contained(work: Coroutine[Any, Any, T]) -> T:
     except asyncio.CancelledError as failure:
         if is_cancelled():
             raise
-        raise RuntimeError("it awaited something that was cancelled") from failure
+        raise RuntimeError("it awaited a task that was cancelled") from failure

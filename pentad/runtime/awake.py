@@ -1,8 +1,7 @@
-"""A clock of the time in which this process could run, without the seconds in which it was stopped.
+"""A clock that counts only the time in which this process could run, not the time it was stopped.
 
-A stopped program (ctrl-Z, SIGSTOP, a frozen container) receives nothing meanwhile. Deadlines on
-this clock are extended accordingly, and data that arrived meanwhile are read before any deadline
-passes.
+A stopped program (ctrl-Z, SIGSTOP, a frozen container) reads no data. Deadlines on this clock are
+extended by that time, so data that arrived meanwhile are read before any deadline passes.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from collections.abc import Callable
 
 TICK_S = 0.5
 HELD_S = 3.0
-"""Interval of checking the clock; a longer gap means that the process was stopped, or got no
-processor time, unless it computed meanwhile."""
+"""Interval of checking the clock. A longer gap means that the process was stopped or got no CPU
+time, unless it computed meanwhile."""
 
 
 BUSY_SHARE = 0.5
-"""A gap in which the process computed at least this share of the time does not count: code that
-holds the interpreter lock keeps threads from checking the clock."""
+"""A gap in which the process used at least this share of CPU time does not count: code that holds
+the GIL keeps threads from checking the clock."""
 
 
 class AwakeClock:
-    """A thread checks it continuously to find gaps."""
+    """The clock; a thread checks it continuously to find gaps."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.monotonic = monotonic
@@ -34,7 +33,7 @@ class AwakeClock:
 
     def _begin(self) -> None:
         """Starts the thread, also in a forked child, which has none of its parent's threads."""
-        self.lock = threading.RLock()  # a signal's handler may ask too
+        self.lock = threading.RLock()  # a signal handler may call it too
         self.seen_at = self.monotonic()
         self.used_s = time.process_time()
         self.ticker: threading.Thread | None = None

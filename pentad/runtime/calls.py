@@ -1,8 +1,8 @@
 """Calls on all ranks of a group: rank 0 sends the call as JSON, every rank makes it.
 
-The interface of the ranks is a service: an object with methods that take and return JSON values.
-Rank 0 makes the calls (`RankCalls`), the others wait for them (`serve`). All ranks make the same
-calls in one order; the answer is rank 0's.
+Every rank has a service: an object with methods that take and return JSON values. Rank 0 makes the
+calls (`RankCalls`), the others wait for them (`serve`). All ranks make the same calls in one order;
+the caller gets rank 0's result.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ from pentad.runtime.signals import handling_signals
 PATIENCE = timedelta(days=60)
 """How long ranks wait for the next call: rank 0 may generate, evaluate or save for hours."""
 ANSWER = timedelta(minutes=30)
-"""How long rank 0 waits for the others to accept a call: they do the same work, so one that does
-not is hung."""
+"""How long rank 0 waits for the others to accept a call: they do the same work, so a slower one is
+hung."""
 STOP = "stop"
-"""Not a method: ends the other ranks."""
+"""Sent in place of a method name: ends the other ranks."""
 
 
 class RankService(Protocol):
-    """The service of every rank of a group, besides its own methods."""
+    """Interface of a rank's service, besides the methods that are called."""
 
     rank: Rank
     device: Any
     mild: frozenset[str]
     """Methods that may fail with OSError, RunError or UserError on all ranks together: the caller
-    gets the error, and further calls can be made."""
+    gets the error, and further calls are possible."""
 
     def close(self, *, is_failed: bool) -> None:
-        """Ends work in progress: waits for it, or abandons it after a failure."""
+        """Waits for work in progress, or abandons it after a failure."""
         ...
 
 
 def group_of_calls() -> dist.ProcessGroup:
-    """Calls have a separate process group, because ranks wait long for the next one."""
+    """Makes the process group for calls, separate because ranks may wait long for the next call."""
     timeout = ANSWER if dist.get_rank() == 0 else PATIENCE
     return dist.new_group(backend="gloo", timeout=timeout)
 
 
 class RankCalls:
-    """Rank 0's end. With one rank a call is a plain call. Closing it, as a context, ends the other
-    ranks and the service of this one."""
+    """Makes calls on all ranks, from rank 0; with one rank, plain calls. A context manager: its
+    exit ends the other ranks and this rank's service."""
 
     is_remote = False
     straggler = None
 
     def __init__(self, service: RankService) -> None:
-        assert service.rank.rank == 0, "calls go out from rank 0"
+        assert service.rank.rank == 0, "only rank 0 makes calls"
         self.service = service
         self.is_stopping: Callable[[], bool] = bool
         self.rank = service.rank
@@ -65,10 +65,10 @@ class RankCalls:
         self.group = group_of_calls() if self.rank.world > 1 else None
         self.lock = threading.Lock()
         self.is_broken = False
-        """Whether a call failed here: the state of the other ranks is then unknown."""
+        """Whether a call failed on this rank, so that the state of the others is unknown."""
 
     def call(self, method: str, **arguments: Any) -> Any:
-        """Makes the call on all ranks, one at a time, from any thread; rank 0's answer."""
+        """Makes the call on all ranks, one at a time, from any thread; returns rank 0's result."""
         if self.group is None:
             return getattr(self.service, method)(**arguments)
         with self.lock:
@@ -84,7 +84,7 @@ class RankCalls:
                     raise
 
     def ask(self, method: str, **arguments: Any) -> Any:
-        """A query to rank 0 only, during a call: for methods without communication between ranks
+        """Queries rank 0 only, also during a call: for methods without communication between ranks
         and without device work."""
         return getattr(self.service, method)(**arguments)
 
@@ -93,13 +93,13 @@ class RankCalls:
         return self.service.device
 
     def check(self) -> None:
-        """Failures of the other ranks are detected by the launcher that started them."""
+        """Does nothing: the launcher detects failures of the other ranks."""
 
     def __enter__(self) -> RankCalls:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # A call that was given up may still be under way: the ranks are in the midst of it.
+        # An abandoned call may still be in progress on the ranks.
         is_idle = self.lock.acquire(blocking=False)
         if self.group is not None and is_idle and not self.is_broken:
             broadcast_value([STOP, {"is_whole": error is None}], self.group)
@@ -107,8 +107,8 @@ class RankCalls:
 
 
 def serve(service: RankService) -> None:
-    """Makes the calls that rank 0 sends, until it sends STOP. Signals that stop a run are handled
-    by rank 0: one that reached all ranks would end some during a call."""
+    """Makes the calls that rank 0 sends, until it sends STOP. Only rank 0 handles signals that stop
+    a run: handled on all ranks, they would end some during a call."""
     with handling_signals(signal.SIG_IGN):
         _serve(group_of_calls(), service)
 
@@ -122,7 +122,7 @@ def _serve(group: dist.ProcessGroup, service: RankService) -> None:
         if method == STOP:
             is_whole = arguments["is_whole"]
             service.close(is_failed=not is_whole)
-            if not is_whole:  # rank 0 says why, and does not come to the end where ranks meet
+            if not is_whole:  # rank 0 reports the reason, and does not reach the final barrier
                 raise SystemExit(0)
             return
         with service.rank.calling():

@@ -12,12 +12,12 @@ DETERMINISTIC = {
     "TORCH_COMPILE_DETERMINISTIC": "1",
     "TORCHINDUCTOR_DETERMINISTIC": "1",
 }
-"""Settings for bitwise repeatable runs besides torch's own switch."""
+"""Variables for bitwise repeatable runs, in addition to torch's own switch."""
 
 
 def make_deterministic() -> None:
-    """Sets the variables in a process that was not started as a rank, before its first GPU product
-    and compilation. Values set by the user are kept; torch rejects invalid ones."""
+    """Sets the variables in a process not started as a rank, before its first GPU product and
+    compilation. Values set by the user are kept; torch rejects invalid ones."""
     import torch  # not in a process that only starts ranks
 
     for name, value in DETERMINISTIC.items():
@@ -27,8 +27,8 @@ def make_deterministic() -> None:
 
 @contextmanager
 def determinism_restored() -> Iterator[None]:
-    """Undoes `make_deterministic` at the end: later runs of this process have other settings, and
-    the ranks they start inherit its environment."""
+    """Undoes `make_deterministic` at the end, because later runs of this process, and ranks that
+    they start, may have other settings."""
     import torch
 
     before = {name: os.environ.get(name) for name in DETERMINISTIC}
@@ -47,11 +47,11 @@ def determinism_restored() -> Iterator[None]:
 def rank_environment(
     *, rank: int, world: int, deterministic: bool, is_spread: bool = False
 ) -> dict[str, str]:
-    """Environment variables of one rank of a group besides ours; values that the user set are kept.
+    """Returns the environment variables to add for one rank; values that the user set are kept.
     Each rank sees only its own GPU. `is_spread`: ranks may be on several machines."""
     threads = max(1, (os.cpu_count() or 1) // world)
     defaults = {
-        "OMP_NUM_THREADS": str(threads),  # or ranks would fight for the cores
+        "OMP_NUM_THREADS": str(threads),  # otherwise ranks compete for the cores
         **({} if is_spread else {"GLOO_SOCKET_IFNAME": "lo"}),
         **(DETERMINISTIC if deterministic else {}),
     }
@@ -65,7 +65,7 @@ def rank_environment(
 
 
 def visible_devices(devices: Sequence[int]) -> str:
-    """CUDA_VISIBLE_DEVICES for GPUs in the numbering of this process."""
+    """Returns CUDA_VISIBLE_DEVICES for GPUs given in the numbering of this process."""
     own = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = own.split(",") if own else [str(n) for n in range(max(devices, default=-1) + 1)]
     return ",".join(names[device] for device in devices)

@@ -1,7 +1,7 @@
 """Messages between the processes of a run: frames of JSON and raw arrays, and errors as JSON.
 
-A frame is three sizes, a table of arrays (JSON), items (JSON) and the bytes of the arrays; nothing
-in it is unpickled or run. Every frame has the generation of its sender.
+A frame consists of three sizes, a table of arrays (JSON), items (JSON) and the bytes of the arrays;
+nothing is unpickled or executed. Every frame has the generation of its sender.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pentad.core.errors import (
 )
 
 SIZES = struct.Struct("!IIQ")
-"""Bytes of the table, of the items and of the arrays."""
+"""Header of a frame: the sizes of the table, of the items and of the arrays, in bytes."""
 MAX_FRAME_BYTES = 1 << 28
 ALIGN = 8
 ARRAY = "__array__"
@@ -38,18 +38,18 @@ class BadFrame(Exception):
 
 
 def pack(generation: int, items: list[dict[str, Any]]) -> list[bytes | memoryview]:
-    """The parts of a frame; numpy arrays may be anywhere in the items."""
+    """Returns the parts of a frame; the items may contain numpy arrays at any depth."""
     arrays: list[np.ndarray] = []
 
     def convert(value: object) -> object:
         if isinstance(value, np.ndarray):
             if value.dtype.kind not in "biuf":
-                raise TypeError(f"arrays of {value.dtype} do not travel")
+                raise TypeError(f"arrays of {value.dtype} cannot be sent")
             arrays.append(np.asarray(value, order="C"))
             return {ARRAY: len(arrays) - 1}
         if isinstance(value, np.generic):
             return value.item()
-        raise TypeError(f"{type(value).__name__} does not travel")
+        raise TypeError(f"{type(value).__name__} cannot be sent")
 
     text = json.dumps(items, default=convert, separators=(",", ":")).encode()
     table = json.dumps([generation, [[a.dtype.str, a.shape] for a in arrays]]).encode()
@@ -61,14 +61,14 @@ def pack(generation: int, items: list[dict[str, Any]]) -> list[bytes | memoryvie
 
 
 def unpack(table: bytes, text: bytes, data: bytes) -> tuple[int, list[dict[str, Any]]]:
-    """The generation and the items of a frame. Raises BadFrame."""
+    """Returns the generation and the items of a frame. Raises BadFrame."""
     try:
         generation, shapes = json.loads(table)
         arrays, end = [], 0
         for name, shape in shapes:
             dtype = np.dtype(name)
             if dtype.kind not in "biuf" or any(not isinstance(n, int) or n < 0 for n in shape):
-                raise BadFrame("holds something else than arrays of numbers")
+                raise BadFrame("has other data than arrays of numbers")
             count = math.prod(shape)
             arrays.append(np.frombuffer(data, dtype, count, end).reshape(shape))
             end += count * dtype.itemsize
@@ -84,7 +84,7 @@ def unpack(table: bytes, text: bytes, data: bytes) -> tuple[int, list[dict[str, 
         raise BadFrame(f"cannot be read ({type(error).__name__})") from error
     is_form = isinstance(items, list) and all(isinstance(item, dict) for item in items)
     if not is_form or not isinstance(generation, int):
-        raise BadFrame("holds something else than items")
+        raise BadFrame("has other data than items")
     return generation, items
 
 
@@ -103,7 +103,7 @@ PLAIN: dict[str, type[Exception]] = {
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
-    """An error as a JSON value from which `revive_error` makes an equal one."""
+    """Converts an error to a JSON value from which `revive_error` makes an equal one."""
     if isinstance(error, UserError):
         described = [
             [p.where, p.rule, p.remedy] if isinstance(p, Problem) else p for p in error.problems

@@ -3,9 +3,9 @@
     with RankGroup(runtime, specs, settings) as group:
         group.call("build", num_steps=8)
 
-Every call goes to all ranks at once, and its answer is rank 0's. A rank that dies, hangs or fails
-ends the group with the first cause, in one sentence. The connections have an event loop and a
-thread of their own, so that calls can be made from any thread; the processes end with it.
+Every call goes to all ranks at once and returns rank 0's result. If a rank dies, hangs or fails,
+the group ends with an error that names the first cause. The connections use a separate event loop
+and thread, so calls can be made from any thread; the processes end with the group.
 """
 
 from __future__ import annotations
@@ -47,14 +47,13 @@ MEETING = "pentad-meeting-"
 """Prefix of the folders through which the ranks of one machine connect."""
 POLL_S = 0.2
 FOLLOW_S, SETTLE_S = 2.0, 0.3
-"""Seconds after a failure in which other ranks may report theirs; less once a cause is known."""
+"""Seconds to wait after a failure for reports of other ranks; less once a cause is known."""
 DUMP_S = 1.0
 """Time limit for a stuck rank to write its stack, in seconds."""
 START_S = 30.0
 """Minimum time without a message from a rank before its first step, in seconds."""
 LEAVE_S = 15.0
-"""Once the run is being stopped: a rank that is unresponsive for this long does not exit by
-itself."""
+"""While the run is being stopped: a rank that is silent for this many seconds counts as hung."""
 END_S = 15.0
 """Time limit for ranks to exit after a failure, in seconds."""
 
@@ -68,7 +67,7 @@ class GroupSettings:
     errors: Mapping[str, type[Exception]] = field(default_factory=dict)
     """Error classes that callers handle, by name."""
     away: Callable[[int], str | None] = lambda rank: None
-    """Why the slot of a rank is unusable, in words; None if it is usable."""
+    """Returns why the slot of a rank is unusable; None if it is usable."""
 
 
 @dataclass(slots=True, eq=False)
@@ -86,14 +85,14 @@ class Member:
     still_s: float = -1.0
     failure: Failure | None = None
     is_lost: bool = False
-    """Whether its connection is lost, and the end of its process not known yet."""
+    """Whether its connection is lost but the exit of its process is not known yet."""
 
     def take_beat(self, beat: Mapping[str, float]) -> None:
         self.heard_at = awake_s()
-        if not beat:  # it is being made
+        if not beat:  # the service is still being made
             return
         if beat["call"] > self.call or 0.0 <= beat["still_s"] < self.still_s:
-            pulse()  # what watches this process sees that the learner gets on
+            pulse()  # shows the progress of the learner to the monitor of this process
         self.call, self.still_s = int(beat["call"]), beat["still_s"]
         self.take_step(None if beat["step"] == NO_STEP else int(beat["step"]))
 
@@ -111,7 +110,7 @@ async def wait_for(task: asyncio.Task[T]) -> T:
 
 
 class RankGroup:
-    """The processes of a group, from their start to their end, and the calls on them."""
+    """Starts, monitors and ends the processes of a group, and makes calls on them."""
 
     is_remote = True
     is_alone = False
@@ -124,7 +123,7 @@ class RankGroup:
         settings: GroupSettings,
         device: Any = None,
     ) -> None:
-        """`specs` by rank; `device`: that of the ranks, for callers."""
+        """`specs`: by rank; `device`: that of the ranks, for callers."""
         self.runtime = runtime
         self.specs = specs
         self.settings = settings
@@ -133,17 +132,17 @@ class RankGroup:
         self.members: list[Member] = []
         self.lock = threading.Lock()
         self.is_broken = False
-        """Whether the group has failed: no call can be made any more."""
+        """Whether the group has failed; no further call is possible."""
         self.failure: Exception | None = None
         """The error that ended it."""
         self.failed, self.noticed = asyncio.Event(), asyncio.Event()
-        """Set when that is known, and when a rank failed and the cause is being determined."""
+        """Events: the failure is known; a rank failed and the cause is being determined."""
         self.is_ending = False
-        """Whether ranks exit by themselves."""
+        """Whether ranks are expected to exit."""
         self.cause: Failure | None = None
-        """The failure of the rank that caused it."""
+        """The failure of the rank that failed first."""
         self.seen_at = self.failed_at = self.joined_at = awake_s()
-        """Times: the last message of that rank; when the group was given up; when all ranks had
+        """Times of that rank's last message, of the group's failure, and when all ranks had
         connected."""
         self.pace = Pace(self.world)
         self.is_stopping: Callable[[], bool] = bool
@@ -156,7 +155,7 @@ class RankGroup:
     # Starting
 
     def __enter__(self) -> RankGroup:
-        """Does not wait for the ranks to connect: the first call does."""
+        """Starts the ranks. The first call waits until they are connected."""
         self.thread.start()
         self.opening = asyncio.run_coroutine_threadsafe(self._open(), self.loop)
         return self
@@ -184,8 +183,8 @@ class RankGroup:
         self.joined_at = awake_s()
 
     async def _choose_place(self) -> dict[str, Any]:
-        """The address at which the ranks connect: on this machine a folder that no other user can
-        open, which is always removed after they have ended; else a port that rank 0 opens."""
+        """Returns the rendezvous of the ranks: on one machine a folder that no other user can open,
+        removed after they have ended; else a port that rank 0 opens."""
         host = self.members[0].process.address[0]
         if self.world > 1 and ip_address(host).is_loopback:
             return {"file": str(self.stack.enter_context(scratch_folder(MEETING)) / "store")}
@@ -241,7 +240,7 @@ class RankGroup:
             timeline.add(lane, "waits for other ranks", stop, end)
 
     def ask(self, method: str, **arguments: Any) -> Any:
-        """A query to rank 0 only, during a call."""
+        """Queries rank 0 only, also during a call."""
         self.check()
         self.opening.result()
         asking = self._ask(self.members[0], "ask", method=method, arguments=arguments)
@@ -268,7 +267,7 @@ class RankGroup:
         raise revive_error(self.members[0].process.name, described)
 
     async def _ask(self, member: Member, what: str, **arguments: Any) -> Any:
-        """The answer of one rank; raises Failed with its failure noted."""
+        """Returns the answer of one rank; notes its failure and raises Failed."""
         assert member.connection is not None, "all are connected"
         try:
             answer = await member.connection.call(what, **arguments)
@@ -286,7 +285,7 @@ class RankGroup:
         return answer
 
     async def _all(self, action: Callable[[Member], Coroutine[Any, Any, T]]) -> list[T]:
-        """The answers of all ranks. Raises the first cause once one of them failed or hangs."""
+        """Returns the answers of all ranks. Raises the first cause once a rank fails or hangs."""
 
         async def every() -> list[T]:
             return list(await asyncio.gather(*map(action, self.members)))
@@ -294,7 +293,7 @@ class RankGroup:
         return await self._unless_failed(every())
 
     async def _unless_failed(self, doing: Coroutine[Any, Any, T]) -> T:
-        """The result; or the failure of the group, if that comes first or a rank failed in the
+        """Returns the result; raises the group's failure if it occurs first or a rank fails in the
         call."""
         task, failed = asyncio.create_task(doing), asyncio.create_task(self.failed.wait())
         try:
@@ -315,7 +314,7 @@ class RankGroup:
     # Watching
 
     async def _watch(self) -> None:
-        """The only place that ends the group, during calls and between them."""
+        """Watches the ranks during calls and between them; only this ends the group."""
         while self.failure is None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S):
@@ -339,11 +338,11 @@ class RankGroup:
         return None
 
     def _note_watch_ended(self, watching: asyncio.Task[None]) -> None:
-        """A fault of the watcher itself: a group without a watcher is not used any more."""
+        """Fails the group after an error in the watcher itself."""
         error = None if watching.cancelled() else watching.exception()
         if isinstance(error, Exception):
-            log.error("the ranks are not watched any more", exc_info=error)
-            self._fail(RunError(f"the ranks are not watched any more: {error!r}"))
+            log.error("the ranks are not monitored any more", exc_info=error)
+            self._fail(RunError(f"the ranks are not monitored any more: {error!r}"))
 
     def _fail(self, error: Exception) -> None:
         self.failure = self.failure or error
@@ -351,17 +350,17 @@ class RankGroup:
         self.failed.set()
 
     def _find_away(self) -> list[Failure]:
-        """Ranks whose slot was removed, whatever the state of their processes."""
+        """Returns failures of ranks whose slot was removed, even if their processes run."""
         found = [(one, self.settings.away(one.rank)) for one in self.members]
         now = awake_s()
         return [
-            Failure(one.rank, one.step, "away", f"its place is gone ({why})", now)
+            Failure(one.rank, one.step, "away", f"its slot is gone ({why})", now)
             for one, why in found
             if why is not None
         ]
 
     def _find_hang(self) -> tuple[str, list[Member]] | None:
-        """Which ranks hang, and the evidence; None if none does."""
+        """Returns the hung ranks and the evidence; None if none hangs."""
         now, limit = awake_s(), self.settings.stall_s
         silence_s = min(limit, LEAVE_S) if self.is_stopping() else limit
         silent = [
@@ -371,14 +370,14 @@ class RankGroup:
         ]
         if silent:
             return "does not run", silent
-        if all(one.step is None for one in self.members):  # a model is read
+        if all(one.step is None for one in self.members):  # models are being loaded
             limit = max(limit, self.settings.timeout_s)
         within = [one for one in self.members if one.still_s >= 0]
         if not within or min(one.still_s for one in within) <= limit:
             return None
         last = max(one.call for one in self.members)
         behind = [one for one in self.members if one.call < last]
-        return "does not get on with what all ranks do", behind or within
+        return "makes no progress in a call of all ranks", behind or within
 
     def _note(self, member: Member, failure: Failure) -> None:
         member.failure = failure
@@ -391,7 +390,7 @@ class RankGroup:
             self._note(member, Failure(member.rank, member.step, "died", text, now, lines=lines))
 
     async def _cause(self) -> Exception:
-        """The first of all failures, after a time for related ones to be reported."""
+        """Returns the first of all failures, after a time for related ones to be reported."""
         waited = 0.0
         while waited < FOLLOW_S:
             await asyncio.sleep(SETTLE_S)
@@ -408,7 +407,7 @@ class RankGroup:
         return self._explained(failures)
 
     def _look_at_ends(self) -> None:
-        """Checks for exited processes, since an exit is more informative than a lost connection."""
+        """Checks for exited processes: an exit is more informative than a lost connection."""
         for one in self.members:
             if (ended := one.process.ended()) is None:
                 continue
@@ -421,7 +420,7 @@ class RankGroup:
     async def _stuck(
         self, verb: str, members: Sequence[Member], others: Sequence[Failure] = ()
     ) -> Exception:
-        """The work of these ranks; those that lag behind come first. All write their stacks, which
+        """Describes the work of these ranks, slowest first. All ranks write their stacks, which
         show which rank waits for which."""
         sizes = [size_of(one.log) for one in self.members]
         for one in self.members:
@@ -448,7 +447,7 @@ class RankGroup:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             is_open = self.opening.done() and not self.opening.exception()
-            is_busy = error is not None and self.lock.locked()  # the call under way comes first
+            is_busy = error is not None and self.lock.locked()  # the call in progress has priority
             if is_open and not self.is_broken and not is_busy:
                 self._wait(self._end(is_failed=error is not None))
         finally:
@@ -463,7 +462,7 @@ class RankGroup:
         try:
             async with asyncio.timeout(END_S):
                 await ending
-        except (RunError, TimeoutError) as failure:  # the first failure is the one to be raised
+        except (RunError, TimeoutError) as failure:  # the first failure is raised
             log.debug("after the failure: %s", failure)
 
     def _shut_down(self) -> None:

@@ -1,13 +1,14 @@
-"""Processes of our code beside this one, such as the writer of checkpoints, and their channels.
+"""Helper processes that run Pentad's code, such as the writer of checkpoints, and their channels.
 
-`python -P -m pentad.runtime.helper TARGET FD PARENT` calls a function with its end of a socket
-pair. A message is pickled into a file in memory, whose descriptor is sent: it arrives complete or
-not at all, and sending it does not wait for a reader. Both ends run our own code: what foreign code
-returns (rewards, environments) is never unpickled.
+`python -P -m pentad.runtime.helper TARGET FD PARENT` calls a function with one end of a socket
+pair. A message is pickled into a memory file, whose descriptor is sent: it arrives complete or not
+at all, and sending does not wait for a reader. Both ends run Pentad's code: values from user code
+(rewards, environments) are never unpickled.
 """
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import pickle
@@ -29,11 +30,11 @@ from pentad.runtime.process import FAILED, Child, die_with_parent
 
 MAX_FDS = 250
 END = None
-"""The last message to a helper: it finishes its calls and ends."""
+"""The last message to a helper: finish the calls and exit."""
 
 
 class Died(Transient):
-    """A helper ended without an answer."""
+    """A helper exited without an answer."""
 
 
 class Descriptor(int):
@@ -61,9 +62,31 @@ class _Unpickler(pickle.Unpickler):
         return Descriptor(self.fds[number])
 
 
+class Raised:
+    """Arrives as its exception, or as its words where that cannot be pickled or read."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        words = "".join(traceback.format_exception_only(self.error)).strip()
+        data = b""
+        with suppress(Exception):
+            data = pickle.dumps(self.error)
+        return read_exception, (data, words)
+
+
+def read_exception(data: bytes, words: str) -> Exception:
+    try:
+        error: Exception = pickle.loads(data)
+    except Exception:  # its class, of a user's file, may be unknown here
+        return RuntimeError(words)
+    return error
+
+
 def memory_file() -> IO[bytes]:
     """A file without a name, in memory on Linux."""
-    if sys.platform == "linux":
+    if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("pentad"), "w+b")
     return tempfile.TemporaryFile()
 
@@ -86,23 +109,25 @@ class Channel:
     def receive(self) -> Any:
         """Raises EOFError once the other end is closed."""
         try:
-            _, fds, _, _ = socket.recv_fds(self.sock, 1, MAX_FDS)
+            data, fds, flags, _ = socket.recv_fds(self.sock, 1, MAX_FDS)
         except ConnectionError as error:
             raise EOFError from error
-        if not fds:
+        if not data:
             raise EOFError
+        if not fds or flags & socket.MSG_CTRUNC:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         with os.fdopen(fds[0], "rb") as file:
             return _Unpickler(file, fds[1:]).load()
 
     def answer(self, number: int, function: Callable[..., Any], *arguments: Any) -> None:
-        """Sends the result or the exception of a function as the answer to a call. A process that
-        cannot send it ends, so that it is not waited for."""
+        """Sends the result or the exception of a function as the answer to a call. If that fails,
+        exits, so that the caller does not wait."""
         value, error = None, None
         try:
-            value = function(*arguments)
-        except Exception as raised:
-            error = raised
-        try:
+            try:
+                value = function(*arguments)
+            except Exception as raised:
+                error = Raised(raised)
             self.send((number, value, error))
         except BaseException:
             traceback.print_exc()
@@ -110,8 +135,8 @@ class Channel:
 
 
 def open_channel(command: Sequence[str], **given: Any) -> tuple[Child, Channel]:
-    """Starts a process that takes the other end by `accept_channel`, with the last two words of its
-    command. `given`: arguments of `Child.start`."""
+    """Starts a process that opens the other end by `accept_channel`, with the last two arguments of
+    its command. `given`: arguments of `Child.start`."""
     ours, theirs = socket.socketpair()
     with theirs:
         fds = [theirs.fileno(), *given.pop("pass_fds", ())]
@@ -122,12 +147,14 @@ def open_channel(command: Sequence[str], **given: Any) -> tuple[Child, Channel]:
 def accept_channel(fd: str, parent: str) -> Channel:
     die_with_parent(int(parent))
     os.set_inheritable(int(fd), False)
-    return Channel(socket.socket(fileno=int(fd)))
+    sock = socket.socket(fileno=int(fd))
+    os.register_at_fork(after_in_child=sock.close)  # a fork that outlives us would hide our end
+    return Channel(sock)
 
 
 class Helper:
-    """The parent's end of such a process: calls to it, from any thread, and its events. It ends
-    with this process."""
+    """The parent's handle of a helper process: calls from any thread, and its events. The helper
+    ends with this process."""
 
     def __init__(
         self,
@@ -150,7 +177,7 @@ class Helper:
         self.numbers = itertools.count()
         self.guard = threading.RLock()
         self.lost = ""
-        """How it ended, in words; empty while it may answer."""
+        """Describes how it ended; empty while it may answer."""
         self.reader = threading.Thread(target=self._read, name="helper", daemon=True)
         self.reader.start()
         if stall_s is not None:
@@ -158,7 +185,7 @@ class Helper:
             threading.Thread(target=self.child.end_when_stalled, args=watched, daemon=True).start()
 
     def call(self, *arguments: Any) -> Future[Any]:
-        """The result, or the exception; Died if the process ends before."""
+        """Returns a future of the result or exception; Died if the process ends before."""
         future: Future[Any] = Future()
         with self.guard:
             if self.lost:
@@ -174,18 +201,18 @@ class Helper:
         return future
 
     def tell(self, message: Any) -> None:
-        """Sends a message that is not answered."""
-        with self.guard, suppress(ConnectionError):  # it has ended, which `_read` reports
+        """Sends a message without an answer."""
+        with self.guard, suppress(ConnectionError):  # `_read` reports that it has ended
             if not self.lost:
                 self.channel.send(message)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits until it has ended and all its messages are processed; whether that is so."""
+        """Waits until it has ended and its messages are processed; False at the timeout."""
         self.reader.join(timeout_s)
         return not self.reader.is_alive()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Lets it finish its calls; those that take longer than `timeout_s` fail."""
+        """Waits for its calls, then ends it; calls that take longer than `timeout_s` fail."""
         self.tell(END)
         if not self.wait(timeout_s):
             self.child.end()
@@ -229,4 +256,6 @@ def main(target: str, fd: str, parent: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    from pentad.runtime import helper  # under the name by which both ends pickle its classes
+
+    helper.main(*sys.argv[1:])

@@ -21,7 +21,7 @@ OF_A_RANK = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 
 class LocalProcess(RoleProcess):
-    """One role process of this machine, and its port."""
+    """A role process on this machine, and its port."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class LocalProcess(RoleProcess):
             json.dump(job_of(spec, self.token, **more), job)
             job.seek(0)
             return Child.start(
-                [*COMMAND, spec.name],  # for people who list processes
+                [*COMMAND, spec.name],  # readable name in process listings
                 log=spec.log,
                 environment=environment_of(spec),
                 stdin=job,
@@ -70,10 +70,10 @@ class LocalProcess(RoleProcess):
 
 
 class LocalRuntime(Runtime):
-    """Starts role processes here."""
+    """Starts role processes on this machine."""
 
     def __init__(self, standbys: StandbyPool | None = None) -> None:
-        """`standbys` replace processes that would have to be started."""
+        """`standbys`: used in place of new processes."""
         super().__init__()
         self.standbys = standbys
 
@@ -82,12 +82,12 @@ class LocalRuntime(Runtime):
 
 
 def environment_of(spec: RoleSpec) -> dict[str, str]:
-    """Our environment without the variables of a rank, with only the GPUs of the spec; output is
-    unbuffered."""
+    """Returns our environment without the variables of a rank, with only the spec's GPUs and
+    unbuffered output."""
     ours = {name: value for name, value in os.environ.items() if name not in OF_A_RANK}
     return {**ours, "PYTHONUNBUFFERED": "1", **own_environment(spec)}
 
 
 def own_environment(spec: RoleSpec) -> dict[str, str]:
-    """Environment variables specific to a process of this spec."""
+    """Returns the environment variables specific to a process of this spec."""
     return {"CUDA_VISIBLE_DEVICES": visible_devices(spec.devices), **spec.environment}

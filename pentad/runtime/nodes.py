@@ -92,7 +92,7 @@ class NodeProcess(RoleProcess):
         address: tuple[str, int],
         asking: list[asyncio.Task[None]],
     ) -> None:
-        """`asking`: further requests to the agent that its runtime waits for."""
+        """`asking`: tasks of requests to the agent; its runtime waits for them."""
         super().__init__(spec, token)
         self.asking = asking
         self.agent = agent
@@ -112,7 +112,7 @@ class NodeProcess(RoleProcess):
         return self.how
 
     def end(self) -> None:
-        """Ends it through the agent; the next process of its name waits for that."""
+        """Ends it through the agent; the next process of this name starts after that."""
         self.watching.cancel()
         self.how = self.how or "was ended"
         self.asking.append(asyncio.create_task(self._ask("kill")))
@@ -121,12 +121,12 @@ class NodeProcess(RoleProcess):
         self.asking.append(asyncio.create_task(self._ask("stacks")))
 
     async def _ask(self, method: str) -> None:
-        if not self.agent.lost.done():  # else its processes end with their connections
+        if not self.agent.lost.done():  # else its processes end with the connection
             await self.agent.call(method, name=self.name)
 
 
 class NodeRuntime(Runtime):
-    """Starts role processes on the job's machines, as the placement says."""
+    """Starts role processes on the job's machines according to the placement."""
 
     is_spread = True
 

@@ -1,8 +1,8 @@
-"""Finds the slow rank of a group: the one that the others wait for.
+"""Finds the straggler of a group: the rank that the others wait for.
 
-Ranks go through a step together, so each takes as long as the slowest. The difference is how long a
-rank waits for others: that is sampled from the stack of its thread, on the host (waits inside a GPU
-stream are not seen). The slow rank waits least.
+Ranks run a step together, so each takes as long as the slowest. They differ in the time spent
+waiting for others, which is sampled from the stack of a rank's thread on the host (waits inside a
+GPU stream are not seen). The straggler waits least.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ log = logging.getLogger(__name__)
 
 SAMPLE_S = 0.02
 WAITS = ("torch/distributed/", "pentad/parallel/collectives", "pentad/core/group_values")
-"""Files with functions that wait for other ranks, if they are innermost on the stack."""
+"""Files whose functions, if innermost on the stack, wait for other ranks."""
 DEPTH = 3
 RATIO = 1.5
-"""A rank that computes so much longer than the others' median is slow,"""
+"""A rank is a straggler if it computes this factor longer than the others' median,"""
 STEPS = 3
 """in so many calls of one kind in a row,"""
 LEAST_S = 0.1
-"""of which each takes so long."""
+"""each of at least this many seconds."""
 
 
 class WaitMeter:
-    """Measures by samples how long a thread waited for other ranks."""
+    """Measures by sampling how long a thread waited for other ranks."""
 
     def __init__(self) -> None:
         self.thread_id: int | None = None
@@ -56,22 +56,21 @@ class WaitMeter:
 
 
 class Pace:
-    """Compares the ranks of a group, call by call; calls of one kind with one another, because a
-    rank that is slow in training need not be slow in a save."""
+    """Compares the ranks of a group, separately for each kind of call, because a rank that is slow
+    in training may not be slow in a save."""
 
     def __init__(self, world: int) -> None:
         self.world = world
         self.slow: dict[str, tuple[int, int]] = {}
-        """By kind of call: the rank that was slow in the last calls, and their number."""
+        """By kind of call: the slow rank of the last calls, and the number of these calls."""
 
     @property
     def straggler(self) -> int | None:
-        """The rank that is slow at present."""
+        """Returns the rank that is currently slow."""
         return next((rank for rank, count in self.slow.values() if count >= STEPS), None)
 
     def take(self, kind: str, seconds: float, waited: Sequence[float], step: int | None) -> None:
-        """Adds a call on all ranks: its duration, and how long each rank waited for others in
-        it."""
+        """Adds a call on all ranks: its duration, and each rank's time waiting for others."""
         if self.world < 2 or seconds < LEAST_S:
             return
         busy = [max(seconds - wait, 0.0) for wait in waited]

@@ -1,5 +1,5 @@
-"""Processes of a run: starting them bound to their parent's life, monitoring and ending them, and
-the stacks of their threads."""
+"""Starts processes that end with their parent, monitors and ends them, and reads the stacks of
+their threads."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ WATCH_S = 0.5
 POLL_S = 0.02
 
 
-# In the process.
+# In the child.
 
 
 def die_with_parent(parent: int) -> None:
     """Makes the kernel kill this process when its parent ends, for any reason."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the line above
+    if os.getppid() != parent:  # the parent ended before the call above
         os._exit(FAILED)
     if sys.platform != "linux":
         threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
@@ -57,7 +57,7 @@ END_WITH_US = (
 
 
 def bound(command: Sequence[str]) -> list[str]:
-    """A command with a Python interpreter whose process gets SIGTERM (15) when its parent ends."""
+    """Returns a command whose process gets SIGTERM (15) when its parent ends."""
     return [command[0], "-c", END_WITH_US, *command] if sys.platform == "linux" else [*command]
 
 
@@ -65,8 +65,8 @@ _looking = threading.Lock()
 
 
 def frame_of(thread_id: int) -> FrameType | None:
-    """The stack frame of a thread. Garbage collection is off meanwhile: in CPython before 3.11.8 a
-    collection that frees a mapping within `_current_frames` deadlocks with a thread that ends."""
+    """Returns the stack frame of a thread, with garbage collection off: in CPython before 3.11.8 a
+    collection within `_current_frames` can deadlock with a thread that ends."""
     with _looking:
         is_on = gc.isenabled()
         gc.disable()
@@ -77,12 +77,12 @@ def frame_of(thread_id: int) -> FrameType | None:
                 gc.enable()
 
 
-# In its starter.
+# In the parent.
 
 
 class Starter:
-    """The thread that starts all processes of this one. The kernel kills a process with the thread
-    that started it, and this thread lives as long as the program: any thread may call it."""
+    """Starts all child processes from one thread. The kernel kills a child with the thread that
+    started it, and this thread lives as long as the program. Any thread may call it."""
 
     def __init__(self) -> None:
         self._begin()
@@ -107,7 +107,7 @@ class Starter:
             start, future = self.asked.get()
             try:
                 future.set_result(start())
-            except BaseException as error:  # it is the caller's
+            except BaseException as error:  # raised in the caller
                 future.set_exception(error)
             del start, future
 
@@ -123,24 +123,24 @@ class Started(Protocol):
     def pid(self) -> int: ...
 
     def wait(self) -> int:
-        """Its exit code, negative for a signal; may be called again."""
+        """Waits for the exit; returns the exit code, negative for a signal. May be called again."""
         ...
 
     def poll(self) -> int | None:
-        """The same, None while it runs."""
+        """Returns the exit code; None while it runs."""
         ...
 
 
 class Child:
     """A child process: it ends with this process, and is not reaped before `end`, so that no signal
-    can reach another process with its number."""
+    can reach another process with a reused pid."""
 
     def __init__(self, popen: Started, log: Path | None = None) -> None:
         self.popen = popen
         self.pid = popen.pid
         self.stdin: IO[Any] | None = getattr(popen, "stdin", None)
         self.stdout: IO[Any] | None = getattr(popen, "stdout", None)
-        """Our ends of its pipes, if it was started with some."""
+        """Our ends of its pipes, if it has any."""
         self.log = log
         """File to which its output is appended."""
         self._code: int | None = None
@@ -193,7 +193,7 @@ class Child:
             options = os.WEXITED | os.WNOHANG | os.WNOWAIT
             try:
                 found = os.waitid(os.P_PID, self.pid, options)
-            except ChildProcessError:  # `end`, on another thread, is about to return
+            except ChildProcessError:  # `end` on another thread has reaped it
                 self._code = self.popen.wait()
                 return self._code
             if found is not None:
@@ -207,7 +207,7 @@ class Child:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal such as SIGSTOP halted it."""
+        """Whether a signal such as SIGSTOP stopped it."""
         try:
             stat = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:
@@ -215,13 +215,13 @@ class Child:
         return stat.rpartition(") ")[2][:1] in ("T", "t")
 
     def ended(self) -> str | None:
-        """How it ended, in words; None while it runs."""
+        """Describes how it ended; None while it runs."""
         if (code := self.code) is None:
             return None
         return self._verdict or describe_exit(code)
 
     def poll(self, num_lines: int = LOG_LINES) -> str | None:
-        """How it ended, with the last lines of its output; None while it runs."""
+        """Describes how it ended, with the last lines of its output; None while it runs."""
         ended = self.ended()
         return None if ended is None else with_tail(ended, self.log, num_lines)
 
@@ -236,7 +236,7 @@ class Child:
                 os.killpg(self.pid, number)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits until it has ended, or for the given time; whether it has ended."""
+        """Waits until it has ended, at most for the given time; returns whether it has ended."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while self.is_running:
             if deadline is not None and time.monotonic() >= deadline:
@@ -247,19 +247,19 @@ class Child:
     def end(self, verdict: str = "") -> None:
         """Kills it and all processes of its session at once; `verdict`: the reason, for `ended`."""
         with self._ending:
-            if self._is_ended:  # its number may be another's by now
+            if self._is_ended:  # its pid may be reused by now
                 return
             if self.is_running:
                 self._verdict = verdict
-            if self._code is None or hasattr(os, "waitid"):  # else its number may be another's
+            if self._code is None or hasattr(os, "waitid"):  # else its pid may be reused
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(self.pid, signal.SIGKILL)
             self._code = self.popen.wait()
             self._is_ended = True
 
     def end_when_stalled(self, stall_s: float, is_busy: Callable[[], bool]) -> None:
-        """Returns when it has ended. A busy process makes progress if the amounts it has read and
-        written change; it is killed if they do not change for `stall_s`."""
+        """Waits until it has ended. Kills a busy process if the amounts it has read and written do
+        not change for `stall_s`."""
         seen, since = "", awake_s()
         while not self.wait(WATCH_S):
             done = io_of(self.pid) if is_busy() else ""

@@ -1,4 +1,4 @@
-"""One rank of a group of processes: its identity, and its progress reports."""
+"""A rank of a group of processes: its identity and its progress reports."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Rank:
     rank: int = 0
     world: int = 1
     local_rank: int = 0
-    """Index among the ranks of this machine, and so of its device."""
+    """Index among the ranks of this machine, also of its device."""
     step: int | None = None
     num_calls: int = 0
     moved_at: float | None = None
-    """When the call in progress began or last made progress; None without a call."""
+    """Time at which the call in progress began or last made progress; None without a call."""
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Marks a call on all ranks while active: the watcher compares their positions."""
+        """Marks a call on all ranks while active, so the monitor can compare their progress."""
         self.num_calls += 1
         pulse.rank = self
         faults.where.rank = self.rank
@@ -43,14 +43,14 @@ class Rank:
         self.moved_at = awake_s()
 
     def beat(self) -> dict[str, float]:
-        """Reports the position: -1 before the first step, and without a call."""
+        """Returns step (-1 before the first), call, and seconds without progress (-1: no call)."""
         at = self.moved_at
         still_s = -1.0 if at is None else awake_s() - at
         step = NO_STEP if self.step is None else self.step
         return {"step": step, "call": self.num_calls, "still_s": still_s}
 
     def report(self, step: int) -> None:
-        """Reports that work on `step` begins; a group without reports is ended after a time
+        """Reports that work on `step` begins; without reports a group is ended after a time
         limit."""
         self.step = step
         faults.where.rank, faults.where.step = self.rank, step
@@ -60,7 +60,7 @@ class Rank:
 
 
 class Pulse:
-    """Called when long work passes a mark (a microbatch, a tensor), as a sign of progress."""
+    """Counts signs of progress of long work; called after each microbatch or tensor."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -74,7 +74,7 @@ class Pulse:
 
 
 pulse = Pulse()
-"""Counts the signs of progress of this process."""
+"""The counter of this process."""
 
 
 def name_rank(rank: int, world: int, step: int | None) -> str:
@@ -84,13 +84,13 @@ def name_rank(rank: int, world: int, step: int | None) -> str:
 
 
 def is_one_machine() -> bool:
-    """Whether all ranks are on this machine, by the variables of torchrun or another launcher."""
+    """Returns whether all ranks are on this machine, from the variables of the launcher."""
     world = os.environ.get("WORLD_SIZE", "1")
     return os.environ.get("LOCAL_WORLD_SIZE", world) == world
 
 
 def rank_from_environment(environment: Mapping[str, str] = os.environ) -> Rank | None:
-    """The rank of this process, if torchrun or another launcher set RANK and WORLD_SIZE."""
+    """Returns the rank of this process, if torchrun or another launcher set RANK and WORLD_SIZE."""
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
     keys = ("RANK", "WORLD_SIZE", "LOCAL_RANK")

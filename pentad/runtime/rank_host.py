@@ -1,5 +1,5 @@
-"""Joining of a rank to its process group, ours or torchrun's; and one rank of a group in a role
-process, which makes the calls of its owner.
+"""Joins a rank to its process group, ours or torchrun's; and runs a rank in a role process, which
+makes the calls of its owner.
 
 Calls on all ranks come one at a time and run on one thread; queries to one rank are answered in
 parallel. Log messages of the first rank are sent to the owner.
@@ -33,18 +33,18 @@ from pentad.runtime.roles import BEAT_S, RoleSpec
 
 TARGET = f"{__name__}:RankHost"
 JOIN_S = 600.0
-"""Maximum time of a collective, and of forming the group."""
+"""Time limit of a collective, and of forming the group."""
 Emit = Callable[[str, Any], None]
 """Sends an event to all connections; called on the event loop's thread."""
 MakeRank = Callable[[dict[str, Any], Rank, torch.device], RankService]
-"""Makes the service of one rank from a JSON value; a function at the top of its module."""
+"""Makes the service of one rank from a JSON value; a module-level function."""
 
 
 # Joining.
 
 
 def device_of(rank: Rank, device: str = "auto") -> torch.device:
-    """The device of this rank: one GPU each where there are GPUs, or `device`."""
+    """Returns the device of this rank: its own GPU if there are GPUs, or `device`."""
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()
@@ -62,14 +62,14 @@ def join_group(
     timeout_s: float,
     store: dist.Store | None = None,
 ) -> None:
-    """Makes the default process group, over the given store, or over torchrun's."""
+    """Makes the default process group, over the given store or torchrun's."""
     timeout = timedelta(seconds=timeout_s)
     backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     if store is None and (attempt := restarted()):
-        # torchrun keeps one store over restarts, with the addresses of dead processes in it.
+        # torchrun's store survives restarts and contains the addresses of dead processes.
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.PrefixStore(
             f"attempt-{attempt}", dist.TCPStore(address, port, is_master=False, timeout=timeout)
@@ -83,19 +83,19 @@ def join_group(
 
 
 def restarted() -> str:
-    """torchrun's count of restarts where it shares its own store with us; "" at the first start."""
+    """Returns torchrun's restart count if it shares its store with us; "" at the first start."""
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return count if shares_store() and count != "0" else ""
 
 
 def shares_store() -> bool:
-    """Whether torchrun's agents use their own store for the ranks; the count of restarts differs
-    between agents, so on several machines nothing distinguishes two starts in it."""
+    """Whether torchrun's agents share their own store with the ranks. The restart count differs
+    between agents, so on several machines two starts in that store cannot be told apart."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def leave_group() -> None:
-    """Ends the process group once all ranks are done: until then rank 0 serves the store."""
+    """Ends the process group after all ranks are done: until then rank 0 serves the store."""
     dist.barrier()
     dist.destroy_process_group()
 
@@ -104,7 +104,7 @@ def leave_group() -> None:
 
 
 class LogSender(logging.Handler):
-    """Sends our messages, and warnings of libraries, as events."""
+    """Sends our log messages, and warnings of libraries, as events."""
 
     def __init__(self, send: Emit) -> None:
         super().__init__(logging.INFO)
@@ -132,9 +132,9 @@ def specs_of_ranks(
     beat_s: float = BEAT_S,
     seed: int = 0,
 ) -> list[RoleSpec]:
-    """Specs of a group's processes, one for each of `logs`; `devices` are their GPUs, if any, and
-    `slots` their slots, by rank. A single rank gets as many threads as this process, so that both
-    give the same numbers."""
+    """Returns the specs of a group's processes, one for each of `logs`; `devices` are their GPUs,
+    if any, and `slots` their slots, by rank. A single rank gets as many threads as this process, so
+    that both give equal results."""
     world = len(logs)
     return [
         RoleSpec(
@@ -165,7 +165,7 @@ def specs_of_ranks(
 
 
 class RankHost:
-    """The target of a role process that is a rank; `runtime.group_calls` calls it."""
+    """The served object of a role process that is a rank; `runtime.group_calls` calls it."""
 
     def __init__(self, payload: Mapping[str, Any], emit: Emit) -> None:
         self.payload = payload
@@ -182,8 +182,8 @@ class RankHost:
         return self.rank.beat()
 
     async def open_rendezvous(self, host: str) -> dict[str, Any]:
-        """Opens the port of a group on several machines, on rank 0; the kernel chooses it. It
-        requires no token."""
+        """Opens the rendezvous port on rank 0 for a group on several machines; the kernel chooses
+        the port. It requires no token."""
         if self.rank.rank > 0 or self.rank.world == 1:
             return {"value": {}}
         listening = socket.create_server((host, 0))
@@ -200,7 +200,7 @@ class RankHost:
         return {"value": {"host": host, "port": port}}
 
     async def join(self, place: dict[str, Any]) -> dict[str, Any]:
-        """Joins the group at that address and makes the service."""
+        """Joins the group at this address and makes the service."""
         loop = asyncio.get_running_loop()
 
         def send(event: str, value: Any) -> None:
@@ -214,23 +214,23 @@ class RankHost:
         return await loop.run_in_executor(self.thread, self._answer, self._join, place)
 
     async def call(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """A call on all ranks: its value, or its failure."""
+        """Makes a call that runs on all ranks; returns its value or its failure."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.thread, self._call, method, arguments)
 
     async def ask(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """A query to this rank only, during a call."""
+        """Answers a query to this rank only, also during a call."""
         assert self.service is not None, "ranks join first"
         asked = getattr(self.service, method)
         return await asyncio.to_thread(self._answer, lambda: asked(**arguments))
 
     async def end(self, is_failed: bool) -> dict[str, Any]:
-        """The last call: waits for work in progress, or abandons it after a failure."""
+        """Waits for work in progress, or abandons it after a failure; no call follows."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.thread, self._answer, self._end, is_failed)
 
     async def close(self) -> None:
-        """The process ends; `end` has waited for everything necessary."""
+        """Does nothing: `end` has already waited for work in progress."""
 
     def _join(self, place: dict[str, Any]) -> None:
         payload, timeout_s = self.payload, self.payload["timeout_s"]
@@ -243,7 +243,7 @@ class RankHost:
             elif store is None:
                 host, port = place["host"], place["port"]
                 store = dist.TCPStore(host, port, self.rank.world, is_master=False, timeout=timeout)
-            # A rank of an earlier group finds nothing under its own prefix.
+            # The prefix keeps ranks of an earlier group out.
             store = dist.PrefixStore(f"generation-{payload.get('generation', 0)}", store)
             join_group(self.rank, device, timeout_s=timeout_s, store=store)
         elif device.type == "cuda":

@@ -1,8 +1,8 @@
 """Monitors the Ray cluster of a run, and redirects what Ray prints.
 
-Without its head (the GCS) every call of Ray blocks for a minute, and then Ray ends the process. So
-the head is monitored over a separate socket, and calls are made outside of the event loop, with a
-deadline: a run whose cluster is lost ends with an error message.
+Without its head (the GCS) every Ray call blocks for a minute, and then Ray ends the process. So the
+head is monitored over a separate socket, and calls run outside of the event loop with a deadline: a
+run whose cluster is lost ends with an error message.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOST_S = 15.0
-"""A head that accepts no connection for this long is lost. Ray itself waits for a minute."""
+"""Seconds without a connection after which a head is lost. Ray itself waits for a minute."""
 LOOK_S, POLL_S = 1.0, 0.02
 CALL_S = 20.0
 """Time limit of a Ray call that a healthy cluster answers at once."""
@@ -44,7 +44,7 @@ class Cluster:
         """`address`: host and port of its head."""
         self.address = address
         self.lost: str | None = None
-        """Why the run cannot continue, in words; None while the cluster responds."""
+        """Why the run cannot continue; None while the cluster responds."""
         self.is_left = threading.Event()
         threading.Thread(target=self._watch, name="ray cluster", daemon=True).start()
 
@@ -64,7 +64,7 @@ class Cluster:
             )
 
     async def run(self, call: Callable[[], T]) -> T:
-        """The result of a Ray call without a time limit. RunError if the cluster is lost."""
+        """Result of a Ray call without a time limit; RunError if the cluster is lost."""
         future = beside(call)
         while not future.done():
             if self.lost is not None:
@@ -73,14 +73,14 @@ class Cluster:
         return future.result()
 
     def ask(self, call: Callable[[], T], timeout_s: float = CALL_S) -> T:
-        """The result of a call that is answered at once. ClusterLost if it is not."""
+        """Returns the result of a short call; ClusterLost if it exceeds the time limit."""
         if self.lost is not None or not self.answers():
             raise ClusterLost(f"the Ray cluster at {self.address} does not answer")
         return within(call, timeout_s)
 
     def leave(self, shut_down: Callable[[], None]) -> None:
-        """Stops monitoring and the processes started here. Ray's own shutdown at the end of the
-        program would block without the head."""
+        """Stops monitoring, and the processes started here. Ray's own shutdown at program exit
+        would block without the head."""
         self.is_left.set()
         try:
             within(shut_down, CALL_S)
@@ -95,13 +95,13 @@ def answers(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
-    except (OSError, ValueError, OverflowError):  # the last: no port has such a number
+    except (OSError, ValueError, OverflowError):  # OverflowError: the port number is too large
         return False
     return True
 
 
 def comes_up(address: str, within_s: float) -> bool:
-    """Whether a port accepts connections, now or soon: a head may just be starting."""
+    """Whether a port accepts connections within the time limit: a head may just be starting."""
     until = time.monotonic() + within_s
     while not answers(address):
         if time.monotonic() >= until:
@@ -111,7 +111,7 @@ def comes_up(address: str, within_s: float) -> bool:
 
 
 def beside(call: Callable[[], T]) -> Future[T]:
-    """Runs it in a separate thread. One of a pool would be waited for at the end of the program."""
+    """Runs it in a daemon thread: program exit would wait for a pool's thread."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -125,7 +125,7 @@ def beside(call: Callable[[], T]) -> Future[T]:
 
 
 def within(call: Callable[[], T], timeout_s: float) -> T:
-    """ClusterLost if it takes longer; the call is abandoned."""
+    """Returns the result of the call; raises ClusterLost and abandons it at the timeout."""
     future = beside(call)
     done, _ = wait([future], timeout_s)
     if not done:
@@ -155,7 +155,7 @@ def printed_to(path: Path | None) -> Iterator[None]:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, its cause, the cause of that, and so on."""
+    """Yields the error and its chain of causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

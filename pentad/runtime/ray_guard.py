@@ -1,9 +1,9 @@
 """Ends the processes of a Ray cluster with the run that started it: `python -m
 pentad.runtime.ray_guard FOLDER PARENT`, a process that outlives its parent for a moment.
 
-Ray binds its head to the program that started it, but not the agents and the actors of the node:
-after a SIGKILL they run for up to a minute. They all inherit a variable that names the folder of
-the cluster, by which the guard finds them, and those that Ray itself leaves at a normal end.
+Ray's head ends with the program that started it, but the node's agents and actors run for up to a
+minute after a SIGKILL, and some remain after a normal end. All inherit a variable that names the
+folder of the cluster, by which the guard finds them.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from pentad.runtime.process import Child
 log = logging.getLogger(__name__)
 
 VARIABLE = "PENTAD_RAY_FOLDER"
-"""Every process of the cluster has it: the folder of the cluster."""
+"""Environment variable of all processes of the cluster: the folder of the cluster."""
 WATCH_S, LOOK_S = 0.5, 0.1
 QUIET_LOOKS = 3
-"""So many looks in a row find none: one that was being started has its variables by then."""
+"""Required scans in a row without a process: a starting one may have no variables yet."""
 END_S = 20.0
 
 
 @contextmanager
 def own_folder() -> Iterator[Path]:
-    """For a cluster's sockets and logs; whatever has it in VARIABLE is ended with this program or
-    with the block. Short: the path of a socket has at most 107 bytes."""
+    """A folder for a cluster's sockets and logs. Processes with its path in VARIABLE are ended with
+    this program or the block. The path is short: that of a socket has at most 107 bytes."""
     with scratch_folder("pentad-ray-", Path("/tmp")) as folder:
-        if sys.platform != "linux":  # no list of processes with their variables
+        if sys.platform != "linux":  # other systems do not list the variables of processes
             yield folder
             return
         nowhere = subprocess.DEVNULL
@@ -55,7 +55,7 @@ def own_folder() -> Iterator[Path]:
 
 
 def main(folder: str, parent: int) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they are for the run
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # these only stop the run
         signal.signal(number, signal.SIG_IGN)
     while os.getppid() == parent and not select.select([0], [], [], WATCH_S)[0]:
         pass
@@ -75,8 +75,8 @@ def end_all(folder: str) -> None:
 
 
 def end_member(pid: int, folder: str) -> bool:
-    """SIGKILL for a process of the cluster; whether it was one."""
-    with suppress(OSError):  # it has ended, or is another user's
+    """Kills a process if it belongs to the cluster; returns whether it did."""
+    with suppress(OSError):  # it has ended or belongs to another user
         watch = os.pidfd_open(pid)
         try:
             if is_member(Path(f"/proc/{pid}"), os.fsencode(folder)):
@@ -88,7 +88,7 @@ def end_member(pid: int, folder: str) -> bool:
 
 
 def is_member(process: Path, folder: bytes) -> bool:
-    """Whether a process has the cluster's variable; ended, unreaped processes have none."""
+    """Whether a process has the cluster's variable; zombies have none."""
     mark = VARIABLE.encode() + b"=" + folder
     return mark in (process / "environ").read_bytes().split(b"\0")
 

@@ -1,8 +1,8 @@
 """Role processes on a Ray cluster: one placement group for the run, a plain actor for each role.
 
 An actor runs the code of `role_host` and reports its address; the caller connects as to a process
-of this machine. The cluster that RAY_ADDRESS names is joined, else one is started on this machine.
-`close` ends only what was started here.
+of this machine. The run joins the cluster named by RAY_ADDRESS, else starts one on this machine.
+`close` ends only what this run started.
 """
 
 from __future__ import annotations
@@ -67,18 +67,18 @@ TRIES = 2
 """Attempts to start a cluster: Ray gives its processes 30 s, which may not suffice on a busy
 machine."""
 OWN = "local"
-"""Value of RAY_ADDRESS with which a cluster is started anyway."""
+"""Value of RAY_ADDRESS with which a new cluster is started."""
 ADDRESS = re.compile(r"(\[[^]]+\]|[^:\s]+):[0-9]{1,5}")
 """The address of the head of a cluster."""
 Bundles = Sequence[Bundle]
-"""Every role to be started is a member of one of them."""
+"""Every role that will be started is a member of one of these bundles."""
 
 
 class RoleActor:
-    """One role process. `serve` occupies the main thread, so no calls are answered afterwards."""
+    """A role process as an actor. `serve` blocks its main thread: no actor calls afterwards."""
 
     def open(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Listens, and returns the address; from now on output goes to the log of the role."""
+        """Opens the socket and returns its address; redirects output to the role's log."""
         os.environ.update(job["environment"])
         path = Path(job["log"])
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ class RayProcess(RoleProcess):
         try:
             self.cluster.ask(kill)
         except ClusterLost:
-            if self.is_here and is_actor(self.pid):  # elsewhere it ends with its node
+            if self.is_here and is_actor(self.pid):  # on other nodes Ray ends it
                 _send_signal(self.pid, signal.SIGKILL)
         if self.is_here:
             wait_gone(self.pid)
@@ -146,8 +146,7 @@ class RayProcess(RoleProcess):
 
 
 def is_actor(pid: int) -> bool:
-    """Whether a process of this machine is still an actor of Ray, and not another with its
-    number."""
+    """Whether a process of this machine is still a Ray actor, and not another with a reused pid."""
     try:
         return b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -155,7 +154,7 @@ def is_actor(pid: int) -> bool:
 
 
 def wait_gone(pid: int) -> None:
-    """Waits until a process of this machine is gone, which takes a moment after its actor's end."""
+    """Waits until a process of this machine is gone, shortly after its actor's end."""
     until = time.monotonic() + GONE_S
     while time.monotonic() < until and Path(f"/proc/{pid}").exists():
         time.sleep(0.02)
@@ -182,8 +181,8 @@ class RayRuntime(Runtime):
     ) -> None:
         """`bundles`: every role to be started; `folders`, by their keys, must exist on their nodes;
         `held`: GPUs of this machine that the caller uses itself; `cluster`: further arguments of
-        `joined_cluster`. UserError if the cluster is too small or lacks something; resources used
-        by others are waited for, with a message."""
+        `joined_cluster`. UserError if the cluster is too small or incomplete; waits, with a
+        message, for resources used by others."""
         super().__init__()
         self.bundles = list(bundles)
         self.place = {name: i for i, one in enumerate(self.bundles) for name in one.members}
@@ -201,7 +200,7 @@ class RayRuntime(Runtime):
             self.leaving = stack.pop_all()
 
     async def _start(self, spec: RoleSpec) -> RayProcess:
-        """Starts a process on the bundle of its name, which an earlier process has released."""
+        """Starts a process on its bundle, after an earlier process of this name has released it."""
         return await self.cluster.run(lambda: self._open_actor(spec))
 
     def _open_actor(self, spec: RoleSpec) -> RayProcess:
@@ -226,7 +225,7 @@ class RayRuntime(Runtime):
         return self.cluster.lost
 
     def why_unavailable(self, name: str) -> str | None:
-        """Why a role's bundle has no node: its node is lost and the cluster has no resources."""
+        """Returns why a bundle has no node: its node is lost, and no other has room for it."""
 
         def find() -> bool:
             table = placement_group_table(self.group)
@@ -249,8 +248,8 @@ class RayRuntime(Runtime):
             await super().close()
 
     def check_nodes(self, folders: Mapping[str, str], package: str = "pentad") -> None:
-        """Raises UserError listing what nodes of the placement lack: the package, or folders that
-        role processes read, by their keys."""
+        """Raises UserError if nodes of the placement lack the package, or folders that role
+        processes read, given by config key."""
         version = installed(package)
 
         def look(package: str, folders: dict[str, str]) -> dict[str, Any]:  # sent by value
@@ -285,13 +284,13 @@ class RayRuntime(Runtime):
         raise_problems(problems)
 
     def _visible(self, name: str) -> dict[str, str]:
-        """The GPUs visible to the role. Ray would choose otherwise: from a bundle whose GPUs
-        several roles share, it would give the same one to two ranks that train."""
+        """Returns the variables with the role's GPUs. Ray's own choice is not used: if several
+        roles share the GPUs of a bundle, it could give two training ranks the same GPU."""
         index = self.place[name]
         bundle = self.bundles[index]
         if bundle.gpus < 2 or len(bundle.members) == 1:
             return {}
-        with self.looking:  # before anything is started in it
+        with self.looking:  # before a process starts on the bundle
             node = placement_group_table(self.group)["bundles_to_node_id"].get(index, "")
             if self.gpus_seen.get(index, ("",))[0] != node:
                 asked = ray.remote(_own_gpus).options(
@@ -308,7 +307,7 @@ class RayRuntime(Runtime):
 
 
 def answer_of(asked: Any, place: str) -> Any:
-    """The result of a short task; InfraFailure if its node does not start it."""
+    """Returns the result of a short task; InfraFailure if its node does not start it."""
     try:
         return ray.get(asked, timeout=READY_S)
     except GetTimeoutError as error:
@@ -323,7 +322,7 @@ def node_problems(
     version: str | None,
     folders: Mapping[str, str],
 ) -> Iterator[Problem]:
-    """Problems of a node of the placement, from its report."""
+    """Yields problems of a node of the placement, from its report."""
     where = f"scheduler.type = ray: {node['host']}, the node of {role},"
     if not node["found"]:
         yield Problem(where, f"has no package {package}", "install it in Ray's environment there")
@@ -337,7 +336,7 @@ def node_problems(
 
 
 def check_gpus(held: Sequence[int]) -> None:
-    """Raises UserError if Ray would assign GPUs of this machine that the caller uses."""
+    """Raises UserError if Ray would assign GPUs that the caller uses itself."""
     own = ray.get_runtime_context().get_node_id()
     given = sum(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["NodeID"] == own)
     free = len(find_gpus()) - len(held)
@@ -356,17 +355,16 @@ def joined_cluster(
     spare_cpus: int = 0,
     log_file: Path | None = None,
 ) -> Iterator[Cluster]:
-    """While active, this process is in a cluster: one that was joined here is left at the end, one
-    that was started here is ended. `spare_cpus`: for tasks outside of the bundles; `log_file` gets
-    Ray's output at its start."""
-    if ray.is_initialized():  # it belongs to a caller, who leaves it
+    """Joins or starts a cluster; at the end leaves a joined one and ends a started one.
+    `spare_cpus`: for tasks outside of the bundles; `log_file`: for Ray's output at its start."""
+    if ray.is_initialized():  # the caller has joined, and will leave
         cluster = Cluster(ray.get_runtime_context().gcs_address)
         try:
             yield cluster
         finally:
             cluster.is_left.set()
         return
-    named = os.environ.get("RAY_ADDRESS") or OWN  # Ray too takes an empty one for none
+    named = os.environ.get("RAY_ADDRESS") or OWN  # Ray also ignores an empty value
     with ExitStack() as stack:
         with process_kept(RAY_SETTINGS), printed_to(log_file):
             if named != OWN:
@@ -387,12 +385,12 @@ QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNIN
 
 
 def use_saved_token() -> None:
-    """`ray start` requires the token in the user's home if there is one, and any run that started
-    its own cluster leaves one. Ray itself presents it to the address `auto` only."""
+    """Uses the token saved in the user's home, which `ray start` requires if it exists; any run
+    that started its own cluster leaves one. Ray itself uses it only for the address `auto`."""
     try:
         from ray._private.authentication import authentication_token_setup as setup
-    except ImportError:  # private, so another version may lack it: RAY_AUTH_MODE is the user's then
-        log.debug("this version of Ray does not say whether a token is saved")
+    except ImportError:  # private API: without it the user sets RAY_AUTH_MODE
+        log.debug("this version of Ray does not show whether a token is saved")
         return
     setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
@@ -401,36 +399,36 @@ def check_address(where: str, address: str, remedy: str) -> None:
     if not ADDRESS.fullmatch(address):
         raise UserError(Problem(where, "is not HOST:PORT, `auto` or `local`", remedy))
     port = int(address.rpartition(":")[2])
-    if not 1 <= port <= 65535:  # the system would take it modulo 65,536, and ask another program
+    if not 1 <= port <= 65535:  # the system would use it modulo 65,536
         raise UserError(Problem(where, f"{port} is not a port (1 to 65535)", remedy))
 
 
 def join_cluster(address: str) -> None:
     where = f"RAY_ADDRESS = {address}"
     if "://" in address:
-        rule = "over Ray Client no role of a run can be reached"
+        rule = "roles of a run cannot be reached over Ray Client"
         remedy = "give the address of the head itself, such as HOST:6379, or use `ray job submit`"
         raise UserError(Problem(where, rule, remedy))
     remedy = "start one with `ray start`, or unset it"
     if address != "auto":
         check_address(where, address, remedy)
-    if address != "auto" and not comes_up(address, ANSWER_S):  # Ray asks on for minutes
+    if address != "auto" and not comes_up(address, ANSWER_S):  # Ray would retry for minutes
         rule = f"no Ray cluster answers there (no connection within {ANSWER_S:g} s)"
         raise UserError(Problem(where, rule, remedy))
     use_saved_token()
     try:
         context = within(lambda: ray.init(address=address, **QUIET), JOIN_S)
     except ClusterLost:
-        atexit.unregister(ray.shutdown)  # it would wait for what was left behind
-        rule = f"something accepts connections there, and did not let Ray join within {JOIN_S:g} s"
-        remedy = "check that it is a Ray head, and that it is well: `ray status --address=ADDRESS`"
+        atexit.unregister(ray.shutdown)  # it would wait for the failed connection
+        rule = f"a program accepts connections there, but Ray could not join within {JOIN_S:g} s"
+        remedy = "check that it is a healthy Ray head: `ray status --address=ADDRESS`"
         raise UserError(Problem(where, rule, remedy)) from None
     except (ConnectionError, RayError, RuntimeError, ValueError) as error:
         rule = f"no Ray cluster answers there ({last_line(error)})"
         if any(isinstance(one, AuthenticationError) for one in causes(error)):
             rule, remedy = "the Ray cluster there refuses this program's token", USE_TOKEN
-        elif answers(address):  # what refused a token may be known to Ray as a lost connection
-            rule = f"something answers there, and Ray could not join it ({last_line(error)})"
+        elif answers(address):  # Ray may report a rejected token as a lost connection
+            rule = f"a program answers there, but Ray could not join it ({last_line(error)})"
             remedy = f"use the cluster's Ray and Python; where it requires a token, {USE_TOKEN}"
         raise UserError(Problem(where, rule, remedy)) from None
     log.info("joined the Ray cluster at %s (nodes: %d)", context["gcs_address"], len(ray.nodes()))
@@ -439,7 +437,7 @@ def join_cluster(address: str) -> None:
 def start_cluster(
     folder: Path, bundles: Bundles, held: Sequence[int], spare_cpus: int, log_file: Path | None
 ) -> None:
-    """Starts a cluster of this machine with enough cores, in a separate folder, so that no other
+    """Starts a cluster on this machine with enough cores, in a separate folder so that no other
     program joins it."""
     if held:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(
@@ -458,7 +456,7 @@ def start_cluster(
                 **QUIET,
             )
             break
-        except Exception as error:  # Ray raises plain exceptions where its processes do not start
+        except Exception as error:  # Ray raises plain exceptions if its processes do not start
             within(ray.shutdown, CALL_S)
             if not left:
                 raise not_started(error, log_file) from error
@@ -474,7 +472,7 @@ def not_started(error: Exception, log_file: Path | None) -> UserError:
 
 
 def _reserve(bundles: Sequence[Mapping[str, float]]) -> Any:
-    """The placement group of the run; UserError if the cluster has or provides too little."""
+    """Reserves the placement group of the run; UserError if the cluster has too few resources."""
     have = ray.cluster_resources()
     wanted = {kind: sum(taken.get(kind, 0) for taken in bundles) for kind in ("CPU", "GPU")}
     problems = [

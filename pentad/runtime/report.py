@@ -1,7 +1,6 @@
 """Failure reports of ranks, and which of several failures came first.
 
-One failing rank makes others fail: they lose their connection or wait in vain. The cause is named,
-and its consequences are not.
+A failed rank makes others fail: they lose their connection or time out. Only the cause is reported.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ CONSEQUENCE = re.compile(
     r"|DistBackendError|DistNetworkError|DistStoreError|TCPStore",
     re.IGNORECASE,
 )
-"""Errors of a rank that lost another one."""
+"""Error texts of a rank that lost its connection to another one."""
 NUM_LINES = 12
-"""Last lines of a rank's log that an error shows."""
+"""Number of last lines of a rank's log in an error."""
 LOG_LINES = 6
-"""The same for another process."""
+"""Number of last lines of another process's log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why one rank ended: reported by itself, or found by its watcher."""
+    """Why a rank ended: reported by the rank, or found by the monitor."""
 
     rank: int
     step: int | None
@@ -49,7 +48,7 @@ class Failure:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether it concerns other ranks that were lost; NCCL ends a process that waits long."""
+        """Whether the loss of other ranks caused it; NCCL ends a process that waits too long."""
         if self.kind == "died":
             words = "\n".join(self.lines) if "SIGABRT" in self.message else ""
         else:
@@ -58,7 +57,7 @@ class Failure:
 
 
 def describe_failure(rank: int, step: int | None, error: BaseException) -> Failure:
-    """An exception as the rank's own report."""
+    """Converts an exception to the rank's report."""
     if isinstance(error, UserError):
         problems = tuple(str(problem) for problem in error.problems)
         return Failure(rank, step, "user", str(error), time.monotonic(), problems)
@@ -71,15 +70,15 @@ def describe_failure(rank: int, step: int | None, error: BaseException) -> Failu
 
 
 def failure_of(value: Mapping[str, Any], **more: Any) -> Failure:
-    """A failure that arrived as a JSON value."""
+    """Reads a failure from a JSON value."""
     tuples = {key: tuple(value[key]) for key in ("problems", "lines")}
     return Failure(**{**value, **tuples, **more})
 
 
 def first_failure(failures: list[Failure]) -> Failure:
-    """The failure that caused the others. A process that died without a report has priority; then
-    the earliest exception that does not concern lost peers; then a rank that others waited for;
-    then the earliest of all."""
+    """Returns the failure that caused the others, in this order: a process that died without a
+    report; the earliest exception that is not about lost peers; a rank that others waited for; the
+    earliest failure."""
     assert failures, "a group fails with a reason"
 
     weights = {"away": -1, "died": 0, "user": 1, "run": 1, "bug": 1, "stuck": 2}
@@ -91,13 +90,13 @@ def first_failure(failures: list[Failure]) -> Failure:
 
 
 def explain(failures: list[Failure], world: int, logs: Sequence[Path]) -> Exception:
-    """The end of a group as an error for users; `logs` by rank."""
+    """Returns the user-facing error of a failed group; `logs`: by rank."""
     cause = first_failure(failures)
     if cause.kind == "user":
         return UserError(cause.problems)
     is_common = [f.message for f in failures] == [cause.message] * world
     if cause.kind == "run" and is_common:
-        return RunError(cause.message)  # it is no rank's own trouble
+        return RunError(cause.message)  # not specific to a rank
     sentence = f"{name_rank(cause.rank, world, cause.step)}: {cause.message}"
     shown = "\n".join(f"    {line}" for line in cause.lines)
     if cause.is_consequence:
@@ -118,8 +117,8 @@ def size_of(path: Path) -> int:
 
 
 def save_stacks(logs: Sequence[tuple[str, Path]], sizes: Sequence[int]) -> None:
-    """Writes the stacks of a hanging group to one file: what each rank's log has after its previous
-    size; a stopped rank writes nothing."""
+    """Collects the stacks of a hung group in one file: the part of each rank's log after its
+    previous size. A stopped rank writes none."""
     parts = [time.strftime("# %Y-%m-%d %H:%M:%S")]
     for (name, log), size in zip(logs, sizes, strict=True):
         with log.open("rb") as file:
@@ -131,7 +130,7 @@ def save_stacks(logs: Sequence[tuple[str, Path]], sizes: Sequence[int]) -> None:
 
 
 def describe_exit(code: int) -> str:
-    """How a process ended, in words, from its exit code."""
+    """Describes how a process ended, from its exit code."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:
@@ -145,13 +144,13 @@ def describe_exit(code: int) -> str:
 
 
 def describe_hang(verb: str, step: int | None, waited_s: float, *, is_stopped: bool) -> str:
-    """How a hanging rank appears to its watcher."""
+    """Describes a hung rank."""
     began = "it was started" if step is None else "its last step began"
     return f"{verb}{' (it is stopped)' if is_stopped else ''}, {began} {waited_s:.0f} s ago"
 
 
 def tail(path: Path, num_lines: int = NUM_LINES) -> tuple[str, ...]:
-    """The last lines of a log, however long it is."""
+    """Returns the last lines of a log without reading all of it."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -163,6 +162,6 @@ def tail(path: Path, num_lines: int = NUM_LINES) -> tuple[str, ...]:
 
 
 def with_tail(ended: str, log: Path | None, num_lines: int = LOG_LINES) -> str:
-    """How a process ended, with the last lines of its log."""
+    """Adds the last lines of its log to the description of a process's end."""
     lines = " | ".join(line.strip() for line in tail(log, num_lines)) if log else ""
     return ended + (f"; the last lines of {log}: {lines}" if lines else "")

@@ -1,8 +1,8 @@
-"""Decisions after the loss of a process: the one place that counts failures, generations and
-retired slots, for the ranks that train, for scorers, samplers and servers.
+"""The restart policy: decides what follows the loss of a process, and counts failures, generations
+and retired slots, for training ranks, scorers, samplers and servers.
 
-Losses go in, decisions come out; nothing is read, started or waited for here. A process without
-slots and steps (a scorer, a sampler, a server) has one count, from one answer to the next:
+It maps losses to decisions, without I/O. A process without slots and steps (a scorer, a sampler, a
+server) has one count of losses, reset by each answer:
 
     policy = RestartPolicy(retries=config.rollout.restarts)
     process = start(policy.generation)
@@ -10,9 +10,9 @@ slots and steps (a scorer, a sampler, a server) has one count, from one answer t
     if not policy.restarts_after(cause):  # it was lost: the next generation, or none
         raise GivenUp(...)
 
-Of ranks that train a slot is blamed first: it is retired, and the others train without it. The
-step, or the code, is blamed where the same exception comes from another slot, or where no slot
-explains what fails at one step.
+For training ranks the slot is the first suspect: it is retired, and the others train without it. If
+the same exception comes from another slot, or no slot explains the failures of a step, the cause is
+the step or the code.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from typing import Literal
 from pentad.runtime.slots import listed
 
 SAME_STEP = 3
-"""Consecutive failures at one step of one group, or slots that fail at it one after the other, from
-which the step counts as the cause."""
+"""A step counts as the cause after this number of consecutive failures of one group at it, or of
+different slots."""
 LossKind = Literal["died", "stuck", "raised", "away"]
 NOT_AGAIN = "it is not started again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """One loss."""
+    """The loss of a process."""
 
     kind: LossKind
-    """died: ended by a signal or an exit code, also where memory ran out; stuck: hangs; raised: an
-    exception of the code; away: its slot is gone, with its machine or because it was taken."""
+    """died: ended by a signal or an exit code, or out of memory; stuck: hung; raised: an exception
+    of the code; away: its slot is gone, because its machine is lost or the slot was removed."""
     cause: str
     """One line."""
     slot: int | None = 0
-    """None: of no rank, for example a consequence of a failure that was not seen."""
+    """None: no rank's own failure, for example the consequence of an unobserved failure."""
     step: int | None = None
     """The step in progress; None: the group was not ready to train."""
     newest: int = -1
@@ -56,20 +56,20 @@ class Lost:
 @dataclass(frozen=True, slots=True)
 class Decision:
     action: Literal["restart", "retire", "regroup", "stop"]
-    """restart: the same slots again; retire: without the slot of the loss, which is at fault;
-    regroup: with the slots that are there; stop: the run ends."""
+    """restart: with the same slots; retire: without the faulty slot; regroup: with the available
+    slots; stop: the run ends."""
     why: str
-    """The action in words, after the cause and a semicolon; retire: the reason, after the slot.
-    Empty: no decision was needed."""
+    """Text of the action, for use after the cause and a semicolon; retire: the reason. Empty: no
+    decision was needed."""
     diagnosis: str = ""
-    """stop: the blamed part, in words before the cause; empty: the cause is sufficient."""
+    """stop: the faulty part, for use before the cause; empty: the cause is sufficient."""
     give_back: tuple[int, ...] = ()
     """stop: retired slots that were not at fault."""
 
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """For one group of ranks, or one process. Example: RestartPolicy(retries=3)."""
+    """The policy of one group of ranks, or one process. Example: RestartPolicy(retries=3)."""
 
     retries: int
     """Restarts in a row without progress: no checkpoint (`recover.retries`), no answer
@@ -83,17 +83,17 @@ class RestartPolicy:
     generation: int = 0
     """Number of groups before the present one."""
     failures: Counter[int] = field(default_factory=Counter)
-    """By slot, since the last progress."""
+    """Number of failures by slot since the last progress."""
     retired: list[int] = field(default_factory=list)
-    """Since the last progress."""
+    """Slots retired since the last progress."""
     step: int | None = None
     """The step of the last loss."""
     num_here: int = 0
-    """Losses in a row at that step, of this group."""
+    """Consecutive losses at that step, of this group."""
     num_in_all: int = 0
-    """The same, of earlier groups too."""
+    """Consecutive losses at that step, including earlier groups."""
     slots_here: dict[int, None] = field(default_factory=dict)
-    """Slots of these, over all groups, in their order."""
+    """Slots of these losses, over all groups, in order."""
     raised: dict[str, int | None] = field(default_factory=dict)
     """Exceptions at that step by their digest, with the slot that raised each first."""
 
@@ -105,11 +105,11 @@ class RestartPolicy:
         return decision
 
     def restarts_after(self, cause: str) -> bool:
-        """A process without slots and steps was lost: whether it is restarted."""
+        """Whether to restart a lost process without slots and steps."""
         return self.decide(Lost(kind="died", cause=cause, slot=None)).action == "restart"
 
     def note_progress(self) -> None:
-        """Called after an answer or a checkpoint: earlier failures do not count any more."""
+        """Called after an answer or a checkpoint; resets the failure counts."""
         self.used = 0
         self.failures.clear()
         self.retired.clear()
@@ -119,7 +119,7 @@ class RestartPolicy:
         self.used = self.num_here = 0
 
     def grow(self) -> None:
-        """Slots have returned: the next group includes them, and nothing has failed."""
+        """Starts a new generation for returned slots, without counting a failure."""
         self.count_anew()
         self.generation += 1
 
@@ -142,7 +142,7 @@ class RestartPolicy:
         return self._restart(lost)
 
     def _count(self, lost: Lost, digest: str) -> bool:
-        """Notes the loss; whether the same exception occurred at this step before."""
+        """Counts the loss; returns whether the same exception occurred at this step before."""
         if lost.newest > self.newest:
             self.note_progress()
         if lost.step != self.step:
@@ -168,7 +168,7 @@ class RestartPolicy:
         if self.slot_failures is None or lost.slot is None or self._is_step_at_fault(lost):
             return False
         is_often = self.failures[lost.slot] >= self.slot_failures
-        # Where the others are too few, what may be the code's fault is not waited out.
+        # If the others are too few, the group would wait: not for a possible error of the code.
         return (is_proven or is_often) if lost.can_shrink else is_often and lost.kind != "raised"
 
     def _is_step_at_fault(self, lost: Lost) -> bool:
@@ -188,11 +188,11 @@ class RestartPolicy:
 
     def _restart(self, lost: Lost) -> Decision:
         if self.used >= self.retries:
-            why = f"{self.used} tries gained no step: {NOT_AGAIN}" if self.retries else ""
+            why = f"{self.used} tries without a new step: {NOT_AGAIN}" if self.retries else ""
             return Decision("stop", why)
         self.used += 1
         place = f"after step {lost.newest + 1}" if lost.newest >= 0 else "from the beginning"
-        count = f"try {self.used} of recover.retries = {self.retries} without a step gained"
+        count = f"try {self.used} of recover.retries = {self.retries} without a new step"
         return Decision("restart", f"it is started again {place} ({count})")
 
     def _code_is_at_fault(self, slot: int | None, first: int | None) -> Decision:

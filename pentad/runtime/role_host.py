@@ -1,8 +1,7 @@
-"""The process of one role: `python -m pentad.runtime.role_host`, with its job as JSON on standard
-input.
+"""The process of a role: `python -m pentad.runtime.role_host`, with its job as JSON on stdin.
 
-It listens before heavy imports, makes the object of its target in a thread, and serves the object's
-async methods to callers with the token. It sends the object's stats as a heartbeat, and ends with
+It listens before heavy imports, makes the target's object in a thread, and serves the object's
+async methods to callers with the token. It sends the object's stats as a heartbeat, and exits with
 its parent or when the last connection closes.
 """
 
@@ -37,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class Hosted(Protocol):
-    """The object of a target: its public coroutine methods are served."""
+    """The served object: its public coroutine methods can be called."""
 
     def stats(self) -> dict[str, float]: ...
 
@@ -45,12 +44,12 @@ class Hosted(Protocol):
 
 
 def job_of(spec: RoleSpec, token: str, **more: Any) -> dict[str, Any]:
-    """The job of a spec's process; `more`: parent and listen_fd, if it has them."""
+    """Returns the job of a spec's process. `more`: parent and listen_fd, if any."""
     return asdict(spec) | {"log": str(spec.log), "token": token, "path": sys.path, **more}
 
 
 class RoleHost:
-    """Serves one object as soon as there is a socket; calls wait until it is made."""
+    """Serves one object. Listens at once; calls wait until the object is made."""
 
     def __init__(self, job: Mapping[str, Any], sock: socket.socket) -> None:
         self.job = job
@@ -61,7 +60,7 @@ class RoleHost:
         """Runs until the last connection closes, or SIGTERM; returns the exit code."""
         loop = asyncio.get_running_loop()
         await self.listener.open()
-        # Of its own: the loop does not wait for this thread when it ends.
+        # Not from a pool: the loop does not wait for this thread at its end.
         self.making = loop.run_in_executor(ThreadPoolExecutor(1), self._make)
         alone = asyncio.create_task(self._wait_alone(connect_s))
         if threading.current_thread() is threading.main_thread():
@@ -87,7 +86,7 @@ class RoleHost:
         await self.listener.wait_alone()
 
     def _make(self) -> Hosted:
-        make = load(self.job["target"])  # which imports what is seeded
+        make = load(self.job["target"])  # its imports must precede seeding
         seed_globals(self.job["seed"], self.job["name"])
         made: Hosted = make(self.job["payload"], self.emit)
         return made
@@ -142,7 +141,7 @@ def run_job(job: Mapping[str, Any]) -> int:
 
 
 def set_up(job: Mapping[str, Any]) -> None:
-    """Set-up of every role process: stacks on SIGUSR1, a log, and the parent's import path."""
+    """Sets up a role process: stacks on SIGUSR1, a log, and the parent's import path."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s")

@@ -1,4 +1,4 @@
-"""Roles of a run as processes: their specs, and the interface of runtimes.
+"""Roles of a run as processes: their specs and the interface of runtimes.
 
 A runtime starts processes that run `role_host`, on this machine or elsewhere. The caller connects
 to them, and ends them with the runtime.
@@ -34,16 +34,15 @@ class RoleSpec:
     """One process of a run. Example: RoleSpec(name="rollout-0", target="pkg.module:build", ...)."""
 
     name: str
-    """The role and its number, such as rollout-0."""
+    """Role and number, such as rollout-0."""
     target: str
-    """The function "module:function" that makes the served object, called as target(payload,
-    emit)."""
+    """"module:function" of the function that makes the served object: target(payload, emit)."""
     payload: Any
     """A JSON value."""
     log: Path
     """File to which its output is appended."""
     generation: int = 0
-    """Number of the start of this role: messages of earlier processes are rejected."""
+    """Number of starts of this role before this one; messages of earlier processes are rejected."""
     num_gpus: float = 0
     devices: tuple[int, ...] = ()
     """GPUs by this process's numbering; a runtime that places processes itself uses `num_gpus`."""
@@ -52,7 +51,7 @@ class RoleSpec:
     cores: tuple[int, ...] = ()
     """CPU cores it is bound to; empty: any."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables set over the inherited ones."""
+    """Variables that override the inherited ones."""
     seed: int = 0
     """The seed of the run: random numbers of user code in this process depend on it and on
     `name`."""
@@ -72,15 +71,15 @@ class RoleProcess(ABC):
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal such as SIGSTOP halted it, as far as known here."""
+        """Whether a signal such as SIGSTOP stopped it, as far as known."""
         return False
 
     @abstractmethod
     def ended(self) -> str | None:
-        """How it ended, in words; None while it runs."""
+        """Describes how it ended; None while it runs."""
 
     def poll(self) -> str | None:
-        """How it ended, with the last lines of its log."""
+        """Describes how it ended, with the last lines of its log."""
         return None if (ended := self.ended()) is None else with_tail(ended, self.log)
 
     def kill(self) -> None:
@@ -91,7 +90,7 @@ class RoleProcess(ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """Once, by `kill`."""
+        """Ends the process; called once, by `kill`."""
 
     @abstractmethod
     def stacks(self) -> None:
@@ -102,7 +101,7 @@ class Runtime(ABC):
     """Starts processes, with one token for all of them; `close` ends every one it started."""
 
     is_spread: bool = False
-    """Whether they may be on other machines."""
+    """Whether processes may be on other machines."""
 
     def __init__(self) -> None:
         self.token = secrets.token_hex(32)
@@ -119,11 +118,11 @@ class Runtime(ABC):
         """Raises InfraFailure if it cannot be started."""
 
     def why_unavailable(self, name: str) -> str | None:
-        """Why no process of this name can be placed now; None if one can."""
+        """Returns why no process of this name can be placed now; None if one can."""
         return None
 
     def lost(self) -> str | None:
-        """Why no process can be started or monitored any more; None otherwise."""
+        """Why no process can be started or monitored any more; None if it can."""
         return None
 
     async def close(self) -> None:
@@ -139,7 +138,7 @@ async def connect(
     timeout_s: float = CONNECT_S,
 ) -> wire.Connection:
     """Connects to the process as soon as it responds. InfraFailure if it ends first. `patience_s`
-    None: the caller monitors its heartbeat."""
+    None: the caller monitors the heartbeat."""
     joining = asyncio.ensure_future(
         wire.connect(
             process.name,

@@ -1,4 +1,4 @@
-"""Keys of the machines and of how processes are started: the blocks `cluster` and `scheduler`."""
+"""Keys of machines and process start: the blocks `cluster` and `scheduler`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pentad.core.machine import GpuQueryError, find_gpus
 from pentad.core.section import Positive, Section
 
 Few = Annotated[int, Field(ge=1, le=100_000)]
-"""A number of machines, or of what is on one: placement looks at each."""
+"""A number of machines or devices; bounded, because placement enumerates them."""
 
 
 class ClusterConfig(Section):
@@ -30,12 +30,12 @@ class ClusterConfig(Section):
     """Accepts a layout that leaves half or more of the devices of a cluster of given size idle."""
 
     def count_devices(self) -> int | None:
-        """Number of devices on all machines; None without GPUs, where processes share the cores."""
+        """Returns the devices on all machines; None without GPUs: processes share the cores."""
         per_node = self.n_gpus_per_node
         if per_node is None:
             try:
                 per_node = len(find_gpus())
-            except GpuQueryError:  # `doctor` says so; a run finds out when it asks for the device
+            except GpuQueryError:  # reported by `doctor`, and by a run when it opens the device
                 return None
         return self.n_nodes * per_node or None
 

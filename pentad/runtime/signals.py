@@ -10,12 +10,12 @@ from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_S = 0.1
-"""`timeout` and others send a signal to a process and then to its group: within this time it counts
-as the same."""
+"""Tools like `timeout` send a signal to a process and then to its group: a repetition within this
+time is the same signal."""
 
 
 def handled_signals() -> list[signal.Signals]:
-    """The stop signals, except those that the parent made us ignore, as nohup does with SIGHUP."""
+    """Returns the stop signals that the parent does not ignore (nohup ignores SIGHUP)."""
     return [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 
 

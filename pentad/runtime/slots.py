@@ -1,9 +1,9 @@
-"""Slots: the places of a group's ranks (a GPU, a bundle of Ray, a share of the cores), which may be
+"""Slots: resources of a group's ranks (a GPU, a Ray bundle, a share of the cores), which may be
 lost and return.
 
 A lost slot has a file in the run's folder, `slots/N.away`, with the reason: written by the run when
 the slot failed too often, or by the user (`pentad slots --drop N`). Without the file the slot is
-usable again. `slots/now.json` lists the slots that a run has, and uses.
+usable again. `slots/now.json` lists the slots that a run has and uses.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class GroupNow:
 
 class Slots:
     def __init__(self, folder: Path) -> None:
-        """`folder`: slots/ in the run folder."""
+        """`folder`: `slots/` in the run folder."""
         self.folder = folder
 
     def away(self) -> dict[int, str]:
-        """Unusable slots, with the reason."""
+        """Returns unusable slots, with the reason."""
         try:
             names = [path for path in self.folder.iterdir() if path.suffix == ENDING]
         except FileNotFoundError:
@@ -47,7 +47,7 @@ class Slots:
             if path.stem.isdigit():
                 try:
                     found[int(path.stem)] = path.read_text(encoding="utf-8").strip() or "dropped"
-                except FileNotFoundError:  # it has just returned
+                except FileNotFoundError:  # the slot has just returned
                     continue
         return dict(sorted(found.items()))
 
@@ -65,7 +65,7 @@ class Slots:
         write_atomic(self.folder / "now.json", data, is_durable=False)
 
     def now(self) -> GroupNow:
-        """The current state of the group; UserError if no elastic run has written it."""
+        """Returns the current group; UserError if no elastic run has written it."""
         path = self.folder / "now.json"
         try:
             value = json.loads(path.read_text(encoding="utf-8"))

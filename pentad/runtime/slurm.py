@@ -1,9 +1,9 @@
 """Slurm: the submission script of a run, its check, and its submission by sbatch.
 
-On one node the script runs the command unchanged; on several, `torchrun` on each node that trains
-with the rendezvous on the first, and an agent (`runtime.nodes`) on each node with samplers except
-the first. Shortly before the time limit the run is stopped and the job queued again, and it resumes
-from its last checkpoint; the same happens after the loss of a node.
+On one node the script runs the command unchanged; on several, `torchrun` on each training node with
+the rendezvous on the first, and an agent (`runtime.nodes`) on each node with samplers except the
+first. Shortly before the time limit the run is stopped and the job requeued; it then resumes from
+its last checkpoint; the same happens after the loss of a node.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from pentad.core.errors import RunError
 
 GRACE_S = 300
-"""Seconds before the time limit, for the step in progress and a checkpoint."""
+"""The run stops this many seconds before the time limit, to finish a step and a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,16 +31,16 @@ class SlurmJob:
     """Folder of the script and the job's output; visible to all nodes."""
     num_nodes: int
     num_train_nodes: int
-    """The first nodes, with equally many ranks each."""
+    """Number of training nodes: the first ones, with the same number of ranks each."""
     ranks_per_node: int
     agent_nodes: tuple[int, ...] = ()
-    """Nodes beside the first on which the run starts samplers."""
+    """Nodes, except the first, on which the run starts samplers."""
     gpus_per_node: int | None
-    """Requested of Slurm; None: no request."""
+    """GPUs requested of Slurm; None: no request."""
     cpus_per_node: int | None = None
-    """None: all of the node, exclusively."""
+    """CPU cores requested; None: all of the node, exclusively."""
     memory_gb_per_node: float | None = None
-    """None: all of the node."""
+    """Memory in GiB requested; None: all of the node."""
     command: tuple[str, ...]
     """Words after `python -m pentad.cli.main`."""
     first_only: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ def memory_of(job: SlurmJob) -> str:
 
 
 def agents_of(job: SlurmJob) -> str:
-    """The Slurm steps that start samplers on other nodes, beside the ranks there."""
+    """Returns the Slurm steps of the agents that start samplers on other nodes."""
     if not job.agent_nodes:
         return ""
     agent = shlex.join([sys.executable, "-m", "pentad.runtime.nodes"])
@@ -88,7 +88,7 @@ def agents_of(job: SlurmJob) -> str:
 
 
 def launch_of(job: SlurmJob) -> str:
-    """The command of each node. The nodes fill in their own number."""
+    """Returns the command of each node, which reads its node number from the environment."""
     command = ["-m", "pentad.cli.main", *job.command]
     if job.num_nodes == 1:
         return f'exec {shlex.join([sys.executable, *command])} "$@"'

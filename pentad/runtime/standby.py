@@ -1,4 +1,4 @@
-"""Standbys: processes that have imported a rank's modules, and wait to become one.
+"""Standbys: processes that have imported a rank's modules and wait to replace a rank.
 
 Importing Python's modules and torch takes most of the time of replacing a lost rank.
 """
@@ -24,14 +24,14 @@ log = logging.getLogger(__name__)
 
 WAIT = "--standby"
 NAME = "standby-" + "." * 24
-"""Shown in the command line, with room for the name of its later role."""
+"""Name in the command line of a standby, padded for the name of its later role."""
 ARGUMENTS, ENVIRONMENT = 45, 47
-"""Positions of their addresses in /proc/PID/stat, the program's name not counted."""
+"""Positions of the addresses in /proc/PID/stat, counted after the program's name."""
 IMPORTED_LATE = (
     *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"),
     "transformers.models.auto.tokenization_auto",
 )
-"""Modules that making a model and reading its tokenizer import besides; seconds of a core."""
+"""Further modules that a model and its tokenizer import; they take seconds of CPU time."""
 
 
 @dataclass(eq=False)
@@ -49,14 +49,14 @@ class Standby:
         return cls(*open_channel([*command, NAME, WAIT, ",".join(modules)], **given))
 
     def is_ready(self) -> bool:
-        """Waits until it has imported everything; whether it has."""
+        """Waits until it has imported everything; returns False if it ended before."""
         try:
             return bool(self.channel.receive())
         except EOFError:
             return False
 
     def take(self, job: Mapping[str, Any]) -> Child | None:
-        """Makes it the process of a job; None if it has died."""
+        """Turns it into the process of a job; None if it has died."""
         try:
             with self.channel.sock:
                 self.channel.send(job)
@@ -73,7 +73,7 @@ class Standby:
 
 @dataclass(eq=False)
 class StandbyPool:
-    """Keeps a number of standbys ready, from the first `fill` on."""
+    """Keeps a number of standbys ready, starting with the first `fill`."""
 
     command: Sequence[str]
     count: int
@@ -92,7 +92,7 @@ class StandbyPool:
             self.filling.start()
 
     def take(self, job: Mapping[str, Any]) -> Child | None:
-        """A standby that has become the process of this job; None if none is ready."""
+        """Turns a ready standby into the process of this job; None if none is ready."""
         while True:
             with self.lock:
                 if not self.ready:
@@ -106,7 +106,7 @@ class StandbyPool:
         self.is_closed = True
         if self.filling is not None:
             if (starting := self.starting) is not None:
-                starting.process.end()  # one that hangs in its imports is not waited for
+                starting.process.end()  # do not wait for a standby that hangs in its imports
             self.filling.join()
         while self.ready:
             self.ready.pop().end()
@@ -143,7 +143,7 @@ def wait_for_job(words: Sequence[str]) -> dict[str, Any]:
 
 
 def receive_job(channel: Channel) -> dict[str, Any]:
-    """The job that `Standby.take` sends; the process ends if there is none."""
+    """Waits for the job that `Standby.take` sends; exits if the channel closes."""
     with channel.sock:
         try:
             return stand_in(channel.receive())
@@ -152,13 +152,13 @@ def receive_job(channel: Channel) -> dict[str, Any]:
 
 
 def stand_in(job: dict[str, Any]) -> dict[str, Any]:
-    """Sets log, environment, threads and name of the job in a process that was started before."""
+    """Sets log, environment, threads and name of the job in this running process."""
     with Path(job["log"]).open("ab") as file:
         for number in (1, 2):
             os.dup2(file.fileno(), number)
     os.environ.update(job["standing_in"])
     threads = job["standing_in"].get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")
-    if "torch" in sys.modules and threads:  # it has read the variable already
+    if "torch" in sys.modules and threads:  # torch has already read the variable
         sys.modules["torch"].set_num_threads(int(threads))
     rename(job["name"])
     return job
@@ -166,7 +166,7 @@ def stand_in(job: dict[str, Any]) -> dict[str, Any]:
 
 def rename(name: str) -> None:
     """Replaces the standby's name in the command line by that of the role, for process listings;
-    the whole line, if another program's."""
+    replaces the whole line if it belongs to another program."""
     if sys.platform != "linux":
         return
     words = Path("/proc/self/cmdline").read_bytes()
@@ -178,8 +178,8 @@ def rename(name: str) -> None:
 
 
 def overwrite(region: int, text: bytes) -> None:
-    """Replaces the command line that /proc shows for this process, as far as it fits; nothing else
-    reads that memory."""
+    """Overwrites the command line in /proc, as far as the text fits; nothing else reads that
+    memory."""
     fields = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()
     start, end = int(fields[region]), int(fields[region + 1])
     size = end - start

@@ -1,9 +1,9 @@
 """Connections between the processes of a run: frames over TCP, many concurrent calls.
 
-Both ends prove that they know one token before the first frame (those of a socket pair need no
-proof), and a frame of another generation is rejected. Calls made in one turn of the event loop are
-sent in one frame, and the other end starts all of them before any of them continues. Sizes, calls
-in progress, unread answers and silence are bounded.
+Both ends authenticate with a shared token before the first frame (not over a socket pair), and
+frames of another generation are rejected. Calls made in one turn of the event loop are sent in one
+frame, and the other end starts all of them before any continues. Sizes, calls in progress, unread
+answers and silence are bounded.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ log = logging.getLogger(__name__)
 MAGIC = b"PENTAD1\n"
 NONCE = 32
 MAX_CALLS = 1 << 16
-"""Maximum concurrent calls of a connection; also unsent items, before the peer counts as dead."""
+"""Maximum concurrent calls of a connection; with more unsent items the peer counts as dead."""
 HANDSHAKE_S = 10.0
 MAX_STRANGERS = 32
-"""Maximum connections that have not proven the token yet; beyond it the oldest is dropped."""
+"""Maximum number of unauthenticated connections; beyond it the oldest is dropped."""
 REFUSED = bytes(hashlib.sha256().digest_size)
-"""Sent in place of the server's proof: retrying with this token is useless."""
+"""Sent in place of the server's proof: the token is wrong, do not retry."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 """Pauses between attempts to connect, doubled each time."""
 LOGGED_REFUSALS = 100
-"""Rejections beyond this are logged when their number has doubled, so that strangers cannot fill
-the disk."""
+"""Beyond this number, rejections are logged only when their number has doubled, so that foreign
+connections cannot fill the disk."""
 STALL_S = 60.0
-"""Time limit for a callee to read a frame. There is none for a caller: it may be suspended."""
+"""Time limit for the serving end to read a frame. The calling end has none: it may be suspended."""
 CLOSE_S = 1.0
 
 Serve = Callable[[str, dict[str, Any]], Coroutine[Any, Any, Any]]
@@ -58,7 +58,7 @@ OnEvent = Callable[[str, Any], None]
 
 class Connection:
     """One end of an open connection: the listening end serves calls and emits events, the other end
-    calls. Once it is lost, calls in progress and later ones raise InfraFailure with the reason."""
+    makes calls. Once the connection is lost, all calls raise InfraFailure with the reason."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Connection:
         on_event: OnEvent | None = None,
         patience_s: float | None = None,
     ) -> None:
-        """`name` of the other end. `patience_s`: maximum silence, if the other end sends
+        """`name`: that of the other end. `patience_s`: maximum silence, if the other end sends
         heartbeats."""
         self.name = name
         self.reader = reader
@@ -81,7 +81,7 @@ class Connection:
         self.on_event = on_event
         self.patience_s = patience_s
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """The reason for a lost connection, once it is lost."""
+        """Future of the reason for the loss of the connection."""
         self.heard_at = awake_s()
         self.numbers = itertools.count()
         self.pending: dict[int, asyncio.Future[Any]] = {}
@@ -94,7 +94,7 @@ class Connection:
             self.tasks.append(asyncio.create_task(self._listen(patience_s)))
 
     async def call(self, method: str, /, **arguments: Any) -> Any:
-        """The result of the other end's method. Cancelling it here cancels it there."""
+        """Returns the result of the other end's method. Cancelling cancels it there too."""
         self._check_open()
         number = next(self.numbers)
         future = self.pending[number] = asyncio.get_running_loop().create_future()
@@ -115,7 +115,7 @@ class Connection:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the other end has not read yet what was sent."""
+        """Whether the other end has unread data."""
         return bool(self.outbox)
 
     async def close(self, why: str = "it was closed here") -> None:
@@ -124,7 +124,7 @@ class Connection:
         try:
             async with asyncio.timeout(CLOSE_S):
                 await self.writer.wait_closed()
-        except (OSError, EOFError, TimeoutError):  # it ended first, or does not read
+        except (OSError, EOFError, TimeoutError):  # the peer ended first, or does not read
             self.writer.transport.abort()
 
     def _check_open(self) -> None:
@@ -136,7 +136,7 @@ class Connection:
 
     def _post(self, item: dict[str, Any]) -> None:
         if len(self.outbox) >= MAX_CALLS:
-            self._lose(f"it has left {len(self.outbox)} messages unread")
+            self._lose(f"it has {len(self.outbox)} unread messages")
             return
         self.outbox.append(item)
         self.has_mail.set()
@@ -166,14 +166,14 @@ class Connection:
                     async with asyncio.timeout(STALL_S if self.serve is None else None):
                         await self.writer.drain()
         except TimeoutError:
-            self._lose(f"it has taken nothing for {STALL_S:g} s")
+            self._lose(f"it has read nothing for {STALL_S:g} s")
             self.writer.transport.abort()
         except OSError as error:
             self._lose(str(error) or type(error).__name__)
 
     def _next_frame(self) -> list[bytes | memoryview]:
-        """All waiting items, or as many as a frame may hold. An item that cannot be sent fails
-        alone."""
+        """Returns a frame of all waiting items, or as many as fit. An item that cannot be sent
+        fails alone."""
         items, self.outbox = self.outbox, []
         try:
             parts = pack(self.generation, items)
@@ -192,7 +192,7 @@ class Connection:
         return self._refuse(items[0], reason)
 
     def _refuse(self, item: dict[str, Any], reason: str) -> list[bytes | memoryview]:
-        """Replaces an item that cannot be sent by the reason, for the caller."""
+        """Replaces an item that cannot be sent by an error for the caller."""
         if "answer" in item:
             described = describe_error(RunError(f"the answer cannot be sent: {reason}"))
             return pack(self.generation, [{"error": item["answer"], "reason": described}])
@@ -223,7 +223,7 @@ class Connection:
         why = f"a message of generation {generation} is refused: this end has {self.generation}"
         described = describe_error(InfraFailure(why))
         answers = [{"error": item["call"], "reason": described} for item in items if "call" in item]
-        if answers:  # as the other end would have it, so that its caller gets the reason
+        if answers:  # with the peer's generation, so that its caller gets the reason
             self.writer.writelines(pack(generation, answers))
         self._lose(why)
 
@@ -240,7 +240,7 @@ class Connection:
             else:
                 self._settle(item)
         except (KeyError, TypeError, ValueError) as error:
-            raise BadFrame(f"has an item that is none ({type(error).__name__})") from error
+            raise BadFrame(f"has an invalid item ({type(error).__name__})") from error
 
     def _settle(self, item: dict[str, Any]) -> None:
         future = self.pending.get(item["answer"] if "answer" in item else item["error"])
@@ -274,9 +274,7 @@ class Connection:
             raise
         except Exception as error:
             if type(error).__name__ not in PLAIN and not isinstance(error, UserError | DataFailure):
-                log.exception(
-                    "%s failed", method
-                )  # a fault of ours: where it is stands in this log
+                log.exception("%s failed", method)  # our own error: this log has the traceback
             if not self.lost.done():
                 self._post({"error": number, "reason": describe_error(error)})
 
@@ -314,8 +312,8 @@ async def connect(
     patience_s: float | None = None,
     timeout_s: float = HANDSHAKE_S,
 ) -> Connection:
-    """Retries until `timeout_s` is over. InfraFailure if nothing listens, or not the process with
-    the token."""
+    """Connects, with retries for `timeout_s`. InfraFailure if no process with this token
+    listens."""
     host, port = address
     loop = asyncio.get_running_loop()
     deadline, pause_s, reason = loop.time() + timeout_s, FIRST_PAUSE_S, "it did not answer"
@@ -338,14 +336,14 @@ async def connect(
 async def _open(
     name: str, host: str, port: int, token: str
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection over which both ends have proven the token."""
+    """Opens a connection and authenticates both ends."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
         keep_alive(writer)
         greeting = await reader.readexactly(len(MAGIC) + NONCE)
         theirs, ours = greeting[len(MAGIC) :], secrets.token_bytes(NONCE)
         if greeting[: len(MAGIC)] != MAGIC:
-            raise InfraFailure(f"{name}: what listens at {host}:{port} is none of ours")
+            raise InfraFailure(f"{name}: {host}:{port} is not a Pentad process")
         writer.write(MAGIC + ours + proof(token, b"client", theirs, ours))
         answer = await reader.readexactly(len(REFUSED))
         if answer == REFUSED:
@@ -359,7 +357,7 @@ async def _open(
 
 
 class Listener:
-    """The serving end: accepts connections with the token, and keeps them."""
+    """The serving end: accepts connections with the token."""
 
     def __init__(self, sock: socket.socket, token: str, generation: int, serve: Serve) -> None:
         """`sock` is bound and listens."""
@@ -368,7 +366,7 @@ class Listener:
         self.generation = generation
         self.serve = serve
         self.strangers: dict[asyncio.StreamWriter, str] = {}
-        """Connections that have not proven the token yet, oldest first, and their hosts."""
+        """Unauthenticated connections, oldest first, and their hosts."""
         self.num_refused = 0
         self.connections: set[Connection] = set()
         self.had_any = asyncio.Event()
@@ -378,7 +376,7 @@ class Listener:
         self.server = await asyncio.start_server(self._accept, sock=self.sock)
 
     async def wait_alone(self) -> None:
-        """Waits until there has been a connection and there is none any more."""
+        """Waits until the last connection has closed."""
         await self.had_any.wait()
         while self.connections:
             await asyncio.wait([one.lost for one in self.connections])
@@ -392,7 +390,7 @@ class Listener:
             await connection.close()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # A peer that is gone already has no name.
+        # A closed connection has no peer name.
         host, port = (writer.get_extra_info("peername") or ("unknown", 0))[:2]
         self._make_room()
         self.strangers[writer] = host
@@ -412,8 +410,8 @@ class Listener:
         self.had_any.set()
 
     def _make_room(self) -> None:
-        """Drops the oldest unproven connection of the host with the most of them: silent ones block
-        neither other hosts nor later callers."""
+        """Drops the oldest unauthenticated connection of the host with the most of them, so that
+        silent ones block no other callers."""
         while len(self.strangers) >= MAX_STRANGERS:
             nums = Counter(self.strangers.values())
             most = max(nums.values())
@@ -446,5 +444,5 @@ class Listener:
             writer.write(REFUSED)
             raise InfraFailure("it does not know the token of this run")
         if writer not in self.strangers:
-            raise EOFError  # dropped while its proof was on the way
+            raise EOFError  # dropped before its proof arrived
         writer.write(proof(self.token, b"server", theirs, ours))

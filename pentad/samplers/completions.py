@@ -1,7 +1,7 @@
-"""Any OpenAI-compatible server that takes and returns token ids, for evaluation: vLLM, pentad
-serve.
+"""Client for OpenAI-compatible servers that take and return token ids (vLLM, pentad serve), for
+evaluation.
 
-Its weights are fixed: nothing can be installed, and every token is of version 0.
+The server's weights are fixed: nothing can be installed, and every token has version 0.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Models(BaseModel):
 
 
 class Completions(Dialect):
-    """The dialect of `/v1/completions` with `return_token_ids`. Evaluation trains nothing, so the
-    meaning of its log-probs does not matter; requests are aborted by closing the connection."""
+    """The dialect of `/v1/completions` with `return_token_ids`. Evaluation does not train, so any
+    log-probs are accepted. Requests are aborted by closing the connection."""
 
     capabilities = frozenset({"stop_strings", "seeds"})
 

@@ -1,5 +1,5 @@
-"""Differences between servers, and the parsing of their answers: ids, log-probs, ends, experts, and
-the weight version of each token."""
+"""Interface to different kinds of servers, and parsing of their answers: ids, log-probs, finish
+reasons, experts, and the weight version of each token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from pentad.samplers.weight_proof import prove
 from pentad.sync.deltas import ChangedOnly
 
 LOGPROB_ROUNDING = 1e-3
-"""A log-prob above 0 by at most this is a certain token in low precision; more is an error."""
+"""A log-prob of at most this above 0 is rounding in low precision; more is an error."""
 MEMORIES = ("weights", "kv_cache")
 CUTS = (
     "does not report which weights drew a token: with new weights, answers in progress are cut and "
@@ -41,7 +41,7 @@ FINISHES: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", 
 
 
 class VersionSpan(BaseModel):
-    """Tokens [start, end) of an answer were sampled by weights with this label."""
+    """Label of the weights that sampled tokens [start, end) of an answer."""
 
     version: str
     start: NonNegativeInt
@@ -50,28 +50,28 @@ class VersionSpan(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One continuation as it is sent to a server."""
+    """One continuation, as sent to a server."""
 
     id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     max_new_tokens: int
-    """Within the context."""
+    """Limited by the model's context."""
     seed: int
     version: int
     """Weight version at the time of the request."""
 
 
 class Dialect:
-    """One kind of server. The defaults are those of a server with only OpenAI's endpoints. Failures
-    are raised as InfraFailure."""
+    """A kind of server. The defaults are for a server with only OpenAI's endpoints. Failures are
+    raised as InfraFailure."""
 
     capabilities: frozenset[str]
     loses_requests_asleep = False
-    """Whether it can sleep only without requests in progress; these are sent again."""
+    """Whether it can sleep only without requests in progress; these are then sent again."""
     tells_versions = True
     """Whether answers contain the weight version of each token. For other servers no request is in
-    progress while the weights are replaced: calls are cut, and the rest is requested afterwards."""
+    progress while weights are replaced: calls are interrupted and continued afterwards."""
 
     settings: ServerSettings
     """Only set on a `LoadingDialect`."""
@@ -79,7 +79,7 @@ class Dialect:
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
         self.where = wire.where
-        """The server in sentences."""
+        """The server's name in messages."""
 
     def check(self, params: SamplingParams) -> None:
         """Raises UserError for sampling settings with which the server would report wrong
@@ -89,8 +89,8 @@ class Dialect:
         raise NotImplementedError
 
     async def abort(self, call_ids: Sequence[str]) -> bool:
-        """Aborts calls; returns whether they return their tokens, else their connections must be
-        closed."""
+        """Aborts calls; returns whether they will return their tokens; if not, close their
+        connections."""
         return False
 
     async def end_calls(self, call_ids: Sequence[str]) -> None:
@@ -112,7 +112,7 @@ class Dialect:
         raise self._cannot("sleep")
 
     async def wake(self, memories: Sequence[str]) -> None:
-        """Allocates some of it again; with the last of it the server samples again."""
+        """Allocates these memories again; after the last one the server samples again."""
         raise self._cannot("sleep")
 
     async def health(self) -> None:
@@ -137,7 +137,7 @@ class Dialect:
         spans: Sequence[VersionSpan] | None,
         experts: str | None,
     ) -> Generation:
-        """A generation with the weight version and, if they are recorded, the experts of each
+        """Makes a generation with the weight version and, if recorded, the experts of each
         token."""
         versions = [call.version] * len(ids)
         if self.tells_versions:
@@ -154,9 +154,9 @@ class Dialect:
 
 
 class LoadingDialect(Dialect):
-    """A server whose weights are replaced.
+    """A server whose weights can be replaced.
 
-    Verifies every partial install, and the first and every n-th full one.
+    Partial installs are always verified; of full ones the first and every n-th.
     """
 
     def __init__(
@@ -174,12 +174,12 @@ class LoadingDialect(Dialect):
         self.changed = ChangedOnly(can_change, self.version_label)
 
     async def held(self) -> tuple[Mapping[str, str], Callable[[Tensor], str]]:
-        """Checksums of the tensors that the server holds, by its names, and the function that
-        computes one."""
+        """Returns checksums of the server's tensors, by its names, and the function that computes
+        one."""
         raise NotImplementedError
 
     async def _prove_if_due(self, weights: TensorPairs, *, is_part: bool) -> None:
-        """Raises InfraFailure unless the server holds the published weights."""
+        """If a check is due, raises InfraFailure unless the server has the published weights."""
         every = self.settings.server.check_weights_every
         is_due = self.num_loads % every == 0 if every else self.num_loads == 0
         if self.is_comparable and (is_part or is_due):
@@ -202,7 +202,7 @@ def check_routes(where: str, settings: ServerSettings, has_flag: bool) -> None:
 
 
 def sampling_params(call: Call) -> dict[str, Any]:
-    """Sampling parameters by the names of vLLM and OpenAI-compatible servers."""
+    """Returns sampling parameters with the names of vLLM and OpenAI-compatible servers."""
     params = call.params
     return {
         "max_tokens": call.max_new_tokens,
@@ -225,14 +225,14 @@ def command_line(
 
 
 def joined(*parts: Generation) -> Generation:
-    """Joins the parts of one continuation; it ended as the last part did."""
+    """Joins the parts of one continuation; the finish reason is that of the last part."""
     whole = Generation([], [], [], parts[-1].finish if parts else "length")
     for part in parts:
         whole.ids += part.ids
         whole.logprobs += part.logprobs
         whole.versions += part.versions
         if part.routes is not None and whole.routes is not None:
-            # A token's experts are those with which the one after it was drawn.
+            # A token's experts are computed when the next token is sampled.
             known = len(whole.routes) - 1
             part = replace(part, routes=np.concatenate([whole.routes[:known], part.routes[known:]]))
         whole.routes = whole.routes if part.routes is None else part.routes
@@ -240,14 +240,14 @@ def joined(*parts: Generation) -> Generation:
 
 
 def versions_of(where: str, spans: Sequence[VersionSpan] | None, num: int) -> list[int]:
-    """The weight version of each of `num` tokens; installs label weights with their number."""
+    """Returns the weight version of each of `num` tokens; the labels are version numbers."""
     if spans is None:
-        raise InfraFailure(f"{where}: it does not say which weights drew the tokens")
+        raise InfraFailure(f"{where}: it does not report which weights sampled the tokens")
     versions: list[int] = []
     for span in spans:
         is_next = span.start == len(versions) and span.start <= span.end <= num
         if not is_next or not re.fullmatch(r"[0-9]{1,18}", span.version):
-            found = f"weights {span.version!r} drew tokens {span.start} to {span.end}"
+            found = f"weights {span.version!r} sampled tokens {span.start} to {span.end}"
             raise InfraFailure(f"{where}: {found}, which were never installed")
         versions += [int(span.version)] * (span.end - span.start)
     if len(versions) != num:
@@ -258,9 +258,9 @@ def versions_of(where: str, spans: Sequence[VersionSpan] | None, num: int) -> li
 def routes_of(
     where: str, experts: str | None, answer: Generation, num_prompt: int, dims: ModelDims
 ) -> np.ndarray | None:
-    """`Generation.routes` from a server's answer about all its layers and all tokens but the last,
-    which it never computed: base64 of int32 (SGLang) or of an .npy file (vLLM). None for a
-    truncated answer without them."""
+    """Reads `Generation.routes` from a server's answer: base64 of int32 (SGLang) or of an .npy file
+    (vLLM), for all its layers and all tokens but the last, which is never computed. None for a
+    truncated answer without routes."""
     if experts is None and answer.finish == "abort":
         return None
     num_tokens = num_prompt + len(answer.ids)
@@ -268,12 +268,12 @@ def routes_of(
     found_TLk = numbers_in(where, experts or "")
     if found_TLk.size != math.prod(shape):
         rule = f"{found_TLk.size} came where {num_tokens} tokens have {math.prod(shape)}"
-        raise InfraFailure(f"{where}: it does not say which experts each token went to: {rule}")
+        raise InfraFailure(f"{where}: it does not report the experts of each token: {rule}")
     layers = [layer for layer in range(dims.num_layers) if dims.is_moe(layer)]
     routes_TLk: np.ndarray = found_TLk.reshape(shape)[:, layers].astype(np.int16)
     ordered = np.sort(routes_TLk, -1)
     if (ordered[..., 1:] == ordered[..., :-1]).any():
-        raise InfraFailure(f"{where}: it says that a token went to the same expert twice")
+        raise InfraFailure(f"{where}: it reports the same expert twice for a token")
     if ordered.size and not 0 <= ordered.min() <= ordered.max() < dims.num_experts:
         rule = f"experts {ordered.min()} to {ordered.max()}"
         raise InfraFailure(f"{where}: it used {rule}, the model has {dims.num_experts}")
@@ -288,7 +288,7 @@ def numbers_in(where: str, text: str) -> np.ndarray:
         read: np.ndarray = np.load(io.BytesIO(data))
         return read
     except (ValueError, EOFError) as error:
-        raise InfraFailure(f"{where}: the experts it used are garbage ({error})") from error
+        raise InfraFailure(f"{where}: the reported experts cannot be parsed ({error})") from error
 
 
 def finish_of(where: str, reason: str | None) -> FinishReason:
@@ -299,7 +299,7 @@ def finish_of(where: str, reason: str | None) -> FinishReason:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The numbers of a version, (0, 5, 23) of 0.5.23.post1."""
+    """Returns the numbers of a version: (0, 5, 23) for 0.5.23.post1."""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
@@ -308,8 +308,8 @@ def dotted(number: Sequence[int]) -> str:
 
 
 def are_sound(answers: Sequence[Generation], max_new_tokens: int, vocab_size: int) -> bool:
-    """Whether `flaw_of` finds nothing in any of them, checked together, because a batch has
-    thousands. False as well if versions differ or numbers do not fit their types."""
+    """Whether `flaw_of` finds no defect in any answer; vectorised, because a batch has thousands.
+    Also False if versions differ or numbers do not fit their types."""
     for answer in answers:
         num = len(answer.ids)
         if answer.finish not in ("stop", "length") or not 1 <= num <= max_new_tokens:
@@ -330,7 +330,7 @@ def are_sound(answers: Sequence[Generation], max_new_tokens: int, vocab_size: in
 
 
 def flaw_of(answer: Generation, max_new_tokens: int, vocab_size: int) -> str | None:
-    """The defect of a sampler's answer, in words; None if there is none."""
+    """Describes the defect of a sampler's answer; None if there is none."""
     num = len(answer.ids)
     if answer.finish == "abort":
         return f"aborted after {num} tokens"

@@ -30,20 +30,20 @@ START = {"vllm": vllm.start, "sglang": sglang.start}
 
 
 def payload_of(name: str, backend: str, settings: ServerSettings, log_file: Path) -> dict[str, Any]:
-    """Arguments of the role process, as a JSON value. Its GPUs are the server's."""
+    """Arguments of the role process as a JSON value. The server uses the process's GPUs."""
     given = settings.model_copy(update={"devices": ()}).model_dump(mode="json")
     return {"name": name, "backend": backend, "settings": given, "log": str(log_file)}
 
 
 def make_server(payload: Mapping[str, Any], emit: Callable[[str, Any], None]) -> HostedServer:
-    """The target of a role process."""
+    """Makes the served object of a role process."""
     start = START[payload["backend"]]
     settings = ServerSettings.model_validate(payload["settings"])
     return HostedServer(partial(start, settings, payload["name"], Path(payload["log"])))
 
 
 class HostedServer(HostedSampler[StartedServer]):
-    """A server that the first call starts."""
+    """Serves a vLLM or SGLang server, which the first call starts."""
 
     def __init__(self, start: Callable[[], Awaitable[StartedServer]]) -> None:
         super().__init__(None)
@@ -51,23 +51,23 @@ class HostedServer(HostedSampler[StartedServer]):
         self.watching: asyncio.Task[None] | None = None
 
     async def hello(self) -> dict[str, Any]:
-        """Starts the server in the main thread, because the server ends with its parent thread."""
+        """Starts the server in the main thread: the server ends with its parent thread."""
         server = await self.start()
         self.host(server)
         self.watching = asyncio.create_task(self._watch(server))
         return await super().hello()
 
     async def _watch(self, server: StartedServer) -> None:
-        """Ends this process if its server ends, which its starter notices."""
+        """Ends this process if its server ends; the scheduler then restarts it."""
         log.error("%s: %s", server.process.name, await server.lost)
-        os.kill(os.getpid(), signal.SIGTERM)  # `role_host` ends by it
+        os.kill(os.getpid(), signal.SIGTERM)  # `role_host` exits on this signal
 
     async def _install(self, weights: dict[str, Any]) -> Any:
         pairs = await asyncio.to_thread(open_weights, weights)
         return await self.sampler.install(weights["version"], pairs)
 
     async def _answer(self, call: Awaitable[T]) -> T:
-        """Answers a call; nothing if the server has ended, because this process ends next."""
+        """Answers a call; never returns if the server has ended, because this process ends next."""
         try:
             return await call
         except InfraFailure:

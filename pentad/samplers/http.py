@@ -1,9 +1,9 @@
-"""HTTP/1.1 calls to one server, any number at once, each over its own connection, with time limits
-(`Wire`); every failure is one sentence.
+"""HTTP/1.1 calls to one server, concurrent, each over its own connection, with time limits (`Wire`)
+and one-line errors.
 
-A connection is kept for the next call, unless its answer was abandoned before the end. This is a
-separate client because pools that search all connections for every call take seconds for the
-thousand calls of a batch (docs/log.md).
+A connection is reused by later calls, unless its answer was abandoned before the end. Other clients
+search all pooled connections for every call, which takes seconds for the thousand calls of a batch
+(docs/log.md).
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from pentad.core.errors import InfraFailure
 
 READ_BYTES = 1 << 16
 IDLE_S = 2.0
-"""Seconds after which a kept connection is not reused: servers close connections that are idle for
-five."""
+"""Idle seconds after which a connection is not reused: servers close it after five."""
 
 
 class HttpError(Exception):
-    """A failed call, in words."""
+    """A failed call, with a description."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +54,7 @@ class HttpLink:
 
     async def status(self) -> int:
         while not isinstance(event := await self.event(), h11.Response):
-            pass  # what a server says before its answer
+            pass  # informational responses before the answer
         return event.status_code
 
     async def body(self) -> AsyncIterator[bytes]:
@@ -64,8 +63,8 @@ class HttpLink:
                 yield bytes(event.data)
 
     def rest(self) -> bool:
-        """Prepares it for another call; False if that is not possible. Data that arrive meanwhile
-        stay in its socket."""
+        """Prepares the connection for another call; False if that is not possible. Data that arrive
+        meanwhile stay in the socket."""
         is_done = self.protocol.states == {h11.CLIENT: h11.DONE, h11.SERVER: h11.DONE}
         if not is_done or self.protocol.trailing_data[0] or self.writer.is_closing():
             return False
@@ -104,15 +103,15 @@ class HttpClient:
         self.secure = ssl.create_default_context() if url.scheme == "https" else None
         self.connect_s = connect_s
         self.kept: list[HttpLink] = []
-        """The most recent is last."""
+        """Idle connections; the most recent is last."""
         self.is_closed = False
 
     @asynccontextmanager
     async def call(
         self, method: str, target: str, body: bytes | None = None
     ) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
-        """The status of the answer and its body, as it arrives. Leaving a call before the end of
-        its answer closes the connection, which ends the server's work for it."""
+        """Yields the status of the answer and its body as a stream. Leaving the context before the
+        end of the body closes the connection, which aborts the request on the server."""
         link = self._take_kept() or await self._open()
         try:
             headers = [*self.headers, ("Content-Length", str(len(body or b"")))]
@@ -157,7 +156,7 @@ class HttpClient:
         while self.kept and time.monotonic() - self.kept[0].idle_since > IDLE_S:
             self.kept.pop(0).writer.close()
         if link.protocol.our_state is not h11.DONE or link.protocol.their_state is h11.SEND_BODY:
-            link.writer.transport.abort()  # to close it would first send what is not read
+            link.writer.transport.abort()  # close() would first send pending data
         elif not self.is_closed and link.rest():
             self.kept.append(link)
         else:
@@ -169,7 +168,7 @@ class HttpClient:
 CONNECT_TIMEOUT_S = 10.0
 CALL_TIMEOUT_S = 60.0
 MAX_ANSWER_BYTES = 256 << 20
-"""Maximum size of one answer; the longest of tokens with their experts are a tenth of it."""
+"""Maximum size of one answer; the longest ones (tokens with experts) have a tenth of it."""
 MAX_QUOTED = 300
 """Maximum number of characters of a server's answer in an error."""
 
@@ -183,7 +182,7 @@ class Wire:
         self.address = address.rstrip("/")
         self.http = HttpClient(self.address, CONNECT_TIMEOUT_S, key)
         scheme, _, _ = self.address.partition("://")
-        # Without the name and the password that may stand in it.
+        # Without the user name and password that it may contain.
         self.where = f"{kind} at {scheme}://{self.http.authority}{self.http.path}"
 
     async def get(self, path: str, **params: str) -> Any:
@@ -203,14 +202,14 @@ class Wire:
         return self._parsed(path, answer) if is_json and answer else None
 
     def read(self, path: str, schema: type[M], answer: Any) -> M:
-        """The answer, parsed as the expected type."""
+        """Parses the answer as the expected type."""
         try:
             return schema.model_validate(answer)
         except ValidationError as error:
             first = error.errors()[0]
             at = ".".join(map(str, first["loc"])) or "the answer"
             found = f"{at}: {first['msg']}"
-            raise InfraFailure(f"{self.where}: {path} answered garbage ({found})") from error
+            raise InfraFailure(f"{self.where}: {path}: invalid answer ({found})") from error
 
     async def close(self) -> None:
         await self.http.close()
@@ -222,7 +221,7 @@ class Wire:
         body: Mapping[str, Any] | None = None,
         timeout_s: float | None = CALL_TIMEOUT_S,
     ) -> tuple[int, str]:
-        """The status and the text of an answer, whatever they are."""
+        """Returns the status and the text of an answer, without checking them."""
         sent = None if body is None else json.dumps(body).encode()
         try:
             async with (
@@ -264,7 +263,7 @@ class Wire:
 
 
 async def bounded(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The pieces; raises HttpError if they exceed MAX_ANSWER_BYTES."""
+    """Yields the pieces; raises HttpError if they exceed MAX_ANSWER_BYTES."""
     num_bytes = 0
     async for piece in pieces:
         num_bytes += len(piece)

@@ -29,11 +29,11 @@ from pentad.samplers.http import Wire
 from pentad.samplers.section import ServerConfig
 
 ROUTES_FLAG = "--enable-return-routed-experts"
-"""The same for vLLM and SGLang."""
+"""Settings that are the same for vLLM and SGLang."""
 
 
 class ServerSettings(Section):
-    """Settings of one server of a run: the block `rollout`, resolved, and its placement."""
+    """Settings of one server of a run: the resolved block `rollout`, and its placement."""
 
     rollout: RolloutConfig
     model_folder: str
@@ -48,13 +48,13 @@ class ServerSettings(Section):
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     lora: LoraConfig | None = None
-    """The adapter whose factors are installed; the frozen weights are those of the model folder."""
+    """The adapter whose factors are installed; the frozen weights come from the model folder."""
     can_sleep: bool = False
     """Whether it will be put to sleep while others use its devices."""
     key: str | None = Field(default=None, repr=False)
     """Sent with every request; a server that the run starts gets a new one each time."""
     is_started: bool = False
-    """Whether the run started it: it runs here, as the same user."""
+    """Whether the run started it: it then runs on this machine as the same user."""
 
     @property
     def server(self) -> ServerConfig:
@@ -62,18 +62,18 @@ class ServerSettings(Section):
 
     @property
     def transfer_folder(self) -> Path:
-        """Folder of weights that travel by disk."""
+        """Folder for weights that are transferred by disk."""
         return Path(self.server.transfer_folder or tempfile.gettempdir())
 
 
 STOP_PATIENCE_S = 15.0
 PROBE_INTERVAL_S = 0.5
 END_PATIENCE_S = 1.0
-"""Seconds to wait after a failed call for the end of the server's process, which may be its
+"""Seconds to wait after a failed call for the exit of the server's process, which may be the
 cause."""
 TAIL_LINES = 8
 INSTALLED_S = 60.0
-"""Time limit for the server's interpreter to report its release, in seconds."""
+"""Time limit for the server's interpreter to report the package's version, in seconds."""
 KEY = "rollout.server.python"
 T = TypeVar("T")
 
@@ -93,21 +93,21 @@ class ServerProcess:
         self.child = Child.start(
             bound(command),
             log=log_file,
-            log_mode=0o600,  # not for others to read: SGLang logs its key
+            log_mode=0o600,  # private: SGLang logs its key
             environment={**environment, "PYTHONPATH": path},
         )
 
     def check(self) -> None:
-        """Raises RunError if it ended, with the end of its log."""
+        """Raises RunError, with the end of the log, if the server has exited."""
         if (ended := self.child.poll(TAIL_LINES)) is not None:
             raise RunError(f"{self.name} {ended}")
 
     def poll(self) -> str | None:
-        """How it ended, in words; None while it runs."""
+        """Describes how it ended; None while it runs."""
         return self.child.ended()
 
     def stacks(self) -> None:
-        """A server writes none."""
+        """Does nothing: servers write no stacks."""
 
     async def wait_ready(self, probe: Callable[[], Awaitable[None]], timeout_s: float) -> None:
         """Waits until `probe` raises no InfraFailure."""
@@ -126,8 +126,8 @@ class ServerProcess:
             await asyncio.sleep(PROBE_INTERVAL_S)
 
     async def opened(self, wire: Wire, attach: Callable[[], Awaitable[T]], timeout_s: float) -> T:
-        """The result of `attach` once the server answers; after any failure the server is
-        stopped."""
+        """Waits until the server answers and returns the result of `attach`; stops the server after
+        any failure."""
         try:
             await self.wait_ready(lambda: wire.get("/health"), timeout_s)
             return await attach()
@@ -138,7 +138,7 @@ class ServerProcess:
             await wire.close()
 
     async def stop(self) -> None:
-        """Requests its end, then kills it with all processes it started."""
+        """Stops the server, then kills it with all processes it started."""
         self.child.send_all(signal.SIGTERM)
         deadline = time.monotonic() + STOP_PATIENCE_S
         while self.child.is_running and time.monotonic() < deadline:
@@ -148,22 +148,22 @@ class ServerProcess:
 
 
 async def soon_lost(lost: asyncio.Future[str]) -> bool:
-    """Whether a process that `lost` belongs to has ended, which explains a failure that has just
+    """Whether the process of `lost` has ended or ends now, which explains a failure that just
     occurred."""
     await asyncio.wait([lost], timeout=END_PATIENCE_S)
     return lost.done()
 
 
 def package_path(folder: Path) -> str:
-    """A folder that contains only this package: the server's environment has its own versions of
-    torch and others, which our site-packages must not shadow."""
+    """Makes an import folder with only this package, so that our site-packages do not shadow torch
+    and other packages of the server's environment."""
     (folder / "pentad").symlink_to(Path(pentad.__file__).parent, target_is_directory=True)
     return str(folder)
 
 
 def server_python(wanted: str | None, command: str) -> str:
-    """The interpreter of the server's environment. `wanted` is it, or the environment's folder.
-    None: that of the `command` on the path."""
+    """Returns the interpreter of the server's environment. `wanted`: the interpreter or the
+    environment's folder; None: that of the `command` on the path."""
     if wanted is None:
         found = shutil.which(command)
         beside = Path(found).resolve().parent / "python" if found else Path(sys.executable)
@@ -178,7 +178,7 @@ def server_python(wanted: str | None, command: str) -> str:
 
 
 def check_installed(python: str, module: str, wanted: str | None) -> str:
-    """The release of the server's package; UserError if the interpreter does not have it."""
+    """Returns the version of the server's package; UserError if it is not installed."""
     code = (
         "import importlib.metadata as m, importlib.util as u, sys\n"
         "name = sys.argv[1]\n"
@@ -190,7 +190,7 @@ def check_installed(python: str, module: str, wanted: str | None) -> str:
         found = subprocess.run(command, capture_output=True, text=True, timeout=INSTALLED_S)
     except subprocess.TimeoutExpired:
         rule = f"its interpreter {python} did not answer within {INSTALLED_S:g} s"
-        remedy = f"start it once by hand (`{python} -c pass`) and see what keeps it"
+        remedy = f"start it once by hand (`{python} -c pass`) to see why it hangs"
         raise UserError(Problem(f"{KEY} = {wanted or 'null'}", rule, remedy)) from None
     except OSError as error:
         rule, remedy = f"{python} cannot be run ({error.strerror})", "give a Python interpreter"
@@ -205,8 +205,8 @@ def check_installed(python: str, module: str, wanted: str | None) -> str:
 
 
 def server_environment(devices: Sequence[int], **own: str) -> dict[str, str]:
-    """Our environment variables without the paths of our packages; models are folders, so nothing
-    is downloaded."""
+    """Returns our environment variables without our package paths, and with downloads disabled,
+    because models are folders."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     seen = {"CUDA_VISIBLE_DEVICES": visible_devices(devices)} if devices else {}
     return {**kept, "HF_HUB_OFFLINE": "1", **seen, **own}

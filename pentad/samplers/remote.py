@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 TARGET = f"{__name__}:make_sampler"
 PLAIN_CALLS = ("abort", "rewind", "sleep", "wake", "health")
-"""Methods of a sampler that a role process serves unchanged."""
+"""Methods of the sampler that a role process forwards unchanged."""
 
 
 class HostedSettings(Section):
@@ -55,14 +55,14 @@ class HostedSettings(Section):
     device: str
     dtype: str
     seed: int | None = None
-    """Seed of its weights until the first install. None: random weights are not needed."""
+    """Seed of random weights until the first install; None: no random weights."""
     base: str = ""
     """Folder of the frozen weights, if an adapter is published."""
     unfiled: str = ""
-    """Folder of a model without a model file: transformers' own is built from its config."""
+    """Folder of a model without a model file; transformers' model is built from its config."""
     version: int = -1
     tokenizer: str = ""
-    """Folder; none: stop strings are rejected."""
+    """Folder of the tokenizer; empty: stop strings are rejected."""
     model_files: tuple[str, ...] = ()
     """Files of the user's own model families."""
     deterministic: bool = False
@@ -71,7 +71,7 @@ class HostedSettings(Section):
 
 
 def make_sampler(payload: Mapping[str, Any], emit: Callable[[str, Any], None]) -> HostedEngine:
-    """The target of a role process."""
+    """Makes the served object of a role process."""
     given = HostedSettings.model_validate(payload)
     for path in given.model_files:
         register(path)
@@ -92,8 +92,8 @@ def make_sampler(payload: Mapping[str, Any], emit: Callable[[str, Any], None]) -
 
         @cache
         def tokenizer() -> Tokenizer:
-            """The tokenizer, loaded for the first stop string, because importing transformers takes
-            seconds."""
+            """Returns the tokenizer; loaded for the first stop string, because importing
+            transformers takes seconds."""
             from pentad.data.tokenizer import load_tokenizer
 
             return load_tokenizer(given.tokenizer)
@@ -106,7 +106,7 @@ def make_sampler(payload: Mapping[str, Any], emit: Callable[[str, Any], None]) -
 
 
 class HostedSampler(Generic[S]):
-    """Serves a sampler whose arguments are JSON values and arrays."""
+    """Serves a sampler with arguments of JSON values and arrays."""
 
     def __init__(self, sampler: S | None) -> None:
         """`sampler` None: the first call makes it."""
@@ -137,8 +137,8 @@ class HostedSampler(Generic[S]):
         return {"generations": [pack_generation(one) for one in made], "stats": self.stats()}
 
     async def pull(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """Installs the published weights; the receipt has the digest of the sampler's weights
-        afterwards."""
+        """Installs the published weights; the receipt has the digest of the sampler's weights after
+        the install."""
         return asdict(await self._answer(self._install(weights)))
 
     async def _install(self, weights: dict[str, Any]) -> Installed:
@@ -178,7 +178,7 @@ class HostedEngine(HostedSampler[EmbeddedSampler]):
         return receipt
 
 
-# Requests and answers as they travel.
+# Requests and answers as JSON values and arrays.
 
 
 def with_tuples(value: Mapping[str, Any]) -> dict[str, Any]:
@@ -245,7 +245,7 @@ class RoleSampler:
 
     @classmethod
     async def open(cls, process: RoleProcess, weights_dir: WeightsDir) -> Self:
-        """Connects once the sampler is made there; raises the failure of its construction."""
+        """Connects once the process has made its sampler; raises the failure of that."""
         sampler = cls(process, weights_dir)
         connect = roles.connect(process, sampler._on_beat, patience_s=roles.PATIENCE_S)
         sampler.connection = await connect
@@ -260,7 +260,7 @@ class RoleSampler:
 
     @property
     def lost(self) -> asyncio.Future[str]:
-        """The reason for a lost connection, once it is lost."""
+        """Future of the reason for the loss of the connection."""
         assert self.connection is not None, "opened by `open`"
         return self.connection.lost
 
@@ -270,7 +270,7 @@ class RoleSampler:
         return generations_of(answer["generations"])
 
     async def pull(self, published: PublishedVersion) -> Installed:
-        """Raises WrongWeights if the sampler ends with other weights than the published ones."""
+        """Pulls weights; raises WrongWeights if the sampler then has other weights."""
         with self.weights_dir.reading(published) as weights:
             receipt = Installed(**await self.call("pull", weights=asdict(weights)))
         if (receipt.version, receipt.digest) != (weights.version, weights.digest):
@@ -296,7 +296,7 @@ class RoleSampler:
         return self.seen
 
     async def close(self) -> None:
-        """Open requests end with an error; the process is gone when this returns."""
+        """Ends open requests with an error, and ends the process."""
         self.is_closed = True
         if self.connection is not None:
             await self.connection.close("the sampler was closed")

@@ -1,9 +1,9 @@
-"""One sampler replica of a run: a process that samples, restarted whenever it dies or hangs.
+"""A sampler replica of a run: a sampler process that is restarted if it dies or hangs.
 
-A request is sent again, with the same seeds, by its replica where no other one can serve it, and by
-the executor on another replica where one can. On-policy a replica repeats all requests since it was
-last idle, in their order, so that they are decoded together as before and give the same numbers. A
-new process pulls the newest weights before it serves. Restarts without an answer are bounded.
+Requests of a lost process are sent again with the same seeds: by the executor to another replica,
+or by this replica if no other can serve. On-policy a replica repeats all requests since it was last
+idle, in order, to decode them together as before, with equal results. A new process pulls the
+newest weights before it serves. Restarts without an answer are limited.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EXIT_WAIT_S = 0.1
-"""Seconds between a lost connection and the end of its process."""
+"""Maximum seconds between the loss of a connection and the exit of its process."""
 NO_STATS = ("tokens_drawn", "running", "waiting")
 
 
 class NewestWeights(Protocol):
-    """Provides the newest weights: `sync.weights_dir`, or for servers of this process
+    """Source of the newest weights: `sync.weights_dir`, or for servers of this process
     `samplers.started_server`."""
 
     @property
@@ -45,21 +45,21 @@ class NewestWeights(Protocol):
 
 
 ProcessSampler: TypeAlias = "RoleSampler | StartedServer"
-"""A sampler in one process of the replica; not usable once its `lost` is done."""
+"""A sampler in one process of the replica; not usable once its future `lost` is done."""
 Start: TypeAlias = "Callable[[int], Awaitable[ProcessSampler]]"
 """Starts the process of a generation and connects to it."""
 
 
 class State(Enum):
     STARTING = "starting"
-    """A process is started and gets the replica's state."""
+    """A process starts and receives the replica's state."""
     RUNNING = "running"
     ASLEEP = "asleep"
     """The process has freed the memory of its device."""
     LOST = "lost"
-    """The process has ended; the next one is started unless another role uses the device."""
+    """The process has ended; the next one starts unless another role uses the device."""
     CLOSED = "closed"
-    """By `close`, or because `failure` ended the replica."""
+    """Closed by `close`, or by `failure`."""
 
 
 @dataclass(eq=False)
@@ -73,7 +73,7 @@ class PendingRequest:
 
 @dataclass(eq=False)
 class Replica:
-    """`core.roles.Sampler`; the same object over all processes of the replica."""
+    """A `core.roles.Sampler`; one object for all successive processes of the replica."""
 
     name: str
     start: Start
@@ -82,7 +82,7 @@ class Replica:
     """Counts the losses since the last answer (`rollout.restarts`)."""
     _: KW_ONLY
     is_exact: bool = False
-    """Requests arrive in waves, which are repeated whole."""
+    """Whether requests arrive in waves that are repeated as a whole after a loss."""
     siblings: Sequence[Replica] = ()
     """All replicas of the run, this one included."""
     capabilities: frozenset[str] = frozenset()
@@ -90,9 +90,9 @@ class Replica:
     sampler: ProcessSampler | None = None
     """Set while the state is RUNNING or ASLEEP."""
     is_put_to_sleep: bool = False
-    """By `sleep`, until `wake`; also while the replica is LOST."""
+    """Whether it is between `sleep` and `wake`; also while the replica is LOST."""
     is_rewound: bool = False
-    """Versions restart with the next install."""
+    """Whether versions restart with the next install."""
     failure: GivenUp | None = None
     lost_because: str = ""
     pending: dict[str, PendingRequest] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class Replica:
     supervisor: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Starts the first process. Raises the failure that keeps it from serving."""
+        """Starts the first process. Raises the failure that prevents it from serving."""
         while self.sampler is None:
             try:
                 self._serve(await self.start(self.policy.generation))
@@ -161,7 +161,7 @@ class Replica:
         return InfraFailure(f"{self.name} is restarted ({self.lost_because})")
 
     async def _serving(self) -> ProcessSampler:
-        """The serving process. Waits for it if no other replica serves."""
+        """Returns the serving process. Waits for it if no other replica serves."""
         while self.sampler is None or self.sampler.lost.done():
             self._check_open()
             if self.sampler is None and self.has_siblings_serving:
@@ -176,8 +176,8 @@ class Replica:
         if self.sampler is None and self.has_siblings_serving:
             raise self._away()
         if request.id in self.pending and not self.pending[request.id].future.done():
-            assert self.sampler is not None, "requests have ids of their own"
-            return await self.sampler.generate(request)  # which rejects it
+            assert self.sampler is not None, "request ids are unique"
+            return await self.sampler.generate(request)  # the sampler rejects it
         future: asyncio.Future[list[Generation]] = asyncio.get_running_loop().create_future()
         entry = self.pending[request.id] = PendingRequest(request, future)
         if self.sampler is not None:
@@ -209,7 +209,7 @@ class Replica:
             entry.future.set_exception(failure)
 
     def _sends_again(self, failure: BaseException) -> bool:
-        """Whether the next process gets a request that failed this way."""
+        """Whether a request that failed this way is sent to the next process."""
         is_lost = isinstance(failure, InfraFailure) and not isinstance(failure, FlawedAnswer)
         return is_lost and self.state is not State.CLOSED and not self.has_siblings_serving
 
@@ -225,8 +225,8 @@ class Replica:
     # Weights, memory, health.
 
     async def install(self, version: int, weights: NamedTensors) -> Installed:
-        """Installs weights. A replica that is lost while others serve is left out: it pulls the
-        newest weights before it serves again. If none serves, the install waits for it."""
+        """Installs weights. Skips a replica that is lost while others serve: it pulls the newest
+        weights before it serves again. If none serves, waits for it."""
         self._check_open()
         published = await self.weight_source.publish(version, weights)
         while True:
@@ -242,13 +242,13 @@ class Replica:
                     raise
 
     async def rewind(self) -> None:
-        """Takes effect with the next install, because the process may be another one by then."""
+        """Lets versions restart at the next install, because the process may be replaced before."""
         self._check_open()
         self.is_rewound = True
 
     async def sleep(self) -> None:
-        """Puts it to sleep. A lost replica is restarted at `wake`, since another role uses the
-        device now."""
+        """Puts the sampler to sleep. A lost replica is restarted at `wake`, because another role
+        uses the device now."""
         self._check_open()
         self.is_put_to_sleep = True
         await self._apply("sleep")
@@ -270,7 +270,7 @@ class Replica:
         await self.sampler.call("health")
 
     def stats(self) -> dict[str, float]:
-        """Raises the failure that ended the replica for good, which the watchdog reports."""
+        """Returns the stats; raises the failure that ended the replica, for the watchdog."""
         if self.failure is not None:
             raise self.failure
         now = self.sampler.stats() if self.sampler is not None else dict.fromkeys(NO_STATS, 0.0)
@@ -288,8 +288,8 @@ class Replica:
         self._end_pending(RunError("the sampler was closed"))
 
     async def _apply(self, method: str, **arguments: Any) -> None:
-        """Applies a state that a new process also receives, so a lost process is ignored. An error
-        of a running process is raised."""
+        """Applies a setting. A lost process is ignored, because the next one receives the setting
+        too; an error of a running process is raised."""
         if (sampler := self.sampler) is None:
             return
         try:
@@ -337,7 +337,7 @@ class Replica:
 
     async def _bury(self, sampler: ProcessSampler) -> None:
         """Ends the process and records how it ended."""
-        sampler.process.stacks()  # of one that hangs, into its log
+        sampler.process.stacks()  # a hung process writes its stacks to its log
         await asyncio.sleep(EXIT_WAIT_S)
         if ended := sampler.process.poll():
             self.lost_because = f"it {ended}"
@@ -346,7 +346,7 @@ class Replica:
     def _count_restart(self) -> None:
         if not self.policy.restarts_after(self.lost_because):
             raise GivenUp(
-                f"{self.name} was started again {self.policy.used} times without an answer gained "
+                f"{self.name} was restarted {self.policy.used} times without an answer in between "
                 f"(rollout.restarts = {self.policy.retries}); the last time {self.lost_because}"
             )
 
@@ -362,7 +362,7 @@ class Replica:
             self.lost_because = sampler.lost.result()
         except (InfraFailure, RunError, UserError, OSError) as failure:
             self.lost_because = str(failure)
-            log.warning("%s could not be started again: %s", self.name, failure)
+            log.warning("%s could not be restarted: %s", self.name, failure)
         if sampler is not None:
             await sampler.close()
         return None

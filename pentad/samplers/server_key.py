@@ -1,8 +1,8 @@
 """The key of a server that a run starts: every request must carry it, on every path.
 
-Runs in the server's own environment, so this imports nothing but the standard library. vLLM's own
-`--api-key` leaves its development endpoints open, so `KeyGate` stands before all of vLLM
-(`--middleware`). SGLang checks its key on every path but /health and /metrics; it takes the key as
+Runs in the server's environment, so this imports only the standard library. vLLM's `--api-key`
+leaves its development endpoints open, so the middleware `KeyGate` protects all paths
+(`--middleware`). SGLang checks its key on every path but /health and /metrics. It takes the key as
 an argument, which all users of the machine could read, so `main` adds it inside the process.
 """
 
@@ -17,12 +17,12 @@ from collections.abc import Mapping
 from typing import Any
 
 VARIABLE = "PENTAD_SERVER_KEY"
-"""In the environment of a started server, which its user alone can read; and in that of a run, the
-key of servers that it did not start."""
+"""Variable with the key: in the environment of a started server, which only its user can read; in
+that of a run, for servers that it did not start."""
 
 
 class KeyGate:
-    """ASGI middleware that answers 401 to whatever comes without the key."""
+    """ASGI middleware that answers 401 to requests without the key."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
@@ -45,7 +45,7 @@ class KeyGate:
 
 
 def main() -> None:
-    """Becomes the module that the first word names, with the key behind its other words."""
+    """Runs the module named by the first argument, with the key appended to the other arguments."""
     del sys.argv[0]
     sys.argv += ["--api-key", os.environ.pop(VARIABLE)]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -1,8 +1,8 @@
 """The client of a server: `core.roles.Sampler` over any dialect.
 
 Every answer is checked before it is returned. A request becomes one call for each seed; weights are
-replaced while the server is paused; a server whose weights are unknown serves nothing until an
-install succeeds.
+replaced while the server is paused; a server with unknown weights is not used until an install
+succeeds.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from pentad.samplers.dialect import MEMORIES, Call, Dialect, LoadingDialect, fla
 from pentad.weights import transfer
 
 ABORT_PATIENCE_S = 5.0
-"""How long an aborted call may take to hand over what it drew; then it is cut off."""
+"""Seconds an aborted call may take to return its tokens; then its connection is closed."""
 CUT_PATIENCE_S = 60.0
 CUT_INTERVAL_S = 0.2
-"""Calls that reached the server after all were aborted are ended this much later."""
+"""Seconds after which calls that reached the server after an abort of all are ended again."""
 CONTEXT_SLACK = 8
-"""Servers may end an answer so many tokens before the context is full."""
+"""Servers may end an answer this many tokens before the context is full."""
 
 
 class ServerSampler:
-    """Continues prompts on a server."""
+    """Samples continuations of prompts on a server."""
 
     def __init__(
         self, dialect: Dialect, dims: ModelDims, *, max_context: int, version: int = -1
     ) -> None:
-        """`version` is that of the weights the server holds; -1 where it is unknown."""
+        """`version`: that of the server's weights; -1 if unknown."""
         self.dialect = dialect
         self.capabilities = dialect.capabilities
         self.dims = dims
@@ -53,23 +53,23 @@ class ServerSampler:
             max_cached=max_context,
             can_decode="stop_strings" in dialect.capabilities,
         )
-        self.name = uuid.uuid4().hex[:8]  # ids must not meet those of another run
+        self.name = uuid.uuid4().hex[:8]  # ids must differ from those of another run
         self.open: dict[str, dict[str, asyncio.Task[Generation]]] = {}
-        """Requests under way: the calls of each, by their names."""
+        """Calls of each request in progress, by name."""
         self.may_send = asyncio.Event()
         self.may_send.set()
         self.updating = asyncio.Lock()
         self.is_installing = False
         self.asleep: list[str] = []
-        """Those of `MEMORIES` that were given back."""
+        """The `MEMORIES` that are freed."""
         self.is_closed = False
         self.unknown_weights_reason: str | None = None
-        """Why it is unknown what weights the server holds; None where they are known."""
+        """Why the server's weights are unknown; None if they are known."""
         self.version = version
         self.in_flight: dict[str, asyncio.Future[None]] = {}
-        """Calls that the server has, and the end of each."""
+        """Calls in progress on the server, and a future for the end of each."""
         self.interrupted: dict[str, bool] = {}
-        """Those of them that it was made to drop, and whether what they drew is kept."""
+        """Those that were interrupted, and whether their tokens are kept."""
         self.num_drawn = self.num_installs = 0
         self.expected: tuple[Any, Any] | None = None
 
@@ -94,7 +94,7 @@ class ServerSampler:
         finally:
             del self.open[request.id]
             for task in calls.values():
-                task.cancel()  # closing its connection ends the work, too
+                task.cancel()  # closing its connection aborts it on the server
             await asyncio.gather(*calls.values(), return_exceptions=True)
 
     async def abort(self, request_id: str) -> None:
@@ -113,9 +113,9 @@ class ServerSampler:
         self.version = -1
 
     async def install(self, version: int, weights: NamedTensors) -> Installed:
-        """Rejected before anything changes if a tensor is missing, unknown, misshapen or twice.
+        """Rejects missing, unknown, misshapen or duplicate tensors before anything changes.
 
-        Requests that come meanwhile wait, so that they are sent under the new version.
+        Requests that arrive meanwhile wait, so that they are sent under the new version.
         """
         self._check_open()
         if version < self.version:
@@ -130,7 +130,7 @@ class ServerSampler:
                 receipt = await self._replace(version, pairs)
                 self.unknown_weights_reason = None
             except InfraFailure as failure:
-                reason = f"{failure}; what weights it holds is not known"
+                reason = f"{failure}; its weights are unknown"
                 self.unknown_weights_reason = reason
                 raise RunError(reason) from failure
             except BaseException:
@@ -176,8 +176,8 @@ class ServerSampler:
             raise
 
     async def _interrupt(self, *, keeps: bool) -> None:
-        """Calls under way end and are sent again later: from where they were cut, or from their
-        start, where the same seed draws the same tokens."""
+        """Interrupts calls in progress. They are sent again later: from the point of interruption,
+        or from the start, where the same seed samples the same tokens."""
         deadline = time.monotonic() + CUT_PATIENCE_S
         while self.in_flight:
             if time.monotonic() > deadline:
@@ -220,7 +220,7 @@ class ServerSampler:
         }
 
     async def close(self) -> None:
-        """Open requests end with an error."""
+        """Ends open requests with an error."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -249,7 +249,7 @@ class ServerSampler:
                 if "routes" in self.capabilities and answer.ids:
                     is_kept = is_kept and answer.routes is not None
                 if not is_kept or request.params.stop_strings:
-                    drawn = joined(given)  # of texts that end an answer one may lie across the cut
+                    drawn = joined(given)  # a stop string may span the interruption
                     continue
                 drawn = joined(drawn, answer)
                 if len(answer.ids) == call.max_new_tokens:
@@ -274,7 +274,7 @@ class ServerSampler:
             ended.set_result(None)
 
     def _call(self, request: Request, index: int, name: str, drawn: Sequence[int]) -> Call:
-        """The call that continues after the tokens sampled so far."""
+        """Returns the call that continues after the tokens sampled so far."""
         room = self.limits.max_context - len(request.prompt_ids)
         seed = request.seeds[index]
         return Call(
@@ -287,7 +287,7 @@ class ServerSampler:
         )
 
     def _check_answer(self, request: Request, index: int, answer: Generation, sent_at: int) -> None:
-        """Raises InfraFailure: what cannot be an answer to the request enters no batch."""
+        """Raises InfraFailure if it cannot be an answer to the request."""
         wrong = None
         if answer.finish != "abort":
             wrong = flaw_of(answer, request.params.max_new_tokens, self.limits.vocab_size)
@@ -301,7 +301,7 @@ class ServerSampler:
             raise InfraFailure(f"{self.dialect.where}: continuation {index}: {wrong}")
 
     def _wrong_end(self, request: Request, answer: Generation) -> str | None:
-        """Whether it ended elsewhere than where it should have."""
+        """Describes a wrong end of the answer; None if the end is right."""
         params, num = request.params, len(answer.ids)
         passed = next((t for t in range(num - 1) if answer.ids[t] in params.stop_ids), None)
         if passed is not None:
@@ -326,8 +326,8 @@ class ServerSampler:
         """Raises UserError unless these are all weights of the model, each once, of its shape."""
         given = transfer.PairsReader(pairs)
         if not self.dims.is_whole:
-            return  # no model file: what its tensors are only the trainer's own map knows
-        if self.expected is None:  # its tensors, and the map to them: slow to make
+            return  # no model file: only the trainer's map knows its tensors
+        if self.expected is None:  # tensors and map, which take long to make
             skeleton = build_model(self.dims, device="meta", dtype=torch.float32)
             is_loading = isinstance(self.dialect, LoadingDialect)
             if is_loading and (lora := self.dialect.settings.lora) is not None:

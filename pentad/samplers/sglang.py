@@ -1,8 +1,8 @@
 """SGLang as a sampler, over its native endpoints.
 
-Written from the request schema of SGLang 0.5.23 and held against a stand-in that validates it, and
-run on 0.5.17. SGLang acknowledges an update without saying what arrived, so the digest of a receipt
-is of what was sent; what it holds is compared at the start, every n-th time and after each delta.
+Written for the request schema of SGLang 0.5.23, tested with a stand-in that validates it, and run
+on 0.5.17. SGLang acknowledges an update without a digest, so a receipt has the digest of the sent
+weights; its tensors are compared at the start, at every n-th update and after each delta.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ from pentad.sync.transport import (
 log = logging.getLogger(__name__)
 
 OLDEST = (0, 5, 17)
-"""The first that was seen to work."""
+"""The oldest version that was tested successfully."""
 TELLS_VERSIONS = (0, 5, 23)
-"""The first whose answers are known to say which weights drew each token."""
+"""The oldest version whose answers report the weight version of each token."""
 BUCKET_BYTES = 1 << 29
 
 
@@ -121,8 +121,8 @@ class Checksums(Done):
 
 
 class Sglang(LoadingDialect):
-    """The dialect of SGLang, spoken to one server. Its log-probs are those after temperature,
-    before top-k and top-p, as ours."""
+    """The dialect of SGLang. Its log-probs are after temperature and before top-k and top-p, like
+    ours."""
 
     loses_requests_asleep = True
 
@@ -137,10 +137,10 @@ class Sglang(LoadingDialect):
         self.group_name = ""
         self.num_sent = 0
         self.rids: dict[str, str] = {}
-        """Calls under way, and what the server knows each as. No name is used twice: an abort that
-        comes late must not end a later call."""
+        """Server-side ids of calls in progress. An id is never reused: a late abort must not end a
+        later call."""
         self.ended_by: dict[str, int] = {}
-        """Calls that ended at an id that ends no answer."""
+        """Calls that ended at an id that is no stop id of the request, and that id."""
         can = {
             "pause": True,
             "abort": True,
@@ -153,7 +153,7 @@ class Sglang(LoadingDialect):
 
     async def generate(self, call: Call) -> Generation:
         """Samples an answer. With stop ids, SGLang also stops at the model's end-of-text id; then
-        the rest is requested."""
+        requests the rest."""
         parts = [await self._generate(call)]
         while parts[-1].finish == "stop" and self.ended_by.pop(call.id, None) is not None:
             drawn = joined(*parts)
@@ -181,7 +181,7 @@ class Sglang(LoadingDialect):
             "input_ids": call.prompt_ids,
             "sampling_params": sampling_params(call),
             "return_logprob": True,
-            "extra_key": f"pentad-{call.version}",  # prefixes are those of one weight version
+            "extra_key": f"pentad-{call.version}",  # cached prefixes belong to one weight version
             "return_routed_experts": self.settings.rollout.replay_routes,
         }
         meta = self._read(await self.wire.post("/generate", body, timeout_s=None))
@@ -203,7 +203,7 @@ class Sglang(LoadingDialect):
         meta, found = read.meta_info, read.meta_info.output_token_logprobs
         total, got = meta.completion_tokens, [token for _, token, _ in found]
         if meta.finish_reason is not None and meta.finish_reason.type == "abort":
-            read.output_ids = got  # SGLang sends less of them there
+            read.output_ids = got  # SGLang sends fewer of them there
         if not len(found) == len(read.output_ids) == total:
             num = f"{len(found)} log-probs and {len(read.output_ids)} ids came for {total} tokens"
             raise InfraFailure(f"{self.where}: {num}")
@@ -227,7 +227,7 @@ class Sglang(LoadingDialect):
         await self.wire.post("/continue_generation", {})
 
     async def load(self, version: int, weights: TensorPairs) -> Installed:
-        # A cache that running requests keep cannot be flushed.
+        # The cache cannot be flushed while requests are running.
         is_idle = self.reprefill or not self.tells_versions
         last = {"weight_version": str(version), "flush_cache": is_idle}
         part = await self.changed.choose(weights)
@@ -237,7 +237,7 @@ class Sglang(LoadingDialect):
             await self._by_broadcast(weights, last)
         else:
             await self._by_tensors(weights, last)
-        # Afterwards, so that tensors which changed on the way are found.
+        # Afterwards, to detect tensors that changed during the transfer.
         digest = await asyncio.to_thread(lambda: digest_of(weights).hex())
         await self._prove_if_due(weights, is_part=len(part) < len(weights))
         self.changed.keep(version)
@@ -261,7 +261,7 @@ class Sglang(LoadingDialect):
             await self._done("/update_weights_from_disk", body)
 
     async def _by_tensors(self, weights: TensorPairs, last: dict[str, Any]) -> None:
-        """CUDA tensors travel as references, others through shared memory: same machine only."""
+        """Sends CUDA tensors as references, others through shared memory: same machine only."""
         buckets = list(in_buckets(weights, BUCKET_BYTES))
         for number, bucket in enumerate(buckets, start=1):
             payload = packed(bucket)
@@ -290,7 +290,7 @@ class Sglang(LoadingDialect):
         host, port = own_host(self.wire.address), free_port()
         world = self.about.tp_size * self.about.pp_size + 1
         backend = "nccl" if device == "cuda" else "gloo"
-        self.group_name = f"pentad-{uuid.uuid4().hex[:8]}"  # the server knows the older ones
+        self.group_name = f"pentad-{uuid.uuid4().hex[:8]}"  # the server still has the older groups
         body = {
             "master_address": host,
             "master_port": port,
@@ -312,7 +312,7 @@ class Sglang(LoadingDialect):
     async def sleep(self) -> None:
         await self.wire.post("/flush_cache", is_json=False)
         await self.wire.post("/release_memory_occupation", {"tags": MEMORIES})
-        self.changed.held = {}  # its weights are gone
+        self.changed.held = {}  # its weights are freed
 
     async def wake(self, memories: Sequence[str]) -> None:
         await self.wire.post("/resume_memory_occupation", {"tags": memories})
@@ -334,7 +334,7 @@ def sampling_params(call: Call) -> dict[str, Any]:
         "top_p": params.top_p,
         "top_k": params.top_k or -1,
         "sampling_seed": call.seed % 2**31,
-        "ignore_eos": not params.stop_ids,  # which it would ignore too
+        "ignore_eos": not params.stop_ids,  # the server would ignore these too
         "stop_token_ids": params.stop_ids,
         "stop": params.stop_strings,
         "no_stop_trim": True,
@@ -344,8 +344,8 @@ def sampling_params(call: Call) -> dict[str, Any]:
 
 
 def update_group(host: str, port: int, world: int, backend: str, name: str) -> BroadcastGroup:
-    """Rank 0 of the group whose other ranks SGLang makes with torch's own helper: the keys in the
-    store are those that the helper derives from the group's name and device."""
+    """Joins, as rank 0, the group whose other ranks SGLang makes with torch's helper: uses the
+    store keys that the helper derives from the group's name and device."""
     timeout = timedelta(seconds=JOIN_TIMEOUT_S)
     store: dist.Store = dist.TCPStore(host, port, world, True, timeout, wait_for_workers=False)
     for prefix in (name, f"{name}/", "cuda/" if backend == "nccl" else "cpu/"):
@@ -364,7 +364,7 @@ async def attach(
         check_server(where, about, settings)
         dialect = Sglang(wire, settings, about)
         if "seeds" not in dialect.capabilities:
-            text = "%s: without --enable-deterministic-inference draws do not follow seeds"
+            text = "%s: without --enable-deterministic-inference samples do not follow seeds"
             log.info(text, where)
         return dialect
 
@@ -415,8 +415,8 @@ def flags(settings: ServerSettings, port: int) -> list[str]:
         words["--kv-cache-dtype"] = "fp8_e4m3"
     if settings.server.gpu_memory_share is not None:
         words["--mem-fraction-static"] = settings.server.gpu_memory_share
-    # Its warm-up asks for a text, which says nothing of weights to come, and ends a server whose
-    # tokenizer makes no token of it.
+    # Its warm-up requests a text, which tests no later weights, and ends a server whose
+    # tokenizer maps it to no tokens.
     switches = ["--skip-server-warmup"]
     if settings.can_sleep:
         switches.append("--enable-memory-saver")

@@ -1,8 +1,8 @@
-"""Servers of a run: attached by address, or started here and then watched until they end.
+"""Servers of a run: attached by address, or started here and monitored.
 
-The newest weights are kept for a server that is restarted. Where they are the learner's own
-tensors, which its next step changes, a server that starts after that step gets its first weights
-with the next publish.
+The newest weights are kept for restarted servers. If they are the learner's own tensors, its next
+step changes them; a server that starts after that step gets its first weights with the next
+publish.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class HeldVersion:
     version: int
     weights: Iterable[tuple[str, Tensor]]
     digest: WeightDigest | None
-    """Only of tensors that may change meanwhile."""
+    """Digest of tensors that may change later; else None."""
 
     def is_whole(self) -> bool:
-        """Whether they are still those of the version."""
+        """Whether the tensors still have the values of the version."""
         return self.digest is None or digest_of(self.weights).hex() == self.digest.hex()
 
     async def move_to_host(self) -> None:
-        """Copies on a GPU, once a server has them: the memory is needed there."""
+        """Moves copies on a GPU to host memory, once a server has them, to free GPU memory."""
         pairs = [] if self.digest is not None else list(self.weights)
         if any(tensor.is_cuda for _, tensor in pairs):
             self.weights = await asyncio.to_thread(lambda: [(n, t.cpu()) for n, t in pairs])
@@ -78,7 +78,7 @@ class HeldWeights:
 
 
 class StartedServer(ServerSampler):
-    """The client of a server that this process started; of no use once the server has ended."""
+    """The client of a server that this process started; unusable once the server has ended."""
 
     def __init__(
         self, dialect: Dialect, dims: ModelDims, *, max_context: int, process: ServerProcess
@@ -102,7 +102,7 @@ class StartedServer(ServerSampler):
             raise
 
     async def install(self, version: int, weights: NamedTensors) -> Installed:
-        """Raises InfraFailure where the server has ended meanwhile."""
+        """Installs weights; raises InfraFailure if the server has ended meanwhile."""
         try:
             return await super().install(version, weights)
         except RunError as error:
@@ -130,11 +130,11 @@ class StartedServer(ServerSampler):
         return receipt
 
     async def call(self, method: str, **arguments: Any) -> Any:
-        """Calls a method, like that of a role process."""
+        """Calls a method of the sampler, with the interface of a role process."""
         return await getattr(self, method)(**arguments)
 
     async def _without_weights(self, why: str) -> Installed:
-        """It serves nothing until the next install, which is tried as if it were the first."""
+        """Marks the weights as unknown: the server is unused until the next install."""
         await self.rewind()
         self.unknown_weights_reason = f"{self.process.name} {why}"
         return Installed(-1, 0, "")
@@ -183,8 +183,8 @@ async def attach_server(
     settings: ServerSettings,
     process: ServerProcess | None,
 ) -> ServerSampler:
-    """A client of the server at `address`; its weights are unknown. `process`: this process
-    started it. `open_dialect`: called with its wire and its name in sentences."""
+    """Returns a client of the server at `address`, whose weights are unknown. `process`: its
+    process, if started here. `open_dialect`: called with its wire and its name in messages."""
     where = f"rollout.server.addresses = {address}" if process is None else f"{kind} at {address}"
     wire = Wire(address, kind, settings.key)
     async with closed_on_failure(wire):
@@ -207,12 +207,12 @@ async def start_server(
     environment: dict[str, str],
     attach: Attach,
 ) -> StartedServer:
-    """Starts a server on this machine, with weights of no use: an install must follow. `command`:
-    words after the interpreter, by port and installed version."""
+    """Starts a server on this machine with unusable weights: an install must follow. `command`:
+    returns the arguments of the interpreter for a port and the installed version."""
     module = kind.lower()
     python = server_python(settings.server.python, module)
     version = await asyncio.to_thread(check_installed, python, module, settings.server.python)
-    port, key = free_port(), secrets.token_hex(32)  # as a word, which may not begin with -
+    port, key = free_port(), secrets.token_hex(32)  # hex: an argument must not begin with -
     own = {**environment, server_key.VARIABLE: key}
     process = ServerProcess(name, [python, *command(port, version)], own, log_file)
     address = f"http://127.0.0.1:{port}"
@@ -222,5 +222,5 @@ async def start_server(
         lambda: attach(address, keyed, process),
         settings.server.start_timeout_s,
     )
-    assert isinstance(made, StartedServer), "it has a process"
+    assert isinstance(made, StartedServer), "attached with a process"
     return made

@@ -1,8 +1,8 @@
-"""vLLM as a sampler: tokens in, tokens out, each with its log-prob and the weights that drew it.
+"""vLLM as a sampler: tokens in, tokens out, each with its log-prob and weight version.
 
 The server runs with its development endpoints (pause, collective_rpc, ...) and the worker extension
-of `vllm_worker`. Prefixes are cached under a salt that names the weight version: vLLM cannot drop
-its prefix cache while requests that keep their cache are under way.
+of `vllm_worker`. Prefixes are cached under a salt with the weight version, because vLLM cannot drop
+its prefix cache while requests that keep their cache are in progress.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ from pentad.sync.transport import Broadcast, CudaIpc, DiskTransport, Transport
 log = logging.getLogger(__name__)
 
 OLDEST = (0, 25)
-"""The first that was seen to work."""
+"""The oldest version that was tested successfully."""
 TELLS_VERSIONS = (0, 32)
-"""The first whose answers are known to say which weights drew each token, that ends single requests
-by name, and that opens its endpoint for tokens only with a flag."""
+"""The oldest version whose answers report the weight version of each token, that aborts single
+requests by id, and that enables its token endpoint only with a flag."""
 TRIED = (0, 32)
 EXTENSION = "pentad.samplers.vllm_worker.WeightReceiver"
 GATE = "pentad.samplers.server_key.KeyGate"
 GENERATE = "/inference/v1/generate"
 RUNTIME = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 MIN_TEMPERATURE = 0.01
-"""vLLM raises lower ones to this."""
+"""vLLM raises lower temperatures to this."""
 NO_LOGPROB = -9999.0
-"""What vLLM sends where it has no log-prob, or one that is not a number."""
+"""Value that vLLM sends in place of a missing or non-finite log-prob."""
 
 
 class TokenLogprob(BaseModel):
@@ -116,7 +116,7 @@ def entry_of(tensor: Tensor) -> str:
 
 
 class Vllm(LoadingDialect):
-    """The dialect of vLLM, spoken to one server."""
+    """The dialect of vLLM."""
 
     def __init__(
         self, wire: Wire, transport: Transport, settings: ServerSettings, about: ServerAbout
@@ -126,7 +126,7 @@ class Vllm(LoadingDialect):
         self.transport = transport
         self.about = about
         self.has_adapter = False
-        """Whether its front end knows the adapter that its workers hold."""
+        """Whether its front end has registered the adapter of its workers."""
         self.tells_versions = about.tells_versions
         self.loses_requests_asleep = not about.tells_versions
         can = {
@@ -157,7 +157,7 @@ class Vllm(LoadingDialect):
             "request_id": call.id,
             "token_ids": call.prompt_ids,
             "sampling_params": {
-                **sampling_params(call),  # all of them: none is left to the generation config
+                **sampling_params(call),  # complete: no default of the generation config applies
                 "logprobs": 0,
                 "detokenize": bool(call.params.stop_strings),
                 "skip_special_tokens": False,
@@ -190,7 +190,7 @@ class Vllm(LoadingDialect):
             num = f"{len(entries)} log-probs came for {len(choice.token_ids)} tokens"
             raise InfraFailure(f"{self.where}: {num}, or for other tokens")
         if any(entry.logprob <= NO_LOGPROB for entry in entries):
-            raise InfraFailure(f"{self.where}: a drawn token has no log-prob")
+            raise InfraFailure(f"{self.where}: a sampled token has no log-prob")
         return choice
 
     async def abort(self, call_ids: Sequence[str]) -> bool:
@@ -238,14 +238,14 @@ class Vllm(LoadingDialect):
         return Installed(version, first.num_tensors, first.digest, num_bytes=sent)
 
     async def _prove_factors(self, weights: TensorPairs, lora: LoraConfig) -> None:
-        """At every install: they are small. Of shards the digest of what arrived is known alone."""
+        """Verifies the (small) factors at every install; for shards only the received digest."""
         if self.about.parallel.world_size == 1:
             (answer, *_) = await self.call_workers("pentad_held_factors")
             held = self.wire.read("/collective_rpc", HeldTensors, answer).held
             args = (self.where, held, weights, lora, DTYPES[self.dtype], entry_of)
             await asyncio.to_thread(prove_factors, *args)
         if not self.has_adapter:
-            # Nothing lies at that path: workers that lost their factors fail instead of loading
+            # The path does not exist: workers that lost their factors fail instead of loading
             # others.
             body = {"lora_name": ADAPTER, "lora_path": "/held-by-the-workers"}
             await self.wire.post("/v1/load_lora_adapter", body, is_json=False)
@@ -288,7 +288,7 @@ class WeightInfo(BaseModel):
     weight_version: str
 
 
-# What kind of server it is.
+# Properties of the server.
 
 
 class VersionAnswer(BaseModel):
@@ -324,13 +324,13 @@ class ServerAbout(BaseModel):
 
     @property
     def is_comparable(self) -> bool:
-        """Shards, and what a CPU holds packed for its kernels, are known only by the digest of what
-        arrived."""
+        """Whether its weights can be compared; for shards, and weights packed for CPU kernels, only
+        the digest of the received data is known."""
         return self.device.device != "cpu" and self.parallel.world_size == 1
 
 
 async def probe(wire: Wire, where: str) -> ServerAbout:
-    """Raises UserError with what the server lacks, and how to start it so that it has it."""
+    """Reads server properties; UserError with missing features and the flags to enable them."""
     found = wire.read("/version", VersionAnswer, await wire.get("/version")).version
     number = release(found)[:2]
     if number < OLDEST:
@@ -357,10 +357,10 @@ async def probe(wire: Wire, where: str) -> ServerAbout:
 
 
 async def check_token_endpoint(wire: Wire, where: str) -> None:
-    """Checks by an empty request that the token endpoint is open."""
+    """Checks by an empty request that the token endpoint is enabled."""
     status, _ = await wire.answer("POST", GENERATE, {})
     if status not in (400, 422):
-        rule = f"{GENERATE} answered {status}: tokens cannot be asked for"
+        rule = f"{GENERATE} answered {status}: tokens cannot be requested"
         raise UserError(Problem(where, rule, "start it with --enable-scale-out"))
 
 
@@ -379,7 +379,7 @@ async def attach(
         (worker, *_) = await dialect.call_workers("pentad_about")
         if worker["protocol"] != PROTOCOL:
             rule = f"its workers run another version of Pentad (protocol {worker['protocol']})"
-            raise UserError(Problem(where, rule, "start it anew"))
+            raise UserError(Problem(where, rule, "restart it"))
         if settings.lora is not None:
             await open_adapter(dialect, settings.lora)
         return dialect
@@ -388,7 +388,7 @@ async def attach(
 
 
 async def open_adapter(dialect: Vllm, lora: LoraConfig) -> None:
-    """Prepares the server to receive factors; rejects it if it does not support some of them."""
+    """Prepares the server for factors; UserError if it does not support some of them."""
     spec = json.dumps({"rank": lora.rank, "alpha": lora.alpha})
     try:
         (answer, *_) = await dialect.call_workers("pentad_adapter", spec)
@@ -453,8 +453,8 @@ def flags(settings: ServerSettings, port: int, version: tuple[int, ...]) -> list
         switches.append("--enable-scale-out")
     if settings.device == "cpu":
         switches.append("--enforce-eager")  # compiling takes longer than most CPU runs
-        # A prefill in chunks moves the request's random generator back, which torch cannot on a
-        # CPU: vLLM 0.32 dies of it.
+        # A chunked prefill rewinds the request's random generator, which torch cannot do on a
+        # CPU: vLLM 0.32 crashes.
         switches.append("--no-enable-chunked-prefill")
     if settings.can_sleep:
         switches.append("--enable-sleep-mode")
@@ -467,7 +467,7 @@ def environment(settings: ServerSettings) -> dict[str, str]:
     own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if settings.lora is not None:
         own[RUNTIME] = "1"
-    own["VLLM_API_KEY"] = ""  # one of the user's would be asked for behind our own
+    own["VLLM_API_KEY"] = ""  # a key of the user would be required in addition to ours
     if settings.device == "cpu":
         whole_gib = max(1, -(-(settings.rollout.kv_cache_bytes or 2**30) // 2**30))
         own["VLLM_CPU_KVCACHE_SPACE"] = str(whole_gib)

@@ -1,8 +1,8 @@
 """Extension of vLLM's workers: installs weights by file, broadcast or CUDA IPC, and verifies them.
 
-vLLM mixes `WeightReceiver` into its worker (`--worker-extension-cls`) in its own environment, where
-of Pentad only modules that need no more than torch may be imported. Arguments come as JSON text.
-A call returns a receipt or {"error": ...}: an exception would end vLLM's engine.
+vLLM adds `WeightReceiver` as a mixin to its worker (`--worker-extension-cls`) in its own
+environment, where only modules of Pentad that need nothing but torch may be imported. Arguments are
+JSON text. A call returns a receipt or {"error": ...}: an exception would end vLLM's engine.
 
 Weights go through the worker's `reload_weights`: on a CPU vLLM keeps them packed for its kernels,
 and writing to the model directly would corrupt them.
@@ -35,7 +35,7 @@ from pentad.weights.peft import PREFIX, A, B, expanded
 TensorStream = Iterator[tuple[str, Tensor]]
 Reply = dict[str, Any]
 ADAPTER_ID = 1
-"""What vLLM's front end counts its first adapter as."""
+"""Id of the first adapter in vLLM's front end."""
 
 
 def reports_errors(call: Callable[..., Reply]) -> Callable[..., Reply]:
@@ -50,7 +50,7 @@ def reports_errors(call: Callable[..., Reply]) -> Callable[..., Reply]:
 
 
 class WeightReceiver:
-    """Methods added to vLLM's worker, with distinct names; state is kept on the worker."""
+    """Methods added to vLLM's worker, with unique names; state is kept on the worker."""
 
     rank: int
     device: torch.device
@@ -59,7 +59,7 @@ class WeightReceiver:
     pentad_group: BroadcastGroup
     pentad_version: str = "none"
     pentad_lora: dict[str, Any] | None = None
-    """Rank and alpha of the adapter whose factors are taken in the place of weights."""
+    """Rank and alpha of the adapter, if its factors are received instead of weights."""
 
     @reports_errors
     def pentad_about(self) -> Reply:
@@ -68,13 +68,13 @@ class WeightReceiver:
 
     @reports_errors
     def pentad_label(self, version: str) -> Reply:
-        """Names the weights, where vLLM itself has no name for them."""
+        """Sets the version label of the weights, if vLLM itself has none."""
         self.pentad_version = version
         return {"label": version}
 
     @reports_errors
     def pentad_held(self) -> Reply:
-        """The digest of every parameter as the model holds it."""
+        """Returns the digest of every parameter of the model."""
         model = self.model_runner.get_model()
         return {"held": digest_of(model.named_parameters()).entries}
 
@@ -87,8 +87,8 @@ class WeightReceiver:
 
     @reports_errors
     def pentad_held_factors(self) -> Reply:
-        """The digest of every factor as the layers hold it, with B scaled; of modules that have
-        none they are 0, and left out."""
+        """Returns the digest of every factor in the layers, with B scaled; omits modules without
+        factors, whose values are 0."""
         manager = self.model_runner.lora_manager._adapter_manager
         slot = manager.lora_index_to_id.index(ADAPTER_ID)
         taken = manager.get_adapter(ADAPTER_ID).pentad_names
@@ -101,7 +101,7 @@ class WeightReceiver:
 
     @reports_errors
     def pentad_load_part(self, path: str) -> Reply:
-        """The tensors of some modules: the others keep theirs."""
+        """Loads the tensors of some modules; the others keep theirs."""
         return take(self, read(path, self.device), is_part=True)
 
     @reports_errors
@@ -120,7 +120,7 @@ class WeightReceiver:
 
     @reports_errors
     def pentad_receive(self, spec: str) -> Reply:
-        """Takes the tensors that the sender broadcasts, in the order of `spec`."""
+        """Receives the tensors that the sender broadcasts, in the order of `spec`."""
         return take(self, received(self.pentad_group, json.loads(spec), self.device))
 
     @reports_errors
@@ -151,12 +151,12 @@ def received(
 
 
 def opened(handles: dict[str, Any], device: torch.device) -> TensorStream:
-    """Opens the tensors. All are kept to the end: freeing one makes torch wait for the GPU."""
+    """Yields the opened tensors, all kept to the end: freeing one makes torch wait for the GPU."""
     yield from {n: open_gpu_handle(one, device.index or 0) for n, one in handles.items()}.items()
 
 
 def take(worker: WeightReceiver, pairs: TensorStream, *, is_part: bool = False) -> Reply:
-    """Loads every tensor; the receipt's digest is of what arrived, as it arrived."""
+    """Loads every tensor; the receipt has the digest of the tensors as received."""
     if worker.pentad_lora is not None:
         return take_factors(worker, dict(pairs), worker.pentad_lora)
     model = worker.model_runner.get_model()
@@ -174,7 +174,7 @@ def take(worker: WeightReceiver, pairs: TensorStream, *, is_part: bool = False) 
         loaded.update(map(plain_name, names))
         return names
 
-    model.load_weights = watched  # reload_weights only warns of what nothing was loaded into
+    model.load_weights = watched  # reload_weights only warns of parameters that were not loaded
     try:
         worker.reload_weights(weights_iterator=passing())
     finally:
@@ -189,14 +189,14 @@ def take(worker: WeightReceiver, pairs: TensorStream, *, is_part: bool = False) 
 
 
 def plain_name(name: str) -> str:
-    """vLLM's loaders leave a module out of the names of experts."""
+    """Removes the module that vLLM's loaders omit from the names of experts."""
     return name.replace(".experts.routed_experts.", ".experts.")
 
 
 def pack_anew(model: torch.nn.Module) -> None:
-    """On a CPU layers compute with packed weights, and a reload (of vLLM 0.32) leaves two kinds
-    behind: the packed copy of a head that is tied to the embedding is the old one, and experts
-    lie where packed ones are expected, not packed."""
+    """Repacks weights on a CPU, where layers compute with packed weights. A reload of vLLM 0.32
+    misses two kinds: the packed copy of a head tied to the embedding is not updated, and experts
+    are left unpacked."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     for layer in model.modules():
@@ -207,7 +207,7 @@ def pack_anew(model: torch.nn.Module) -> None:
 
 
 def take_factors(worker: WeightReceiver, factors: dict[str, Tensor], lora: Reply) -> Reply:
-    """Puts an adapter in the place of the one before, which requests under way continue with."""
+    """Replaces the factors of the adapter, which requests in progress then use."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
@@ -235,7 +235,8 @@ def take_factors(worker: WeightReceiver, factors: dict[str, Tensor], lora: Reply
 
 
 def held_factors(worker: WeightReceiver, slot: int) -> TensorStream:
-    """By the names of files, the factors in a slot of every layer that has room for some."""
+    """Yields the factors in a slot of every layer with adapter capacity, by their names in
+    files."""
     assert worker.pentad_lora is not None, "pentad_adapter comes first"
     manager, rank = worker.model_runner.lora_manager._adapter_manager, worker.pentad_lora["rank"]
     for name, module in manager.modules.items():
@@ -251,7 +252,7 @@ def held_factors(worker: WeightReceiver, slot: int) -> TensorStream:
 
 
 def expert_factors(name: str, module: Any, slot: int, rank: int) -> TensorStream:
-    """vLLM stacks those of all experts; a factor that they share may be there once."""
+    """Yields experts' factors, which vLLM stacks; a shared factor may be stored once."""
     gate, up = zip(module.w13_lora_a_stacked, module.w13_lora_b_stacked, strict=True)
     down = (module.w2_lora_a_stacked[0], module.w2_lora_b_stacked[0])
     for part, (a, b) in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):

@@ -1,13 +1,13 @@
-"""Verifies the tensors of a server after an install against the published ones, and the adapter of
-a server: capacity for every target, and its factors.
+"""Verifies a server's tensors after an install, by comparison with the published ones, and its
+adapter: capacity for every target, and the factors.
 
-vLLM and SGLang hold q, k, v and gate, up fused, experts stacked, and vocabularies filled up with
-rows of zeros. Their own names and checksums are compared with those of the published tensors, so
-that one that was dropped, transposed, loaded elsewhere or left as it was is found.
+vLLM and SGLang store q, k, v and gate, up fused, experts stacked, and vocabularies padded with zero
+rows. The published tensors are converted to this form and their checksums compared, which detects
+tensors that were dropped, transposed, loaded elsewhere or not updated.
 
-A server that serves only some of an adapter's targets samples from another policy than the trained
-one, without an error. So the modules with adapter layers are compared with the recipe's targets at
-the start, and digests of the server's factors with those of the published ones at every install.
+A server that supports only some of an adapter's targets samples from another policy than the
+trained one, without an error. So the modules with adapter layers are compared with the recipe's
+targets at the start, and digests of the server's factors with the published ones at every install.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def prove(
     dtype: torch.dtype,
     checksum: Callable[[Tensor], str],
 ) -> None:
-    """Raises InfraFailure unless `held`, checksums by the server's names, are those of `weights`
-    in the server's dtype, or in that of a tensor it computes with more exactly, as of routers."""
+    """Raises InfraFailure unless `held` (checksums by the server's names) match `weights` in the
+    server's dtype, or in the higher precision of tensors such as routers."""
     used: set[str] = set()
     for name, tensor in as_held(where, held, dict(weights), used):
         dtypes = dict.fromkeys((dtype, tensor.dtype, torch.float32))
@@ -52,18 +52,18 @@ def prove(
             raise InfraFailure(f"{where}: {found}; its policy is not the trained one")
     missed = sorted({name for name, _ in weights} - used)
     if missed:
-        found = f"nothing that it holds was made of {len(missed)} published tensors"
+        found = f"{len(missed)} published tensors are in none of its tensors"
         raise InfraFailure(f"{where}: {found}, first {missed[0]}")
 
 
 def as_held(
     where: str, names: Iterable[str], weights: Mapping[str, Tensor], used: set[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The published tensors that each server tensor consists of; `used` collects their names."""
+    """Yields each server tensor as composed of published tensors; `used` collects their names."""
     for name in names:
         parts = sources(name, weights)
         if not parts:
-            raise InfraFailure(f"{where}: it holds {name}, which no published tensor explains")
+            raise InfraFailure(f"{where}: it has {name}, which corresponds to no published tensor")
         used |= {part for group in parts for part in group}
         fused = [
             torch.cat([weights[part] for part in group]) if len(group) > 1 else weights[group[0]]
@@ -80,15 +80,15 @@ def is_expert(name: str) -> bool:
 
 
 def sources(name: str, weights: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
-    """Published names that a tensor of the server is made of: groups that are concatenated, one
-    for each expert. Empty where they are not published."""
+    """Returns the published names that form a tensor of the server: groups to concatenate, one for
+    each expert. Empty if they are not published."""
     if name in weights:
         return [(name,)]
-    if name == "lm_head.weight":  # of a head that is tied, and held twice
+    if name == "lm_head.weight":  # a tied head that is stored twice
         return sources("model.embed_tokens.weight", weights)
     stem, _, last = name.rpartition(".")
     if last in EXPERTS:
-        stem = stem.removesuffix(".routed_experts")  # a module of vLLM's
+        stem = stem.removesuffix(".routed_experts")  # an additional module of vLLM
         groups: list[tuple[str, ...]] = []
         while (first := f"{stem}.{len(groups)}.{EXPERTS[last][0]}.weight") in weights:
             at = first.removesuffix(f"{EXPERTS[last][0]}.weight")
@@ -104,7 +104,7 @@ def sources(name: str, weights: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
 M32, M64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 TILE = 8192
 CHUNK = 512 * TILE
-"""Words hashed at once; the work space is about 60 bytes a word."""
+"""Words hashed at once; the workspace is about 60 bytes per word."""
 SEEDS = (0x243F6A88, (0x243F6A88 * 0x9E3779B1 ^ 0xDEADBEEF) & M32)
 POSITIONS = ((0x27D4EB2D, 15), (0x165667B1, 13))
 
@@ -120,8 +120,8 @@ def byte_hash(tensor: Tensor) -> int:
 
 
 def tile_hash(tensor: Tensor) -> int:
-    """SGLang's `gpu_tensor_hash`: words hashed with their positions, summed by tiles; the sums are
-    hashed and summed. On any device."""
+    """SGLang's `gpu_tensor_hash`: hashes words with their positions, sums them by tiles, then
+    hashes and adds the sums. Works on any device."""
     words = words_of(tensor)
     sums_of = _host_tiles if words.device.type == "cpu" else _device_tiles
     total = 0
@@ -135,7 +135,7 @@ def tile_hash(tensor: Tensor) -> int:
 
 
 def _device_tiles(part: Tensor, start: int) -> list[Tensor]:
-    """Sums of the tiles of some words of a tensor, per seed, modulo 2**32."""
+    """Returns the tile sums of some words of a tensor, per seed, modulo 2**32."""
     part = part.to(torch.int64) & M32
     at = torch.arange(start, start + part.numel(), device=part.device)
     sums = []
@@ -147,8 +147,8 @@ def _device_tiles(part: Tensor, start: int) -> list[Tensor]:
 
 
 def _host_tiles(part: Tensor, start: int) -> list[Tensor]:
-    """The same in host memory, a tile at a time: it stays in the cache, and numbers of 32 bits
-    wrap by themselves."""
+    """Like `_device_tiles` in host memory, one tile at a time: it fits the cache, and 32-bit
+    numbers wrap without a modulo."""
     words = np.from_dlpack(part).view(np.uint32)
     sums = np.empty((len(SEEDS), -(-len(words) // TILE)), np.uint32)
     steps = np.arange(TILE, dtype=np.uint32)
@@ -185,7 +185,7 @@ def splitmix64(x: int) -> int:
 ADAPTER = "adapter"
 """The adapter's name on the server."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values that vLLM accepts for its largest rank; others end its engine."""
+"""Values that vLLM accepts as maximum rank; others crash its engine."""
 
 
 def max_rank(rank: int) -> int:
@@ -195,8 +195,8 @@ def max_rank(rank: int) -> int:
 def check_targets(
     where: str, modules: Iterable[str], dims: ModelDims, lora: LoraConfig, folder: str = ""
 ) -> None:
-    """Rejects a server that has no room for the factors of some target. Without a model file
-    transformers' model of the folder tells which those are."""
+    """Raises UserError if the server has no adapter capacity for some target. Without a model file
+    the targets come from transformers' model of the folder."""
     found = set(modules)
     if dims.is_whole:
         adapter, base = lora_map_of(dims, lora), map_of(dims)
@@ -221,7 +221,7 @@ def prove_factors(
     dtype: torch.dtype,
     checksum: Callable[[Tensor], str],
 ) -> None:
-    """Raises InfraFailure unless `held`, checksums by names of factors, are those of `weights` in
+    """Raises InfraFailure unless `held` (checksums by names of factors) are those of `weights` in
     the server's dtype, with B scaled by alpha / rank, and nothing else."""
     published = expanded(dict(weights))
     for name, tensor in published.items():

@@ -1,9 +1,9 @@
 """Selects the tensors of a new version to be sent: those whose digest is unchanged are skipped.
 
 In a folder that replicas read (`published`), unchanged tensors stay in the file of the version that
-wrote them, linked into the new folder: a receiver that holds the previous version reads only the
-new file, any other reads all. The digest of all tensors verifies the result. A server receives the
-modules with a change; then everything it holds is compared.
+wrote them, linked into the new folder: a receiver that has the previous version reads only the new
+file, any other reads all. The digest of all tensors verifies the result. A server receives the
+changed modules; then all its tensors are compared.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from pentad.weights.transfer import TensorInfo
 
 MAX_KEPT = 2
 """Files of old versions are dropped if they and the new one would exceed this multiple of the
-weights' size: most of their content is stale then."""
+weights' size, because most of their content is stale then."""
 MAX_SENT = 0.5
-"""A server receives a part of the weights if it is at most this share: the comparison that follows
-costs more than a few tensors."""
+"""A server receives only a part of the weights if it is at most this share of them: a larger part
+is not worth the comparison that follows."""
 FUSED = (
     (re.compile(r"\.experts\.\d+\..*"), ".experts"),
     (re.compile(r"\.(q|k|v)_proj\.[^.]*$"), ".qkv_proj"),
@@ -40,13 +40,13 @@ FUSED = (
 
 @dataclass(frozen=True, slots=True)
 class WrittenVersion:
-    """The files of the newest version's tensors."""
+    """The files with the newest version's tensors."""
 
     version: int
     digest: WeightDigest
     folder: Path
     files: dict[str, str]
-    """By tensor."""
+    """File of each tensor."""
     sizes: dict[str, int]
     """Bytes of each file."""
 
@@ -54,7 +54,7 @@ class WrittenVersion:
 def unchanged(
     base: WrittenVersion | None, digest: WeightDigest, infos: Mapping[str, TensorInfo]
 ) -> list[str]:
-    """Tensors that can stay in their files."""
+    """Returns the tensors that can stay in their files."""
     if base is None:
         return []
     same = [n for n, entry in digest.entries.items() if base.digest.entries.get(n) == entry]
@@ -66,8 +66,8 @@ def unchanged(
 
 @dataclass(frozen=True, slots=True)
 class VersionPlan:
-    """A version in a separate folder: a file of the changed tensors, and links to the files of the
-    rest."""
+    """The folder of a version: a file of the changed tensors, and links to the files of the
+    others."""
 
     written: WrittenVersion
     base: WrittenVersion | None
@@ -80,8 +80,8 @@ class VersionPlan:
         return self.layout.infos
 
     def make(self) -> Tensor | None:
-        """Makes links, index and the new file; returns its bytes if something changed. OSError if a
-        link cannot be made; RunError if there is no room."""
+        """Makes links, index and the new file; returns the file's memory if a tensor changed.
+        OSError if a link cannot be made; RunError without disk space."""
         folder = self.written.folder
         folder.mkdir(mode=0o700)
         try:
@@ -127,7 +127,7 @@ def plan_version(
 
 
 def module_of(name: str) -> str:
-    """The module of a server that holds the tensor, with the tensors it is fused with."""
+    """Returns the server's module of the tensor, including tensors that it is fused with."""
     for pattern, module in FUSED:
         if pattern.search(name):
             return pattern.sub(module, name)
@@ -137,9 +137,10 @@ def module_of(name: str) -> str:
 def changed_modules(
     weights: TensorPairs, held: Mapping[str, str], now: Mapping[str, str]
 ) -> TensorPairs:
-    """The tensors of all modules with a changed tensor: a server loads a module whole."""
+    """Returns the tensors of all modules with a changed tensor, because a server loads whole
+    modules."""
     changed = {module_of(name) for name, entry in now.items() if held.get(name) != entry}
-    if not changed:  # something must carry the name of the version
+    if not changed:  # a load must set the version label
         changed = {module_of(min(weights, key=lambda pair: pair[1].nbytes)[0])}
     return [(name, tensor) for name, tensor in weights if module_of(name) in changed]
 
@@ -149,17 +150,17 @@ def size_of(pairs: TensorPairs) -> int:
 
 
 class ChangedOnly:
-    """Selects the tensors a server needs, given what it holds. That is unknown after a failure, and
-    for a server that reports another version than the one installed."""
+    """Selects the tensors to send to a server, given those it has. These are unknown after a
+    failure, and for a server that reports another version than the installed one."""
 
     def __init__(self, is_on: bool, label: Callable[[], Awaitable[str]]) -> None:
-        """`label`: queries the server for the version of its weights."""
+        """`label`: queries the server's weight version."""
         self.is_on = is_on
         self.label = label
         self.held: Mapping[str, str] = {}
         self.given = ""
         self.digest = WeightDigest()
-        """The digest of the weights of the last selection."""
+        """Digest of all weights at the last selection."""
 
     async def choose(self, weights: TensorPairs) -> TensorPairs:
         if not self.is_on:
@@ -177,5 +178,5 @@ class ChangedOnly:
         return digest.hex()
 
     def keep(self, version: int) -> None:
-        """Called when the server has proven that it holds the last selection."""
+        """Called after the server's weights were verified to be those of the last selection."""
         self.given, self.held = str(version), self.digest.entries

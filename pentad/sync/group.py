@@ -1,8 +1,8 @@
 """Common parts of both ends of a weight transfer: the process group of broadcasts, handles of
 tensors on a GPU for another process, and the protocol version.
 
-The receiving end runs in a server's own environment, so this imports only torch. The group exists
-beside any default group of either process.
+The receiving end runs in the server's environment, so this imports only torch. The group is
+independent of the default group of either process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 PROTOCOL = 4
-"""Version of the calls of vLLM's workers; both ends must have the same."""
+"""Protocol version of the calls to vLLM's workers; must be equal on both ends."""
 DEVICE_ARGUMENT = 6
 """Position of the device index in the arguments of `rebuild_cuda_tensor`."""
 
@@ -42,7 +42,7 @@ def weight_group(
 
 
 def broadcast(group: BroadcastGroup, tensor: Tensor) -> None:
-    """Broadcasts from rank 0; waits until this rank's part is done."""
+    """Broadcasts from rank 0; returns when this rank's part is done."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
     group.broadcast([tensor], options).wait()
@@ -53,16 +53,16 @@ def send_all(group: BroadcastGroup, weights: Iterable[tuple[str, Tensor]]) -> No
         broadcast(group, tensor.detach().contiguous())
 
 
-# Tensors on a GPU, named to another process of it: JSON values, of which nothing is unpickled.
+# Handles of GPU tensors for another process: JSON values, nothing is unpickled.
 
 HANDLE = (str, int, int, bool, str, int, str, bool)
-"""Arguments of `rebuild_cuda_tensor` after the device; bytes as base64."""
+"""Types of the arguments of `rebuild_cuda_tensor` after the device; bytes as base64."""
 MAX_HANDLE_BYTES = 1 << 12
 
 
 def gpu_handle(tensor: Tensor) -> dict[str, Any]:
-    """The handle of a tensor, which must live until the receiver has read it."""
-    assert tensor.is_cuda and tensor.is_contiguous(), "what is shared lies in one piece on a GPU"
+    """Returns the handle of a tensor, which must stay alive until the receiver has read it."""
+    assert tensor.is_cuda and tensor.is_contiguous(), "only contiguous GPU tensors can be shared"
     _, arguments = reduce_tensor(tensor)
     return {
         "dtype": str(tensor.dtype)[6:],
@@ -76,7 +76,7 @@ def gpu_handle(tensor: Tensor) -> dict[str, Any]:
 
 
 def open_gpu_handle(value: Mapping[str, Any], device: int) -> Tensor:
-    """The sender's own memory, on the GPU that this process numbers `device`. ValueError for an
+    """Opens the sender's memory; `device`: the GPU's index in this process. ValueError for an
     invalid handle."""
     fields = checked_handle(value)
     shape, stride = torch.Size(value["shape"]), strides(value["shape"])
@@ -88,12 +88,12 @@ def open_gpu_handle(value: Mapping[str, Any], device: int) -> Tensor:
 
 
 def checked_handle(value: Mapping[str, Any]) -> list[Any]:
-    """The fields of the handle, with base64 decoded."""
+    """Returns the validated fields of the handle, with base64 decoded."""
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "offset", "handle"}:
         raise ValueError("a handle has a dtype, a shape, an offset and the fields of its memory")
     dtype = getattr(torch, value["dtype"], None) if isinstance(value["dtype"], str) else None
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype = {value['dtype']!r} is none of torch's")
+        raise ValueError(f"dtype = {value['dtype']!r} is not a dtype of torch")
     shape, fields = value["shape"], value["handle"]
     counts = [*shape, value["offset"]] if isinstance(shape, list) else [None]
     if any(type(count) is not int or not 0 <= count < 1 << 48 for count in counts):

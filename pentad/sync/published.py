@@ -1,8 +1,8 @@
-"""Published weights: a folder of safetensors files, or such a file in the memory of a GPU.
+"""Published weights: a folder of safetensors files, or one such file in GPU memory.
 
 Kinds: `shm` (a folder in shared memory), `file` (a folder that all machines see), `ipc` (a buffer
-on a GPU that both processes use). A folder of `file` holds what changed since the version before it
-in a file of its own, and links to the files of versions before that hold the rest; its index names
+on a GPU that both processes use). A folder of kind `file` has a file with the tensors that changed
+since the previous version, and links to files of earlier versions for the others; its index names
 the file of every tensor.
 """
 
@@ -34,21 +34,21 @@ WEIGHTS = "model.safetensors"
 INDEX = "index.json"
 WRITING = "writing"
 WAIT_S = 0.001, 0.05
-"""First and last interval of polling for a complete file, in seconds."""
+"""Shortest and longest interval of polling for a complete file, in seconds."""
 Own = Callable[[set[str]], Mapping[str, Tensor]]
-"""Tensors that a receiver holds already, by name."""
+"""Returns the receiver's own tensors of these names."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedWeights:
-    """Where the weights of one version are; a JSON value by `asdict`.
+    """Location of the weights of one version; a JSON value by `asdict`.
 
     Example: PublishedWeights(3, "5f0c...", "shm", "/dev/shm/x/3-0", 12, 4096)
     """
 
     version: int
     digest: str
-    """The digest of all tensors by their names."""
+    """The digest of all tensors, with their names."""
     kind: Kind
     place: str
     """The folder, or the UUID of the GPU."""
@@ -58,7 +58,7 @@ class PublishedWeights:
     handle: dict[str, Any] = field(default_factory=dict)
     """Opens the buffer on the GPU; empty for a folder."""
     writers: tuple[int, ...] = ()
-    """Ranks that write in the background: each leaves a mark in the folder."""
+    """Ranks that write in the background; each puts a marker file in the folder."""
 
     def remove(self) -> None:
         """Removes the files; memory mappings stay valid."""
@@ -67,8 +67,8 @@ class PublishedWeights:
 
 
 def by_width(infos: Mapping[str, TensorInfo]) -> FileLayout:
-    """The layout of a file in which every tensor is aligned to its item size; tensors whose bytes
-    are no whole words come last."""
+    """Returns a file layout in which every tensor is aligned to its item size; tensors whose size
+    is no multiple of a word come last."""
     order = sorted(infos, key=lambda n: (-infos[n].dtype.itemsize, infos[n].size_bytes % 4 != 0))
     return FileLayout({name: infos[name] for name in order}, ALIGN)
 
@@ -91,15 +91,16 @@ class FilePairs(list[tuple[str, Tensor]]):
 
 
 def mark_of(folder: Path, rank: int) -> Path:
-    """The mark of a rank: WRITING, then nothing, or the reason why it failed."""
+    """Returns the path of a rank's marker file: it has WRITING, then nothing, or the reason of a
+    failure."""
     return folder / f"rank-{rank}"
 
 
 async def wait_written(
     published: PublishedWeights, check: Callable[[], None] = lambda: None
 ) -> None:
-    """Waits until every rank has written its part; RunError with the reason of one that failed.
-    `check` raises if the ranks are gone."""
+    """Waits until every rank has written its part; RunError with the reason if one failed. `check`:
+    raises if the ranks are lost."""
     pause, longest = WAIT_S
     for rank in published.writers:
         while (said := read_mark(mark_of(Path(published.place), rank))) == WRITING:
@@ -114,7 +115,7 @@ def read_mark(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        rule = f"whether weights are written cannot be known ({error.strerror})"
+        rule = f"the state of the weights cannot be read ({error.strerror})"
         raise InfraFailure(f"{path}: {rule}") from error
 
 
@@ -122,7 +123,7 @@ def read_mark(path: Path) -> str:
 
 
 def reserve(file: int, size: int) -> None:
-    """Reserves disk space for the bytes; only sets the size where the system cannot (macOS)."""
+    """Reserves disk space for the bytes; only sets the size if the system cannot (macOS)."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file, 0, size)
     else:
@@ -130,12 +131,12 @@ def reserve(file: int, size: int) -> None:
 
 
 def make_file(path: Path, layout: FileLayout) -> Tensor:
-    """A new file in a new folder, with its header; returns its memory."""
+    """Makes a file with its header in a new folder; returns its memory."""
     size = layout.num_bytes
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:  # room first: a page of shared memory that cannot be had ends the process
+        try:  # reserve first: a missing page of shared memory would kill the process
             reserve(file, size)
             os.write(file, layout.header)
         finally:
@@ -163,7 +164,7 @@ def copy_pairs(into: Mapping[str, Tensor], pairs: TensorPairs) -> None:
 
 
 def map_file(path: Path) -> dict[str, Tensor]:
-    """Views of the tensors, which stay valid after the file is removed."""
+    """Maps a file; returns views of its tensors, which stay valid after the file is removed."""
     try:
         size = path.stat().st_size
     except OSError as error:
@@ -175,7 +176,7 @@ def map_file(path: Path) -> dict[str, Tensor]:
 
 
 def views(flat: Tensor, where: str) -> dict[str, Tensor]:
-    """The tensors in the bytes of a safetensors file, in any memory."""
+    """Returns views of the tensors in the bytes of a safetensors file, in any memory."""
     length = int.from_bytes(flat[:8].cpu().numpy().tobytes(), "little")
     head = flat[: 8 + min(length, flat.numel())].cpu().numpy().tobytes()
     try:
@@ -189,8 +190,8 @@ def views(flat: Tensor, where: str) -> dict[str, Tensor]:
 
 
 def read_folder(folder: Path, held: tuple[int, str], own: Own) -> list[tuple[str, Tensor]]:
-    """All tensors of a folder with an index. A receiver that holds the base version reads only the
-    new file."""
+    """Returns all tensors of a folder with an index. A receiver that has the base version reads
+    only the new file."""
     index = json.loads(read_mark(folder / INDEX))
     files: dict[str, str] = index["weight_map"]
     same = {name for name, file in files.items() if file != index["newest"]}
@@ -202,7 +203,7 @@ def read_folder(folder: Path, held: tuple[int, str], own: Own) -> list[tuple[str
             if file not in mapped:
                 mapped[file] = map_file(folder / file)
             if name not in mapped[file]:
-                raise RunError(f"{folder / file}: {name} is not in it, and the index says so")
+                raise RunError(f"{folder / file}: {name} is missing, although the index names it")
         pairs.append((name, found[name] if name in found else mapped[file][name]))
     is_whole = len(mapped) == 1 and not same
     return FilePairs(folder / index["newest"], pairs) if is_whole else pairs
@@ -212,19 +213,19 @@ def read_folder(folder: Path, held: tuple[int, str], own: Own) -> list[tuple[str
 
 
 def gpu_uuid(device: torch.device | int) -> str:
-    """The UUID of a GPU, which is equal in all processes, unlike its number."""
+    """Returns the UUID of a GPU, which is equal in all processes, unlike its index."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def make_buffer(layout: FileLayout, device: torch.device) -> Tensor:
-    """A buffer for a safetensors file on a GPU, with its header."""
+    """Makes a GPU buffer for a safetensors file, with its header."""
     flat = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
     flat[: len(layout.header)] = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
     return flat
 
 
 def share_on_gpu(version: int, flat: Tensor, num_tensors: int, digest: str) -> PublishedWeights:
-    """The handle of a buffer, which must stay until all receipts have arrived."""
+    """Returns the location of a buffer, which must stay alive until all receipts have arrived."""
     handle = gpu_handle(flat)
     torch.cuda.synchronize(flat.device)
     place = gpu_uuid(flat.device)
@@ -232,7 +233,7 @@ def share_on_gpu(version: int, flat: Tensor, num_tensors: int, digest: str) -> P
 
 
 def open_on_gpu(published: PublishedWeights) -> dict[str, Tensor]:
-    """Maps the publisher's memory: read it before the receipt is sent, never write it."""
+    """Maps the publisher's memory: read-only, and only until the receipt is sent."""
     found = [n for n in range(torch.cuda.device_count()) if gpu_uuid(n) == published.place]
     if not found:
         where = f"lie on {published.place}, not on our GPU"
@@ -244,8 +245,8 @@ def open_on_gpu(published: PublishedWeights) -> dict[str, Tensor]:
 def open_weights(
     value: Mapping[str, Any], held: tuple[int, str] = (-1, ""), own: Own = lambda names: {}
 ) -> list[tuple[str, Tensor]]:
-    """The tensors of `PublishedWeights` that arrived as a JSON value. `held`: version and digest
-    that the receiver holds, `own` its tensors."""
+    """Opens the tensors of `PublishedWeights` given as a JSON value. `held`: version and digest of
+    the receiver's weights; `own`: returns its tensors."""
     published = PublishedWeights(**value)
     if published.kind == "ipc":
         return list(open_on_gpu(published).items())

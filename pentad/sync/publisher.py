@@ -1,9 +1,9 @@
-"""Publishing: every sampler gets the learner's whole weights, verified by digest or comparison.
+"""Publishing: every sampler gets all weights of the learner, verified by digest or comparison.
 
-A snapshot is taken in the learner's own program order. In place (samplers idle) it holds
-references; overlapped it holds copies, so that training may continue during the transfer. Weights
-on several ranks are written by the ranks (`shards`). Versions only grow; a snapshot that a newer
-one replaced before it was sent is never sent.
+A snapshot is taken in the learner's program order. In place (samplers idle) it has references;
+overlapped it has copies, so that training may continue during the transfer. Weights on several
+ranks are written by the ranks (`shards`). Versions only grow; a snapshot is skipped if a newer one
+replaces it before it is sent.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Snapshot:
     weights: TensorPairs
     digest: WeightDigest
     is_copy: bool = False
-    """Whether nothing else writes to the tensors."""
+    """Whether the tensors are copies, to which nothing else writes."""
     gather_s: float = 0.0
-    """Time the learner spent on it."""
+    """Seconds that the learner spent on it."""
 
     @property
     def num_tensors(self) -> int:
@@ -45,7 +45,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class LiveSnapshot(Snapshot, SentWeights):
-    """The learner's own tensors, with which samplers of this process compare."""
+    """The learner's own tensors, which samplers of this process compare with theirs."""
 
 
 def take_snapshot(
@@ -56,8 +56,8 @@ def take_snapshot(
     on_host: bool = False,
     hashed: bool = True,
 ) -> Snapshot:
-    """Takes a snapshot in the learner's process; `copy` if training continues before the install is
-    done."""
+    """Takes a snapshot in the learner's process. `copy`: needed if training continues before the
+    install is done."""
     if not hashed and not copy and not on_host:
         pairs: TensorPairs
         if isinstance(weights, NativeWeights):
@@ -73,7 +73,7 @@ def take_snapshot(
             is_moved = on_host and tensor.device.type != "cpu"
             held = tensor.cpu() if is_moved else tensor.clone() if copy else tensor
             kept.append((name, held))
-            yield name, tensor  # hashed where it is, which is quick on a GPU
+            yield name, tensor  # hashed on its device, which is fast on a GPU
 
     digest = digest_of(passing())
     return Snapshot(version, tuple(kept), digest, is_copy=copy)
@@ -81,11 +81,10 @@ def take_snapshot(
 
 @dataclass(frozen=True, slots=True)
 class PublishTimes:
-    """Durations of one publish in seconds (and bytes); with several samplers those of the
-    slowest."""
+    """Durations of a publish in seconds (and bytes); with several samplers those of the slowest."""
 
     gather: float
-    """The learner's part, from the call to the snapshot."""
+    """The learner's time, from the call to the snapshot."""
     transfer: float
     """From the snapshot until the sampler has received the weights, including queueing."""
     pause: float
@@ -93,7 +92,7 @@ class PublishTimes:
     install: float
     """From the received weights to the receipt, including the step in progress and the pause."""
     num_bytes: int = 0
-    """Written or sent, the largest of all samplers."""
+    """Bytes written or sent, the largest of all samplers."""
 
 
 class Publisher:
@@ -103,10 +102,10 @@ class Publisher:
         self.samplers = list(samplers)
         self.version = -1
         self.times: PublishTimes | None = None
-        """The last confirmed publish."""
+        """Durations of the last confirmed publish."""
 
     async def publish(self, snapshot: Snapshot) -> None:
-        """Publishes a snapshot; returns when all samplers hold it."""
+        """Publishes a snapshot; returns when all samplers have installed it."""
         if snapshot.version < self.version:
             raise RunError(
                 f"publish of version {snapshot.version} after version {self.version}: "
@@ -142,9 +141,9 @@ class Publisher:
 
 
 def answered(results: Sequence[Installed | BaseException]) -> list[tuple[int, Installed]]:
-    """The receipts, by index of the sampler. A failed sampler is left out: it serves nothing until
-    a later install succeeds. If all failed, the first reason is raised; so is the reason of a
-    sampler that received wrong weights and would serve them."""
+    """Returns the receipts by index of the sampler, without failed samplers, which are not used
+    until a later install succeeds. Raises the first failure if all failed, and always that of a
+    sampler that has wrong weights and would serve them."""
     receipts = [(i, r) for i, r in enumerate(results) if isinstance(r, Installed)]
     for index, result in enumerate(results):
         if isinstance(result, BaseException):

@@ -1,9 +1,9 @@
-"""Publishing from several ranks: each writes the blocks of HF tensors that its shards hold.
+"""Publishing from several ranks: each writes the blocks of HF tensors that its shards contain.
 
-No rank gathers whole tensors. One rank writes each of several equal shards. The digest of a tensor
-is the sum of those of its blocks, so it needs no whole tensor either. If writing would block the
-learner (from a GPU, or to a disk), the blocks are staged in host memory, which is the snapshot, and
-a thread writes them in the background. Only changed tensors are written to a disk (`deltas`).
+No rank gathers whole tensors. Of several equal shards one rank writes each. The digest of a tensor
+is the sum of its blocks' digests, so it needs no whole tensor either. If writing would block the
+learner (from a GPU, or to a disk), the blocks are staged in host memory as the snapshot, and a
+thread writes them in the background. Only changed tensors are written to a disk (`deltas`).
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ class ShardWriter:
         infos: Mapping[str, TensorInfo],
         group: OptionalGroup,
     ) -> None:
-        """`infos` of all published tensors; `group` None: this is the only rank."""
+        """`infos`: all published tensors; `group` None: this is the only rank."""
         self.infos = infos
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.blocks = plan_blocks(shards, weight_map, infos, group)
         cut = {one.name for one in self.blocks if not self._is_of_words(one)}
         self.loose = {name for names in self._gather(sorted(cut)) for name in names}
-        """Tensors with a block that ends within a word: small ones of odd widths."""
+        """Tensors with a block that ends within a word (small ones of odd widths)."""
         self.staged_bytes = staged_bytes(self.blocks)
         self.layout = by_width(infos)
         self.staging: Tensor | None = None
@@ -99,11 +99,11 @@ class ShardWriter:
         *,
         deltas: bool = False,
     ) -> Publish:
-        """Writes a version. When it returns the weights may change; it fails on all ranks or on
-        none. `deltas`: tensors unchanged since the previous version are linked."""
+        """Writes a version. The weights may change after it returns; fails on all ranks or on none.
+        `deltas`: links tensors unchanged since the previous version."""
         self.close()
         device = next(iter(shards.values())).tensor.device
-        if kind == "ipc" and device.type != "cuda":  # parameters that live on the host
+        if kind == "ipc" and device.type != "cuda":  # parameters in host memory
             kind = "shm"
         path = folder / f"{version}-{self._gather(os.getpid())[0]}-{self.num_written}"
         self.num_written += 1
@@ -172,7 +172,7 @@ class ShardWriter:
         return Publish(plan.published(writers), digest, None)
 
     def _is_made(self, plan: VersionPlan) -> bool:
-        """Whether rank 0 could make the folder; without links it raises instead."""
+        """Makes the folder on rank 0; returns False if that fails with links, else raises."""
         failure, is_made = "", True
         try:
             if self.rank == 0:
@@ -187,15 +187,15 @@ class ShardWriter:
         return bool(self._agree(failure, is_made)[0])
 
     def close(self) -> None:
-        """Waits for the background write, whose outcome is in its mark."""
+        """Waits for the background write; its outcome is in the marker file."""
         if self.thread is not None:
             self.thread.join()
             self.thread = None
 
     def _make(self, kind: Kind, path: Path, device: torch.device) -> Tensor | None:
-        """The memory for all tensors; a file that all ranks share is made by rank 0."""
+        """Returns the memory for all tensors; rank 0 makes the file that all ranks share."""
         if kind == "ipc":
-            assert self.group is None, "several ranks have a GPU each"
+            assert self.group is None, "a shared GPU buffer needs a single rank"
             return make_buffer(self.layout, device)
         return make_file(path / WEIGHTS, self.layout) if self.rank == 0 else None
 
@@ -235,7 +235,7 @@ class ShardWriter:
         return is_of_words(info.dtype.itemsize, info.shape, block.box)
 
     def _sums(self, pieces: Iterator[tuple[WeightBlock, Tensor]]) -> list[Any]:
-        """[name, box, part of the checksum; for a loose tensor its bytes]."""
+        """Returns [name, box, part of the checksum; for a loose tensor its bytes] of each block."""
         hasher, known, out = Hasher(), [], []
         for block, piece in pieces:
             if block.name in self.loose:
@@ -248,8 +248,8 @@ class ShardWriter:
         return out + [[block.name, block.box, value] for block, value in sums]
 
     def _begin(self, path: Path, move: Callable[[], None]) -> None:
-        """Starts a thread that writes the staged blocks. Files that are removed by then are no
-        longer needed."""
+        """Starts a thread that writes the staged blocks. Files removed meanwhile are no longer
+        needed."""
         mark = mark_of(path, self.rank)
         mark.write_text(WRITING, encoding="utf-8")
         self.is_whole = False
@@ -270,7 +270,7 @@ class ShardWriter:
             try:
                 draft.write_text(failure, encoding="utf-8")
                 draft.replace(mark)
-            except OSError:  # receivers must not wait for ever
+            except OSError:  # receivers must not wait forever
                 mark.unlink(missing_ok=True)
                 draft.unlink(missing_ok=True)
 
@@ -283,8 +283,8 @@ class ShardWriter:
             whole[block.name][slices(block.box)].copy_(self._staged(block))
 
     def _write_blocks(self, plan: VersionPlan, mine: Sequence[WeightBlock]) -> None:
-        """Writes each block at its place in the new file, into which other machines may write as
-        well."""
+        """Writes each block at its position in the new file; other machines may write to the same
+        file."""
         assert self.staging is not None
         data = self.staging.numpy().data
         file = os.open(plan.written.folder / plan.newest, os.O_WRONLY)

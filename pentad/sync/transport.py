@@ -1,8 +1,8 @@
 """Transports of weights to servers: to vLLM's workers by a file, by broadcast, or by CUDA IPC on
 one GPU.
 
-Each transport ends in the workers' receipts, which hold the digest of the received weights. SGLang
-takes the same files and broadcasts, and tensors as pickles.
+Each transport returns the workers' receipts, which contain the digest of the received weights.
+SGLang receives the same files and broadcasts, and tensors as pickles.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Transport:
 
 
 class DiskTransport(Transport):
-    """One safetensors file that the server can read too: the published one, or one that is removed
-    after the install."""
+    """A safetensors file that the server can read: the published one, or one that is removed after
+    the install."""
 
     def __init__(self, folder: Path, *, is_private: bool) -> None:
         self.folder = folder
@@ -66,8 +66,8 @@ class DiskTransport(Transport):
 
 @contextmanager
 def transfer_folder(parent: Path, *, is_private: bool) -> Iterator[Path]:
-    """A new folder in `parent`, which all users may write to. Other users can read it only if the
-    server may be another user's."""
+    """Makes a new folder in `parent`, which all users may write to. Other users can read it unless
+    `is_private`."""
     with ExitStack() as stack:
         try:
             parent.mkdir(parents=True, exist_ok=True)
@@ -82,8 +82,8 @@ def transfer_folder(parent: Path, *, is_private: bool) -> Iterator[Path]:
 
 @asynccontextmanager
 async def file_for(weights: TensorPairs, parent: Path, *, is_private: bool) -> AsyncIterator[Path]:
-    """A safetensors file of these tensors that a server may read. Weights already published as one
-    are not written again for a server that the run started, which is on this machine."""
+    """Yields a safetensors file of these tensors for a server. Weights already published as a file
+    are not written again for a server that the run started on this machine."""
     if is_private and isinstance(weights, FilePairs):
         yield weights.file
         return
@@ -104,12 +104,13 @@ def write_weights(path: Path, weights: TensorPairs) -> None:
 class Broadcast(Transport):
     """A group of this process and all workers: gloo for tensors in memory, NCCL on GPUs.
 
-    The sender is rank 0. The group is made at the first send and again after a failure. With
-    workers that the run started on this machine it meets in a folder that no other user can open.
+    The sender is rank 0. The group is made at the first send and again after a failure. If the run
+    started the workers on this machine, the rendezvous is a folder that no other user can open.
     """
 
     def __init__(self, address: str, num_workers: int, folder: Path | None = None) -> None:
-        """`folder`: where both ends meet; None: the workers may be anywhere, or another user's."""
+        """`folder`: for the rendezvous; None: workers may be on another machine or of another
+        user."""
         self.host = own_host(address)
         self.world = num_workers + 1
         self.group: BroadcastGroup | None = None
@@ -117,7 +118,7 @@ class Broadcast(Transport):
         self.meeting = ExitStack()
 
     async def send(self, weights: TensorPairs, ask: Ask, *, is_part: bool = False) -> Receipts:
-        assert not is_part, "all is broadcast"
+        assert not is_part, "a broadcast sends all tensors"
         device = weights[0][1].device
         try:
             group = self.group or await self._meet(ask, "nccl" if device.type == "cuda" else "gloo")
@@ -165,7 +166,7 @@ async def together(ours: Awaitable[T], theirs: asyncio.Future[Any]) -> T:
 
 
 def own_host(address: str) -> str:
-    """The address under which the server reaches this machine."""
+    """Returns the address by which the server reaches this machine."""
     parts = urlsplit(address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((parts.hostname or "127.0.0.1", parts.port or 80))
@@ -173,14 +174,14 @@ def own_host(address: str) -> str:
 
 
 class CudaIpc(Transport):
-    """Handles of tensors on the GPU that the worker uses too, identified by the GPU's UUID.
+    """Sends handles of tensors on the worker's GPU, identified by the GPU's UUID.
 
     The two processes may number GPUs differently (CUDA_VISIBLE_DEVICES). Tensors stay alive until
     the receipt arrives, which the worker sends after reading them.
     """
 
     async def send(self, weights: TensorPairs, ask: Ask, *, is_part: bool = False) -> Receipts:
-        assert not is_part, "all is shared"
+        assert not is_part, "CUDA IPC shares all tensors"
         handles: dict[str, dict[str, Any]] = {}
         kept = []
         for name, tensor in weights:
@@ -190,7 +191,7 @@ class CudaIpc(Transport):
         return await ask("pentad_open", json.dumps(handles))
 
 
-# For SGLang, which takes pickles.
+# For SGLang, which reads pickles.
 
 
 def in_buckets(weights: TensorPairs, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
@@ -206,8 +207,8 @@ def in_buckets(weights: TensorPairs, max_bytes: int) -> Iterator[list[tuple[str,
 
 
 class SharedTensor:
-    """Pickled so that another process can rebuild it, where its GPU may have another number: SGLang
-    also takes the GPU's UUID."""
+    """Pickles a tensor for another process, where its GPU may have another index: SGLang also
+    accepts the GPU's UUID."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor

@@ -1,8 +1,8 @@
 """Weights published to other processes, which pull the newest version (`published`).
 
-A snapshot is written once for all receivers, with `file` only its changes (`deltas`). The newest
-version stays until another replaces it, so that a restarted receiver can pull it; an older one is
-removed when it has no readers. Weights in host memory use `shm` even if the kind is `ipc`.
+A snapshot is written once for all receivers; with `file` only its changes (`deltas`). The newest
+version is kept until another replaces it, so that a restarted receiver can pull it; older ones are
+removed when they have no readers. Weights in host memory use `shm` even if the kind is `ipc`.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class PublishedVersion:
 
     weights: PublishedWeights
     source: Iterable[tuple[str, Tensor]]
-    """The published object, identified by its identity; None for a snapshot, a whole model that is
-    identified by version and digest and need not be kept."""
+    """The published object, compared by identity; None for a snapshot, which is compared by version
+    and digest, so that a whole model need not be kept."""
     kept: Tensor | None = None
     """A buffer that receivers read in place."""
     num_readers: int = 0
@@ -59,7 +59,7 @@ class PublishedVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedSnapshot(Snapshot):
-    """Weights that another process holds or has written."""
+    """Weights that another process has in memory or has written."""
 
     published: PublishedWeights
 
@@ -71,14 +71,15 @@ class PublishedSnapshot(Snapshot):
 def snapshot_of(
     value: dict[str, Any], digest: dict[str, str], gather_s: float = 0.0
 ) -> PublishedSnapshot:
-    """The snapshot for `PublishedWeights` that came as a JSON value; its tensors stay closed."""
+    """Makes the snapshot of `PublishedWeights` given as a JSON value, without opening its
+    tensors."""
     published, known = PublishedWeights(**value), WeightDigest()
     known.entries.update(digest)
     return PublishedSnapshot(published.version, (), known, True, gather_s, published=published)
 
 
 async def opened(snapshot: PublishedSnapshot, check: Callable[[], None]) -> Snapshot:
-    """The published tensors, mapped here; their files have been removed."""
+    """Maps the published tensors into this process; removes their files."""
     await wait_written(snapshot.published, check)
     weights = tuple(await asyncio.to_thread(open_weights, asdict(snapshot.published)))
     snapshot.published.remove()
@@ -95,33 +96,33 @@ class WeightsDir:
         self.read: list[PublishedVersion] = []
         """Versions with readers."""
         self.folder = folder
-        """Where folders of weights are made; removed by its owner."""
+        """Parent of the folders of weights; its owner removes it."""
         self.release: Callable[[int], None] = lambda version: None
-        """Called when a version that another process holds on a GPU is no longer needed."""
+        """Called when a version in another process's GPU memory is no longer needed."""
         self.check: Callable[[], None] = lambda: None
         """Raises the failure of the process that publishes."""
         self.newest: PublishedVersion | None = None
         self.retained: dict[int, PublishedVersion] = {}
-        """By version: written by another process, and not published yet."""
+        """Versions written by another process and not published yet."""
         self.writing = asyncio.Lock()
 
     def retain(self, snapshot: PublishedSnapshot) -> None:
         """Keeps the files of another process until a later version is published, even if this one
-        never is."""
+        is never published."""
         self.retained[snapshot.version] = PublishedVersion(
             snapshot.published, (), is_elsewhere=True
         )
 
     def drop_all(self) -> None:
-        """Called when the publishing process is gone, and the next one returns to an earlier
-        version: none of its versions can be pulled any more."""
+        """Drops all versions. Called when the publishing process is lost, because the next one
+        restarts from an earlier version."""
         ended = self._valid()
         self.retained, self.newest = {}, None
         self.release, self.check = lambda version: None, lambda: None
         for published in ended:
             self._end(published)
         read = {published.weights.place for published in self.read}
-        for path in self.folder.glob("[0-9]*"):  # also what was written and never said
+        for path in self.folder.glob("[0-9]*"):  # also folders that were never reported
             if str(path) not in read:
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -158,7 +159,7 @@ class WeightsDir:
             self._end(published)
 
     def _valid(self) -> list[PublishedVersion]:
-        """Versions that a receiver may still pull."""
+        """Returns the versions that a receiver may still pull."""
         return [*self.retained.values(), *([self.newest] if self.newest else [])]
 
     def _end(self, published: PublishedVersion) -> None:
@@ -168,7 +169,7 @@ class WeightsDir:
         if published.weights.kind != "ipc":
             published.weights.remove()
         elif published.is_elsewhere:
-            self.release(published.weights.version)  # nothing, where its process is another one
+            self.release(published.weights.version)  # no effect if its process has been replaced
         else:
             torch.cuda.ipc_collect()
 
@@ -182,7 +183,7 @@ class WeightsDir:
         else:
             known = digest_of(pairs)
         if self.kind == "ipc" and all(tensor.is_cuda for _, tensor in pairs):
-            # It is good until the next one: nothing may write to the tensors meanwhile.
+            # Valid until the next one: nothing may write to the tensors meanwhile.
             layout = by_width(infos)
             flat = make_buffer(layout, pairs[0][1].device)
             copy_pairs(layout.views(flat), pairs)

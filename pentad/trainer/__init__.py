@@ -1,20 +1,20 @@
-"""Runs a job: one loop over batches, whatever they come from.
+"""Runs a job: one loop over batches for every kind of run.
 
 Contract: a `Run` takes a batch from its `BatchSource`, has the learner train it, guards it, hands
-the weights to sinks, saves, records, and commits, in this order and once for every kind of run.
-A batch is trained exactly once; a run that is started again continues bit by bit.
+the weights to sinks, saves, records, and commits, in this order and once for every kind of run. A
+batch is trained exactly once; a restarted run continues bitwise equal.
 
-The files here are what every run has. In the order of reading: `run` (the loop, what is restored
-before it, and how a run ends), `learner_client` (calls on all ranks of the learner), `context`
-(folders, log, records), `resume` (which checkpoint), `stopping` (signals), `records` (the record of
-a step); `preflight`, `reward_trial` and `run_folders` are asked before a start.
+The files here are shared by all kinds of runs. In reading order: `run` (the loop, the restore
+before it, and the end of a run), `learner_client` (calls on all ranks of the learner), `context`
+(folders, log, records), `resume` (selects the checkpoint), `stopping` (signals), `records` (the
+record of a step); `preflight`, `reward_trial` and `run_folders` are checks before a start.
 
-What a kind of run adds, each with its contract in its first page:
+Subpackages for one kind of run or one task; the docstring of each states its contract:
 
-- `sources`: where batches come from: examples, kept groups, rollouts.
-- `pumps`: what runs beside the steps of an RL run: rollouts, scores, publishing, the watchdog.
-- `sampling`: the samplers of a run, the devices they share with the learner, and their proofs.
-- `rank`: what every rank of a learner runs.
+- `sources`: sources of batches: examples, kept groups, rollouts.
+- `pumps`: background tasks of an RL run: rollouts, scores, publishing, the watchdog.
+- `sampling`: the samplers of a run, the devices they share with the learner, and their checks.
+- `rank`: the services that every rank of a learner runs.
 - `saving`: exports, recovery checkpoints and kept batches.
-- `processes`: which processes a run has, and what follows when one is lost.
+- `processes`: the processes of a run, and recovery when one is lost.
 """

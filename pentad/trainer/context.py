@@ -1,4 +1,4 @@
-"""The context of a run: its folders, log, records and screen, and how its end is noted."""
+"""The context of a run: its folders, log, records and screen, and the record of how it ended."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """A run that owns its run folder and writes its records: everything it has besides learners and
-    data."""
+    """State of a run besides learners and data: its config, locked run folder, records and
+    devices."""
 
     config: Config
     stack: ExitStack
@@ -162,7 +162,8 @@ def open_run(
     steps_per_epoch = data.steps_per_epoch(size)
     num_steps = config.total_train_steps or steps_per_epoch * config.total_train_epochs
     checkpoints, telemetry = checkpoint_path(config), config.telemetry
-    seed_globals(config.seed, "scheduler")  # each time learners start: a checkpoint has the rest
+    # At every start of the learners; a checkpoint restores later states.
+    seed_globals(config.seed, "scheduler")
     with ExitStack() as stack:
         folder = stack.enter_context(take_folder(config, fresh=fresh))
         stack.enter_context(log_to(folder.file("log.txt")))
@@ -237,7 +238,7 @@ def log_start(
         log.info(
             "total_train_steps = %d: it overrides total_train_epochs = %d, which is %d steps",
             *(asked, config.total_train_epochs, by_epochs),
-            extra=NOTICE if config.total_train_epochs > 1 else None,  # a number that was given
+            extra=NOTICE if config.total_train_epochs > 1 else None,  # only if the user set it
         )
     if not (config.saver.is_periodic or config.recover.is_on):
         log.info(
@@ -250,8 +251,8 @@ def log_start(
 
 @contextmanager
 def noted_end(folder: RunFolder, checkpoints: Path, *, is_last: bool = True) -> Iterator[None]:
-    """Writes how this start of the run ended to its log and to exit.json. An OSError becomes one
-    sentence. `is_last`: the run is complete after this part of it."""
+    """Writes to the log and to exit.json how this start of the run ended. Converts an OSError to a
+    one-line error. `is_last`: the run is complete after the block."""
     marker = folder.file("exit.json")
     marker.unlink(missing_ok=True)
 
@@ -304,7 +305,7 @@ def writes_beside(config: Config, device: torch.device, layout: Layout) -> bool:
 
 
 def export_size(config: Config, dims: ModelDims, device: torch.device) -> float:
-    """Bytes of one HF folder, or of one PEFT folder; 0 where the dimensions are not known."""
+    """Bytes of one HF folder, or of one PEFT folder; 0 if the dimensions are unknown."""
     if not dims.is_whole:
         return 0.0
     if config.actor.lora is not None:
@@ -313,7 +314,7 @@ def export_size(config: Config, dims: ModelDims, device: torch.device) -> float:
 
 
 def start_screen(title: str, num_steps: int) -> Screen | None:
-    """The screen; None without an output: a closed pipe or terminal must not stop training."""
+    """Opens the screen; None without stdout: a closed pipe or terminal must not stop training."""
     if sys.stdout is None:
         return None
     try:
@@ -324,7 +325,7 @@ def start_screen(title: str, num_steps: int) -> Screen | None:
 
 
 def place_of(device: torch.device, layout: Layout) -> dict[str, Any]:
-    """The hardware and library versions on which the last bits of numbers may depend."""
+    """Returns the hardware and library versions that may change the last bits of results."""
     name = gpu_name(device) if device.type == "cuda" else host.hardware()["cpu"]
     return {
         "device": name or device.type,

@@ -1,7 +1,7 @@
 """Inputs of a run besides its weights: tokenizer, data, workflow and reward, opened and checked.
 
-A start opens them whole (`preflight`), a plan only their first rows (`look`). Without the engine,
-so that a plan needs no models.
+A start reads all rows (`preflight`), a plan only the first ones (`look`). Does not import the
+engine, so a plan needs no models.
 """
 
 from __future__ import annotations
@@ -36,18 +36,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RowReader:
-    """How rows become tokens."""
+    """Settings for converting dataset rows to tokens."""
 
     dims: ModelDims | None
-    """The dimensions of the actor's model; None if they are not known, then rows may have any
-    length."""
+    """The dimensions of the actor's model; None if unknown: then rows may have any length."""
     tokenizer: Tokenizer
     first: int | None = None
-    """Only so many rows of each dataset are read; None: all."""
+    """Maximum number of rows read from each dataset; None: all."""
 
 
 class Collector:
-    """Runs checks that may raise, and collects the problems of all."""
+    """Runs checks that may raise UserError, and collects their problems."""
 
     def __init__(self) -> None:
         self.problems: list[Problem | str] = []
@@ -68,7 +67,7 @@ class Collector:
 class CheckedEnvironment:
     name: str
     config: Config
-    """The config of the run with this environment as its only one."""
+    """The run's config reduced to this environment."""
     workflow: Workflow
     stream: PromptStream | None
     """None if the environment is only evaluated."""
@@ -84,8 +83,8 @@ def check_environment(
     asks_models: bool = True,
 ) -> CheckedEnvironment | None:
     """Checks and tries an environment's workflow, prompts and reward; None if it has problems.
-    Without a reader the prompts are not opened; `asks_models`: whether rewards of models are
-    tried."""
+    Without a reader the prompts are not opened. `asks_models`: whether to try rewards that call a
+    model."""
     config, stream, valid = as_only(whole, keys), None, None
     workflow = checks.attempt(lambda: load_workflow(config.rollout.workflow, config.rollout.agent))
     if keys.reward_key == "reward" and keys.name and rewards_itself(workflow):
@@ -163,7 +162,7 @@ def with_tools(source: DataSource, workflow: Workflow | None) -> DataSource:
 def room_for_prompt(
     dims: ModelDims | None, max_new_tokens: int, key: str = "gconfig"
 ) -> int | None:
-    """Tokens of the model's context that a prompt may have."""
+    """Returns the maximum number of prompt tokens that the model's context allows."""
     if dims is None:
         return None
     room = dims.max_position - max_new_tokens
@@ -187,8 +186,8 @@ def vocabulary_problems(
 
 
 def token_problems(config: Config, tokenizer: Tokenizer) -> list[Problem]:
-    """Reference and teacher score the actor's token ids, so their tokenizers must map ids
-    equally."""
+    """Checks that the tokenizers of reference and teacher, which score the actor's token ids, map
+    tokens to the same ids."""
     problems = []
     for key, path in frozen_paths(config).items():
         if path is None or not any((Path(path) / name).is_file() for name in TOKENIZER_FILES):
@@ -196,7 +195,7 @@ def token_problems(config: Config, tokenizer: Tokenizer) -> list[Problem]:
         theirs, ours = load_tokenizer(path).inner.get_vocab(), tokenizer.inner.get_vocab()
         other = next((t for t, at in ours.items() if theirs.get(t, at) != at), None)
         if other is not None:
-            rule = f"{other!r} is token {theirs[other]} there, and {ours[other]} of the actor"
+            rule = f"{other!r} has id {theirs[other]}, in the actor's tokenizer {ours[other]}"
             remedy = "give a model with the tokenizer of the actor"
             problems.append(Problem(f"{key} = {path}", rule, remedy))
     return problems
@@ -209,7 +208,7 @@ def reward_problems(config: Config, workflow: Workflow | None) -> list[Problem]:
         return []
     functions = ", ".join(config.reward.functions)
     if functions and facts["has_method"]:
-        rule = f"{config.rollout.workflow} gives rewards itself, so this one would never be asked"
+        rule = f"{config.rollout.workflow} gives rewards itself, so this one would not be used"
         return [Problem(f"reward.fn = {functions}", rule, "leave one of the two out")]
     if functions or facts["has_reward"]:
         return []
@@ -220,7 +219,7 @@ def reward_problems(config: Config, workflow: Workflow | None) -> list[Problem]:
 def history_problems(
     config: Config, keys: EnvironmentKeys, workflow: Workflow | None
 ) -> list[Problem]:
-    """Earlier turns need a chat template if the prompt is rendered with one."""
+    """Checks that prompts use a chat template if `rollout.history = template`."""
     where, spec = "rollout.history = template", config.rollout.workflow
     if config.rollout.history != "template" or spec == "single_turn" or workflow is None:
         return []
@@ -244,7 +243,8 @@ def history_problems(
 def answer_problems(
     config: Config, stream: PromptStream | None, data: DatasetConfig | None
 ) -> list[Problem]:
-    """Built-in rewards compare with a column: every row must have it, if the rows are known now."""
+    """Checks that every row, if rows are already known, has the answer column of built-in
+    rewards."""
     built_in = [fn for fn in config.reward.functions if fn in REWARD_NAMES]
     is_asked = built_in and config.rollout.workflow == "single_turn"
     if stream is None or data is None or stream.prompts is None or not is_asked:
@@ -268,7 +268,7 @@ def tokenizer_of(config: Config) -> Tokenizer:
 
 
 def tokenizer_problems(config: Config, dims: ModelDims, tokenizer: Tokenizer) -> list[Problem]:
-    """What does not fit the tokenizer or the vocabulary of the actor."""
+    """Returns conflicts with the tokenizer or the vocabulary of the actor."""
     return [
         *vocabulary_problems(config.model_folder(), dims, tokenizer),
         *token_problems(config, tokenizer),
@@ -277,7 +277,7 @@ def tokenizer_problems(config: Config, dims: ModelDims, tokenizer: Tokenizer) ->
 
 
 def parts_of(config: Config) -> list[str]:
-    """The parts of examples that a run reads."""
+    """Returns the parts of the data that a run reads."""
     return ["train"] if config.valid_dataset is None else ["train", "valid"]
 
 
@@ -314,6 +314,6 @@ def _open_text(config: Config, part: str, reader: RowReader) -> TokenSequences:
 def _source_of(config: Config, part: str, reader: RowReader, room: int | None = None) -> DataSource:
     """The rows of `train` or `valid`."""
     data = config.train_dataset if part == "train" else config.valid_dataset
-    assert data is not None, "read where there is one"
+    assert data is not None, "only called if the part exists"
     key = f"{part}_dataset"
     return DataSource(data=data, key=key, seed=config.seed, room=room, first=reader.first)

@@ -1,8 +1,8 @@
-"""The scheduler's client of a learner or a scorer: calls on all its ranks, in one order, and
-questions to its rank 0.
+"""The scheduler's client of a learner or a scorer: ordered calls on all its ranks, and queries to
+its rank 0.
 
-What carries them is hidden here: a plain call where rank 0 is this process, which torchrun's rank 0
-broadcasts to the others (`runtime.calls`), or connections to processes (`runtime.group_calls`).
+It hides the transport: a plain call if rank 0 is this process, which torchrun's rank 0 broadcasts
+to the others (`runtime.calls`), or connections to processes (`runtime.group_calls`).
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from pentad.runtime.group_calls import RankGroup
 T = TypeVar("T")
 
 CAUSE_S, LOOK_S = 5.0, 0.1
-"""How long after a follow-up failure the loss of a learner may still be reported, in seconds."""
+"""Seconds to wait for the cause of a follow-up failure, and the interval of the checks."""
 
 
 Carrier = RankCalls | RankGroup
-"""The carriers have the same calls and the same state, which the client shows."""
+"""Both carriers have the same methods and state, which the client exposes."""
 
 
 class LearnerClient:
-    """Its thread, from which an event loop has calls made, is a daemon: a call that never returns
-    must not keep the program from ending."""
+    """Calls of an event loop run on a daemon thread: a call that never returns must not keep the
+    program from exiting."""
 
     def __init__(self, carrier: Carrier, name: str = "learner") -> None:
         self.carrier = carrier
         self.name = name
         self.is_stopping: Callable[[], bool] = bool
-        """Set by the run: whether it is being stopped."""
+        """Set by the run: returns whether the run is being stopped."""
         carrier.is_stopping = lambda: self.is_stopping()
         self.queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self.since: float | None = None
@@ -78,7 +78,7 @@ class LearnerClient:
             self.since = awake_s()
             try:
                 future.set_result(function())
-            except BaseException as error:  # it is the caller's
+            except BaseException as error:  # raised in the caller
                 future.set_exception(error)
             self.since = None
 
@@ -102,7 +102,7 @@ class LearnerClient:
 
     @property
     def service(self) -> Any:
-        """The service of rank 0, where it is this process; else None."""
+        """The service of rank 0 if it is this process; else None."""
         return self.carrier.service
 
     @property
@@ -117,17 +117,17 @@ class LearnerClient:
 
     @property
     def is_broken(self) -> bool:
-        """Whether a call failed in a way after which no other can be made."""
+        """Whether a failed call makes further calls impossible."""
         return self.carrier.is_broken
 
     @property
     def is_gone(self) -> bool:
-        """Whether no rank is left that could answer."""
+        """Whether no rank can answer any more."""
         return self.is_broken and self.is_remote
 
     @property
     def straggler(self) -> int | None:
-        """The rank that the others wait for, where that is known."""
+        """The rank that the others wait for, if known."""
         return self.carrier.straggler
 
     def check(self) -> None:
@@ -135,8 +135,8 @@ class LearnerClient:
         self.carrier.check()
 
     async def find_cause(self) -> None:
-        """Raises the failure that ended the learner, if it becomes known within CAUSE_S. Called for
-        failures that may be a consequence of it."""
+        """Raises the failure that ended the learner, if it becomes known within CAUSE_S. Called
+        after failures that may be its consequence."""
         for _ in range(round(CAUSE_S / LOOK_S) if self.is_remote else 0):
             self.check()
             await asyncio.sleep(LOOK_S)

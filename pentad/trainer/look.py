@@ -1,7 +1,7 @@
-"""Checks data, rewards, workflows and tokenizer for a plan as a start does, on the first rows.
+"""Runs a start's checks of data, rewards, workflows and tokenizer for a plan, on the first rows.
 
-`pentad plan` starts this as a process (`cli/look.py`), because it imports torch and code of the
-user. It reads no weights and asks no model.
+`pentad plan` runs this in a separate process (`cli/look.py`), because it imports torch and user
+code. It reads no weights and calls no model.
 """
 
 from __future__ import annotations
@@ -48,26 +48,26 @@ if TYPE_CHECKING:
 FIRST_ROWS = 256
 """Rows of each dataset that a plan reads."""
 MAX_TEXT_BYTES = 64 << 20
-"""Larger text for pretraining is not tokenised."""
+"""Maximum size of a pretraining text that a plan tokenises, in bytes."""
 OF_THE_MACHINE = ("reward pool", "platform = ")
-"""Beginnings of problems that another machine may not have."""
+"""Prefixes of problems that depend on this machine."""
 END = "<|end of a text without a tokenizer|>"
 ANY_TEMPLATE = (
     "{{ tools | tojson if tools else '' }}{% for message in messages %}{{ message | tojson }}"
     "{% endfor %}"
 )
-"""Shows every message and tool, and rejects none."""
+"""A chat template that renders every message and tool, and rejects none."""
 
 
 class Sorting(Collector):
-    """A collector that notes what another machine may have: packages of an extra, isolation."""
+    """A collector that turns problems of this machine (missing extras or isolation) into notes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.notes: list[str] = []
 
     def sort(self) -> None:
-        """Moves such problems to the notes."""
+        """Moves problems of this machine to the notes."""
         found, self.problems = self.problems, []
         needs_extra = any("pip install 'pentad[" in str(one) for one in found)
         for one in found:
@@ -82,17 +82,17 @@ class Sorting(Collector):
 
 @dataclass
 class Look:
-    """What was read, what was not, and the problems."""
+    """Result of a plan's checks: inputs that were read, inputs that were not, and problems."""
 
     checks: Sorting = field(default_factory=Sorting)
     read: list[str] = field(default_factory=list)
     not_read: list[str] = field(default_factory=list)
     is_without_tokenizer: bool = False
     longest: int | None = None
-    """Tokens of the longest training row that was read, of its prompt if answers are sampled."""
+    """Tokens of the longest training row read; of the longest prompt if answers are sampled."""
 
     def add_notes(self, data: OrderedData) -> None:
-        """The notes of a start on the data; without the tokenizer they are not known."""
+        """Adds the notes that a start would log about the data; they need the tokenizer."""
         if not self.is_without_tokenizer:
             self.checks.notes += [*data.notes, *sorted(data.warnings)]
 
@@ -116,11 +116,11 @@ class Look:
 
 
 def look(config: Config) -> Look:
-    """Reads what the start of the recipe's command would read, as far as it is here."""
+    """Reads the inputs of a start of the recipe's command, as far as they are on this machine."""
     found = Look()
     task = config.task
     config, found.not_read = with_data_here(config)
-    with suppress(UserError):  # a rule reports it
+    with suppress(UserError):  # a config rule reports this
         config.register_models()
     dims = known_dims(config.actor.path)
     reader = open_reader(config, dims, found)
@@ -137,7 +137,7 @@ def look(config: Config) -> Look:
 
 
 def open_reader(config: Config, dims: ModelDims | None, found: Look) -> RowReader | None:
-    """Reads rows with the actor's tokenizer if it is here, else with one that accepts any text."""
+    """Opens a reader with the actor's tokenizer, or with one for any text if it is not here."""
     folder = Path(config.actor.path or "").expanduser()
     if config.actor.path is None or not any((folder / name).is_file() for name in TOKENIZER_FILES):
         place = f"the tokenizer of actor.path = {config.actor.path} is not on this machine"
@@ -158,7 +158,7 @@ def found_problems(config: Config, dims: ModelDims, tokenizer: Tokenizer) -> Non
 
 
 def any_tokenizer(folder: Path) -> Tokenizer:
-    """A tokenizer whose tokens are bytes, in place of one that is not here."""
+    """A byte-level tokenizer, in place of one that is not on this machine."""
     symbols = [END, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     vocab = {symbol: index for index, symbol in enumerate(symbols)}
     backend = Backend(BPE(vocab=vocab, merges=[]))
@@ -191,7 +191,7 @@ def read_examples(task: str, config: Config, reader: RowReader, found: Look) -> 
 
 
 def why_not_tokenised(path: str, reader: RowReader) -> str:
-    """Why a plan does not read the text of a run that pretrains; empty if it does."""
+    """Returns why a plan does not read the text of a pretraining run; empty if it does."""
     if reader.dims is None:
         return "text is not read without the tokenizer"
     place = Path(path).expanduser()
@@ -202,7 +202,7 @@ def why_not_tokenised(path: str, reader: RowReader) -> str:
 
 
 def describe(checked: CheckedEnvironment, found: Look) -> None:
-    """Notes what was read of an environment."""
+    """Adds notes on the inputs of an environment that were read."""
     config = checked.config
     for stream in (checked.stream, checked.valid):
         if stream is None:
@@ -222,7 +222,7 @@ def describe(checked: CheckedEnvironment, found: Look) -> None:
         how = "imported and tried on a row" if checked.stream else "imported"
         found.read.append(f"reward.fn = {', '.join(tried)}: {how}")
     if asked:
-        found.not_read.append(f"reward.fn = {', '.join(asked)}: a plan asks no model")
+        found.not_read.append(f"reward.fn = {', '.join(asked)}: a plan calls no model")
     if config.rollout.workflow != "single_turn":
         found.read.append(f"rollout.workflow = {config.rollout.workflow}: loaded")
 
@@ -234,8 +234,8 @@ def rows_of(opened: OrderedData, num: int) -> str:
 
 
 def main() -> None:
-    """Reads a pickled config from stdin, writes the result as JSON to stdout. Prints of the user's
-    code go to stderr."""
+    """Reads a pickled config from stdin, writes the result as JSON to stdout. Output of user code
+    goes to stderr."""
     config = pickle.load(sys.stdin.buffer)
     out = os.dup(1)
     os.dup2(2, 1)

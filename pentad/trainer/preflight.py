@@ -86,8 +86,8 @@ def check_train(config: Config, device: torch.device) -> Checked:
 def begin_checks(
     config: Config, device: torch.device, command: RunCommand
 ) -> tuple[Collector, ModelDims | None]:
-    """The checks of a start that need no data, and the dimensions of the trained model if they can
-    be read."""
+    """Runs the checks that need no data; returns them with the dimensions of the trained model if
+    these can be read."""
     checks = Collector()
     checks.problems += start_problems(config, device, command)
     checks.attempt(lambda: config.register_models())
@@ -95,7 +95,7 @@ def begin_checks(
 
 
 def held_out(found: Sequence[CheckedEnvironment]) -> Prompts | None:
-    """The held-out prompts of all environments, each once per epoch."""
+    """Returns the held-out prompts of all environments, each once per epoch."""
     streams = [one.valid for one in found if one.valid is not None]
     if len(streams) > 1:
         return MixedPrompts(streams, [len(stream) for stream in streams])
@@ -105,19 +105,19 @@ def held_out(found: Sequence[CheckedEnvironment]) -> Prompts | None:
 def start_problems(
     config: Config, device: torch.device, command: RunCommand
 ) -> list[Problem | str]:
-    """Settings that this version or this machine does not support; reads no data."""
+    """Returns settings that this version or this machine does not support; reads no data."""
     return RULES.problems(config, start_facts(device, command))
 
 
 def start_facts(device: torch.device, command: RunCommand) -> RunFacts:
-    """All facts that the rules need, for a run that computes on this device."""
+    """Returns all facts that the rules need, for a run on this device."""
     is_torchrun, has_agents = rank_from_environment() is not None, NODES in os.environ
     start = StartFacts(torch.cuda.device_count(), is_torchrun, has_agents)
     return RunFacts(command=command, device=kind_of(device), start=start)
 
 
 def facts_here(config: Config, command: RunCommand) -> RunFacts:
-    """The facts of this machine; a Slurm job runs on other machines."""
+    """Returns the facts of this machine; none for a Slurm job, which runs on other machines."""
     if config.scheduler.type == "slurm":
         return RunFacts(command=command)
     return start_facts(pick_device(), command)
@@ -129,9 +129,9 @@ def the_remote_store_answers(config: Config, facts: RunFacts) -> list[Problem | 
 
 
 def remote_problems(config: Config) -> list[Problem | str]:
-    """Reports a remote store that does not answer or rejects the credentials; checked once the keys
-    are valid. A store that may answer later is no problem for a run with a local checkpoint:
-    `Tiers` notes it."""
+    """Reports a remote store that does not answer or rejects the credentials; checked after the
+    keys are valid. A temporary failure is no problem if the run has a local checkpoint: `Tiers`
+    logs it."""
     uri = config.checkpoint.remote_uri
     if uri is None or checkpoint_rules.RULES.problems(config, RunFacts(command="train")):
         return []

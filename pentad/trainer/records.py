@@ -41,7 +41,7 @@ STEPS_BELOW_TARGET = 10
 
 @dataclass(slots=True)
 class TrainedBatch:
-    """One finished step, for the records."""
+    """A finished step, for its record."""
 
     batch: int
     """Number of the step, from 0."""
@@ -50,12 +50,12 @@ class TrainedBatch:
     groups: list[Group] = field(default_factory=list)
     """Empty for examples."""
     funnel: PromptFunnel | None = None
-    """The funnel when the batch was done; the next batch may be in progress by now."""
+    """The funnel at the end of the batch; by now the next batch may have changed it."""
     progress: DataProgress | None = None
-    """Progress of the data when the batch was done; it belongs to the weights after the batch."""
+    """Progress of the data at the end of the batch; it belongs to the weights after the batch."""
     oversampled: Oversampled | None = None
     is_off_policy: bool = False
-    """Whether staleness means nothing: the groups are of another run, or nothing is trained."""
+    """Whether staleness is undefined: the groups are from another run, or nothing is trained."""
     num_samples: int | None = None
     """Number of samples, if rows are parts of samples."""
     rows_digest: str | None = None
@@ -70,7 +70,7 @@ class TrainedBatch:
 
 @dataclass(eq=False)
 class StepRecorder:
-    """Holds what is constant over a run: the model, its layout, and the peak of a device."""
+    """Makes the records of steps; has the constants of a run: model, layout, peak of a device."""
 
     dims: ModelDims
     _: KW_ONLY
@@ -84,7 +84,7 @@ class StepRecorder:
     find_straggler: Callable[[], int | None] = lambda: None
     num_skipped: int = 0
     rolled_back_to: int | None = None
-    """The step whose checkpoint was restored, for the next record."""
+    """The step to which the run was rolled back, for the next record."""
 
     def state(self) -> dict[str, Any]:
         return {"steps_below_target": self.steps_below_target, "num_skipped": self.num_skipped}
@@ -165,7 +165,7 @@ class StepRecorder:
     def _speed(
         self, lengths: Sequence[int], left_out: Sequence[int], train_s: float
     ) -> Throughput | None:
-        """MFU of the training phase only, without generation."""
+        """Returns throughput; MFU covers the training phase only, without generation."""
         if self.peak_tflops is None or not train_s:
             return None
         return measure_throughput(
@@ -210,7 +210,7 @@ def rl_of(trained: TrainedBatch) -> Rl:
 
 
 def _counted(step: int | None) -> int | None:
-    """Converts a step counted from 0 to the count of records; None stays None."""
+    """Converts a step counted from 0 to one counted from 1, as in records; None stays None."""
     return None if step is None or step < 0 else step + 1
 
 
@@ -239,7 +239,7 @@ def _publish_times(times: PublishTimes | None) -> dict[str, Any]:
 
 
 def loss_of(steps: Sequence[StepResult]) -> float:
-    """The mean over the optimizer steps of a batch."""
+    """Returns the mean loss over the optimizer steps of a batch."""
     return sum(one.loss for one in steps) / len(steps)
 
 
@@ -248,7 +248,7 @@ def grad_norm_of(steps: Sequence[StepResult]) -> float:
 
 
 def add_balance(steps: Sequence[StepResult]) -> list[LayerBalance]:
-    """Sums over the optimizer steps of a batch, which each trained a part of its tokens."""
+    """Sums the balance over a batch's optimizer steps, each of which trained part of its tokens."""
     return [
         LayerBalance(parts[0].layer, tuple(map(sum, zip(*(p.loads for p in parts), strict=True))))
         for parts in zip(*(one.balance for one in steps), strict=True)
@@ -269,7 +269,7 @@ def add_work(steps: Sequence[StepResult]) -> dict[str, Work]:
 
 
 def _collective(work: Mapping[str, Work], pairs: Sequence[int | None]) -> Collective | None:
-    """Figures of the exchange of expert parallelism; None without it."""
+    """Returns figures of expert parallelism's all-to-all; None without it."""
     if "dispatch" not in work:
         return None
     dispatch, combine = work["dispatch"], work["combine"]
@@ -292,7 +292,7 @@ BALANCE_FIGURES = ("mean", "std", "min", "max", "num_idle")
 
 
 def _kernel(layers: Sequence[LayerBalance], work: Mapping[str, Work]) -> Kernel | None:
-    """Figures of the router and the load of the experts; None for a model without experts."""
+    """Returns figures of the router and the load of experts; None for a model without experts."""
     if not layers:
         return None
     route = work.get("route")
@@ -310,7 +310,7 @@ def _kernel(layers: Sequence[LayerBalance], work: Mapping[str, Work]) -> Kernel 
 
 
 def by_environment(groups: Sequence[Group]) -> dict[str, dict[str, float]] | None:
-    """Figures of each environment's groups; None if a run has one environment."""
+    """Returns figures of each environment's groups; None if a run has one environment."""
     found: dict[str, list[Group]] = {}
     for group in groups:
         found.setdefault(group.prompt.environment, []).append(group)
@@ -331,7 +331,7 @@ def _means(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def mean_parts(groups: Sequence[Group]) -> dict[str, float] | None:
-    """The mean of each named part, over the samples that have it; of failures, over all."""
+    """Returns the mean of each reward part over the samples that have it; of failures, over all."""
     values: dict[str, list[float]] = {}
     num_samples = sum(len(group.samples) for group in groups)
     for group in groups:

@@ -1,5 +1,5 @@
-"""Finds where a run continues: after its newest intact checkpoint, or nowhere if all steps are
-done; and rolls back to a checkpoint during training."""
+"""Resumes a run from its newest intact checkpoint, detects a run whose steps are all done, and
+rolls back to a checkpoint during training."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 
 def finished(context: RunContext, *, roles: Sequence[str], evaluates: bool) -> RunSummary | None:
-    """The summary of a run that has done all its steps and has the model of every role and, if it
-    `evaluates`, the score of the last step; None if work is left."""
+    """Returns the summary of a run that has done all steps and has the model of every role and, if
+    it `evaluates`, the score of the last step; None if work is left."""
     if not (context.config.recover.is_on and roles):
         return None
     found = find_checkpoints(context.checkpoints, report=log.info)
@@ -37,7 +37,7 @@ def finished(context: RunContext, *, roles: Sequence[str], evaluates: bool) -> R
         return None
     log.info("the run is finished: all its %d steps are done", trained, extra=NOTICE)
     tiers = context.tiers()
-    tiers.after_commit(trained - 1)  # the store may have been away at the end of the run
+    tiers.after_commit(trained - 1)  # the store may have been unreachable at the end of the run
     tiers.close(context.config.checkpoint.finish_timeout_s)
     evals = context.recorder.evaluations()
     return RunSummary(context.folder.path, models[0][0], trained, evals)
@@ -56,7 +56,7 @@ def resume(context: RunContext, handler: RecoverHandler, check: Check) -> Checkp
             before = facts["config"]
             _ = facts["time"], before["train_dataset"]["batch_size"]
             _ = [before[tag]["path"] for tag in ("ref", "teacher")]
-            if not is_known:  # the records are elsewhere, or gone
+            if not is_known:  # the records were moved or deleted
                 context.folder.changes = accept_config(context.config, before)
         raise_problems(fixed_problems(before, context.config.model_dump(mode="json")))
         check(checkpoint)
@@ -74,7 +74,7 @@ def resume(context: RunContext, handler: RecoverHandler, check: Check) -> Checkp
 def _report(context: RunContext, checkpoint: Checkpoint | None, redone: int) -> None:
     """Logs the resume. `redone`: recorded steps that are repeated."""
     some, verb = ("1 step that was", "is") if redone == 1 else (f"{redone} steps that were", "are")
-    again = f"; {some} recorded since {verb} done again" if redone else ""
+    again = f"; {some} recorded since {verb} repeated" if redone else ""
     if checkpoint is not None:
         place = checkpoint.root / checkpoint.info
         saved = visible(str(checkpoint.manifest.facts["time"]))
@@ -93,7 +93,7 @@ def _report(context: RunContext, checkpoint: Checkpoint | None, redone: int) -> 
 
 
 def _check_place(context: RunContext) -> None:
-    """Raises UserError if the run's checkpoints are in a place that is no longer configured."""
+    """Raises UserError if the run's checkpoints are in a folder that is no longer configured."""
     config = context.config
     former = context.folder.manifest["config"].get("checkpoint")
     former = former.get("local_dir") if isinstance(former, dict) else None
@@ -109,7 +109,7 @@ def _check_place(context: RunContext) -> None:
 
 
 def changed_versions(before: Any) -> list[str]:
-    """Packages whose version has changed since a checkpoint was saved, in words."""
+    """Describes packages whose version has changed since a checkpoint was saved."""
     if not isinstance(before, Mapping):
         return []
     return [
@@ -123,7 +123,7 @@ def roll_back(
     context: RunContext, handler: RecoverHandler, bounds: Bounds, step: int, sentence: str
 ) -> str:
     """Rolls back after `step`, counted from 0, if the weights give no usable gradient. Returns the
-    sentence that ends the run, or "" if a checkpoint was restored."""
+    error text that ends the run, or "" if a checkpoint was restored."""
     to = handler.roll_back(step, bounds.rollbacks) if bounds.may_roll_back else None
     if to is None:
         return sentence

@@ -1,4 +1,4 @@
-"""Tries the reward on real rows before anything is sampled, in the process that will score."""
+"""Tries the reward on dataset rows before anything is sampled, in a scoring process."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from pentad.rewards.scorer import RewardScorer
 from pentad.rewards.section import MODELS, REWARD_NAMES, RewardConfig
 
 ROWS_TRIED = 4
-"""Rows on which built-in rewards are tried; they fail only because of a row, so the start is
-rejected only if none works."""
+"""Number of rows on which built-in rewards are tried. They fail only because of a row, so the start
+is rejected only if all rows fail."""
 ROWS_READ = 1000
 """Number of rows searched for usable prompts."""
 OWN_ANSWER, EMPTY = "the row's own answer", "an empty completion"
@@ -45,7 +45,7 @@ class Trial:
 async def try_completions(
     scorer: RewardScorer, stream: PromptStream, row: int, completions: dict[str, str]
 ) -> list[Trial]:
-    """The rewards of a row for each completion (description -> text), one after the other."""
+    """Scores each completion (description -> text) of a row, one after the other."""
     prompt = stream.of_row(row)
     trials = []
     for what, text in completions.items():
@@ -59,14 +59,14 @@ async def try_completions(
 
 
 def own_completions(prompt: Prompt, answer_key: str) -> dict[str, str]:
-    """The completions that every reward is tried with."""
+    """Returns the completions that every reward is tried with."""
     answer = prompt.fields.get(answer_key)
     own = {} if answer is None else {OWN_ANSWER: str(answer)}
     return {**own, EMPTY: ""}
 
 
 def sample_of(prompt: Prompt, text: str, tokenizer: Tokenizer) -> Sample:
-    """A sample as if the policy had answered `text`."""
+    """Makes a sample as if the policy had answered `text`."""
     answer = [*tokenizer.encode(text), tokenizer.eos_id]
     ids = np.array([*prompt.ids, *answer], dtype=np.int64)
     mask = np.arange(len(ids)) >= len(prompt.ids)
@@ -75,7 +75,7 @@ def sample_of(prompt: Prompt, text: str, tokenizer: Tokenizer) -> Sample:
 
 
 def first_rows(stream: PromptStream, num: int) -> list[int]:
-    """The first usable rows, if there are some early in the data."""
+    """Returns the first usable rows near the start of the data."""
     found: list[int] = []
     for row in range(min(len(stream.rows), ROWS_READ)):
         if len(found) == num:
@@ -89,7 +89,7 @@ def first_rows(stream: PromptStream, num: int) -> list[int]:
 
 
 async def open_scorer(config: Config, answer_key: str) -> RewardScorer:
-    """Starts a scorer with one worker. `answer_key` is that of the scored dataset."""
+    """Starts a scorer with one worker. `answer_key`: that of the scored dataset."""
     alone = config.reward.model_copy(update={"num_workers": 1})
     scorer = RewardScorer(alone, answer_field=answer_key, seed=config.seed)
     await scorer.start()
@@ -118,7 +118,7 @@ def check_reward(
 
 
 def without_models(reward: RewardConfig) -> RewardConfig:
-    """The same reward without the functions that ask a model."""
+    """Returns the reward without the functions that call a model."""
     kept = [number for number, fn in enumerate(reward.functions) if fn not in MODELS]
     weights = reward.weights
     return reward.model_copy(
@@ -144,8 +144,7 @@ async def _check(
 
 
 def _check_rows(config: Config, scorer: RewardScorer, stream: PromptStream) -> None:
-    """Checks that every row has the columns that a user's function requires, if rows are known
-    now."""
+    """Checks that every row has the columns that a user's function needs, if rows are known."""
     if stream.prompts is None or config.rollout.workflow != "single_turn":
         return
     for function in scorer.functions:
@@ -183,7 +182,7 @@ def failure_of(scorer: RewardScorer, trial: Trial) -> Problem:
 
 
 def reason_of(result: Scored | JobFailed) -> str:
-    """The failure in words; for an exception its message only."""
+    """Describes the failure; for an exception its message only."""
     if isinstance(result, JobFailed) and result.kind == "error":
         return result.detail
     return str(result)

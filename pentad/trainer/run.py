@@ -1,9 +1,9 @@
 """The loop of every run: batches from a source, each trained, guarded, published, saved, recorded.
 
 Reinforcement learning, training on examples and training on kept groups differ only in the source
-of batches and in how the learner takes them (`BatchSource`). Everything else is here once: the
-restore before the first step, the work after each step, and the end of a run: complete, stopped or
-failed.
+of batches and in how the learner trains them (`BatchSource`). This file has the common part: the
+restore before the first step, the work after each step, and the end of a run (complete, stopped or
+failed).
 """
 
 from __future__ import annotations
@@ -73,15 +73,15 @@ class RunInputs(ABC):
 
     @abstractmethod
     async def open(self, run: Run, stack: AsyncExitStack) -> BatchSource:
-        """Builds the learners and opens the source of batches; `stack` closes it. Parts of its
-        state are added to `run.recover` for checkpoints."""
+        """Builds the learners and opens the source of batches; `stack` closes it. Adds the source's
+        state to `run.recover` for checkpoints."""
 
     def describe_progress(self, run: Run) -> str:
-        """The progress of the run before its first step, in words."""
+        """Describes the progress of the run before its first step."""
         return describe_progress(run.config)
 
     def summary(self, run: Run, model: Path | None) -> RunSummary:
-        """`model`: the last export. RunError where the run was stopped before its last step."""
+        """Returns the summary; RunError if the run stopped early. `model`: the last export."""
         next_start = run.recover.next_start
         run.stop.check_complete(run.trained, run.num_steps, model, next_start=next_start)
         assert model is not None, "a complete run has steps"
@@ -93,30 +93,30 @@ class WeightSink(Protocol):
     """Receives the weights after every step."""
 
     async def take(self, version: int) -> Any:
-        """A snapshot of the learner's weights as `version`."""
+        """Returns a snapshot of the learner's weights as `version`."""
         ...
 
     async def hand_on(self, snapshot: Any) -> None: ...
 
 
 class BatchSource(ABC):
-    """The source of a run's batches, and how the learner takes a batch."""
+    """The source of a run's batches, and the training of a batch on the learner."""
 
     sinks: Sequence[WeightSink] = ()
     saves_first = False
-    """Whether a step is saved and recorded before its weights are handed to the sinks."""
+    """Whether a step is saved and recorded before its weights are passed to the sinks."""
 
     @abstractmethod
     def check(self, checkpoint: Checkpoint) -> None:
-        """Restores its own state from a checkpoint; UserError if the data are not those of the
-        checkpoint."""
+        """Restores the source's state from a checkpoint; UserError if the data differ from the
+        checkpoint's."""
 
     def restored(self, checkpoint: Checkpoint | None) -> None:  # noqa: B027
         """Called on the learner's thread after the learners were restored."""
 
     @abstractmethod
     async def begin(self) -> None:
-        """The self-test, the manifest's entry and the first evaluation, before the first step."""
+        """Runs the self-test and the first evaluation, and writes the manifest entry."""
 
     @abstractmethod
     async def train(self, step: int, timer: PhaseTimer) -> TrainedBatch | None:
@@ -124,17 +124,16 @@ class BatchSource(ABC):
         complete."""
 
     async def after_update(self, trained: TrainedBatch) -> None:  # noqa: B027
-        """Called when the step is counted and its weights are in place, before anything is
-        saved."""
+        """Called after the step is counted, with its weights in place, before anything is saved."""
 
     async def drive(self, run: Run, steps: Coroutine[Any, Any, None]) -> None:
         """Runs the steps, and the pumps that make batches."""
         watch = HangWatch(run.config.stall_abort_s, run.context.folder.file("log.txt"))
-        # Other processes are watched by the group that they are of.
+        # Learners in other processes are monitored by their rank group.
         await Scheduler(run.stop.request, watch if run.learner.is_alone else None).run(steps)
 
     def doing(self, what: str) -> AbstractContextManager[None]:
-        """The work in progress while active, for the report of a stalled run."""
+        """Names the work in progress while active, for the report of a stalled run."""
         return nullcontext()
 
     def record(self, run: Run, trained: TrainedBatch) -> StepRecord:
@@ -142,11 +141,11 @@ class BatchSource(ABC):
         return run.context.steps.record(trained, memory, run.saver, run.recover)
 
     def keep(self, trained: TrainedBatch) -> None:  # noqa: B027
-        """Writes the files that are kept of a step, before its record."""
+        """Writes the kept files of a step, before its record."""
 
 
 CheckInputs = Callable[[Config, torch.device], RunInputs]
-"""Reads the inputs of a run; one UserError with every problem."""
+"""Reads the inputs of a run; raises one UserError with every problem."""
 
 
 def lead(
@@ -171,7 +170,7 @@ def lead(
 
 
 class Run:
-    """One run, over one generation of its learners."""
+    """A run, with one generation of its learners."""
 
     def __init__(
         self,
@@ -191,15 +190,15 @@ class Run:
         self.bounds = Bounds(self.config.guards)
         self.recover.add("stats_logger_info", "bounds", self.bounds)
         self.trained = 0
-        """Steps that the weights contain."""
+        """Number of steps trained."""
         self.is_restored = False
         """Whether the learners have been restored."""
         self.stop = StopFlag()
-        """The signal that asked the run to stop, from the first step on."""
+        """The signal that stops the run, from the first step on."""
         self.timer: PhaseTimer | None = None
-        """Phases of the next step, if it has begun."""
+        """Timer of the next step, if it has begun."""
         self.unrecorded: tuple[BatchSource, TrainedBatch] | None = None
-        """A batch that the weights contain and the records lack."""
+        """A batch that is trained but not recorded."""
 
     @property
     def saver(self) -> Saver:
@@ -224,8 +223,8 @@ class Run:
         return self.inputs.summary(self, folders[0] if folders else None)
 
     async def _train(self, stepping: ExitStack) -> None:
-        """Trains everything except the last save; signals are noted in `stepping` from the first
-        step on."""
+        """Runs all steps, without the last save. From the first step on, `stepping` has the signal
+        handlers."""
         async with AsyncExitStack() as stack:
             stack.callback(lambda: self.learner.close(self.config.stall_abort_s))
             with stop_task_early(partial(self.inputs.describe_progress, self)):
@@ -234,7 +233,7 @@ class Run:
                     await self.learner.run(lambda: self._restore(source))
                     await source.begin()
                 except asyncio.CancelledError:
-                    self.learner.is_given_up = True  # nothing was trained that a call could save
+                    self.learner.is_given_up = True  # no trained state to save
                     raise
             stepping.enter_context(stop_flag(self.stop))
             self.learner.is_stopping = lambda: bool(self.stop.reason)
@@ -291,8 +290,8 @@ class Run:
             await self._save(source, trained, sentence)
 
     async def _guard(self, source: BatchSource, trained: TrainedBatch) -> str:
-        """Message that ends a run after a bound was exceeded for too long. Before that, an earlier
-        checkpoint is restored up to `guards.max_rollbacks` times."""
+        """Returns the message that ends a run after a bound was exceeded for too long. Before that,
+        restores an earlier checkpoint up to `guards.max_rollbacks` times."""
         step, signs = trained.batch, trained.facts.signs
         for result in trained.steps:
             if result.skipped:
@@ -304,11 +303,11 @@ class Run:
         if not sentence:
             return ""
         back = partial(roll_back, self.context, self.recover, self.bounds, step, sentence)
-        with trained.timer.phase("train"), source.doing("going back to a checkpoint"):
+        with trained.timer.phase("train"), source.doing("rolling back to a checkpoint"):
             return await self.learner.run(back)
 
     async def _take(self, source: BatchSource, timer: PhaseTimer) -> list[Any]:
-        """A snapshot for each sink."""
+        """Takes a snapshot for each sink."""
         snapshots = []
         for sink in source.sinks:
             with timer.phase("publish"), source.doing(f"the copy of version {self.trained}"):
@@ -316,7 +315,7 @@ class Run:
         return snapshots
 
     async def _hand_on(self, source: BatchSource, snapshots: list[Any], timer: PhaseTimer) -> None:
-        """Hands the snapshots to the sinks and keeps none: each is a whole model."""
+        """Passes the snapshots to the sinks and keeps none: each is a whole model."""
         for sink in source.sinks:
             with timer.phase("publish"):
                 await sink.hand_on(snapshots.pop(0))
@@ -348,21 +347,21 @@ class Run:
     # The end
 
     def _rescue(self) -> None:
-        """Saves and records the trained state before a failure, as far as it is available."""
+        """After a failure: saves and records the trained state, if it is available."""
         num_done, num_moved = progress_of(self.learner, self.trained)
         is_whole = not (num_moved or self.learner.is_broken)
         source, late = self.unrecorded or (None, None)
         if source and late and late.batch == num_done - 1 and is_whole:
             try:
                 self.save_and_record(source, late)
-            except Exception as error:  # the first failure is the one to be raised
+            except Exception as error:  # the first failure is raised
                 log.warning("after the failure: step %d is not recorded: %s", late.batch + 1, error)
         savers = list(self.savers.values())
         save_after_failure(self.learner, self.recover, savers, self.stop, num_done, num_moved)
 
     def _cut_short(self, error: BaseException) -> RunError | None:
-        """Cancels this task after a second signal; nothing is waited for. An event loop that was
-        blocked too long cancels it as well; then the trained state is saved."""
+        """Returns the error if a second signal cancelled this task; then nothing is waited for. The
+        watchdog cancels it too if the event loop blocks; then the trained state is saved."""
         task = asyncio.current_task()
         if not (self.stop.reason and task and isinstance(error, asyncio.CancelledError)):
             return None
@@ -416,7 +415,7 @@ def open_recovery(
     handler.add("checkpoint_info", "frequency", handler.frequency)
     handler.add("stats_logger_info", "recorder", context.recorder)
     handler.add("stats_logger_info", "steps", context.steps)
-    if learner.is_remote:  # else it is part of the learner's state
+    if learner.is_remote:  # else the learner's state contains it
         handler.add("dataloader_info", "random", ProcessRandom())
     for role, saver in savers.items():
         handler.add("saver_info", folder_of(role), saver)

@@ -1,5 +1,5 @@
-"""The two folders of a run, for records and for checkpoints: their paths, their locks, and whether
-the config still fits their content."""
+"""The two folders of a run, for records and for checkpoints: paths, locks, and the check that the
+config still matches their content."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def oldest_saved(config: Config) -> int:
-    """Steps in the oldest recovery checkpoint; `sys.maxsize` if recovery is off."""
+    """Returns the steps in the oldest recovery checkpoint; `sys.maxsize` if recovery is off."""
     if not config.recover.is_on:
         return sys.maxsize
     found = find_checkpoints(checkpoint_path(config), report=log.debug)
@@ -41,13 +41,13 @@ def oldest_saved(config: Config) -> int:
 
 
 def checkpoint_path(config: Config) -> Path:
-    """The folder of a run's exports, with a folder for each role."""
+    """Returns the folder of a run's exports, which has a subfolder for each role."""
     root = Path(config.checkpoint_root).expanduser()
     return root / chosen(config.user, "user") / config.experiment_name / config.trial_name
 
 
 def describe_progress(config: Config) -> str:
-    """The progress of a run before its first step, in words."""
+    """Describes the progress of a run before its first step."""
     found = find_checkpoints(checkpoint_path(config), log.debug) if config.recover.is_on else []
     if found:
         step = found[0].step + 1
@@ -57,7 +57,7 @@ def describe_progress(config: Config) -> str:
 
 
 def accept_config(config: Config, before: Mapping[str, Any]) -> list[str]:
-    """The differences from an earlier start that do not matter, in words; UserError for others."""
+    """Describes allowed differences from the config of an earlier start; UserError for others."""
     values, before = record_values(config), with_hub_names(before)
     recover = config.recover
     if recover.is_on:
@@ -80,7 +80,7 @@ def accept_config(config: Config, before: Mapping[str, Any]) -> list[str]:
 def sweep_all(root: Path) -> None:
     """Removes leftovers of a killed run; UserError if that fails."""
     with writing_checkpoints(root):
-        swept = sweep_uncommitted(root)  # first: it ends the start where storage cannot be read
+        swept = sweep_uncommitted(root)  # first: it raises if the storage cannot be read
         roles = [root / name for name in list_folders(root) if name[0] != "."]
         for left in [*swept, *(left for role in roles for left in sweep(role))]:
             log.info("%s: removed what a killed run left", left)
@@ -100,12 +100,12 @@ def writing_checkpoints(root: Path) -> Iterator[None]:
 
 @contextmanager
 def locked_checkpoints(config: Config, root: Path) -> Iterator[None]:
-    """Locks the checkpoints. In `fileroot` the lock of the run folder covers them."""
+    """Locks the checkpoints. In `fileroot` the lock of the run folder suffices."""
     if config.checkpoint.local_dir is None:
         yield
         return
     with writing_checkpoints(root):
-        # Beside it, so that checkpoints of elsewhere can be moved to its place.
+        # Next to the folder, so that checkpoints from elsewhere can be moved there.
         lock = FolderLock(root.parent, f"checkpoint folder = {root}", f".{root.name}.lock")
     with closing(lock):
         yield
@@ -141,8 +141,8 @@ def take_folder(config: Config, *, fresh: bool) -> Iterator[RunFolder]:
 
 
 def _superseded_store(config: Config) -> Store | None:
-    """The store whose checkpoints a fresh start discards; raises StoreError before anything is
-    moved if it does not answer."""
+    """Returns the store whose checkpoints a fresh start discards. If it does not answer, raises
+    StoreError before anything is moved."""
     remote = config.remote
     if remote is None:
         return None

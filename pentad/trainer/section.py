@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from pentad.core.section import Count, NonNegative, NonNegativeInt, Seconds, Section
 
 SWITCH = {"true": "on", "false": "off"}
-"""What YAML makes of the words on and off, as text."""
+"""Converts YAML's booleans for on and off back to text."""
 
 
 def switch_name(value: object) -> object:
@@ -21,8 +21,7 @@ SwitchName = Annotated[Literal["on", "auto", "off", "disabled"], BeforeValidator
 
 class ReferenceConfig(Section):
     path: str | None = None
-    """Folder or name of the reference model of the KL term. null: the actor before the first
-    step."""
+    """Folder or name of the reference model of the KL term. null: the actor's initial weights."""
 
 
 class TeacherConfig(Section):
@@ -37,7 +36,7 @@ class FrequencyConfig(Section):
     freq_steps: Count | None = None
     """Every n steps."""
     freq_secs: Seconds | None = None
-    """Every n seconds. Any of the three triggers."""
+    """Every n seconds. If several keys are set, any of them triggers."""
 
 
 class EvaluatorConfig(FrequencyConfig):
@@ -58,13 +57,13 @@ class SaverConfig(FrequencyConfig):
     """Number of newest HF folders to keep; older ones are removed once a newer one is complete.
     null: all, or with keep_best only the last one."""
     keep_best: Count | None = None
-    """Number of HF folders to keep for the best held-out evaluation, in addition: accuracy (mean
-    reward if the reward has no part `correct`), in SFT the loss. Steps without an evaluation are
-    never the best."""
+    """Number of additional HF folders to keep, those with the best held-out evaluation: accuracy
+    (mean reward if the reward has no part `correct`), in SFT the loss. Steps without an evaluation
+    do not count."""
 
     @property
     def is_periodic(self) -> bool:
-        """Whether models are saved before the end, too."""
+        """Whether models are also saved before the end."""
         return any((self.freq_epochs, self.freq_steps, self.freq_secs))
 
 
@@ -74,8 +73,8 @@ class RecoverConfig(FrequencyConfig):
     off and disabled: no."""
     retries: NonNegativeInt = 3
     """Maximum number of restarts from the last checkpoint without progress in between, after a lost
-    process or a failure that may pass. A step that fails three times in a row over ranks ends the
-    run earlier."""
+    process or a transient failure. A step that fails three times in a row on different ranks ends
+    the run earlier."""
     keep_last: Count = 2
     """Number of newest recovery checkpoints to keep."""
     allow: tuple[str, ...] = ()
@@ -93,7 +92,7 @@ class ElasticConfig(Section):
     min_ranks: Count = 1
     """Minimum number of training ranks; with fewer the run waits."""
     wait_timeout_s: Seconds = 3600.0
-    """Time limit of that wait; then the run ends."""
+    """Time limit of the wait for `min_ranks`; then the run ends."""
     drop_grace_s: NonNegative = 0.0
     """How long the run waits for a missing rank to return before the others continue without it."""
     slot_failures: Count = 2

@@ -26,8 +26,8 @@ class StopFlag:
     def check_complete(
         self, trained: int, planned: int, model: Path | None, *, next_start: str = ""
     ) -> None:
-        """Raises if a run ended early: it must not pass for a complete one. `next_start` says where
-        it resumes; empty: it does not."""
+        """Raises if a run ended early, so that it does not look complete. `next_start`: describes
+        where it resumes; empty: it cannot."""
         if trained < planned:
             saved = f"what was trained is saved in {model}; "
             saved += next_start or (
@@ -38,12 +38,12 @@ class StopFlag:
 
 
 def stopped(name: str, rest: str) -> RunError:
-    """The error at the end of a run that a signal stopped."""
+    """Returns the error of a run that a signal stopped."""
     return (Interrupted if name.endswith("SIGINT") else Stopped)(f"stopped by {name} {rest}")
 
 
 def cut_short(name: str, step: int | None, saved: str, next_start: str = "") -> RunError:
-    """The error after a second signal; `saved` names the last export. `step`: None after the
+    """Returns the error after a second signal. `saved`: the last export; `step`: None after the
     last."""
     where = "in the saves after the last step" if step is None else f"in step {step}"
     rest = f"{where}; what was trained since the last save is lost, "
@@ -51,8 +51,8 @@ def cut_short(name: str, step: int | None, saved: str, next_start: str = "") -> 
 
 
 class StoppedEarly(KeyboardInterrupt):
-    """A signal while no step is in progress. Not a plain exception, so that other code does not
-    catch it."""
+    """A signal before the first step. Derives from KeyboardInterrupt so that `except Exception`
+    does not catch it."""
 
 
 DescribeProgress = Callable[[], str]
@@ -61,7 +61,7 @@ DescribeProgress = Callable[[], str]
 
 @contextmanager
 def stop_early(describe_progress: DescribeProgress) -> Iterator[None]:
-    """Until other handlers take over at the first step, a signal ends the run at once."""
+    """While active, a signal ends the run at once; at the first step other handlers replace it."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise StoppedEarly(signal.Signals(number).name)
@@ -118,13 +118,13 @@ def stop_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         for number, earlier in before.items():
-            loop.remove_signal_handler(number)  # which forgets the handler before
+            loop.remove_signal_handler(number)  # this drops the earlier handler
             signal.signal(number, earlier)  # type: ignore[arg-type]
 
 
 @contextmanager
 def stop_task_early(describe_progress: DescribeProgress) -> Iterator[None]:
-    """Like `stop_early`, on an event loop: the current task is cancelled, and cleans up."""
+    """Like `stop_early`, on an event loop: cancels the current task, which then cleans up."""
     task = asyncio.current_task()
     assert task is not None, "called from a task"
     reasons: list[str] = []

@@ -8,6 +8,7 @@ a set of stop ids ends answers at random: lengths are geometric and vary as in r
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import statistics
 import subprocess
@@ -60,11 +61,14 @@ class RlCase:
     mean_length: int
     """Mean tokens of answers without the length limit."""
     max_new_tokens: int
+    prompt_length: int | None = None
+    """Tokens of each prompt; None: a few, as the task has them."""
 
     @property
     def name(self) -> str:
-        load = f"{self.num_prompts} x {self.num_samples} answers"
-        return f"{self.model}, {load} of about {self.mean_length} tokens"
+        load = f"{self.num_prompts} x {self.num_samples} answers of about {self.mean_length} tokens"
+        prompts = "" if self.prompt_length is None else f" to prompts of {self.prompt_length:,}"
+        return f"{self.model}, {load}{prompts}"
 
     @property
     def stop_ids(self) -> list[int]:
@@ -106,6 +110,15 @@ def gpu_cases() -> list[RlCase]:
             num_prompts=32,
             mean_length=400,
             max_new_tokens=1024,
+            **size,
+        ),
+        RlCase(
+            model="Qwen3-0.6B",
+            config=QWEN3_0_6B,
+            num_prompts=32,
+            mean_length=200,
+            max_new_tokens=512,
+            prompt_length=2048,
             **size,
         ),
         RlCase(
@@ -170,6 +183,8 @@ def write_recipe(case: RlCase, folder: Path, num_steps: int) -> Path:
     # One step more than used: the end of an epoch writes a recovery checkpoint, unlike TRL.
     num_train = case.num_prompts * (num_steps + 1)
     write_task(folder, seed=0, num_train=num_train, num_sft=0, num_valid=0)
+    if case.prompt_length is not None:
+        lengthen_prompts(folder / "train.jsonl", case.prompt_length)
     (folder / "reward.py").write_text(REWARD)
     recipe = {
         "experiment_name": "bench",
@@ -193,6 +208,16 @@ def write_recipe(case: RlCase, folder: Path, num_steps: int) -> Path:
     path = folder / "recipe.yaml"
     path.write_text(json.dumps(recipe))  # JSON is valid YAML
     return path
+
+
+def lengthen_prompts(path: Path, length: int) -> None:
+    """Puts random digits before each prompt, up to `length` tokens: one per byte."""
+    digits = random.Random(0)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        missing = length - len(row["prompt"])
+        row["prompt"] = "".join(digits.choices("0123456789", k=missing)) + row["prompt"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @contextmanager

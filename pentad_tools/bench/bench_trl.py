@@ -65,6 +65,7 @@ def measure(case: RlCase, device: torch.device, num_steps: int) -> TrlMeasured |
             "stop_ids": case.stop_ids,
             "num_prompts": case.num_prompts,
             "num_samples": case.num_samples,
+            "num_row_tokens": (case.prompt_length or 16) + case.max_new_tokens,
             "max_new_tokens": case.max_new_tokens,
             "num_steps": NUM_WARM + num_steps,
         }
@@ -171,7 +172,7 @@ def options_of(case: dict[str, Any], *, has_vllm: bool) -> dict[str, Any]:
     """Builds the arguments of GRPOConfig."""
     is_gpu = case["device"] == "cuda"
     whole = case["num_prompts"] * case["num_samples"]
-    microbatch = max(1, min(whole, MICROBATCH_TOKENS // (case["max_new_tokens"] + 16)))
+    microbatch = max(1, min(whole, MICROBATCH_TOKENS // case["num_row_tokens"]))
     while whole % microbatch:
         microbatch -= 1
     return {

@@ -70,7 +70,7 @@ def kill_in_recovery(trial: ChaosRun) -> None:
     second = trial.fault("load", "kill", rank=other)
     trial.start_until(first, second)
     trial.wait_end()
-    says(trial, "(try 2 of recover.retries = 3 without a step gained)")
+    says(trial, "(try 2 of recover.retries = 3 without a new step)")
 
 
 def stop_rank(trial: ChaosRun) -> None:
@@ -486,6 +486,6 @@ OF_STORAGE = (
     spoiled("torn-checkpoint", "is cut short", cut, "the checkpoint is renamed to"),
     spoiled("flipped-bit", "has a flipped bit", flip, "does not have the digest"),
     spoiled("garbled-commit", "has a broken COMMIT", garble, "the checkpoint is renamed to"),
-    spoiled("lost-checkpoint", "is gone", lose, "recorded since is done again"),
+    spoiled("lost-checkpoint", "is gone", lose, "recorded since is repeated"),
 )
 SCENARIOS = (*OF_RANKS, *OF_STORAGE, *OF_ROLLOUT)

@@ -137,8 +137,8 @@ ASK = {"sampling_params": {"max_tokens": 4}}
     ("answer", "sentence"),
     [
         (lambda _: PlainTextResponse("<html>oops"), "answered no JSON"),
-        (lambda _: raw("[1, 2]"), "answered garbage"),
-        (lambda _: {}, "answered garbage \\(choices: Field required"),
+        (lambda _: raw("[1, 2]"), "invalid answer"),
+        (lambda _: {}, "invalid answer \\(choices: Field required"),
         (lambda _: {"choices": []}, "0 choices came where 1 was requested"),
         (lambda _: JSONResponse({"why": "busy"}, status_code=503), "answered 503"),
         (lambda _: {"error": {"message": "engine died"}}, "engine died"),
@@ -146,21 +146,21 @@ ASK = {"sampling_params": {"max_tokens": 4}}
         (spoilt(logprobs=logprobs([-1.0] * 3)), "3 log-probs came for 4 tokens"),
         (spoilt(token_ids=[1, 2, 3, 4], logprobs=logprobs([-1.0] * 4)), "or for other tokens"),
         (lambda b: raw(json.dumps(good(b, logprobs=logprobs([float("nan")] * 4)))), "log-prob nan"),
-        (spoilt(logprobs=logprobs([-9999.0] * 4)), "a drawn token has no log-prob"),
+        (spoilt(logprobs=logprobs([-9999.0] * 4)), "a sampled token has no log-prob"),
         (spoilt(logprobs=logprobs([0.5] * 4)), "log-prob 0.5 is not a finite number of at most 0"),
         (spoilt(token_ids=[1, 2, 3, 41]), "id 41 is outside the vocabulary of 41"),
-        (spoilt(token_ids=[-1, 2, 3, 4]), "answered garbage"),
+        (spoilt(token_ids=[-1, 2, 3, 4]), "invalid answer"),
         (spoilt(token_ids=[1] * 5), "5 tokens came where 1 to 4 were requested"),
         (spoilt(token_ids=[]), "0 tokens came"),
         (spoilt(finish_reason="repetition"), "ended by 'repetition'"),
-        (spoilt(weight_versions=None), "does not say which weights"),
+        (spoilt(weight_versions=None), "does not report which weights"),
         (
             spoilt(weight_versions=[{"version": "2", "start": 0, "end": 4}]),
             "weights of version 2 drew a token, the server was given 3",
         ),
         (
             spoilt(weight_versions=[{"version": "default", "start": 0, "end": 4}]),
-            "weights 'default' drew tokens 0 to 4, which were never installed",
+            "weights 'default' sampled tokens 0 to 4, which were never installed",
         ),
         (
             spoilt(weight_versions=[{"version": "3", "start": 0, "end": 2}]),
@@ -170,7 +170,7 @@ ASK = {"sampling_params": {"max_tokens": 4}}
         (versions([("3", 0, 2), ("3", 1, 4)]), "which were never installed"),
         (versions([("3", 0, 4), ("3", 4, 2)]), "which were never installed"),
         (versions([("4", 0, 4)]), "version 4 drew a token, the server was given 3"),
-        (versions([("3.0", 0, 4)]), "weights '3.0' drew tokens"),
+        (versions([("3.0", 0, 4)]), "weights '3.0' sampled tokens"),
         (versions([("9" * 5000, 0, 4)]), "which were never installed"),
         (lambda _: raw("[" * 100_000), "answered no JSON"),
         (
@@ -284,10 +284,10 @@ def test_after_a_failed_install_nothing_is_served(model_folder, path, told):
         async with over(script, model_folder) as sampler:
             await sampler.install(3, WEIGHTS)
             script.says[path] = told
-            with pytest.raises(RunError, match="what weights it holds is not known"):
+            with pytest.raises(RunError, match="its weights are unknown"):
                 await sampler.install(4, WEIGHTS)
             for call in (sampler.health(), sampler.generate(ASKED)):
-                with pytest.raises(RunError, match="what weights it holds is not known"):
+                with pytest.raises(RunError, match="its weights are unknown"):
                     await call
             del script.says[path]
             await sampler.install(4, WEIGHTS)  # which heals it

@@ -138,14 +138,14 @@ def test_both_encodings_give_the_mixture_layers_of_all_tokens(encode):
 
 
 FLAWS = {
-    "nothing": (lambda: None, "does not say which experts"),
+    "nothing": (lambda: None, "does not report the experts"),
     "a token less": (lambda: as_int32(TOLD[1:]), "30 came where 7 tokens have 36"),
     "an expert twice": (lambda: as_int32(np.zeros_like(TOLD)), "same expert twice"),
     "an expert too many": (lambda: as_npy(TOLD + 1), "the model has 8"),
     "a negative one": (lambda: as_int32(TOLD - 1), "experts -1 to"),
-    "no base64": (lambda: "%%", "garbage"),
-    "half a number": (lambda: base64.b64encode(b"123").decode(), "garbage"),
-    "half a file": (lambda: base64.b64encode(b"\x93NUMPY").decode(), "garbage"),
+    "no base64": (lambda: "%%", "cannot be parsed"),
+    "half a number": (lambda: base64.b64encode(b"123").decode(), "cannot be parsed"),
+    "half a file": (lambda: base64.b64encode(b"\x93NUMPY").decode(), "cannot be parsed"),
 }
 
 

@@ -260,7 +260,7 @@ def test_rl_goes_on_with_fewer_ranks_and_grows_again_and_its_sampler_stays(task,
     samplers = [pids for _, pids in seen]
     assert samplers[0] and samplers == samplers[:1] * 3
     log = (met.records / "log.txt").read_text()
-    assert "elastic: slot 0 is lost: its place is gone (its device is gone)" in log
+    assert "elastic: slot 0 is lost: its slot is gone (its device is gone)" in log
     assert "elastic: generation 1 has 1 ranks" in log
     assert "elastic: ranks have returned, the group is re-formed after step " in log
     assert slots.now().used == (0, 1)

@@ -90,7 +90,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(
 
 
 def test_ranks_that_are_given_different_rows_are_told(pool):
-    assert "the ranks were given different rows" in run(pool, Layout(tp=2), "different_rows")
+    assert "the ranks received different rows" in run(pool, Layout(tp=2), "different_rows")
 
 
 def test_a_copy_of_the_state_brings_a_layout_back_bit_by_bit(pool):

@@ -41,7 +41,7 @@ def test_a_reference_that_comes_late_is_the_actor_of_then_and_that_is_said(lab, 
     lab.train("algorithm.kl_coef=0", ONE, trial="late")
     forced = ("algorithm.kl_coef=0.1", "recover.allow=[algorithm.kl_coef]", TWO)
     lab.train(*forced, trial="late")
-    assert "the reference is the actor as it is after step 1" in capsys.readouterr().err
+    assert "the reference has the actor's weights after step 1" in capsys.readouterr().err
 
 
 def test_checkpoints_that_are_not_where_they_are_looked_for_are_not_forgotten(lab, tmp_path):

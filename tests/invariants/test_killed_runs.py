@@ -298,6 +298,6 @@ def test_over_two_ranks_a_lost_rank_and_a_killed_run_change_nothing(task, folder
     said = lab.log("two-killed").read_text()
     assert "rank 1 of 2, step " in said
     assert "was ended by signal 9 (SIGKILL), as the system does when memory runs out" in said
-    assert "(try 1 of recover.retries = 3 without a step gained)" in said
+    assert "(try 1 of recover.retries = 3 without a new step)" in said
     starts = json.loads((lab.records("two-killed") / "manifest.json").read_text())["starts"]
     assert [start["generation"] for start in starts] == [0, 1, 2]

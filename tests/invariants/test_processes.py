@@ -151,7 +151,7 @@ def test_a_replica_that_never_comes_back_ends_the_run_with_the_cause(lab, shared
     with meddling(moment), pytest.raises(RunError) as caught:
         lab.train("total_train_steps=6", "rollout.restarts=2", SEPARATE, trial="met")
     text = str(caught.value)
-    assert "rollout-0 was started again 2 times without an answer gained" in text
+    assert "rollout-0 was restarted 2 times without an answer in between" in text
     assert "rollout.restarts = 2" in text and "PYTHONHASHSEED" in text
     assert broken.is_set() and not children() and not children("learner")
     assert not list(shared.iterdir())

@@ -171,11 +171,11 @@ def test_a_workflow_that_holds_the_event_loop_is_named_and_ends_the_run(lab, tmp
         "        time.sleep(600)\n"
     )
     started = time.monotonic()
-    with pytest.raises(RunError, match=r"Blocking.run \(.*flow.py:4\) holds the event loop"):
+    with pytest.raises(RunError, match=r"Blocking.run \(.*flow.py:4\) blocks the event loop"):
         lab.train(
             f"rollout.workflow={flow}:Blocking", "stall_warning_s=0.2", "stall_abort_s=5", trial="x"
         )
     assert time.monotonic() - started < 240
     (log,) = lab.fileroot.rglob("log.txt")
-    assert "flow.py:4) holds the event loop; a workflow must await" in log.read_text()
+    assert "flow.py:4) blocks the event loop; a workflow must await" in log.read_text()
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL

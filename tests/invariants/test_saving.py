@@ -261,7 +261,7 @@ def test_a_disk_that_stays_full_ends_the_run_with_the_last_good_export(lab, monk
         lab.train("saver.freq_steps=2", "total_train_steps=6", "saver.mode=sync", trial="full")
     (whole,) = exports_of(lab, "full").values()
     assert whole.name.endswith("globalstep1") and weights_of(whole)
-    assert f"the last whole one is {whole}" in str(caught.value)
+    assert f"the last complete one is {whole}" in str(caught.value)
     (steps,) = lab.fileroot.rglob("full/steps.jsonl")
     assert len(read_lines(steps)) == 6
     assert log_of(lab, "full").rstrip().endswith(str(caught.value))
@@ -331,7 +331,7 @@ def test_what_was_trained_before_a_sampler_that_hangs_is_exported(lab, monkeypat
 
     monkeypatch.setattr(EmbeddedSampler, "generate", generate)
     with pytest.raises(
-        RunError, match=r"no progress for \d+ s: rollout waits for running groups: 4 are to finish"
+        RunError, match=r"no progress for \d+ s: rollout waits for running groups: 4 must finish"
     ):
         retries = "recover.retries=0"
         lab.train("total_train_steps=4", "stall_abort_s=2", retries, trial="hung")
@@ -402,7 +402,7 @@ def test_weights_of_no_step_are_not_exported(lab, monkeypatch, capsys):
     assert exports_of(lab, "torn").keys() == {0, 1}
     with pytest.raises(RunError, match="out of memory in the optimizer step"):
         lab.train(trial="nothing")
-    assert "the weights are of no step" in capsys.readouterr().err
+    assert "the weights are invalid" in capsys.readouterr().err
 
 
 def test_a_run_whose_folder_is_deleted_saves_its_model_and_ends(lab, monkeypatch):

@@ -116,7 +116,7 @@ def test_a_second_ctrl_c_ends_at_once_in_a_sentence(task, tmp_path, command, rec
     if recovers:
         assert "is lost, started again, the run resumes after step 1" in last
     else:
-        assert f"the last whole one is {run.exports[0]}" in last
+        assert f"the last complete one is {run.exports[0]}" in last
     assert "Traceback" not in text and "the model is saved at the end" not in text
 
 
@@ -127,7 +127,7 @@ def test_a_learner_that_hangs_ends_the_run(task, tmp_path, command):
     assert code == 1, text
     last = text.strip().splitlines()[-1]
     assert re.search(r"no progress for \d+ s: ", last)
-    doing = {"train": "the update of step 2 is under way", "sft": "a call of the learner"}
+    doing = {"train": "the update of step 2 is in progress", "sft": "a call of the learner"}
     assert doing[command] in last and "Traceback" not in text
     assert run.exports[0].name.endswith("globalstep0")
 

@@ -141,20 +141,18 @@ def there_is_data_to_evaluate_on(config: Config) -> Problem | None:
 
 
 def data_path_problem(key: str, path: str) -> Problem | None:
-    place = Path(path).expanduser()
-    is_pattern = bool(set(path) & set("*?["))
-    if is_pattern and not place.exists() and name_in_cache(path) is None:
-        fits = any(place.parent.glob(place.name))
-        remedy = "check the pattern"
-        return None if fits else Problem(f"{key} = {path}", "no file fits this pattern", remedy)
-    is_there = place.exists() or name_in_cache(path) is not None
-    if place.exists() and not place.is_dir() and (other := what_else(place)):
-        rule = f"{other}, not a file or a folder"
-        return Problem(f"{key} = {path}", rule, "copy its content to a file")
-    if is_pattern or is_made(path) or is_there:
+    place, where = Path(path).expanduser(), f"{key} = {path}"
+    if place.exists():
+        other = None if place.is_dir() else what_else(place)
+        rule, remedy = f"{other}, not a file or a folder", "copy its content to a file"
+        return Problem(where, rule, remedy) if other else None
+    if is_made(path) or name_in_cache(path) is not None:
         return None
+    if set(path) & set("*?["):
+        fits = any(place.parent.glob(place.name))
+        return None if fits else Problem(where, "no file fits this pattern", "check the pattern")
     remedy = "check the path, or give a name of the hub, OWNER/NAME:CONFIG:SPLIT"
-    return Problem(f"{key} = {path}", "there is no such file or folder", remedy)
+    return Problem(where, "there is no such file or folder", remedy)
 
 
 @RULES.add(commands=("eval",))

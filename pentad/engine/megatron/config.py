@@ -72,7 +72,7 @@ def transformer_config(
         persist_layer_norm=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        moe_token_dispatcher_type="alltoall",  # pipelines require it without experts, too
+        moe_token_dispatcher_type="alltoall",  # pipelines require it also without experts
         **RECOMPUTED[mode],
         **(_stages(pipeline) if pipeline is not None else {}),
         **(_mixture(dims, args, layout) if dims.num_experts else {}),
@@ -84,8 +84,8 @@ def transformer_config(
 
 
 def _stages(pipeline: Pipeline) -> dict[str, Any]:
-    """The layers of each stage in the pipeline's order. Sends of an interleaved schedule overlap
-    computation: otherwise two ranks would confuse their sends in both directions."""
+    """Returns the layers of each stage in pipeline order. Sends of an interleaved schedule overlap
+    computation; otherwise two ranks would mix up their sends in both directions."""
     stages = [["decoder"] * len(layers) for layers in pipeline.layers]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")

@@ -1,4 +1,4 @@
-"""All imports from megatron-core, and setup of its process groups for a layout."""
+"""Imports of megatron-core, and setup of its process groups for a layout."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ __all__ = [
 ]
 
 Key = tuple[object, Layout, int | None]
-"""The world, layout and stages per rank of a set of groups."""
+"""Key of a set of groups: world, layout and stages per rank."""
 _MADE: dict[Key, dict[str, Any]] = {}
-"""The state of Megatron's module of process groups, for each key."""
+"""For each key, the variables of Megatron's module of process groups."""
 
 
 def virtual_stages(pipeline: Pipeline | None) -> int | None:
-    """Stages of a rank as Megatron counts them: None if it holds one."""
+    """Returns a rank's number of stages in Megatron's convention: None for one stage."""
     return pipeline.stages_per_rank if pipeline and pipeline.stages_per_rank > 1 else None
 
 
 def join_groups(layout: Layout, pipeline: Pipeline | None, device: torch.device) -> None:
-    """Sets Megatron's process groups to those of a layout. A process has one set: engines of one
-    layout share groups, and actor and critic may have two. Ranks are in Megatron's default order,
-    which is also ours."""
+    """Sets Megatron's process groups, a global of the process, to those of a layout. Engines of one
+    layout share groups; actor and critic may have different ones. Ranks are in Megatron's default
+    order, which is also ours."""
     if not dist.is_initialized():
         solo_mesh(device)
     wanted = (dist.group.WORLD, layout, virtual_stages(pipeline))
@@ -75,8 +75,7 @@ def join_groups(layout: Layout, pipeline: Pipeline | None, device: torch.device)
 
 
 def _held() -> dict[str, Any]:
-    """The groups, ranks and sizes in the variables of Megatron's module, which has no other
-    state."""
+    """Returns the groups, ranks and sizes in the variables of Megatron's module."""
     kept = vars(parallel_state).items()
     return {name: x for name, x in kept if re.fullmatch("_[A-Z_]+", name)}
 

@@ -1,6 +1,6 @@
 """The stages of a Megatron model on one rank, their weights by name, and their gradients.
 
-A weight is a block of a whole tensor of `models.megatron_names`, or this rank's share of one
+A weight is a block of a whole tensor of `models.megatron_names`, or this rank's share of a block
 (`masters`). Gradients accumulate in the buffers of Megatron's DistributedDataParallel.
 """
 
@@ -100,7 +100,7 @@ class MegatronModel(HeldModel):
         ).to(device)
 
     def _wrap(self, gpt: GPTModel, settings: EngineSettings, dtype: torch.dtype) -> Predictor:
-        """Wraps the stage: weights by name, and the heads around it."""
+        """Wraps the stage with named weights and the output heads."""
         dims, meshes = self.whole.dims, self.meshes
         weight_map = learner_map(dims)
         first_expert = meshes.coords.ep * dims.num_experts // meshes.layout.ep
@@ -134,7 +134,7 @@ class MegatronModel(HeldModel):
         return predictor
 
     def _tie(self, stages: Sequence[GPTModel]) -> TiedHead:
-        """Ties embedding and head that are on two stages."""
+        """Ties embedding and head if they are on two stages."""
         is_tied = self.whole.dims.tie_embeddings and self.whole.has_lm_head
         if self.pipeline is None or not is_tied:
             return TiedHead()
@@ -160,25 +160,25 @@ class MegatronModel(HeldModel):
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Copies the current weights to the modules, if ranks hold shares of them or another
+        """Copies the master weights to the modules, if these are shared between ranks or differ in
         dtype."""
         self._make_ready()
         follow_masters(self.shared, self.parameters)
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's share of Megatron's sums: over data-parallel ranks, over tp if tokens are
-        split, over the two ends of a tied embedding."""
+        """Returns this rank's share of the gradient sums: over data-parallel ranks, over tp if
+        tokens are split, over both copies of a tied embedding."""
         self._make_ready()
         finalize_model_grads(self.chunks)
         return {name: weight.share(weight.gradient) for name, weight in self.shared.items()}
 
     def drop_gradients(self) -> None:
-        """Marks the gradients as dropped; the buffers may be offloaded until the next pass."""
+        """Marks the gradients as invalid; the buffers may be offloaded until the next pass."""
         self.is_dropped = True
 
     def _make_ready(self) -> None:
-        """Prepares Megatron for a pass: other engines of the process may have set the groups of
-        another layout, and the buffers may hold gradients of an ended step."""
+        """Prepares Megatron for a pass: sets this layout's groups, which other engines may have
+        replaced, and clears gradients of an ended step."""
         join_groups(self.meshes.layout, self.pipeline, self.meshes.device)
         if self.is_dropped:
             for chunk in self.chunks:
@@ -186,10 +186,10 @@ class MegatronModel(HeldModel):
             self.is_dropped = False
 
     def rest(self) -> None:
-        """Weights are always in place."""
+        """Does nothing: weights are always in place."""
 
     def buffers(self) -> list[Tensor]:
-        """Memory of the modules, and the gradients."""
+        """Returns the memory of modules and gradients."""
         return [
             tensor for weight in self.shared.values() for tensor in (weight.used, weight.gradient)
         ]
@@ -197,7 +197,7 @@ class MegatronModel(HeldModel):
     def iter_hf(
         self, dtype: torch.dtype, *, is_frozen: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors, joined from the blocks that ranks write."""
+        """Yields whole tensors, joined from the blocks of the ranks."""
         weight_map, device = self.whole.weight_map, self.meshes.device
         infos = hf_metadata(self.whole, dtype)
         shards = {
@@ -219,7 +219,7 @@ class MegatronModel(HeldModel):
 
 
 def names_of(gpt: GPTModel, weight_map: WeightMap, first_expert: int) -> dict[str, Tensor]:
-    """The weights of a stage by their names in the map, in its order."""
+    """Returns the weights of a stage by their names in the map, in map order."""
     biases = [pair for pair in gpt.named_buffers() if pair[0].endswith(SELECTION_BIAS)]
     tensors = (*gpt.named_parameters(), *biases)
     held = {_global_name(name, gpt, first_expert): x for name, x in tensors}
@@ -246,15 +246,15 @@ def _global_name(name: str, gpt: GPTModel, first_expert: int) -> str:
 
 
 def as_block(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Memory of a module as a block of the map's tensor: gate and up on a separate axis, without
-    rows that pad the vocabulary."""
+    """Returns a view of a module's memory as a block of the map's tensor: gate and up on a separate
+    axis, without padding rows of the vocabulary."""
     if len(shape) > tensor.ndim:
         return tensor.view(shape)
     return tensor[: shape[0]]
 
 
 def cut_of(entry: Entry, meshes: Meshes, *, is_stored: bool = True) -> Cut:
-    """The block with which a rank computes and, if `is_stored`, the share of it that this
+    """Returns the block with which a rank computes, or, if `is_stored`, the share of it that this
     data-parallel rank updates and saves."""
     layout, at = meshes.layout, meshes.coords
     coords: Mapping[str, tuple[int, int]] = {
@@ -283,7 +283,7 @@ def cut_of(entry: Entry, meshes: Meshes, *, is_stored: bool = True) -> Cut:
 
 
 def stored_over(cut: Cut, meshes: Meshes) -> Axis:
-    """The ranks that share the masters of a weight: those that compute with the same block."""
+    """The axis of ranks that shard a weight's masters: those that use the same block."""
     return meshes.factor_axes()[True] if cut.is_expert else meshes.batch
 
 

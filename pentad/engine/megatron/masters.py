@@ -1,8 +1,8 @@
 """Master weights of Megatron's modules.
 
-Data-parallel ranks share the masters, and with them the optimizer's state, as in Megatron's
-distributed optimizer; unlike there a share is a block of each tensor, so that every backend can
-read it from a recovery checkpoint. Before a pass the shares are gathered into the modules.
+Data-parallel ranks shard the masters and the optimizer state, as in Megatron's distributed
+optimizer. Unlike there, a share is a block of each tensor, so that every backend can read it from a
+recovery checkpoint. Before a pass the shares are gathered into the modules.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GATHERED = 2**27
 
 @dataclass(frozen=True, slots=True)
 class SharedWeight:
-    """The block of one weight with which a module of this rank computes."""
+    """The block of a weight with which a module of this rank computes."""
 
     used: Tensor
     """The module's memory."""
@@ -34,18 +34,18 @@ class SharedWeight:
     """The mesh axis of those ranks."""
 
     def shares(self, block: Tensor) -> list[Tensor]:
-        """The shares of all ranks in a block, as views."""
+        """Returns the shares of all ranks in a block, as views."""
         parts = list(block.chunk(self.axis.size, self.dim))
         empty = block.narrow(self.dim, 0, 0)
         return [*parts, *(empty for _ in range(self.axis.size - len(parts)))]
 
     def share(self, block: Tensor) -> Tensor:
-        """This rank's share of a block, as contiguous memory."""
+        """Returns this rank's share of a block, as contiguous memory."""
         return self.shares(block)[self.axis.rank].contiguous()
 
     def master(self, dtype: torch.dtype) -> Tensor:
-        """Uninitialised master weights; the module's memory itself if it is whole and of the same
-        dtype."""
+        """Returns uninitialised master weights; the module's memory itself if it is not sharded and
+        has the same dtype."""
         if self.axis.size == 1 and self.used.dtype == dtype:
             return self.used
         return torch.empty_like(self.share(self.used), dtype=dtype)
@@ -63,8 +63,8 @@ def follow_masters(weights: Mapping[str, SharedWeight], masters: Mapping[str, Te
 
 
 def _groups(weights: Mapping[str, SharedWeight]) -> Iterator[dict[str, SharedWeight]]:
-    """Groups of weights with one axis and dtype, limited in size to bound memory. All ranks of an
-    axis make the same groups."""
+    """Yields groups of weights with one axis and dtype, limited in size to bound memory. All ranks
+    of an axis make the same groups."""
     kinds: dict[tuple[int, torch.dtype], dict[str, SharedWeight]] = {}
     for name, weight in weights.items():
         if weight.axis.size > 1:

@@ -1,7 +1,7 @@
 """Megatron's GPTModel, or a pipeline stage of it, as a `LanguageModel` over packed rows.
 
-Its layers are built from Megatron's local spec. Attention runs in Pentad's core, because Megatron's
-does not know the boundaries of packed rows. Rotary angles are those of each token's position.
+Its layers are built from Megatron's local spec. Attention uses Pentad's core, because Megatron's
+ignores the boundaries of packed rows. Rotary angles use positions within rows.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ class PackedCore(nn.Module):
 
 
 class RouteChoice:
-    """The experts of a layer's tokens, in place of Megatron's `RouterReplay`. When the layer is
-    recomputed in the backward pass, the routes are filled in already, so that both times the same
-    experts compute."""
+    """Selects the experts of a layer's tokens, in place of Megatron's `RouterReplay`. If the layer
+    is recomputed in the backward pass, the routes are already filled in, so the recomputation uses
+    the same experts."""
 
     def __init__(self, layer: int) -> None:
         self.layer = layer
         self.routes: Routes | None = None
 
     def begin(self, module: nn.Module, args: Any, given: dict[str, Any]) -> None:
-        """A forward pre-hook of the layer."""
+        """Forward pre-hook of the layer."""
         self.routes = given["packed_seq_params"].routes
 
     def get_replay_topk(
@@ -84,7 +84,7 @@ class RouteChoice:
 
 
 class RmsNorm(Norm):
-    """Pentad's norm in Megatron's spec; torch's does not support sequence parallelism there."""
+    """Pentad's norm for Megatron's spec; torch's does not support sequence parallelism there."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
@@ -104,7 +104,7 @@ def build_gpt(
     chunk: int | None,
     lm_head: bool,
 ) -> GPTModel:
-    """A stage with uninitialised weights. `chunk`: its index among several on this rank."""
+    """Builds a stage with uninitialised weights. `chunk`: its index among those of this rank."""
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=chunk
     )
@@ -140,8 +140,7 @@ def build_gpt(
 
 
 class MegatronStage(NamedModel):
-    """Called like any `LanguageModel`; tokens are split over tp between layers, as in a
-    `Decoder`."""
+    """A stage as a `LanguageModel`; tokens are split over tp between layers, as in a `Decoder`."""
 
     def __init__(
         self,
@@ -158,7 +157,7 @@ class MegatronStage(NamedModel):
         self.value_head = getattr(gpt, "value_head", None)
         self.tp = tp
         self.num_rows = num_rows
-        """Rows of the vocabulary on this rank, without padding."""
+        """Number of vocabulary rows on this rank, without padding."""
         self.inverse: Tensor | None = None
         for number, layer in self.blocks.items():
             router = getattr(layer.mlp, "router", None)
@@ -194,7 +193,7 @@ class MegatronStage(NamedModel):
         return torch.where(is_padding_T[:, None, None], x_T1D.detach(), x_T1D)
 
     def _angles(self, positions_T: Tensor) -> Tensor:
-        """Rotary angles [T, 1, 1, d]; Megatron computes cos and sin and the YaRN scale."""
+        """Returns rotary angles [T, 1, 1, d]; Megatron computes cos and sin and the YaRN scale."""
         if self.inverse is None:
             with torch.device("cpu"):
                 inverse, _ = frequencies(self.dims)

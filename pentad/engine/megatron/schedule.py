@@ -64,7 +64,7 @@ class MegatronSchedule:
             )
 
     def settle(self) -> None:
-        """Nothing is pending between two runs."""
+        """Does nothing: nothing is pending between two runs."""
 
 
 def _as_it_is(loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -46,16 +46,47 @@ def build_hf_model(
 ) -> HfModel:
     """Builds the model on the meta device. A value head replaces the lm head."""
     where = f"config.json: model_type = {config.model_type}"
+    # In 16 bits: products of experts are written for them, and they show which weights stay wide.
+    probe = _build_causal(copy.deepcopy(config), PROBE, torch.bfloat16, where)
+    wide = wide_names(probe)
+    causal = _build_causal(config, NAME, dtype, where)
+    for model in (probe, causal):
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if name in wide:
+                tensor.data = tensor.data.to(torch.float32)
+    shapes = check_packable(causal, probe, where)
+    return HfModel(causal, where, shapes, wide, value_head=value_head)
+
+
+def _build_causal(
+    config: PretrainedConfig, attention: str, dtype: torch.dtype, where: str
+) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             causal = AutoModelForCausalLM.from_config(
-                config, attn_implementation=NAME, dtype=dtype, trust_remote_code=False
+                config, attn_implementation=attention, dtype=dtype, trust_remote_code=False
             )
     except Exception as error:  # classes without the interface raise anything
         rule = f"transformers cannot build it with a custom attention core ({error!r})"
         raise UserError(Problem(where, rule)) from error
-    causal.eval()  # without dropout, which would change log-probs
-    return HfModel(causal, where, check_packable(causal, where), value_head=value_head)
+    for name, parameter in list(causal.named_parameters()):
+        if not parameter.requires_grad:  # a weight that no optimizer moves, like the other buffers
+            path, _, key = name.rpartition(".")
+            module = causal.get_submodule(path)
+            delattr(module, key)
+            module.register_buffer(key, parameter.data)
+    return causal.eval()  # without dropout, which would change log-probs
+
+
+def wide_names(narrow: PreTrainedModel) -> set[str]:
+    """Names of the weights that transformers keeps in float32 in this 16-bit model: those of its
+    dtype plan, and those that its classes create in float32."""
+    plan = [re.compile(key.replace("*", ".*")) for key in narrow._get_dtype_plan(torch.bfloat16)]
+    return {
+        name
+        for name, tensor in narrow.state_dict().items()
+        if tensor.dtype == torch.float32 or any(key.search(name) for key in plan)
+    }
 
 
 class HfModel(LanguageModel):
@@ -66,13 +97,14 @@ class HfModel(LanguageModel):
         causal: PreTrainedModel,
         where: str,
         cache_shapes: tuple[tuple[int, int], ...],
+        wide: Set[str],
         *,
         value_head: bool,
     ) -> None:
         head_dim = max(width for _, width in cache_shapes)
         super().__init__(replace(measure(causal.config), head_dim=head_dim))
         self.cache_shapes = cache_shapes
-        self.hf_map = build_hf_map(causal, self.dims, where)
+        self.hf_map = build_hf_map(causal, self.dims, where, wide)
         self.tp_plan: Mapping[str, str] = dict(causal.tp_plan or {})
         """Module (* for numbers) -> transformers' tensor-parallel style; includes the head."""
         self.unshared = (causal,)  # in a tuple, so that its parameters are not registered twice
@@ -223,19 +255,18 @@ class _Note:
         return torch.zeros_like(q_THd)
 
 
-def check_packable(causal: PreTrainedModel, where: str) -> tuple[tuple[int, int], ...]:
-    """Checks, by a pass without memory, that tokens interact only in the attention core, and sets
-    the window of each attention. Returns heads and width of the keys of each call."""
+def check_packable(
+    causal: PreTrainedModel, probe: PreTrainedModel, where: str
+) -> tuple[tuple[int, int], ...]:
+    """Checks, by a pass of `probe` without memory, that tokens interact only in the attention
+    core, and sets the window of each attention. Returns heads and width of each call's keys."""
     rules = []
     convolutions = [m for m in causal.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
     if causal._is_stateful or convolutions:
         rule = "its layers carry state or convolve from token to token, so rows cannot be packed"
         raise UserError(Problem(where, rule, "use a plain attention decoder"))
     note = _Note()
-    # Grouped products of experts need 16 bits.
-    probe = copy.deepcopy(causal).to(torch.bfloat16)
     vars(probe.config)["pad_token_id"] = None  # some classes search it in the ids
-    probe.config._attn_implementation = PROBE
     ids = torch.zeros(1, 8, dtype=torch.int64, device="meta")
     # A padding mask without padding: without it positions are read, which have no memory.
     inputs: dict[str, Any] = {CORE: note, "attention_mask": torch.ones_like(ids)}
@@ -354,16 +385,18 @@ VALUE_HEAD = "value_head.weight"
 VALUE_HEAD_ON_DISK = "score.weight"
 
 
-def build_hf_map(causal: PreTrainedModel, dims: ModelDims, where: str) -> WeightMap:
-    """Builds the exact and complete weight map; UserError if that is not possible."""
+def build_hf_map(
+    causal: PreTrainedModel, dims: ModelDims, where: str, wide: Set[str] = frozenset()
+) -> WeightMap:
+    """Builds the exact and complete weight map; UserError if that is not possible. `wide`: names of
+    weights in float32."""
     held = causal.state_dict()
     tied = _tied(causal, held)
     shapes = {name: tuple(x.shape) for name, x in held.items() if name not in tied}
     parts = _parts_on_disk(causal, shapes, where)
     entries: dict[str, Entry] = {}
     for name, shape in shapes.items():
-        is_wide = any(part in name for part in causal._keep_in_fp32_modules_strict or ())
-        rule = Rule(name, "", name, dtype="float32" if is_wide else "")
+        rule = Rule(name, "", name, dtype="float32" if name in wide else "")
         entries[name] = Entry(name, shape, tuple(parts[name]), rule, _layer(name))
     rule = Rule(VALUE_HEAD, "", VALUE_HEAD_ON_DISK, optional=True)
     value_shape = (1, dims.hidden_size)

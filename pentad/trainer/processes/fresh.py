@@ -1,8 +1,8 @@
-"""A one-process run in a fresh process, where a failure has left this one unusable: a CUDA error,
-or a call that does not return.
+"""Continues a one-process run in a fresh process after a failure that left this one unusable: a
+CUDA error, or a call that does not return.
 
-This process keeps the command, passes signals on and waits. The other one is a helper: it receives
-the job and the restarts counted so far, and returns the summary of the run or raises its error.
+This process forwards signals and waits. The fresh process receives the job and the restart count so
+far, and returns the summary of the run or raises its error.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ RESET_S = 15.0
 
 
 def run_in_fresh_processes(job: RunJob, policy: RestartPolicy) -> RunSummary:
-    """Runs the rest of the run in fresh processes; a process that becomes unusable is followed by
-    the next."""
+    """Continues the run in a fresh process; starts another one whenever a process becomes
+    unusable."""
     check_gpus_free()
     while True:
         try:
@@ -50,12 +50,12 @@ def check_gpus_free() -> None:
     resetting.start()
     resetting.join(RESET_S)
     if resetting.is_alive():
-        rule = "the GPU does not give back the memory of a kernel that does not end"
+        rule = "the GPU does not free the memory of a kernel that never ends"
         raise RunError(f"{rule}; start the command again, and the run resumes from its checkpoint")
 
 
 def ask_fresh_process(job: RunJob, policy: RestartPolicy) -> RunSummary | RestartPolicy:
-    """The summary, or the policy if that process became unusable too."""
+    """Returns the summary, or the restart policy if that process became unusable too."""
     names: list[str] = []
     helper = Helper("the process of the run", f"{__name__}:serve")
 
@@ -74,7 +74,7 @@ def ask_fresh_process(job: RunJob, policy: RestartPolicy) -> RunSummary | Restar
 
 
 def serve(channel: Channel) -> None:
-    """Makes the call in the process, on its main thread, which receives the signals."""
+    """Runs in the fresh process: makes the call on the main thread, which receives the signals."""
     number, job, policy = channel.receive()
     channel.answer(number, outcome, job, policy)
 

@@ -1,7 +1,7 @@
-"""Membership of elastic runs: assigns training ranks to slots, some of which are lost or return.
+"""Membership of elastic runs: assigns training ranks to the slots that are currently usable.
 
-The group shrinks, grows, or waits where too few are left. The rules are those of `core.shrink`;
-which slot is retired is decided by `runtime.restarts`.
+The group shrinks, grows, or waits if too few slots are left. `core.shrink` has the rules;
+`runtime.restarts` decides which slot is retired.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ KINDS: dict[str, LossKind] = {
     **{"died": "died", "stuck": "stuck", "away": "away"},
     **dict.fromkeys(("bug", "run", "user"), "raised"),
 }
-"""Kinds of failures of a rank, by the names that the restart policy uses."""
+"""The restart policy's names for kinds of rank failures."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankGeneration:
-    """One generation of the group that trains."""
+    """One generation of the training group."""
 
     config: Config
-    """With the layout of these ranks."""
+    """The config with the layout of these ranks."""
     used: tuple[int, ...]
     """The slot of each rank."""
 
@@ -45,7 +45,7 @@ class Membership:
     """The config as requested, before any shrinking."""
     slots: Slots
     why_unavailable: Callable[[int], str | None] = lambda slot: None
-    """Why the runtime cannot place a process in a slot."""
+    """Returns why the runtime cannot place a process in a slot."""
     current: RankGeneration | None = None
     missed_at: dict[int, float] = field(default_factory=dict)
     """When each missing slot was first missed."""
@@ -59,7 +59,7 @@ class Membership:
         return self.config.component("actor").world
 
     def away(self, slots: Iterable[int] | None = None) -> dict[int, str]:
-        """The unusable slots among these, or among all, with the reason."""
+        """Returns the unusable slots among `slots` (None: all), with the reason."""
         if not self.is_on:
             return {}
         found = self.slots.away()
@@ -68,8 +68,8 @@ class Membership:
         return {slot: why for slot, why in reasons.items() if why}
 
     def form(self, generation: int) -> RankGeneration:
-        """Forms the largest possible group; waits while too few slots are usable. RunError if that
-        takes longer than `elastic.wait_timeout_s`."""
+        """Forms the largest possible group; waits while too few slots are usable. Raises RunError
+        after `elastic.wait_timeout_s`."""
         if not self.is_on:
             return RankGeneration(self.config, tuple(range(self.count)))
         began, said_at = time.monotonic(), -SAY_S
@@ -96,7 +96,7 @@ class Membership:
         return found if found and found.world >= self.config.elastic.min_ranks else None
 
     def _is_graced(self, now: float) -> bool:
-        """Whether a missing slot may still return before the others train without it."""
+        """Whether the others still wait for a missing slot, before they train without it."""
         grace_s = self.config.elastic.drop_grace_s
         return any(now - at < grace_s for at in self.missed_at.values())
 
@@ -109,7 +109,7 @@ class Membership:
 
     def _form(self, fitted: Fitted, present: list[int], generation: int) -> RankGeneration:
         before = len(self.current.used) if self.current else self.count
-        # Of one rank, a config of its own would be a run in one process: this one has processes.
+        # A config of one rank would mean a one-process run; this run has processes.
         processes = fitted.config.scheduler.model_copy(update={"processes": "separate"})
         config = fitted.config.model_copy(update={"scheduler": processes})
         self.current = RankGeneration(config, tuple(present[: fitted.world]))
@@ -126,7 +126,7 @@ class Membership:
         if not self.is_on or self.current is None or len(self.current.used) == self.count:
             return False
         away = self.away()
-        if any(slot in away for slot in self.current.used):  # its loss comes first
+        if any(slot in away for slot in self.current.used):  # handle its loss first
             return False
         present = self.count - len(away)
         if present <= len(self.current.used):
@@ -135,31 +135,29 @@ class Membership:
         return fitted is not None and fitted.world > len(self.current.used)
 
     def why_away(self, rank: int) -> str | None:
-        """Why the slot of this rank is unusable; None if it is usable."""
+        """Returns why the slot of this rank is unusable; None if it is usable."""
         if not self.is_on or self.current is None:
             return None
         slot = self.current.used[rank]
         return self.slots.away().get(slot)
 
     def loss_of(self, cause: Failure | None) -> tuple[LossKind, int | None, bool]:
-        """The lost slot and the kind of loss, and whether the other slots can train without it. A
-        failure that only follows from the loss of another rank belongs to no slot."""
+        """Returns the kind of loss, the lost slot, and whether the other slots can train without
+        it. A failure caused by the loss of another rank belongs to no slot."""
         if cause is None or (cause.is_consequence and cause.kind != "away"):
             return "died", None, False
         kind = KINDS[cause.kind]
         if not self.is_on or self.current is None:
             return kind, cause.rank, False
         slot = self.current.used[cause.rank]
-        if kind != "away" and self.why_unavailable(
-            slot
-        ):  # its process cannot be started there again
+        if kind != "away" and self.why_unavailable(slot):  # its process cannot be restarted there
             kind = "away"
         away = self.away()
         left = [one for one in range(self.count) if one != slot and one not in away]
         return kind, slot, self._fitted(left) is not None
 
     def carry_out(self, decision: Decision, lost: Lost) -> None:
-        """Retires slots as the restart policy decided, and gives wrongly retired ones back."""
+        """Retires slots as the restart policy decided, and reinstates wrongly retired ones."""
         for slot in decision.give_back if self.is_on else ():
             self.slots.join(slot)
         if decision.action == "regroup" and lost.slot is not None:

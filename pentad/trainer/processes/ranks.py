@@ -1,4 +1,4 @@
-"""Starts a run on its processes: this one alone, the ranks it starts, or torchrun's ranks.
+"""Starts a run on its ranks: this process alone, processes that it starts, or torchrun's ranks.
 
 Every rank has a service (`trainer.rank.service`). The scheduler calls the services of all ranks:
 from a separate process (`runtime.group_calls`), or under torchrun from rank 0 (`runtime.calls`).
@@ -59,8 +59,8 @@ def run_over_ranks(
 
 
 def fit_torchrun(config: Config, rank: Rank) -> tuple[Config, Rank, str]:
-    """The layout for the ranks that torchrun's agents formed, and its changes in words; the number
-    of ranks may be lower than requested. Ranks that the layout does not use end here."""
+    """Fits the layout to the ranks of torchrun's agents, which may be fewer than requested; returns
+    the changes as text. Ranks that the layout does not use exit here."""
     if shares_store() and not is_one_machine():
         rule = "the agents keep one store over restarts, with the addresses of dead ranks"
         remedy = "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all machines (scripts/launch.sh does)"
@@ -84,8 +84,7 @@ def fit_torchrun(config: Config, rank: Rank) -> tuple[Config, Rank, str]:
 
 
 def check_same_commits(config: Config) -> None:
-    """Checks that all ranks resolved Hub names to the same commits; a branch may move in
-    between."""
+    """Checks that all ranks resolved Hub names to the same commits; a branch may move meanwhile."""
     found = sorted(set(gather_values(pins_of(config))))
     if len(found) > 1:
         rule = f"ranks found different commits on the hub: {' and '.join(found)}"
@@ -107,7 +106,7 @@ def run_under_torchrun(job: RunJob, rank: Rank, *, fresh: bool) -> RunSummary:
     except RunError as error:
         raise RunError(f"{rank}: {error}") from error
     leave_group()
-    if summary is None:  # whatever comes next is rank 0's
+    if summary is None:  # only rank 0 continues
         raise SystemExit(0)
     return summary
 

@@ -27,7 +27,7 @@ class RunResources:
         self.weights_dir: WeightsDir | None = None
         self.samplers: dict[str, Sampler] | None = None
         self.holder = "rollout"
-        """Which side used the shared devices of samplers and learners last."""
+        """The role that used the shared devices of samplers and learners last."""
         self.standbys: StandbyPool | None = None
 
     def note_holder(self, holder: str) -> None:

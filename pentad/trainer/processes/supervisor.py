@@ -1,9 +1,9 @@
-"""The generations of a run's learners: each is formed and started; after a transient failure the
+"""Runs the generations of a run's learners: forms and starts each; after a transient failure the
 next one continues from the newest checkpoint.
 
-One `runtime.restarts` policy counts failures, generations and retired slots. Learners are processes
-beside the scheduler, or a thread of its process; that thread is rebuilt within the process, or by
-`trainer.processes.fresh` if a failure has left the process unusable.
+One `runtime.restarts` policy counts failures, generations and retired slots. Learners are separate
+processes, or a thread of the scheduler's process; that thread is rebuilt in the process, or by
+`trainer.processes.fresh` if a failure left the process unusable.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ log = logging.getLogger(__name__)
 
 MakeService = Callable[[Config, Rank, torch.device], RankService]
 RunFunction = Callable[[Carrier, Config, Sequence[str], bool, "Supervisor"], RunSummary]
-"""A whole run over one generation of its learners. Arguments: calls, config, notes, whether to
-start anew, and the supervisor."""
+"""Runs the job with one generation of learners. Arguments: calls, config, notes, whether to start
+from the beginning, and the supervisor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,8 @@ class RunJob:
 
 @dataclass(slots=True)
 class OutageTimes:
-    """Times of an outage, from the loss of learners to the end of the next step, on the monotonic
-    clock."""
+    """Times of an outage on the monotonic clock, from the loss of learners to the end of the next
+    step."""
 
     cause: str
     seen_at: float
@@ -175,7 +175,7 @@ class Supervisor:
                 self.note_lost(error)
                 release(error)
             fresh = False
-            unfreeze_gc()  # the generation that ended leaves cycles
+            unfreeze_gc()  # the ended generation leaves reference cycles
             gc.collect()
             if not self.is_remote and (why := why_unusable(earlier)):
                 with log_to(self.folder / "log.txt"):
@@ -183,7 +183,7 @@ class Supervisor:
                 raise Unusable(self.policy)
 
     def _run_one(self, generation: RankGeneration, fresh: bool) -> RunSummary | None:
-        """Runs one generation; None if the next one is to have more ranks."""
+        """Runs one generation; returns None if a larger group follows."""
         job = self.job
         with in_generation(self.policy.generation), self.start(generation) as calls:
             try:
@@ -193,7 +193,7 @@ class Supervisor:
         return None
 
     def form(self) -> RankGeneration:
-        """Forms the next group. If the run ends while it waits, the folder stays locked and
+        """Forms the next group. If the run ends while waiting, the folder stays locked and
         `exit.json` has the reason."""
         if not (self.is_remote and self.members.is_on):
             return RankGeneration(self.config, tuple(range(self.members.count)))
@@ -257,8 +257,8 @@ class Supervisor:
         return f"{make.__module__}:{make.__qualname__}"
 
     def _standbys(self, specs: Sequence[RoleSpec]) -> StandbyPool | None:
-        """Starts as many standbys as the first group has ranks, because a group that lost a rank is
-        replaced whole."""
+        """Starts as many standbys as the first group has ranks, because all ranks are replaced if
+        one is lost."""
         resources, elastic = self.resources, self.config.elastic
         if resources.standbys is None and elastic.enabled and elastic.standbys:
             modules = [rank_host.__name__, self._service.partition(":")[0], *IMPORTED_LATE]
@@ -307,7 +307,7 @@ class Supervisor:
                 newest=newest,
             )
         kind, slot, can_shrink = self.members.loss_of(cause)
-        # By the records: what a rank that died has last said of its step may be old.
+        # From the records: the step last reported by a dead rank may be old.
         return Lost(
             kind=kind,
             cause=cause.message,
@@ -323,12 +323,12 @@ class Supervisor:
             return
         is_own = group.failure is not None
         seen, failed = (group.seen_at, group.failed_at) if is_own else (now, now)
-        if before is not None:  # lost again before it trained
+        if before is not None:  # lost again before the first step
             seen, failed = min(before.seen_at, seen), min(before.failed_at, failed)
         num = before.num_losses + 1 if before else 1
         self.outage = OutageTimes(first_line(error), seen, failed, fenced_at=now, num_losses=num)
 
-    # What the run reports
+    # Reports
 
     def note_loaded(self) -> None:
         """Records that the learners have loaded the checkpoint."""
@@ -337,7 +337,7 @@ class Supervisor:
             self.outage.joined_at, self.outage.loaded_at = self.group.joined_at, awake_s()
 
     def note_step(self) -> None:
-        """A step was trained."""
+        """Called after a trained step: ends the outage and logs its times."""
         if self.resources.standbys is not None:
             self.resources.standbys.fill()
         done, self.outage = self.outage, None
@@ -374,14 +374,14 @@ class Supervisor:
 
 
 def serve_rank(given: dict[str, Any], rank: Rank, device: torch.device) -> RankService:
-    """The service of one rank, in its process."""
+    """Makes the service of one rank, in its process."""
     config = Config.model_validate(given["config"])
     config.register_models()
     service: RankService = load(given["service"])(config, rank, device)
     return service
 
 
-# Facts that the policy decides by.
+# Inputs of the restart policy.
 
 
 def policy_of(config: Config) -> RestartPolicy:
@@ -398,19 +398,19 @@ def first_line(error: Exception) -> str:
 
 
 def step_under_way(config: Config) -> int:
-    """The step in progress: the one after the last recorded step."""
+    """Returns the step in progress: the one after the last recorded step."""
     path = config.run_path / "steps.jsonl"
     with reading_records(path):
         return max((line["step"] for line in read_lines(path)), default=0) + 1
 
 
 def newest_step(config: Config) -> int:
-    """The step of the newest committed checkpoint; -1 without any."""
+    """Returns the step of the newest committed checkpoint; -1 without any."""
     found = find_checkpoints(checkpoint_path(config), report=log.debug)
     return found[0].step if found else -1
 
 
-# What a failure leaves in this process.
+# Cleanup of this process after a failure.
 
 
 def release(error: BaseException | None) -> None:
@@ -426,8 +426,8 @@ def release(error: BaseException | None) -> None:
 
 
 def why_unusable(earlier: Set[threading.Thread]) -> str | None:
-    """Why no learner can be built in this process again, in words. `earlier`: threads from before
-    the run, which do not belong to its learner."""
+    """Returns why no learner can be built in this process again. `earlier`: threads that existed
+    before the run, so not of its learner."""
     if any(thread.name == "learner" for thread in set(threading.enumerate()) - earlier):
         return "a call of the learner does not return"
     if torch.cuda.is_initialized():

@@ -1,13 +1,13 @@
-"""Over-sampling: a step starts more groups than it trains; once it has enough, those that still run
-are cut off and continue in the next step with the tokens they have.
+"""Over-sampling: a step starts more groups than it trains. Once enough groups are complete, the
+others are interrupted and continue in the next step with the tokens they have.
 
-Groups that end first are short, so none of the others is given up, and they are the first of the
-next step. A group that was cut off as often as it may be is waited for.
+No interrupted group is dropped, because that would favour short answers; they come first in the
+next step. A group that reached its maximum number of interruptions is waited for.
 
-Which groups a step trains, and where the others are cut, must not depend on how long anything
-takes, or no run could be repeated. So an embedded sampler in this process holds by itself when as
-many requests have ended as are missing, until their samples are scored and it is known whether more
-are needed. With other samplers, groups are cut wherever they are by then.
+To keep runs repeatable, the choice of trained groups and the points of interruption must not depend
+on timing. So an embedded sampler in this process pauses once as many requests have ended as are
+missing, until their samples are scored and show whether more are needed. With other samplers the
+points of interruption depend on timing.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from pentad.telemetry.record import Oversampled
 from pentad.trainer.pumps.state import RunState
 
 HoldAfter = Callable[[int | None], None]
-"""Has the sampler hold after so many more requests; None: not at all."""
+"""Makes the sampler pause after this many more requests; None: no pause."""
 
 
 @dataclass(eq=False)
 class Oversampling:
-    """The groups of one step, from their start until those to be trained are chosen."""
+    """The groups of one step, from their start until the trained ones are chosen."""
 
     state: RunState
     num_groups: int
-    """That a step starts: at least a batch, at most two, so that all that are carried have a place
-    in the next one."""
+    """Groups that a step starts: at least a batch, at most two, so that all carried groups fit into
+    the next step."""
     _: KW_ONLY
     hold: HoldAfter = lambda num: None
     running: dict[int, tuple[Draft, asyncio.Task[Any]]] = field(default_factory=dict)
@@ -41,14 +41,14 @@ class Oversampling:
     """Groups with rewards, and their attempts."""
     num_started: int = 0
     num_allowed: int = 0
-    """Requests that samplers may answer before they hold, since groups were last started."""
+    """Requests that samplers may answer before they pause, since groups were last started."""
     num_answered: int = 0
-    """By samplers, of groups whose tasks are over."""
+    """Requests that samplers answered, of groups whose tasks are over."""
     is_cutting: bool = False
 
     @property
     def batch(self) -> int:
-        """The batch that is sampled; without staleness no other is open."""
+        """The batch being sampled; without staleness only one is open."""
         return self.state.budget.trained
 
     @property
@@ -60,7 +60,7 @@ class Oversampling:
 
     @property
     def is_due(self) -> bool:
-        """Whether groups are to be started, once none runs."""
+        """Whether groups must be started; only once none runs."""
         budget = self.state.budget
         is_open = self.batch < budget.num_batches and budget.may_admit(self.batch)
         return is_open and self.num_missing > 0
@@ -89,15 +89,15 @@ class Oversampling:
         return draft
 
     def carry(self, prompt: Prompt, attempt: int, draft: Draft) -> None:
-        """The group was cut off; what it has is kept."""
+        """Keeps the tokens of an interrupted group."""
         self.state.ledger.carry(prompt.gid, attempt)
         if draft.answers:
             self.state.carried[prompt.gid] = as_group(prompt, attempt, draft.answers)
 
     def leave(self, gid: int) -> None:
-        """The group's task is over."""
+        """Called when the group's task is over."""
         draft, _ = self.running.pop(gid)
-        # A request that was under way may have been answered too late.
+        # A request in progress may have been answered too late.
         self.num_answered += draft.num_ended + draft.is_sampling
         self.look()
 
@@ -112,7 +112,7 @@ class Oversampling:
                     task.cancel()
             if not self.running:
                 self._finish()
-        elif len(sampling) == len(self.running):  # what was answered is scored
+        elif len(sampling) == len(self.running):  # all answers are scored
             answered = self.num_answered + sum(draft.num_ended for draft, _ in sampling)
             if answered >= self.num_allowed:
                 self._allow()
@@ -124,8 +124,8 @@ class Oversampling:
         return self.num_missing <= 0 and not is_over
 
     def _finish(self) -> None:
-        """The oldest complete groups are those of the batch. What is more is trained in the next
-        one, as are those that continue."""
+        """Assigns the oldest complete groups to the batch. The other complete groups and the
+        interrupted ones are trained in the next batch."""
         state, chosen = self.state, sorted(self.complete)
         carried = sorted(state.ledger.gids_in("planned"))
         state.ledger.reseat([*chosen, *carried])

@@ -25,21 +25,21 @@ from pentad.trainer.sampling.placement import DeviceTurns, Placement
 log = logging.getLogger(__name__)
 
 MAX_DRAWS_PER_SLOT = 50
-"""A batch that needs more prompts than this per slot will never fill: the run stops."""
+"""If a batch needs more prompts per slot than this, the run stops."""
 
 MIN_ALIKE = 4
-"""Number of alike failures from which small batches count as failing systematically."""
+"""Minimum number of alike failures that stop a run, for batches smaller than this."""
 
 MAX_LEASES = 3
-"""Number of attempts of a group without a result before it is dropped."""
+"""A group is dropped after this number of attempts without a result."""
 
 REJECTIONS = {"no_signal": "all rewards of such a group are equal"}
-"""Explanations of why a finished group was rejected."""
+"""Explanations of the reasons why finished groups are rejected."""
 
 
 @dataclass(eq=False)
 class RolloutPump:
-    """Keeps every open batch filled. A dropped group's slot goes to the next ordinal.
+    """Keeps every open batch filled. The slot of a dropped group goes to the next prompt.
 
     On-policy, refills start only when nothing is running: the set of sequences decoded together is
     then a function of the data alone, and so is every bit of the run.
@@ -88,7 +88,7 @@ class RolloutPump:
                     task = tasks.create_task(self._roll(gid), name=f"group {gid}")
                     rolling[task] = gid
                     task.add_done_callback(rolling.pop)
-            for task in rolling:  # the run is over, and these are not waited for
+            for task in rolling:  # the run is over; do not wait for these
                 task.cancel()
 
     @property
@@ -96,8 +96,8 @@ class RolloutPump:
         return self.max_groups or self.state.budget.capacity_groups
 
     def _next_groups(self) -> list[int]:
-        """The next groups to sample: first those a resumed run had planned and those that were
-        lost, then newly admitted ones."""
+        """Returns the next groups to sample: first planned groups of a resumed run and lost groups,
+        then newly admitted ones."""
         if self.oversampling is not None:
             return self.oversampling.next_groups(self._admit)
         room = self._most - self.running
@@ -108,7 +108,7 @@ class RolloutPump:
         return [] if batch is None else self._admit(batch, room)
 
     def _next_batch(self) -> int | None:
-        """The oldest open batch with free slots."""
+        """Returns the oldest open batch with free slots."""
         batch = self.state.ledger.next_batch
         return batch if self.state.budget.may_admit(batch) else None
 
@@ -124,12 +124,12 @@ class RolloutPump:
         return self._can_admit() or gate_of(self._why_idle()) != gate
 
     def _why_idle(self) -> str:
-        """The closed gate, and after a colon the event that opens it."""
+        """Returns the gate that blocks admission, and after a colon the event that opens it."""
         budget = self.state.budget
         if self.placement.is_on_policy and self.running:
-            return f"running groups: {self.running} are to finish"
+            return f"running groups: {self.running} must finish"
         if self.max_groups is not None and self.running >= self.max_groups:
-            return f"max_concurrent_groups: one of {self.running} running groups is to finish"
+            return f"max_concurrent_groups: one of {self.running} running groups must finish"
         return budget.closed_gate(budget.last_open_batch + 1) or "slots: all are taken"
 
     def _admit(self, batch: int, room: int) -> list[int]:
@@ -144,7 +144,7 @@ class RolloutPump:
         return [ledger.admit(batch) for _ in range(min(room, ledger.num_missing(batch)))]
 
     def _why_dropped(self) -> str:
-        """Counts by reason of a drop, each with the latest message: why a batch never fills."""
+        """Returns the number of drops by reason, each with the latest message."""
         reasons = []
         for reason, count in self.state.ledger.funnel().dropped.items():
             last = self.last_failures.get(reason)
@@ -152,7 +152,7 @@ class RolloutPump:
         return ", ".join(reasons)
 
     def _stop_if_all_fail(self, gid: int, failure: DataFailure) -> None:
-        """Stops the run if as many groups as a batch failed alike and none was ever scored: then
+        """Stops the run if a batch's number of groups failed alike and none was ever scored: then
         the cause is the reward or the workflow, not the prompts."""
         kind = re.sub(r"[0-9]+", "#", str(failure))
         self.failed_alike[kind] = self.failed_alike.get(kind, 0) + 1
@@ -162,8 +162,8 @@ class RolloutPump:
             raise RunError(f"the first {num} groups failed alike, the last ({where}): {failure}")
 
     async def _roll(self, gid: int) -> None:
-        """Samples one group: it becomes ready, or is dropped with its reason. The result of an
-        attempt whose lease ended is ignored, because the group has another attempt by then."""
+        """Samples one group; it becomes ready, or is dropped with a reason. The result of an
+        attempt whose lease expired is ignored, because another attempt has started."""
         ledger = self.state.ledger
         attempt = ledger.start(gid)
         task = asyncio.current_task()
@@ -214,7 +214,7 @@ class RolloutPump:
         self.state.ledger.commit(group.gid, attempt)
 
     def _expire(self, gid: int, attempt: int, task: asyncio.Task[Any] | None) -> None:
-        """Plans the group again, with new seeds, after its lease ended."""
+        """Plans the group again, with new seeds, after its lease expired."""
         text = f"attempt {attempt} made no progress within its lease (workflow and sampler)"
         log.warning("group %d: %s", gid, text)
         if attempt + 1 < MAX_LEASES:
@@ -243,7 +243,7 @@ class Lease:
         self.timer: asyncio.TimerHandle | None = None
 
     def hold(self, seconds: float | None) -> None:
-        """Renews the lease; None: no limit for now."""
+        """Renews the lease; None: suspends it."""
         if self.timer is not None:
             self.timer.cancel()
         self.timer = None
@@ -256,7 +256,7 @@ class Lease:
 
 
 def rejection(settings: AlgorithmSettings) -> Callable[[Group], str | None]:
-    """Decides which groups are not worth training, and why."""
+    """Returns a function that gives the reason why a group is not trained; None: it is."""
 
     def reject(group: Group) -> str | None:
         if settings.dynamic_filter and not has_signal([s.reward or 0.0 for s in group.samples]):

@@ -1,4 +1,4 @@
-"""The scheduler: its pumps and a watchdog on one event loop, and how a run ends.
+"""The scheduler: runs the pumps and a watchdog on one event loop, and ends the run.
 
     prompts --(admit: budget)--> rollout pump --(commit)--> ledger + store
     [ledger + store --(columns)--> score pump --(score)--> ledger + store]   with scorers apart
@@ -37,14 +37,14 @@ from pentad.trainer.stopping import stop_on_signals
 log = logging.getLogger(__name__)
 
 GROUP_S = 30.0
-"""How much longer than the group of ranks the watchdog waits for a call on all of them, in
+"""Extra time of the watchdog over the rank group's own limit for a call on all ranks, in
 seconds."""
 
 
 class Watchdog:
-    """Names the stuck component, since when it is stuck and behind which gate, if nothing makes
-    progress. Long work (a training step, an evaluation, long answers) is no stall: it is named in
-    the log, and a warning comes only if no component works. The abort always comes.
+    """If a run makes no progress, names the stuck component, the time and the condition it waits
+    for. Long work (a training step, an evaluation, long answers) is no stall: it is logged, and a
+    warning is logged only if no component works. The abort applies always.
 
     Warns after `warn_s` without progress, and again after each further `warn_s`; ends the run after
     `abort_s`. Progress is a change of the committed, dropped, trained or published counts, or a
@@ -69,19 +69,19 @@ class Watchdog:
         self.sampled = sampled
         """Tokens sampled so far."""
         self.is_watched = is_watched
-        """Whether the group of ranks is monitored elsewhere, which names the rank that hangs."""
+        """Whether the group of ranks has its own monitor, which names the rank that hangs."""
         self.check = check
         """Raises the failure that ended the learner."""
         self.show = show
-        """Called with the work in progress, in words."""
+        """Called with a description of the work in progress."""
         self.clock = clock
         self.step_began = (-1, 0.0, clock())
-        """Step in progress, tokens sampled before it, and when it was first seen."""
+        """Step in progress, tokens sampled before it, and the time it was first seen."""
         self.last_progress: tuple[object, ...] = ()
         self.last_change = clock()
         self.last_warning = clock()
         self.last_beat = clock()
-        """When the event loop last ran a turn."""
+        """Time of the event loop's last turn."""
         self.period_s = min(warn_s, abort_s, 5.0) / 4
 
     async def run(self) -> None:
@@ -94,8 +94,8 @@ class Watchdog:
 
     @contextmanager
     def watching_the_loop(self) -> Iterator[None]:
-        """Watches the event loop from a thread, because code that blocks the event loop blocks the
-        watchdog too."""
+        """Watches the event loop from a thread, because code that blocks the loop also blocks the
+        watchdog."""
         owner, done = threading.get_ident(), threading.Event()
         is_main = owner == threading.main_thread().ident
         before = signal.signal(signal.SIGUSR2, self._give_up) if is_main else None
@@ -117,7 +117,7 @@ class Watchdog:
             now = self.clock()
             held_s = now - self.last_beat
             if held_s >= self.abort_s and is_main:
-                # Whatever runs there gets the exception that the signal's handler raises.
+                # The signal handler raises in the code that blocks the loop.
                 signal.pthread_kill(owner, signal.SIGUSR2)
             if held_s >= self.warn_s and now - warned_at >= self.warn_s:
                 warned_at = now
@@ -144,7 +144,7 @@ class Watchdog:
             log.log(level, "batch %d stalled for %.0f s: %s", self._batch, stalled_s, self.report())
 
     def phase(self) -> str:
-        """The step in progress: seconds, groups being sampled, tokens, and active components."""
+        """Describes the step in progress: seconds, groups sampled, tokens, active components."""
         state, now, drawn = self.state, self.clock(), self.sampled()
         step, size = state.budget.trained + 1, state.budget.groups_per_batch
         if self.step_began[0] != step:
@@ -157,7 +157,7 @@ class Watchdog:
     def report(self) -> str:
         """Describes active components, the condition each pump waits for, and unfinished groups."""
         ledger = self.state.ledger
-        waits = [f"{what} is under way" for what in self.state.working]
+        waits = [f"{what} is in progress" for what in self.state.working]
         waits += [f"{pump} waits for {what}" for pump, what in sorted(self.state.waiting.items())]
         running = ledger.gids_in("running")
         if running:
@@ -165,7 +165,7 @@ class Watchdog:
                 f"{len(running)} groups running, oldest gid {running[0]}"
                 + (f", newest {running[-1]}" if len(running) > 1 else "")
             )
-        return "; ".join(waits) or "nothing is under way and nothing waits"
+        return "; ".join(waits) or "nothing is in progress and nothing waits"
 
     @property
     def _batch(self) -> int:
@@ -177,20 +177,20 @@ class Watchdog:
 
 
 def held_loop(held_s: float, frame: FrameType | None) -> str:
-    """The innermost frame of the event loop's thread, if it blocks the loop."""
+    """Describes the innermost frame of the event loop's thread, if it blocks the loop."""
     place = "unknown code"
     if frame is not None:
         place = f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
     return (
-        f"nothing else could run for {held_s:.0f} s: {place} holds the event loop; a workflow must "
-        "await what takes long, or give it to a thread"
+        f"nothing else could run for {held_s:.0f} s: {place} blocks the event loop; a workflow "
+        "must await slow calls, or run them in a thread"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class HangWatch:
-    """The watchdog of a run without pumps whose learner is in this process: no microbatch and no
-    tensor for `abort_s` ends the run."""
+    """The watchdog of a run without pumps whose learner is in this process: ends the run after
+    `abort_s` without a microbatch or tensor."""
 
     abort_s: float
     stacks: Path
@@ -225,7 +225,7 @@ class ClosablePump(Pump, Protocol):
 
 @dataclass(slots=True)
 class Scheduler:
-    """Runs the steps of a run, beside the pumps that fill its batches and publish its weights."""
+    """Runs the steps of a run concurrently with the pumps that fill batches and publish weights."""
 
     request_stop: Callable[[str], None]
     """Called with the name of a signal."""
@@ -256,6 +256,6 @@ class Scheduler:
                         watching.cancel()
         except BaseExceptionGroup as failures:
             cause = first_cause(failures)
-            if isinstance(cause, UserError):  # bad input, but too late for "nothing was started"
+            if isinstance(cause, UserError):  # bad input, but found after the start
                 cause = RunError(str(cause))
             raise cause from failures

@@ -51,13 +51,13 @@ class ScorerCalls(Protocol):
 async def open_scorers(
     run: Run, store: GroupStore, max_row_tokens: int, stack: AsyncExitStack
 ) -> dict[str, ScorerCalls]:
-    """Opens the scorers, by role, each with its weights and the store; `stack` closes them. They
-    are processes if the learner is one: on this machine, or placed by the learner's runtime."""
+    """Opens the scorers, by role, each with its weights and the store; `stack` closes them. If the
+    learner is a process, so are they: on this machine, or placed by the learner's runtime."""
     found: dict[str, ScorerCalls] = {}
     config, device = run.config, run.learner.device
     if not scorers(config):
         return found
-    is_placed = run.supervisor.resources.runtime is not None  # it says which GPUs they get
+    is_placed = run.supervisor.resources.runtime is not None  # it assigns their GPUs
     placed = topology(config, facts_of(config, "cuda" if device.type == "cuda" else "cpu"))
     devices = {
         role: tuple(gpu for one in placed.scorer(role) for gpu in one.devices)
@@ -97,7 +97,7 @@ def scorer_thread(
 ) -> LearnerClient:
     part = config.component(role)
     if part.world > 1:
-        where, rule = f"allocation_mode = {config.allocation_mode}", "is a thread here, of one rank"
+        where, rule = f"allocation_mode = {config.allocation_mode}", "is a thread with one rank"
         raise UserError(Problem(where, f"{part} {rule}", "use d1, or scheduler.processes=separate"))
     service = ScorerService(config, Rank(), device, role)
     if store.address["kind"] == "memory":
@@ -115,8 +115,8 @@ def serve_scorer(given: dict[str, Any], rank: Rank, device: torch.device) -> Sco
 
 
 class ScorerProcesses:
-    """A scorer whose ranks are processes. If one is lost, only this scorer is restarted, as the
-    next generation: it has no state."""
+    """A scorer whose ranks are processes. If one is lost, only this scorer is restarted, as a new
+    generation; it has no state to restore."""
 
     def __init__(
         self, run: Run, role: str, devices: tuple[int, ...], steps: dict[str, dict[str, Any]]
@@ -131,12 +131,12 @@ class ScorerProcesses:
         self.policy = RestartPolicy(retries=config.rollout.restarts)
         self.settings = GroupSettings(stall_s=config.stall_abort_s, timeout_s=JOIN_S)
         self.lost_at = 0.0
-        """When the first loss since the last answer was noticed."""
+        """Time of the first loss since the last answer."""
         self.group: RankGroup | None = None
         self.thread: LearnerClient | None = None
 
     def _specs(self) -> list[RoleSpec]:
-        """The processes of a generation, one for each rank."""
+        """Returns the specs of a generation's processes, one for each rank."""
         config, role = self.config, self.role
         ranks = range(config.component(role).world)
         return specs_of_ranks(
@@ -164,7 +164,7 @@ class ScorerProcesses:
         return answer
 
     async def _make(self, call: tuple[str, dict[str, Any]] | None) -> Any:
-        """Makes the call on prepared processes, again after each loss."""
+        """Makes the call on prepared processes; retries after each loss."""
         while True:
             try:
                 if self.thread is None:
@@ -175,9 +175,9 @@ class ScorerProcesses:
             except Transient as error:
                 self.lost_at = self.lost_at if self.policy.used else time.monotonic()
                 if not self.policy.restarts_after(str(error)):
-                    often = f"{self.policy.used + 1} times in a row, without an answer gained"
+                    often = f"{self.policy.used + 1} times in a row without a result"
                     raise GivenUp(f"the {self.role} was lost {often}: {error}") from error
-                text = "the %s is lost, and started again: %s"
+                text = "the %s is lost and restarted: %s"
                 log.warning(text, self.role, error, extra=NOTICE)
                 await self.close()
 
@@ -185,7 +185,7 @@ class ScorerProcesses:
         thread, group, self.thread, self.group = self.thread, self.group, None, None
         if thread is not None and group is not None:
             thread.is_given_up = is_busy = thread.since is not None
-            error = RunError(f"the {self.role} is not waited for") if is_busy else None
+            error = RunError(f"the {self.role} was still busy at the end") if is_busy else None
             await asyncio.to_thread(thread.close, self.settings.stall_s)
             await asyncio.to_thread(group.__exit__, type(error) if error else None, error, None)
 
@@ -204,11 +204,10 @@ class ScorerService:
         self.store: GroupStore | None = None
 
     def build(self, max_row_tokens: int, weights: str | None = None) -> None:
-        """Builds the model, also as a replacement of an earlier one. `max_row_tokens`
-        follows from the data."""
+        """Builds the model, or replaces an earlier one. `max_row_tokens` follows from the data."""
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # of the thread that makes all calls
-        self.engine: Engine | None = None  # a model at a time
+            torch.cuda.set_device(self.device)  # set on the thread that makes all calls
+        self.engine: Engine | None = None  # free the old model first
         folder = None if weights is None else Path(weights)
         self.engine = build_scorer(
             self.config, self.role, max_row_tokens, device=self.device, weights=folder
@@ -229,7 +228,7 @@ class ScorerService:
             self.store.write(group.gid, group.attempt, {column_of(self.role): own})
 
     def close(self, *, is_failed: bool) -> None:
-        """Keeps the store open if it is the run's own."""
+        """Closes the store, except a store that belongs to the run."""
         if self.store is not None and self.store.address["kind"] != "memory":
             self.store.close()
 
@@ -239,10 +238,9 @@ class RefreshedReference:
     """A reference on separate devices, set to the actor's weights every `ref_update_interval`
     steps.
 
-    Batch b is scored by the actor as it was after the last of these steps before b, the same
-    reference that a weight tag in the trainer would be. Groups that are sampled ahead of such a
-    step wait for it. Each reference is an HF folder named by its version, from which a lost scorer
-    is restarted.
+    Batch b is scored with the actor's weights after the last refresh step before b, as with a
+    weight tag in the trainer. Groups sampled ahead of a refresh wait for it. Each reference is an
+    HF folder named by its version, from which a lost scorer is restarted.
     """
 
     scorer: ScorerCalls
@@ -252,12 +250,12 @@ class RefreshedReference:
     every: int
     max_row_tokens: int
     oldest: Callable[[], int]
-    """Steps in the oldest checkpoint from which the run may resume."""
+    """Returns the steps in the oldest checkpoint from which the run may resume."""
     version: int = 0
-    """The version of the weights that the scorer holds; 0: the initial ones."""
+    """Weight version of the scorer; 0: the initial weights."""
 
     def scores(self, batch: int) -> bool:
-        """Whether the scorer holds the reference of this batch."""
+        """Whether the scorer has the reference of this batch."""
         return batch - batch % self.every == self.version
 
     async def resume(self, trained: int) -> None:
@@ -271,7 +269,7 @@ class RefreshedReference:
             await self._install(version)
 
     async def refresh(self, version: int) -> None:
-        """Refreshes the reference after the step that made this version."""
+        """Sets the reference to the actor's weights of this version."""
         folder = str(self.folder / str(version))
         await self.learner.call("export", role="actor", folder=folder, is_async=False)
         await self._install(version)
@@ -283,19 +281,19 @@ class RefreshedReference:
     async def _install(self, version: int) -> None:
         given = {"max_row_tokens": self.max_row_tokens, "weights": str(self.folder / str(version))}
         if isinstance(self.scorer, ScorerProcesses):
-            self.scorer.steps["build"] = given  # of one that is started again
+            self.scorer.steps["build"] = given  # for a restarted scorer
         await self.scorer.call("build", **given)
         self.version = version
 
 
 @dataclass(eq=False)
 class ScorePump:
-    """Sends sampled groups to the scorers; a group with all columns is ready. Scorers work
-    concurrently, each on the same groups.
+    """Sends sampled groups to the scorers; a group with all columns is ready. Scorers run
+    concurrently on the same groups.
 
-    On-policy, the groups of a chunk are scored together, as a learner with weight tags does: the
-    tokens computed in one batch, and so every bit of the run, are then a function of the data
-    alone. Otherwise the oldest sampled groups are scored at once.
+    On-policy, the groups of a chunk are scored together, as in a learner with weight tags: the
+    composition of the batch then depends on the data alone, so results are bitwise repeatable.
+    Otherwise the oldest sampled groups are scored at once.
     """
 
     state: RunState
@@ -305,7 +303,7 @@ class ScorePump:
     _: KW_ONLY
     num_chunks: int
     is_open: Callable[[int], bool] = lambda batch: True
-    """Whether the scorers hold the weights for a batch."""
+    """Whether the scorers have the weights for a batch."""
 
     @property
     def chunks(self) -> list[range]:
@@ -328,11 +326,11 @@ class ScorePump:
             sampled = ledger.gids_in("sampled")
             judged = (gid for gid in sampled if self.is_open(ledger.batch_of(gid)))
             return list(islice(judged, max(map(len, self.chunks))))
-        batch = self.state.budget.trained  # without staleness no other is open
+        batch = self.state.budget.trained  # without staleness only this one is open
         if not self.is_open(batch):
             return []
         for slots in self.chunks:
-            # One that the store lost is scored together with those that were ready beside it.
+            # A group that the store lost is scored again together with the ready ones of its chunk.
             gids = ledger.gids_at(batch, slots, "sampled", "ready")
             if len(gids) == len(slots) and ledger.gids_at(batch, slots, "sampled"):
                 return gids
@@ -343,7 +341,7 @@ class ScorePump:
             async with self.state.kept(gids):
                 await asyncio.gather(*(self._call(role, gids) for role in self.scorers))
         columns = [column_of(role) for role in self.scorers]
-        for group in self._read(gids):  # what was lost meanwhile was put again without its columns
+        for group in self._read(gids):  # lost groups were put again without columns
             if all(column in one.columns for one in group.samples for column in columns):
                 self.state.held[group.gid] = group
                 self.state.ledger.score(group.gid, group.attempt)
@@ -354,7 +352,7 @@ class ScorePump:
             await self.scorers[role].call("score", gids=gids)
 
     def _read(self, gids: list[int]) -> list[Group]:
-        """Reads the groups that the store has."""
+        """Returns the groups that the store still has."""
         try:
             return self.state.store.get(gids)
         except MissingGroups as missing:

@@ -24,12 +24,12 @@ from pentad.trainer.stopping import StopFlag
 
 @dataclass(slots=True)
 class Budget:
-    """Limits the staleness of samples by arithmetic on two counters.
+    """Limits the staleness of samples with two counters.
 
     Batch b is trained by the step that turns version b into version b + 1. It may be admitted once
-    b <= published + max_staleness. Tokens are sampled at a version not below `published` at
-    admission, so trained version - token version <= max_staleness holds by construction; nothing is
-    discarded, and slow prompts are not starved.
+    b <= published + max_staleness. Tokens are sampled at `published` at admission or newer, so
+    trained version - token version <= max_staleness always holds; no sample is discarded, and slow
+    prompts are not starved.
     """
 
     groups_per_batch: int
@@ -37,21 +37,20 @@ class Budget:
     num_batches: int
     """Batches of the whole run; none beyond the last is admitted."""
     trained: int = 0
-    """Batches trained, which is also the learner's version."""
+    """Batches trained; equals the learner's version."""
     published: int = 0
     """Oldest version that a serving sampler holds."""
     max_carries: int = 0
-    """How often a group may be cut off and continue in the next step, one version later."""
+    """How often a group may be interrupted and continue in the next step, one version later."""
 
     @property
     def capacity_groups(self) -> int:
-        """Groups that may be in flight at once; derived, because a smaller number could
-        deadlock."""
+        """Maximum number of groups in flight; derived, because a smaller number could deadlock."""
         return self.groups_per_batch * (self.max_staleness + 1)
 
     @property
     def max_lag(self) -> int:
-        """Most versions between a token and the weights that it trains."""
+        """Maximum difference between the version of trained weights and that of a token."""
         return self.max_staleness + self.max_carries
 
     @property
@@ -63,7 +62,7 @@ class Budget:
         return batch <= self.last_open_batch
 
     def closed_gate(self, batch: int) -> str:
-        """Why groups of `batch` are not admitted now; empty when they are."""
+        """Returns why groups of `batch` are not admitted now; empty if they are."""
         if self.may_admit(batch):
             return ""
         if batch >= self.num_batches:
@@ -89,10 +88,10 @@ KEEP_S = 1.0
 
 
 class Signal:
-    """Wakes the tasks whose condition holds after the run's state changed. For one event loop only.
+    """Wakes tasks whose condition holds after a change of the run's state. For one event loop only.
 
     Conditions are evaluated once for all changes in a turn of the loop, and only tasks whose
-    condition holds are woken: with thousands of groups in flight this is most of its work.
+    condition holds are woken; this matters with thousands of groups in flight.
     """
 
     def __init__(self) -> None:
@@ -110,7 +109,7 @@ class Signal:
             try:
                 if not woken.done() and predicate():
                     woken.set_result(None)
-            except Exception as error:  # it is the waiter's
+            except Exception as error:  # raised in the waiting task
                 woken.set_exception(error)
 
     async def until(self, predicate: Callable[[], bool]) -> None:
@@ -130,7 +129,7 @@ class DataProgress:
     ledger: dict[str, Any]
     """A snapshot of the ledger."""
     ready: list[Group]
-    """The groups with samples; planned groups among them have a part of their tokens."""
+    """The groups with samples; planned ones among them have only part of their tokens."""
 
 
 @dataclass(slots=True)
@@ -140,7 +139,7 @@ class RunState:
     budget: Budget
     changed: Signal = field(default_factory=Signal)
     stop: StopFlag = field(default_factory=StopFlag)
-    """Set from outside (by a signal) to end the run after the step in progress."""
+    """Set by a signal to end the run after the step in progress."""
     waiting: dict[str, str] = field(default_factory=dict)
     """The condition each pump waits for; the watchdog reads it."""
 
@@ -150,13 +149,13 @@ class RunState:
     """Groups with samples that are not trained yet; if the store loses one, it is put again."""
 
     carried: dict[int, Group] = field(default_factory=dict)
-    """What planned groups drew before they were cut off; samples to be continued have finish
+    """Partial samples of planned groups that were interrupted; samples to continue have finish
     "abort"."""
     oversampled: Oversampled | None = None
-    """What the last step with more groups than it trains came to, until it is recorded."""
+    """Figures of the last over-sampled step, until they are recorded."""
 
     working: list[str] = field(default_factory=list)
-    """Work in progress that may take long by itself."""
+    """Work in progress that may take long."""
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
@@ -171,12 +170,12 @@ class RunState:
         return DataProgress(self.ledger.snapshot(), [groups[gid] for gid in sorted(groups)])
 
     def put(self, group: Group) -> None:
-        """Puts groups where learners and scorers read them."""
+        """Puts a group into the store, from which learners and scorers read it."""
         self.held[group.gid] = group
         self.store.put(group)
 
     def drop(self, gids: Iterable[int]) -> None:
-        """Drops groups that are no longer read."""
+        """Drops groups that are no longer needed from the store."""
         gids = list(gids)
         for gid in gids:
             self.held.pop(gid, None)
@@ -217,10 +216,10 @@ class RunState:
         *,
         continues: bool = True,
     ) -> None:
-        """Continues from a snapshot, which replaces the present state. Groups older than the budget
-        allows are sampled anew, like all groups in progress; without `continues` also those that
-        were cut off. Raises LookupError, TypeError or ValueError, and changes nothing, for a
-        snapshot that `progress` would not return."""
+        """Replaces the state by a snapshot. Groups older than the budget allows and groups in
+        progress are sampled again; without `continues` also interrupted ones. For a snapshot that
+        `progress` could not have returned, raises LookupError, TypeError or ValueError and changes
+        nothing."""
         if snapshot["groups_per_batch"] != self.ledger.groups_per_batch:
             raise ValueError(f"a batch has {snapshot['groups_per_batch']} groups")
         live = {
@@ -252,7 +251,7 @@ class RunState:
         return bool(self.stop.reason) or self.budget.trained >= self.budget.num_batches
 
     async def wait_for(self, pump: str, what: str, predicate: Callable[[], bool]) -> None:
-        """Waits for the predicate or the end of the run; `waiting` shows the reason meanwhile."""
+        """Waits for the predicate or the end of the run; `waiting` has the reason meanwhile."""
         self.waiting[pump] = what
         with timeline.span(f"{pump} waits", what):
             await self.changed.until(lambda: predicate() or self.is_over)
@@ -260,7 +259,7 @@ class RunState:
 
 
 class ProcessRandom:
-    """The random generators of the scheduler's process, which workflows may use. Implements
+    """The random generators of the scheduler's process, which workflows may use. A
     `recovery.RunPart`."""
 
     def state(self) -> dict[str, str]:

@@ -23,11 +23,10 @@ from pentad.trainer.sampling.selftest import Prober
 
 @dataclass(eq=False)
 class PublishPump:
-    """Publishes snapshots; the latest wins: a snapshot that is not being sent yet is replaced by a
-    newer one.
+    """Publishes snapshots; a newer snapshot replaces one that is not being sent yet.
 
-    An evaluation is pinned to one version because no publish starts while it runs. On-policy,
-    admission waits for it too, so that nothing else is decoded beside it.
+    No publish starts during an evaluation, so it uses one version. On-policy, admission also waits,
+    so that nothing else is decoded at the same time.
     """
 
     state: RunState
@@ -37,9 +36,9 @@ class PublishPump:
     device_turns: DeviceTurns
     prober: Prober | None = None
     find_cause: Callable[[], Awaitable[None]] | None = None
-    """Raises the failure that ended the learner, of which a failed publish may be a consequence."""
+    """Raises the failure that ended the learner, which may be the cause of a failed publish."""
     is_probing: bool = False
-    """Whether samplers are compared with the version being published, or have just been."""
+    """Whether samplers are, or have just been, compared with the version being published."""
     pending: Snapshot | None = None
     is_closed: bool = False
 
@@ -60,7 +59,7 @@ class PublishPump:
                 return
             snapshot, self.pending = self.pending, None
             await self._publish(snapshot)
-            del snapshot  # a whole model, which must not wait for the next one
+            del snapshot  # frees a whole model before waiting
 
     async def _publish(self, snapshot: Snapshot) -> None:
         await self.device_turns.enter("rollout")
@@ -101,7 +100,7 @@ class SamplerSink:
         return await self.snapshot(version)
 
     async def hand_on(self, snapshot: Snapshot) -> None:
-        """Hands over the snapshot. Returns at once, or, if roles take turns, when the samplers have
+        """Publishes the snapshot. Returns at once, or, if roles take turns, when the samplers have
         the version."""
         state, version = self.publish.state, snapshot.version
         self.publish.submit(snapshot)
@@ -138,7 +137,7 @@ class BatchTrainer:
             self.state.ledger.release([group.gid for group in groups])
             return None
         with timer.phase("publish"):
-            # Until then the learner must hold the weights that samplers are compared with.
+            # Until then the learner must keep the weights that samplers are compared with.
             what = "the samplers to be compared with the trainer"
             await self.state.wait_for("train", what, lambda: not self.publish.is_probing)
         with timer.phase("train"), self.state.doing(f"the update of step {batch + 1}"):
@@ -160,17 +159,17 @@ class BatchTrainer:
             await self.learner.call("add", gids=gids, last=last)
 
     def _finish(self, timer: PhaseTimer) -> BatchFacts:
-        """Finishes the step and records it without a break in between: a step in the weights is
-        always recorded."""
+        """Finishes the step and records it without an interruption in between: every step in the
+        weights is recorded."""
         self.learner.call_all("finish")
         with timer.phase("record"):
             return BatchFacts.read(self.learner.query("measure"))
 
     async def _chunks(self, batch: int, timer: PhaseTimer) -> AsyncIterator[list[Group]]:
-        """The batch's groups in slot order, each chunk as soon as it is ready."""
+        """Yields the batch's groups in slot order, each chunk as soon as it is ready."""
         ledger, size = self.state.ledger, self.state.budget.groups_per_batch
         for chunk, slots in enumerate(chunk_slots(size, self.num_chunks)):
-            # Sleeping samplers finish nothing, so the devices are taken only for a whole batch.
+            # Sleeping samplers finish no groups: the trainer waits for the whole batch.
             awaited = range(size) if self.device_turns.alternates and chunk == 0 else slots
             what = f"groups {awaited.start} to {awaited.stop - 1} of batch {batch}"
             are_ready = partial(ledger.are_ready, batch, awaited)

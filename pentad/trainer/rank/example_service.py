@@ -1,5 +1,5 @@
-"""The service of every rank of a run on examples; the ranks also read the data and make the rows of
-a step."""
+"""The service of every rank of a run on examples; each rank also reads the data and makes the rows
+of a step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ExampleService(EngineService, ABC):
         super().__init__(config, rank, device)
         self.loss: Loss = SftLoss()
         self.data: dict[str, Examples] = {}
-        """By "train" and "valid"; read by `build` unless given."""
+        """The parts "train" and "valid"; read by `build` unless given."""
         self.num_done = 0
         """Steps that the weights contain."""
 
@@ -46,8 +46,8 @@ class ExampleService(EngineService, ABC):
         return open_examples(cls.command, config, part, reader)
 
     def build(self, num_steps: int, data: Mapping[str, Mapping[str, Any]]) -> None:
-        """Builds the model. `data`: the state of each part as the caller read it; UserError if
-        a part differs here, for example because its file was edited before this rank was
+        """Builds the model. `data`: the state of each part as read by the caller. Raises UserError
+        if a part differs here, for example because its file was edited before this rank
         restarted."""
         path = self.config.model_folder()
         if not self.data:
@@ -65,7 +65,7 @@ class ExampleService(EngineService, ABC):
         )
 
     def step(self, step: int) -> dict[str, Any]:
-        """Trains the examples of a step, counted from 0; returns its result and its rows."""
+        """Trains the examples of a step, counted from 0; returns its result and rows."""
         self.rank.report(step + 1)
         size = self.config.train_dataset.batch_size
         data = self.data["train"]
@@ -85,8 +85,8 @@ class ExampleService(EngineService, ABC):
         }
 
     def train(self, places: Sequence[int]) -> dict[str, Any]:
-        """One optimizer step on examples, by their index in the data: its `result`, the trained
-        `rows`, and further figures for the record."""
+        """Makes one optimizer step on examples, given by index in the data. Returns its `result`,
+        the trained `rows`, and further figures for the record."""
         rows = [row for place in places for row in self.data["train"].example(place)]
         engine = self.engines["actor"]
         engine.begin_step()
@@ -102,7 +102,7 @@ class ExampleService(EngineService, ABC):
         return counters
 
     def evaluate(self) -> dict[str, float | int]:
-        """The loss on held-out examples."""
+        """Returns the loss on held-out examples."""
         data, total, count = self.data["valid"], 0.0, 0.0
         for start in range(0, len(data), EVALUATED_AT_ONCE):
             places = range(start, min(start + EVALUATED_AT_ONCE, len(data)))

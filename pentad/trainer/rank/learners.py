@@ -1,6 +1,6 @@
-"""The learners of an RL run, made from its config: engines by role, weight tags, the update.
-Everything here follows from the config and two numbers that follow from the data, so that a replay
-of a batch builds the same learners."""
+"""The learners of an RL run, made from its config: engines by role, weight tags, the update. They
+depend only on the config and on two numbers computed from the data, so a replay of a batch builds
+the same learners."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from pentad.weights.peft import fit_problems, read_adapter, spec_problems
 Role = Literal["actor", "critic"]
 VALUE_HEAD = "score.weight"
 FAMILY_NAMES = {"qwen2.5": "qwen2"}
-"""Names of families in other systems -> their `model_type`."""
+"""Names of model families in other systems -> their `model_type`."""
 
 
 def backend_of(config: Config, role: str) -> Backend:
-    """The backend whose models a role has."""
+    """Returns the backend that builds a role's model."""
     backend = config.component(role).backend
     return next(one for one in TRAINING if one == backend)
 
@@ -52,7 +52,7 @@ def trained_dims(config: Config, path: str) -> ModelDims:
 
 
 def weights_folder(config: Config, role: Role) -> Path | None:
-    """The folder of a role's weights; None if they are random."""
+    """Returns the folder of a role's initial weights; None if they are random."""
     model = _origin(config, role)
     if model.init_from_scratch:
         return None
@@ -61,8 +61,8 @@ def weights_folder(config: Config, role: Role) -> Path | None:
 
 
 def _origin(config: Config, role: Role) -> ModelConfig:
-    """The block that names the source of weights. A critic that is made from the actor's folder and
-    names no weights starts as the actor."""
+    """Returns the config block that names the initial weights. A critic made from the actor's
+    folder that names no weights starts from the actor's."""
     critic, actor = config.critic, config.actor
     is_own = critic.has_other_weights or critic.path not in (None, actor.path)
     return critic if role == "critic" and is_own else actor
@@ -75,12 +75,12 @@ def roles_of(config: Config) -> tuple[Role, ...]:
 
 def start_run(config: Config, roles: tuple[Role, ...]) -> None:
     """Makes the Megatron folder of `megatron.use_hf_ckpt`, or finds an existing one. Called once
-    per run, before its folder is made and before its ranks start."""
+    per run, before the run folder is made and the ranks start."""
     convertor = config.megatron.ckpt_convertor
     if not config.megatron.use_hf_ckpt:
         return
     target = chosen(convertor.save_path, "megatron.ckpt_convertor.save_path")
-    # Here, since few runs convert, and it reads torch.distributed.checkpoint.
+    # Imported here: few runs convert, and it imports torch.distributed.checkpoint.
     from pentad.models.conversion import Conversion, convert
 
     conversion = Conversion(
@@ -97,7 +97,7 @@ def start_run(config: Config, roles: tuple[Role, ...]) -> None:
 
 
 def check_start(config: Config, role: Role) -> None:
-    """Calls `check_weights`, unless the folder will be converted, which checks it."""
+    """Calls `check_weights`, unless the folder will be converted: the conversion checks it."""
     if not (config.megatron.use_hf_ckpt and _origin(config, role) is config.actor):
         check_weights(config, role)
 
@@ -126,7 +126,7 @@ def check_weights(config: Config, role: Role) -> None:
         lora = config.actor.lora
         is_new = role == "critic" and config.critic.lora is not None
         if is_new and VALUE_HEAD in reader.infos:
-            rule = f"it has its own head ({VALUE_HEAD}), and with critic.lora it starts anew"
+            rule = f"it has a value head ({VALUE_HEAD}), which critic.lora would replace"
             remedy = "give a folder without one, or leave critic.lora out"
             raise UserError(Problem(f"critic.path = {folder}", rule, remedy))
         if role == "actor" and lora is not None and lora.init_path is not None:
@@ -151,7 +151,7 @@ def _meta_model(config: Config, role: Role) -> LanguageModel:
         raise_problems(unsayable(dims_of(path)))
     if backend != "fsdp":
         return build_whole(path, backend, value_head=has_value_head(config, role))
-    # Here, since transformers takes seconds to import.
+    # Imported here: transformers takes seconds to import.
     from pentad.engine.transformers_model import match_layout
     from pentad.models.hf.config import read_hf_config
     from pentad.models.hf.module import build_hf_model
@@ -170,7 +170,7 @@ log = logging.getLogger(__name__)
 
 
 def build_learner(config: Config, role: Role, size: RunSize, *, device: torch.device) -> Engine:
-    """Builds the learner; the same call on every rank of the role's layout."""
+    """Builds the learner; called with the same arguments on every rank of the role's layout."""
     return build_role(
         config,
         role,
@@ -192,7 +192,7 @@ def build_role(
     max_row_tokens: int,
     strict: bool = False,
 ) -> Engine:
-    """The engine of a role, for rollouts or for examples."""
+    """Builds the engine of a role, for rollouts or for examples."""
     is_critic = role == "critic"
     model = config.critic if is_critic else config.actor
     path = config.model_folder(role)
@@ -227,8 +227,8 @@ def build_scorer(
     device: torch.device,
     weights: Path | None = None,
 ) -> Engine:
-    """The engine of `ref` or `teacher` on separate ranks; it computes as the actor does. Without
-    `weights`, a reference without a folder is the actor as it was before the first step."""
+    """Builds the engine of `ref` or `teacher` on separate ranks; it computes like the actor.
+    Without `weights`, a reference without a folder has the actor's initial weights."""
     given = config.ref.path if role == "ref" else config.teacher.path
     path, layout = config.model_folder(role), config.layout(role)
     settings = EngineSettings(
@@ -274,20 +274,20 @@ def build_update(
 def load_tags(
     learner: Learner, config: Config, needed: Collection[str], step: int, *, keeps_ref: bool
 ) -> None:
-    """The frozen weights that the learner scores with and lacks, after `step` steps. `keeps_ref`:
-    until now the reference was the actor as it was before the first step."""
+    """Loads the frozen weights that the learner needs for scoring and lacks, after `step` steps.
+    `keeps_ref`: until now the reference had the actor's initial weights."""
     if "ref" in needed and config.ref.path:
         learner.load_tag("ref", config.ref.path)
     elif "ref" in needed and keeps_ref:
         folder = weights_folder(config, "actor")
         if folder is None:
-            rule = "the reference was the actor with its first weights so far, and those are random"
+            rule = "so far the reference had the actor's initial weights, which are random"
             remedy = "continue in mode: async, with a component for the reference"
             raise UserError(Problem(f"mode = {config.mode}", rule, remedy))
         learner.load_tag("ref", folder)
     elif "ref" in needed:
         learner.save_tag("ref")
         if step:
-            log.info("the reference is the actor as it is after step %d", step, extra=NOTICE)
+            log.info("the reference has the actor's weights after step %d", step, extra=NOTICE)
     if "teacher" in needed:
         learner.load_tag("teacher", chosen(config.teacher.path, "teacher.path"))

@@ -63,7 +63,7 @@ class PreferenceService(ExampleService):
         }
 
     def evaluate(self) -> dict[str, float | int]:
-        """The loss on held-out preferences, and how often the preferred answer wins."""
+        """Returns the loss on held-out preferences and the preferred answer's win rate."""
         total, parts = len(self.data["valid"]), []
         for start in range(0, total, EVALUATED_AT_ONCE):
             places = range(start, min(start + EVALUATED_AT_ONCE, total))
@@ -76,7 +76,7 @@ class PreferenceService(ExampleService):
         return {"num_prompts": total, "loss": float(found.losses.mean()), **given}
 
     def _compare(self, part: str, places: Sequence[int]) -> tuple[list[Row], Preferred]:
-        """Compares examples of a part, by their index in the data."""
+        """Compares examples of a part, given by index in the data."""
         data, settings = self.data[part], self.settings
         rows = self._rows(part, places)
         if not isinstance(data, LabelDataset):
@@ -121,7 +121,7 @@ class RewardModelService(PreferenceService):
 
 
 def unweighted(rows: Sequence[Row]) -> list[Row]:
-    """The rows for scoring, without training columns."""
+    """Returns the rows for scoring, without training columns."""
     return [replace(row, columns={}, count=0.0) for row in rows]
 
 
@@ -132,7 +132,7 @@ def sums(outputs: Sequence[Mapping[str, Tensor]], masks: Sequence[Tensor]) -> np
 
 
 def weighted(rows: Sequence[Row], found: Preferred) -> list[Row]:
-    """The rows with their slopes as weights, scaled so that the gradient is that of the mean
+    """Returns the rows with their slopes as weights, scaled to give the gradient of the mean
     loss."""
     count = len(found.losses) / len(rows)
     return [

@@ -1,7 +1,7 @@
 """The service of every rank of a learner: engines by role, their steps, weights, state and exports.
 
-The scheduler reaches it through `runtime.calls`: methods take and return JSON values. Groups are
-read from the store; weights and state leave as files or through the memory of this process.
+The scheduler calls it through `runtime.calls`: methods take and return JSON values. Groups are read
+from the store; weights and state are passed as files or in the memory of this process.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ FAILURES: dict[str, type[RunError]] = {
     **dict.fromkeys(("Damaged", "Missing"), Damaged),
     "Unreadable": Unreadable,
 }
-"""Errors of one rank that the other ranks raise too, by name; any other becomes a RunError."""
+"""Errors of one rank, by name, that all ranks raise with the same type; others become RunError."""
 
 
 class EngineService:
-    """Common part of learning from rollouts and from examples."""
+    """Common base of the services for rollouts and for examples."""
 
     mild = frozenset({"save_state", "restore_state", "roll_back", "export"})
 
@@ -59,7 +59,7 @@ class EngineService:
         self.device = device
         self.engines: dict[str, Engine] = {}
         self.snapshots: dict[int, Snapshot] = {}
-        """Weights by version that were not fetched yet."""
+        """Weights by version that are not fetched yet."""
         self.shared: dict[int, torch.Tensor] = {}
         """Buffers on the GPU by version that other processes read."""
         self.weights: ShardWriter | None = None
@@ -73,8 +73,8 @@ class EngineService:
     # Weights
 
     def forward(self, rows: list[list[int]], tag: str = "actor") -> list[list[float]]:
-        """The actor's log-probs of a few rows of ids, or its other prediction per token; brings
-        back an offloaded actor."""
+        """Returns the actor's log-probs (or other per-token predictions) of a few rows of ids;
+        loads an offloaded actor."""
         actor = self.engines["actor"]
         is_offloaded = actor.is_offloaded
         found = actor.forward([Row(torch.tensor(ids), {}) for ids in rows], tag)
@@ -87,7 +87,7 @@ class EngineService:
         self.engines["actor"].shake_adapter(strength)
 
     def offload(self) -> None:
-        """Offloads the state; every method that needs it brings it back."""
+        """Offloads the state; every method that needs it loads it again."""
         for engine in self.engines.values():
             engine.offload()
 
@@ -103,8 +103,8 @@ class EngineService:
         deltas: bool = False,
         hashed: bool = True,
     ) -> dict[str, Any]:
-        """Keeps the actor's weights as `version` for `fetch`. With a `place` (kind and folder) they
-        are written as a folder for other processes: every rank writes its blocks."""
+        """Keeps the actor's weights as `version` for `fetch`. With a `place` (kind and folder)
+        every rank writes its blocks to a folder for other processes."""
         actor = self.engines["actor"]
         if place is None:
             assert self.rank.world == 1, "several ranks publish a folder"
@@ -126,8 +126,7 @@ class EngineService:
         self.shared.pop(version, None)
 
     def fetch(self, version: int) -> Snapshot:
-        """Hands weights to the scheduler within the process of rank 0, which holds them from now
-        on."""
+        """Returns weights to the scheduler in the process of rank 0, and releases them here."""
         return self.snapshots.pop(version)
 
     def after_step(self, step: int) -> None:
@@ -136,8 +135,7 @@ class EngineService:
         self.check_replicas(step)
 
     def check_replicas(self, step: int) -> None:
-        """Raises RunError on all ranks if copies of a shard differ after a step at which they are
-        compared."""
+        """Raises RunError on all ranks if copies of a shard differ, at steps that compare them."""
         every = self.config.guards.replica_check_steps
         if every is None or step % every or self.rank.world == 1:
             return
@@ -149,8 +147,8 @@ class EngineService:
                 raise RunError(
                     f"step {step}: rank {one} and rank {other} hold different copies of the "
                     f"{role}'s {name}{more}: one of them has a memory or arithmetic error. "
-                    "This step is not saved; start again from the last checkpoint, and if it "
-                    "comes again leave out the machine of one of the two"
+                    "This step is not saved; restart from the last checkpoint, and if it "
+                    "happens again, remove the machine of one of the two"
                 )
 
     # State
@@ -164,7 +162,7 @@ class EngineService:
         self, role: str, root: str, folder: str, is_async: bool, generation: int | None = None
     ) -> list[dict[str, Any]]:
         """Stages the state and starts its write. Returns the outcome of each rank, or nothing if it
-        is written in the background (`saved_state`). It fails on all ranks or on none."""
+        is written in the background (see `saved_state`). Fails on all ranks or on none."""
         save_learner(
             self._saver(role),
             self.engines[role],
@@ -176,16 +174,16 @@ class EngineService:
         return [] if is_async else self._saver(role).outcomes()
 
     def saved_state(self, roles: list[str]) -> list[dict[str, Any]]:
-        """The outcome of each rank (`Pending.outcome`) since `save_state`, by role; waits until all
-        have ended."""
+        """Waits for the writes of `save_state`; returns the outcome of each rank
+        (`Pending.outcome`), by role."""
         try:
             return [found for role in roles for found in self._saver(role).outcomes()]
         except RunError as error:
             return [{"files": {}, "error": str(error), "system": None}]
 
     def restore_state(self, role: str, root: str, step: int, folder: str) -> dict[str, Any]:
-        """Restores the state and returns the counters of the checkpoint. It fails on all ranks or
-        on none."""
+        """Restores the state and returns the counters of the checkpoint. Fails on all ranks or on
+        none."""
         hit("load", step=step + 1)
         failure: RunError | None = None
         counters: dict[str, Any] = {}
@@ -208,8 +206,7 @@ class EngineService:
         return counters
 
     def roll_back(self, role: str, root: str, step: int, folder: str) -> None:
-        """Restores weights and optimizer state; the step count, and so the learning rate,
-        continue."""
+        """Restores weights and optimizer state; step count and learning-rate schedule continue."""
         engine = self.engines[role]
         counted = engine.num_steps, engine.num_skipped
         EngineService.restore_state(self, role, root, step, folder)
@@ -224,8 +221,8 @@ class EngineService:
 
     def export(self, role: str, folder: str, is_async: bool) -> None:
         """Writes an HF folder, each rank its blocks, or the PEFT folder of an adapter. If
-        asynchronous, weights are copied when this returns, and `exported` returns the outcome. It
-        fails on all ranks or on none."""
+        asynchronous, weights are copied when this returns, and `exported` returns the outcome.
+        Fails on all ranks or on none."""
         engine = self.engines[role]
         if role not in self.exporters:
             is_adapter = engine.base is not None
@@ -233,19 +230,19 @@ class EngineService:
         self.exporters[role].export(engine, folder, is_async=is_async)
 
     def exported(self, role: str) -> dict[str, Any]:
-        """The outcome of the last export (`Pending.outcome`), once it has ended."""
+        """Waits for the last export and returns its outcome (`Pending.outcome`)."""
         return self.exporters[role].outcomes()[0]
 
     # Figures
 
     def count_nodes(self) -> int:
-        """Number of machines of the ranks."""
+        """Returns the number of machines of the ranks."""
         if self.rank.world == 1:
             return 1
         return len(set(gather_values(socket.gethostname(), self._saver("actor").group)))
 
     def memory(self) -> dict[str, float | None]:
-        """Memory use of this process, by the fields of `telemetry.record.MemoryUse`."""
+        """Returns the memory use of this process, as the fields of `telemetry.record.MemoryUse`."""
         before, rss = self.allocated_gb, rss_gb()
         if self.device.type != "cuda":
             self.allocated_gb = rss
@@ -262,7 +259,7 @@ class EngineService:
         }
 
     def close(self, *, is_failed: bool) -> None:
-        """Closes writers and weights; after a failure at once, else exports are finished first."""
+        """Closes writers and weights; at once after a failure, else after pending exports."""
         for exporter in self.exporters.values():
             if is_failed:
                 exporter.abandon()
@@ -283,10 +280,10 @@ class LearnerService(EngineService):
         super().__init__(config, rank, device)
         self.store: GroupStore | None = None
         self.scored_apart: Collection[str] = scorers(config)
-        """Frozen weights of separate scorers, whose columns arrive with the groups."""
+        """Tags of frozen weights on separate scorers; their columns arrive with the groups."""
         self.batch = 0
         self.result: BatchResult | None = None
-        """The update of the last batch, until the next begins."""
+        """Result of the last batch, until the next begins."""
 
     def build(self, num_steps: int, max_row_tokens: int) -> None:
         """Builds the models; both numbers follow from the data."""
@@ -298,7 +295,7 @@ class LearnerService(EngineService):
         self.update = build_update(self.config, self.algorithm, actor, critic, self.scored_apart)
 
     def load_tags(self, has: list[str], step: int, keeps_ref: bool = False) -> None:
-        """Loads the frozen weights that it scores with and lacks, after `step` steps."""
+        """Loads the frozen weights needed for scoring and not yet loaded, after `step` steps."""
         needed = set(self.update.tags) - set(has)
         load_tags(self.engines["actor"], self.config, needed, step, keeps_ref=keeps_ref)
 
@@ -324,7 +321,7 @@ class LearnerService(EngineService):
     def train_kept(
         self, folder: str, step: int, number: int, digest: str, num_chunks: int | None = None
     ) -> None:
-        """Trains a whole step from the groups that a run kept, as step `number` of this one, from
+        """Trains a whole step from the kept groups of a run, as step `number` of this one, from
         0. `num_chunks`: the number of chunks in that run; None: as configured."""
         self.rank.report(number + 1)
         groups = read_batch(Path(folder), step, digest).groups
@@ -335,7 +332,7 @@ class LearnerService(EngineService):
         self.after_step(number + 1)
 
     def measure(self) -> dict[str, Any]:
-        """`BatchFacts` of the last finished batch; of rank 0."""
+        """Returns `BatchFacts` of the last finished batch, on rank 0."""
         result = self.result
         assert result is not None, "a batch is finished first"
         samples = [sample for sample, _ in result.scored]
@@ -353,8 +350,8 @@ class LearnerService(EngineService):
         ).as_json()
 
     def keep_trained(self, path: str) -> str | None:
-        """Writes advantage and log-prob of the tokens of the batch's first optimizer step; returns
-        the reason if it cannot."""
+        """Writes advantage and log-prob of the tokens of the batch's first optimizer step. Returns
+        an error text, or None."""
         result = self.result
         assert result is not None, "a batch is finished first"
         places = {
@@ -376,7 +373,7 @@ class LearnerService(EngineService):
         return None
 
     def progress(self) -> dict[str, int]:
-        """Batches that the weights contain, and optimizer steps of the one in progress."""
+        """Returns the number of trained batches, and optimizer steps of the one in progress."""
         return {"num_done": self.update.num_done, "num_moved": self.update.num_moved}
 
     def restore_state(self, role: str, root: str, step: int, folder: str) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""One batch's update: scores, advantages, gradient, optimizer step, and what is reported of it.
+"""One batch's update: scores, advantages, gradient, optimizer step, and its report.
 
-Runs where the learner runs.
-Groups are added as they arrive. When the advantages of a group depend on that group alone and the
-batch makes one optimizer step, forward and backward both stream; otherwise scoring streams and the
-gradient waits for the merge. Either way the gradient is the one of the whole batch.
+Runs in the learner's process. Groups are added as they arrive. If advantages depend on one group
+alone and the batch makes one optimizer step, forward and backward run per chunk. Otherwise only
+scoring runs per chunk, and the gradient waits for the whole batch. Both give the gradient of the
+whole batch.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from pentad.rl.metrics import Metrics
 from pentad.rl.section import AlgorithmSettings
 
 MAX_REROUTED = 8
-"""Number of samples per step whose routes are compared with the learner's own, by an extra forward
-pass; with an adapter, their log-probs are compared with those of the frozen weights too."""
+"""Number of samples per step with an extra forward pass, which compares their routes with the
+learner's and, with an adapter, their log-probs with those of the frozen weights."""
 
 
 @dataclass(slots=True)
 class BatchResult:
-    """Everything a step record needs about the update."""
+    """Data of an update for the step record."""
 
     rows: list[Row]
     outputs: list[dict[str, Tensor]]
@@ -42,11 +42,11 @@ class BatchResult:
     stats: dict[str, float]
     critic_steps: list[StepResult] = field(default_factory=list)
     rerouted_share: float | None = None
-    """If routes were replayed: the share that the learner would have chosen differently."""
+    """If routes were replayed: the share of routes that differ from the learner's choice."""
     scored: list[tuple[Sample, Tensor]] = field(default_factory=list)
     """Samples of the first optimizer step, with the policy's log-probs there."""
     adapter_effect: tuple[float, float] | None = None
-    """Mean distance of log-probs from those of the frozen weights, for trainer and sampler."""
+    """Mean absolute log-prob difference to the frozen weights, for trainer and sampler."""
 
 
 class BatchUpdate:
@@ -71,7 +71,7 @@ class BatchUpdate:
         self.critic = critic
         self.settings = settings
         self.tags = sorted(settings.needs_tags - set(scored_apart))
-        """Frozen weights that the learner scores with; the columns of others arrive with the
+        """Tags of frozen weights that the learner scores with; other columns arrive with the
         groups."""
         self.max_new_tokens = max_new_tokens
         self.num_updates = num_updates
@@ -86,7 +86,7 @@ class BatchUpdate:
         self.rerouted: list[Tensor] = []
         self.scored: list[tuple[Sample, Tensor]] = []
         self.num_done = 0
-        """Whole batches that the weights contain."""
+        """Number of whole batches trained."""
         self.num_moved = 0
         """Optimizer steps of the batch in progress."""
 
@@ -106,14 +106,14 @@ class BatchUpdate:
             self._note(samples_of(groups))
 
     def train(self, groups: Sequence[Group], num_chunks: int) -> BatchResult:
-        """Trains a whole batch, in the chunks in which samplers would have delivered it."""
+        """Trains a whole batch, in the same chunks as if samplers delivered it."""
         self.begin()
         for slots in chunk_slots(len(groups), num_chunks):
             self.add([groups[slot] for slot in slots], last=slots.stop == len(groups))
         return self.finish()
 
     def finish(self) -> BatchResult:
-        """Makes the optimizer step, or all of them if a batch makes several."""
+        """Makes the optimizer steps of the batch, one or several."""
         steps: list[StepResult] = []
         critic_steps: list[StepResult] = []
         if self.streams:
@@ -164,13 +164,13 @@ class BatchUpdate:
     def _accumulate(self, rows: list[Row], *, last: bool) -> None:
         self.seen.append(self.learner.accumulate(rows, self.loss, last=last))
         if self.critic is not None and self.value_loss is not None:
-            # The routes are the policy's; a critic's routers are its own.
+            # The routes belong to the policy; a critic has other routers.
             own = [replace(row, routes=None) for row in rows]
             self.critic.accumulate(own, self.value_loss, last=last)
         self.rows += rows
 
     def _note(self, samples: Sequence[Sample]) -> None:
-        """Notes the policy's outputs for the accumulated samples, before an optimizer step changes
+        """Keeps the policy's outputs for the accumulated samples, before an optimizer step changes
         it."""
         outputs = self.seen[-1].outputs
         pairs = zip(samples, outputs, strict=True)
@@ -193,7 +193,7 @@ class BatchUpdate:
         return [sorted(part) for part in parts if part]
 
     def _score(self, groups: Sequence[Group]) -> None:
-        """Adds the columns that the algorithm needs and that are still missing."""
+        """Adds missing columns that the algorithm needs."""
         samples = samples_of(groups)
         needs_old = self.settings.needs_old_logprobs(self.num_updates)
         has_routes = any(sample.routes is not None for sample in samples)
@@ -218,18 +218,18 @@ class BatchUpdate:
 
 
 def chunk_slots(size: int, num_chunks: int) -> list[range]:
-    """The parts of a batch of `size` groups that are trained one after the other."""
+    """Splits a batch of `size` groups into the chunks that are trained one after the other."""
     bounds = [chunk * size // num_chunks for chunk in range(num_chunks + 1)]
     return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
 
 
 def column_of(tag: str) -> str:
-    """The column of the log-probs under frozen weights."""
+    """Returns the name of the column with log-probs under frozen weights."""
     return f"{tag}_logprobs"
 
 
 def on_host(columns: Sequence[Tensor]) -> list[np.ndarray]:
-    """fp32 columns of many rows, in one copy from the device."""
+    """Copies fp32 columns of many rows to host memory, in one transfer."""
     if not columns:
         return []
     flat = torch.cat(list(columns)).detach().float().cpu().numpy()
@@ -238,7 +238,7 @@ def on_host(columns: Sequence[Tensor]) -> list[np.ndarray]:
 
 
 def scored_rows(groups: Sequence[Group]) -> list[Row]:
-    """All samples, as rows for scoring only."""
+    """Returns all samples as rows for scoring only."""
     return [
         Row(torch.from_numpy(sample.ids), {}, group=group.gid)
         for group in groups
@@ -251,8 +251,8 @@ def samples_of(groups: Sequence[Group]) -> list[Sample]:
 
 
 def rerouted(row: Row, own_TLk: Tensor) -> Tensor:
-    """Per token and layer, 1 if the learner's router would choose other experts. The last token is
-    excluded: its routes have no meaning."""
+    """Returns, per token and layer, 1 if the learner's router chooses other experts than the
+    sampler. Excludes the last token, whose routes are undefined."""
     assert row.routes is not None
     wanted, own = (x[:-1].sort(-1).values for x in (row.routes, own_TLk))
     return (wanted != own).any(-1).float()
@@ -267,7 +267,7 @@ def _write(
 
 
 def step_from(value: Mapping[str, Any]) -> StepResult:
-    """Reads what `dataclasses.asdict` made of one."""
+    """Converts a dict made by `dataclasses.asdict` back to a StepResult."""
     balance = tuple(LayerBalance(one["layer"], tuple(one["loads"])) for one in value["balance"])
     work = {name: Work(**found) for name, found in value["work"].items()}
     return StepResult(**{**value, "balance": balance, "work": work})
@@ -281,12 +281,12 @@ class BatchFacts:
     steps: list[StepResult]
     critic_steps: list[StepResult]
     lengths: list[int]
-    """Tokens of each row."""
+    """Number of tokens of each row."""
     metrics: Metrics = field(default_factory=dict)
     rerouted_share: float | None = None
-    """If routes were replayed: the share that the learner would have chosen differently."""
+    """If routes were replayed: the share of routes that differ from the learner's choice."""
     signs: Signs | None = None
-    """None for examples, which no sampler drew."""
+    """None for examples, which are not sampled."""
     adapter_effect: tuple[float, float] | None = None
     """As in `BatchResult`."""
 

@@ -65,11 +65,11 @@ class Evaluation:
 
     result: EvalResult
     num_left_out: dict[str, int]
-    """Rows that never became prompts, by reason."""
+    """Number of rows that are not usable as prompts, by reason."""
     no_majority: str
-    """Why there is no majority vote; empty if there is one."""
+    """Reason for a missing majority vote; empty if there is one."""
     failures: dict[str, int] = field(default_factory=dict)
-    """Failed prompts, by message."""
+    """Number of failed prompts, by message."""
 
     def as_record(self) -> dict[str, Any]:
         record = self.result.as_record()
@@ -78,7 +78,7 @@ class Evaluation:
 
 
 def check_eval(config: Config) -> Subject:
-    """Raises one UserError with every problem."""
+    """Reads and checks the inputs; raises one UserError with every problem."""
     checks = Collector()
     path = config.model_folder()
     checks.attempt(lambda: config.register_models())
@@ -87,7 +87,7 @@ def check_eval(config: Config) -> Subject:
     if adapter is not None and addresses:
         rule, remedy = (
             f"the server at {addresses[0]} uses its own weights",
-            "let it load that",
+            "load the adapter on the server",
         )
         checks.problems.append(Problem(f"actor.lora.init_path = {adapter}", rule, remedy))
     tokenizer = checks.attempt(lambda: tokenizer_of(config))
@@ -150,14 +150,14 @@ async def _evaluate(
 
 
 class Scorers:
-    """The reward processes of a run, one pool for each block of keys; `stack` closes them."""
+    """The reward processes of a run, one pool for each config block; `stack` closes them."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self.stack = stack
         self.opened: dict[tuple[RewardConfig, str], RewardScorer] = {}
 
     async def open(self, config: Config, data: DatasetConfig) -> RewardScorer | None:
-        """The scorer for samples of this dataset; None if no reward is configured."""
+        """Opens the scorer for samples of this dataset; None if no reward is configured."""
         key = config.reward, data.answer_key
         if not config.reward.functions:
             return None
@@ -177,8 +177,8 @@ async def open_executors(
     *,
     purpose: Literal["train", "eval"],
 ) -> Executors:
-    """Opens executors, which sample groups as training or evaluation does, with separate random
-    numbers; `stack` closes them."""
+    """Opens executors, which sample groups for training or evaluation with separate random numbers;
+    `stack` closes them."""
     trains, found = purpose == "train", {}
     fleet = Fleet(samplers)
     for one in checked.environments:
@@ -232,8 +232,8 @@ def sampling_params(config: Config, tokenizer: Tokenizer) -> SamplingParams:
 
 
 def eval_params(config: Config, tokenizer: Tokenizer) -> SamplingParams:
-    """Sampling parameters for evaluation: those of training, changed by the evaluator's keys,
-    without top-k or top-p limits."""
+    """Sampling parameters for evaluation: those of training, overridden by the evaluator's keys,
+    without top-k or top-p."""
     keys, train = config.evaluator, sampling_params(config, tokenizer)
     length = keys.max_new_tokens or train.max_new_tokens
     temperature = keys.temperature
@@ -241,12 +241,12 @@ def eval_params(config: Config, tokenizer: Tokenizer) -> SamplingParams:
 
 
 def adapter_of(config: Config) -> str | None:
-    """The PEFT folder of the adapter beside the model's weights."""
+    """Returns the PEFT folder of the adapter, if one is configured."""
     return None if config.actor.lora is None else config.actor.lora.init_path
 
 
 async def _samplers(config: Config, subject: Subject, device: torch.device) -> dict[str, Sampler]:
-    """The model in this process, or the servers at the given addresses."""
+    """Opens the model in this process, or connects to the servers at the given addresses."""
     addresses = config.rollout.server.addresses
     if addresses:
         return {address: await completions.attach(address, subject.dims) for address in addresses}
@@ -263,9 +263,9 @@ async def _samplers(config: Config, subject: Subject, device: torch.device) -> d
 
 
 def no_majority(config: Config, reward: RewardScorer | None) -> str:
-    """Why the most frequent answer cannot be determined; empty if it can."""
+    """Returns why the most frequent answer cannot be determined; empty if it can."""
     if config.evaluator.n_samples == 1:
-        return "one answer a prompt"
+        return "one answer per prompt"
     if reward is None:
         return "the workflow scores its samples itself"
     if not reward.has_results:
@@ -276,8 +276,8 @@ def no_majority(config: Config, reward: RewardScorer | None) -> str:
 
 @dataclass(eq=False)
 class Evaluator:
-    """Held-out evaluation within a run: prompts go through a separate executor with separate
-    sampling parameters, pinned to one weight version."""
+    """Held-out evaluation within a run, with a separate executor, separate sampling parameters and
+    one fixed weight version."""
 
     prompts: Sequence[Prompt]
     executor: Executors
@@ -285,12 +285,12 @@ class Evaluator:
     on_result: Callable[[EvalResult], None]
     last_version: int
     seen: int = 0
-    """The last version that `is_due` was called with."""
+    """The version of the last call of `is_due`."""
 
     def is_due(self, version: int) -> bool:
-        """Due before step 1 (the baseline), at the end of the run, and at the configured
-        frequency."""
-        # Versions that a newer one overtook on their way have no call of their own.
+        """Whether an evaluation is due: before step 1 (baseline), at the end of the run, and at the
+        configured frequency."""
+        # A version that a newer one replaced before it was published has no call.
         due = [self.frequency.is_due(passed) for passed in range(self.seen + 1, version + 1)]
         self.seen = version
         return any(due) or version in (0, self.last_version)

@@ -1,4 +1,4 @@
-"""Where the roles live. A mode is nothing but one of these; the scheduler asks only questions.
+"""Placement of the roles on devices. A mode selects one; the scheduler only reads its properties.
 
 | mode     | trainer | rollout | scorers        | staleness | publish    |
 |----------|---------|---------|----------------|-----------|------------|
@@ -18,51 +18,49 @@ from pentad.core.roles import Sampler
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Trainer and rollout in one process, on one device."""
+    """Which devices trainer and rollout use, and whether they share them."""
 
     is_shared: bool
-    """Both roles use the device in turns; otherwise each is a thread with exclusive use."""
+    """Whether both roles use one device in turns; otherwise each has exclusive devices."""
     max_staleness: int
     snapshots_on_host: bool = False
-    """Published weights are in host memory (`Config.snapshot_on_host`)."""
+    """Whether published weights are in host memory (`Config.snapshot_on_host`)."""
     offload_rollout: bool = False
-    """Put the samplers to sleep while the trainer has the shared devices."""
+    """Whether samplers sleep while the trainer has the shared devices."""
     offload_train: bool = False
-    """Put the trainer's state in host memory while the samplers have them."""
+    """Whether the trainer's state is in host memory while the samplers have the devices."""
 
     @property
     def is_on_policy(self) -> bool:
-        """Whether all trained samples were sampled by the current weights; such runs are
-        repeatable."""
+        """Whether all trained samples come from the current weights; such runs are repeatable."""
         return self.max_staleness == 0
 
     @property
     def takes_turns(self) -> bool:
-        """Whether trainer and rollout alternate on the same devices, so that one waits for the
-        other."""
+        """Whether trainer and rollout alternate on the same devices, each waiting for the other."""
         return self.is_shared and self.is_on_policy
 
     @property
     def copies_snapshots(self) -> bool:
-        """Whether the learner trains on, or leaves the device, while its weights are
-        transferred."""
+        """Whether snapshots are copies, because the learner trains, or leaves the device, while
+        they are transferred."""
         return not self.takes_turns or self.offload_train
 
 
 @dataclass(eq=False)
 class DeviceTurns:
-    """Lets the roles on shared devices run one at a time; all sleep before any wakes."""
+    """Runs the roles on shared devices one at a time; the others are asleep before one wakes up."""
 
     placement: Placement
     samplers: Sequence[Sampler]
     offload: Callable[[], Awaitable[None]] | None = None
-    """Moves the trainer's state away; it returns when the trainer is used."""
+    """Moves the trainer's state to host memory; its next use moves it back."""
     holder: str = "rollout"
     """The role that used the devices last."""
     memory_used: Callable[[], int | None] = lambda: None
-    """Bytes in use on the devices."""
+    """Returns the bytes in use on the devices."""
     turns_gb: dict[str, float] = field(default_factory=dict)
-    """Memory in use at the latest switches."""
+    """Memory in use at the last switches, in GB."""
 
     @property
     def alternates(self) -> bool:
@@ -86,7 +84,7 @@ class DeviceTurns:
             self._note_memory("awake")
             self.holder = role
             return
-        self.holder = role  # also of those that sleep already, if this is cut short
+        self.holder = role  # set first: a cancelled switch leaves some roles asleep
         self._note_memory("before_sleep")
         for sampler in self.samplers:
             await _required(sampler.sleep())
@@ -94,7 +92,7 @@ class DeviceTurns:
 
 
 async def _required(turn: Awaitable[None]) -> None:
-    """Reports a sampler that cannot free its memory, which the other role needs."""
+    """Raises an error for a sampler that cannot free the memory that the other role needs."""
     try:
         await turn
     except InfraFailure as failure:

@@ -1,5 +1,5 @@
-"""The samplers of an RL run beside its learner: how they are opened, how groups and weights travel
-between the two, and which side uses shared devices."""
+"""Connects the samplers of an RL run with its learner: opens them, transfers groups and weights,
+and assigns shared devices."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SamplerSide:
             compared = all(isinstance(one, EmbeddedSampler) for one in self.samplers.values())
             await self.learner.call("snapshot", hashed=not compared, **given)
             service = self.learner.service
-            assert service is not None, "one rank in this process, or there is a folder of weights"
+            assert service is not None, "several ranks publish a folder of weights"
             return replace(service.fetch(version), gather_s=time.perf_counter() - started)
         place = [weights_dir.kind, str(weights_dir.folder)]
         replicas = [one for one in self.samplers.values() if isinstance(one, Replica)]
@@ -61,7 +61,7 @@ class SamplerSide:
         deltas = is_pulled and weights_dir.deltas
         taken = await self.learner.call("snapshot", place=place, deltas=deltas, **given)
         snapshot = snapshot_of(taken["weights"], taken["digest"], time.perf_counter() - started)
-        if not is_pulled:  # servers take tensors
+        if not is_pulled:  # servers receive tensors
             return await opened(snapshot, weights_dir.check)
         weights_dir.retain(snapshot)
         return snapshot
@@ -70,8 +70,8 @@ class SamplerSide:
 async def open_sampler_side(
     run: Run, checked: Checked, placement: Placement, stack: AsyncExitStack, build: BuildLearners
 ) -> SamplerSide:
-    """Opens the samplers. Learners in other processes are built (`build`) while their samplers
-    start, others before."""
+    """Opens the samplers. Learners in other processes are built (`build`) while the samplers start,
+    other learners before."""
     learner, resources = run.learner, run.supervisor.resources
     if learner.is_remote:
         samplers = await _open_beside(run, checked, placement, build)
@@ -99,7 +99,7 @@ async def _open_beside(
     try:
         if resources.samplers is None:
             resources.samplers = await _open_samplers(run, checked, resources.sampler_stack)
-        else:  # of the learners before: they go back with these to the newest checkpoint
+        else:  # kept from the previous learners; both restart from the newest checkpoint
             if resources.weights_dir is not None:
                 resources.weights_dir.drop_all()
                 _serve(resources.weights_dir, learner)
@@ -109,7 +109,7 @@ async def _open_beside(
         if placement.offload_train:
             await learner.call("offload")
     except BaseException:
-        learner.is_given_up = True  # the ranks end with the run
+        learner.is_given_up = True  # the ranks exit with the run
         building.cancel()
         raise
     return resources.samplers
@@ -130,10 +130,10 @@ async def _open_samplers(run: Run, checked: Checked, stack: AsyncExitStack) -> d
 
 
 def _serve(weights_dir: WeightsDir, learner: LearnerClient) -> None:
-    """Connects these learners as the source of published weights."""
+    """Sets these learners as the source of published weights."""
 
     def release(version: int) -> None:
-        """Lets the learner free the weights of this version on the GPU."""
+        """Makes the learner free the weights of this version on the GPU."""
         ask = partial(learner.query, "release", version=version)
         asyncio.get_running_loop().run_in_executor(None, ask)
 

@@ -1,5 +1,5 @@
-"""The samplers of a run, from its rollout component: in this process, in separate processes, or
-servers."""
+"""Opens the samplers of a run, from its rollout component: in this process, in separate processes,
+or as servers."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ PLACED = ("ray", "srun")
 
 @dataclass(frozen=True, slots=True)
 class SamplerOpener:
-    """Opens the samplers of a run. `stack` closes them. They start with unusable weights, so that
-    only a real publish can make them agree with the trainer."""
+    """Opens the samplers of a run; `stack` closes them. They start with unusable weights, so only a
+    publish can make them agree with the trainer."""
 
     config: Config
     dims: ModelDims
@@ -77,8 +77,8 @@ class SamplerOpener:
     async def open(
         self, weights_dir: WeightsDir | None = None, runtime: Runtime | None = None
     ) -> dict[str, Sampler]:
-        """Opens all samplers, by name. `weights_dir`: how weights arrive from a learner elsewhere;
-        `runtime`: the learner's runtime, which starts them too."""
+        """Opens all samplers, by name. `weights_dir`: transport of weights from a learner in
+        another process; `runtime`: the learner's runtime, which also starts samplers."""
         config = self.config
         if config.rollout.server.addresses:
             samplers = await self._attach()
@@ -103,8 +103,8 @@ class SamplerOpener:
         return self.config.component("rollout").backend
 
     def open_weights_dir(self, *, is_spread: bool) -> WeightsDir:
-        """Opens the place of weights between processes: shared memory, or a folder that all
-        machines see."""
+        """Opens the transport of weights between processes: shared memory, or a folder on a shared
+        disk."""
         config = self.config
         self.log_folder.mkdir(parents=True, exist_ok=True)
         place = self.log_folder if is_spread else shared_memory()
@@ -126,7 +126,7 @@ class SamplerOpener:
         return made
 
     async def _open_servers(self) -> dict[str, Sampler]:
-        """Starts servers from this process: their weights may be tensors of this process."""
+        """Starts servers from this process; they may read weights from tensors of this process."""
 
         async def start(name: str, settings: ServerSettings, generation: int) -> StartedServer:
             log_file = self.log_folder / f"{name}.log"
@@ -179,8 +179,8 @@ class SamplerOpener:
         return server_settings(self.config, self.dims, self.device, index)
 
     def _embedded_specs(self) -> list[RoleSpec]:
-        """Specs of embedded samplers, each with its GPU, or with its cores if it decodes while
-        others train."""
+        """Specs of embedded samplers, each with its GPU, or with its cores if it decodes during
+        training."""
         environment = DETERMINISTIC if is_deterministic(self.config) else {}
         hosted = [self._hosted(len(one.cores)) for one in self.placed.samplers]
         return [
@@ -217,8 +217,8 @@ class SamplerOpener:
         )
 
     def _hosted(self, num_cores: int) -> HostedSettings:
-        """An embedded sampler in another process, equal to `embedded_sampler` in this one: at
-        staleness 0 both sample the same bits."""
+        """Settings of an embedded sampler in another process, equal to `embedded_sampler` in this
+        one: at staleness 0 both give bitwise equal samples."""
         config, threads = self.config, torch.get_num_threads()
         folder = str(Path(config.model_folder()).resolve())
         return HostedSettings(
@@ -237,7 +237,7 @@ class SamplerOpener:
 
 def open_runtime(config: Config, device: torch.device, *, is_remote: bool) -> Runtime:
     """Opens the runtime that starts the processes of a run. On Ray it places each process on nodes
-    that have its files; `is_remote`: learners are among them."""
+    that have its files. `is_remote`: whether it starts learners too."""
     placed = topology_on(config, device)
     if config.scheduler.type != "ray":
         places = {one.name: one.node or 0 for one in placed.samplers}
@@ -251,14 +251,14 @@ def open_runtime(config: Config, device: torch.device, *, is_remote: bool) -> Ru
 
 
 def ray_options(config: Config) -> dict[str, Any]:
-    """Options for a cluster that the run starts: CPUs for TransferQueue (its units and its
-    controller), and the folder of Ray's messages."""
+    """Options for a Ray cluster that the run starts: CPUs for TransferQueue (its units and its
+    controller), and the file of Ray's log."""
     spare = config.num_data_storage_units + 1 if config.store == "transfer_queue" else 0
     return {"spare_cpus": spare, "log_file": config.run_path / "ray.log"}
 
 
 def topology_on(config: Config, device: torch.device) -> Topology:
-    """The topology on a device of this machine."""
+    """Returns the topology on a device of this machine."""
     return topology(config, facts_of(config, "cuda" if device.type == "cuda" else "cpu"))
 
 
@@ -273,8 +273,8 @@ def embedded_sampler(
     device: torch.device,
     base: Mapping[str, Tensor] | None = None,
 ) -> EmbeddedSampler:
-    """An embedded sampler over the tensors of `base`, or with separate memory: for an adapter with
-    the frozen weights of the folder."""
+    """Makes an embedded sampler over the tensors of `base`, or with separate memory; with an
+    adapter it then loads the frozen weights of the folder."""
     dtype = DTYPES[config.actor.compute_dtype(device.type)]
     model: LanguageModel
     if base is not None:
@@ -328,16 +328,16 @@ def sampler_settings(config: Config, dims: ModelDims) -> SamplerSettings:
 
 
 def rollout_keys(config: Config, **chosen: object) -> RolloutConfig:
-    """The block `rollout` with the number of sequences that a sampler decodes together."""
+    """Returns the block `rollout` with the number of sequences that a sampler decodes together."""
     return config.rollout.model_copy(update={"max_running": config.num_running, **chosen})
 
 
-# What is checked before anything starts.
+# Checks before anything starts.
 
 
 def server_problems(config: Config, facts: RunFacts) -> list[Problem | str]:
-    """Problems that keep the servers of a run from starting, as far as they can be found without
-    starting them."""
+    """Returns problems that prevent the servers of a run from starting, as far as they can be found
+    before."""
     rollout, server = config.part("rollout"), config.rollout.server
     if rollout is None or rollout.backend == "embedded" or server.addresses:
         return []
@@ -345,7 +345,7 @@ def server_problems(config: Config, facts: RunFacts) -> list[Problem | str]:
     problems: list[Problem | str] = []
     placed = topology(config, facts_of(config, facts.kind))
     here = [one for one in placed.samplers if one.node == 0]
-    if not here:  # other machines have them
+    if not here:  # the GPUs are on other machines
         return []
     needed = max((gpu for one in here for gpu in one.devices), default=-1) + 1
     found = facts.at_start.num_gpus
@@ -360,7 +360,7 @@ def server_problems(config: Config, facts: RunFacts) -> list[Problem | str]:
 
 
 def check_capabilities(config: Config, samplers: Mapping[str, Sampler]) -> None:
-    """Raises UserError with the features that the run requests and its samplers lack."""
+    """Raises UserError for features that the run needs and its samplers do not support."""
     raise_problems(
         problem
         for name, sampler in samplers.items()
@@ -371,7 +371,7 @@ def check_capabilities(config: Config, samplers: Mapping[str, Sampler]) -> None:
 def capability_problems(
     config: Config, name: str, capabilities: frozenset[str]
 ) -> list[Problem | str]:
-    """Features that the run requests and a sampler does not declare."""
+    """Returns problems for features that the run needs and a sampler does not declare."""
     needs: dict[str, tuple[bool, str, str]] = {
         "pause": (True, f"rollout = {name}", "weights could not be replaced safely"),
         "sleep": (bool(config.offload_rollout), "offload_rollout = true", "leave it out"),

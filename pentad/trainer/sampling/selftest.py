@@ -1,12 +1,12 @@
-"""Proof that samplers and learner hold one policy: the start-up self-test, and probes afterwards.
+"""Checks that samplers and learner have one policy: the start-up self-test, then probes.
 
 The self-test takes seconds:
 
-1. Packed equals unpacked: sequences scored together and alone get the same log-probs.
-2. The samplers hold the learner's weights: checked by digest when they were published.
-3. Trainer and sampler agree: the learner gives tokens of each sampler the same log-probs.
-4. With frozen weights: other factors change both sides equally (`check_adapter`).
-A failure stops the run with the reason.
+1. Packing: sequences scored together and alone get the same log-probs.
+2. Weights: samplers have the learner's weights; checked by digest at the publish.
+3. Log-probs: the learner gives the tokens of each sampler the same log-probs.
+4. With an adapter: other LoRA factors change both sides equally (`check_adapter`). A failed check
+stops the run with the reason.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from pentad.rl.bounds import Bounds, gap_of
 from pentad.trainer.learner_client import LearnerClient
 
 MAX_APART = 0.5
-"""Largest difference of trainer and sampler with an adapter, relative to the adapter's effect. A
+"""Maximum difference of trainer and sampler with an adapter, relative to the adapter's effect. A
 sampler that ignores the adapter has 1."""
 SHAKES = (1.0, 4.0, 16.0)
-"""Strengths of the test's factors. Their effect on a log-prob differs between models; if 16-bit
+"""Strengths of the test's factors. Their effect on log-probs differs between models; if 16-bit
 rounding is as large, the next strength is tried."""
 PROBE_NEW_TOKENS = 16
 PROBE_SAMPLES = 4
@@ -41,16 +41,16 @@ NUM_PROBES = 3
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Largest difference of a log-prob, and largest mean difference, that rounding can cause."""
+    """Largest single and largest mean log-prob difference that rounding can cause."""
 
     max_difference: float
     mean_difference: float
 
 
 FLOAT32 = Tolerance(1e-3, 1e-4)
-"""Measured on CPU: 2e-6 on models of the demo's size; the margin is for deep ones."""
+"""Measured on CPU: 2e-6 with models of the demo's size; the margin is for deeper models."""
 BFLOAT16 = Tolerance(2.0, 0.1)
-"""bf16 has 8 bits of mantissa: single unlikely tokens differ by tenths, the mean by hundredths."""
+"""bf16 has 8 bits of mantissa: unlikely tokens differ by tenths, the mean by hundredths."""
 
 
 def tolerance_of(
@@ -74,12 +74,12 @@ class SelfTest:
 
 @dataclass(frozen=True, slots=True)
 class AdapterTest:
-    """Mean distance of log-probs from those of the frozen weights, with random factors."""
+    """Mean absolute log-prob differences to the frozen weights, with random factors."""
 
     trainer: float
     sampler: float
     apart: float
-    """Mean distance of the sampler's log-probs from the trainer's."""
+    """Mean absolute difference between the sampler's and the trainer's log-probs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +87,9 @@ class Probe:
     """A few tokens of a sampler, with the log-probs it reported."""
 
     ids: list[int]
-    """The ids after their prompt."""
+    """Ids of the prompt and of the sampled tokens."""
     start: int
-    """Where they begin."""
+    """Index of the first sampled token."""
     logprobs: list[float]
     versions: tuple[int, ...]
 
@@ -128,7 +128,7 @@ async def draw_probes(
 def score(
     learner: LearnerClient, rows: Sequence[list[int]], tag: str = "actor"
 ) -> list[np.ndarray]:
-    """The learner's log-probs of each row of ids."""
+    """Returns the learner's log-probs of each row of ids."""
     named = {} if tag == "actor" else {"tag": tag}
     found = learner.call_all("forward", rows=list(rows), **named)
     return [np.asarray(logprobs, dtype=np.float32) for logprobs in found]
@@ -137,7 +137,7 @@ def score(
 def probe_differences(
     learner: LearnerClient, probes: Sequence[Probe], tag: str = "actor"
 ) -> np.ndarray:
-    """The learner's log-probs of the sampled tokens minus the sampler's."""
+    """Returns the learner's log-probs of the sampled tokens minus the sampler's."""
     scores = score(learner, [probe.ids for probe in probes], tag)
     return np.concatenate(
         [
@@ -158,8 +158,8 @@ async def run_selftest(
     seed: int,
     stall_s: float | None = None,
 ) -> SelfTest:
-    """Raises RunError at the first failed check; a sampler that gives no answer for `stall_s`
-    counts as a transient failure."""
+    """Runs the self-test. Raises RunError at the first failed check; a sampler without an answer
+    for `stall_s` is a transient failure."""
     probes: list[Probe] = []
     for s, sampler in enumerate(samplers):
         drawing = draw_probes(sampler, prompts, f"selftest-{s}", temperature=temperature, seed=seed)
@@ -194,9 +194,8 @@ async def check_adapter(
     temperature: float,
     seed: int,
 ) -> AdapterTest:
-    """Checks that samplers and trainer move away from the frozen weights equally after a publish of
-    other factors. RunError if one of them does not; the original factors are always restored and
-    published."""
+    """Publishes other adapter factors and checks that the log-probs of samplers and trainer change
+    equally. Raises RunError if not; always restores and publishes the original factors."""
     try:
         for strength in SHAKES:
             await learner.call("shake_adapter", strength=strength)
@@ -226,7 +225,7 @@ async def check_adapter(
 def check_packing(
     learner: LearnerClient, rows: Sequence[list[int]], tolerance: Tolerance, interval: int = 1
 ) -> float:
-    """Scores every `interval`-th row alone and compares it with its score among all rows."""
+    """Scores every `interval`-th row alone and compares with its score in a packed batch."""
     worst = 0.0
     for row, among in list(zip(rows, score(learner, rows), strict=True))[::interval]:
         (alone,) = score(learner, [row])
@@ -244,20 +243,20 @@ def check_packing(
 log = logging.getLogger(__name__)
 
 INTERVAL = 5
-"""Versions between two comparisons while all samplers agree; after a doubtful one every version is
-compared."""
+"""Versions between two comparisons while all samplers agree; after a large difference every version
+is compared."""
 TIMEOUT_S = 60.0
-"""A slower sampler is not compared; whether it still serves is checked elsewhere."""
+"""Time limit in seconds; a slower sampler is not compared (liveness is checked elsewhere)."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Prober:
-    """Probes during a run: whether samplers serve the weights that were published to them.
+    """Checks during a run that samplers serve the weights that were published to them.
 
-    With stale data the trained tokens cannot show it: their log-probs rightly differ from the
-    trainer's. So each sampler samples a few tokens after a publish, and the learner scores them
-    before its next update. On-policy, the trained tokens themselves are compared; with several
-    samplers each is probed too, because one among many hardly changes the mean.
+    Log-probs of stale samples differ from the trainer's by design, so they cannot be used. Instead
+    each sampler samples a few tokens after a publish, and the learner scores them before its next
+    update. On-policy, the trained tokens are compared; several samplers are also probed, because a
+    wrong one among many hardly changes the mean.
     """
 
     samplers: Sequence[Sampler]
@@ -281,7 +280,7 @@ class Prober:
         self.next_version = version + (1 if is_doubted else INTERVAL)
 
     async def _gap(self, index: int, version: int) -> float | None:
-        """The mean difference; None if the sampler did not answer, or has other weights."""
+        """Returns the mean difference; None if the sampler gave no answer or has other weights."""
         sampler = self.samplers[index]
         if sampler.version != version:
             return None
@@ -295,7 +294,7 @@ class Prober:
                     seed=self.seed,
                 )
         except (RunError, InfraFailure, TimeoutError) as failure:
-            # The next groups meet the same failure, and are tried again elsewhere.
+            # The next groups fail too, and are retried on another sampler.
             log.info("sampler %d was not compared at version %d: %s", index, version, failure)
             return None
         if any(held != version for probe in probes for held in probe.versions):

@@ -1,11 +1,10 @@
-"""The batches of a run's last steps, one file each: input of a replay, or of a run that only
-trains.
+"""The batches of a run's last steps, one file each: input of a replay or of a train-only run.
 
 `batches/step12.groups` is a line of JSON, then the groups of step 12 (`data.packing`). The line has
-the settings of the step and a digest of the rest. A file gets its name once it is complete and on
-disk, which is before its step is recorded. If a file cannot be written, that is reported and
-training continues. `batches/step12.trained` beside it holds advantage and log-prob of every trained
-token, for `pentad view`.
+the settings of the step and a digest of the rest. A file is renamed to its final name once it is
+complete on disk, before its step is recorded. If a file cannot be written, a warning is logged and
+training continues. `batches/step12.trained` has advantage and log-prob of every trained token, for
+`pentad view`.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ class KeptBatch:
 
     step: int
     facts: Mapping[str, Any]
-    """Settings and figures of its training: JSON values."""
+    """Settings and figures of the step, as JSON values."""
     groups: list[Group]
-    """The groups; their prompts have a gid only."""
+    """The groups; their prompts contain only the gid."""
 
 
 class BatchKeeper:
@@ -57,8 +56,8 @@ class BatchKeeper:
     def keep(
         self, step: int, groups: Sequence[Group], write_trained: Callable[..., str | None]
     ) -> None:
-        """Writes a batch. `write_trained` writes the figures of the step's tokens to `path`, or
-        returns the reason why it cannot."""
+        """Writes a batch. `write_trained` writes the figures of the step's tokens to `path`;
+        returns an error text, or None."""
         if not self.num_kept:
             return
         try:
@@ -73,7 +72,7 @@ class BatchKeeper:
                 log.warning(text, step, error)
 
     def forget(self, after: int) -> None:
-        """Removes the batches of steps that are repeated, and half-written files of a killed
+        """Removes the batches of steps that will be repeated, and incomplete files of a killed
         run."""
         self._remove(lambda kept: kept > after)
         for left in self.folder.glob(".*.aside*"):
@@ -148,7 +147,7 @@ def read_head(folder: Path, step: int) -> dict[str, Any]:
         with place.open("rb") as file:
             head = json.loads(file.readline())
         if head["format"] != FORMAT or head["step"] != step:
-            raise ValueError(f"it is of format {head['format']!r} and step {head['step']!r}")
+            raise ValueError(f"it has format {head['format']!r} and step {head['step']!r}")
         _ = head["sha256"], head["num_groups"], head["size"]["max_row_tokens"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         rule = f"is not the batch of step {step} as it was written ({error})"
@@ -165,7 +164,7 @@ def read_batch(folder: Path, step: int, digest: str | None = None) -> KeptBatch:
         head = json.loads(line)
         found = hashlib.sha256(data).hexdigest()
         if head.pop("sha256") != found or head["step"] != step:
-            raise ValueError("its digest does not fit")
+            raise ValueError("its digest does not match")
         if digest not in (None, found):
             raise ValueError("it has other groups than when the run began")
         if head["format"] != FORMAT:

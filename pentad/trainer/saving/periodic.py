@@ -1,7 +1,7 @@
-"""Periodic saves during training: when they are due, retried and waited for.
+"""Periodic saves during training: schedule, retries and waits.
 
 An artifact is staged while the weights are those of its step, then committed, and complete some
-time later: `Periodic` is that state machine; exports and checkpoints are its artifacts.
+time later. `Periodic` is this state machine; exports and checkpoints implement it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_WAIT_STEPS = 32
 LAST_WAITS_S = (2.0, 8.0)
 """Pauses between attempts at the end of a run, in seconds."""
 FAILED_S = 10.0
-"""How long a run that failed, or that a signal stops, waits for a write in progress, in seconds."""
+"""How long a run that failed or was stopped waits for a write in progress, in seconds."""
 POLL_S = 0.05
 
 
@@ -44,7 +44,7 @@ class Frequency:
     last_time: float | None = None
 
     def is_due(self, step: int) -> bool:
-        """Whether it is due after `step` steps; a positive answer restarts the clock."""
+        """Returns whether it is due after `step` steps; if so, restarts the clock."""
         now = self.clock()
         if self.last_time is None:
             self.last_time = now
@@ -58,7 +58,7 @@ class Frequency:
         return due
 
     def state(self) -> dict[str, Any]:
-        """For JSON: seconds since the clock was started."""
+        """Returns the seconds since the clock was started, as JSON values."""
         since = None if self.last_time is None else self.clock() - self.last_time
         return {"seconds_since": since}
 
@@ -69,23 +69,23 @@ class Frequency:
 
 @dataclass(slots=True, kw_only=True)
 class Periodic(ABC):
-    """Writes at most one artifact at a time. A failure is reported at once and retried after 1, 2,
-    4, ... steps; training does not stop for it."""
+    """Writes at most one artifact at a time. A failure is logged at once and retried after 1, 2, 4,
+    ... steps; training continues."""
 
     learner: LearnerClient
     frequency: Frequency
     steps_per_epoch: int
     is_async: bool = False
-    """Written in the background; otherwise training waits."""
+    """Whether artifacts are written in the background; else training waits."""
     must_wait: bool = False
     """Whether training waits for a write in progress when the next is due; else the next one is
     staged after a later step."""
     staged: tuple[int, Pending] | None = None
-    """The step of an artifact that is staged and not committed."""
+    """Step and write of an artifact that is staged and not committed."""
     under_way: tuple[int, Pending] | None = None
-    """The step of an artifact that is committed and not known to be complete."""
+    """Step and write of an artifact that is committed and possibly not complete."""
     is_owed: bool = False
-    """Whether one was due while another was being written."""
+    """Whether an artifact became due while another was being written."""
     last_saved: int = -1
     """The last step that is complete on disk."""
     stall_ms: float | None = None
@@ -98,9 +98,9 @@ class Periodic(ABC):
     """The error of the last failed attempt."""
     retry_at: int | None = None
     is_ending: bool = False
-    """Whether the steps of the run are over: there are no further attempts after steps."""
+    """Whether all steps of the run are done, so there are no retries after further steps."""
     is_cut: Callable[[], bool] | None = None
-    """Whether a signal asked to stop waiting; None: the signal that stops the run does."""
+    """Returns whether a signal requested to stop waiting; None: the signal that stops the run."""
     is_given_up: bool = False
     """Whether the run stopped waiting for the write in progress."""
 
@@ -108,7 +108,7 @@ class Periodic(ABC):
 
     @abstractmethod
     def stage(self, step: int) -> None:
-        """Copies the state of `step`, on all ranks; after it returns, the state may change."""
+        """Copies the state of `step` on all ranks; the state may change after this returns."""
 
     @abstractmethod
     def commit(self, step: int) -> Callable[[], dict[str, Any]]:
@@ -117,12 +117,12 @@ class Periodic(ABC):
 
     @abstractmethod
     def describe(self, step: int) -> str:
-        """The artifact's name for sentences."""
+        """Returns the artifact's name for messages."""
 
     @property
     @abstractmethod
     def good(self) -> str:
-        """The complete artifacts on disk, in words."""
+        """Describes the complete artifacts on disk."""
 
     @abstractmethod
     def on_saved(self, step: int, result: dict[str, Any]) -> None:
@@ -130,13 +130,13 @@ class Periodic(ABC):
 
     @abstractmethod
     def on_failed(self, error: Exception) -> None:
-        """Called after a failure was reported; remains may be removed."""
+        """Called after a failure was logged; may remove incomplete files."""
 
     # Steps
 
     def save_if_due(self, step: int, *, is_doubtful: bool = False) -> None:
-        """Saves if due after `step`, whose weights are in place. Doubtful weights are not saved;
-        the save waits."""
+        """Saves if due after `step`, whose weights are in place. If the weights are doubtful, the
+        save is postponed."""
         self.collect(step)
         is_due = self.frequency.is_due(step + 1) or self.is_owed
         is_due = is_due or (self.retry_at is not None and step >= self.retry_at)
@@ -150,7 +150,7 @@ class Periodic(ABC):
         pending = Pending()
         try:
             self.stage(step)
-        except Transient:  # the ranks are gone
+        except Transient:  # the ranks are lost
             raise
         except (OSError, RunError, UserError) as error:
             self._failed(step, step, error)
@@ -170,7 +170,7 @@ class Periodic(ABC):
         self.collect(step, wait=not self.is_async)
 
     def collect(self, now: int, *, wait: bool = False) -> None:
-        """Collects the outcome of the write in progress; `now`: the last step of the run."""
+        """Collects the outcome of the write in progress. `now`: the latest step of the run."""
         if self.under_way is None:
             return
         step, pending = self.under_way
@@ -189,7 +189,7 @@ class Periodic(ABC):
         self.on_saved(step, result)
 
     def is_saved(self, step: int) -> bool:
-        """Whether this step is complete on disk; waits for its write if it is in progress."""
+        """Returns whether this step is complete on disk; waits for its write in progress."""
         if self.under_way is not None and self.under_way[0] == step:
             self.collect(step, wait=True)
         return self.last_saved == step
@@ -205,7 +205,7 @@ class Periodic(ABC):
             self.commit_staged()
 
     def finish_step(self, step: int) -> bool:
-        """Saves the step with several attempts; whether it is complete on disk."""
+        """Saves the step with several attempts; returns whether it is complete on disk."""
         self.collect(step, wait=True)
         for wait_s in (0.0, *LAST_WAITS_S):
             if self.last_saved == step or (wait_s and self.is_stopped):
@@ -220,7 +220,7 @@ class Periodic(ABC):
         return (self.is_cut or self.learner.is_stopping)()
 
     def _wait_for(self, pending: Pending) -> None:
-        """Waits for the write; if ranks are gone or a signal came, for FAILED_S at most."""
+        """Waits for the write; for FAILED_S at most if ranks are lost or a signal arrived."""
         deadline = awake_s() if self.is_given_up else float("inf")
         while not pending.is_done:
             if self.is_stopped or self.learner.is_gone:
@@ -235,7 +235,7 @@ class Periodic(ABC):
         self.retry_at = now + min(2 ** (self.num_failed - 1), MAX_WAIT_STEPS)
         then = f"training continues, saving is tried again after step {self.retry_at + 1}"
         if self.is_ending:
-            then = "the run is at its end"
+            then = "the run has ended"
         text = "step %d: %s could not be saved: %s; %s; %s"
         log.warning(text, now + 1, self.describe(step), error, then, self.good)
         self.on_failed(error)

@@ -1,11 +1,10 @@
-"""Recovery checkpoints of a run: when they are saved, their content, and how a run resumes from
-them.
+"""Recovery checkpoints of a run: their schedule, their content, and the resume from them.
 
-A checkpoint is the state of the learners after a step (`checkpoint.shards`, every rank its part),
-the other state of the run (JSON, and the samples of groups that wait for training), and a commit.
-Ranks answer a save with the sizes and digests of their files, or with their error; then a thread
-here commits. The record of the step is written before the commit, so that a resumed run has records
-without gaps.
+A checkpoint consists of the state of the learners after a step (`checkpoint.shards`, every rank its
+part), the other state of the run (JSON, and the samples of groups that wait for training), and a
+commit. Each rank's save returns sizes and digests of its files, or its error; then a thread here
+commits. The record of the step is written before the commit, so the records of a resumed run have
+no gaps.
 """
 
 from __future__ import annotations
@@ -52,14 +51,14 @@ INFOS = (
     *("step_info", "saver_info", "evaluator_info"),
     *("stats_logger_info", "checkpoint_info", "dataloader_info"),
 )
-"""The small files, each a JSON object."""
+"""The small files of a checkpoint, each a JSON object."""
 
 
 class RunPart(Protocol):
     """A part of the run's state besides its learners."""
 
     def state(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Returns the state as JSON values."""
         ...
 
     def restore(self, state: dict[str, Any]) -> None: ...
@@ -67,7 +66,7 @@ class RunPart(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Values that must be equal when a run continues, computed once; the caller compares."""
+    """Values that must be equal when a run resumes, computed once; the caller compares them."""
 
     compute: Callable[[], dict[str, Any]]
     known: dict[str, Any] = field(default_factory=dict)
@@ -82,7 +81,7 @@ class Identity:
 
 
 Check = Callable[[Checkpoint], None]
-"""Checks a checkpoint whose small files were read; raises if it is not acceptable."""
+"""Checks a checkpoint whose small files were read; raises if it does not fit the run."""
 
 
 @dataclass(slots=True)
@@ -104,22 +103,22 @@ class RecoverHandler(Periodic):
     """How long the end of the run waits for uploads to the store, in seconds."""
     before_commit: Callable[[], None] = lambda: None
     facts: Callable[[], dict[str, Any]] = dict
-    """Further facts for the manifest, as JSON values."""
+    """Returns further facts for the manifest, as JSON values."""
     parts: dict[tuple[str, str], RunPart] = field(default_factory=dict)
-    """By file and name in it."""
+    """Parts by file and by name in the file."""
     infos: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The small files of the checkpoint that is restored."""
+    """The small files of the restored checkpoint."""
     ready: bytes | None = None
-    """The samples in it that waited for training."""
+    """The restored checkpoint's samples that wait for training."""
     counters: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Counters by role, for each restored learner."""
     point: FinishedStep | None = None
     outcomes: list[dict[str, Any]] = field(default_factory=list)
-    """The outcome on each rank, if it was waited for."""
+    """The outcome on each rank, after a synchronous save."""
     was_full: bool = False
     """Whether older checkpoints were removed because the disk was full."""
     generation: int | None = None
-    """The learners' generation: late writes of an earlier one are rejected."""
+    """The learners' generation; late writes of an earlier one are rejected."""
 
     @property
     def root(self) -> Path:
@@ -127,8 +126,8 @@ class RecoverHandler(Periodic):
 
     @property
     def next_start(self) -> str:
-        """Description of where the run resumes if restarted; empty if it cannot. Called at the end
-        of a run: waits for a commit in progress, so that the next start agrees."""
+        """Describes where the run resumes if restarted; empty if it cannot. Called at the end of a
+        run: waits for a commit in progress, because it decides this."""
         last = self.last_saved
         if self.under_way is not None:
             self._settle_last()
@@ -138,7 +137,7 @@ class RecoverHandler(Periodic):
         return f"started again, the run resumes after step {last + 1}"
 
     def add(self, file: str, name: str, part: RunPart) -> None:
-        """Adds a part to the checkpoints, and restores it if a checkpoint is restored."""
+        """Adds a part of the state, to be saved and restored with checkpoints."""
         assert file in INFOS and not self.infos, "parts are added before a checkpoint is restored"
         self.parts[file, name] = part
 
@@ -164,7 +163,7 @@ class RecoverHandler(Periodic):
         return None
 
     def _all_damaged(self, found: Mapping[str, int]) -> str:
-        """`found`: the damaged checkpoints, newest first."""
+        """Returns the error text. `found`: the damaged checkpoints, newest first."""
         place, step = next(iter(found.items()))
         more = f" and {len(found) - 1} more are" if found.keys() - {place} else " is"
         return (
@@ -212,14 +211,14 @@ class RecoverHandler(Periodic):
             except Damaged as error:
                 aside = quarantine(checkpoint, str(error))
                 log.warning("%s; the checkpoint is renamed to %s", error, aside)
-            except Unreadable as error:  # read again, it may be whole
+            except Unreadable as error:  # it may be readable on a later attempt
                 raise Transient(str(error)) from error
         if found:
             raise RunError(f"no recovery checkpoint in {self.root} is intact: cannot roll back")
         return None
 
     def _place(self, role: str, step: int) -> dict[str, Any]:
-        """The folder of a learner's state."""
+        """Returns the folder of a learner's state."""
         folder = state_folder(role, step)
         return {"root": str(self.root.absolute()), "step": step, "folder": folder}
 
@@ -234,7 +233,7 @@ class RecoverHandler(Periodic):
         self, step: int, progress: DataProgress | None = None, *, is_doubtful: bool = False
     ) -> None:
         """Stages a checkpoint if one is due; the weights are those after `step`. Doubtful weights
-        wait: a rollback must find good ones."""
+        are not saved, because a rollback must restore good ones."""
         self.point = FinishedStep(step, progress)
         if self.is_on:
             self.save_if_due(step, is_doubtful=is_doubtful)
@@ -252,7 +251,7 @@ class RecoverHandler(Periodic):
             )
 
     def commit(self, step: int) -> Callable[[], dict[str, Any]]:
-        assert self.point is not None, "a step was finished"
+        assert self.point is not None, "commit needs a finished step"
         self.before_commit()
         job = CommitJob(
             self.root,
@@ -265,7 +264,7 @@ class RecoverHandler(Periodic):
         return partial(self._commit, job)
 
     def _commit(self, job: CommitJob) -> dict[str, Any]:
-        """Commits once all ranks have written their parts, or raises the error of a rank."""
+        """Commits after all ranks have written their parts; raises the error of a rank."""
         outcomes = self.outcomes
         if self.is_async:
             outcomes = self.learner.query("saved_state", roles=list(self.roles))
@@ -275,7 +274,7 @@ class RecoverHandler(Periodic):
         return run_job(replace(job, keep_last=self._keep_last(written)))
 
     def _keep_last(self, written: Mapping[str, Any]) -> int:
-        """The number of checkpoints to keep: one if the disk was full and has no room for
+        """Returns the number of checkpoints to keep: one if the disk was full and has no space for
         another."""
         size = sum(file["size"] for file in written.values())
         if self.was_full and self.tiers.remote is None:
@@ -289,12 +288,12 @@ class RecoverHandler(Periodic):
             self.save_now(self.point.step)
 
     def finish(self) -> None:
-        """Commits the last finished step before it returns, or reports why it cannot."""
+        """Commits the last finished step before returning, or logs why it cannot."""
         if self.is_on and self.point is not None:
             self.finish_step(self.point.step)
 
     def close(self, *, is_failed: bool) -> None:
-        """Waits for writes in progress; after a failure a few seconds."""
+        """Waits for writes in progress; only a few seconds after a failure."""
         if self.point is not None and not is_failed:
             self.collect(self.point.step, wait=True)
         self._settle_last()
@@ -360,8 +359,8 @@ class RecoverHandler(Periodic):
             log.warning(text, step + 1)
 
     def rescue(self, num_done: int, num_moved: int) -> None:
-        """After a failure: commits the trained state if it is available; the failure is raised
-        anyway."""
+        """After a failure: commits the trained state if available; logs its own errors, because the
+        caller raises the failure."""
         if self.point is None or self.point.step != num_done - 1 or num_moved:
             return
         try:
@@ -374,8 +373,8 @@ class RecoverHandler(Periodic):
 
 
 def begin_ending(saves: Iterable[Periodic], stop: StopFlag) -> str:
-    """Marks the steps of the run as over: a further signal ends the waiting, an earlier one does
-    not and its name is returned."""
+    """Marks the steps of the run as done. Only a further signal ends the waiting; returns the name
+    of an earlier one."""
     before = stop.reason
     for one in saves:
         one.is_ending, one.is_given_up = True, False
@@ -386,8 +385,8 @@ def begin_ending(saves: Iterable[Periodic], stop: StopFlag) -> str:
 def finish_saves(
     recover: RecoverHandler, savers: Sequence[Saver], trained: int, stop: StopFlag
 ) -> list[Path | None]:
-    """Saves the models of a run whose steps are over, while the recovery checkpoint of its last
-    step is written. A signal from here on ends the waiting within FAILED_S seconds; a second one
+    """Saves the models of a run whose steps are done, while the recovery checkpoint of its last
+    step is written. From here on a signal ends the waiting within FAILED_S seconds; a second one
     raises KeyboardInterrupt."""
     before = begin_ending((recover, *savers), stop)
     recover.begin()
@@ -409,8 +408,8 @@ def finish_saves(
 
 
 def progress_of(learner: LearnerClient, trained: int) -> tuple[int, int]:
-    """Batches that the weights contain, and updates of a further one; `trained` if the learners are
-    gone or were never built."""
+    """Returns the number of trained batches, and of updates of a further one; `trained` if the
+    learners are lost or were never built."""
     if learner.is_gone:
         return trained, 0
     progress = learner.query("progress")
@@ -425,9 +424,9 @@ def save_after_failure(
     num_done: int,
     num_moved: int = 0,
 ) -> None:
-    """Saves the trained state after a failure, unless a rank is gone, without which no save can
-    succeed; the failure is raised anyway. `num_moved`: updates of a further step that the weights
-    contain."""
+    """Saves the trained state after a failure, unless a rank is lost, which makes every save fail.
+    The caller raises the failure afterwards. `num_moved`: updates of a further step in the
+    weights."""
     if not num_done:
         return
     begin_ending((recover, *savers), stop)
@@ -436,7 +435,7 @@ def save_after_failure(
         if learner.is_broken:
             last = recover.next_start or "there is no recovery checkpoint"
             cut = [one.describe(one.under_way[0]) for one in savers if one.under_way is not None]
-            also = f", nor is {' or '.join(cut)} whole, which was being written" if cut else ""
+            also = f", and {' and '.join(cut)} was being written and is incomplete" if cut else ""
             text = "after the failure: the ranks do not answer any more, so nothing is saved%s; %s"
             log.warning(text, also, last)
             return

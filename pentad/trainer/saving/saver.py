@@ -1,10 +1,10 @@
-"""HF exports of a run: when and where they are written, and the one at the end.
+"""HF exports of a run, during training and at its end.
 
 If asynchronous (`saver.mode`), every rank copies its blocks to host memory while the weights are
-those of the step, and its writer process writes them beside training: at most one at a time. A
+those of the step, and a writer process writes them during training: at most one export at a time. A
 folder that cannot be written is reported at once and retried after further steps. Complete folders
-stay, unless `saver.keep_last` or `saver.keep_best` is set: then older ones are removed once a newer
-one is complete.
+are kept, unless `saver.keep_last` or `saver.keep_best` is set: then older ones are removed once a
+newer one is complete.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ class Saver(Periodic):
     """Writes `{root}/epoch{E}epochstep{S}globalstep{G}` folders that transformers loads."""
 
     role: str
-    """Whose weights: "actor" or "critic"."""
+    """The learner that is exported: "actor" or "critic"."""
     root: Path
     size_bytes: float = 0.0
     """Size of one folder, for a warning before the disk is full; 0: unknown."""
     must_wait: bool = True
     cut_off: int | None = None
-    """The step of a folder that was incomplete when the resumed run ended."""
+    """The step whose folder was incomplete when the previous start ended."""
     keep_last: int | None = None
     keep_best: int | None = None
-    """How many of the newest and of the best evaluated folders to keep; both None: all."""
+    """Number of newest and of best evaluated folders to keep; both None: all."""
     warned_room_at: int | None = None
     scores: dict[int, float] = field(default_factory=dict)
-    """By step, for the weights after it, in the order of evaluation; higher is better."""
+    """Evaluation score of the weights after each step, in order of evaluation; higher is better."""
 
     def folder(self, step: int) -> Path:
-        """The folder for the weights after global step `step` (counted from 0)."""
+        """Returns the folder for the weights after global step `step` (counted from 0)."""
         epoch, epoch_step = divmod(step, self.steps_per_epoch)
         return self.root / f"epoch{epoch}epochstep{epoch_step}globalstep{step}"
 
@@ -63,17 +63,17 @@ class Saver(Periodic):
         self._watch_room(step)
 
     def finish(self, step: int) -> Path:
-        """The complete folder after `step`; RunError if that is not possible."""
+        """Saves and returns the folder after `step`; RunError if that fails."""
         folder = self.folder(step)
         if not self.finish_step(step):
             why = self.error if self.under_way is None else "it was still being written"
             raise RunError(f"{folder} could not be saved: {why}; {self.good}") from self.error
-        self._prune()  # the evaluation of the last export may have come after it
+        self._prune()  # the last export may have been evaluated after it was written
         return folder
 
     def resume(self, step: int) -> None:
-        """Resumes with the weights after `step`: a folder that was incomplete is written again if
-        it is of this step, and reported if not."""
+        """Resumes with the weights after `step`: an incomplete folder is written again if it is of
+        this step, else reported."""
         cut, self.cut_off = self.cut_off, None
         if cut is None:
             return
@@ -86,11 +86,11 @@ class Saver(Periodic):
             log.warning(text, folder, was_cut, step + 1)
 
     def scored(self, step: int, score: float) -> None:
-        """The held-out evaluation of the weights after `step`; higher is better, -1: untrained."""
+        """Notes the evaluation score after `step` (-1: untrained); higher is better."""
         self.scores[step] = score
 
     def state(self) -> dict[str, Any]:
-        """State for a resume, as JSON; the folders themselves are on disk."""
+        """Returns the state for a resume, as JSON values; the folders themselves are on disk."""
         return {
             "last_saved": self.last_saved,
             "under_way": None if self.under_way is None else self.under_way[0],
@@ -103,7 +103,7 @@ class Saver(Periodic):
         self.cut_off = None if cut is None else int(cut)
         if self.cut_off is not None and self.folder(self.cut_off).is_dir():
             last, self.cut_off = self.cut_off, None
-        # The folder may be gone, or on a machine that was lost.
+        # The folder may be deleted, or on a lost machine.
         self.last_saved = last if last >= 0 and self.folder(last).is_dir() else -1
         self.scores = {int(step): float(score) for step, score in state["scores"]}
         self.frequency.restore(state["frequency"])
@@ -114,7 +114,7 @@ class Saver(Periodic):
         if self.under_way is not None and self.under_way[1].is_whole:
             last = self.under_way[0]
         return (
-            "there is no earlier one" if last < 0 else f"the last whole one is {self.folder(last)}"
+            "no earlier one exists" if last < 0 else f"the last complete one is {self.folder(last)}"
         )
 
     def describe(self, step: int) -> str:
@@ -125,7 +125,7 @@ class Saver(Periodic):
         self.learner.call_all("export", role=self.role, folder=folder, is_async=is_async)
 
     def commit(self, step: int) -> Callable[[], dict[str, Any]]:
-        """Rank 0 renames the folder when all ranks have written."""
+        """Rank 0 renames the folder after all ranks have written."""
         return self._exported
 
     def _exported(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class Saver(Periodic):
 
     def on_failed(self, error: Exception) -> None:
         with suppress(OSError):
-            sweep(self.root)  # what a writer left that was killed
+            sweep(self.root)  # incomplete folders of a killed writer
 
     def _prune(self) -> None:
         """Removes folders that neither `keep_last` nor `keep_best` keeps, up to the last complete
@@ -152,7 +152,7 @@ class Saver(Periodic):
         for step in outdated(found, self.last_saved, self.keep_last, self.keep_best, scores):
             gone = found[step].with_name(f".{found[step].name}.removed-{os.getpid()}")
             try:
-                found[step].rename(gone)  # at no moment is there half a folder under its name
+                found[step].rename(gone)  # renamed first: no incomplete folder under this name
                 shutil.rmtree(gone)
             except OSError as error:
                 log.warning("%s could not be removed: %s", found[step], error)
@@ -161,7 +161,7 @@ class Saver(Periodic):
                 log.info("removed %s (saver.%s)", found[step], rule)
 
     def _watch_room(self, step: int) -> None:
-        """Warns as soon as the disk has no room for another folder, and again from time to time."""
+        """Warns, repeatedly, while the disk has no space for another folder."""
         if self.warned_room_at is not None and step < self.warned_room_at + MAX_WAIT_STEPS:
             return
         place = next(path for path in (self.root, *self.root.parents) if path.exists())
@@ -185,8 +185,8 @@ def outdated(
     keep_best: int | None,
     scores: Mapping[int, float],
 ) -> list[int]:
-    """The steps on disk to remove. Steps after the last saved one belong to a run that was rolled
-    back and are not counted; steps that may still be evaluated stay until then."""
+    """Returns the steps to remove from disk. Steps after the last saved one are from before a
+    rollback and not counted; steps that may still be evaluated stay until then."""
     present = sorted(step for step in steps if step <= last_saved)
     kept = set(present[-(keep_last or 1) :])
     if keep_best is not None:
@@ -197,8 +197,8 @@ def outdated(
 
 
 def rescue(saver: Saver, num_done: int, num_moved: int) -> None:
-    """After a failure: exports the trained state if it is available; the failure is raised
-    anyway."""
+    """After a failure: exports the trained state if available; logs its own errors, because the
+    caller raises the failure."""
     try:
         folder = saver.finish(num_done - 1)
     except Exception as error:  # the first failure is the one to be raised

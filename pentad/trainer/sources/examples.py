@@ -76,11 +76,11 @@ class ExampleSource(BatchSource):
     run: Run
     data: Examples
     evals: Frequency | None
-    """When held-out examples are evaluated; None: there are none."""
+    """Frequency of evaluations; None: no held-out examples."""
     packed: float
-    """The largest difference in the self-test."""
+    """The largest log-prob difference in the self-test of packing."""
     tags: tuple[str, ...] = ()
-    """Frozen weights with which the ranks score examples."""
+    """Tags of the frozen weights with which the ranks score examples."""
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Raises UserError if the next rows differ from those of the checkpoint."""
@@ -90,7 +90,7 @@ class ExampleSource(BatchSource):
             self.data.check_state(known)
 
     def restored(self, checkpoint: Checkpoint | None) -> None:
-        """The frozen weights for scoring examples that the checkpoint lacks."""
+        """Loads frozen weights for scoring that the checkpoint does not contain."""
         if self.tags:
             saved = self.run.recover.counters.get("actor", {"tags": ()})["tags"]
             self.run.learner.call_all("load_tags", has=sorted(saved), step=self.run.trained)
@@ -174,7 +174,7 @@ def check_examples(
     found: dict[str, Examples] = {}
     if dims is not None and tokenizer is not None:
         checks.attempt(lambda: check_start(config, "actor"))
-        if service.command != "pretrain":  # a token shard's ids are looked at themselves
+        if service.command != "pretrain":  # the ids of token shards are checked directly
             checks.problems += vocabulary_problems(config.model_folder(), dims, tokenizer)
         for part in parts_of(config):
             read = partial(service.open_part, config, part, RowReader(dims, tokenizer))

@@ -1,7 +1,7 @@
 """Kept groups as the source of a run's batches: the samples of another run, without a sampler.
 
-Every rank reads them from the folder of that run. The weights that sampled them are not known here,
-so the data count as off-policy: a correction is chosen, and no staleness is claimed or checked.
+Every rank reads them from the folder of that run. The weights that sampled them are unknown, so the
+data count as off-policy: a correction is applied, and staleness is neither recorded nor checked.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pentad.trainer.saving.recovery import Identity
 
 @dataclass(frozen=True, slots=True)
 class KeptGroups:
-    """The batches of a run, as they are trained one after the other."""
+    """The batches of another run, in the order of training."""
 
     folder: Path
     steps: list[int]
@@ -49,7 +49,7 @@ class KeptGroups:
         return max(head["size"]["max_row_tokens"] for head in self.heads)
 
     def state(self) -> dict[str, Any]:
-        """The values that must be equal when the run continues."""
+        """Returns the values that must be equal when the run resumes."""
         return {"steps": self.steps, "digests": [head["sha256"] for head in self.heads]}
 
     def summary(self) -> str:
@@ -96,7 +96,7 @@ class KeptSource(BatchSource):
         if known != self.kept.state():
             where = f"groups_from = {self.run.config.groups_from}"
             rule = "has other groups than when the run began"
-            raise UserError(Problem(where, rule, "bring them back, or start over with --fresh"))
+            raise UserError(Problem(where, rule, "restore them, or start over with --fresh"))
 
     def restored(self, checkpoint: Checkpoint | None) -> None:
         run, heads = self.run, self.kept.heads
@@ -173,7 +173,7 @@ def open_groups(config: Config) -> KeptGroups:
 
 
 def with_prompt(group: Group) -> Group:
-    """Kept groups have no prompts except the first tokens of their samples."""
+    """Restores a kept group's prompt from the first tokens of its samples."""
     sample = group.samples[0]
     length = int(sample.mask.argmax()) if sample.mask.any() else len(sample.ids)
     return Group(Prompt(group.gid, tuple(sample.ids[:length].tolist()), {}), group.samples)

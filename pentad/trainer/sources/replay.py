@@ -52,13 +52,13 @@ from pentad.trainer.run_folders import checkpoint_path
 from pentad.trainer.saving.batches import kept_steps, read_batch, read_head
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2}
-"""Tolerances where sums are added in another order: of a loss relative to 1, of a norm relative to
-itself. Each step trained before the replayed one adds as much."""
+"""Tolerances for sums added in another order: absolute for a loss, relative for a norm. Each step
+trained before the replayed one adds the same amount."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedNumber:
-    """One number of a step: recorded and replayed."""
+    """A number of a step: its recorded and its replayed value."""
 
     step: int
     name: str
@@ -86,9 +86,9 @@ class Replay:
     """The result of a replay."""
 
     begin: str
-    """Its starting point, in words."""
+    """Describes the starting point."""
     differences: list[str]
-    """Differences between the run and this machine, in words; if empty, numbers must be equal."""
+    """Describes differences between the run and this machine; if empty, numbers must be equal."""
     compared: list[ReplayedNumber]
 
     @property
@@ -105,7 +105,7 @@ class ReplayPlan:
     folder: Path
     """The folder of the batches, absolute."""
     batches: list[dict[str, Any]]
-    """The first line of each batch file (`batches.read_head`)."""
+    """The head of each batch file (`batches.read_head`)."""
     records: Mapping[int, Mapping[str, Any]]
 
     @property
@@ -131,7 +131,7 @@ class ReplayPlan:
 
 
 def run_replay(folder: Path, step: int, *, layout: str | None, device: str, dump: str) -> Replay:
-    """Runs a replay; UserError if something is missing. `dump` is a file for the log-probs of the
+    """Runs a replay; UserError if an input is missing. `dump`: file for the log-probs of the
     step."""
     if rank_from_environment() is not None:
         rule, remedy = "replay starts its ranks itself", "start it without torchrun"
@@ -144,7 +144,7 @@ def run_replay(folder: Path, step: int, *, layout: str | None, device: str, dump
 
 @contextmanager
 def open_learner(plan: ReplayPlan, device: torch.device) -> Iterator[LearnerClient]:
-    """One rank in this process, or a process for each rank."""
+    """Opens a learner: one rank in this process, or a process for each rank."""
     config = plan.config
     world = config.component("actor").world
     if world == 1:
@@ -170,7 +170,7 @@ def open_learner(plan: ReplayPlan, device: torch.device) -> Iterator[LearnerClie
 
 
 def serve_replay(given: Mapping[str, Any], rank: Rank, device: torch.device) -> ReplayService:
-    """The service of one rank, in its process."""
+    """Makes the service of one rank, in its process."""
     config = Config.model_validate(given["config"])
     config.register_models()
     service = ReplayService(config, rank, device)
@@ -208,7 +208,7 @@ def reading_run(folder: Path) -> Iterator[None]:
         raise UserError(Problem(f"run = {folder}", "is not the folder of a run", remedy))
     try:
         lock = FolderLock(folder, f"run = {folder}")
-    except OSError:  # a read-only folder: no run trains in it
+    except OSError:  # a read-only folder: no run uses it
         yield
         return
     with closing(lock):
@@ -216,7 +216,7 @@ def reading_run(folder: Path) -> Iterator[None]:
 
 
 def make_plan(folder: Path, step: int, layout: str | None) -> ReplayPlan:
-    """Reads everything the replay needs except tensors."""
+    """Reads all inputs of the replay except tensors."""
     records = {line["step"]: line for line in read_lines(folder / "steps.jsonl")}
     if step not in records:
         rule = f"the run has recorded steps 1 to {max(records)}" if records else "it has no steps"
@@ -225,7 +225,7 @@ def make_plan(folder: Path, step: int, layout: str | None) -> ReplayPlan:
     if step not in kept:
         has = f"batches of steps {kept[0]} to {kept[-1]}" if kept else "no batches"
         rule = f"its batch was not kept: {folder / 'batches'} has {has}"
-        remedy = "telemetry.keep_batches says how many a run keeps"
+        remedy = "telemetry.keep_batches sets how many a run keeps"
         raise UserError(Problem(f"--step = {step}", rule, remedy))
     place = (folder / "batches").absolute()
     last = _read_whole(place, step)
@@ -247,7 +247,7 @@ def make_plan(folder: Path, step: int, layout: str | None) -> ReplayPlan:
 
 
 def _read_whole(folder: Path, step: int) -> dict[str, Any]:
-    """The first line of a batch file; UserError if its groups are damaged."""
+    """Returns the head of a batch file; UserError if its groups are damaged."""
     head = read_head(folder, step)
     read_batch(folder, step, head["sha256"])
     return head
@@ -260,14 +260,14 @@ def missing_batches_problem(config: Config, step: int, first: int, missing: list
     steps = f"step {missing[0]}" if len(missing) == 1 else f"{len(missing)} of the steps between"
     rule = f"{begins} in {checkpoint_path(config)}, and the batch of {steps} was not kept"
     remedy = (
-        "more often saved (recover.freq_steps, recover.keep_last) or more kept "
-        "(telemetry.keep_batches), a run can be replayed"
+        "in the next run save more often (recover.freq_steps, recover.keep_last) or keep more "
+        "batches (telemetry.keep_batches)"
     )
     return Problem(f"--step = {step}", rule, remedy)
 
 
 def config_of(batch: Mapping[str, Any], folder: Path, layout: str | None) -> Config:
-    """The config of the step, with paths changed to where the run is now."""
+    """Returns the config of the step, with paths changed to the run's present folder."""
     values = dict(batch["config"])
     if folder.resolve().parents[2].name == "logs":
         values["fileroot"] = str(folder.resolve().parents[3])
@@ -279,7 +279,7 @@ def config_of(batch: Mapping[str, Any], folder: Path, layout: str | None) -> Con
     allocation = config.parsed_allocation
     if allocation is None or allocation.find("actor") is None:
         remedy = "for example --layout archon:d2t2, or archon:d1 for one process"
-        raise UserError(Problem(f"--layout = {layout}", "is no layout of the trainer", remedy))
+        raise UserError(Problem(f"--layout = {layout}", "is not a layout of the trainer", remedy))
     return config
 
 
@@ -312,7 +312,7 @@ def replay(plan: ReplayPlan, learner: LearnerClient, dump: str = "") -> Replay:
 
 
 def restore(plan: ReplayPlan, learner: LearnerClient, roles: Sequence[Role]) -> set[str]:
-    """Restores the learners from the checkpoint, if there is one; returns their weight tags."""
+    """Restores the learners from the checkpoint, if any; returns their weight tags."""
     checkpoint = plan.checkpoint
     if checkpoint is None:
         return set()
@@ -354,7 +354,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def write_dump(file: Path, groups: Sequence[Group], result: BatchResult) -> None:
-    """A JSON line for each sample of the step's first update."""
+    """Writes a JSON line for each sample of the step's first update."""
     names = {
         id(sample): (group.gid, index)
         for group in groups

@@ -1,7 +1,7 @@
-"""A run that only samples: the groups of every step by the initial weights, without a learner.
+"""A run that only samples, with the initial weights and without a learner.
 
-Gids, seeds, rewards and drops are those of a run that trains. Each step's groups are a file of
-`batches/`, which also holds the position in the data: a restarted run resumes after the last one.
+Gids, seeds, rewards and drops are the same as in a run that trains. Each step writes its groups and
+the position in the data to a file in `batches/`; a restarted run resumes after the last file.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class SampleInputs(RunInputs):
         return f"{run.trained} steps are sampled"
 
     def summary(self, run: Run, model: Path | None) -> RunSummary:
-        """Summary of the run, with the sampled groups as result in place of a model."""
+        """Returns the summary, with the folder of sampled groups in place of a model."""
         folder = run.context.folder.file("batches/")
         if run.trained < run.num_steps:
             rest = f"after {run.trained} of {run.num_steps} steps, whose groups are in "
@@ -151,13 +151,13 @@ class SampleSource(BatchSource):
         """Never called: such a run has no checkpoints."""
 
     def restored(self, checkpoint: Checkpoint | None) -> None:
-        """Resumes after the last step without a gap before it."""
+        """Resumes after the last step that has no missing step before it."""
         kept, done = kept_steps(self.batches.folder), 0
         while done + 1 in kept:
             done += 1
         if beyond := kept[done:]:
             rule = f"has steps {beyond[0]} to {beyond[-1]}, and step {done + 1} is missing"
-            remedy = "bring it back, start over with --fresh, or give another trial_name"
+            remedy = "restore it, start over with --fresh, or give another trial_name"
             raise UserError(Problem(str(self.batches.folder), rule, remedy))
         self.run.context.recorder.resume(done)
         if not done:
@@ -175,7 +175,7 @@ class SampleSource(BatchSource):
         await self.scheduler.run(steps)
 
     async def train(self, step: int, timer: PhaseTimer) -> TrainedBatch | None:
-        """Writes a complete batch and opens the next one."""
+        """Waits for a complete batch, writes it and opens the next one."""
         state = self.state
         what, is_ready = f"the groups of batch {step}", partial(state.ledger.are_ready, step)
         with timer.phase("rollout"):
@@ -222,8 +222,7 @@ class SampleSource(BatchSource):
 
 
 def first_weights(config: Config, device: torch.device) -> Snapshot:
-    """The initial weights of the actor, as samplers on this device receive them; read on the
-    CPU."""
+    """Reads the actor's initial weights on the CPU, as a snapshot for samplers on this device."""
     path, weights = config.model_folder(), weights_folder(config, "actor")
     dtype = config.actor.compute_dtype(device.type)
     engine = build_engine(

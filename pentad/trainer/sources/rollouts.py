@@ -66,7 +66,7 @@ def run_train(
     config: Config, notes: Sequence[str] = (), fresh: bool = False, device: str = "auto"
 ) -> RunSummary:
     """Runs reinforcement learning from start to end; returns the summary of the run."""
-    assert config.only is None, "a run of one side has a source of its own"
+    assert config.only is None, "a rollout-only or train-only run has another source"
     return run_over_ranks(begin_train, LearnerService, config, notes, fresh, device)
 
 
@@ -178,7 +178,7 @@ def rollout_pump(
 
 
 def draws_alike(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether an answer that was begun under one config may be continued under the other."""
+    """Whether an answer started under one config may be continued under the other."""
     routes = "replay_routes"
     is_same = before["rollout"].get(routes) == now["rollout"][routes]
     return bool(is_same and before["gconfig"] == now["gconfig"])
@@ -225,7 +225,7 @@ def publish_pump(
         temperature=run.config.gconfig.temperature,
         seed=run.config.seed,
     )
-    # On-policy the trained tokens themselves show whether the one sampler is up to date.
+    # On-policy, the trained tokens show whether a single sampler is up to date.
     is_probed = not placement.is_on_policy or len(samplers) > 1
     return PublishPump(
         state,
@@ -239,8 +239,8 @@ def publish_pump(
 
 
 def build_learners(run: Run, size: RunSize, address: dict[str, Any] | None) -> None:
-    """Builds the learners. `address`: of the store from which they read the groups; None: it is in
-    their memory."""
+    """Builds the learners. `address`: that of the group store; None: the store is in their
+    memory."""
     run.build(**asdict(size))
     if address is not None:
         run.learner.call_all("open_store", address=address)
@@ -249,7 +249,7 @@ def build_learners(run: Run, size: RunSize, address: dict[str, Any] | None) -> N
 def reference_of(
     run: Run, models: Mapping[str, ScorerCalls], size: RunSize
 ) -> RefreshedReference | None:
-    """The reference, if it has separate devices and is refreshed."""
+    """Returns the reference, if it has separate devices and is refreshed."""
     if "ref" not in models or not run.config.ref_update_interval:
         return None
     return RefreshedReference(
@@ -289,7 +289,7 @@ async def open_evaluator(
 
 
 def note_score(run: Run, line: Mapping[str, Any]) -> None:
-    """Notes a score for the savers. `line`: an evaluation as it is recorded."""
+    """Passes a score to the savers. `line`: the record of an evaluation."""
     score = line["reward_mean"] if line["accuracy"] is None else line["accuracy"]
     for saver in run.savers.values():
         saver.scored(line["version"] - 1, math.nan if score is None else score)
@@ -297,7 +297,7 @@ def note_score(run: Run, line: Mapping[str, Any]) -> None:
 
 @dataclass(eq=False, kw_only=True)
 class RolloutSource(BatchSource):
-    """Batches of groups that samplers draw while the learner trains."""
+    """Batches of groups that are sampled while the learner trains."""
 
     run: Run
     checked: Checked
@@ -336,7 +336,7 @@ class RolloutSource(BatchSource):
             )
 
     def restored(self, checkpoint: Checkpoint | None) -> None:
-        """The frozen weights for scoring that the checkpoint lacks."""
+        """Loads frozen weights for scoring that the checkpoint does not contain."""
         run = self.run
         self.batches.forget(after=run.trained)
         if checkpoint is None:
@@ -360,7 +360,7 @@ class RolloutSource(BatchSource):
         )
 
     async def begin(self) -> None:
-        """The first publish, the self-test and the baseline."""
+        """Runs the first publish, the self-test and the baseline evaluation."""
         run, config, trained = self.run, self.run.config, self.run.trained
         if self.reference is not None:
             await self.reference.resume(trained)

@@ -40,8 +40,11 @@ TRAIN = "train actor.path=m train_dataset.path=t/d.jsonl train_dataset.batch_siz
         ("serve m --kv-cache-gb nan", "Invalid value for '--kv-cache-gb'"),
         ("serve m --kv-cache-gb 1e-8", "--kv-cache-gb of serve"),
         ("serve m --max-body-mb inf", "Invalid value for '--max-body-mb'"),
-        ("serve m --model-files leaving.py:SPEC", "cannot be imported (SystemExit: 3)"),
-        ("verify-model leaving.py:SPEC", "cannot be imported (SystemExit: 3)"),
+        (
+            "serve m --model-files leaving.py:SPEC",
+            "cannot be imported (SystemExit: 3 (leaving.py, ",
+        ),
+        ("verify-model leaving.py:SPEC", "cannot be imported (SystemExit: 3 (leaving.py, "),
         ("plan actor.path=m --gpu-memory inf", "Invalid value for '--gpu-memory'"),
         (f"plan actor.path=m cluster.n_nodes={2**63 - 1}", "and at most 100000"),
         (f"plan actor.path=m cluster.n_gpus_per_node={2**63 - 1}", "and at most 100000"),
@@ -67,8 +70,11 @@ TRAIN = "train actor.path=m train_dataset.path=t/d.jsonl train_dataset.batch_siz
         ('serve m --template-args {"a":' + "9" * 5000 + "}", "is not a mapping of names to values"),
         ("serve m --template-args " + "[" * 5000, "is not a mapping of names to values"),
         ("eval plain --data t/d.jsonl --reward exact_match", "no *.safetensors; save it as"),
-        (f"{TRAIN} reward.fn=leaving.py:f", "it cannot be imported (SystemExit: 3)"),
-        (f"{TRAIN} rollout.workflow=leaving.py:C", "it cannot be made (SystemExit: 3)"),
+        (f"{TRAIN} reward.fn=leaving.py:f", "it cannot be imported (SystemExit: 3 (leaving.py, "),
+        (
+            f"{TRAIN} rollout.workflow=leaving.py:C",
+            "it cannot be made (SystemExit: 3 (leaving.py, ",
+        ),
         ("verify-parallel qwen3 --world 100000", "starts 100000 processes here"),
     ],
 )

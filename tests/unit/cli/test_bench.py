@@ -125,6 +125,14 @@ def test_answers_of_a_case_end_by_chance_and_never_by_the_tokenizers_own_ids():
     assert min(case.stop_ids) > 300
 
 
+def test_prompts_of_a_case_have_the_length_it_names(tmp_path):
+    case = replace(bench_rl.cpu_cases()[0], num_prompts=2, prompt_length=300)
+    bench_rl.write_recipe(case, tmp_path, 3)
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    prompts = [row["prompt"] for row in rows]
+    assert {len(prompt) for prompt in prompts} == {300} and len(set(prompts)) == 8
+
+
 def test_the_idle_share_is_that_of_the_counted_span(tmp_path):
     lines = [f"2026/01/02 03:04:0{i}.500, {busy}" for i, busy in enumerate((0, 100, 50, 0))]
     path = tmp_path / "busy.csv"

@@ -277,4 +277,4 @@ def test_models_are_not_asked(folder):
     config, _ = prepare(None, recipe(*judge), "plan")
     found = look(config)
     assert found.checks.problems == []
-    assert found.not_read == ["reward.fn = judge: a plan asks no model"]
+    assert found.not_read == ["reward.fn = judge: a plan calls no model"]

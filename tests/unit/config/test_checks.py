@@ -824,7 +824,7 @@ BROKEN = [
         "train",
         ["actor.archon.ac_debug=true", "actor.archon.ac_mode=memory_budget"],
         "actor.archon.ac_debug = true",
-        "which ac_mode = memory_budget needs, hides what it would look at",
+        "which ac_mode = memory_budget needs, hides the operations that it would log",
     ),
     (
         "the_critic_engine_agrees",

@@ -12,6 +12,7 @@ from pentad.cli.main import app
 from pentad.config.load import load_config
 from pentad.config.resolve import resolve
 from pentad.config.rules import start as start_rules
+from pentad.config.rules.inputs import data_path_problem
 from pentad.config.rules.start import (
     cache_problems,
     disk_problems,
@@ -25,6 +26,7 @@ from pentad.core.sizes import kv_token_bytes
 from pentad.models.families import is_known, known_families, no_such_family
 from pentad.planner import plan
 from pentad.planner.prepare import prepare
+from pentad.planner.present import absence_problems
 
 APART = "embedded[rollout]:d1+archon[actor]:d1+archon[ref]:d1"
 QWEN = "actor.path=Qwen/Qwen3-0.6B"
@@ -380,3 +382,31 @@ def test_a_reward_model_beside_processes_has_a_device(layout, device, kind, is_r
     found = list(start_rules.a_reward_model_has_a_device(config, start_facts(kind)))
     said = "reward.model.device = auto: this run has processes on its GPUs"
     assert [str(one).startswith(said) for one in found] == [True] * is_refused
+
+
+@pytest.mark.parametrize(
+    ("path", "rule"),
+    [
+        ("verifiers:reverse-text?size=100", ""),
+        ("rows.jsonl", ""),
+        ("ro*.jsonl", ""),
+        ("rows[1].jsonl", ""),
+        ("/x/datasets--a--b/snapshots/0123456789012345678901234567890123456789/r*.parquet", ""),
+        ("gone-*.jsonl", "no file fits this pattern"),
+        ("gone.jsonl", "there is no such file or folder"),
+    ],
+)
+def test_a_path_of_data_is_refused_if_a_start_would_find_nothing(path, rule, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("rows.jsonl", "rows[1].jsonl"):
+        (tmp_path / name).touch()
+    problem = data_path_problem("train_dataset.path", path)
+    assert ("" if problem is None else problem.rule) == rule
+
+
+def test_a_trainer_apart_does_not_miss_the_prompts():
+    """They are read where its groups are sampled."""
+    words = ["train_dataset.path=gone.jsonl", "valid_dataset.path=lost.jsonl"]
+    (problem,) = absence_problems(config_of(*words, "only=train", "groups_from=x"))
+    assert problem.where == "valid_dataset.path = lost.jsonl"
+    assert len(absence_problems(config_of(*words))) == 2

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from scripts.site_pages import PAGES as ADDED
-from scripts.site_pages import page_text
+from scripts.site_pages import on_page_markdown, page_text
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -69,6 +69,21 @@ def anchors(text):
         again = sum(one == slug or one.startswith(f"{slug}~") for one in found)
         found.append(f"{slug}~{again}" if again else slug)
     return {slug.replace("~", "-") for slug in found}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_rows_of_a_table_have_as_many_cells_as_its_head(page):
+    """A pipe that is not escaped ends its cell."""
+    odd = []
+    for table in re.findall(r"(?:^ *\|.*\n)+", prose(page.read_text()), re.MULTILINE):
+        head, *rows = (len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines())
+        odd += [table.splitlines()[n] for n, cells in enumerate(rows, 1) if cells != head]
+    assert odd == []
+
+
+def test_code_in_a_table_shows_its_pipe():
+    """Escaped for GitHub, where a pipe in code would end the cell."""
+    assert on_page_markdown("| `a\\|b` | a\\|b |") == "| `a|b` | a\\|b |"
 
 
 def faults(page, text):

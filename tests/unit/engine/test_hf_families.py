@@ -316,7 +316,7 @@ def test_configs_that_cannot_be_trained_are_refused(config, said):
 @pytest.mark.parametrize(
     ("family", "more", "layout", "said"),
     [
-        ("qwen3", {}, Layout(pp=2), "cuts by d, t and c only; use archon"),
+        ("qwen3", {}, Layout(pp=2), "supports only d, t and c; use archon"),
         ("qwen3", {}, Layout(tp=4), "t4 of fsdp must divide num_kv_heads = 2"),
         ("qwen3", {}, Layout(tp=3), "t3 . c1 = 3 must divide num_heads = 4"),
         ("qwen3_moe", {}, Layout(tp=2), "experts as moe_tp_experts, which is not built; use t1"),

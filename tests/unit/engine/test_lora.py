@@ -330,6 +330,14 @@ def test_a_sampler_of_this_process_takes_factors_by_native_name_and_compares_the
     assert receipt.digest == (held if spoils else "")
 
 
+def test_factors_are_read_of_an_engine_that_left_the_device_meanwhile():
+    engine = lora_engine()
+    expected = {name: tensor.clone() for name, tensor in engine.iter_weights()}
+    weights = engine.iter_weights()
+    engine.offload()
+    assert expected and all(torch.equal(expected[name], tensor) for name, tensor in weights)
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_sampler_over_the_learners_tensors_draws_with_the_learners_log_probs(strict):
     engine = lora_engine(strict=strict)

@@ -77,7 +77,7 @@ def test_accuracy_is_the_share_of_rows_whose_answer_is_the_models_own(model, dat
     assert (found["accuracy"], found["num_prompts"], found["num_failed"]) == (0.7, 10, 0)
     assert found["accuracy_low"] == pytest.approx(0.3968, abs=1e-4)  # Wilson at 7 of 10
     assert found["accuracy_high"] == pytest.approx(0.8922, abs=1e-4)
-    assert found["no_majority"] == "one answer a prompt"
+    assert found["no_majority"] == "one answer per prompt"
 
 
 def test_answers_go_through_a_pipe_or_a_link_and_replace_neither(model, data, tmp_path):

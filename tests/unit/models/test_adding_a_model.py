@@ -199,7 +199,7 @@ def test_a_draft_never_replaces_a_file(folder):
     [
         ("no.such.module:SPEC", r"cannot be imported \(ModuleNotFoundError: No module named 'no"),
         ("broken.py:SPEC", r"cannot be imported \(SyntaxError: "),
-        ("leaving.py:SPEC", r"cannot be imported \(SystemExit: 3\)"),
+        ("leaving.py:SPEC", r"cannot be imported \(SystemExit: 3 \(leaving.py, line 1: "),
         ("absent.py:SPEC", "cannot be imported"),
         ("pentad.models.spec:DECODER", "is a tuple, not a ModelSpec"),
         (

@@ -170,7 +170,7 @@ def test_addresses_are_private_and_end_with_their_episode(lab):
         with pytest.raises(openai.AuthenticationError, match="not the api_key of this episode"):
             await client.with_options(api_key="wrong").models.list()
         other = client.with_options(base_url=base_url.replace("/episodes/", "/episodes/0"))
-        with pytest.raises(openai.NotFoundError, match="is over or never was"):
+        with pytest.raises(openai.NotFoundError, match="has ended or does not exist"):
             await other.models.list()
         with pytest.raises(openai.BadRequestError, match="does not show tools"):
             await client.chat.completions.create(

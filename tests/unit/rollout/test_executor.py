@@ -324,7 +324,7 @@ def test_a_workflow_may_train_a_part_of_what_was_sampled(scripted, build):
     [
         (LookupError("no such tool"), "LookupError: no such tool"),
         (SystemExit(5), r"RuntimeError: SystemExit\(5\)"),
-        (asyncio.CancelledError(), "RuntimeError: it awaited something that was cancelled"),
+        (asyncio.CancelledError(), "RuntimeError: it awaited a task that was cancelled"),
     ],
 )
 def test_a_workflow_that_raises_drops_its_group_with_the_error(scripted, build, error, told):

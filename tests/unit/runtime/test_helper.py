@@ -1,15 +1,18 @@
 """A helper answers calls in a process of its own; those that are left fail with its end."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
+from pentad.core.specs import load
 from pentad.runtime.helper import END, Descriptor, Died, Helper, memory_file
 
 TARGET = f"{__name__}:serve"
@@ -37,12 +40,44 @@ class Unreadable:
         return int, ("no number",)
 
 
+def of_two(*said):
+    raise OfTwo(*said)
+
+
+class OfTwo(Exception):
+    """Is pickled, and cannot be read."""
+
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def with_a_lock():
+    error = ValueError("has a lock")
+    error.lock = threading.Lock()
+    raise error
+
+
+def of_a_file(path):
+    load(f"{path}:fail")()
+
+
+def fork():
+    if (pid := os.fork()) == 0:
+        time.sleep(600)
+    return pid
+
+
 ANSWERS = {"sum": lambda *given: sum(given), "event": lambda *_: None, "read": read}
 ANSWERS |= {"divide": lambda a, b: a / b, "lock": threading.Lock, "exit": os._exit}
 ANSWERS |= {
     "sleep": time.sleep,
     "pid": os.getpid,
     "unreadable": unreadable,
+    "of two": of_two,
+    "with a lock": with_a_lock,
+    "of a file": of_a_file,
+    "fork": fork,
+    "leave": sys.exit,
     "path": lambda: sys.path,
 }
 
@@ -88,6 +123,7 @@ def test_the_end_of_the_process_fails_its_calls_in_words(helper):
     ("asked", "words"),
     [
         (("exit", 3), "ended with exit code 3"),
+        (("leave", 3), "ended with exit code 1"),
         (("lock",), "ended with exit code 1"),
         (("unreadable",), "a message of it cannot be read .*no number"),
     ],
@@ -95,6 +131,53 @@ def test_the_end_of_the_process_fails_its_calls_in_words(helper):
 def test_an_answer_that_does_not_come_is_not_waited_for(helper, asked, words):
     with pytest.raises(Died, match=words):
         helper.call(*asked).result(60)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (("of two", "a", "b"), "OfTwo: a and b"),
+        (("with a lock",), "ValueError: has a lock"),
+        (("of a file",), "Own: said"),
+    ],
+)
+def test_an_exception_that_cannot_be_read_here_arrives_in_words(helper, tmp_path, asked, words):
+    if asked == ("of a file",):
+        (tmp_path / "own.py").write_text(
+            "class Own(Exception): ...\ndef fail(): raise Own('said')\n"
+        )
+        asked += (str(tmp_path / "own.py"),)
+    with pytest.raises(RuntimeError, match=words):
+        helper.call(*asked).result(60)
+    assert helper.call("sum", 1).result(60) == 1, "the process lives"
+
+
+def test_a_fork_of_the_process_does_not_hide_its_end(helper):
+    fork = psutil.Process(helper.call("fork").result(60))
+    call = helper.call("sleep", 600)
+    helper.child.send(signal.SIGKILL)
+    with pytest.raises(Died, match="the adder was ended by signal 9"):
+        call.result(60)
+    psutil.wait_procs([fork], timeout=60)
+    assert not fork.is_running()
+
+
+def test_a_message_for_which_no_file_can_be_opened_is_not_waited_for(helper):
+    assert helper.call("sum", 1).result(60) == 1
+    call, held = helper.call("sleep", 0.5), []
+    max_fds = len(list(Path("/dev/fd").iterdir())) + 8
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max_fds, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                held.append(os.dup(0))
+        with pytest.raises(Died, match="a message of it cannot be read .*Too many open files"):
+            call.result(60)
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_stopped_process_holds_up_no_caller_and_is_killed_when_it_stalls():

@@ -80,5 +80,5 @@ def test_a_group_whose_watch_fails_is_not_used_any_more():
         group.loop.close()
         return group
 
-    with pytest.raises(RunError, match="the ranks are not watched any more: ChildProcessError"):
+    with pytest.raises(RunError, match="the ranks are not monitored any more: ChildProcessError"):
         asyncio.run(run()).check()

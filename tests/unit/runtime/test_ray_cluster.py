@@ -164,12 +164,12 @@ def test_what_accepts_connections_and_says_nothing_is_left_in_time_and_the_progr
     )
     assert done.returncode == 2, done.stdout + done.stderr
     assert 3 <= float(done.stdout.split()[0]) < 30
-    assert "something accepts connections there, and did not let Ray join within" in done.stdout
+    assert "a program accepts connections there, but Ray could not join within" in done.stdout
 
 
 def test_an_address_of_ray_client_is_refused_and_an_empty_one_names_no_cluster(inits, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "ray://h:10001")
-    with pytest.raises(UserError, match="ray://h:10001: over Ray Client .* such as HOST:6379"):
+    with pytest.raises(UserError, match="ray://h:10001: roles .* such as HOST:6379"):
         joined_cluster(BUNDLES).__enter__()
     assert not inits
     monkeypatch.setenv("RAY_ADDRESS", "")
@@ -187,7 +187,7 @@ def test_a_head_that_answers_and_is_not_joined_is_not_called_absent(inits, monke
     monkeypatch.setattr(ray, "init", fail)
     with socket.create_server(("127.0.0.1", 0)) as head:
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{head.getsockname()[1]}")
-        said = f"something answers there, and Ray could not join it .{error}.; .*RAY_AUTH_MODE"
+        said = f"a program answers there, but Ray could not join it .{error}.; .*RAY_AUTH_MODE"
         with pytest.raises(UserError, match=said):
             joined_cluster(BUNDLES).__enter__()
 

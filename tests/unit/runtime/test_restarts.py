@@ -10,7 +10,7 @@ KINDS = {
     "hang": ("stuck", "does not run, its last step began 60 s ago"),
     "raise": ("raised", "RuntimeError: CUDA error: an illegal memory access, at 0x7f{slot}"),
     "OOM": ("raised", "OutOfMemoryError: tried to allocate {slot}.5 GiB, GPU {slot} has 79 GiB"),
-    "machine lost": ("away", "its place is gone"),
+    "machine lost": ("away", "its slot is gone"),
 }
 PHASES = {"start": None, "rollout": 5, "train": 5, "publish": 6, "save": 6, "end": 9}
 """The step under way in each; None: the group is not ready. After the last step: the next one."""
@@ -123,7 +123,7 @@ def test_sentences_name_what_is_blamed_and_slots_that_are_not_come_back():
     policy = RestartPolicy(retries=3, slot_failures=2)
     said = [policy.decide(lost) for lost in losses([1, 1, 2], "raise")]
     assert said[0].why == (
-        "it is started again after step 4 (try 1 of recover.retries = 3 without a step gained)"
+        "it is started again after step 4 (try 1 of recover.retries = 3 without a new step)"
     )
     assert said[1].why.startswith("its process failed 2 times in a row, the last time: RuntimeErr")
     assert said[2].diagnosis == (

@@ -107,7 +107,7 @@ class Lab:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(module, "EXIT_WAIT_S", 0.0)
-    monkeypatch.setattr(module, "END_PATIENCE_S", 0.05)
+    monkeypatch.setattr("pentad.samplers.process.END_PATIENCE_S", 0.05)
 
 
 async def sent(life, *names):
@@ -249,7 +249,7 @@ def test_restarts_without_an_answer_end_the_replica_and_its_requests():
         await sent(lab.lives[0], "a")
         lab.failing = 9
         lab.lives[0].die()
-        with pytest.raises(GivenUp, match="started again 2 times .*rollout.restarts = 2.*no room"):
+        with pytest.raises(GivenUp, match="restarted 2 times .*rollout.restarts = 2.*no room"):
             await task
         assert lab.replica.state is State.CLOSED and lab.failing == 7
         for verb in (lab.replica.health, lab.replica.sleep, lab.replica.wake):

@@ -40,9 +40,9 @@ def test_what_overlaps_is_one_span_and_what_is_open_continues_in_the_next_line()
 def test_short_pauses_are_joined_and_the_longest_spans_kept(monkeypatch):
     line = Timeline(Clock())
     for number in range(10):
-        line.add("rollout waits", f"running groups: {number} are to finish", number, number + 0.998)
+        line.add("rollout waits", f"running groups: {number} must finish", number, number + 0.998)
     (joined,) = line.take()["spans"]
-    assert joined == ["rollout waits", "running groups: 9 are to finish", 0, 9998]
+    assert joined == ["rollout waits", "running groups: 9 must finish", 0, 9998]
     monkeypatch.setattr(module, "MAX_SPANS", 2)
     for number in range(4):
         line.add("learner", "train", 10 * number, 10 * number + number + 1)

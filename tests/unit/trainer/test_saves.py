@@ -351,7 +351,7 @@ def test_a_lost_rank_says_which_export_it_was_writing(learner, recover, saver, c
     saver.after_step(1)
     lose(learner)
     save_after_failure(learner, recover, [saver], StopFlag(), 2)
-    cut = f"nor is {saver.folder(1)} whole, which was being written"
+    cut = f"and {saver.folder(1)} was being written and is incomplete"
     assert f"so nothing is saved, {cut}; there is no recovery checkpoint" in caplog.text
 
 

@@ -84,7 +84,7 @@ def test_tries_are_counted_until_a_checkpoint_is_gained(make, newest, caplog, tm
     assert follows(one, Transient("lost\nits log")), "a step was gained"
     assert caplog.messages[-1] == (
         "the run failed: lost; it is started again after step 5 (try 1 of recover.retries = 2 "
-        "without a step gained)"
+        "without a new step)"
     )
 
 

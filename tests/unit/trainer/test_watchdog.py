@@ -50,7 +50,7 @@ def test_a_phase_that_works_is_named_in_the_log_and_no_warning(seen):
     (record,) = seen.records
     assert record.levelno == logging.INFO
     assert record.getMessage().startswith(
-        "batch 0 stalled for 70 s: training of step 1 is under way"
+        "batch 0 stalled for 70 s: training of step 1 is in progress"
     )
     look_at(watchdog, clock, 140.0)
     assert [r.levelname for r in seen.records] == ["INFO", "WARNING"]
