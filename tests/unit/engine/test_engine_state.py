@@ -43,7 +43,7 @@ def test_tags_are_used_and_left_again():
                 call()
     with pytest.raises(RunError, match="no weights were saved as teacher; there are actor, ref"):
         engine.forward(rows, "teacher")
-    with pytest.raises(RunError, match="the tag actor is what is trained"):
+    with pytest.raises(RunError, match="the tag actor names the trained weights"):
         engine.save_tag("actor")
     for name, weight in weights_of(engine).items():
         assert torch.equal(weight, trained[name]), name
