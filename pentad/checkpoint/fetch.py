@@ -164,7 +164,7 @@ def give_up(store: Store) -> None:
     keys = store.sizes(f"{INFO}/")
     for mark in (COMMIT, ASIDE):
         for step in committed_steps(keys, mark):
-            set_aside(store, step, "superseded", "the run was started anew", mark)
+            set_aside(store, step, "superseded", "the run was started over", mark)
 
 
 def fetch_newest(

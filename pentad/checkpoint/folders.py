@@ -78,7 +78,7 @@ def from_storage(place: Path) -> Iterator[None]:
 
 def _unreadable(text: str) -> Unreadable:
     return Unreadable(
-        f"{text}; this says nothing about its bytes, so no checkpoint was changed; start again "
+        f"{text}; its bytes may be intact, so no checkpoint was changed; start again "
         "when it can be read"
     )
 
@@ -339,7 +339,7 @@ def reading(place: Path) -> Iterator[None]:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         what = f"{type(error).__name__}: {visible(str(error))}"
-        raise Damaged(f"{place}: does not hold what a run saves ({what})") from error
+        raise Damaged(f"{place}: does not have the content that a run saves ({what})") from error
 
 
 def check_size(checkpoint: Checkpoint, path: str) -> None:

@@ -214,7 +214,7 @@ def _write(job: WriteJob, disk: Disk) -> dict[str, Any]:
 
 def _refuse_committed(info: Path) -> None:
     if (info / COMMIT).exists():
-        raise RunError(f"{info}: this checkpoint is committed, and nothing in it is written again")
+        raise RunError(f"{info}: this checkpoint is committed and must not be rewritten")
 
 
 def _commit(job: CommitJob, disk: Disk) -> dict[str, Any]:

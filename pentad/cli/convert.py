@@ -153,7 +153,7 @@ def check_merge(source: str, *, to: str | None, merge: bool) -> None:
         rule = f"is for adapters, and {source} has no {ADAPTER}"
         raise UserError(Problem("--merge or --base", rule, "give the PEFT folder as SRC"))
     if not merge:
-        rule = "is an adapter, which has no weights of its own to convert"
+        rule = "is an adapter, without full weights to convert"
         remedy = "merge it into its base with --merge, or serve it as it is"
         raise UserError(Problem(source, rule, remedy))
     if to not in (None, "hf"):
@@ -169,7 +169,7 @@ def merge_adapter(
     model = base or adapter.base
     model = local_model(model, f"{source}: its base, {model}") if model else ""
     if not Path(model).is_dir() or not model:
-        rule = f"its base, {model or 'which its config does not name'}, is no folder here"
+        rule = f"its base, {model or 'which its config does not name'}, is not a folder here"
         raise UserError(Problem(source, rule, "name the folder with --base"))
     check_target(Path(target), force=force)
     for folder in (source, model):

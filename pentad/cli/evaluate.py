@@ -158,5 +158,5 @@ def notes_on(evaluation: Evaluation, max_new_tokens: int) -> Iterator[str]:
     if evaluation.result.truncated_share > 0.01:
         yield (
             f"note: {evaluation.result.truncated_share:.1%} of the answers were cut at "
-            f"{max_new_tokens} tokens; raise --max-new-tokens if they had not come to an end."
+            f"{max_new_tokens} tokens; raise --max-new-tokens if they were not finished."
         )

@@ -69,6 +69,6 @@ def exported(folder: Path, config: Config, step: int | None) -> Path:
     if not steps or (step is not None and step not in steps):
         has = f"models of steps {', '.join(map(str, sorted(steps)))}" if steps else "no model"
         where = f"run = {folder}" if step is None else f"--step = {step}"
-        remedy = "saver.freq_steps says when one is written"
+        remedy = "saver.freq_steps sets the steps of exports"
         raise UserError(Problem(where, f"{root} has {has} of it", remedy))
     return steps[max(steps) if step is None else step]

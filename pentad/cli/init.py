@@ -202,7 +202,7 @@ def _make_tiny(folder: Path, task: FirstTask) -> None:
 
 def _problems(folder: str | None, task: str, model: str, device: str) -> Iterator[Problem]:
     if folder is None:
-        yield Problem("FOLDER", "there is no terminal to ask on", "give one: pentad init mytask")
+        yield Problem("FOLDER", "there is no terminal for a prompt", "give one: pentad init mytask")
     elif (place := Path(folder).expanduser()).exists() and not place.is_dir():
         yield Problem(f"FOLDER = {folder}", "is a file", "give the name of a new folder")
     elif place.is_dir() and any(place.iterdir()):

@@ -129,7 +129,7 @@ def left_with(config: Config, world: int) -> tuple[Config, str]:
     batch = config.train_dataset.batch_size
     same = f"the global batch ({batch}) and the order of data stay"
     if world > actor.world:
-        rule = f"{actor} has {actor.world} ranks: --world says how many of them are left"
+        rule = f"{actor} has {actor.world} ranks: --world is the number of them that remain"
         raise UserError(
             Problem(where, rule, f"give at most {actor.world}, or make the axes larger")
         )

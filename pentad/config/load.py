@@ -264,7 +264,7 @@ def _wrong_value(key: str, value: object, tree: Tree) -> Problem:
     if key == "algorithm.name" and (why := ELSEWHERE.get(str(value).lower())):
         return Problem(_where(key, value, tree), why, f"use one of {expected}")
     if value in HALF and "bfloat16" in expected:
-        rule = "fp16 overflows without loss scaling, which is not built"
+        rule = "fp16 overflows without loss scaling, which is not supported"
         return Problem(_where(key, value, tree), rule, f"use bfloat16; it must be {expected}")
     if isinstance(value, int) and value >= MAX_INT:
         remedy = "numbers have at most 63 bits"

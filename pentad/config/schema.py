@@ -165,7 +165,7 @@ class Config(Section):
     uses the shared devices; needs `offload_rollout`. null: no."""
     offload_rollout: bool | None = None
     """Frees the sampler's device memory during training. null: no in hybrid and async; in colocate
-    on a GPU yes, with a note, if the memory plan says that both do not fit."""
+    on a GPU yes, with a note, if the two do not fit together by the memory plan."""
     compute_advantages_and_returns: bool = True
     """Whether the trainer computes advantages; false uses those that the rollout delivers."""
     strict: bool = False
@@ -230,7 +230,7 @@ class Config(Section):
     """What is recorded, and where."""
 
     def model_folder(self, role: str = "actor") -> str:
-        """Folder of config.json and the tokenizer of a role: the actor's where it names none."""
+        """Folder of config.json and the tokenizer of a role; the actor's if the role has none."""
         own: str | None = getattr(self, role).path
         return chosen(own or self.actor.path, "actor.path")
 

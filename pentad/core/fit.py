@@ -50,7 +50,7 @@ def delta_net_problems(layout: Layout, dims: ModelDims, where: str) -> Iterator[
         fits = [t for t in divisors(heads) if heads_work(dims, t, layout.cp) and _cuts(dims, t)]
         yield Problem(where, rule, f"t can be {list_of(fits)}")
     if layout.cp > 1:
-        rule = f"c{layout.cp} deals tokens over ranks, and in the linear_attention layers of "
+        rule = f"c{layout.cp} splits tokens over ranks, and in the linear_attention layers of "
         rule += f"{dims.family} (gated delta nets) a state passes from token to token"
         yield Problem(where, rule, "use c1")
 
@@ -58,7 +58,7 @@ def delta_net_problems(layout: Layout, dims: ModelDims, where: str) -> Iterator[
 def stage_problems(layout: Layout, dims: ModelDims, where: str) -> Iterator[Problem]:
     """Problems of pipelines, whose stages exchange hidden states only."""
     if layout.pp > 1 and (needed := beside_hidden_states(dims)):
-        rule = f"p{layout.pp} cuts the layers of {dims.family}, and later ones need {needed}"
+        rule = f"p{layout.pp} splits the layers of {dims.family}, and later ones need {needed}"
         yield Problem(where, rule, "use p1")
 
 
@@ -168,7 +168,7 @@ def strict_problems(layout: Layout, who: str, dims: ModelDims | None = None) -> 
         yield Problem("strict = true", rule, "leave it out")
     cut = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "etp": layout.etp}
     if given := ", ".join(f"{name} = {size}" for name, size in cut.items() if size > 1):
-        rule = f"{who} has {given}: layers cut over ranks add up in another order than the sampler"
+        rule = f"{who} has {given}: layers split over ranks sum in another order than the sampler"
         yield Problem("strict = true", rule, "use data and pipeline parallelism only")
 
 
@@ -186,7 +186,7 @@ def no_tree(
     if backend == "fsdp":
         return f"{backend} runs transformers' own layers, which support whole rows only"
     if layout.cp > 1:
-        return f"c{layout.cp} deals the tokens of whole rows over ranks"
+        return f"c{layout.cp} splits the tokens of whole rows over ranks"
     if strict:
         return "strict mode computes every row as the sampler does"
     if balanced:

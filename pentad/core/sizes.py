@@ -160,7 +160,7 @@ def latent_cache_problems(dims: ModelDims, cache_dtype: CacheDtype) -> list[Prob
     """Problems of 8-bit caches with latents: latents and rotated keys would share a scale."""
     if cache_dtype not in EIGHT_BIT_CACHES or not dims.kv_latent:
         return []
-    rule = f"the cache of {dims.family} holds latents, for which 8 bits are not built"
+    rule = f"the cache of {dims.family} has latents, for which 8 bits are not supported"
     return [Problem(f"rollout.kv_cache_dtype = {cache_dtype}", rule, "leave it at auto")]
 
 

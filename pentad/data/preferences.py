@@ -67,7 +67,7 @@ class PairDataset(SftDataset):
         if not num:
             raise BadRow(
                 f'"{data.chosen_key}" and "{data.rejected_key}" have no first message in common',
-                f"give the prompt in a column of its own, {source.key}.prompt_key",
+                f"give the prompt in a separate column, {source.key}.prompt_key",
             )
         whole = messages_of(row, key, source)
         return whole[:num], whole[num:]

@@ -185,7 +185,7 @@ class PromptStream(Prompts):
             rule = f"all {len(self.rows)} prompts are longer than {limit} tokens"
             remedy = (
                 f"{key}.max_length or the model's context less the tokens of an answer sets it: "
-                "raise the one, or lower gconfig.max_new_tokens"
+                "raise the limit, or lower gconfig.max_new_tokens"
             )
             raise UserError(Problem(f"{key}.path = {self.source.path}", rule, remedy))
         return kept

@@ -238,7 +238,7 @@ def whole_text(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        rule = f"character {error.start + 1} is half of a surrogate pair, which is no text"
+        rule = f"character {error.start + 1} is half of a surrogate pair, which is not text"
         raise BadRow(rule) from error
     return text
 
@@ -284,7 +284,7 @@ def shown_tools(
     names = [name_of(tool) for tool in tools]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise BadRow(f'the tool "{twice}" is given twice', "give every tool a name of its own")
+        raise BadRow(f'the tool "{twice}" is given twice', "give every tool a unique name")
     if hidden := hidden_tools(messages, tokenizer, tools):
         shown = ", ".join(hidden)
         rule = f"the chat template in {tokenizer.folder} does not show the row's tools ({shown})"

@@ -248,7 +248,7 @@ class SftDataset(Examples):
         raise_first(problems)
         if not kept and not self.source.is_cut(len(rows)):
             rule = f"all {len(rows)} examples are longer than {limit} tokens"
-            remedy = f"{key}.max_length or the model's context says so: raise the one, or cut them"
+            remedy = f"{key}.max_length or the model's context sets it: raise it, or shorten them"
             raise UserError(Problem(f"{key}.path = {self.source.path}", rule, remedy))
         return kept
 

@@ -67,7 +67,7 @@ def problem(where: str, said: str) -> Problem:
     """The problem of a failed load, with the remedy if the package is missing."""
     remedy = ""
     if "No module named 'verifiers" in said:
-        remedy = "install it in an environment of its own (pip install verifiers uv) and give its "
+        remedy = "install it in a separate environment (pip install verifiers uv) and give its "
         remedy += "folder, as in verifiers:ID?python=FOLDER"
     return Problem(where, f"it cannot be loaded ({one_line(said, 500)})", remedy)
 

@@ -331,7 +331,7 @@ class ConfigReader:
             rule = f"{key} = {hf[key]!r}, only {names[0]} is built"
             problems.append(Problem(where, rule))
         problems += [
-            Problem(where, f"{key} = {_short(hf[key])}: {why} is not built")
+            Problem(where, f"{key} = {_short(hf[key])}: {why} is not supported")
             for key, why in self.refused.items()
             if hf.get(key)
         ]
@@ -339,7 +339,7 @@ class ConfigReader:
             rule = f"is_causal = {hf['is_causal']!r}: tokens attend to later ones"
             problems.append(Problem(where, rule, "only causal decoders can be trained"))
         if not self.partial_rotary and _rotary_factor(hf)[1] != 1.0:
-            rule = f"{PART}: rotary over part of a head is not built for this family"
+            rule = f"{PART}: rotary over part of a head is not supported for this family"
             problems.append(Problem(where, rule))
         missing = [key for key in NEEDED if not (hf.get(key) or self.defaults.get(key))]
         if missing and not problems:
@@ -428,7 +428,7 @@ def _rope(read: ConfigValues) -> tuple[float, dict[str, Any]]:
     key, given = rope_settings(read.hf)
     where = f"config.json: {key}"
     if isinstance(given, Mapping) and any(isinstance(value, Mapping) for value in given.values()):
-        raise UserError(Problem(where, "rotary settings per layer type are not built"))
+        raise UserError(Problem(where, "rotary settings per layer type are not supported"))
     theta, rest = _one_rope(read, key, given, read.number("rope_theta", 10000.0))
     if rest.get("rope_type") in STRETCHED and read.hf.get(OLD_LENGTH) is not None:
         rest[OLD_LENGTH] = read.whole(OLD_LENGTH, most=MAX_POSITION)  # has priority there

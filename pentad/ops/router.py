@@ -1,10 +1,10 @@
 """The router of a mixture: scores, the k experts of each token, and their weights.
 
     score  = softmax(logits) or sigmoid(logits), in fp32
-    chosen = the k largest of logits, or of score + bias where there is a bias; of equal ones the
-             lower index; where experts are in groups, among those of the best groups, by the sum
+    chosen = the k largest of logits, or of score + bias if there is a bias; of equal ones the
+             lower index; if experts are in groups, among those of the best groups, by the sum
              of the two largest score + bias of each
-    weight = score[chosen] * scale, divided by its sum first if asked for
+    weight = score[chosen] * scale, first divided by its sum if `renormalise`
 
 The bias affects only the choice (https://arxiv.org/abs/2408.15664): it has no effect on weights and
 gradients. Without a bias the choice uses the logits, since both scores are monotonic in them: it

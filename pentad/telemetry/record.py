@@ -199,7 +199,7 @@ class Rl:
     kl_ref: float | None = about("divergence from the reference policy, k3", "nats/token")
     kl_sampler: float | None = about("divergence of the trainer from the sampler, k3", "nats/token")
     entropy: float | None = about("mean entropy of the policy at trained tokens", "nats/token")
-    clip_fraction: float | None = about("tokens whose gradient the clip cut off", "share")
+    clip_fraction: float | None = about("tokens whose gradient was clipped", "share")
     ratio_mean: float | None = about("importance ratio of a token, mean")
     ratio_p95: float | None = about("importance ratio, 95th percentile")
     ratio_max: float | None = about("importance ratio, largest")
@@ -225,8 +225,8 @@ class Rl:
         "nats",
     )
     adapter_effect_sampler: float | None = about(
-        "the same of the log-probs that the sampler reported; near 0 beside a larger "
-        "adapter_effect, the sampler draws without the adapter",
+        "the same of the log-probs that the sampler reported; if near 0 and "
+        "adapter_effect is larger, the sampler samples without the adapter",
         "nats",
     )
     staleness: dict[str, int] | None = about(
@@ -272,9 +272,9 @@ class Oversampled:
         "the next step",
         "groups",
     )
-    carried: int | None = about("groups cut off, which continue in the next step", "groups")
+    carried: int | None = about("groups aborted, which continue in the next step", "groups")
     tokens_carried: int | None = about("tokens that these have already", "tokens")
-    max_carries: int | None = about("how often one of these was cut off, at most", "steps")
+    max_carries: int | None = about("maximum number of times one of these was aborted", "steps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

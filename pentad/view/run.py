@@ -240,7 +240,7 @@ class RunView:
         if is_recipe(self.folder):
             return found
         if not self.folder.is_dir():
-            return [f"{self.folder}: there is no such folder (yet); it is looked for every second"]
+            return [f"{self.folder}: there is no such folder (yet); it is checked every second"]
         written = self.manifest.get("format")
         if not self.manifest:
             found.append("manifest.json: missing or being written, so the config is not known")

@@ -319,7 +319,7 @@ class Rule:
 
     target: str
     shape: str
-    """Symbols of `sizes_of`, one per dim; the parallel plan says which of them are split."""
+    """Symbols of `sizes_of`, one per dim; the parallel plan selects those that are split."""
     source: str | Spec
     when: Condition = always
     init: Init = "normal"

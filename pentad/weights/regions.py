@@ -185,7 +185,7 @@ def coverage_fault(boxes: Sequence[Box], shape: Shape, *, gaps: bool = False) ->
         return None
     for box in boxes:
         if any(start < 0 or stop > size for (start, stop), size in zip(box, shape, strict=True)):
-            return f"block {show(box)} lies outside shape {list(shape)}"
+            return f"block {show(box)} is outside shape {list(shape)}"
     # A sweep along dim 0: only blocks that are active at the same time can overlap.
     active: list[Box] = []
     for box in sorted(boxes):

@@ -95,7 +95,7 @@ def check_whole(trial: ChaosRun, whole: ChaosRun | None) -> None:
     root, steps = trial.checkpoints, []
     for step in list_steps(root):
         found = read_checkpoint(root, step)
-        require(found is not None, f"{root}: what was saved of step {step + 1} was never committed")
+        require(found is not None, f"{root}: the save of step {step + 1} was never committed")
         assert found is not None
         wrong = damage(found)
         require(not wrong, "; ".join(wrong[:1]))

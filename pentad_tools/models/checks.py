@@ -56,7 +56,7 @@ WIDTH_RATIO = 2.0
 """Maximum ratio of the spread of initial weights to transformers'. Families differ (truncated
 tails, narrower deep layers), but an ignored range differs by more."""
 FEW_DRAWS = 30
-"""Of fewer numbers the spread is random: only ones and zeros are compared."""
+"""With fewer numbers the spread is random: only ones and zeros are compared."""
 
 
 def check_config(case: FamilyCase) -> str:

@@ -72,9 +72,7 @@ WITHOUT_EFFECT = {
 """Config keys that do not change what a model computes from its weights."""
 MAX_PARAMS = 10**8
 """Maximum parameters of a model built for its names, at small sizes; the largest has half."""
-UNREAD = (
-    "# Config keys that nothing here reads; each that changes what the model computes needs code."
-)
+UNREAD = "# Config keys that are not read; each that affects the model's output needs code."
 DEFAULTS_SAID = '"""What transformers takes for these keys where a config.json leaves them out."""'
 
 

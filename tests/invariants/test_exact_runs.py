@@ -63,7 +63,7 @@ def test_a_strict_run_has_no_gap_at_all(lab, task, mixture, kind):
     ("override", "sentence"),
     [
         ("allocation_mode=vllm:d1|archon:d1", "computes with other kernels"),
-        ("allocation_mode=embedded:d2|archon:d1t2", "tp = 2: layers cut over ranks"),
+        ("allocation_mode=embedded:d2|archon:d1t2", "tp = 2: layers split over ranks"),
         ("actor.archon.enable_compile=true", "compiled code sums"),
     ],
 )

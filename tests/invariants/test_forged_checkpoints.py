@@ -107,7 +107,7 @@ def test_each_is_named_and_the_one_before_is_used(lab, capsys, command, forgerie
     again = run(lab, command, num_steps + 1)
     said = capsys.readouterr().err
     for step, file in enumerate(files, start=1):
-        assert f"{file}: does not hold what a run saves (" in said
+        assert f"{file}: does not have the content that a run saves (" in said
         damaged = root / f"recover_info/globalstep{step}.damaged"
         assert f"the checkpoint is renamed to {damaged}\n" in said
         assert str(file) in (damaged / "why.txt").read_text()

@@ -59,7 +59,7 @@ def megatron_needs_a_gpu(config: Config, facts: RunFacts) -> Iterator[Problem]:
     if megatron_parts(config, facts) and facts.kind == "cpu" and not os.environ.get(ON_CPU):
         where = f"allocation_mode = {config.allocation_mode}"
         rule = "megatron-core computes on GPUs, and this run computes on cpu"
-        remedy = "use archon; docs/megatron-training.md says how its tests run on a CPU"
+        remedy = "use archon; docs/megatron-training.md describes tests on a CPU"
         yield Problem(where, rule, remedy)
 
 
@@ -112,7 +112,7 @@ def _keys(part: Placed) -> Iterator[tuple[str, Any, str]]:
         rule = f"Megatron's pipelines run {' and '.join(SCHEDULES)}"
         yield "archon.pp_schedule", archon.pp_schedule, rule
     if model.lora is not None:
-        yield "lora.rank", model.lora.rank, "adapters are built for archon"
+        yield "lora.rank", model.lora.rank, "adapters are supported by archon only"
 
 
 @RULES.add()

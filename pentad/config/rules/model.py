@@ -100,7 +100,7 @@ def _folder_dims(config: Config, facts: RunFacts) -> ModelDims | None:
 
 @RULES.add(commands=RUNS)
 def towers_are_trained_natively(config: Config, facts: RunFacts) -> Iterator[Problem]:
-    """Rejects features that are not built for the text tower of a multimodal folder."""
+    """Rejects features that are not supported for the text tower of a multimodal folder."""
     dims = None if unknown_families(config, facts) else known_dims(config.actor.path)
     if dims is None or not dims.tower_names:
         return

@@ -234,7 +234,7 @@ def groups_are_there(config: Config) -> Problem | None:
 def no_groups(folder: str) -> Problem:
     """The problem of a run that only trains and finds no groups, at the start or later."""
     rule = "has no groups: no step*.groups in its batches/"
-    remedy = "give the folder of a run's records; telemetry.keep_batches says what it keeps"
+    remedy = "give the folder of a run's records; telemetry.keep_batches sets what it keeps"
     return Problem(f"groups_from = {folder}", rule, remedy)
 
 

@@ -269,7 +269,7 @@ READERS = (
     KeyUse(
         ("rollout.max_carries",),
         lambda config: config.oversamples,
-        "rollout.oversample = 1 cuts no group off",
+        "rollout.oversample = 1 aborts no group",
     ),
     KeyUse(
         ("rollout.history",),

@@ -95,7 +95,7 @@ def _refuse_unknown(
             "is_causal=False": "is_causal=False (tokens attend to later ones)",
         }
         named = ", ".join(what.get(name, name) for name in unknown)
-        rule = f"its attention asks for {named}, which packed attention does not compute"
+        rule = f"its attention needs {named}, which packed attention does not compute"
         raise UserError(Problem(f"attention of {type(module).__name__}", rule))
 
 
@@ -136,7 +136,7 @@ def attend_probed(
     width = attention_mask.width if isinstance(attention_mask, Sliding) else None
     mask = None if isinstance(attention_mask, Sliding) else attention_mask
     if vars(module).setdefault(WINDOW, width) != width:
-        rule = "one attention is asked for windows of different widths"
+        rule = "an attention module gets windows of different widths"
         raise UserError(Problem(f"attention of {type(module).__name__}", rule))
     return attend_packed(module, query, key, value, mask, **others)
 

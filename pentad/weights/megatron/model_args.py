@@ -192,7 +192,7 @@ def _unsayable_rotary(dims: ModelDims) -> Iterable[Problem]:
         and factor not in (None, 1)
         and _yarn(dims)["yarn_rotary_scaling_factor"] <= 1
     ):
-        rule = "Megatron makes it 1 where nothing is stretched"
+        rule = "Megatron makes it 1 if nothing is stretched"
         yield Problem(f"{where}, attention_factor = {factor}", rule)
 
 
@@ -202,5 +202,5 @@ def _unsayable_biases(dims: ModelDims) -> Iterable[Problem]:
     having = [name for name, has in biases.items() if has]
     everywhere = all(biases.values()) and not any(dims.moe_layers)
     if having and having != ["q, k, v"] and not everywhere:
-        rule = "Megatron has them on q, k, v alone or on every linear layer, experts included"
+        rule = "Megatron has them only on q, k, v or on every linear layer, experts included"
         yield Problem(f"config.json: biases on {' and '.join(having)}", rule)

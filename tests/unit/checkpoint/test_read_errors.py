@@ -312,7 +312,7 @@ def test_counters_and_infos_that_a_resume_cannot_read_are_not_whole(tmp_path: Pa
     run_job(replace(job, files=(*job.files, *files)))
     code, said = verify(tmp_path)
     assert code == 1 and "2 damaged" in said, said
-    assert "counters.json: does not hold what a run saves" in said
+    assert "counters.json: does not have the content that a run saves" in said
     assert "evaluator_info.json: is not a JSON object" in said
 
 

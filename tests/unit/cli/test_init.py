@@ -111,7 +111,7 @@ def test_all_that_is_wrong_is_said_and_nothing_is_overwritten(tmp_path, monkeypa
         "* --device = tpu: no such device; give auto, cpu or cuda.",
     ]
     assert [file.read_text() for file in (tmp_path / "mine").iterdir()] == ["seed: 1\n"]
-    assert "there is no terminal to ask on; give one: pentad init mytask" in pentad("init").output
+    assert "there is no terminal for a prompt; give one: pentad init" in pentad("init").output
 
 
 def test_on_a_terminal_it_asks_for_what_was_not_given(tmp_path, monkeypatch):

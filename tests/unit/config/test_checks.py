@@ -928,7 +928,7 @@ def test_each_rule_catches_what_it_is_for(folders, name, command, overrides, whe
     ("changes", "why"),
     [
         (["allocation_mode=vllm:d1|fsdp:d1"], "fsdp runs transformers' own layers"),
-        (["allocation_mode=embedded:d1|archon:c2"], "c2 deals the tokens of whole rows"),
+        (["allocation_mode=embedded:d1|archon:c2"], "c2 splits the tokens of whole rows"),
         (["strict=true"], "strict mode computes every row as the sampler does"),
     ],
 )

@@ -267,7 +267,7 @@ def test_words_of_yes_and_no_are_booleans_where_a_boolean_is_wanted(word, value)
 def test_fp16_is_refused_with_its_reason(key):
     (problem,) = read_config(None, [f"{key}=fp16"]).problems
     assert f"{key} = fp16" in problem.where
-    assert problem.rule == "fp16 overflows without loss scaling, which is not built"
+    assert problem.rule == "fp16 overflows without loss scaling, which is not supported"
     assert problem.remedy.startswith("use bfloat16; it must be ")
 
 

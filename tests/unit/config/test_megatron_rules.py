@@ -38,7 +38,7 @@ def config_of(*overrides: str) -> Config:
         ("actor.archon.ac_mode=memory_budget", "supports none, selective and full"),
         ("actor.archon.ac_selective=3", "has no other choice"),
         ("actor.archon.dp_replicate=2", "one group of data-parallel ranks"),
-        ("actor.lora.rank=8", "adapters are built for archon"),
+        ("actor.lora.rank=8", "adapters are supported by archon only"),
         ("strict=true", "bit for bit need archon"),
     ],
 )

@@ -111,7 +111,7 @@ def test_another_prompt_column_is_not_read_beside_messages():
 def test_only_steps_that_oversample_carry_groups():
     assert said("rollout.max_carries=2", "rollout.oversample=1.5") == []
     assert said("rollout.max_carries=2") == [
-        "rollout.max_carries = 2: without effect, rollout.oversample = 1 cuts no group off"
+        "rollout.max_carries = 2: without effect, rollout.oversample = 1 aborts no group"
     ]
     assert said("rollout.oversample=1.5", "only=rollout") == [
         "rollout.oversample = 1.5: without effect, only = rollout waits for every group: its "

@@ -227,7 +227,7 @@ def test_layouts_that_cut_layers_are_refused():
     from pentad.engine.predictor import check_strict
 
     check_strict(Layout())
-    with pytest.raises(UserError, match="tp = 2: layers cut over ranks"):
+    with pytest.raises(UserError, match="tp = 2: layers split over ranks"):
         check_strict(replace(Layout(), tp=2))
 
 

@@ -252,6 +252,6 @@ def test_dense_layers_are_those_that_transformers_reads(changes, sentence):
 
 def test_latents_are_not_held_in_8_bits():
     with pytest.raises(
-        UserError, match="dtype = fp8: the cache of deepseek_v3 holds latents, for which 8 bits are"
+        UserError, match="dtype = fp8: the cache of deepseek_v3 has latents, for which 8 bits are"
     ):
         EmbeddedSampler(make_model(), sampler_settings(kv_cache_dtype="fp8"), version=0)

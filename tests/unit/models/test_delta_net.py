@@ -229,7 +229,7 @@ def test_no_prefix_of_another_request_is_taken():
 
 
 REJECTED_LAYOUTS = {
-    "cp": (Layout(cp=2), "c2 deals tokens over ranks.*linear_attention layers of qwen3_5_text"),
+    "cp": (Layout(cp=2), "c2 splits tokens over ranks.*linear_attention layers of qwen3_5_text"),
     "tp": (Layout(tp=8), "t8 must divide linear_num_key_heads = 4.*t can be 1, 2, 4"),
 }
 

@@ -146,7 +146,7 @@ REFUSED = {
     "a limit on scores": (
         "gemma3_text",
         {"attn_logit_softcapping": 30.0},
-        "attn_logit_softcapping = 30.0: a limit on attention scores is not built",
+        "attn_logit_softcapping = 30.0: a limit on attention scores is not supported",
     ),
     "a limit on logits that is no number": (
         "gemma3_text",

@@ -152,7 +152,7 @@ REFUSED = {
     "noise of mixtral": (
         "mixtral",
         {"router_jitter_noise": 0.1},
-        "router_jitter_noise = 0.1: noise on the inputs of mixtures is not built",
+        "router_jitter_noise = 0.1: noise on the inputs of mixtures is not supported",
     ),
     "two numbers of experts": (
         "mixtral",

@@ -176,7 +176,7 @@ def test_cached_prefixes_give_the_models_logprobs(dtype):
 
 
 REFUSED = {
-    "stages": (SHARED, Layout(pp=2), "p2 cuts the layers of gemma4_text.*for each layer"),
+    "stages": (SHARED, Layout(pp=2), "p2 splits the layers of gemma4_text.*for each layer"),
     "stages, shared keys": (
         {**SHARED, "hidden_size_per_layer_input": 0},
         Layout(pp=2),

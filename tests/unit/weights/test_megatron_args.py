@@ -299,7 +299,7 @@ def test_biases_that_megatron_could_not_load_are_refused(
 ):
     monkeypatch.setitem(MODELS, "biased", {**MODELS[kind], **config})
     source = hf_folder(tmp_path / "hf", "biased")
-    expected = f"biases on {having}: Megatron has them on q, k, v alone or on every linear layer"
+    expected = f"biases on {having}: Megatron has them only on q, k, v or on every linear layer"
     assert expected in refusal(source, tmp_path / "mg", "torch_dist")
 
 

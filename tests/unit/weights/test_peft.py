@@ -235,10 +235,10 @@ def test_a_merge_says_what_rounding_took_away(tmp_path):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["{adapter}", "{out}"], "is an adapter, which has no weights of its own"),
+        (["{adapter}", "{out}"], "is an adapter, without full weights"),
         (["{base}", "{out}", "--merge"], "has no adapter_config.json"),
         (["{adapter}", "{out}", "--merge", "--to", "legacy"], "is merged into a HF folder"),
-        (["{adapter}", "{out}", "--merge", "--base", "/no/such"], "is no folder here"),
+        (["{adapter}", "{out}", "--merge", "--base", "/no/such"], "is not a folder here"),
         (["{adapter}", "{adapter}/in", "--merge"], "is inside the source"),
         (["{adapter}", "{out}", "--merge", "--dtype", "int3"], "--dtype int3: is not one of"),
     ],
