@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -221,11 +221,12 @@ def installed(package: str) -> str | None:
 
 
 def flush_output() -> None:
-    """Writes out what is buffered for stdout and stderr; the parent process may have closed
+    """Writes out what is buffered for stdout and stderr, as far as they are open and somebody reads
     them."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            stream.flush()
+            with suppress(OSError, ValueError):
+                stream.flush()
 
 
 @contextmanager
