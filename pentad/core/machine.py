@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -221,10 +221,11 @@ def installed(package: str) -> str | None:
 
 
 def flush_output() -> None:
-    """Flushes stdout and stderr, which the parent process may have closed."""
+    """Flushes stdout and stderr, either of which may be closed at this or the reading end."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            stream.flush()
+            with suppress(OSError, ValueError):
+                stream.flush()
 
 
 @contextmanager

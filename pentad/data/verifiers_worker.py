@@ -96,12 +96,12 @@ class EpisodeServer:
 
     async def _episode(self, number: int, asked: dict[str, Any]) -> None:
         try:
-            said = await play(self.environment, number, asked)
-        except Exception as error:
-            said = {"error": f"{type(error).__name__}: {error}"}
+            said = json.dumps(await play(self.environment, number, asked))
+        except (Exception, asyncio.CancelledError) as error:  # code of an episode may cancel itself
+            said = json.dumps({"error": f"{type(error).__name__}: {error}"})
         finally:
             del self.episodes[number]
-        items = json.dumps([{"answer": number, "value": said}]).encode()
+        items = f'[{{"answer": {number}, "value": {said}}}]'.encode()
         self.writer.write(SIZES.pack(len(TABLE), len(items), 0) + TABLE + items)
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
