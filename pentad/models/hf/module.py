@@ -75,7 +75,8 @@ def _build_causal(
             module = causal.get_submodule(path)
             delattr(module, key)
             module.register_buffer(key, parameter.data)
-    return causal.eval()  # dropout would give every pass other log-probs
+    causal.eval()  # dropout would give every pass other log-probs
+    return causal
 
 
 def wide_names(narrow: PreTrainedModel) -> set[str]:
