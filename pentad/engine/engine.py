@@ -110,7 +110,7 @@ def build_engine(
         else:
             folder = source if weights is None else weights
             assert isinstance(folder, str | Path), "weights are loaded from a folder"
-            held.load(folder, seed)
+            held.load(folder, seed, dequantize=settings.model.dequantize)
         held.fill_factors(settings.model.lora, seed)
         return Engine(
             held,
@@ -431,7 +431,7 @@ class Engine:
 
         def write() -> None:
             self.held.rest()
-            self.held.load(weights)
+            self.held.load(weights, dequantize=self.settings.model.dequantize)
 
         self.tags.load(tag, write)
 

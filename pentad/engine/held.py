@@ -184,9 +184,9 @@ class HeldModel:
         for decoder in self.decoders:
             initialise(decoder, seed)
 
-    def load(self, folder: str | Path, seed: int = 0) -> None:
+    def load(self, folder: str | Path, seed: int = 0, *, dequantize: bool = False) -> None:
         for decoder in self.decoders:
-            load_weights(decoder, folder, seed=seed)
+            load_weights(decoder, folder, seed=seed, dequantize=dequantize)
 
     def fill_factors(self, lora: LoraConfig | None, seed: int) -> None:
         """Initialises the factors with new values, or from a PEFT folder."""

@@ -294,6 +294,10 @@ class ModelConfig(Section):
     """Folder with config.json, safetensors and a tokenizer, or a name on the Hugging Face Hub,
     OWNER/NAME or OWNER/NAME@REVISION, whose files are read from its cache or downloaded. For the
     critic, null means the actor's."""
+    dequantize: bool = False
+    """Reads quantised weights of HF folders (fp8 with a scale per block, as DeepSeek-V3; mxfp4, as
+    gpt-oss) as 16-bit ones, in `path` and in the folders of `ref` and `teacher`. false: such
+    folders are rejected. Exports are in `dtype`, not quantised."""
     init_from_scratch: bool = False
     """Starts from random weights; only config.json and the tokenizer are read."""
     training_backend: Backend | None = None

@@ -107,13 +107,14 @@ class EmbeddedSampler:
         dtype: torch.dtype = torch.float32,
         decode: Decode | None = None,
         adapter: Adapter | None = None,
+        dequantize: bool = False,
     ) -> EmbeddedSampler:
         """Serves the weights of the folder as version 0. `adapter`: applied to them, unmerged."""
         if adapter is not None:
             raise_problems(fit_problems(adapter, HfFolder(folder).infos, "adapter", str(folder)))
         lora = None if adapter is None else LoraConfig(**asdict(adapter.spec))
         settings = (settings or SamplerSettings()).model_copy(update={"lora": lora})
-        model = load_to_sample(folder, device=device, dtype=dtype)
+        model = load_to_sample(folder, device=device, dtype=dtype, dequantize=dequantize)
         sampler = cls(model, settings, decode=decode, version=0)
         if adapter is not None:
             sampler.engine.place(adapter.factors.items())

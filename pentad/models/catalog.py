@@ -10,6 +10,7 @@ from typing import Any
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.folders import read_object
+from pentad.core.quantization import Quantization, quantization_of
 from pentad.models.families import family_of, planned_dims, public_configs, public_models
 
 VARIANT = re.compile(r"(-(Base|Instruct|Thinking|Chat))?(-2507)?$")
@@ -59,6 +60,14 @@ def known_dims(path: str | None) -> ModelDims | None:
     try:
         return dims_of(path) if path else None
     except UserError:
+        return None
+
+
+def quantization(path: str) -> Quantization | None:
+    """How the weights of a folder are quantised; None where its config.json does not say."""
+    try:
+        return quantization_of(read_object(Path(path) / "config.json"))
+    except (OSError, UserError):
         return None
 
 

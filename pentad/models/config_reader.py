@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError, raise_problems
+from pentad.core.quantization import quantization_problems
 
 MAX_SIZE = 1 << 24
 """Maximum width or count: far above every model, and products of two fit 64 bits."""
@@ -33,13 +34,8 @@ UNSUPPORTED = {
     "kv_lora_rank": "it uses latent attention",
     **dict.fromkeys(SHARED_EXPERTS, "it has shared experts"),
     LINEAR_KEY_HEADS: "it has linear attention layers",
-    "quantization_config": "its weights are quantised",
 }
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-REMEDIES = {
-    "quantization_config": "give a folder with 16-bit weights: transformers reads this one "
-    "with dequantize=True in its quantization config, and save_pretrained writes it"
-}
 PART = "partial_rotary_factor"
 PROPORTIONAL = "proportional"
 OLD_LENGTH = "original_max_position_embeddings"
@@ -321,10 +317,11 @@ class ConfigReader:
         read_here += () if self.linear is None else (LINEAR_KEY_HEADS,)
         read_here += () if self.attention is None else ("kv_lora_rank",)
         problems = [
-            Problem(where, f"{key} = {_short(hf[key])}: {why}", REMEDIES.get(key, remedy))
+            Problem(where, f"{key} = {_short(hf[key])}: {why}", remedy)
             for key, why in UNSUPPORTED.items()
             if hf.get(key) and key not in read_here
         ]
+        problems += quantization_problems(hf)
         key, built = self.activation
         names = ACTIVATIONS[built]
         if hf.get(key, names[0]) not in names:

@@ -15,6 +15,8 @@ from torch import Tensor
 from pentad.core.device import DTYPES
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
+from pentad.core.quantization import KEY as QUANTIZATION
+from pentad.core.quantization import needs_key, quantization_of
 from pentad.models.decoder import Decoder
 from pentad.models.families import (
     ConfigLike,
@@ -32,6 +34,7 @@ from pentad.models.megatron_names import build_named
 from pentad.models.spec import MEGATRON_PLAN
 from pentad.models.towers import TEXT
 from pentad.weights import transfer
+from pentad.weights.dequantize import DequantizedFolder
 from pentad.weights.files import SafeFile
 from pentad.weights.hf import (
     SHARD_BYTES,
@@ -57,15 +60,21 @@ def column_of(dims: ModelDims, vocab_rows: int) -> MegatronColumn:
     return MegatronColumn(weight_map, MEGATRON_PLAN)
 
 
-def open_weights(folder: str | Path, dims: ModelDims, checkpoint: str | None = None) -> Reader:
+def open_weights(
+    folder: str | Path,
+    dims: ModelDims,
+    checkpoint: str | None = None,
+    *,
+    dequantize: bool = False,
+) -> Reader:
     """Opens the weights of a HF or Megatron folder, to read blocks of tensors.
 
     `checkpoint` selects one of a Megatron folder (`release`, `iter_0000100`); by default the one in
-    its tracker file.
+    its tracker file. Quantised weights are rejected without `dequantize`.
     """
     found, kind = find_weights(Path(folder), checkpoint)
     if kind == "hf":
-        return HfFolder(found)
+        return _open_hf(found, dequantize)
     # Here, since these import torch.distributed.checkpoint, which takes a second.
     from pentad.weights.megatron.dist import DistFiles, read_dist
     from pentad.weights.megatron.legacy import LegacyFiles, read_legacy
@@ -75,6 +84,16 @@ def open_weights(folder: str | Path, dims: ModelDims, checkpoint: str | None = N
         return read_dist(dist, column_of(dims, dist.vocab_rows))
     legacy = LegacyFiles(found, dims)
     return read_legacy(legacy, column_of(dims, legacy.vocab_rows))
+
+
+def _open_hf(folder: Path, dequantize: bool) -> Reader:
+    has_config = (folder / "config.json").is_file()
+    quantization = quantization_of(read_config(folder)) if has_config else None
+    if quantization is None:
+        return HfFolder(folder)
+    if not dequantize:
+        raise UserError(needs_key(f"model folder = {folder}", quantization, "actor.dequantize"))
+    return DequantizedFolder(HfFolder(folder), quantization)
 
 
 def warn_left_out(weight_map: WeightMap, reader: Reader) -> None:
@@ -199,13 +218,18 @@ def build_unfiled(folder: str | Path, *, device: DeviceLike, dtype: torch.dtype)
 
 
 def load_to_sample(
-    folder: str | Path, *, device: DeviceLike, dtype: torch.dtype, seed: int = 0
+    folder: str | Path,
+    *,
+    device: DeviceLike,
+    dtype: torch.dtype,
+    seed: int = 0,
+    dequantize: bool = False,
 ) -> LanguageModel:
     """Loads the model of a folder for a sampler: by its model file, or transformers' model."""
     if _has_model_file(folder):
-        return load_model(folder, device=device, dtype=dtype, seed=seed)
+        return load_model(folder, device=device, dtype=dtype, seed=seed, dequantize=dequantize)
     model = build_unfiled(folder, device=device, dtype=dtype)
-    load_weights(model, folder)
+    load_weights(model, folder, dequantize=dequantize)
     return model
 
 
@@ -226,12 +250,14 @@ def _place_drawn(model: LanguageModel, name: str, shard: transfer.Shard, seed: i
     return drawn is not None
 
 
-def load_weights(model: LanguageModel, folder: str | Path, *, seed: int = 0) -> list[str]:
+def load_weights(
+    model: LanguageModel, folder: str | Path, *, seed: int = 0, dequantize: bool = False
+) -> list[str]:
     """Streams a HF or Megatron folder into the model; each rank reads only its part.
 
     Returns the tensors that the folder lacks and that were initialised instead (value heads).
     """
-    reader = open_weights(folder, model.dims)
+    reader = open_weights(folder, model.dims, dequantize=dequantize)
     shards, weight_map = native_shards(model), model.map_for(reader.infos)
     transfer.fill(shards, weight_map, reader, has_heads=model.is_last, must_be_finite=True)
     if model.is_last:
@@ -252,11 +278,12 @@ def load_model(
     lm_head: bool | None = None,
     model: str | None = None,
     seed: int = 0,
+    dequantize: bool = False,
 ) -> Decoder:
     """Loads the model of a HF folder; a missing value head is initialised from `seed`."""
     dims = dims_of(folder, model)
     built = build_model(dims, device=device, dtype=dtype, value_head=value_head, lm_head=lm_head)
-    load_weights(built, folder, seed=seed)
+    load_weights(built, folder, seed=seed, dequantize=dequantize)
     return built
 
 
@@ -341,7 +368,8 @@ def config_for(model: LanguageModel, config: dict[str, Any], dtype: torch.dtype)
     causal, scalar = model.hf_classes
     out = {**config, **model.saved_config}
     out |= {"dtype": str(dtype).removeprefix("torch."), "architectures": [causal]}
-    out.pop("torch_dtype", None)
+    for key in ("torch_dtype", QUANTIZATION):
+        out.pop(key, None)
     if not model.has_lm_head and model.value_head is not None:
         out |= {"architectures": [scalar], "num_labels": 1}
     return out

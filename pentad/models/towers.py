@@ -13,6 +13,7 @@ from typing import Any
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.folders import tensor_bytes, tensor_names
+from pentad.core.quantization import REMEDY
 from pentad.models.config_reader import PART, ConfigReader
 from pentad.weights.map import WeightMap, sources_of
 
@@ -154,8 +155,9 @@ def text_config(config: Mapping[str, Any], tower: Tower) -> dict[str, Any]:
     tied = config.get(TIED, tower.tied)  # null is false
     if tied or not tower.text_ties:
         own[TIED] = False if tied is None else tied
-    if config.get("quantization_config"):
-        own["quantization_config"] = config["quantization_config"]
+    if config.get("quantization_config") or text.get("quantization_config"):
+        where = f"config.json: model_type = {config.get('model_type')}"
+        raise UserError(Problem(where, "its weights are quantised", REMEDY))
     return {**own, "model_type": family}
 
 

@@ -58,6 +58,8 @@ class HostedSettings(Section):
     """Seed of random weights until the first install; None: no random weights."""
     base: str = ""
     """Folder of the frozen weights, if an adapter is published."""
+    dequantize: bool = False
+    """Whether those may be quantised."""
     unfiled: str = ""
     """Folder of a model without a model file; transformers' model is built from its config."""
     version: int = -1
@@ -81,7 +83,7 @@ def make_sampler(payload: Mapping[str, Any], emit: Callable[[str, Any], None]) -
         make_deterministic()
     place: dict[str, Any] = {"device": torch.device(given.device), "dtype": DTYPES[given.dtype]}
     if given.base:
-        model: LanguageModel = load_to_sample(given.base, **place)
+        model: LanguageModel = load_to_sample(given.base, **place, dequantize=given.dequantize)
     elif given.unfiled:
         model = build_unfiled(given.unfiled, **place)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from engine_toys import CONFIG, PolicyLoss, ValueLoss, bring_back, keep_state, make_rows
 from parity_cases import bend, gradients_of
 from sections import engine_settings
@@ -33,6 +34,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,
+    },
+    "ernie4_5_moe": SMALL
+    | {
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 16,
+        "moe_num_shared_experts": 1,
     },
 }
 LOSSES = {"token": PolicyLoss(0.3), "value": ValueLoss()}
@@ -103,6 +112,30 @@ def save_and_load(source: str, layout: Layout, folder: str) -> dict[str, Any]:
         "restored": engine.forward(rows),
         "again": again.forward(rows),
         "before": make(source, layout).forward(rows),
+    }
+
+
+def wide_weights(layout: Layout) -> dict[str, Any]:
+    """A step in 16 bits and back: the dtypes of routers in a pass and published, and the published
+    weights before and after."""
+    engine = make("ernie4_5_moe", layout, dtype="bfloat16", param_dtype="bfloat16")
+    in_pass = []
+    for name, module in engine.decoder.named_modules():
+        if name.endswith("mlp.gate"):
+            module.register_forward_pre_hook(lambda gate, _: in_pass.append(gate.weight.dtype))
+    kept = keep_state(engine)
+    before = {name: x.clone() for name, x in engine.iter_weights()}
+    engine.begin_step()
+    engine.accumulate(make_rows(6), LOSSES["token"])
+    engine.end_step()
+    moved = {name: x.clone() for name, x in engine.iter_weights()}
+    bring_back(engine, kept)
+    return {
+        "in_pass": set(in_pass),
+        "wide": {name for name, x in moved.items() if x.dtype == torch.float32},
+        "moved": {name for name, x in moved.items() if not torch.equal(x, before[name])},
+        "before": before,
+        "after": {name: x.clone() for name, x in engine.iter_weights()},
     }
 
 

@@ -79,6 +79,18 @@ def test_experts_of_transformers_train_over_ranks(pool, layout):
     compare_gradients(mine, alone("qwen3_moe"))
 
 
+def test_routers_in_16_bits_stay_wide_over_ranks(pool):
+    seen = pool.run(2, "hf_cases", "wide_weights", layout=Layout(dp_shard=2))
+    place = "model.layers.{}.mlp.{}"
+    gates = {place.format(i, "gate.weight") for i in (1, 2)}
+    biases = {place.format(i, "moe_statics.e_score_correction_bias") for i in (1, 2)}
+    assert seen["in_pass"] == {torch.float32}
+    assert seen["wide"] == gates | biases
+    assert gates < seen["moved"]
+    assert not biases & seen["moved"]
+    assert all(torch.equal(x, seen["before"][name]) for name, x in seen["after"].items())
+
+
 def test_a_critic_gives_one_ranks_values(pool):
     kwargs = {"source": "qwen3", "loss": "value"}
     layout = Layout(dp_shard=2, tp=2)

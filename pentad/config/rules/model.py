@@ -13,7 +13,8 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.fit import strict_problems
 from pentad.core.layout import Layout
-from pentad.models.catalog import dims_of, known_dims, model_type
+from pentad.core.quantization import needs_key
+from pentad.models.catalog import dims_of, known_dims, model_type, quantization
 from pentad.models.families import (
     is_known,
     is_registered,
@@ -96,6 +97,37 @@ def _folder_dims(config: Config, facts: RunFacts) -> ModelDims | None:
     path = config.actor.path
     is_folder = path is not None and (Path(path) / "config.json").is_file()
     return _sampled_dims(config, facts) if is_folder else None
+
+
+@RULES.add(commands=RUNS)
+def quantised_weights_are_read_by_a_key(config: Config, facts: RunFacts) -> Iterator[Problem]:
+    """Rejects quantised folders whose block does not ask for 16-bit weights."""
+    actor, critic = config.actor, config.critic
+    blocks = {"actor": actor}
+    is_rl = facts.command not in ON_EXAMPLES
+    if is_rl and config.algorithm.facts.needs_critic and critic.path != actor.path:
+        blocks["critic"] = critic
+    read = {f"{r}.path": (r, b.path) for r, b in blocks.items() if not b.has_other_weights}
+    read |= {key: ("actor", path) for key, path in frozen_paths(config).items()}
+    for key, (role, path) in read.items():
+        found = quantization(path) if path else None
+        if found is not None and not blocks[role].dequantize:
+            yield needs_key(f"{key} = {path}", found, f"{role}.dequantize")
+
+
+@RULES.add(commands=RUNS)
+def servers_load_16_bit_weights(config: Config, facts: RunFacts) -> Iterator[Problem]:
+    """Rejects servers that would be started with a quantised folder: what a run publishes is not
+    quantised."""
+    is_sampled = facts.command not in ON_EXAMPLES and config.has_sampler
+    rollout = config.part("rollout") if is_sampled else None
+    if rollout is None or rollout.backend == "embedded" or config.rollout.server.addresses:
+        return
+    path = config.actor.path
+    if path is not None and quantization(path) is not None:
+        where = f"allocation_mode = {config.allocation_mode}"
+        rule = f"{rollout.backend} would load the quantised weights of {path}"
+        yield Problem(where, rule, "sample with embedded, or give a folder with 16-bit weights")
 
 
 @RULES.add(commands=RUNS)

@@ -10,6 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError, raise_problems
+from pentad.core.quantization import quantization_problems
 from pentad.models.config_reader import MAX_LAYERS
 from pentad.models.families import ConfigLike, read_config
 
@@ -38,7 +39,9 @@ def read_hf_config(source: ConfigLike) -> PretrainedConfig:
         rule = f"transformers cannot read it ({str(error).partition('. ')[0]})"
         remedy = "give a model type that it knows, or a model file of your own"
         raise UserError(Problem(where, rule, remedy)) from error
+    raise_problems(quantization_problems(given))
     raise_problems(Problem(where, rule) for rule in _faults(config))
+    vars(config).pop("quantization_config", None)  # the model is built for 16-bit weights
     return config
 
 
@@ -60,8 +63,6 @@ def _faults(config: PretrainedConfig) -> list[str]:
         faults.append("it is an encoder with a decoder")
     if not getattr(config, "is_causal", True):
         faults.append("is_causal = false: tokens attend to later ones")
-    if fields.get("quantization_config"):
-        faults.append("its weights are quantised (quantization_config); give the full ones")
     rope = fields.get("rope_parameters") or {}
     nested = [part for part in rope.values() if isinstance(part, dict)]
     shifting = sorted({str(part.get("rope_type")) for part in (rope, *nested)} & SHIFTING)

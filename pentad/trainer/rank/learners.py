@@ -121,7 +121,8 @@ def check_weights(config: Config, role: Role) -> None:
         return
     model = _meta_model(config, role)
     if folder is not None:
-        reader = open_weights(folder, model.dims)
+        dequantize = _origin(config, role).dequantize
+        reader = open_weights(folder, model.dims, dequantize=dequantize)
         transfer.check(native_shards(model), model.map_for(reader.infos), reader)
         lora = config.actor.lora
         is_new = role == "critic" and config.critic.lora is not None
@@ -198,7 +199,7 @@ def build_role(
     path = config.model_folder(role)
     weights, layout = weights_folder(config, role), config.layout(role)
     settings = EngineSettings(
-        model=model,
+        model=model.model_copy(update={"dequantize": _origin(config, role).dequantize}),
         temperature=temperature,
         total_steps=total_steps,
         max_row_tokens=max_row_tokens,

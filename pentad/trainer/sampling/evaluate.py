@@ -258,6 +258,7 @@ async def _samplers(config: Config, subject: Subject, device: torch.device) -> d
         dtype=DTYPES[config.actor.compute_dtype(device.type)],
         decode=lambda ids: tokenizer.decode(ids, keep_special=True),
         adapter=None if adapter is None else read_adapter(adapter),
+        dequantize=config.actor.dequantize,
     )
     return {"embedded": embedded}
 

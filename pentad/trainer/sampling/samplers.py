@@ -231,6 +231,7 @@ class SamplerOpener:
             deterministic=is_deterministic(config),
             num_threads=min(threads, num_cores or threads),
             base=folder if config.actor.lora else "",
+            dequantize=config.actor.dequantize,
             unfiled="" if self.dims.is_whole else folder,
         )
 
@@ -281,7 +282,9 @@ def embedded_sampler(
         model = build_model(dims, device="meta", dtype=dtype)
         share_weights(model, base)
     elif config.actor.lora is not None:
-        model = load_to_sample(config.model_folder(), device=device, dtype=dtype)
+        model = load_to_sample(
+            config.model_folder(), device=device, dtype=dtype, dequantize=config.actor.dequantize
+        )
     elif not dims.is_whole:
         model = build_unfiled(config.model_folder(), device=device, dtype=dtype)
     else:

@@ -227,7 +227,13 @@ def first_weights(config: Config, device: torch.device) -> Snapshot:
     dtype = config.actor.compute_dtype(device.type)
     engine = build_engine(
         path,
-        EngineSettings(model=ModelConfig(dtype=dtype, param_dtype=config.actor.param_dtype)),
+        EngineSettings(
+            model=ModelConfig(
+                dtype=dtype,
+                param_dtype=config.actor.param_dtype,
+                dequantize=config.actor.dequantize,
+            )
+        ),
         init_from_scratch=weights is None,
         seed=config.seed,
         weights=weights,

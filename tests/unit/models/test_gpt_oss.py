@@ -135,8 +135,8 @@ def test_megatron_names_what_it_lacks():
 
 REFUSED = {
     "quantised": (
-        {"quantization_config": {"quant_method": "mxfp4"}},
-        "weights are quantised; give a folder with 16-bit weights: .*dequantize=True",
+        {"quantization_config": {"quant_method": "awq"}},
+        "weights are quantised in a way .*; give a folder with 16-bit weights: .*dequantize=True",
     ),
     "another limit": ({"swiglu_limit": 5.0}, "swiglu_limit = 5.0: transformers has 7.0"),
     "an mlp bias": ({"mlp_bias": True}, "mlp_bias"),
