@@ -20,9 +20,10 @@ from rich.progress import (
 )
 
 from pentad.core.errors import Problem, UserError
-from pentad.core.folders import INFO, STATE, RecoveryPath, recovery_path
+from pentad.core.folders import INFO, STATE, RecoveryPath, recovery_path, tensor_names
 from pentad.models.conversion import Conversion, Converted, check_apart, convert
 from pentad.models.conversion_files import OnProgress, check_target
+from pentad.models.towers import by_adapter_names
 from pentad.planner.hub import local_model
 from pentad.weights.megatron.layout import RELEASE, FolderKind, checkpoint_name, find_weights
 from pentad.weights.merge import merge_folder
@@ -175,7 +176,8 @@ def merge_adapter(
     for folder in (source, model):
         check_apart(Path(folder), Path(target))
     begun = time.monotonic()
-    loss = merge_folder(model, adapter, target, dtype, source)
+    names = by_adapter_names(model, {name: name for name in tensor_names(Path(model))})
+    loss = merge_folder(model, adapter, target, dtype, source, names)
     out = Console(highlight=False, markup=False, soft_wrap=True)
     out.print(f"{target}: written ({source} in {model}; {time.monotonic() - begun:.1f} s)")
     out.print(f"{loss}")

@@ -470,14 +470,15 @@ class Engine:
         return whole.trained_map, hf_metadata(whole, self._publish_dtype, whole.trained_map)
 
     def adapter(self) -> tuple[Adapter, list[str]]:
-        """Returns the adapter's whole factors, on every rank, and the names of the frozen
-        weights."""
+        """Returns the adapter's whole factors, on every rank, and the names of the frozen weights:
+        none for a text tower, as other towers have layers with the same last names."""
         assert self.base is not None, "all weights are trained"
         self._require_actor("saving")
         self._require_whole()
         factors = {name: tensor.cpu() for name, tensor in self._gathered()}
         adapter = Adapter(self.base.spec, factors, self.base.path)
-        return adapter, list(hf_metadata(self.held.whole))
+        whole = self.held.whole
+        return adapter, [] if whole.dims.tower_names else list(hf_metadata(whole))
 
     def shake_adapter(self, strength: float) -> None:
         """Perturbs B of the adapter to test that components use it; strength 0 restores it

@@ -30,6 +30,7 @@ from pentad.infer.section import SamplerSettings
 from pentad.infer.sequence import Sequence
 from pentad.models.language_model import LanguageModel
 from pentad.models.registry import load_to_sample
+from pentad.models.towers import by_adapter_names
 from pentad.weights.hf import HfFolder
 from pentad.weights.peft import Adapter, fit_problems
 
@@ -111,7 +112,8 @@ class EmbeddedSampler:
     ) -> EmbeddedSampler:
         """Serves the weights of the folder as version 0. `adapter`: applied to them, unmerged."""
         if adapter is not None:
-            raise_problems(fit_problems(adapter, HfFolder(folder).infos, "adapter", str(folder)))
+            infos = by_adapter_names(folder, HfFolder(folder).infos)
+            raise_problems(fit_problems(adapter, infos, "adapter", str(folder)))
         lora = None if adapter is None else LoraConfig(**asdict(adapter.spec))
         settings = (settings or SamplerSettings()).model_copy(update={"lora": lora})
         model = load_to_sample(folder, device=device, dtype=dtype, dequantize=dequantize)

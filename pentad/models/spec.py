@@ -422,7 +422,7 @@ class ModelSpec:
 
     def weight_map(self, dims: ModelDims) -> WeightMap:
         own = build_map(self.rules, dims, ignored=self.ignored)
-        return in_tower(own) if dims.tower_names else own
+        return in_tower(own, dims.tower_names) if dims.tower_names else own
 
     def megatron_map(self, dims: ModelDims, vocab_rows: int) -> WeightMap:
         """Megatron's tensors, with this many vocabulary rows, as regions of HF-on-disk ones."""

@@ -8,15 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
-from pentad.core.folders import tensor_bytes, tensor_names
+from pentad.core.folders import read_object, tensor_bytes, tensor_names
 from pentad.core.quantization import REMEDY
 from pentad.models.config_reader import PART, ConfigReader
 from pentad.weights.map import WeightMap, sources_of
 
+Names = tuple[tuple[str, str], ...]
+"""How names begin, and how they begin under another spelling."""
+T = TypeVar("T")
 TEXT, TIED = "text_config", "tie_word_embeddings"
 EMBEDDING = "model.embed_tokens.weight"
 SPELLINGS = tuple(
@@ -30,6 +33,9 @@ SPELLINGS = tuple(
 )
 """Pairs (prefix of a family's names, prefix in multimodal folders). Most types have two:
 transformers reads both, and which one it writes depends on its version."""
+IN_MEMORY: Names = SPELLINGS[0]
+"""The module names of transformers. Adapters use them for their factors, whatever the spelling of
+the base."""
 MROPE = ("mrope_section", "mrope_interleaved")
 NOT_TEXT = ("vision_config", "model_type", "architectures")
 
@@ -193,11 +199,11 @@ def _head_dim(text: Mapping[str, Any]) -> int:
     return int(text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"])
 
 
-def tower_names(folder: Path | None) -> tuple[tuple[str, str], ...]:
-    """Name prefixes of the tower in a folder; without a folder, those of transformers in memory."""
+def tower_names(folder: Path | None) -> Names:
+    """Name prefixes of the tower in a folder; without one, those of transformers in memory."""
     held = set() if folder is None else tensor_names(folder)
     found = (names for names in SPELLINGS if names[0][1] + EMBEDDING.partition(".")[2] in held)
-    return next(found, SPELLINGS[0])
+    return next(found, IN_MEMORY)
 
 
 def other_bytes(folder: Path, dims: ModelDims) -> int:
@@ -206,14 +212,27 @@ def other_bytes(folder: Path, dims: ModelDims) -> int:
     return sum(size for name, size in sizes.items() if dims.is_beside_text(name))
 
 
-def in_tower(own: WeightMap) -> WeightMap:
-    """The map of a family with the names of the text tower in a multimodal folder."""
-    names = own.dims.tower_names
+def by_adapter_names(folder: str | Path, tensors: Mapping[str, T]) -> dict[str, T]:
+    """Tensors of a folder under the names that adapters use, without those of other towers."""
+    if tower_of(read_object(Path(folder) / "config.json")) is None:
+        return dict(tensors)
+    held = (there for _, there in tower_names(Path(folder)))
+    pairs = tuple(zip(held, (new for _, new in IN_MEMORY), strict=True))
+    begins = tuple(begin for begin, _ in pairs)
+    return {_renamed(n, pairs): one for n, one in tensors.items() if n.startswith(begins)}
+
+
+def _renamed(name: str, names: Names) -> str:
+    found = ((begin, new) for begin, new in names if name.startswith(begin))
+    begin, new = next(found, ("", ""))
+    return new + name.removeprefix(begin)
+
+
+def in_tower(own: WeightMap, names: Names) -> WeightMap:
+    """Renames the map of a family to the names of a text tower."""
 
     def there(name: str) -> str:
-        found = ((begin, new) for begin, new in names if name.startswith(begin))
-        begin, new = next(found, ("", ""))
-        return new + name.removeprefix(begin)
+        return _renamed(name, names)
 
     entries = {
         name: replace(

@@ -129,7 +129,8 @@ def plan_files(config: Config, trainers: list[TrainPlan], batch: Batch) -> Files
         count = min(count, (saver.keep_last or 1) + (saver.keep_best or 0) + 1)
     found = [trainer.training for trainer in trainers if trainer.training.with_optimizer]
     free, folder = free_disk(config.checkpoint_root)
-    copied = other_bytes(Path(config.actor.path or ""), found[0].dims) if found else 0
+    is_whole = bool(found) and config.actor.lora is None
+    copied = other_bytes(Path(config.actor.path or ""), found[0].dims) if is_whole else 0
     return Files(
         export_bytes=sum(map(exported_bytes, found)) + copied,
         num_exports=count,

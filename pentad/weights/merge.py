@@ -6,7 +6,7 @@ much smaller than the weights are rounded away, so the loss is measured and repo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,38 +68,46 @@ def merge_weight(
 
 
 def merge_folder(
-    base: str | Path, adapter: Adapter, target: str | Path, dtype: str | None, where: str
+    base: str | Path,
+    adapter: Adapter,
+    target: str | Path,
+    dtype: str | None,
+    where: str,
+    names: Mapping[str, str],
 ) -> MergeLoss:
-    """Writes a HF folder with the adapter merged; `where` names the adapter in messages."""
+    """Writes a HF folder with the adapter merged; `where` names the adapter in messages, `names`
+    gives the names in the base by the adapter's. Tensors of other towers are copied as they are."""
     folder = HfFolder(base)
-    raise_problems(fit_problems(adapter, folder.infos, where, str(base)))
+    adapted = {name: folder.infos[held] for name, held in names.items()}
+    raise_problems(fit_problems(adapter, adapted, where, str(base)))
     if dtype is not None and dtype not in DTYPES:
         raise UserError(Problem(f"--dtype {dtype}", f"is not one of {', '.join(DTYPES)}"))
-    modules = set(adapter.modules)
-    held = folder.infos[f"{min(modules)}.weight"].dtype
+    modules = {names[f"{module}.weight"]: module for module in adapter.modules}
+    held = folder.infos[min(modules)].dtype
     if not held.is_floating_point or held.itemsize < 2:
         rule = f"its weights are {held}, to which nothing can be added"
         raise UserError(Problem(str(base), rule, "merge into the folder they were made from"))
     loss = MergeLoss(dtype or str(held).removeprefix("torch."))
+    of_text = set(names.values())
     infos = {
-        name: TensorInfo(info.shape, _dtype(info.dtype, dtype))
+        name: TensorInfo(info.shape, _dtype(info.dtype, dtype if name in of_text else None))
         for name, info in folder.infos.items()
     }
 
     def pairs() -> Iterator[tuple[str, Tensor]]:
         for name, info in infos.items():
             weight = folder.read(name, full_box(info.shape))
-            module = name.removesuffix(".weight")
-            if module in modules:
-                pair = adapter.pair(module)
+            if name in modules:
+                pair = adapter.pair(modules[name])
                 yield name, merge_weight(weight, pair, adapter.spec.scale, info.dtype, loss)
             else:
                 yield name, weight.to(info.dtype)
 
     config = read_object(Path(base) / "config.json")
     if dtype is not None:
-        config.pop("torch_dtype", None)
-        config["dtype"] = dtype
+        for one in filter(None, (config, config.get("text_config"))):
+            one.pop("torch_dtype", None)
+            one["dtype"] = dtype
     save_folder(target, pairs(), plan_folder(infos, config, companions=[base]))
     return loss
 

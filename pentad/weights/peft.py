@@ -141,7 +141,8 @@ def expanded(factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def write_adapter(folder: str | Path, adapter: Adapter, base_names: Iterable[str]) -> None:
     """Writes a PEFT folder, reads it back, compares it and then renames it to `folder`.
-    `base_names`: the tensors of the base, used to shorten target_modules."""
+    `base_names`: the tensors of the base, used to shorten target_modules; without them these are
+    full names, which also exclude the layers of other towers."""
     factors = {PREFIX + name: tensor for name, tensor in expanded(adapter.factors).items()}
     infos = {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in factors.items()}
     with atomic_folder(Path(folder)) as aside:
@@ -170,7 +171,7 @@ def _target_modules(adapter: Adapter, base_names: Iterable[str]) -> list[str]:
     modules = set(adapter.modules)
     last = {module.rpartition(".")[2] for module in modules}
     named = {name.removesuffix(".weight") for name in base_names if name.endswith(".weight")}
-    if all(module in modules for module in named if module.rpartition(".")[2] in last):
+    if named and all(module in modules for module in named if module.rpartition(".")[2] in last):
         return sorted(last)
     return sorted(modules)
 
@@ -291,7 +292,8 @@ def fit_problems(
     adapter: Adapter, infos: Mapping[str, TensorInfo], where: str, base: str
 ) -> Iterator[Problem]:
     """Lists why an adapter does not match a base: missing modules, other shapes, or target modules
-    without factors. `infos`: the tensors of the base's files."""
+    without factors. `infos`: the tensors of the base's files
+    under the adapter's names."""
     remedy = f"its own base is {adapter.base or 'not named in its config'}"
     modules = adapter.modules
     for module in modules:

@@ -121,7 +121,6 @@ def test_a_killed_run_of_a_tower_ends_as_if_nothing_had_happened(task, wholes, t
         (["allocation_mode=sglang:d1+archon:d1"], "weights of a server are verified by name"),
         (["allocation_mode=embedded:d1|fsdp:d1"], "fsdp builds only language models"),
         (["allocation_mode=embedded:d1|megatron:d1"], "other towers beside its text"),
-        (["actor.lora.rank=4"], "adapters with the names of the whole model"),
         (["algorithm.name=ppo"], "give a language model with its tokenizer"),
         (["actor.init_from_scratch=true"], "its other towers are copied from its files"),
     ],

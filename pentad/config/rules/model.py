@@ -143,9 +143,6 @@ def towers_are_trained_natively(config: Config, facts: RunFacts) -> Iterator[Pro
             where = f"allocation_mode = {config.allocation_mode}"
             remedy = "sample with embedded" if part.is_inference else "train it with archon"
             yield Problem(where, f"{whole}, and {NO_TOWERS[part.backend]}", remedy)
-    if config.actor.lora is not None:
-        rule = f"{whole}, and adapters with the names of the whole model are not supported"
-        yield Problem("actor.lora", rule, "train all weights: leave it out")
     if config.actor.init_from_scratch:
         rule = f"{whole}, and its other towers are copied from its files"
         yield Problem("actor.init_from_scratch = true", rule, "leave it out")

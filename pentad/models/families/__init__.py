@@ -21,7 +21,14 @@ from pentad.core.specs import import_named, why_not_loaded
 from pentad.engine.section import LoraConfig
 from pentad.models.config_reader import dims_from_hf
 from pentad.models.spec import ModelSpec
-from pentad.models.towers import text_config, text_family, tower_names, tower_of
+from pentad.models.towers import (
+    IN_MEMORY,
+    in_tower,
+    text_config,
+    text_family,
+    tower_names,
+    tower_of,
+)
 from pentad.weights.lora_map import fused_words, lora_map, target_problems, target_words
 from pentad.weights.map import WeightMap
 
@@ -223,7 +230,8 @@ def lora_words(dims: ModelDims, lora: LoraConfig, role: str = "actor") -> Sequen
 def lora_map_of(dims: ModelDims, lora: LoraConfig, *, value_head: bool = False) -> WeightMap:
     """The weight map of an adapter of the family; a critic's includes its head."""
     words = lora_words(dims, lora, "critic" if value_head else "actor")
-    return lora_map(spec_of(dims.family).rules, dims, lora, words, value_head=value_head)
+    own = lora_map(spec_of(dims.family).rules, dims, lora, words, value_head=value_head)
+    return in_tower(own, IN_MEMORY) if dims.tower_names else own
 
 
 def map_of(dims: ModelDims) -> WeightMap:

@@ -27,6 +27,7 @@ from pentad.models.families import dims_of
 from pentad.models.hf_weights import native_shards
 from pentad.models.language_model import LanguageModel
 from pentad.models.registry import build_whole, dims_to_sample, open_weights
+from pentad.models.towers import by_adapter_names
 from pentad.rl.section import AlgorithmSettings
 from pentad.telemetry.log import NOTICE
 from pentad.trainer.rank.update import BatchUpdate
@@ -134,7 +135,9 @@ def check_weights(config: Config, role: Role) -> None:
             where = f"actor.lora.init_path = {lora.init_path}"
             adapter = read_adapter(lora.init_path)
             problems = [*spec_problems(adapter, spec_of_lora(model, lora), where)]
-            problems += fit_problems(adapter, reader.infos, where, str(folder))
+            problems += fit_problems(
+                adapter, by_adapter_names(folder, reader.infos), where, str(folder)
+            )
             raise_problems(problems)
 
 

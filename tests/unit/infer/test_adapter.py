@@ -59,7 +59,8 @@ def folders(tmp_path, case):
     write_adapter(tmp_path / "adapter", adapter, HfFolder(tmp_path / "base").infos)
     found = read_adapter(tmp_path / "adapter")
     assert found.spec == spec and found.factors.keys() == factors.keys()
-    merge_folder(tmp_path / "base", found, tmp_path / "merged", "float32", "adapter")
+    names = {name: name for name in HfFolder(tmp_path / "base").infos}
+    merge_folder(tmp_path / "base", found, tmp_path / "merged", "float32", "adapter", names)
     return tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"
 
 
