@@ -112,7 +112,7 @@ def test_a_family_without_a_place_is_refused_before_anything_starts(lab, mixture
     other = {**json.loads(text), **experts, "model_type": "qwen3_moe", "n_shared_experts": 0}
     try:
         config.write_text(json.dumps(other))
-        with pytest.raises(UserError, match=f"{RATE} = 0.01: a saved qwen3_moe has no place"):
+        with pytest.raises(UserError, match=f"{RATE} = 0.01: a saved qwen3_moe cannot store"):
             lab.sft(f"{RATE}=0.01")
     finally:
         config.write_text(text)

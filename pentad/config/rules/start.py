@@ -145,7 +145,7 @@ def rank_problems(config: Config, facts: RunFacts) -> list[Problem]:
     placed = topology(config, facts_of(config, facts.kind))
     apart = placed.samplers if placed.written.are_apart else []
     if facts.kind == "cuda" and config.elastic.enabled and (apart or placed.scorers):
-        rule = "samplers and scorers on separate GPUs are counted after training"
+        rule = "GPUs of samplers and scorers are numbered after those of training"
         remedy = "let the sampler share the trainer's devices (embedded:dN|archon:dN), or use Ray"
         return [Problem("elastic.enabled = true", rule, remedy)]
     count = facts.at_start.num_gpus

@@ -104,7 +104,7 @@ def test_a_skipped_step_leaves_the_bias():
 
 
 def test_a_bias_that_the_format_cannot_hold_is_refused_at_the_start():
-    with pytest.raises(UserError, match="bias_rate = 0.01: a saved qwen3_moe has no place"):
+    with pytest.raises(UserError, match="bias_rate = 0.01: a saved qwen3_moe cannot store a bias"):
         make_mixture(balance={"bias_rate": 0.01})
 
 

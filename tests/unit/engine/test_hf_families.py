@@ -261,7 +261,7 @@ REFUSED = [
     (
         "modernbert-decoder",
         {"num_key_value_heads": None, "decoder_bias": False},
-        "no body and head",
+        "not a body followed by a head",
     ),
     ("qwen3", {"is_causal": False}, "is_causal = false: tokens attend to later ones"),
     (

@@ -656,7 +656,7 @@ def test_rank_rows_say_what_a_rank_holds():
             2000,
             "environments come in addition",
         ),
-        ([OWN, "gconfig.max_sampled_tokens=90000"], 32768 - 500, "on top"),
+        ([OWN, "gconfig.max_sampled_tokens=90000"], 32768 - 500, "in addition"),
     ],
 )
 def test_the_longest_sample_is_what_all_its_turns_may_have(given, answer, note):

@@ -154,7 +154,7 @@ def test_samplers_on_gpus_that_a_shrink_would_move_are_refused(members):
     def refusals(layout, device):
         config = members(f"allocation_mode={layout}", "cluster.n_gpus_per_node=8").config
         found = rank_problems(config, start_facts(device))
-        return [problem.where for problem in found if "counted after those" in problem.rule]
+        return [problem.where for problem in found if "numbered after those" in problem.rule]
 
     assert refusals("embedded:d1+archon:d2", "cuda") == ["elastic.enabled = true"]
     assert not refusals("embedded:d1+archon:d2", "cpu")

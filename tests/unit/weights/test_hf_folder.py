@@ -252,7 +252,7 @@ def test_sizes_that_do_not_fit_the_shape_are_refused(tmp_path):
     save_file({"a": torch.ones(6)}, file)
     data = file.read_bytes().replace(b"[6]", b"[7]")
     file.write_bytes(data)
-    with pytest.raises(UserError, match=r"a: 24 bytes are no F32 of shape \[7\]"):
+    with pytest.raises(UserError, match=r"a: 24 bytes are not F32 of shape \[7\]"):
         SafeFile(file)
 
 

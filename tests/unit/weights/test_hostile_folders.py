@@ -150,7 +150,7 @@ def write_header(path, text: bytes, size: int | None = None) -> None:
         (b'{"a":{"dtype":"F32","shape":[1' + b"0" * 30 + b'],"data_offsets":[0,4]}}', "shape or"),
         (
             b'{"a":{"dtype":"F32","shape":[4000000000,4000000000],"data_offsets":[0,0]}}',
-            "0 bytes are no F32",
+            "0 bytes are not F32",
         ),
         (b'{"a":' + b"9" * 5000 + b"}", "is not a safetensors file"),
     ],

@@ -150,7 +150,7 @@ BAD = [
     (lambda f: changed(f, rank_pattern={"q_proj": 2}), "rank_pattern = {'q_proj': 2}: changes"),
     (lambda f: changed(f, alpha_pattern={"q_proj": 2}), "alpha_pattern = {'q_proj': 2}: changes"),
     (lambda f: changed(f, bias="all"), "bias = all: the files have trained biases"),
-    (lambda f: changed(f, init_lora_weights="pissa"), "init_lora_weights = pissa: it began from"),
+    (lambda f: changed(f, init_lora_weights="pissa"), "init_lora_weights = pissa: its init"),
     (lambda f: (f / FACTORS).write_bytes((f / FACTORS).read_bytes()[:-9]), "its header says"),
     (lambda f: with_factor(f, lambda all: all[FIRST].fill_(torch.nan)), "NaN or infinite"),
     (lambda f: with_factor(f, lambda all: all.pop(FIRST)), "there is no model.layers.0.self_attn"),
