@@ -221,8 +221,8 @@ def installed(package: str) -> str | None:
 
 
 def flush_output() -> None:
-    """Writes out what is buffered for stdout and stderr, as far as they are open and somebody reads
-    them."""
+    """Writes out what is buffered for stdout and stderr; closed ones and broken pipes are passed
+    over."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             with suppress(OSError, ValueError):
