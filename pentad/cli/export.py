@@ -70,5 +70,5 @@ def exported(folder: Path, config: Config, step: int | None) -> Path:
         has = f"models of steps {', '.join(map(str, sorted(steps)))}" if steps else "no model"
         where = f"run = {folder}" if step is None else f"--step = {step}"
         remedy = "saver.freq_steps sets the steps of exports"
-        raise UserError(Problem(where, f"{root} has {has} of it", remedy))
+        raise UserError(Problem(where, f"{root} has {has}", remedy))
     return steps[max(steps) if step is None else step]

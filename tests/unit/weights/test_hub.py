@@ -155,7 +155,7 @@ def test_a_card_that_is_there_stays(run, hub):
             "run = nowhere: has no manifest of a run; give the folder of a run's records",
         ),
         (["{run}", "--push", "sums"], "--push = sums: a model of the hub is named OWNER/NAME"),
-        (["{run}", "--step", "2"], "has models of steps 3 of it; saver.freq_steps says"),
+        (["{run}", "--step", "2"], "steps 3; saver.freq_steps sets"),
     ],
 )
 def test_bad_words_of_export_are_a_sentence(run, words, sentence):
