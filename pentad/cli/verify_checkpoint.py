@@ -179,7 +179,9 @@ def open_store(place: str, root: str, endpoint_url: str | None, region: str | No
     try:
         split_uri(root)
     except ValueError as error:
-        raise UserError(Problem(f"PATH = {place}", str(error))) from error
+        raise UserError(
+            Problem(f"PATH = {place}", str(error), "give s3://BUCKET/PREFIX")
+        ) from error
     if endpoint_url is not None and (rule := url_problem(endpoint_url)):
         remedy = "give for instance http://127.0.0.1:9000, or leave it out for Amazon's"
         raise UserError(Problem(f"--endpoint-url = {endpoint_url}", rule, remedy))

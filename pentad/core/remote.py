@@ -52,7 +52,7 @@ def split_uri(uri: str) -> tuple[str, str]:
     """Splits `s3://BUCKET/PREFIX` into bucket and prefix; ValueError if it is invalid."""
     scheme, mark, rest = uri.partition("://")
     if scheme != "s3" or not mark:
-        raise ValueError("is not the address of a store, such as s3://BUCKET/PREFIX")
+        raise ValueError("is not the address of a store")
     bucket, _, prefix = rest.partition("/")
     if not BUCKET.fullmatch(bucket):
         rule = "a bucket's name has 3 to 63 small letters, digits, dots and hyphens"

@@ -252,7 +252,7 @@ BROKEN = [
         "sft",
         ["checkpoint.remote_uri=/mnt/models"],
         "checkpoint.remote_uri = /mnt/models",
-        "reads s3://BUCKET/PREFIX; give s3",
+        "not the address of a store; give s3",
     ),
     (
         "the_store_has_an_address",

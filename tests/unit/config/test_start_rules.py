@@ -238,7 +238,7 @@ def test_the_sampler_has_the_format_of_its_cache(no_gpu, form, keys, kind, rule)
 def test_a_cache_of_latents_is_not_of_eight_bits(no_gpu):
     latent = replace(TINY, family="deepseek_v3", kv_latent=4, rotary_dim=2)
     found = cache_problems(config_of("rollout.kv_cache_dtype=int8"), latent, "cpu")
-    assert "holds latents" in found[0].rule
+    assert "has latents" in found[0].rule
 
 
 def test_a_cache_of_eight_bits_holds_more(no_gpu):

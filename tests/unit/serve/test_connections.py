@@ -135,7 +135,7 @@ def test_one_client_cannot_take_every_place(start_server):
         answer = b""
         while not answer.endswith(b"}}"):
             answer += fourth.recv(2000)
-    assert b" 429 " in answer and b"3 requests of 127.0.0.1 are under way" in answer
+    assert b" 429 " in answer and b"3 requests of 127.0.0.1 are in progress" in answer
     with connect(server, post(max_tokens=1), source="127.0.0.2") as other:
         assert other.recv(2000).startswith(b"HTTP/1.1 200")
     for one in busy:

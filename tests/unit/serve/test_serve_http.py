@@ -127,7 +127,7 @@ BAD = [
     (chat(messages=said("wizard")), 400, "messages", 'message 1: role = "wizard" is none of sys'),
     (chat(messages=said("function")), 400, "messages", "is none of system, developer, user, ass"),
     (chat(response_format={"type": "json_object"}), 400, "response_format", "not constrained"),
-    (chat(max_tokens=3, max_completion_tokens=4), 400, "max_tokens", "says otherwise"),
+    (chat(max_tokens=3, max_completion_tokens=4), 400, "max_tokens", "is different"),
     (chat(top_logprobs=2), 400, "top_logprobs", "needs logprobs = true"),
     (chat(top_logprobs=21, logprobs=True), 400, "top_logprobs", "less than or equal to 20"),
 ]

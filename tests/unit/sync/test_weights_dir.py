@@ -153,7 +153,7 @@ def test_other_weights_than_the_tickets_raise_by_the_receipt(tmp_path, fault):
         return ticket
 
     spoilt = Receiver(weights_dir, spoil)
-    told = "holds version 1, digest .* handed version 1 with digest"
+    told = "holds version 1, digest .* received version 1 with digest"
     with pytest.raises(WrongWeights, match=told):
         publish(weights_dir, [spoilt], 1, weights(1))
     assert spoilt.version == -1
