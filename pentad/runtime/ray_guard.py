@@ -52,6 +52,8 @@ def own_folder() -> Iterator[Path]:
             if not guard.wait(END_S):
                 log.warning("some processes of the Ray cluster in %s did not end", folder)
             guard.end()
+            if guard.code != 0:  # Ray may kill the children of a program that leaves it
+                end_all(str(folder))
 
 
 def main(folder: str, parent: int) -> None:

@@ -34,6 +34,7 @@ def head_of(pid):
 
 
 OWN = "/tmp/pentad-ray-"
+GUARD = "pentad.runtime.ray_guard"
 OTHER = """
 import ray, sys
 given = ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
@@ -107,6 +108,17 @@ def test_a_run_ends_with_a_sentence_when_the_head_of_its_cluster_is_killed(tmp_p
     with started(tmp_path, command) as (run, shared):
         os.kill(head_of(run.pid), signal.SIGKILL)
         check_end(tmp_path, run, shared)
+
+
+def test_without_the_guard_of_its_cluster_a_run_ends_the_processes_itself(tmp_path):
+    """Ray kills the children of a program that leaves it, in some of its ways to do so."""
+    with started(tmp_path, "train") as (run, shared):
+        guards = [pid for pid, line in processes_of(str(tmp_path)).items() if GUARD in line]
+        for pid in guards:
+            os.kill(pid, signal.SIGKILL)
+        os.kill(head_of(run.pid), signal.SIGKILL)
+        check_end(tmp_path, run, shared)
+        assert len(guards) == 1
 
 
 GONE_S = 10.0
