@@ -71,7 +71,8 @@ def end_all(folder: str) -> None:
     until, quiet = time.monotonic() + END_S, 0
     while quiet < QUIET_LOOKS and time.monotonic() < until:
         found = [int(one.name) for one in Path("/proc").iterdir() if one.name.isdigit()]
-        ended = [pid for pid in found if pid != os.getpid() and end_member(pid, folder)]
+        others = [pid for pid in found if pid not in (os.getpid(), os.getppid())]
+        ended = [pid for pid in others if end_member(pid, folder)]
         quiet = 0 if ended else quiet + 1
         time.sleep(LOOK_S)
 
@@ -90,9 +91,13 @@ def end_member(pid: int, folder: str) -> bool:
 
 
 def is_member(process: Path, folder: bytes) -> bool:
-    """Whether a process has the cluster's variable; zombies have none."""
+    """Whether a process has the cluster's variable, or an open file of its session: the title that
+    an agent gives itself may cover its variables. Zombies have neither."""
     mark = VARIABLE.encode() + b"=" + folder
-    return mark in (process / "environ").read_bytes().split(b"\0")
+    if mark in (process / "environ").read_bytes().split(b"\0"):
+        return True
+    session = f"{os.fsdecode(folder)}/session_"
+    return any(str(link.readlink()).startswith(session) for link in (process / "fd").iterdir())
 
 
 if __name__ == "__main__":
