@@ -19,7 +19,7 @@ ATOL = 10 * ROUNDING  # the logits of the policy are at most 10
 
 
 class Missed(Exception):
-    """On a busy machine a request may be over before the next call reaches the sampler."""
+    """On a busy machine the next call may reach the sampler before or after all answers are drawn."""
 
 
 def run(subject, scenario, *needs):
@@ -35,11 +35,13 @@ def run(subject, scenario, *needs):
     for _ in range(6):
         with suppress(Missed):
             return asyncio.run(main())
-    raise AssertionError("the request was always over before it could be met under way")
+    raise AssertionError("no attempt met all answers of the request while they were drawn")
 
 
 def met_under_way(generations: list[Generation]) -> list[Generation]:
-    if any(set(g.versions) == {0} for g in generations):
+    """Those whose tokens all come from before or after the install show nothing; if every attempt
+    misses, the test fails."""
+    if any(len(set(g.versions)) == 1 for g in generations):
         raise Missed
     return generations
 
