@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pentad.core.dims import ModelDims
 from pentad.engine.section import LoraConfig
 from pentad.models.families import lora_map_of, lora_words, spec_of
+from pentad.ops.sinks import limited
 from pentad.weights.map import Entry, WeightMap
 
 BIAS_OR_NORM = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -32,8 +32,7 @@ def _is_decayed(entry: Entry) -> bool:
 
 def bent(x: Tensor, scale: float, cap: float | None) -> Tensor:
     """Logits from the head's product: scaled, then limited to cap * tanh(x / cap)."""
-    x = x if scale == 1.0 else x * scale
-    return x if cap is None else cap * torch.tanh(x / cap)
+    return limited(x if scale == 1.0 else x * scale, cap)
 
 
 def as_it_is(name: str, tensor: Tensor) -> Tensor:
