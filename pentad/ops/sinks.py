@@ -113,7 +113,6 @@ def _written_out(
     v: Tensor,
     sinks: Tensor | None,
     mask: Tensor | None,
-    *,
     is_causal: bool,
     cap: float | None = None,
     first: int = 0,
