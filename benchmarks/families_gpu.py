@@ -119,6 +119,23 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
     },
+    "gemma2": SHARED  # as gemma-2-2b
+    | {
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 4096,
+        "layer_types": ["full_attention" if i % 2 else "sliding_attention" for i in range(26)],
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
     "gemma3_text": SHARED  # as gemma-3-1b
     | {
         "hidden_size": 1152,
@@ -158,6 +175,7 @@ CUTS = {
     "num_experts_per_tok": 2,
     "sliding_window": 16,
     "query_pre_attn_scalar": 16,
+    "attn_logit_softcapping": 0.5,
 }
 
 

@@ -94,6 +94,13 @@ OWN: dict[str, dict[str, Any]] = {
         "moe_num_shared_experts": 2,
     },
     "exaone4": {"sliding_window": 7, "layer_types": LAYER_TYPES},
+    "gemma2": {
+        "sliding_window": 7,
+        "query_pre_attn_scalar": 5,
+        "attn_logit_softcapping": 0.8,
+        "final_logit_softcapping": 2.0,
+        "tie_word_embeddings": True,
+    },
     "gemma3_text": {
         "sliding_window": 7,
         "layer_types": LAYER_TYPES,

@@ -21,6 +21,8 @@ from rich.progress import (
 
 from pentad.core.errors import Problem, UserError
 from pentad.core.folders import INFO, STATE, RecoveryPath, recovery_path, tensor_names
+from pentad.core.quantization import FLAG
+from pentad.models.catalog import quantization
 from pentad.models.conversion import Conversion, Converted, check_apart, convert
 from pentad.models.conversion_files import OnProgress, check_target
 from pentad.models.towers import by_adapter_names
@@ -32,8 +34,9 @@ from pentad.weights.peft import is_adapter, read_adapter
 
 LOSS_WORTH_A_NOTE = 0.01
 VOCAB = "make_vocab_size_divisible_by"
-UNSET = {"tp": 1, "pp": 1, "vpp": 1, "ep": 1, "separate_layers": False, VOCAB: 128}
-"""Defaults of options for Megatron formats; all other options default to None."""
+UNSET = {"tp": 1, "pp": 1, "vpp": 1, "ep": 1, VOCAB: 128}
+UNSET |= {"separate_layers": False, "dequantize": False}
+"""Defaults of options for other sources or formats; all other options default to None."""
 FORMATS: dict[str, FolderKind] = {
     "hf": "hf",
     "megatron": "torch_dist",
@@ -60,7 +63,7 @@ def run_convert(
 ) -> None:
     """Converts SRC to DST, and prints the result."""
     if merge or base is not None or is_adapter(source):
-        check_merge(source, to=to, merge=merge)
+        check_merge(source, to=to, merge=merge, dequantize=settings["dequantize"])
         merge_adapter(source, target, base=base, dtype=settings["dtype"], force=force)
         return
     source = local_model(source, f"SRC = {source}")
@@ -148,7 +151,7 @@ def _convert_recovery(
         out.print(f"It has no tokenizer: the run took it from {known}; copy its files beside it")
 
 
-def check_merge(source: str, *, to: str | None, merge: bool) -> None:
+def check_merge(source: str, *, to: str | None, merge: bool, dequantize: bool) -> None:
     """Rejects merge options if SRC is not an adapter, and an adapter without merge options."""
     if not is_adapter(source):
         rule = f"is for adapters, and {source} has no {ADAPTER}"
@@ -160,6 +163,10 @@ def check_merge(source: str, *, to: str | None, merge: bool) -> None:
     if to not in (None, "hf"):
         rule = "an adapter is merged into a HF folder"
         raise UserError(Problem(f"--to {to}", rule, "leave it out, and convert that afterwards"))
+    if dequantize:
+        rule = "an adapter is merged into 16-bit weights"
+        remedy = f"convert the base with {FLAG} --to hf, and name that folder with --base"
+        raise UserError(Problem(FLAG, rule, remedy))
 
 
 def merge_adapter(
@@ -175,6 +182,10 @@ def merge_adapter(
     check_target(Path(target), force=force)
     for folder in (source, model):
         check_apart(Path(folder), Path(target))
+    if found := quantization(model):
+        rule = f"its weights are quantised ({found.method}), and 16-bit weights are merged into"
+        remedy = f"convert it with {FLAG} --to hf, and name that folder with --base"
+        raise UserError(Problem(f"base = {model}", rule, remedy))
     begun = time.monotonic()
     names = by_adapter_names(model, {name: name for name in tensor_names(Path(model))})
     loss = merge_folder(model, adapter, target, dtype, source, names)

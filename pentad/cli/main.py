@@ -19,6 +19,7 @@ from pentad.cli.errors import leaving, reporting
 from pentad.cli.recipe import (
     EVAL_OPTIONS,
     AdapterOption,
+    DequantizeOption,
     DeviceOption,
     Figures,
     Findings,
@@ -323,6 +324,7 @@ def convert(
     ] = None,
     model: Annotated[str | None, Option(help="Family, instead of the config's model_type.")] = None,
     dtype: Annotated[str | None, Option(help="float32, bfloat16 or float16.")] = None,
+    dequantize: DequantizeOption = False,
     spec: Annotated[str, Option(help="Megatron layer spec of the names: te or local.")] = "te",
     separate_layers: Annotated[
         bool, Option("--separate-layers", help="Write torch_dist with one key per layer.")
@@ -422,6 +424,7 @@ def serve(
         list[str] | None, Option(help="Model files of your own: path/to/file.py:SPEC.")
     ] = None,
     adapter: AdapterOption = None,
+    dequantize: DequantizeOption = False,
     template_args: Annotated[
         str | None, Option(help="Arguments of the chat template: '{enable_thinking: false}'.")
     ] = None,

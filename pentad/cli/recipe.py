@@ -29,6 +29,9 @@ MODES = {"colocate": "colocate", "hybrid": "hybrid", "fully_async": "async"}
 AdapterOption = Annotated[
     str | None, typer.Option("--adapter", help="PEFT folder, unmerged beside the model's weights.")
 ]
+DequantizeOption = Annotated[
+    bool, typer.Option("--dequantize", help="Read quantised weights (fp8, MXFP4) as 16-bit ones.")
+]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda or auto.")]
 Figures = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
 Findings = Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")]

@@ -22,9 +22,11 @@ import yaml
 
 from pentad.core.device import dtype_of, dtype_problems, pick_device
 from pentad.core.errors import Problem, UserError, raise_problems
+from pentad.core.quantization import flag_problems
 from pentad.data.tokenizer import Tokenizer, load_tokenizer
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.section import SamplerSettings
+from pentad.models.catalog import quantization
 from pentad.models.families import register
 from pentad.models.registry import dims_to_sample
 from pentad.planner.hub import local_model
@@ -93,6 +95,7 @@ def run_serve(
     drain_s: float,
     model_files: Sequence[str] | None,
     adapter: str | None = None,
+    dequantize: bool = False,
     template_args: str | None = None,
 ) -> None:
     handler = logging.StreamHandler()  # the filter applies only to it
@@ -107,6 +110,7 @@ def run_serve(
         register(path)
     name = name or Path(adapter or model).resolve().name.partition("@")[0]
     model = local_model(model, f"model = {model}")
+    raise_problems(flag_problems(f"model = {model}", quantization(model), dequantize=dequantize))
     given = read_template_args(template_args)
     tokenizer = load_tokenizer(model, key="model", template_args=given)
     tokens = max(8192, max_running)
@@ -114,8 +118,11 @@ def run_serve(
         max_running=max_running, max_batch_tokens=tokens, kv_cache_gb=kv_cache_gb
     )
     settings = SamplerSettings(rollout=rollout, max_context=max_context, keep_prefixes=True)
-    found = None if adapter is None else read_adapter(adapter)
-    sampler = load_sampler(model, tokenizer, pick_device(device), dtype, settings, found)
+    sampler = load_sampler(
+        *(model, tokenizer, pick_device(device), dtype, settings),
+        adapter=None if adapter is None else read_adapter(adapter),
+        dequantize=dequantize,
+    )
     listener = bind(host, port)
     service = Service(sampler, tokenizer, name)
     is_loopback = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
@@ -155,7 +162,9 @@ def load_sampler(
     device: torch.device,
     dtype: str,
     settings: SamplerSettings,
+    *,
     adapter: Adapter | None = None,
+    dequantize: bool = False,
 ) -> EmbeddedSampler:
     problems = vocabulary_problems(model, dims_to_sample(model), tokenizer, key="model")
     problems += dtype_problems("--dtype", dtype)
@@ -167,6 +176,7 @@ def load_sampler(
         dtype=dtype_of(dtype, device),
         decode=lambda ids: tokenizer.decode(ids, keep_special=True),
         adapter=adapter,
+        dequantize=dequantize,
     )
 
 

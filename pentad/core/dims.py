@@ -117,6 +117,8 @@ class ModelDims:
     """Factor of the rows of the input table."""
     query_scale: float = 1.0
     """Factor of queries, besides 1 / sqrt(head_dim)."""
+    score_cap: float | None = None
+    """Attention scores are limited to cap * tanh(score / cap). None: no limit."""
     residual_scale: float = 1.0
     """Factor of the outputs of attention and ffn before they are added to the stream."""
     layer_scale: bool = False

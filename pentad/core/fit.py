@@ -162,9 +162,8 @@ def strict_problems(layout: Layout, who: str, dims: ModelDims | None = None) -> 
         rule = f"the linear_attention layers of {dims.family} (gated delta nets) add up in chunks "
         rule += "in training and token by token in the sampler"
         yield Problem("strict = true", rule, "leave it out")
-    if dims is not None and (dims.value_norm or dims.logit_cap):
-        what = "a limit on logits" if dims.logit_cap else "norms of values"
-        rule = f"{dims.family} has {what}, for which there are no invariant operations"
+    if dims is not None and dims.value_norm:
+        rule = f"{dims.family} has norms of values, for which there are no invariant operations"
         yield Problem("strict = true", rule, "leave it out")
     cut = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "etp": layout.etp}
     if given := ", ".join(f"{name} = {size}" for name, size in cut.items() if size > 1):
@@ -183,6 +182,8 @@ def no_tree(
     """Why common prefixes of rows cannot be computed once (as a tree); None if they can."""
     if dims is not None and dims.linear_layers:
         return f"the linear_attention layers of {dims.family} pass states along whole rows"
+    if dims is not None and dims.score_cap is not None:
+        return f"{dims.family} limits attention scores, which the kernels of trees do not"
     if backend == "fsdp":
         return f"{backend} runs transformers' own layers, which support whole rows only"
     if layout.cp > 1:

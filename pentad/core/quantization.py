@@ -63,8 +63,22 @@ def _is_read(given: object) -> bool:
     return given.get("quant_method") == "mxfp4" or (given.get("quant_method") == "fp8" and is_block)
 
 
+FLAG = "--dequantize"
+
+
 def needs_key(where: str, quantization: Quantization, key: str) -> Problem:
-    """The problem of a folder that can be dequantised, where no key asks for it."""
+    """The problem of a folder that can be dequantised, where neither key nor flag asks for it."""
     rule = f"its weights are quantised ({quantization.method})"
-    remedy = f"set {key}: true to read them as 16-bit weights, or give a folder that holds these"
+    asking = f"give {FLAG}" if key == FLAG else f"set {key}: true"
+    remedy = f"{asking} to read them as 16-bit weights, or give a folder that holds these"
     return Problem(where, rule, remedy)
+
+
+def flag_problems(
+    where: str, quantization: Quantization | None, *, dequantize: bool
+) -> Iterator[Problem]:
+    """The problem of a command whose flag does not fit the folder."""
+    if quantization is not None and not dequantize:
+        yield needs_key(where, quantization, FLAG)
+    if quantization is None and dequantize:
+        yield Problem(FLAG, f"the weights of {where} are not quantised", "leave it out")

@@ -334,11 +334,13 @@ class Attend(Protocol):
         v_TKd: Tensor,
         window: int | None = None,
         sinks: Tensor | None = None,
+        cap: float | None = None,
     ) -> Tensor:
         """Causal attention within each sequence, rotary already applied; returns o_THd.
 
         With a `window` a token attends to itself and the window - 1 tokens before it. `sinks` has a
-        logit per query head that is part of the softmax but has no value. Models pass either only
-        for layers that have it, so that a core without support fails instead of ignoring it.
+        logit per query head that is part of the softmax but has no value. With a `cap` a score s
+        is limited to cap * tanh(s / cap). Models pass each only for layers that have it, so that a
+        core without support fails instead of ignoring it.
         """
         ...

@@ -121,7 +121,9 @@ def run_part(
     """Runs a model part on one microbatch, from its ids or from the output of the previous part.
     `routes` are filled in, or used if the rows have them."""
     dims, tree = part.decoder.dims, packed.tree
-    build = build_attend if tree is None else partial(build_tree_attend, tree.plan, tree.rows)
+    build = partial(build_attend, capped=dims.score_cap is not None)
+    if tree is not None:
+        build = partial(build_tree_attend, tree.plan, tree.rows)
     build_here = partial(
         build,
         packed.lengths,

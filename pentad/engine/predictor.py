@@ -81,6 +81,7 @@ class Predictor(nn.Module):
                 self.decoder.head_weight,
                 labels_T,
                 temperature=self.temperature,
+                cap=self.cap,
                 chunk_bytes=self.chunk_bytes,
                 keep=self.keep_logits,
             )

@@ -320,8 +320,8 @@ class ModelConfig(Section):
     enable_tree_training: bool | None = None
     """Computes the common first tokens of a group's samples, such as the prompt, only once, if they
     are at least 64 and a tenth of a pass: the same gradient with less time and memory. null: with
-    archon, except with c, `strict`, gated delta nets, or losses and biases that balance experts,
-    where true is rejected."""
+    archon, except with c, `strict`, gated delta nets, limited attention scores, or losses and
+    biases that balance experts, where true is rejected."""
     mb_spec: MicrobatchConfig = MicrobatchConfig()
     """Split of a step into microbatches."""
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -21,7 +21,7 @@ from pentad.core.dims import ModelDims
 from pentad.core.types import Attend
 from pentad.models.moe import Routes
 from pentad.ops.pages import LARGEST, Pages
-from pentad.ops.sinks import attend_with_sinks
+from pentad.ops.sinks import attend_limited, attend_with_sinks
 
 
 class KVCache:
@@ -42,6 +42,7 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
+        self.capped = dims.score_cap is not None
         self.has_values = expanded or not dims.kv_latent  # latents contain the values
         self.held: list[Tensor] = []
         """Tensors with blocks as second dim: keys for all layers of one shape, values, and their
@@ -140,7 +141,12 @@ class Bucket:
         return self.masks[window]
 
     def attend(
-        self, q_THd: Tensor, pages: Pages, mask: Tensor, sinks: Tensor | None = None
+        self,
+        q_THd: Tensor,
+        pages: Pages,
+        mask: Tensor,
+        sinks: Tensor | None = None,
+        cap: float | None = None,
     ) -> Tensor:
         """Returns outputs of the bucket's real queries, in the order of `token_P`."""
         num_kv_heads, width = pages.k_BbKd.shape[-2:]
@@ -151,7 +157,9 @@ class Bucket:
         )
         if self.length == 1:  # the query heads of one key-value head are used as queries
             q = q_THd.reshape(self.num, num_kv_heads, num_heads // num_kv_heads, width)
-            if sinks is None:
+            if cap is not None:
+                out = attend_limited(q, keys, values, cap, seen=mask)
+            elif sinks is None:
                 out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
             else:
                 sinks = sinks.view(num_kv_heads, -1)
@@ -161,7 +169,9 @@ class Bucket:
         gqa = num_heads != num_kv_heads
         if pages.is_latent:  # not repeated, which would copy values
             gqa, keys, values = False, *(x.expand(-1, num_heads, -1, -1) for x in (keys, values))
-        if sinks is None:
+        if cap is not None:
+            out = attend_limited(q, keys, values, cap, seen=mask)
+        elif sinks is None:
             out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=gqa)
         else:
             out = attend_with_sinks(q, keys, values, sinks, seen=mask)
@@ -217,22 +227,28 @@ class PagedAttend:
         v_TKd: Tensor,
         window: int | None = None,
         sinks: Tensor | None = None,
+        cap: float | None = None,
     ) -> Tensor:
         self.cache.layer(layer).write(self.places_T, k_TKd, v_TKd)
-        return self.attend(layer, q_THd, window, sinks)
+        return self.attend(layer, q_THd, window, sinks, cap)
 
     def attend(
-        self, layer: int, q_THd: Tensor, window: int | None, sinks: Tensor | None = None
+        self,
+        layer: int,
+        q_THd: Tensor,
+        window: int | None,
+        sinks: Tensor | None = None,
+        cap: float | None = None,
     ) -> Tensor:
         """Attends to keys and values that are already in the cache."""
         pages = self.cache.layer(layer)
         if len(self.buckets) == 1 and self.buckets[0].real_T is None:
             (bucket,) = self.buckets  # its queries are all tokens in order
-            return bucket.attend(q_THd, pages, bucket.mask(window, q_THd.dtype), sinks)
+            return bucket.attend(q_THd, pages, bucket.mask(window, q_THd.dtype), sinks, cap)
         o_THd = q_THd.new_empty(*q_THd.shape[:2], pages.v_BbKd.shape[-1])
         for bucket in self.buckets:
             q_PHd = q_THd.index_select(0, bucket.token_P)
-            out = bucket.attend(q_PHd, pages, bucket.mask(window, q_THd.dtype), sinks)
+            out = bucket.attend(q_PHd, pages, bucket.mask(window, q_THd.dtype), sinks, cap)
             tokens = bucket.token_P
             if bucket.real_T is not None:
                 tokens = tokens.index_select(0, bucket.real_T)
@@ -259,11 +275,12 @@ class OrderedAttend:
         v_TKd: Tensor,
         window: int | None = None,
         sinks: Tensor | None = None,
+        cap: float | None = None,
     ) -> Tensor:
         place, self.num_calls = self.num_calls, self.num_calls + 1
         assert k_TKd.shape[1:] == self.shapes[place], f"call {place} has keys {k_TKd.shape}"
         q, k, v = (x.to(self.dtype) for x in (q_THd, k_TKd, v_TKd))
-        return self.core(place, q, k, v, window, sinks).to(q_THd.dtype)
+        return self.core(place, q, k, v, window, sinks, cap).to(q_THd.dtype)
 
     def check_whole(self) -> None:
         num = len(self.shapes)

@@ -68,11 +68,12 @@ class DecodeAttend:
         v_TKd: Tensor,
         window: int | None = None,
         sinks: Tensor | None = None,
+        cap: float | None = None,
     ) -> Tensor:
         pages = self.cache.layer(layer)
         store(pages, self.places_S, k_TKd, v_TKd)
         table = (self.blocks, self.width, self.lengths_S)
-        return decode(q_THd, pages, *table, window, sinks)
+        return decode(q_THd, pages, *table, window, sinks, cap)
 
 
 class StrictDecode:
@@ -97,11 +98,12 @@ class StrictDecode:
         v_TKd: Tensor,
         window: int | None = None,
         sinks: Tensor | None = None,
+        cap: float | None = None,
     ) -> Tensor:
         pages = self.cache.layer(layer)
         store(pages, self.places_S, k_TKd.contiguous(), v_TKd.contiguous())
         k_PKd, v_PKd = pages.k_BbKd.flatten(0, 1), pages.v_BbKd.flatten(0, 1)
-        return attend(q_THd.contiguous(), k_PKd, v_PKd, self.tiles, window, sinks)
+        return attend(q_THd.contiguous(), k_PKd, v_PKd, self.tiles, window, sinks, cap)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ class MixedAttend:
         if len(self.fresh_T):
             lengths = counts[is_fresh].tolist()
             build = partial(build_attend, lengths, device=cache.device, dtype=dtype)
+            build = partial(build, capped=cache.capped)
             self.fresh = by_width(build, cache.widths)
         self.later: PagedAttend | None = None
         if len(self.later_T):
@@ -62,21 +63,23 @@ class MixedAttend:
         v_TKd: Tensor,
         window: int | None = None,
         sinks: Tensor | None = None,
+        cap: float | None = None,
     ) -> Tensor:
         pages = self.cache.layer(layer)
         store(pages, self.places_T, k_TKd, v_TKd)
         if self.fresh is not None and len(self.fresh_T) == len(q_THd):
-            return self.fresh(layer, q_THd, k_TKd, v_TKd.contiguous(), window, sinks)
+            return self.fresh(layer, q_THd, k_TKd, v_TKd.contiguous(), window, sinks, cap)
         o_THd = q_THd.new_empty(*q_THd.shape[:2], pages.v_BbKd.shape[-1])
         if len(self.single_T):
             q_SHd = q_THd.index_select(0, self.single_T)
             table = (self.blocks, self.width, self.lengths_S)
-            out = decode(q_SHd, pages, *table, window, sinks)
+            out = decode(q_SHd, pages, *table, window, sinks, cap)
             o_THd.index_copy_(0, self.single_T, out)
         if self.fresh is not None:
             q, k, v = (x.index_select(0, self.fresh_T) for x in (q_THd, k_TKd, v_TKd))
-            o_THd.index_copy_(0, self.fresh_T, self.fresh(layer, q, k, v, window, sinks))
+            o_THd.index_copy_(0, self.fresh_T, self.fresh(layer, q, k, v, window, sinks, cap))
         if self.later is not None:
-            out = self.later.attend(layer, q_THd.index_select(0, self.later_T), window, sinks)
+            q = q_THd.index_select(0, self.later_T)
+            out = self.later.attend(layer, q, window, sinks, cap)
             o_THd.index_copy_(0, self.later_T, out)
         return o_THd

@@ -16,7 +16,8 @@ from pentad.ops.spans import Spans
 def head_logits(model: LanguageModel, hidden_ND: Tensor, *, strict: bool) -> Tensor:
     """Returns logits in fp32, as computed by the learner."""
     if strict:
-        return invariant.exact_linear(hidden_ND, model.head_weight, wide=True)
+        logits_NV = invariant.exact_linear(hidden_ND, model.head_weight, wide=True)
+        return invariant.limited(logits_NV, model.logit_cap)
     product_NV = compute_logits(hidden_ND, model.head_weight)
     return bent(product_NV, model.logit_scale, model.logit_cap)
 
@@ -49,16 +50,17 @@ class StrictAttend:
         v_TKd: Tensor,
         window: int | None = None,
         sinks: Tensor | None = None,
+        cap: float | None = None,
     ) -> Tensor:
         pages = self.cache.layer(layer)
         pages.write(self.places_T, k_TKd, v_TKd)
         k_PKd, v_PKd = pages.k_BbKd.flatten(0, 1), pages.v_BbKd.flatten(0, 1)
         if not q_THd.is_cuda:
-            return invariant.attend_spans(q_THd, k_PKd, v_PKd, self.spans, window, sinks)
+            return invariant.attend_spans(q_THd, k_PKd, v_PKd, self.spans, window, sinks, cap)
         kernels = invariant.kernels()
         if self.tiles is None:
             group = q_THd.shape[1] // k_TKd.shape[1]
             self.tiles = kernels.tiles_of(self.spans, group, q_THd.device)
         q_THd = q_THd.contiguous()
-        result: Tensor = kernels.attend(q_THd, k_PKd, v_PKd, self.tiles, window, sinks)
+        result: Tensor = kernels.attend(q_THd, k_PKd, v_PKd, self.tiles, window, sinks, cap)
         return result

@@ -21,6 +21,8 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, RunError, UserError, raise_problems
 from pentad.core.files import json_digest
 from pentad.core.folders import INDEX as HF_INDEX
+from pentad.core.quantization import KEY as QUANTIZATION
+from pentad.core.quantization import flag_problems, quantization_of
 from pentad.models.conversion_files import (
     RECORD,
     ConversionRecord,
@@ -40,6 +42,7 @@ from pentad.models.families import dims_of, map_of, path_of, read_config, spec_o
 from pentad.models.registry import column_of, open_weights, warn_left_out
 from pentad.models.spec import padded_vocab
 from pentad.weights import transfer
+from pentad.weights.dequantize import DequantizedFolder
 from pentad.weights.hf import (
     SHARD_BYTES,
     HfFolder,
@@ -102,6 +105,8 @@ class Conversion:
     separate_layers: bool = False
     """Whether torch_dist has a key per layer even if all layers are alike."""
     dtype: str | None = None
+    dequantize: bool = False
+    """Whether the source is quantised, and read as 16-bit weights."""
     vocab_divisor: int = 128
     """Megatron's `make_vocab_size_divisible_by`."""
     config: str | None = None
@@ -137,10 +142,16 @@ class Opened:
     dims: ModelDims
     reader: Reader
 
+    @property
+    def hf(self) -> HfFolder | None:
+        """The folder of a HF source as it is on disk."""
+        reader = self.reader.folder if isinstance(self.reader, DequantizedFolder) else self.reader
+        return reader if isinstance(reader, HfFolder) else None
+
     def files(self) -> dict[str, Path]:
         """All files on which the output depends, by name."""
-        if isinstance(self.reader, HfFolder):
-            paths = {*self.reader.file_of.values(), self.folder / HF_INDEX}
+        if self.hf is not None:
+            paths = {*self.hf.file_of.values(), self.folder / HF_INDEX}
         elif self.kind == "torch_dist":
             paths = {*self.folder.glob("*.distcp"), self.folder / INDEX, self.folder / COMMON}
         else:
@@ -159,7 +170,10 @@ def open_source(conversion: Conversion) -> Opened:
     folder, kind = find_weights(root, conversion.checkpoint)
     config = _config_of(conversion, root, folder)
     dims = dims_of(config, conversion.model)
-    reader = open_weights(root, dims, conversion.checkpoint)
+    asked = conversion.dequantize
+    found = quantization_of(read_config(config)) if kind == "hf" else None
+    raise_problems(flag_problems(conversion.source, found, dequantize=asked))
+    reader = open_weights(root, dims, conversion.checkpoint, dequantize=asked)
     return Opened(root, folder, kind, config, dims, reader)
 
 
@@ -197,7 +211,7 @@ def convert(
     if known and same and known.source["stats"] == stats_of(opened.files()):
         return _ended(target, "found", known, started, flags)
     output = _output(recipe, opened)
-    if recipe.to != "hf":
+    if recipe.to != "hf" or recipe.dequantize:
         warn_left_out(map_of(opened.dims), opened.reader)
     source = read_source(opened.files(), progress)
     _check_unharmed(opened, source)
@@ -251,11 +265,19 @@ def _settled(conversion: Conversion, opened: Opened) -> Conversion:
     source = str(Path(conversion.source).absolute())
     recipe = replace(conversion, source=source, target=str(Path(conversion.target).absolute()))
     recipe = replace(recipe, model=path_of(opened.dims.family), config=str(opened.config))
+    if recipe.dequantize and recipe.dtype is None:
+        recipe = replace(recipe, dtype=_own_dtype(read_config(opened.config)))
     if opened.kind != "hf":
         name, iteration = opened.folder.name, iteration_of(opened.folder)
         inside = opened.folder != opened.root
         recipe = replace(recipe, checkpoint=name if inside else None, iteration=iteration)
     return recipe
+
+
+def _own_dtype(config: Mapping[str, Any]) -> str:
+    """The dtype of the model that a quantised folder stands for."""
+    name = str(config.get("dtype") or config.get("torch_dtype"))
+    return name if name in DTYPES else "bfloat16"
 
 
 def _request(recipe: Conversion) -> dict[str, Any]:
@@ -288,6 +310,8 @@ def _output(recipe: Conversion, opened: Opened) -> Output:
     filler = Filler(opened.reader, _dtype(recipe))
     if recipe.to == "hf":
         _refuse_axes(recipe)
+        if recipe.dequantize:
+            _check_source(map_of(dims), opened.reader)
         return HfOutput(_hf_plan(recipe, opened), filler, map_of(dims))
     layout = build_layout(
         dims, tp=recipe.tp, pp=recipe.pp, vpp=recipe.vpp, ep=recipe.ep, etp=recipe.etp
@@ -367,6 +391,7 @@ def _hf_plan(recipe: Conversion, opened: Opened) -> list[HfFile]:
     infos = {
         name: replace(info, dtype=transfer.written_dtype(sources[name], dtype) or info.dtype)
         for name, info in opened.reader.infos.items()
+        if name in sources
     }
     return hf_files(plan_files(infos, recipe.shard_bytes))
 
@@ -383,13 +408,14 @@ def _write_companions(recipe: Conversion, opened: Opened, root: Path) -> None:
     """Writes config and tokenizer beside the weights, so that the folder can be converted back."""
     copy_companions(opened.companions(), root)
     config = read_config(opened.config)
+    quantization = config.pop(QUANTIZATION, None)
     changes: dict[str, Any] = {}
     if recipe.to != "hf" or not isinstance(opened.reader, HfFolder):
         changes = dict(spec_of(opened.dims.family).saved_config)
     if recipe.to == "hf" and recipe.dtype is not None:
         changes["dtype"] = recipe.dtype
         config.pop("torch_dtype", None)
-    if config == config | changes:
+    if config == config | changes and quantization is None:
         shutil.copyfile(opened.config, root / CONFIG)
     else:
         write_json(root / CONFIG, config | changes)

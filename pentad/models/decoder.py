@@ -33,6 +33,7 @@ from pentad.models.layers import (
 )
 from pentad.models.moe import Moe, Routes, make_mixture
 from pentad.ops.delta import with_memory
+from pentad.ops.sinks import limited
 from pentad.weights.map import WeightMap
 
 
@@ -130,8 +131,9 @@ class GrownAttend:
         v_TKd: Tensor,
         window: int | None = None,
         sinks: Tensor | None = None,
+        cap: float | None = None,
     ) -> Tensor:
-        given = {"window": window, "sinks": sinks}
+        given = {"window": window, "sinks": sinks, "cap": cap}
         how: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         return self.inner(layer, q_THd * self.scale_T[:, None, None], k_TKd, v_TKd, **how)
 
@@ -241,6 +243,7 @@ def causal_attend(
     v_TKd: Tensor,
     window: int | None = None,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Attention over one sequence in plain torch: the reference for other cores."""
     num_tokens, num_heads = q_THd.shape[:2]
@@ -251,7 +254,7 @@ def causal_attend(
     distance = distance[:, None] - distance[None, :]
     hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
     wide = torch.promote_types(scores.dtype, torch.float32)
-    scores = scores.to(wide).masked_fill(hidden, float("-inf"))
+    scores = limited(scores.to(wide), cap).masked_fill(hidden, float("-inf"))
     if sinks is not None:
         sinks_HT1 = sinks[:, None, None].expand(-1, num_tokens, 1)
         scores = torch.cat([scores, sinks_HT1.to(wide)], dim=-1)

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pentad.core.dims import ModelDims
 from pentad.engine.section import LoraConfig
-from pentad.models.families import lora_map_of, lora_words, spec_of
+from pentad.models.families import lora_map_of, lora_words, map_of, spec_of
+from pentad.models.towers import spelling_of
+from pentad.ops.sinks import limited
 from pentad.weights.map import Entry, WeightMap
 
 BIAS_OR_NORM = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -32,8 +33,7 @@ def _is_decayed(entry: Entry) -> bool:
 
 def bent(x: Tensor, scale: float, cap: float | None) -> Tensor:
     """Logits from the head's product: scaled, then limited to cap * tanh(x / cap)."""
-    x = x if scale == 1.0 else x * scale
-    return x if cap is None else cap * torch.tanh(x / cap)
+    return limited(x if scale == 1.0 else x * scale, cap)
 
 
 def as_it_is(name: str, tensor: Tensor) -> Tensor:
@@ -50,6 +50,8 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.dims = dims
         self.has_lm_head = False
+        self.is_from_tower = False
+        """Whether a model with a value head starts from the text tower of a multimodal folder."""
         self.is_last = True
         """Whether the output is after the final norm, unlike that of earlier pipeline stages."""
         self.value_head: nn.Linear | None = None
@@ -160,6 +162,12 @@ class FamilyModel(LanguageModel):
     @property
     def saved_config(self) -> Mapping[str, Any]:
         return spec_of(self.dims.family).saved_config
+
+    def map_for(self, names: Iterable[str]) -> WeightMap:
+        """A model with a value head has the names of a language model, and may start from the text
+        tower of a multimodal folder."""
+        found = spelling_of({*names}) if self.is_from_tower else None
+        return map_of(replace(self.dims, tower_names=found)) if found else self.weight_map
 
     def lora_words(self, lora: LoraConfig) -> Sequence[str]:
         return lora_words(self.dims, lora)

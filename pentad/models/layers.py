@@ -340,6 +340,7 @@ class Attention(nn.Module):
         self.k_norm = make_norm(widths[1], dims) if dims.qk_norm else None
         self.sinks = nn.Parameter(torch.empty(dims.num_heads)) if dims.attn_sinks else None
         self.query_scale = dims.query_scale
+        self.score_cap = dims.score_cap
         self.rotate = ROTATIONS[dims.rotary_pairs]
 
     def forward(self, x_TD: Tensor, cos_Td: Tensor, sin_Td: Tensor, attend: Attend) -> Tensor:
@@ -353,6 +354,8 @@ class Attention(nn.Module):
         how: dict[str, Any] = {} if self.window is None else {"window": self.window}
         if self.sinks is not None:
             how["sinks"] = self.sinks
+        if self.score_cap is not None:
+            how["cap"] = self.score_cap
         return self.o(attend(self.layer, q_THd, k_TKd, v_TKd, **how).flatten(-2))
 
     @property

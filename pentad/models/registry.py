@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from pentad.models.families import (
     dims_of,
     family_of,
     is_known,
+    language_config_of,
     map_of,
     read_config,
     spec_of,
@@ -134,8 +136,12 @@ def build_model(
         raise UserError(Problem(f"model = {spec_of(dims.family).model}", rule))
     with torch.device("meta"):
         keep = not value_head if lm_head is None else lm_head
+        is_from_tower = bool(dims.tower_names) and value_head and not keep
+        if is_from_tower:  # it is saved as a language model
+            dims = replace(dims, tower_names=())
         stage: dict[str, Any] = {"layers": layers, "is_first": is_first, "is_last": is_last}
         model = model_class(dims, lm_head=keep, value_head=value_head, **stage).to(dtype)
+        model.is_from_tower = is_from_tower
     own = {name: e.rule.dtype for name, e in map_of(dims).entries.items() if e.rule.dtype}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in own:
@@ -362,9 +368,11 @@ def _carried_pairs(
 
 def config_for(model: LanguageModel, config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """The HF config for saving: with the model's class and dtype, and one label for a value head.
-    In a multimodal config only the dtype changes."""
+    In a multimodal config only the dtype changes; a model with a value head has that of its text
+    tower."""
     if model.dims.tower_names:
         return _whole_config(model, config, str(dtype).removeprefix("torch."))
+    config = language_config_of(config)
     causal, scalar = model.hf_classes
     out = {**config, **model.saved_config}
     out |= {"dtype": str(dtype).removeprefix("torch."), "architectures": [causal]}

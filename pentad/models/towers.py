@@ -5,7 +5,7 @@ Loading, publishing, exports, plans and `verify-model` all use this module for t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,6 +36,7 @@ transformers reads both, and which one it writes depends on its version."""
 IN_MEMORY: Names = SPELLINGS[0]
 """The module names of transformers. Adapters use them for their factors, whatever the spelling of
 the base."""
+TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 MROPE = ("mrope_section", "mrope_interleaved")
 NOT_TEXT = ("vision_config", "model_type", "architectures")
 
@@ -167,6 +168,14 @@ def text_config(config: Mapping[str, Any], tower: Tower) -> dict[str, Any]:
     return {**own, "model_type": family}
 
 
+def language_config(config: Mapping[str, Any], tower: Tower) -> dict[str, Any]:
+    """The config of the tower as a language model of its family, with the token ids of the
+    whole."""
+    own = tower.read_dims.defaults if isinstance(tower.read_dims, ConfigReader) else {}
+    ids = {key: value for key, value in config.items() if key in TOKEN_IDS}
+    return {**ids, **own, **text_config(config, tower)}
+
+
 def _given(config: Mapping[str, Any], tower: Tower) -> Mapping[str, Any]:
     text = config.get(TEXT)
     if text is None and tower.is_flat:
@@ -201,9 +210,13 @@ def _head_dim(text: Mapping[str, Any]) -> int:
 
 def tower_names(folder: Path | None) -> Names:
     """Name prefixes of the tower in a folder; without one, those of transformers in memory."""
-    held = set() if folder is None else tensor_names(folder)
+    return IN_MEMORY if folder is None else spelling_of(tensor_names(folder)) or IN_MEMORY
+
+
+def spelling_of(held: Container[str]) -> Names | None:
+    """Name prefixes of the tower among the tensor names of a folder; None if it has none."""
     found = (names for names in SPELLINGS if names[0][1] + EMBEDDING.partition(".")[2] in held)
-    return next(found, IN_MEMORY)
+    return next(found, None)
 
 
 def other_bytes(folder: Path, dims: ModelDims) -> int:

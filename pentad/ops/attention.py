@@ -24,7 +24,13 @@ from torch import Tensor
 
 from pentad.core.types import Attend
 from pentad.ops import flash4
-from pentad.ops.sinks import attend_with_sinks, scaled_by_sinks, sink_gradients
+from pentad.ops.sinks import (
+    attend_limited,
+    attend_with_sinks,
+    limited,
+    scaled_by_sinks,
+    sink_gradients,
+)
 
 VARLEN_OPTIONS = frozenset[str]()
 if torch.backends.cuda.is_built():  # the import takes a second, so it is skipped without CUDA
@@ -54,17 +60,19 @@ def build_attend(
     dtype: torch.dtype,
     head_dim: int,
     longest: int | None = None,
+    capped: bool = False,
 ) -> PaddedAttend | VarlenAttend | EqualAttend:
     """Chooses the fastest supported attention for this device, dtype and head width.
 
-    `longest` is the longest sequence of all calls, so compiled layers use one kernel only.
+    `longest` is the longest sequence of all calls, so compiled layers use one kernel only. Limited
+    scores (`capped`) are computed by FlashAttention-4 or in plain torch.
     """
     kind = flash_kind(longest or max(lengths), device=device, dtype=dtype, head_dim=head_dim)
-    if kind is None:
+    if kind is None or (capped and kind != "flash4"):
         return PaddedAttend(lengths, device=device)
     packed = VarlenAttend(lengths, device=device, is_flash4=kind == "flash4")
     is_equal = len(set(lengths)) == 1 and lengths[0] % CUDNN_STEP == 0
-    if is_equal and has_cudnn_attention(device, head_dim):
+    if is_equal and not capped and has_cudnn_attention(device, head_dim):
         return EqualAttend(lengths, packed)
     return packed
 
@@ -83,8 +91,9 @@ class WidthAttend:
         v_TKd: Tensor,
         window: Window = None,
         sinks: Tensor | None = None,
+        cap: float | None = None,
     ) -> Tensor:
-        return self.cores[q_THd.shape[-1]](layer, q_THd, k_TKd, v_TKd, window, sinks)
+        return self.cores[q_THd.shape[-1]](layer, q_THd, k_TKd, v_TKd, window, sinks, cap)
 
 
 def by_width(build: Callable[..., Attend], head_dims: Sequence[int]) -> Attend:
@@ -111,6 +120,7 @@ def reference_attention(
     lengths: Sequence[int],
     window: Window = None,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Reference implementation of packed attention with one T x T mask."""
     num_rep = q_THd.shape[1] // k_TKd.shape[1]
@@ -124,7 +134,7 @@ def reference_attention(
     if window is not None:
         sees_TT &= distance_TT < window
     scores_HTT = q_THd.transpose(0, 1) @ k_HTd.transpose(1, 2) * q_THd.shape[-1] ** -0.5
-    scores_HTT = scores_HTT.masked_fill(~sees_TT, float("-inf"))
+    scores_HTT = limited(scores_HTT, cap).masked_fill(~sees_TT, float("-inf"))
     if sinks is not None:
         sinks_HT1 = sinks[:, None, None].expand(-1, len(seq_T), 1)
         scores_HTT = torch.cat([scores_HTT, sinks_HT1], dim=-1)
@@ -152,6 +162,7 @@ class PaddedAttend:
         v_TKd: Tensor,
         window: Window = None,
         sinks: Tensor | None = None,
+        cap: float | None = None,
     ) -> Tensor:
         q_PHd, k_PKd, v_PKd = (self._pad(x) for x in (q_THd, k_TKd, v_TKd))
         out: list[Tensor] = []
@@ -160,7 +171,7 @@ class PaddedAttend:
             q, k, v = (
                 x[part].unflatten(0, (num, length)).transpose(1, 2) for x in (q_PHd, k_PKd, v_PKd)
             )
-            out.append(self._attend_bucket(q, k, v, window, sinks).transpose(1, 2).flatten(0, 1))
+            out.append(self._attend_bucket(q, k, v, window, sinks, cap))
         o_PHd = out[0] if len(out) == 1 else torch.cat(out)
         return o_PHd if self.slot_T is None else from_slots(o_PHd, self.slot_T)
 
@@ -170,18 +181,30 @@ class PaddedAttend:
         return to_slots(x_Tnd, self.slot_T, int(self.plan.num_slots))
 
     def _attend_bucket(
-        self, q_SHLd: Tensor, k_SKLd: Tensor, v_SKLd: Tensor, window: Window, sinks: Tensor | None
+        self,
+        q_SHLd: Tensor,
+        k_SKLd: Tensor,
+        v_SKLd: Tensor,
+        window: Window,
+        sinks: Tensor | None,
+        cap: float | None,
     ) -> Tensor:
+        """Returns o_PHd of one bucket."""
         length = q_SHLd.shape[2]
         # A branch: torch.compile rejects the symbolic comparison as a value.
         is_whole = True if window is None or window >= length else False  # noqa: SIM210
         band = None if is_whole else self._band(length, window or 0, q_SHLd.device)
+        assert sinks is None or cap is None, "no family has sinks and limited scores"
         if sinks is not None:
-            return attend_with_sinks(q_SHLd, k_SKLd, v_SKLd, sinks, is_causal=is_whole, seen=band)
-        how: dict[str, Any] = {"enable_gqa": True} if q_SHLd.shape[1] != k_SKLd.shape[1] else {}
-        return F.scaled_dot_product_attention(
-            q_SHLd, k_SKLd, v_SKLd, attn_mask=band, is_causal=is_whole, **how
-        )
+            out = attend_with_sinks(q_SHLd, k_SKLd, v_SKLd, sinks, is_causal=is_whole, seen=band)
+        elif cap is not None:
+            out = attend_limited(q_SHLd, k_SKLd, v_SKLd, cap, is_causal=is_whole, seen=band)
+        else:
+            gqa: dict[str, Any] = {"enable_gqa": True} if q_SHLd.shape[1] != k_SKLd.shape[1] else {}
+            out = F.scaled_dot_product_attention(
+                q_SHLd, k_SKLd, v_SKLd, attn_mask=band, is_causal=is_whole, **gqa
+            )
+        return out.transpose(1, 2).flatten(0, 1)
 
     def _band(self, length: int, window: int, device: torch.device) -> Tensor:
         if (length, window) not in self.bands:
@@ -293,12 +316,15 @@ class VarlenAttend:
         v_TKd: Tensor,
         window: Window = None,
         sinks: Tensor | None = None,
+        cap: float | None = None,
     ) -> Tensor:
         if self.is_flash4:
             result: Tensor = flash4.flash4(
-                q_THd, k_TKd, v_TKd, self.bounds_S, self.max_length, window or 0, sinks
+                *(q_THd, k_TKd, v_TKd, self.bounds_S, self.max_length),
+                *(window or 0, sinks, cap or 0.0),
             )[0]
             return result
+        assert cap is None, "torch's kernel has no limit on scores"
         bounds, most = self.bounds_S, self.max_length
         return varlen(q_THd, k_TKd, v_TKd, bounds, bounds, most, most, window, sinks)
 
@@ -413,8 +439,8 @@ varlen_sinks.register_autograd(_backward, setup_context=_save)
 
 
 class EqualAttend:
-    """Attention over sequences of one length by cuDNN; layers with a window or sinks use
-    `packed`."""
+    """Attention over sequences of one length by cuDNN; layers with a window, sinks or limited
+    scores use `packed`."""
 
     def __init__(self, lengths: Sequence[int], packed: VarlenAttend) -> None:
         self.num, self.length, self.packed = len(lengths), lengths[0], packed
@@ -427,9 +453,11 @@ class EqualAttend:
         v_TKd: Tensor,
         window: Window = None,
         sinks: Tensor | None = None,
+        cap: float | None = None,
     ) -> Tensor:
-        if sinks is not None or (window is not None and window < self.length):
-            return self.packed(layer, q_THd, k_TKd, v_TKd, window, sinks)
+        is_plain = sinks is None and cap is None and (window is None or window >= self.length)
+        if not is_plain:
+            return self.packed(layer, q_THd, k_TKd, v_TKd, window, sinks, cap)
         # The operator is called directly: `scaled_dot_product_attention` prefers another kernel.
         result: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
             *(x.unflatten(0, (self.num, -1)).transpose(1, 2) for x in (q_THd, k_TKd, v_TKd)),

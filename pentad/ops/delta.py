@@ -67,8 +67,9 @@ class RememberingAttend:
         v_TKd: Tensor,
         window: int | None = None,
         sinks: Tensor | None = None,
+        cap: float | None = None,
     ) -> Tensor:
-        given = {"window": window, "sinks": sinks}
+        given = {"window": window, "sinks": sinks, "cap": cap}
         how: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         return self.inner(layer, q_THd, k_TKd, v_TKd, **how)
 

@@ -56,10 +56,10 @@ _compiled: set[str] = set()
 
 
 @contextmanager
-def announced(direction: str, q_THd: Tensor, window: int) -> Iterator[None]:
+def announced(direction: str, q_THd: Tensor, window: int, cap: float) -> Iterator[None]:
     """Logs that a kernel is being compiled around the first call of its kind, which takes seconds
     unless the kernel is cached."""
-    limit = f"window {window}, " if window else ""
+    limit = (f"window {window}, " if window else "") + (f"scores to {cap:g}, " if cap else "")
     kind = f"{direction}, width {q_THd.shape[-1]}, {limit}{q_THd.dtype}"
     if kind in _compiled:
         yield
@@ -109,14 +109,16 @@ def attend(
     max_q: int,
     max_k: int,
     window: int,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Attention and its log-sum-exp; the queries of a sequence are its last tokens."""
-    with announced("forward", q_QHd, window):
+    with announced("forward", q_QHd, window, cap):
         out_QHd, lse_HQ, *_ = kernels()._flash_attn_fwd(
             q_QHd,
             k_NKd,
             v_NKd,
             return_lse=True,
+            softcap=cap or None,
             **_mask(window),
             **_bounds(bounds_q, bounds_k, max_q, max_k),
         )
@@ -135,8 +137,9 @@ def attend_backward(
     max_q: int,
     max_k: int,
     window: int,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with announced("backward", q_QHd, window):
+    with announced("backward", q_QHd, window, cap):
         dq_QHd, dk_NKd, dv_NKd = kernels()._flash_attn_bwd(
             q_QHd,
             k_NKd,
@@ -145,6 +148,7 @@ def attend_backward(
             grad_QHd,
             lse_HQ,
             deterministic=torch.are_deterministic_algorithms_enabled(),
+            softcap=cap,
             **_mask(window),
             **_bounds(bounds_q, bounds_k, max_q, max_k),
         )
@@ -176,9 +180,11 @@ def flash4(
     max_length: int,
     window: int,
     sinks: Tensor | None = None,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention as a differentiable op. Also returns the log-sum-exp, for backward."""
-    limits = (bounds_S, bounds_S, max_length, max_length, window)
+    """Causal attention as a differentiable op. Also returns the log-sum-exp, for backward. `cap`:
+    limit of scores; 0: no limit."""
+    limits = (bounds_S, bounds_S, max_length, max_length, window, cap)
     out_THd, lse_HT = attend(q_THd, k_TKd, v_TKd, *limits)
     if sinks is None:
         return out_THd, lse_HT
@@ -202,8 +208,9 @@ def flash4_backward(
     bounds_S: Tensor,
     max_length: int,
     window: int,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    limits = (bounds_S, bounds_S, max_length, max_length, window)
+    limits = (bounds_S, bounds_S, max_length, max_length, window, cap)
     return attend_backward(grad_THd, q_THd, k_TKd, v_TKd, out_THd, lse_HT, *limits)
 
 
@@ -218,6 +225,7 @@ def _(
     bounds_S: Tensor,
     max_length: int,
     window: int,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
         q_THd.new_empty(q_THd.shape),
@@ -227,20 +235,20 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q_THd, k_TKd, v_TKd, bounds_S, ctx.max_length, ctx.window, sinks = inputs
+    q_THd, k_TKd, v_TKd, bounds_S, ctx.max_length, ctx.window, sinks, ctx.cap = inputs
     ctx.save_for_backward(q_THd, k_TKd, v_TKd, *output, bounds_S, sinks)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad_THd: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad_THd is None:
-        return (None,) * 7
+        return (None,) * 8
     *saved, sinks = ctx.saved_tensors
-    grads = flash4_backward(grad_THd.contiguous(), *saved, ctx.max_length, ctx.window)
+    grads = flash4_backward(grad_THd.contiguous(), *saved, ctx.max_length, ctx.window, ctx.cap)
     if sinks is None:
-        return (*grads, None, None, None, None)
+        return (*grads, None, None, None, None, None)
     dsinks = sink_gradients(grad_THd, saved[3], saved[4].t(), sinks).sum(0)
-    return (*grads, None, None, None, dsinks.to(sinks.dtype))
+    return (*grads, None, None, None, dsinks.to(sinks.dtype), None)
 
 
 flash4.register_autograd(_backward, setup_context=_save)

@@ -17,7 +17,7 @@ heads, K key-value heads, d head width, P places that hold keys and values, R ro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from pentad.ops import experts as plain_experts
 from pentad.ops.gated import clamped_mul as plain_clamped_mul
 from pentad.ops.gated import weighted
 from pentad.ops.logprob import token_logprobs as plain_logprobs
+from pentad.ops.sinks import limited as plain_limited
 from pentad.ops.spans import Spans, packed_spans
 
 if TYPE_CHECKING:
@@ -320,12 +321,20 @@ def label_logprobs(logits_TV: Tensor, labels_T: Tensor, scale_T: Tensor) -> tupl
     return logprobs_T, entropy_T
 
 
+def limited(logits_TV: Tensor, cap: float | None) -> Tensor:
+    """Invariant `sinks.limited`, without gradient."""
+    if cap is None or logits_TV.is_cuda:
+        return plain_limited(logits_TV, cap)
+    return by_tiles(partial(plain_limited, cap=cap), widened(logits_TV))[:, : logits_TV.shape[1]]
+
+
 def token_logprobs(
     hidden_TD: Tensor,
     weight_VD: Tensor,
     labels_T: Tensor,
     *,
     temperature: float = 1.0,
+    cap: float | None = None,
     chunk_bytes: int | None = None,
     keep: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -337,6 +346,7 @@ def token_logprobs(
             weight_VD,
             labels_T,
             temperature=temperature,
+            cap=cap,
             chunk_bytes=chunk_bytes,
             keep=keep,
         )
@@ -345,7 +355,7 @@ def token_logprobs(
         size = max(TILE, LOGITS // weight_VD.shape[0])
         out: list[tuple[Tensor, Tensor]] = []
         for hidden_CD, labels_C in zip(hidden_TD.split(size), labels_T.split(size), strict=True):
-            logits_CV = exact_linear(hidden_CD, weight_VD, wide=True)
+            logits_CV = limited(exact_linear(hidden_CD, weight_VD, wide=True), cap)
             scale_C = logits_CV.new_full((len(labels_C),), scale_of(temperature))
             pair = label_logprobs(logits_CV, labels_C, scale_C)
             out.append((pair[0], pair[1]))
@@ -374,6 +384,7 @@ def attend_spans(
     spans: Spans,
     window: int | None,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Causal attention of every query over its sequence on a CPU, without gradient.
 
@@ -393,7 +404,7 @@ def attend_spans(
         # Padded with copies of the last tile to keep the shape fixed.
         some = np.concatenate([some, np.repeat(some[-1:], num_together - len(some))])
         _attend_tiles(
-            q_THd, k_PKd, v_PKd, spans, span_N[some], offset_N[some], window, sinks, out_THd
+            q_THd, k_PKd, v_PKd, spans, span_N[some], offset_N[some], window, sinks, cap, out_THd
         )  # fmt: skip
     return out_THd
 
@@ -407,6 +418,7 @@ def _attend_tiles(
     offset_N: np.ndarray,
     window: int | None,
     sinks: Tensor | None,
+    cap: float | None,
     out_THd: Tensor,
 ) -> None:
     """Online softmax over blocks of keys in order. A fully masked block does not change any bit, so
@@ -434,7 +446,8 @@ def _attend_tiles(
         distance = position_B1R1 - (b * BLOCK + torch.arange(BLOCK))
         hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
         scores = torch.bmm(q_BRd, k_Bbd.transpose(1, 2)).float() * width**-0.5
-        scores = scores.view(num, num_kv, -1, BLOCK).masked_fill(hidden, float("-inf"))
+        scores = plain_limited(scores, cap).view(num, num_kv, -1, BLOCK)
+        scores = scores.masked_fill(hidden, float("-inf"))
         scores = scores.view(num * num_kv, -1, BLOCK)
         higher = torch.maximum(top, scores.amax(-1, keepdim=True))
         base = higher.masked_fill(higher == float("-inf"), 0.0)
@@ -467,19 +480,21 @@ class PackedAttend:
         v_TKd: Tensor,
         window: int | None = None,
         sinks: Tensor | None = None,
+        cap: float | None = None,
     ) -> Tensor:
         def exact(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, sinks: Tensor | None) -> Tensor:
             if not q_THd.is_cuda:
-                return attend_spans(q_THd, k_TKd, v_TKd, self.spans, window, sinks)
+                return attend_spans(q_THd, k_TKd, v_TKd, self.spans, window, sinks, cap)
             if self.tiles is None:
                 group = q_THd.shape[1] // k_TKd.shape[1]
                 self.tiles = kernels().tiles_of(self.spans, group, self.device)
             q, k, v = (x.contiguous() for x in (q_THd, k_TKd, v_TKd))
-            result: Tensor = kernels().attend(q, k, v, self.tiles, window, sinks)
+            result: Tensor = kernels().attend(q, k, v, self.tiles, window, sinks, cap)
             return result
 
         def plain(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, sinks: Tensor | None) -> Tensor:
-            options: dict[str, Any] = {} if sinks is None else {"sinks": sinks}
+            given = {"sinks": sinks, "cap": cap}
+            options: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
             return self.plain(layer, q_THd, k_TKd, v_TKd, window=window, **options)
 
         result: Tensor = _WithPlainGradient.apply(exact, plain, q_THd, k_TKd, v_TKd, sinks)

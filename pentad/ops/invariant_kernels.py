@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pentad.ops import fused
+from pentad.ops.paged_decode import limit
 from pentad.ops.spans import NO_WINDOW, Spans
 
 BLOCK_M, BLOCK_N, BLOCK_K = 64, 128, 64
@@ -234,6 +235,7 @@ def attend(
     tiles: Tiles,
     window: int | None,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     num_heads, head_dim = q_THd.shape[1:]
     num_kv = k_PKd.shape[1]
@@ -254,7 +256,9 @@ def attend(
         q_THd if sinks is None else sinks,
         head_dim**-0.5 * LOG2_E,
         NO_WINDOW if window is None else window,
+        (cap or 0.0) * LOG2_E,
         HAS_SINKS=sinks is not None,
+        HAS_CAP=cap is not None,
         LOG2_E=LOG2_E,
         PIECE=tiles.piece,
         STRIDE=tiles.stride,
@@ -285,7 +289,9 @@ def _attend(
     sinks_ptr: tl.tensor,
     scale: tl.tensor,
     window: tl.tensor,
+    cap: tl.tensor,
     HAS_SINKS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
     LOG2_E: tl.constexpr,
     PIECE: tl.constexpr,
     STRIDE: tl.constexpr,
@@ -328,6 +334,8 @@ def _attend(
         k = tl.load(k_ptr + where, mask=is_in, other=0.0)
         v = tl.load(v_ptr + where, mask=is_in, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if HAS_CAP:
+            scores = limit(scores, cap)
         distance = position[:, None] - p[None, :]
         scores = tl.where((distance >= 0) & (distance < window), scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))

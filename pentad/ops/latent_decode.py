@@ -40,11 +40,14 @@ def decode(
     lengths_S: Tensor,
     window: int | None = None,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Calls `latent_decode` or `paged_decode`, depending on the contents of the pages."""
     if not pages.is_latent:
-        return paged_decode.paged_decode(q_SHd, pages, blocks, width, lengths_S, window, sinks)
+        table = (blocks, width, lengths_S)
+        return paged_decode.paged_decode(q_SHd, pages, *table, window, sinks, cap)
     assert window is None and sinks is None, "no family has latents with a window or sinks"
+    assert cap is None, "no family has latents with limited scores"
     return latent_decode(q_SHd, pages, blocks, width, lengths_S)
 
 

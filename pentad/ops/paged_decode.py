@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pentad.ops.pages import Pages
+from pentad.ops.sinks import limited
 from pentad.ops.spans import NO_WINDOW
 
 TILE = {"places": 32, "warps": 2, "stages": 2}
@@ -42,6 +43,7 @@ def reference_decode(
     lengths_S: Tensor,
     window: int | None = None,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Reference implementation: a loop over sequences."""
     block_size, num_kv_heads = pages.k_BbKd.shape[1:3]
@@ -55,6 +57,7 @@ def reference_decode(
             for x in pages.read(blocks, torch.float32)
         )
         scores = torch.einsum("hd,phd->hp", q_SHd[s].float(), k) * q_SHd.shape[-1] ** -0.5
+        scores = limited(scores, cap)
         if sinks is not None:
             scores = torch.cat([scores, sinks.float()[:, None]], dim=-1)
         weights = scores.softmax(-1)[:, : len(k)]
@@ -70,6 +73,7 @@ def paged_decode(
     lengths_S: Tensor,
     window: int | None = None,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Decodes one token per sequence. Table row s: `blocks[s * width : (s + 1) * width]`."""
     num_seqs, num_heads, head_dim = q_SHd.shape
@@ -96,7 +100,9 @@ def paged_decode(
         q_SHd if sinks is None else sinks,
         head_dim**-0.5,
         NO_WINDOW if window is None else window,
+        cap or 0.0,
         HAS_SINKS=sinks is not None,
+        HAS_CAP=cap is not None,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -172,7 +178,9 @@ def _attend(
     sinks_ptr: tl.tensor,
     scale: tl.tensor,
     window: tl.tensor,
+    cap: tl.tensor,
     HAS_SINKS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -217,6 +225,8 @@ def _attend(
         k = tl.load(k_ptr + at[:, None] + d[None, :], mask=mask, other=0.0)
         v = tl.load(v_ptr + at[:, None] + d[None, :], mask=mask, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if HAS_CAP:
+            scores = limit(scores, cap)
         scores = tl.where(is_in[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         shrink = tl.exp(top - new_top)
@@ -234,6 +244,12 @@ def _attend(
         tl.store(part_acc_ptr + part[:, None] * HEAD_DIM + d[None, :], acc, mask=q_mask)
         tl.store(part_max_ptr + part, top, mask=g < GROUP)
         tl.store(part_sum_ptr + part, total, mask=g < GROUP)
+
+
+@triton.jit
+def limit(scores: tl.tensor, cap: tl.tensor) -> tl.tensor:
+    """cap * tanh(scores / cap), as tanh(x) = 2 * sigmoid(2 * x) - 1."""
+    return cap * (2 * tl.sigmoid(2 * scores / cap) - 1)
 
 
 @triton.jit
@@ -318,7 +334,9 @@ def _attend_8(
     sinks_ptr: tl.tensor,
     scale: tl.tensor,
     window: tl.tensor,
+    cap: tl.tensor,
     HAS_SINKS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -372,6 +390,8 @@ def _attend_8(
         scores = tl.dot(q_even, tl.trans(k_even), input_precision=PRECISION)
         scores = tl.dot(q_odd, tl.trans(k_odd), scores, input_precision=PRECISION)
         scores = scores * (scale * k_scale)[None, :]
+        if HAS_CAP:
+            scores = limit(scores, cap)
         scores = tl.where(is_in[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         shrink = tl.exp(top - new_top)

@@ -194,9 +194,10 @@ class WholeRowAttend:
         v_TKd: Tensor,
         window: Window = None,
         sinks: Tensor | None = None,
+        cap: float | None = None,
     ) -> Tensor:
         q, k, v = (spread(x, self.rows) for x in (q_THd, k_TKd, v_TKd))
-        return self.whole(layer, q, k, v, window, sinks).index_select(0, self.first_U)
+        return self.whole(layer, q, k, v, window, sinks, cap).index_select(0, self.first_U)
 
 
 class TreeAttend:
@@ -218,7 +219,9 @@ class TreeAttend:
         v_TKd: Tensor,
         window: Window = None,
         sinks: Tensor | None = None,
+        cap: float | None = None,
     ) -> Tensor:
+        assert cap is None, "`core.fit.no_tree` rejects limited scores"
         bounds = (self.bounds_q, self.bounds_k, self.max_q, self.max_k)
         if not self.is_flash4 or sinks is not None:
             k_EKd, v_EKd = (spread(x, self.keys) for x in (k_TKd, v_TKd))

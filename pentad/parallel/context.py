@@ -34,6 +34,7 @@ class UlyssesAttend:
         v_TKd: Tensor,
         window: int | None = None,
         sinks: Tensor | None = None,
+        cap: float | None = None,
     ) -> Tensor:
         num, num_heads = self.cp.size, q_THd.shape[1]
         repeats = max(1, num // k_TKd.shape[1])
@@ -50,6 +51,8 @@ class UlyssesAttend:
         options: dict[str, Any] = {} if window is None else {"window": window}
         if sinks is not None:
             options["sinks"] = sinks.chunk(num)[self.cp.rank]
+        if cap is not None:
+            options["cap"] = cap
         return self._to_tokens(self.inner(layer, q, k, v, **options))
 
     def _to_heads(self, x_tNhd: Tensor) -> Tensor:

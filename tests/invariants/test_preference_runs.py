@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from run_lab import steps_of, values_of
+from tower_toys import write_whole
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from pentad.core.errors import RunError, UserError
@@ -227,6 +228,15 @@ def test_a_reward_model_learns_pairs_and_says_what_it_does_not_take(lab, run, da
         run("preference.loss=reward")
     with pytest.raises(UserError, match="actor.lora: adapters of reward models are not supported"):
         run("actor.lora.rank=4", command="reward-model")
+
+
+def test_a_reward_model_of_a_tower_is_a_language_model(run, tmp_path):
+    write_whole(tmp_path / "whole", "llava")
+    begun = (f"actor.path={tmp_path / 'whole'}", "actor.init_from_scratch=false")
+    model = run(*begun, "total_train_steps=1", command="reward-model").model
+    found = AutoModelForSequenceClassification.from_pretrained(model)
+    assert type(found).__name__ == "LlamaForSequenceClassification"
+    assert found.score.weight.abs().max() > 0
 
 
 def test_a_policy_learns_what_a_reward_model_prefers(lab, run):

@@ -8,6 +8,7 @@ from closeness import assert_close
 from kill_lab import KillLab
 from run_lab import FLOAT32, Lab, steps_of
 from tower_toys import PROCESSOR, others_of, read_whole, tensors_of, write_whole
+from transformers import AutoModelForSequenceClassification
 
 from pentad.checkpoint.restore import export_hf, find_recovery
 from pentad.core.errors import UserError
@@ -115,13 +116,38 @@ def test_a_killed_run_of_a_tower_ends_as_if_nothing_had_happened(task, wholes, t
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
 
 
+def test_a_critic_of_a_tower_is_exported_as_a_language_model(lab, wholes, tmp_path):
+    """Also where it starts from such an export, and from a recovery checkpoint."""
+    source, words = wholes / "gemma3", ("algorithm.name=ppo", "total_train_steps=2", WHOLE)
+    summary = lab.train(f"actor.path={source}", *words, "recover.freq_steps=1", trial="ppo")
+    check_export(source, summary.model)
+    (critic,) = (summary.model.parents[1] / "critic").glob("epoch*")
+    found = tensors_of(critic)
+    assert found["score.weight"].abs().max() > 0 and not others_of(source) & found.keys()
+    begun = tensors_of(source)["language_model.model.layers.0.mlp.down_proj.weight"]
+    assert not torch.equal(found["model.layers.0.mlp.down_proj.weight"], begun)
+    ids = torch.tensor([5, 4, 3, 9, 2, 7])
+    ours, theirs = load_model(critic, value_head=True), AutoModelForSequenceClassification
+    with torch.no_grad():
+        values = ours.values(ours(ids, torch.arange(len(ids)), causal_attend))
+        wanted = theirs.from_pretrained(critic).eval()(input_ids=ids[None]).logits[0, 0]
+    assert_close(values[-1], wanted)
+    more = lab.train(f"actor.path={source}", f"critic.path={critic}", *words)
+    assert len(steps_of(more)) == 2
+    place = RecoveryPath(summary.model.parents[1])
+    export_hf(find_recovery(place), tmp_path / "out", role="critic")
+    again = tensors_of(tmp_path / "out")
+    assert again.keys() == found.keys()
+    assert all(torch.equal(again[name], found[name]) for name in found)
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["allocation_mode=sglang:d1+archon:d1"], "weights of a server are verified by name"),
         (["allocation_mode=embedded:d1|fsdp:d1"], "fsdp builds only language models"),
         (["allocation_mode=embedded:d1|megatron:d1"], "other towers beside its text"),
-        (["algorithm.name=ppo"], "give a language model with its tokenizer"),
+        (["algorithm.name=ppo", "critic.lora.rank=2"], "critic.lora: .* is a multimodal folder"),
         (["actor.init_from_scratch=true"], "its other towers are copied from its files"),
     ],
 )

@@ -12,6 +12,7 @@ from pentad.config.topology import scorers
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.fit import strict_problems
+from pentad.core.folders import read_object
 from pentad.core.layout import Layout
 from pentad.core.quantization import needs_key
 from pentad.models.catalog import dims_of, known_dims, model_type, quantization
@@ -19,6 +20,7 @@ from pentad.models.families import (
     is_known,
     is_registered,
     known_families,
+    language_config_of,
     no_such_family,
 )
 
@@ -146,20 +148,29 @@ def towers_are_trained_natively(config: Config, facts: RunFacts) -> Iterator[Pro
     if config.actor.init_from_scratch:
         rule = f"{whole}, and its other towers are copied from its files"
         yield Problem("actor.init_from_scratch = true", rule, "leave it out")
-    if facts.command == "reward-model":
-        rule = f"{whole}, and transformers has no class of it with a scalar head"
-        yield Problem(f"actor.path = {config.actor.path}", rule, "give a language model")
 
 
 @RULES.add(commands=RUNS)
-def critics_are_language_models(config: Config, facts: RunFacts) -> Iterator[Problem]:
-    if facts.command in ON_EXAMPLES or not config.algorithm.facts.needs_critic:
+def scalar_heads_are_of_language_models(config: Config, facts: RunFacts) -> Iterator[Problem]:
+    """A critic or reward model of a multimodal folder is saved as a language model."""
+    lora = None
+    if facts.command == "reward-model":
+        path = config.actor.path
+    elif facts.command not in ON_EXAMPLES and config.algorithm.facts.needs_critic:
+        path, lora = config.critic.path or config.actor.path, config.critic.lora
+    else:
         return
-    path = config.critic.path or config.actor.path
-    dims = known_dims(path)
-    if dims is not None and dims.tower_names:
-        rule = "is a multimodal folder, and transformers has no class of it with a scalar head"
-        yield Problem(f"critic.path = {path}", rule, "give a language model with its tokenizer")
+    dims = None if path is None else known_dims(path)
+    if path is None or dims is None or not dims.tower_names:
+        return
+    try:
+        language_config_of(read_object(Path(path) / "config.json"))
+    except UserError as error:
+        yield from error.problems
+    if lora is not None:
+        rule = f"{path} is a multimodal folder, and transformers has no class of it with a scalar "
+        rule += "head, beside which the factors could be loaded"
+        yield Problem("critic.lora", rule, "leave it out, or give a language model")
 
 
 @RULES.add(commands=RUNS)

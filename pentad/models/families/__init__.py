@@ -8,7 +8,7 @@ can read them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +24,7 @@ from pentad.models.spec import ModelSpec
 from pentad.models.towers import (
     IN_MEMORY,
     in_tower,
+    language_config,
     text_config,
     text_family,
     tower_names,
@@ -163,6 +164,26 @@ def dims_of(source: ConfigLike, model: str | None = None) -> ModelDims:
     read = tower.read_dims or spec.read_dims
     text = text_config(config, tower)
     return replace(read(text), family=spec.family, tower_names=tower_names(folder))
+
+
+def language_config_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a text tower as a language model; other configs unchanged. UserError if the
+    family's config cannot express the tower."""
+    tower = tower_of(config)
+    if tower is None:
+        return dict(config)
+    found = language_config(config, tower)
+    given, own = dims_of(config), dims_of(found)
+    differing = [
+        part.name
+        for part in fields(ModelDims)
+        if part.name != "tower_names" and getattr(given, part.name) != getattr(own, part.name)
+    ]
+    if differing:
+        where = f"config.json: model_type = {config.get('model_type')}"
+        rule = f"its text tower as {own.family} would differ in {', '.join(differing)}"
+        raise UserError(Problem(where, rule, "give a language model"))
+    return found
 
 
 def family_of(config: Mapping[str, Any]) -> str:

@@ -57,6 +57,7 @@ def attend_packed(
     *,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention of [1, H, T, d] queries and [1, K, T, d] keys and values; returns [1, T, H, d]."""
@@ -73,7 +74,8 @@ def attend_packed(
     if value_width < width:  # cores need equal widths
         v_TKd = F.pad(v_TKd, (0, width - value_width))
     window: int | None = vars(module).get(WINDOW)
-    options: dict[str, Any] = {} if window is None else {"window": window}
+    given = {"window": window, "cap": softcap}
+    options: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
     # Cores for packed rows ignore the layer, and reading its number would recompile each block.
     o_THd = core(0, q_THd, k_TKd, v_TKd, **options)
     return o_THd[None, ..., :value_width], None
@@ -90,7 +92,6 @@ def _refuse_unknown(
         unknown.append("is_causal=False")
     if unknown:
         what = {
-            "softcap": "softcap (capped attention scores)",
             "s_aux": "s_aux (attention sinks)",
             "is_causal=False": "is_causal=False (tokens attend to later ones)",
         }

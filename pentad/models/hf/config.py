@@ -120,5 +120,6 @@ def measure(config: PretrainedConfig) -> ModelDims:
         tie_embeddings=bool(fields.get("tie_word_embeddings")),
         max_position=number("max_position_embeddings", number("n_positions", UNBOUNDED)),
         initializer_range=float(fields.get("initializer_range") or 0.02),
+        score_cap=fields.get("attn_logit_softcapping"),
         is_whole=False,
     )

@@ -249,7 +249,7 @@ class _Note:
         self.calls: list[tuple[int, int]] = []
 
     def __call__(
-        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: int | None = None
+        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, **how: object
     ) -> Tensor:
         self.calls.append((k_TKd.shape[1], k_TKd.shape[2]))
         return torch.zeros_like(q_THd)

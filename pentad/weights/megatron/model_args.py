@@ -152,6 +152,7 @@ def _unsayable_layers(dims: ModelDims) -> Iterable[Problem]:
         "a gate on attention's result": dims.attn_gate,
         "attention sinks": dims.attn_sinks,
         "a limit on logits": bool(dims.logit_cap),
+        "a limit on attention scores": bool(dims.score_cap),
         "layers with heads of another width or number": bool(dims.own),
         "biases of experts, or a limited activation": dims.moe_bias or dims.activation == "clamped",
         "norms after attention and ffn": dims.post_norms or not dims.pre_norms,

@@ -43,7 +43,7 @@ FAMILIES = {
     "mistral": {"sliding_window": 4},
     "gemma3_text": {"sliding_window": 4, "query_pre_attn_scalar": 5},
     "gemma2": {
-        "attn_logit_softcapping": None,
+        "attn_logit_softcapping": 0.8,
         "final_logit_softcapping": 2.0,
         "sliding_window": 4,
     },
@@ -253,7 +253,6 @@ REFUSED = [
     ("bloom", {}, "0 times"),
     ("stablelm", {}, "does not pass keyword arguments"),
     ("falcon", {"head_dim": None}, "cannot build it"),
-    ("gemma2", {"attn_logit_softcapping": 50.0}, "softcap"),
     ("gpt_oss", EXPERTS, "attention sinks"),
     ("phi", {}, "head has a bias"),
     ("bert", {}, "otherwise than causally"),

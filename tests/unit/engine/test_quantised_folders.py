@@ -1,23 +1,25 @@
 """Models of quantised folders, where a key asks for it, are those of the dequantised ones."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from engine_toys import PolicyLoss, make_rows, train
 from family_toys import FAMILY_CONFIGS
+from quantised_toys import BLOCK, as_fp8, as_mxfp4
 from safetensors.torch import load_file, save_file
 from sections import engine_settings
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from typer.testing import CliRunner
 
 from pentad.checkpoint.exports import export_model
+from pentad.cli.main import app
 from pentad.core.errors import UserError
 from pentad.engine.engine import Engine, build_engine
 from pentad.models.registry import load_to_sample
 from pentad.weights.hf import HfFolder
 
-BLOCK = 8
 CONFIGS = {
     "deepseek_v3": FAMILY_CONFIGS["deepseek_v3"],
     "gpt_oss": FAMILY_CONFIGS["gpt_oss"] | {"hidden_size": 32, "intermediate_size": 32},
@@ -26,23 +28,6 @@ KINDS = {
     "deepseek_v3": {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]},
     "gpt_oss": {"quant_method": "mxfp4"},
 }
-
-
-def as_fp8(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """The tensors of a weight in files, and what they stand for."""
-    rows, columns = weight.shape
-    scales = torch.rand(-(-rows // BLOCK), -(-columns // BLOCK)) * 0.01
-    spread = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:rows, :columns]
-    numbers = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return {name: numbers, f"{name}_scale_inv": scales}, numbers.float() * spread
-
-
-def as_mxfp4(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    experts, ins, outs = weight.shape
-    packed = torch.randint(0, 256, (experts, outs, ins // 32, 16), dtype=torch.uint8)
-    exponents = torch.randint(121, 125, packed.shape[:-1], dtype=torch.uint8)
-    tensors = {f"{name}_blocks": packed, f"{name}_scales": exponents}
-    return tensors, convert_moe_packed_tensors(packed, exponents).float()
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -109,3 +94,60 @@ def test_nothing_is_dequantised_without_the_key(folders):
     mine = load_to_sample(folders[0], **place, dequantize=True).state_dict()
     true = load_to_sample(folders[1], **place).state_dict()
     assert all(torch.equal(tensor, true[name]) for name, tensor in mine.items())
+
+
+def convert(*words):
+    done = CliRunner().invoke(app, ["convert", *map(str, words)])
+    return done.exit_code, " ".join(done.output.split())
+
+
+def test_a_converted_folder_holds_the_weights_it_stands_for(folders, tmp_path):
+    quantised, plain = folders
+    out, said = tmp_path / "out", "quantised ({}); give --dequantize to read them as 16-bit weights"
+    kind = KINDS["gpt_oss" if "gpt_oss" in str(plain) else "deepseek_v3"]["quant_method"]
+    code, printed = convert(quantised, out, "--to", "hf")
+    assert code == 2 and said.format(kind) in printed and not out.exists()
+    code, printed = convert(quantised, out, "--to", "hf", "--dequantize")
+    assert code == 0, printed
+    true, found = load_file(plain / "model.safetensors"), load_file(out / "model.safetensors")
+    assert found.keys() == true.keys()
+    assert all(torch.equal(tensor, true[name]) for name, tensor in found.items())
+    config = json.loads((out / "config.json").read_text())
+    assert "quantization_config" not in config and config["dtype"] == "float32"
+    AutoModelForCausalLM.from_pretrained(out)
+    assert "nothing was done" in convert(quantised, out, "--to", "hf", "--dequantize")[1]
+    words = ["--to", "hf", "--dequantize", "--dtype", "bfloat16"]
+    assert convert(quantised, tmp_path / "b", *words)[0] == 0
+    for name, tensor in load_file(tmp_path / "b/model.safetensors").items():
+        # The family keeps the bias of the router in float32.
+        dtype = torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16
+        assert tensor.dtype == dtype and torch.equal(tensor, true[name].to(dtype)), name
+    code, printed = convert(plain, tmp_path / "c", "--to", "hf", "--dequantize")
+    assert code == 2 and "are not quantised; leave it out" in printed
+
+
+def test_layers_that_are_not_read_are_left_out(folders, tmp_path):
+    """And a folder that lacks a tensor is rejected."""
+    if "deepseek_v3" not in str(folders[0]):
+        pytest.skip("the other family has no layers for multi-token prediction")
+    source = tmp_path / "source"
+    shutil.copytree(folders[0], source)
+    tensors = load_file(source / "model.safetensors")
+    further = {**tensors, "model.layers.3.eh_proj.weight": torch.ones(2, 2)}
+    save_file(further, source / "model.safetensors", metadata={"format": "pt"})
+    assert convert(source, tmp_path / "out", "--to", "hf", "--dequantize")[0] == 0
+    assert HfFolder(tmp_path / "out").infos.keys() == HfFolder(folders[1]).infos.keys()
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["num_nextn_predict_layers"] == 0
+    del tensors["model.norm.weight"]
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    code, printed = convert(source, tmp_path / "b", "--to", "hf", "--dequantize")
+    assert code == 2 and "model.norm.weight" in printed
+
+
+def test_adapters_are_not_merged_into_quantised_weights(folders, tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text('{"peft_type": "LORA", "r": 1}')
+    words = [tmp_path / "adapter", tmp_path / "out", "--merge", "--base", folders[0]]
+    code, printed = convert(*words, "--dequantize")
+    assert code == 2 and "--dequantize: an adapter is merged into 16-bit weights" in printed

@@ -87,6 +87,9 @@ def test_parameters_are_counted_as_they_are_built(family):
 def test_released_models_have_their_published_sizes():
     billions = {
         "SmolLM3-3B": 3.08,
+        "gemma-2-2b": 2.61,
+        "gemma-2-9b-it": 9.24,
+        "gemma-2-27b": 27.2,
         "gemma-3-270m": 0.268,
         "gemma-3-1b-pt": 1.0,
         "phi-4": 14.7,
@@ -143,10 +146,15 @@ REFUSED = {
         "no_rope_layers = .*must be a list of 0 and 1 for at least 3 layers",
     ),
     "an mlp bias that is not there": ("olmo2", {"mlp_bias": True}, "mlp_bias"),
-    "a limit on scores": (
-        "gemma3_text",
-        {"attn_logit_softcapping": 30.0},
-        "attn_logit_softcapping = 30.0: a limit on attention scores is not supported",
+    "a limit on scores that is no number": (
+        "gemma2",
+        {"attn_logit_softcapping": "high"},
+        "attn_logit_softcapping = high: must be a number above 0",
+    ),
+    "a switch of attention to later tokens": (
+        "gemma2",
+        {"use_bidirectional_attention": True},
+        "use_bidirectional_attention = True: attention to later tokens is not supported",
     ),
     "a limit on logits that is no number": (
         "gemma3_text",

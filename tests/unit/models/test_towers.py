@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from closeness import assert_close
+from tables import table
 from tower_toys import (
     CONFIGS,
     PROCESSOR,
@@ -14,12 +15,12 @@ from tower_toys import (
     tensors_of,
     write_whole,
 )
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForSequenceClassification
 
 from pentad.core.errors import UserError
 from pentad.models.catalog import dims_of as planned_dims_of
 from pentad.models.decoder import causal_attend
-from pentad.models.families import dims_of
+from pentad.models.families import dims_of, language_config_of
 from pentad.models.hf_weights import kept_buffers
 from pentad.models.registry import load_model, save_model
 from pentad.planner.figures import Device
@@ -187,7 +188,7 @@ def test_embeddings_are_tied_as_transformers_ties_them(kind):
 @pytest.mark.parametrize(
     ("kind", "text", "words"),
     [
-        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+        ("gemma3", {"attn_logit_softcapping": -1}, "attn_logit_softcapping = -1: must be a number"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("qwen3_vl", {"hidden_act": "gelu"}, "hidden_act = 'gelu', only silu is built"),
         ("qwen2_5_vl", {"kv_lora_rank": 8}, "kv_lora_rank = 8: it uses latent attention"),
@@ -203,6 +204,37 @@ def test_what_the_family_lacks_is_rejected_by_name(kind, text, words):
     given = CONFIGS[kind]["text_config"] | {"vocab_size": 50} | text
     with pytest.raises(UserError, match=words):
         dims_of({"model_type": kind, "text_config": given})
+
+
+SCALAR = sorted(CONFIGS)
+
+
+@pytest.mark.parametrize("kind", table(SCALAR, sorted({*SCALAR} - {"gemma3", "glm4v", "qwen3_5"})))
+def test_a_model_with_a_value_head_is_saved_as_a_language_model(kind, tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    write_whole(source, kind)
+    model = load_model(source, value_head=True, seed=3)
+    save_model(model, out, source_folder=source)
+    config = json.loads((out / "config.json").read_text())
+    assert config["num_labels"] == 1 and "vision_config" not in config
+    assert not {name for name in tensors_of(out) if "vision" in name or "visual" in name}
+    with torch.no_grad():
+        found = [
+            one.values(one(IDS, torch.arange(len(IDS)), causal_attend))
+            for one in (model, load_model(out, value_head=True))
+        ]
+        assert torch.equal(*found)
+        if kind not in ("gemma4", "qwen3_5_moe"):  # transformers has no class of these families
+            theirs = AutoModelForSequenceClassification.from_pretrained(out).eval()
+            assert_close(found[0][-1], theirs(input_ids=IDS[None]).logits[0, 0])
+
+
+def test_a_tower_that_its_family_cannot_express_is_not_saved_alone():
+    """GLM-4V always has biases of queries, keys and values; GLM-4 has them by a key."""
+    config = {"model_type": "glm4v", **CONFIGS["glm4v"]}
+    config["text_config"] = {**config["text_config"], "vocab_size": 50, "attention_bias": False}
+    with pytest.raises(UserError, match="text tower as glm4 would differ in qkv_bias"):
+        language_config_of(config)
 
 
 def test_quantised_and_unknown_wholes_are_rejected():

@@ -139,9 +139,9 @@ def test_kernels_without_sinks_give_values_and_gradients_with_them(kind, monkeyp
     bounds, ctx = torch.tensor([0, 11]), SimpleNamespace(set_materialize_grads=bool)
     ctx.save_for_backward = lambda *saved: setattr(ctx, "saved_tensors", saved)
     with torch.no_grad():  # both operators begin alike; the second's kernel is in torch itself
-        found = flash4.flash4._init_fn(q, k, v, bounds, 11, 0, sinks)
+        found = flash4.flash4._init_fn(q, k, v, bounds, 11, 0, sinks, 0.0)
     if kind == "flash4":
-        module, inputs = flash4, (q, k, v, bounds, 11, 0, sinks)
+        module, inputs = flash4, (q, k, v, bounds, 11, 0, sinks, 0.0)
     else:
         module, inputs = attention, (q, k, v, sinks, bounds, bounds, 11, 11, 0)
     module._save(ctx, inputs, found)

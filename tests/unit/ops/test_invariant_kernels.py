@@ -65,8 +65,11 @@ def test_logprobs_are_those_of_the_reference():
     torch.testing.assert_close(found[1], entropy, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (9, False), (9, True)])
-def test_attention_is_that_of_the_reference_packed_or_paged(window, has_sinks):
+@pytest.mark.parametrize(
+    ("window", "has_sinks", "cap"),
+    [(None, False, None), (9, False, None), (9, True, None), (9, False, 0.8)],
+)
+def test_attention_is_that_of_the_reference_packed_or_paged(window, has_sinks, cap):
     sinks = 2 * random(4, seed=3) if has_sinks else None
     lengths = [5, 70, 1, 33]
     num, heads, kv, width = sum(lengths), 4, 2, 16
@@ -77,11 +80,11 @@ def test_attention_is_that_of_the_reference_packed_or_paged(window, has_sinks):
     )
     packed = packed_spans(lengths)
     wanted = invariant.attend_spans(
-        q.cpu(), k.cpu(), v.cpu(), packed, window, None if sinks is None else sinks.cpu()
+        q.cpu(), k.cpu(), v.cpu(), packed, window, None if sinks is None else sinks.cpu(), cap
     ).to(DEVICE)
     device = torch.device(DEVICE)
     tiles = invariant_kernels.tiles_of(packed, heads // kv, device)
-    whole = invariant_kernels.attend(q, k, v, tiles, window, sinks)
+    whole = invariant_kernels.attend(q, k, v, tiles, window, sinks, cap)
     torch.testing.assert_close(whole, wanted, atol=1e-5, rtol=1e-5)  # fp32
 
     # The last token of each sequence, over blocks of 4 in any order.
@@ -101,7 +104,7 @@ def test_attention_is_that_of_the_reference_packed_or_paged(window, has_sinks):
     paged = Spans(np.arange(4), packed.count_S - 1, ones, table, size, size)
     tiles = invariant_kernels.tiles_of(paged, heads // kv, device)
     q_last = q[torch.from_numpy(last).to(DEVICE)].contiguous()
-    out = invariant_kernels.attend(q_last, k_paged, v_paged, tiles, window, sinks)
+    out = invariant_kernels.attend(q_last, k_paged, v_paged, tiles, window, sinks, cap)
     assert torch.equal(out, whole[torch.from_numpy(last).to(DEVICE)])
 
 

@@ -88,6 +88,23 @@ def test_paged_decode_with_sinks(monkeypatch, dtype, form, window, min_programs)
     torch.testing.assert_close(out, wanted, atol=ATOL[dtype], rtol=0)
 
 
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "min_programs"), [(None, 1), (7, 40)])
+def test_paged_decode_with_limited_scores(monkeypatch, dtype, form, window, min_programs):
+    monkeypatch.setattr(paged_decode, "MIN_PROGRAMS", min_programs)
+    pages = pages_of(12, 4, 2, 16, dtype=dtype, form=form)
+    q, cap = 3 * rand(3, 6, 16, dtype=dtype), 0.9
+    blocks = torch.randperm(12).view(3, 4).to(DEVICE, torch.int32)
+    lengths, row = torch.tensor([1, 9, 16], device=DEVICE), torch.tensor([4], device=DEVICE)
+    limits = (window, None, cap)
+    out = paged_decode.paged_decode(q, pages, blocks.flatten(), row, lengths, *limits)
+    wanted = paged_decode.reference_decode(q, pages, blocks, lengths, *limits)
+    torch.testing.assert_close(out, wanted, atol=ATOL[dtype], rtol=0)
+    unlimited = paged_decode.reference_decode(q, pages, blocks, lengths, window)
+    assert (wanted - unlimited).abs().max() > 0.1, "the limit must have an effect"
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "latent", "turned", "min_programs"),
