@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from triton.testing import do_bench_cudagraph
 
-from pentad.ops import paged_decode
+from pentad.ops import paged_decode, shared_places
 from pentad.ops.pages import EIGHT_BITS, Pages
 
 GROUPS, EACH = 16, 16
@@ -81,12 +81,12 @@ class Case:
         return paged_decode.paged_decode(self.q, self.pages, self.blocks, self.width, self.lengths)
 
     def cascade(self) -> Callable[[], torch.Tensor]:
-        tile = min(paged_decode.rows_per_tile(HEADS // KV_HEADS), EACH)
+        tile = min(shared_places.rows_per_tile(HEADS // KV_HEADS), EACH)
         num, rows = len(self.q) // tile, len(self.q)
         firsts, counts = torch.zeros(2, rows // 4, dtype=torch.int64, device="cuda")
         firsts[:num] = torch.arange(0, rows, tile, device="cuda")
         counts[:num] = tile
-        shared = paged_decode.SharedRows(self.shared, firsts, counts)
+        shared = shared_places.SharedRows(self.shared, firsts, counts)
 
         def once() -> torch.Tensor:
             return paged_decode.paged_decode(
@@ -133,8 +133,8 @@ def tiles() -> None:
     grid += [(32, 64, 4, 2, programs) for programs in (256, 1024)]
     cases = [Case(prompt, answer) for prompt, answer in ((128, 128), (2048, 100))]
     for queries, places, warps, stages, programs in grid:
-        paged_decode.PREFIX_TILE = {"places": places, "warps": warps, "stages": stages}
-        paged_decode.MAX_QUERIES, paged_decode.PREFIX_PROGRAMS = queries, programs
+        shared_places.TILE = {"places": places, "warps": warps, "stages": stages}
+        shared_places.MAX_QUERIES, paged_decode.MIN_PROGRAMS = queries, programs
         try:
             found = [time_us(case.cascade()) for case in cases]
         except Exception as error:  # a tile that does not fit

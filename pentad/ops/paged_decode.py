@@ -14,7 +14,6 @@ head have separate products.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -24,38 +23,29 @@ import triton.language as tl
 from torch import Tensor
 
 from pentad.ops.pages import Pages
+from pentad.ops.shared_places import (
+    PREFIX,
+    SUFFIX,
+    WHOLE,
+    SharedRows,
+    expected_tiles,
+    prefix_tile,
+    rows_and_places,
+    rows_per_tile,
+    state_acc,
+    state_sums,
+)
 from pentad.ops.spans import NO_WINDOW
 
 TILE = {"places": 32, "warps": 2, "stages": 2}
 EIGHT_BIT_TILE = {"places": 64, "warps": 2, "stages": 2}
 """Places per load of a program, its warps, and pipelined loads: the fastest that
 `benchmarks/kv_cache_gpu.py tiles` finds on an H200."""
-PREFIX_TILE = {"places": 64, "warps": 4, "stages": 2}
-FLOAT32_PREFIX_TILE = {"places": 16, "warps": 4, "stages": 1}
-MAX_QUERIES = 32
-"""Queries (rows x query heads of a key-value head) of one program over shared places."""
-TYPICAL_ROWS = 16
-"""Rows that share places, for the number of splits of the shared part."""
 MIN_PROGRAMS = 512
 """Splits are added up to about this number of programs: a few per multiprocessor."""
-PREFIX_PROGRAMS = 512
 MAX_SPLITS = 16
 MIN_DOT = 16
 """Smallest side of a tensor-core tile."""
-WHOLE, PREFIX, SUFFIX = (tl.constexpr(phase) for phase in range(3))
-"""Phases of a kernel: all places of a row; those that a tile of rows shares; the rest of a row,
-which starts from the state that the shared places left."""
-
-
-@dataclass(frozen=True, slots=True)
-class SharedRows:
-    """Rows of a step whose first places are in the same blocks. Tile i: `counts_I[i]` rows from
-    `firsts_I[i]` on; a tile without rows is padding."""
-
-    shared_S: Tensor
-    """Number of places that each row shares with the others of its tile; 0: in no tile."""
-    firsts_I: Tensor
-    counts_I: Tensor
 
 
 def reference_decode(
@@ -97,26 +87,25 @@ def paged_decode(
 ) -> Tensor:
     """Decodes one token per sequence. Table row s: `blocks[s * width : (s + 1) * width]`. With
     `shared`, the places that rows share are read once for several rows."""
-    num_seqs, num_heads, head_dim = q_SHd.shape
+    num_seqs, num_heads = q_SHd.shape[:2]
     num_kv_heads = pages.k_BbKd.shape[2]
     assert q_SHd.is_contiguous()
     assert pages.k_BbKd.is_contiguous() and pages.v_BbKd.is_contiguous()
     out_SHd = torch.empty_like(q_SHd)
-    splits = num_splits(num_seqs * num_kv_heads)
-    parts = state = make_parts(out_SHd, splits)
-    phase = WHOLE
     group = num_heads // num_kv_heads
+    parts = state = make_parts(out_SHd, num_splits(num_seqs * num_kv_heads))
     table = (blocks, width, lengths_S, q_SHd if sinks is None else sinks)
+    if window is not None or sinks is not None:
+        shared = None
     launch = partial(_launch, q_SHd, pages, out_SHd, table, window, sinks is not None, shared)
-    if shared is not None and window is None and sinks is None:
-        num_programs = max(1, num_seqs // TYPICAL_ROWS) * num_kv_heads
-        state_splits = num_splits(num_programs, PREFIX_PROGRAMS)
-        phase, state = SUFFIX, make_parts(out_SHd, state_splits)
-        tile = prefix_tile_of(pages, q_SHd)
-        wide = triton.next_power_of_2(rows_per_tile(group) * group)
-        launch(PREFIX, len(shared.firsts_I), max(MIN_DOT, wide), state, state, tile)
-    wide_group = max(MIN_DOT, triton.next_power_of_2(group))
-    launch(phase, num_seqs, wide_group, parts, state, tile_of(pages, q_SHd))
+    tile = tile_of(pages, q_SHd)
+    phase = WHOLE
+    if shared is not None:
+        state = make_parts(out_SHd, num_splits(expected_tiles(num_seqs) * num_kv_heads))
+        queries = rows_per_tile(group) * group
+        launch(PREFIX, len(shared.firsts_I), queries, state, state, tile | prefix_tile(q_SHd.dtype))
+        phase = SUFFIX
+    launch(phase, num_seqs, group, parts, state, tile)
     merge_splits(out_SHd, parts)
     return out_SHd
 
@@ -130,13 +119,13 @@ def _launch(
     has_sinks: bool,
     shared: SharedRows | None,
     phase: tl.constexpr,
-    num_rows: int,
-    wide_group: int,
+    num_tiles: int,
+    num_queries: int,
     parts: SplitResults,
     state: SplitResults,
     tile: dict[str, object],
 ) -> None:
-    """Launches one phase: one program per row (or tile of rows), key-value head and split."""
+    """Launches one phase: one program per row, or tile of rows, key-value head and split."""
     num_heads, head_dim = q_SHd.shape[1:]
     block_size, num_kv_heads = pages.k_BbKd.shape[1:3]
     k_BbKd, v_BbKd, is_small = pages.k_BbKd, pages.v_BbKd, pages.largest is not None
@@ -145,7 +134,7 @@ def _launch(
     kernel = _attend_8 if is_small else _attend
     splits = parts[1].shape[-1]
     unused = (table[2],) * 3
-    kernel[(num_rows, num_kv_heads, splits)](
+    kernel[(num_tiles, num_kv_heads, splits)](
         q_SHd,
         k_BbKd,
         v_BbKd,
@@ -164,7 +153,7 @@ def _launch(
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         WIDE_DIM=max(MIN_DOT, triton.next_power_of_2(k_BbKd.shape[-1])),
-        WIDE_GROUP=wide_group,
+        WIDE_GROUP=max(MIN_DOT, triton.next_power_of_2(num_queries)),
         BLOCK_SIZE=block_size,
         SPLITS=splits,
         **tile,
@@ -212,21 +201,9 @@ def tile_of(pages: Pages, q_SHd: Tensor) -> dict[str, object]:
     return {**size, **own, "PRECISION": precision}
 
 
-def prefix_tile_of(pages: Pages, q_SHd: Tensor) -> dict[str, object]:
-    """`tile_of` for the places that rows share, whose programs have more queries."""
-    tile = FLOAT32_PREFIX_TILE if q_SHd.dtype == torch.float32 else PREFIX_TILE
-    size = {"PLACES": tile["places"], "num_warps": tile["warps"], "num_stages": tile["stages"]}
-    return tile_of(pages, q_SHd) | size
-
-
-def rows_per_tile(group: int) -> int:
-    """Number of rows of one program over shared places, with `group` query heads each."""
-    return max(1, MAX_QUERIES // group)
-
-
-def num_splits(num_programs: int, least: int | None = None) -> int:
+def num_splits(num_programs: int) -> int:
     """Number of splits, a power of two, that fills the device."""
-    wanted = -(-(least or MIN_PROGRAMS) // num_programs)
+    wanted = -(-MIN_PROGRAMS // num_programs)
     return min(MAX_SPLITS, triton.next_power_of_2(wanted))
 
 
@@ -268,7 +245,7 @@ def _attend(
     split = tl.program_id(2)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     width = tl.load(width_ptr).to(tl.int32)
-    row, count, first, length = _rows_and_places(
+    row, count, first, length = rows_and_places(
         lengths_ptr, window, shared_ptr, firsts_ptr, counts_ptr, PHASE
     )
     each = tl.cdiv(tl.cdiv(length - first, SPLITS), PLACES) * PLACES
@@ -291,8 +268,8 @@ def _attend(
     acc = tl.zeros([WIDE_GROUP, WIDE_DIM], tl.float32)
     if PHASE == SUFFIX:
         is_kept = g < tl.where(split == 0, tl.minimum(first, 1), 0) * GROUP
-        top, total = _state_sums(state_max_ptr, state_sum_ptr, at_head, is_kept, STATE_SPLITS)
-        acc = _state_acc(
+        top, total = state_sums(state_max_ptr, state_sum_ptr, at_head, is_kept, STATE_SPLITS)
+        acc = state_acc(
             acc, state_acc_ptr, state_max_ptr, at_head, d, d < HEAD_DIM, is_kept, top,
             HEAD_DIM, STATE_SPLITS,
         )  # fmt: skip
@@ -323,73 +300,6 @@ def _attend(
         tl.store(part_acc_ptr + part[:, None] * HEAD_DIM + d[None, :], acc, mask=q_mask)
         tl.store(part_max_ptr + part, top, mask=is_query)
         tl.store(part_sum_ptr + part, total, mask=is_query)
-
-
-@triton.jit
-def _rows_and_places(
-    lengths_ptr: tl.tensor,
-    window: tl.tensor,
-    shared_ptr: tl.tensor,
-    firsts_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    PHASE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Returns the first row of the program, the number of its rows, and their first and last place
-    plus one."""
-    row = tl.program_id(0)
-    if PHASE == PREFIX:
-        count = tl.load(counts_ptr + row).to(tl.int32)
-        row = tl.load(firsts_ptr + row).to(tl.int32)
-        length = tl.load(shared_ptr + row, mask=count > 0, other=0).to(tl.int32)
-        return row, count, length * 0, length
-    length = tl.load(lengths_ptr + row).to(tl.int32)
-    if PHASE == SUFFIX:
-        return row, 1, tl.load(shared_ptr + row).to(tl.int32), length
-    return row, 1, tl.maximum(length - window, 0), length
-
-
-@triton.jit
-def _state_sums(
-    max_ptr: tl.tensor,
-    sum_ptr: tl.tensor,
-    at_head: tl.tensor,
-    mask: tl.tensor,
-    SPLITS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Maximum and sum of weights over the splits of the shared part."""
-    at = at_head[:, None] * SPLITS + tl.arange(0, SPLITS)[None, :]
-    tops = tl.load(max_ptr + at, mask=mask[:, None], other=float("-inf"))
-    totals = tl.load(sum_ptr + at, mask=mask[:, None], other=0.0)
-    top = tl.max(tops, 1)
-    base = tl.where(mask, top, 0.0)
-    return top, tl.sum(totals * tl.exp(tops - base[:, None]), 1)
-
-
-@triton.jit
-def _state_acc(
-    acc: tl.tensor,
-    acc_ptr: tl.tensor,
-    max_ptr: tl.tensor,
-    at_head: tl.tensor,
-    d: tl.tensor,
-    d_mask: tl.tensor,
-    mask: tl.tensor,
-    top: tl.tensor,
-    HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-) -> tl.tensor:
-    """Sum of values over the splits of the shared part, relative to the maximum `top`."""
-    base = tl.where(mask, top, 0.0)
-    for split in tl.static_range(SPLITS):
-        at = at_head * SPLITS + split
-        part = tl.load(
-            acc_ptr + at[:, None] * HEAD_DIM + d[None, :],
-            mask=mask[:, None] & d_mask[None, :],
-            other=0.0,
-        )
-        weight = tl.exp(tl.load(max_ptr + at, mask=mask, other=float("-inf")) - base)
-        acc += part * weight[:, None]
-    return acc
 
 
 @triton.jit
@@ -500,7 +410,7 @@ def _attend_8(
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     HALF: tl.constexpr = HEAD_DIM // 2
     width = tl.load(width_ptr).to(tl.int32)
-    row, count, first, length = _rows_and_places(
+    row, count, first, length = rows_and_places(
         lengths_ptr, window, shared_ptr, firsts_ptr, counts_ptr, PHASE
     )
     each = tl.cdiv(tl.cdiv(length - first, SPLITS), PLACES) * PLACES
@@ -525,12 +435,12 @@ def _attend_8(
     acc_odd = tl.zeros([WIDE_GROUP, WIDE_DIM], tl.float32)
     if PHASE == SUFFIX:
         is_kept = g < tl.where(split == 0, tl.minimum(first, 1), 0) * GROUP
-        top, total = _state_sums(state_max_ptr, state_sum_ptr, at_head, is_kept, STATE_SPLITS)
-        acc_even = _state_acc(
+        top, total = state_sums(state_max_ptr, state_sum_ptr, at_head, is_kept, STATE_SPLITS)
+        acc_even = state_acc(
             acc_even, state_acc_ptr, state_max_ptr, at_head, 2 * h, h < HALF, is_kept, top,
             HEAD_DIM, STATE_SPLITS,
         )  # fmt: skip
-        acc_odd = _state_acc(
+        acc_odd = state_acc(
             acc_odd, state_acc_ptr, state_max_ptr, at_head, 2 * h + 1, h < HALF, is_kept, top,
             HEAD_DIM, STATE_SPLITS,
         )  # fmt: skip
