@@ -24,6 +24,7 @@ from torch import Tensor
 
 from pentad.ops.pages import Pages
 from pentad.ops.shared_places import (
+    LEAST_PLACES,
     PREFIX,
     SUFFIX,
     WHOLE,
@@ -32,8 +33,6 @@ from pentad.ops.shared_places import (
     prefix_tile,
     rows_and_places,
     rows_per_tile,
-    state_acc,
-    state_sums,
 )
 from pentad.ops.spans import NO_WINDOW
 
@@ -83,6 +82,7 @@ def paged_decode(
     lengths_S: Tensor,
     window: int | None = None,
     sinks: Tensor | None = None,
+    *,
     shared: SharedRows | None = None,
 ) -> Tensor:
     """Decodes one token per sequence. Table row s: `blocks[s * width : (s + 1) * width]`. With
@@ -93,27 +93,29 @@ def paged_decode(
     assert pages.k_BbKd.is_contiguous() and pages.v_BbKd.is_contiguous()
     out_SHd = torch.empty_like(q_SHd)
     group = num_heads // num_kv_heads
-    parts = state = make_parts(out_SHd, num_splits(num_seqs * num_kv_heads))
     table = (blocks, width, lengths_S, q_SHd if sinks is None else sinks)
     if window is not None or sinks is not None:
         shared = None
-    launch = partial(_launch, q_SHd, pages, out_SHd, table, window, sinks is not None, shared)
+    splits = num_splits(num_seqs * num_kv_heads)
+    before = 0 if shared is None else num_splits(expected_tiles(num_seqs) * num_kv_heads)
+    parts = make_parts(out_SHd, before + splits)
+    launch = partial(_launch, q_SHd, pages, (out_SHd, *parts), table, window, sinks is not None)
     tile = tile_of(pages, q_SHd)
-    phase = WHOLE
-    if shared is not None:
-        state = make_parts(out_SHd, num_splits(expected_tiles(num_seqs) * num_kv_heads))
+    if shared is None:
+        launch(None, WHOLE, num_seqs, group, (0, splits), tile)
+    else:
         queries = rows_per_tile(group) * group
-        launch(PREFIX, len(shared.firsts_I), queries, state, state, tile | prefix_tile(q_SHd.dtype))
-        phase = SUFFIX
-    launch(phase, num_seqs, group, parts, state, tile)
-    merge_splits(out_SHd, parts)
+        wide_tile = tile | prefix_tile(q_SHd.dtype)
+        launch(shared, PREFIX, len(shared.firsts_I), queries, (0, before), wide_tile)
+        launch(shared, SUFFIX, num_seqs, group, (before, splits), tile)
+    merge_splits(out_SHd, parts, shared, before)
     return out_SHd
 
 
 def _launch(
     q_SHd: Tensor,
     pages: Pages,
-    out_SHd: Tensor,
+    results: tuple[Tensor, ...],
     table: tuple[Tensor, ...],
     window: int | None,
     has_sinks: bool,
@@ -121,8 +123,7 @@ def _launch(
     phase: tl.constexpr,
     num_tiles: int,
     num_queries: int,
-    parts: SplitResults,
-    state: SplitResults,
+    first_and_splits: tuple[int, int],
     tile: dict[str, object],
 ) -> None:
     """Launches one phase: one program per row, or tile of rows, key-value head and split."""
@@ -132,22 +133,21 @@ def _launch(
     if is_small:
         k_BbKd, v_BbKd = k_BbKd.view(torch.int16), v_BbKd.view(torch.int16)
     kernel = _attend_8 if is_small else _attend
-    splits = parts[1].shape[-1]
+    first_split, splits = first_and_splits
     unused = (table[2],) * 3
     kernel[(num_tiles, num_kv_heads, splits)](
         q_SHd,
         k_BbKd,
         v_BbKd,
         *((pages.k_scale_BbK, pages.v_scale_BbK) if is_small else ()),
-        out_SHd,
-        *parts,
+        *results,
         *table,
         *(unused if shared is None else (shared.shared_S, shared.firsts_I, shared.counts_I)),
-        *state,
         head_dim**-0.5,
         NO_WINDOW if window is None else window,
         PHASE=phase,
-        STATE_SPLITS=state[1].shape[-1],
+        PART_SPLITS=results[2].shape[-1],
+        FIRST_SPLIT=first_split,
         HAS_SINKS=has_sinks,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
@@ -172,8 +172,11 @@ def make_parts(out_SHd: Tensor, splits: int) -> SplitResults:
     return acc, top, total
 
 
-def merge_splits(out_SHd: Tensor, parts: SplitResults) -> None:
-    """Merges the partial results, if there are several, of each sequence and head."""
+def merge_splits(
+    out_SHd: Tensor, parts: SplitResults, shared: SharedRows | None = None, before: int = 0
+) -> None:
+    """Merges the partial results, if there are several, of each sequence and head. The first
+    `before` of them are those of shared places, unset in rows without."""
     num_seqs, num_heads, head_dim = out_SHd.shape
     splits = parts[1].shape[-1]
     if splits == 1:
@@ -181,10 +184,13 @@ def merge_splits(out_SHd: Tensor, parts: SplitResults) -> None:
     _merge[(num_seqs, num_heads)](
         out_SHd,
         *parts,
+        out_SHd if shared is None else shared.shared_S,
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         WIDE_DIM=triton.next_power_of_2(head_dim),
         SPLITS=splits,
+        WIDE_SPLITS=triton.next_power_of_2(splits),
+        BEFORE=before,
         num_warps=1,
     )
 
@@ -223,13 +229,11 @@ def _attend(
     shared_ptr: tl.tensor,
     firsts_ptr: tl.tensor,
     counts_ptr: tl.tensor,
-    state_acc_ptr: tl.tensor,
-    state_max_ptr: tl.tensor,
-    state_sum_ptr: tl.tensor,
     scale: tl.tensor,
     window: tl.tensor,
     PHASE: tl.constexpr,
-    STATE_SPLITS: tl.constexpr,
+    PART_SPLITS: tl.constexpr,
+    FIRST_SPLIT: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -249,6 +253,8 @@ def _attend(
         lengths_ptr, window, shared_ptr, firsts_ptr, counts_ptr, PHASE
     )
     each = tl.cdiv(tl.cdiv(length - first, SPLITS), PLACES) * PLACES
+    if PHASE == PREFIX:
+        each = tl.maximum(each, LEAST_PLACES)
     start = first + split * each
     end = tl.minimum(start + each, length)
 
@@ -266,13 +272,6 @@ def _attend(
     if HAS_SINKS:
         top, total = _with_sink(top, total, sinks_ptr + head, is_query, split)
     acc = tl.zeros([WIDE_GROUP, WIDE_DIM], tl.float32)
-    if PHASE == SUFFIX:
-        is_kept = g < tl.where(split == 0, tl.minimum(first, 1), 0) * GROUP
-        top, total = state_sums(state_max_ptr, state_sum_ptr, at_head, is_kept, STATE_SPLITS)
-        acc = state_acc(
-            acc, state_acc_ptr, state_max_ptr, at_head, d, d < HEAD_DIM, is_kept, top,
-            HEAD_DIM, STATE_SPLITS,
-        )  # fmt: skip
     for begin in range(start, end, PLACES):
         place = begin + tl.arange(0, PLACES)
         is_in = place < end
@@ -292,12 +291,14 @@ def _attend(
         acc += tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
         top = new_top
 
-    if SPLITS == 1 and PHASE != PREFIX:
+    if PART_SPLITS == 1:
         out = acc / total[:, None]
         tl.store(out_ptr + q_at, out.to(out_ptr.dtype.element_ty), mask=q_mask)
     else:
-        part = at_head * SPLITS + split
-        tl.store(part_acc_ptr + part[:, None] * HEAD_DIM + d[None, :], acc, mask=q_mask)
+        part = at_head * PART_SPLITS + FIRST_SPLIT + split
+        is_used = g < tl.where(start < end, count * GROUP, 0)
+        acc_mask = is_used[:, None] & (d < HEAD_DIM)[None, :]
+        tl.store(part_acc_ptr + part[:, None] * HEAD_DIM + d[None, :], acc, mask=acc_mask)
         tl.store(part_max_ptr + part, top, mask=is_query)
         tl.store(part_sum_ptr + part, total, mask=is_query)
 
@@ -385,13 +386,11 @@ def _attend_8(
     shared_ptr: tl.tensor,
     firsts_ptr: tl.tensor,
     counts_ptr: tl.tensor,
-    state_acc_ptr: tl.tensor,
-    state_max_ptr: tl.tensor,
-    state_sum_ptr: tl.tensor,
     scale: tl.tensor,
     window: tl.tensor,
     PHASE: tl.constexpr,
-    STATE_SPLITS: tl.constexpr,
+    PART_SPLITS: tl.constexpr,
+    FIRST_SPLIT: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -414,6 +413,8 @@ def _attend_8(
         lengths_ptr, window, shared_ptr, firsts_ptr, counts_ptr, PHASE
     )
     each = tl.cdiv(tl.cdiv(length - first, SPLITS), PLACES) * PLACES
+    if PHASE == PREFIX:
+        each = tl.maximum(each, LEAST_PLACES)
     start = first + split * each
     end = tl.minimum(start + each, length)
 
@@ -433,17 +434,6 @@ def _attend_8(
         top, total = _with_sink(top, total, sinks_ptr + head, is_query, split)
     acc_even = tl.zeros([WIDE_GROUP, WIDE_DIM], tl.float32)
     acc_odd = tl.zeros([WIDE_GROUP, WIDE_DIM], tl.float32)
-    if PHASE == SUFFIX:
-        is_kept = g < tl.where(split == 0, tl.minimum(first, 1), 0) * GROUP
-        top, total = state_sums(state_max_ptr, state_sum_ptr, at_head, is_kept, STATE_SPLITS)
-        acc_even = state_acc(
-            acc_even, state_acc_ptr, state_max_ptr, at_head, 2 * h, h < HALF, is_kept, top,
-            HEAD_DIM, STATE_SPLITS,
-        )  # fmt: skip
-        acc_odd = state_acc(
-            acc_odd, state_acc_ptr, state_max_ptr, at_head, 2 * h + 1, h < HALF, is_kept, top,
-            HEAD_DIM, STATE_SPLITS,
-        )  # fmt: skip
     for begin in range(start, end, PLACES):
         place = begin + tl.arange(0, PLACES)
         is_in = place < end
@@ -471,15 +461,17 @@ def _attend_8(
         acc_odd += tl.dot(scaled, v_odd, input_precision=PRECISION)
         top = new_top
 
-    if SPLITS == 1 and PHASE != PREFIX:
+    if PART_SPLITS == 1:
         out_type = out_ptr.dtype.element_ty
         tl.store(out_ptr + q_at, (acc_even / total[:, None]).to(out_type), mask=q_mask)
         tl.store(out_ptr + q_at + 1, (acc_odd / total[:, None]).to(out_type), mask=q_mask)
     else:
-        part = at_head * SPLITS + split
+        part = at_head * PART_SPLITS + FIRST_SPLIT + split
         part_at = part[:, None] * HEAD_DIM + 2 * h[None, :]
-        tl.store(part_acc_ptr + part_at, acc_even, mask=q_mask)
-        tl.store(part_acc_ptr + part_at + 1, acc_odd, mask=q_mask)
+        is_used = g < tl.where(start < end, count * GROUP, 0)
+        acc_mask = is_used[:, None] & (h < HALF)[None, :]
+        tl.store(part_acc_ptr + part_at, acc_even, mask=acc_mask)
+        tl.store(part_acc_ptr + part_at + 1, acc_odd, mask=acc_mask)
         tl.store(part_max_ptr + part, top, mask=is_query)
         tl.store(part_sum_ptr + part, total, mask=is_query)
 
@@ -490,19 +482,27 @@ def _merge(
     part_acc_ptr: tl.tensor,
     part_max_ptr: tl.tensor,
     part_sum_ptr: tl.tensor,
+    shared_ptr: tl.tensor,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDE_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
+    WIDE_SPLITS: tl.constexpr,
+    BEFORE: tl.constexpr,
 ) -> None:
     row = tl.program_id(0) * NUM_HEADS + tl.program_id(1)
-    split = tl.arange(0, SPLITS)
+    split = tl.arange(0, WIDE_SPLITS)
+    is_set = split < SPLITS
+    if BEFORE > 0:
+        first = tl.where(tl.load(shared_ptr + tl.program_id(0)) > 0, 0, BEFORE)
+        is_set = is_set & (split >= first)
     d = tl.arange(0, WIDE_DIM)
-    top = tl.load(part_max_ptr + row * SPLITS + split)
-    total = tl.load(part_sum_ptr + row * SPLITS + split)
-    # A split without places has top = -inf, so its weight is 0.
+    top = tl.load(part_max_ptr + row * SPLITS + split, mask=is_set, other=float("-inf"))
+    total = tl.load(part_sum_ptr + row * SPLITS + split, mask=is_set, other=0.0)
+    # A split without places has top = -inf, so its weight is 0, and no values.
     weight = tl.exp(top - tl.max(top, 0))
     at = (row * SPLITS + split)[:, None] * HEAD_DIM + d[None, :]
-    acc = tl.load(part_acc_ptr + at, mask=(d < HEAD_DIM)[None, :], other=0.0)
+    mask = (top > float("-inf"))[:, None] & (d < HEAD_DIM)[None, :]
+    acc = tl.load(part_acc_ptr + at, mask=mask, other=0.0)
     out = tl.sum(acc * weight[:, None], 0) / tl.sum(total * weight, 0)
     tl.store(out_ptr + row * HEAD_DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)

@@ -2,8 +2,8 @@
 
 A group's answers have their prompt in the same blocks. In the first phase a tile of rows attends to
 the places that it shares, with the queries of all its rows as one matrix; in the second each row
-attends to its other places, starting from the state of the first. Sums have another order than in
-one phase, so results differ by rounding.
+attends to its other places. The phases' results are merged like those of splits. Sums have another
+order than in one phase, so results differ by rounding.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ FLOAT32_TILE = {"places": 16, "warps": 4, "stages": 1}
 """Tile for float32, which needs twice the shared memory."""
 MAX_QUERIES = 32
 """Queries of a tile: rows x query heads of a key-value head."""
+LEAST_PLACES = tl.constexpr(256)
+"""Shared places of a split, at least."""
 TYPICAL_ROWS = 16
 """Rows that share places, for the number of splits."""
 WHOLE, PREFIX, SUFFIX = (tl.constexpr(phase) for phase in range(3))
@@ -107,47 +109,3 @@ def rows_and_places(
     if PHASE == SUFFIX:
         return row, 1, tl.load(shared_ptr + row).to(tl.int32), length
     return row, 1, tl.maximum(length - window, 0), length
-
-
-@triton.jit
-def state_sums(
-    max_ptr: tl.tensor,
-    sum_ptr: tl.tensor,
-    at_head: tl.tensor,
-    mask: tl.tensor,
-    SPLITS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Maximum and sum of weights over the splits of the shared part."""
-    at = at_head[:, None] * SPLITS + tl.arange(0, SPLITS)[None, :]
-    tops = tl.load(max_ptr + at, mask=mask[:, None], other=float("-inf"))
-    totals = tl.load(sum_ptr + at, mask=mask[:, None], other=0.0)
-    top = tl.max(tops, 1)
-    base = tl.where(mask, top, 0.0)
-    return top, tl.sum(totals * tl.exp(tops - base[:, None]), 1)
-
-
-@triton.jit
-def state_acc(
-    acc: tl.tensor,
-    acc_ptr: tl.tensor,
-    max_ptr: tl.tensor,
-    at_head: tl.tensor,
-    d: tl.tensor,
-    d_mask: tl.tensor,
-    mask: tl.tensor,
-    top: tl.tensor,
-    HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-) -> tl.tensor:
-    """Sum of values over the splits of the shared part, relative to the maximum `top`."""
-    base = tl.where(mask, top, 0.0)
-    for split in tl.static_range(SPLITS):
-        at = at_head * SPLITS + split
-        part = tl.load(
-            acc_ptr + at[:, None] * HEAD_DIM + d[None, :],
-            mask=mask[:, None] & d_mask[None, :],
-            other=0.0,
-        )
-        weight = tl.exp(tl.load(max_ptr + at, mask=mask, other=float("-inf")) - base)
-        acc += part * weight[:, None]
-    return acc
