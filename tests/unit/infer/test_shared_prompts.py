@@ -108,26 +108,24 @@ needs_kernels = pytest.mark.skipif(
 
 
 @needs_kernels
-@pytest.mark.parametrize("cache", ["auto", "int8"])
-def test_the_tokens_are_those_of_rows_that_read_alone(
-    make_request, windowed_dims, monkeypatch, cache
-):
+def test_the_tokens_are_those_of_rows_that_read_alone(make_request, windowed_dims, monkeypatch):
     """A layer with a window and one without; a group that is preempted, one of one, and one that is
     too small; weights that arrive between requests."""
     pytest.importorskip("triton", reason="the kernels need Triton")
+    monkeypatch.setattr("pentad.ops.paged_decode.MIN_PROGRAMS", 8)
     monkeypatch.setattr(shared, "MIN_TOKENS", 8)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dims = replace(windowed_dims, num_heads=2, num_kv_heads=1)
-    sizes = {"max_running": 8, "kv_cache_tokens": 60, "block_size": 4, "kv_cache_dtype": cache}
+    sizes = {"max_running": 8, "kv_cache_tokens": 60, "block_size": 4}
     requests = [
-        make_request("a", range(11), n=5, max_new_tokens=3),
-        make_request("b", range(20, 29), n=1, max_new_tokens=2),
-        make_request("c", range(13), n=2, max_new_tokens=2, temperature=0.0),
+        make_request("a", range(11), n=5, max_new_tokens=5),
+        make_request("b", range(20, 29), n=1, max_new_tokens=4),
+        make_request("c", range(13), n=2, max_new_tokens=3, temperature=0.0),
     ]
 
-    async def drawn(**settings):
+    async def drawn(kernels):
         model = create_model(dims, seed=1, device=device)
-        sampler = EmbeddedSampler(model, sampler_settings(**sizes, **settings))
+        sampler = EmbeddedSampler(model, sampler_settings(**sizes, kernels=kernels))
         first = await asyncio.gather(*(sampler.generate(r) for r in requests))
         await sampler.install(1, list(iter_hf(create_model(dims, seed=2, device=device))))
         await sampler.sleep()
@@ -136,10 +134,29 @@ def test_the_tokens_are_those_of_rows_that_read_alone(
         await sampler.close()
         return [g for one in [*first, second] for g in one], sampler.stats()
 
-    plain, plain_stats = asyncio.run(drawn(kernels="triton", shares_prompts=False))
-    found, stats = asyncio.run(drawn(kernels="triton"))
+    plain, plain_stats = asyncio.run(drawn("torch"))
+    found, stats = asyncio.run(drawn("triton"))
     assert plain_stats.pop("kv_reads_saved") == 0 and stats.pop("kv_reads_saved") > 0.1
     assert plain_stats == stats and stats["preemptions"] > 0
     for a, b in zip(found, plain, strict=True):
         assert a.ids == b.ids and a.versions == b.versions
         assert a.logprobs == pytest.approx(b.logprobs, abs=10 * ROUNDING)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("dims", "settings", "reads_once"),
+    [
+        ({}, {}, True),
+        ({}, {"shares_prompts": False}, False),
+        ({}, {"strict": True}, False),
+        ({}, {"kernels": "torch"}, False),
+        ({"sliding_layers": (True, True)}, {}, False),
+        ({"attn_sinks": True, "family": "gpt_oss"}, {}, False),
+    ],
+)
+def test_which_engines_read_prompts_together(windowed_dims, dims, settings, reads_once):
+    model = create_model(replace(windowed_dims, **dims), seed=1)
+    sampler = EmbeddedSampler(model, sampler_settings(**({"kernels": "triton"} | settings)))
+    assert (sampler.engine.runner.grouping is not None) == reads_once
+    asyncio.run(sampler.close())
