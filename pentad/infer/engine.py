@@ -338,7 +338,7 @@ class InferenceEngine:
             self.is_asleep = False
 
     def stats(self) -> dict[str, float]:
-        scheduler = self.scheduler
+        scheduler, grouping = self.scheduler, self.runner.grouping
         num_following = sum(len(leader.followers) for leader in scheduler.running)
         return {
             "tokens_drawn": self.num_drawn,
@@ -349,6 +349,7 @@ class InferenceEngine:
             "installs": self.num_installs,
             "running": len(scheduler.running) + num_following,
             "waiting": len(scheduler.waiting),
+            "kv_reads_saved": 0.0 if grouping is None else grouping.saved_share,
             "kv_usage": self.pool.num_held / (self.pool.num_blocks - 1),
         }
 

@@ -23,6 +23,7 @@ from pentad.infer.attend import KVCache
 from pentad.infer.draw_kernel import draw_fused
 from pentad.infer.sampling import uniforms
 from pentad.infer.sequence import Table
+from pentad.infer.shared import Grouping, max_tiles
 from pentad.infer.states import StateSlots, TokenMemory
 from pentad.infer.strict import head_logits, strict_logprobs
 from pentad.models.decoder import Decoder
@@ -31,10 +32,12 @@ from pentad.ops.delta import RememberingAttend
 from pentad.ops.fused import store
 from pentad.ops.invariant_kernels import Tiles, attend
 from pentad.ops.latent_decode import decode
+from pentad.ops.shared_places import SharedRows
 
 IDS, POSITIONS, LENGTHS, PLACES, UNIFORMS, TEMPERATURES, WIDTH, ORIGINS, ROWS = range(9)
+SHARED, FIRSTS, COUNTS = range(9, 12)
 """Rows of the input buffer, all int64; the two with real numbers contain fp64 bits. ORIGINS: index
-in the previous step; ROWS: index in the table."""
+in the previous step; ROWS: index in the table; the last three: `SharedRows`."""
 
 
 def batch_sizes(max_rows: int) -> Iterator[int]:
@@ -52,13 +55,20 @@ class DecodeAttend:
     """The attention core of a step with one token per row."""
 
     def __init__(
-        self, cache: KVCache, places_S: Tensor, blocks: Tensor, width: Tensor, lengths_S: Tensor
+        self,
+        cache: KVCache,
+        places_S: Tensor,
+        blocks: Tensor,
+        width: Tensor,
+        lengths_S: Tensor,
+        shared: SharedRows | None,
     ) -> None:
         self.cache = cache
         self.places_S = places_S
         self.blocks = blocks
         self.width = width
         self.lengths_S = lengths_S
+        self.shared = shared
 
     def __call__(
         self,
@@ -73,7 +83,7 @@ class DecodeAttend:
         pages = self.cache.layer(layer)
         store(pages, self.places_S, k_TKd, v_TKd)
         table = (self.blocks, self.width, self.lengths_S)
-        return decode(q_THd, pages, *table, window, sinks, cap)
+        return decode(q_THd, pages, *table, window, sinks, cap, shared=self.shared)
 
 
 class StrictDecode:
@@ -146,6 +156,7 @@ class GraphDecoder:
         capture: bool,
         strict: bool = False,
         slots: StateSlots | None = None,
+        grouping: Grouping | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
@@ -160,7 +171,7 @@ class GraphDecoder:
         pin = device.type == "cuda"
         self.hosts = [
             HostBuffers(
-                torch.zeros((9, num_rows), dtype=torch.int64, pin_memory=pin),
+                torch.zeros((12, num_rows), dtype=torch.int64, pin_memory=pin),
                 torch.zeros(num_rows * max_blocks, dtype=torch.int32, pin_memory=pin),
                 torch.zeros((2, num_rows), dtype=torch.int64, pin_memory=pin),
             )
@@ -169,7 +180,9 @@ class GraphDecoder:
         self.inputs = torch.zeros_like(self.hosts[0].inputs, device=device)
         self.blocks = torch.zeros_like(self.hosts[0].blocks, device=device)
         self.outputs = torch.zeros_like(self.hosts[0].outputs, device=device)
-        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.grouping = grouping
+        self.graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        """By the number of rows, and whether some read shared places together."""
         self.pool = torch.cuda.graph_pool_handle() if pin else None
 
     def launch(self, rows: np.ndarray, after: Launched | None = None) -> Launched:
@@ -178,8 +191,9 @@ class GraphDecoder:
         size = next(size for size in self.sizes if size >= len(rows))
         self.hosts.reverse()
         host = self.hosts[0]
-        self.fill(host, rows, size, after)
-        logits_NV = self.replay(size) if self.capture_graphs else self.body(size)
+        is_shared = self.fill(host, rows, size, after)
+        run = self.replay if self.capture_graphs else self.body
+        logits_NV = run(size, is_shared=is_shared)
         host.outputs.copy_(self.outputs, non_blocking=True)
         is_done = None
         if self.cache.device.type == "cuda":
@@ -190,7 +204,8 @@ class GraphDecoder:
 
     def fill(
         self, host: HostBuffers, rows: np.ndarray, size: int, after: Launched | None = None
-    ) -> None:
+    ) -> bool:
+        """Copies the step's inputs; returns whether some rows read shared places together."""
         table, block_size, num = self.table, self.cache.block_size, len(rows)
         inputs = host.inputs.numpy()
         lengths = table.num_tokens[rows] + (after is not None)
@@ -207,6 +222,12 @@ class GraphDecoder:
         inputs[ROWS, num:size] = len(table.sequences)  # the scratch slot
         width = int(table.num_blocks[rows].max())
         inputs[WIDTH, 0] = width
+        tiles = None if self.grouping is None else self.grouping.tiles(rows, lengths)
+        if tiles is not None:
+            inputs[COUNTS, :size] = 0
+            inputs[SHARED, :num] = tiles.shared
+            inputs[FIRSTS, : len(tiles.firsts)] = tiles.firsts
+            inputs[COUNTS, : len(tiles.counts)] = tiles.counts
         if after is None:
             inputs[IDS, :num] = table.tokens[rows, last]
         else:
@@ -221,8 +242,9 @@ class GraphDecoder:
         if after is not None:
             origins = self.inputs[ORIGINS, :num]
             torch.index_select(self.outputs[0], 0, origins, out=self.inputs[IDS, :num])
+        return tiles is not None
 
-    def body(self, size: int) -> Tensor:
+    def body(self, size: int, *, is_shared: bool) -> Tensor:
         """One step over the static buffers; returns the logits."""
         ids, positions, lengths, places, uniform, temperature = self.inputs[:6, :size]
         width = self.inputs[WIDTH, :1]
@@ -230,7 +252,11 @@ class GraphDecoder:
         if self.strict:
             core = StrictDecode(self.cache, places, self.blocks, width, positions)
         else:
-            core = DecodeAttend(self.cache, places, self.blocks, width, lengths)
+            shared = None
+            if is_shared:
+                firsts, counts = self.inputs[FIRSTS : COUNTS + 1, : max_tiles(size)]
+                shared = SharedRows(self.inputs[SHARED, :size], firsts, counts)
+            core = DecodeAttend(self.cache, places, self.blocks, width, lengths, shared)
         if self.slots is not None:
             memory = TokenMemory(self.slots, self.inputs[ROWS, :size], positions)
             core = RememberingAttend(core, memory)
@@ -248,14 +274,15 @@ class GraphDecoder:
         self.outputs[1].view(torch.float64)[:size] = logprobs_S.double()
         return logits_SV
 
-    def replay(self, size: int) -> Tensor:
-        if size not in self.graphs:
-            self.graphs[size] = self.capture(size)
-        graph, logits_SV = self.graphs[size]
+    def replay(self, size: int, *, is_shared: bool) -> Tensor:
+        key = size, is_shared
+        if key not in self.graphs:
+            self.graphs[key] = self.capture(size, is_shared=is_shared)
+        graph, logits_SV = self.graphs[key]
         graph.replay()
         return logits_SV
 
-    def capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def capture(self, size: int, *, is_shared: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Captures a graph. The warm-up computes the step that is then replayed, so it only changes
         states, for which it uses the scratch slot."""
         device = self.cache.device
@@ -266,12 +293,12 @@ class GraphDecoder:
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
-            self.body(size)
+            self.body(size, is_shared=is_shared)
         torch.cuda.current_stream(device).wait_stream(side)
         rows.copy_(own)
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
         # Other threads of this process (a learner) may use the device meanwhile.
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            logits_SV = self.body(size)
+            logits_SV = self.body(size, is_shared=is_shared)
         return graph, logits_SV

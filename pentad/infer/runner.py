@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, raise_problems
 from pentad.core.fit import strict_problems
 from pentad.core.layout import Layout
@@ -25,6 +26,7 @@ from pentad.infer.sampling import draw, likeliest, uniforms
 from pentad.infer.scheduler import Plan
 from pentad.infer.section import SamplerSettings
 from pentad.infer.sequence import Table
+from pentad.infer.shared import Grouping
 from pentad.infer.states import StateSlots, StepMemory
 from pentad.infer.strict import StrictAttend, head_logits, strict_logprobs
 from pentad.models.decoder import Decoder
@@ -85,6 +87,13 @@ class Runner:
         """The states of delta nets, if the model has any."""
         self.decoder: GraphDecoder | None = None
         self.is_fused = self.has_kernels and not settings.strict
+        self.grouping: Grouping | None = None
+        if self.is_fused and settings.shares_prompts:
+            from pentad.ops.shared_places import rows_per_tile
+
+            groups = [own.num_heads // own.num_kv_heads for own in model.dims.kinds]
+            if reads_prompts(model.dims):
+                self.grouping = Grouping(table, min(map(rows_per_tile, groups)))
         self.adapter: JoinedAdapter | None = None
         if isinstance(model, Decoder):
             self.swap_layers(model)
@@ -164,6 +173,7 @@ class Runner:
                 capture=self.captures_graphs,
                 strict=self.settings.strict,
                 slots=self.slots,
+                grouping=self.grouping,
             )
 
     def sleep(self) -> None:
@@ -327,6 +337,12 @@ class Runner:
     def put(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)
         return tensor if self.device.type == "cpu" else tensor.to(self.device)
+
+
+def reads_prompts(dims: ModelDims) -> bool:
+    """Whether a layer attends to whole sequences by the kernel that can read shared places once."""
+    is_plain = not (dims.kv_latent or dims.attn_sinks)
+    return is_plain and any(dims.window(layer) is None for layer in dims.cached_layers)
 
 
 def own_layers_problems(settings: SamplerSettings, family: str) -> Iterator[Problem]:

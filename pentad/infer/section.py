@@ -39,3 +39,6 @@ class SamplerSettings(Section):
     cuda_graphs: bool = True
     """With Triton kernels on a GPU, decodes with captured graphs. A mixture of experts does so in
     bf16; in other dtypes its dispatch reads sizes from the device."""
+    shares_prompts: bool = True
+    """With Triton kernels, rows of a decode step that share the blocks of a long prompt read them
+    together."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from pentad.core.dims import ModelDims
 from pentad.ops import paged_decode
 from pentad.ops.pages import Pages
+from pentad.ops.shared_places import SharedRows
 
 STEP = 8
 """Widths must be multiples of this, because loads are vectorised."""
@@ -41,11 +42,13 @@ def decode(
     window: int | None = None,
     sinks: Tensor | None = None,
     cap: float | None = None,
+    *,
+    shared: SharedRows | None = None,
 ) -> Tensor:
     """Calls `latent_decode` or `paged_decode`, depending on the contents of the pages."""
     if not pages.is_latent:
         table = (blocks, width, lengths_S)
-        return paged_decode.paged_decode(q_SHd, pages, *table, window, sinks, cap)
+        return paged_decode.paged_decode(q_SHd, pages, *table, window, sinks, cap, shared=shared)
     assert window is None and sinks is None, "no family has latents with a window or sinks"
     assert cap is None, "no family has latents with limited scores"
     return latent_decode(q_SHd, pages, blocks, width, lengths_S)

@@ -14,6 +14,7 @@ head have separate products.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -22,6 +23,17 @@ import triton.language as tl
 from torch import Tensor
 
 from pentad.ops.pages import Pages
+from pentad.ops.shared_places import (
+    LEAST_PLACES,
+    PREFIX,
+    SUFFIX,
+    WHOLE,
+    SharedRows,
+    expected_tiles,
+    prefix_tile,
+    rows_and_places,
+    rows_per_tile,
+)
 from pentad.ops.sinks import limited
 from pentad.ops.spans import NO_WINDOW
 
@@ -74,46 +86,85 @@ def paged_decode(
     window: int | None = None,
     sinks: Tensor | None = None,
     cap: float | None = None,
+    *,
+    shared: SharedRows | None = None,
 ) -> Tensor:
-    """Decodes one token per sequence. Table row s: `blocks[s * width : (s + 1) * width]`."""
-    num_seqs, num_heads, head_dim = q_SHd.shape
-    block_size, num_kv_heads = pages.k_BbKd.shape[1:3]
+    """Decodes one token per sequence. Table row s: `blocks[s * width : (s + 1) * width]`. With
+    `shared`, the places that rows share are read once for several rows."""
+    num_seqs, num_heads = q_SHd.shape[:2]
+    num_kv_heads = pages.k_BbKd.shape[2]
     assert q_SHd.is_contiguous()
     assert pages.k_BbKd.is_contiguous() and pages.v_BbKd.is_contiguous()
-    splits = num_splits(num_seqs * num_kv_heads)
     out_SHd = torch.empty_like(q_SHd)
-    parts = make_parts(out_SHd, splits)
+    group = num_heads // num_kv_heads
+    table = (blocks, width, lengths_S, q_SHd if sinks is None else sinks)
+    if window is not None or sinks is not None or cap is not None:
+        shared = None
+    splits = num_splits(num_seqs * num_kv_heads)
+    before = 0 if shared is None else num_splits(expected_tiles(num_seqs) * num_kv_heads)
+    parts = make_parts(out_SHd, before + splits)
+    limits = (window, cap, sinks is not None)
+    launch = partial(_launch, q_SHd, pages, (out_SHd, *parts), table, limits)
+    tile = tile_of(pages, q_SHd)
+    if shared is None:
+        launch(None, WHOLE, num_seqs, group, (0, splits), tile)
+    else:
+        queries = rows_per_tile(group) * group
+        wide_tile = tile | prefix_tile(q_SHd.dtype)
+        launch(shared, PREFIX, len(shared.firsts_I), queries, (0, before), wide_tile)
+        launch(shared, SUFFIX, num_seqs, group, (before, splits), tile)
+    merge_splits(out_SHd, parts, shared, before)
+    return out_SHd
+
+
+def _launch(
+    q_SHd: Tensor,
+    pages: Pages,
+    results: tuple[Tensor, ...],
+    table: tuple[Tensor, ...],
+    limits: tuple[int | None, float | None, bool],
+    shared: SharedRows | None,
+    phase: tl.constexpr,
+    num_tiles: int,
+    num_queries: int,
+    first_and_splits: tuple[int, int],
+    tile: dict[str, object],
+) -> None:
+    """Launches one phase: one program per row, or tile of rows, key-value head and split."""
+    window, cap, has_sinks = limits
+    num_heads, head_dim = q_SHd.shape[1:]
+    block_size, num_kv_heads = pages.k_BbKd.shape[1:3]
     k_BbKd, v_BbKd, is_small = pages.k_BbKd, pages.v_BbKd, pages.largest is not None
     if is_small:
         k_BbKd, v_BbKd = k_BbKd.view(torch.int16), v_BbKd.view(torch.int16)
     kernel = _attend_8 if is_small else _attend
-    kernel[(num_seqs, num_kv_heads, splits)](
+    first_split, splits = first_and_splits
+    unused = (table[2],) * 3
+    kernel[(num_tiles, num_kv_heads, splits)](
         q_SHd,
         k_BbKd,
         v_BbKd,
         *((pages.k_scale_BbK, pages.v_scale_BbK) if is_small else ()),
-        out_SHd,
-        *parts,
-        blocks,
-        width,
-        lengths_S,
-        q_SHd if sinks is None else sinks,
+        *results,
+        *table,
+        *(unused if shared is None else (shared.shared_S, shared.firsts_I, shared.counts_I)),
         head_dim**-0.5,
         NO_WINDOW if window is None else window,
         cap or 0.0,
-        HAS_SINKS=sinks is not None,
+        PHASE=phase,
+        PART_SPLITS=results[2].shape[-1],
+        FIRST_SPLIT=first_split,
+        HAS_SINKS=has_sinks,
         HAS_CAP=cap is not None,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         WIDE_DIM=max(MIN_DOT, triton.next_power_of_2(k_BbKd.shape[-1])),
-        WIDE_GROUP=max(MIN_DOT, triton.next_power_of_2(num_heads // num_kv_heads)),
+        WIDE_GROUP=max(MIN_DOT, triton.next_power_of_2(num_queries)),
         BLOCK_SIZE=block_size,
         SPLITS=splits,
-        **tile_of(pages, q_SHd),
+        **tile,
     )
-    merge_splits(out_SHd, parts)
-    return out_SHd
 
 
 SplitResults: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -128,8 +179,11 @@ def make_parts(out_SHd: Tensor, splits: int) -> SplitResults:
     return acc, top, total
 
 
-def merge_splits(out_SHd: Tensor, parts: SplitResults) -> None:
-    """Merges the partial results, if there are several, of each sequence and head."""
+def merge_splits(
+    out_SHd: Tensor, parts: SplitResults, shared: SharedRows | None = None, before: int = 0
+) -> None:
+    """Merges the partial results, if there are several, of each sequence and head. The first
+    `before` of them are those of shared places, unset in rows without."""
     num_seqs, num_heads, head_dim = out_SHd.shape
     splits = parts[1].shape[-1]
     if splits == 1:
@@ -137,10 +191,13 @@ def merge_splits(out_SHd: Tensor, parts: SplitResults) -> None:
     _merge[(num_seqs, num_heads)](
         out_SHd,
         *parts,
+        out_SHd if shared is None else shared.shared_S,
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         WIDE_DIM=triton.next_power_of_2(head_dim),
         SPLITS=splits,
+        WIDE_SPLITS=triton.next_power_of_2(splits),
+        BEFORE=before,
         num_warps=1,
     )
 
@@ -176,9 +233,15 @@ def _attend(
     width_ptr: tl.tensor,
     lengths_ptr: tl.tensor,
     sinks_ptr: tl.tensor,
+    shared_ptr: tl.tensor,
+    firsts_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
     scale: tl.tensor,
     window: tl.tensor,
     cap: tl.tensor,
+    PHASE: tl.constexpr,
+    PART_SPLITS: tl.constexpr,
+    FIRST_SPLIT: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     NUM_HEADS: tl.constexpr,
@@ -191,29 +254,32 @@ def _attend(
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    length = tl.load(lengths_ptr + row).to(tl.int32)
     width = tl.load(width_ptr).to(tl.int32)
-
-    first = tl.maximum(length - window, 0)
+    row, count, first, length = rows_and_places(
+        lengths_ptr, window, shared_ptr, firsts_ptr, counts_ptr, PHASE
+    )
     each = tl.cdiv(tl.cdiv(length - first, SPLITS), PLACES) * PLACES
+    if PHASE == PREFIX:
+        each = tl.maximum(each, LEAST_PLACES)
     start = first + split * each
     end = tl.minimum(start + each, length)
 
     g = tl.arange(0, WIDE_GROUP)
     d = tl.arange(0, WIDE_DIM)
-    head = kv_head * GROUP + g
-    q_mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
-    q_at = (row * NUM_HEADS + head)[:, None] * HEAD_DIM + d[None, :]
+    head = kv_head * GROUP + g % GROUP
+    at_head = (row + g // GROUP) * NUM_HEADS + head
+    is_query = g < count * GROUP
+    q_mask = is_query[:, None] & (d < HEAD_DIM)[None, :]
+    q_at = at_head[:, None] * HEAD_DIM + d[None, :]
     q = tl.load(q_ptr + q_at, mask=q_mask, other=0.0)
 
     top = tl.full([WIDE_GROUP], float("-inf"), tl.float32)
     total = tl.zeros([WIDE_GROUP], tl.float32)
     if HAS_SINKS:
-        top, total = _with_sink(top, total, sinks_ptr + head, g < GROUP, split)
+        top, total = _with_sink(top, total, sinks_ptr + head, is_query, split)
     acc = tl.zeros([WIDE_GROUP, WIDE_DIM], tl.float32)
     for begin in range(start, end, PLACES):
         place = begin + tl.arange(0, PLACES)
@@ -236,14 +302,16 @@ def _attend(
         acc += tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
         top = new_top
 
-    if SPLITS == 1:
+    if PART_SPLITS == 1:
         out = acc / total[:, None]
         tl.store(out_ptr + q_at, out.to(out_ptr.dtype.element_ty), mask=q_mask)
     else:
-        part = (row * NUM_HEADS + head) * SPLITS + split
-        tl.store(part_acc_ptr + part[:, None] * HEAD_DIM + d[None, :], acc, mask=q_mask)
-        tl.store(part_max_ptr + part, top, mask=g < GROUP)
-        tl.store(part_sum_ptr + part, total, mask=g < GROUP)
+        part = at_head * PART_SPLITS + FIRST_SPLIT + split
+        is_used = g < tl.where(start < end, count * GROUP, 0)
+        acc_mask = is_used[:, None] & (d < HEAD_DIM)[None, :]
+        tl.store(part_acc_ptr + part[:, None] * HEAD_DIM + d[None, :], acc, mask=acc_mask)
+        tl.store(part_max_ptr + part, top, mask=is_query)
+        tl.store(part_sum_ptr + part, total, mask=is_query)
 
 
 @triton.jit
@@ -332,9 +400,15 @@ def _attend_8(
     width_ptr: tl.tensor,
     lengths_ptr: tl.tensor,
     sinks_ptr: tl.tensor,
+    shared_ptr: tl.tensor,
+    firsts_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
     scale: tl.tensor,
     window: tl.tensor,
     cap: tl.tensor,
+    PHASE: tl.constexpr,
+    PART_SPLITS: tl.constexpr,
+    FIRST_SPLIT: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     NUM_HEADS: tl.constexpr,
@@ -349,31 +423,34 @@ def _attend_8(
     HAS_PAIRS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     HALF: tl.constexpr = HEAD_DIM // 2
-    length = tl.load(lengths_ptr + row).to(tl.int32)
     width = tl.load(width_ptr).to(tl.int32)
-
-    first = tl.maximum(length - window, 0)
+    row, count, first, length = rows_and_places(
+        lengths_ptr, window, shared_ptr, firsts_ptr, counts_ptr, PHASE
+    )
     each = tl.cdiv(tl.cdiv(length - first, SPLITS), PLACES) * PLACES
+    if PHASE == PREFIX:
+        each = tl.maximum(each, LEAST_PLACES)
     start = first + split * each
     end = tl.minimum(start + each, length)
 
     g = tl.arange(0, WIDE_GROUP)
     h = tl.arange(0, WIDE_DIM)
-    head = kv_head * GROUP + g
-    q_mask = (g < GROUP)[:, None] & (h < HALF)[None, :]
-    q_at = (row * NUM_HEADS + head)[:, None] * HEAD_DIM + 2 * h[None, :]
+    head = kv_head * GROUP + g % GROUP
+    at_head = (row + g // GROUP) * NUM_HEADS + head
+    is_query = g < count * GROUP
+    q_mask = is_query[:, None] & (h < HALF)[None, :]
+    q_at = at_head[:, None] * HEAD_DIM + 2 * h[None, :]
     q_even = tl.load(q_ptr + q_at, mask=q_mask, other=0.0)
     q_odd = tl.load(q_ptr + q_at + 1, mask=q_mask, other=0.0)
 
     top = tl.full([WIDE_GROUP], float("-inf"), tl.float32)
     total = tl.zeros([WIDE_GROUP], tl.float32)
     if HAS_SINKS:
-        top, total = _with_sink(top, total, sinks_ptr + head, g < GROUP, split)
+        top, total = _with_sink(top, total, sinks_ptr + head, is_query, split)
     acc_even = tl.zeros([WIDE_GROUP, WIDE_DIM], tl.float32)
     acc_odd = tl.zeros([WIDE_GROUP, WIDE_DIM], tl.float32)
     for begin in range(start, end, PLACES):
@@ -405,17 +482,19 @@ def _attend_8(
         acc_odd += tl.dot(scaled, v_odd, input_precision=PRECISION)
         top = new_top
 
-    if SPLITS == 1:
+    if PART_SPLITS == 1:
         out_type = out_ptr.dtype.element_ty
         tl.store(out_ptr + q_at, (acc_even / total[:, None]).to(out_type), mask=q_mask)
         tl.store(out_ptr + q_at + 1, (acc_odd / total[:, None]).to(out_type), mask=q_mask)
     else:
-        part = (row * NUM_HEADS + head) * SPLITS + split
+        part = at_head * PART_SPLITS + FIRST_SPLIT + split
         part_at = part[:, None] * HEAD_DIM + 2 * h[None, :]
-        tl.store(part_acc_ptr + part_at, acc_even, mask=q_mask)
-        tl.store(part_acc_ptr + part_at + 1, acc_odd, mask=q_mask)
-        tl.store(part_max_ptr + part, top, mask=g < GROUP)
-        tl.store(part_sum_ptr + part, total, mask=g < GROUP)
+        is_used = g < tl.where(start < end, count * GROUP, 0)
+        acc_mask = is_used[:, None] & (h < HALF)[None, :]
+        tl.store(part_acc_ptr + part_at, acc_even, mask=acc_mask)
+        tl.store(part_acc_ptr + part_at + 1, acc_odd, mask=acc_mask)
+        tl.store(part_max_ptr + part, top, mask=is_query)
+        tl.store(part_sum_ptr + part, total, mask=is_query)
 
 
 @triton.jit
@@ -424,19 +503,27 @@ def _merge(
     part_acc_ptr: tl.tensor,
     part_max_ptr: tl.tensor,
     part_sum_ptr: tl.tensor,
+    shared_ptr: tl.tensor,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDE_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
+    WIDE_SPLITS: tl.constexpr,
+    BEFORE: tl.constexpr,
 ) -> None:
     row = tl.program_id(0) * NUM_HEADS + tl.program_id(1)
-    split = tl.arange(0, SPLITS)
+    split = tl.arange(0, WIDE_SPLITS)
+    is_set = split < SPLITS
+    if BEFORE > 0:
+        first = tl.where(tl.load(shared_ptr + tl.program_id(0)) > 0, 0, BEFORE)
+        is_set = is_set & (split >= first)
     d = tl.arange(0, WIDE_DIM)
-    top = tl.load(part_max_ptr + row * SPLITS + split)
-    total = tl.load(part_sum_ptr + row * SPLITS + split)
-    # A split without places has top = -inf, so its weight is 0.
+    top = tl.load(part_max_ptr + row * SPLITS + split, mask=is_set, other=float("-inf"))
+    total = tl.load(part_sum_ptr + row * SPLITS + split, mask=is_set, other=0.0)
+    # A split without places has top = -inf, so its weight is 0, and no values.
     weight = tl.exp(top - tl.max(top, 0))
     at = (row * SPLITS + split)[:, None] * HEAD_DIM + d[None, :]
-    acc = tl.load(part_acc_ptr + at, mask=(d < HEAD_DIM)[None, :], other=0.0)
+    mask = (top > float("-inf"))[:, None] & (d < HEAD_DIM)[None, :]
+    acc = tl.load(part_acc_ptr + at, mask=mask, other=0.0)
     out = tl.sum(acc * weight[:, None], 0) / tl.sum(total * weight, 0)
     tl.store(out_ptr + row * HEAD_DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)

@@ -14,6 +14,7 @@ from pentad.ops import adapter_kernel, delta, delta_kernel, fused, paged_decode 
 from pentad.ops.delta import recall_token  # noqa: E402
 from pentad.ops.latent_decode import decode  # noqa: E402
 from pentad.ops.pages import EIGHT_BITS, LARGEST, Pages, quantise  # noqa: E402
+from pentad.ops.shared_places import SharedRows, reference_shared_decode  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -103,6 +104,70 @@ def test_paged_decode_with_limited_scores(monkeypatch, dtype, form, window, min_
     torch.testing.assert_close(out, wanted, atol=ATOL[dtype], rtol=0)
     unlimited = paged_decode.reference_decode(q, pages, blocks, lengths, window)
     assert (wanted - unlimited).abs().max() > 0.1, "the limit must have an effect"
+
+
+def random_groups(generator, num_blocks, block_size, most_rows):
+    """A block table of neighbouring groups of one to six rows, lengths, and tiles of the groups."""
+    width, table, shared, lengths, tiles = 7, [], [], [], []
+    while len(table) < 8:
+        size = int(torch.randint(1, 7, (), generator=generator))
+        num = int(torch.randint(0, 5, (), generator=generator)) * (size > 1)
+        common = torch.randperm(num_blocks, generator=generator)[:num]
+        tiles += [(len(table) + i, min(most_rows, size - i)) for i in range(0, size, most_rows)]
+        for _ in range(size):
+            own = torch.randperm(num_blocks, generator=generator)[: width - num]
+            most = (width - num) * block_size + 1
+            table.append(torch.cat([common, own]))
+            lengths.append(num * block_size + int(torch.randint(1, most, (), generator=generator)))
+            shared.append(num * block_size)
+    tiles = [tile for tile in tiles if shared[tile[0]]] + [(0, 0)]  # the last one is padding
+    firsts, counts = torch.tensor(tiles, device=DEVICE).t().contiguous()
+    rows = SharedRows(torch.tensor(shared, device=DEVICE), firsts, counts)
+    return torch.stack(table).to(DEVICE, torch.int32), torch.tensor(lengths, device=DEVICE), rows
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("seed", range(8))
+def test_the_reference_of_shared_places_is_that_of_whole_rows(form, seed):
+    generator = torch.Generator().manual_seed(seed)
+    blocks, lengths, shared = random_groups(generator, 60, 4, most_rows=4)
+    pages = pages_of(60, 4, 2, 8, dtype=torch.float32, form=form)
+    q = rand(len(blocks), 6, 8)
+    found = reference_shared_decode(q, pages, blocks, lengths, shared)
+    wanted = paged_decode.reference_decode(q, pages, blocks, lengths)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "min_programs"), [(4, 1), (6, 20)])
+def test_shared_places_are_read_once_for_a_tile_of_rows(
+    monkeypatch, dtype, form, heads, min_programs
+):
+    """Groups of one, with a partial last block, of more rows than a tile; in one split and more."""
+    monkeypatch.setattr(paged_decode, "MIN_PROGRAMS", min_programs)
+    blocks, lengths, shared = random_groups(torch.Generator().manual_seed(heads), 60, 4, 4)
+    pages = pages_of(60, 4, 2, 8, dtype=dtype, form=form)
+    q, width = rand(len(blocks), heads, 8, dtype=dtype), torch.tensor([7], device=DEVICE)
+    found = paged_decode.paged_decode(q, pages, blocks.flatten(), width, lengths, shared=shared)
+    wanted = reference_shared_decode(q, pages, blocks, lengths, shared)
+    assert shared.counts_I.sum() > 4 and (shared.shared_S == 0).any()
+    torch.testing.assert_close(found, wanted, atol=ATOL[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("limit", ["window", "sinks", "cap"])
+def test_layers_with_limits_read_all_rows_alone(limit):
+    blocks, lengths, shared = random_groups(torch.Generator().manual_seed(1), 60, 4, 4)
+    pages = pages_of(60, 4, 1, 8, dtype=torch.float32, form=None)
+    q, width = rand(len(blocks), 2, 8), torch.tensor([7], device=DEVICE)
+    beside = {limit: {"window": 6, "sinks": rand(2), "cap": 0.9}[limit]}
+    found, wanted = (
+        paged_decode.paged_decode(
+            q, pages, blocks.flatten(), width, lengths, **beside, shared=tiles
+        )
+        for tiles in (shared, None)
+    )
+    assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
