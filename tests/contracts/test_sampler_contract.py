@@ -19,7 +19,7 @@ ATOL = 10 * ROUNDING  # the logits of the policy are at most 10
 
 
 class Missed(Exception):
-    """On a busy machine the next call may reach the sampler before or after all answers are drawn."""
+    """On a busy machine the next call may come before or after the answers are drawn."""
 
 
 def run(subject, scenario, *needs):
