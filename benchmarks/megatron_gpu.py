@@ -1,6 +1,7 @@
 """`megatron:d1` beside `archon:d1`: tokens per second, peak memory, and losses of the same steps.
 
-    PYTHONPATH=MEGATRON_CORE python benchmarks/megatron_gpu.py            # on a GPU
+    PYTHONPATH=MEGATRON_CORE python benchmarks/megatron_gpu.py              # on a GPU
+    PYTHONPATH=MEGATRON_CORE python benchmarks/megatron_gpu.py --sums MODEL
     PYTHONPATH=tests/megatron_cpu:.megatron-core python benchmarks/megatron_gpu.py --tiny
 
 MEGATRON_CORE is the folder that `make setup-megatron` makes. The models have random weights, the
@@ -13,7 +14,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,6 +73,7 @@ LEARNERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 ROW = {False: (512, 4096), True: (8, 64)}
 AGREE = 0.01
+SUMS = Path(__file__).parents[1] / "examples/math"
 
 
 def make_rows(vocab: int, num_tokens: int, least: int, most: int) -> list[Row]:
@@ -158,11 +166,59 @@ def compare(name: str, config: dict[str, Any], tiny: bool, num_steps: int) -> bo
     return worst < AGREE
 
 
+def sums(model: str, words: list[str]) -> int:
+    """Two runs of the recipe at once; returns how many failed."""
+    with tempfile.TemporaryDirectory(prefix="pentad-megatron-") as name:
+        root = Path(name)
+        subprocess.run([sys.executable, str(SUMS / "sums.py"), str(root / "sums")], check=True)
+        recipe = ["-m", "pentad", "train", str(SUMS / "sums.yaml"), f"fileroot={root}"]
+        runs = {}
+        for backend in ("archon", "megatron"):
+            keys = [f"actor.path={model}", f"trial_name={backend}", *words]
+            keys.append(f"allocation_mode=embedded:d1|{backend}:d1")
+            log = (root / f"{backend}.log").open("w")
+            runs[backend] = subprocess.Popen(
+                [sys.executable, *recipe, *keys], stdout=log, stderr=subprocess.STDOUT
+            )
+        failed = 0
+        for backend, run in runs.items():
+            if run.wait():
+                failed += 1
+                print(f"{backend} failed:", (root / f"{backend}.log").read_text()[-4000:])
+                continue
+            steps, evals = (
+                [json.loads(line) for line in path.read_text().splitlines()]
+                for file in ("steps.jsonl", "evals.jsonl")
+                for path in root.rglob(file)
+                if backend in path.parts
+            )
+            show_run(backend, steps, evals)
+    return failed
+
+
+def show_run(backend: str, steps: list[dict[str, Any]], evals: list[dict[str, Any]]) -> None:
+    accuracy = ", ".join(f"{one['version']}: {one['accuracy']:.3f}" for one in evals)
+    seconds = sum(one["wall_clock_ms"] for one in steps) / 1e3
+    median = statistics.median(one["wall_clock_ms"] for one in steps)
+    print(f"\n{backend}:d1: {len(steps)} steps, median {median:.0f} ms, {seconds:.0f} s in all")
+    print(f"held-out accuracy by step  {accuracy}")
+    print("reward of each step        " + " ".join(f"{s['rl']['reward_mean']:.2f}" for s in steps))
+    phases = {
+        phase: round(statistics.median(one["phases"].get(phase, 0.0) for one in steps), 1)
+        for phase in steps[-1]["phases"]
+    }
+    print(f"median ms of phases        {phases}", flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--sums", metavar="MODEL", help="GRPO of a pretrained model instead")
+    parser.add_argument("--words", nargs="*", default=[], help="overrides of the recipe of --sums")
     given = parser.parse_args()
+    if given.sums:
+        return 1 if sums(given.sums, given.words) else 0
     models = {"Qwen3-0.6B": DENSE, "Qwen3-30B-A3B, 2 layers": MIXTURE}
     agree = []
     for name, config in models.items():
