@@ -11,7 +11,7 @@ float32 masters. Losses must agree to 1%: exit status 1 if not. `megatron` has M
 layers; where Transformer Engine is installed, a further row has its layers.
 
 With --sums, MODEL (a folder of SmolLM2-135M-Instruct) learns two-digit sums by GRPO
-(`examples/math/sums.yaml`) under archon and megatron, both runs at once on the GPU.
+(`examples/math/sums.yaml`) under each learner, all runs at once on the GPU.
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ LEARNERS: dict[str, tuple[Any, dict[str, Any]]] = {
 """Name -> archon, or Megatron's transformer_impl, and keys of archon's block."""
 ROW = {False: (512, 4096), True: (8, 64)}
 AGREE = 0.01
+SHARED = ("rollout.kv_cache_gb=8", "actor.mb_spec.max_tokens_per_mb=8192")
+"""So that several runs fit on one GPU."""
 SUMS = Path(__file__).parents[1] / "examples/math"
 
 
@@ -187,40 +189,46 @@ def compare(name: str, config: dict[str, Any], tiny: bool, num_steps: int) -> bo
 
 
 def sums(model: str, words: list[str]) -> int:
-    """Two runs of the recipe at once; returns how many failed."""
+    """Runs the recipe with each learner, all at once; returns how many failed."""
     with tempfile.TemporaryDirectory(prefix="pentad-megatron-") as name:
         root = Path(name)
         subprocess.run([sys.executable, str(SUMS / "sums.py"), str(root / "sums")], check=True)
         recipe = ["-m", "pentad", "train", str(SUMS / "sums.yaml"), f"fileroot={root}"]
         runs = {}
-        for backend in ("archon", "megatron"):
-            keys = [f"actor.path={model}", f"trial_name={backend}", *words]
-            keys.append(f"allocation_mode=embedded:d1|{backend}:d1")
-            log = (root / f"{backend}.log").open("w")
-            runs[backend] = subprocess.Popen(
+        for layers in ("archon", "local", "transformer_engine"):
+            if layers == "transformer_engine" and not installed("transformer-engine"):
+                continue
+            keys = [f"actor.path={model}", f"trial_name={layers}", *SHARED, *words]
+            keys.append("allocation_mode=embedded:d1|archon:d1")
+            if layers != "archon":
+                keys[-1] = "allocation_mode=embedded:d1|megatron:d1"
+                keys.append(f"megatron.transformer_impl={layers}")
+            log = (root / f"{layers}.log").open("w")
+            runs[layers] = subprocess.Popen(
                 [sys.executable, *recipe, *keys], stdout=log, stderr=subprocess.STDOUT
             )
         failed = 0
-        for backend, run in runs.items():
+        for layers, run in runs.items():
             if run.wait():
                 failed += 1
-                print(f"{backend} failed:", (root / f"{backend}.log").read_text()[-4000:])
+                print(f"{layers} failed:", (root / f"{layers}.log").read_text()[-4000:])
                 continue
             steps, evals = (
                 [json.loads(line) for line in path.read_text().splitlines()]
                 for file in ("steps.jsonl", "evals.jsonl")
                 for path in root.rglob(file)
-                if backend in path.parts
+                if layers in path.parts
             )
-            show_run(backend, steps, evals)
+            show_run(layers, steps, evals)
     return failed
 
 
-def show_run(backend: str, steps: list[dict[str, Any]], evals: list[dict[str, Any]]) -> None:
+def show_run(layers: str, steps: list[dict[str, Any]], evals: list[dict[str, Any]]) -> None:
     accuracy = ", ".join(f"{one['version']}: {one['accuracy']:.3f}" for one in evals)
     seconds = sum(one["wall_clock_ms"] for one in steps) / 1e3
     median = statistics.median(one["wall_clock_ms"] for one in steps)
-    print(f"\n{backend}:d1: {len(steps)} steps, median {median:.0f} ms, {seconds:.0f} s in all")
+    name = "archon:d1" if layers == "archon" else f"megatron:d1, {layers}"
+    print(f"\n{name}: {len(steps)} steps, median {median:.0f} ms, {seconds:.0f} s in all")
     print(f"held-out accuracy by step  {accuracy}")
     print("reward of each step        " + " ".join(f"{s['rl']['reward_mean']:.2f}" for s in steps))
     phases = {
