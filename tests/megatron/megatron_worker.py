@@ -18,7 +18,6 @@ sys.path += [str(HERE), str(HERE / "unit" / "engine")]
 
 from engine_toys import CONFIG, PolicyLoss, ValueLoss, make_rows  # noqa: E402
 from sections import engine_settings  # noqa: E402
-from transformers_loop import TransformersLoop  # noqa: E402
 
 from pentad.checkpoint.folders import find_checkpoints, info_folder, state_folder  # noqa: E402
 from pentad.checkpoint.job import CommitJob, run_job  # noqa: E402
@@ -138,6 +137,8 @@ def parity(case):
 
 
 def steps_of_transformers(case, weights, loss):
+    from transformers_loop import TransformersLoop  # imports transformers, on one rank only
+
     loop = TransformersLoop(config_of(case), weights, OPTIMIZER, case.get("temperature", 1.0))
     before = loop.logprobs(rows_of(case, 4, 9))
     rows = [rows_of(case, 12, number) for number in range(3)]
