@@ -72,7 +72,7 @@ def transformer_config(
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=has_te,
         apply_rope_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
