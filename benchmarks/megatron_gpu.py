@@ -1,23 +1,36 @@
 """`megatron:d1` beside `archon:d1`: tokens per second, peak memory, and losses of the same steps.
 
-    PYTHONPATH=MEGATRON_CORE python benchmarks/megatron_gpu.py            # on a GPU
+    PYTHONPATH=MEGATRON_CORE python benchmarks/megatron_gpu.py              # on a GPU
+    PYTHONPATH=MEGATRON_CORE python benchmarks/megatron_gpu.py --sums MODEL
     PYTHONPATH=tests/megatron_cpu:.megatron-core python benchmarks/megatron_gpu.py --tiny
 
 MEGATRON_CORE is the folder that `make setup-megatron` makes. The models have random weights, the
 same for every row of the table: Qwen3-0.6B, and two layers of Qwen3-30B-A3B. A step is forward,
 backward and the optimizer over 32,768 tokens in two microbatches of packed rows, bfloat16 over
-float32 masters. Transformer Engine is not used. Losses must agree to 1%: exit status 1 if not.
+float32 masters. Losses must agree to 1%: exit status 1 if not. `megatron` has Megatron's own
+layers; where Transformer Engine is installed, a further row has its layers.
+
+With --sums, MODEL (a folder of SmolLM2-135M-Instruct) learns two-digit sums by GRPO
+(`examples/math/sums.yaml`) under each learner, all runs at once on the GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from pentad.core.machine import installed
 from pentad.core.types import Row
 from pentad.engine.engine import Engine, build_engine
 from pentad.engine.section import EngineSettings, ModelConfig
@@ -62,10 +75,15 @@ SMALL = {
 LEARNERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "archon": ("archon", {}),
     "archon, not compiled": ("archon", {"enable_compile": False}),
-    "megatron": ("megatron", {}),
+    "megatron": ("local", {}),
+    "megatron with TE": ("transformer_engine", {}),
 }
+"""Name -> archon, or Megatron's transformer_impl, and keys of archon's block."""
 ROW = {False: (512, 4096), True: (8, 64)}
 AGREE = 0.01
+SHARED = ("rollout.kv_cache_gb=8", "actor.mb_spec.max_tokens_per_mb=8192")
+"""So that several runs fit on one GPU."""
+SUMS = Path(__file__).parents[1] / "examples/math"
 
 
 def make_rows(vocab: int, num_tokens: int, least: int, most: int) -> list[Row]:
@@ -82,7 +100,7 @@ def make_rows(vocab: int, num_tokens: int, least: int, most: int) -> list[Row]:
     return rows
 
 
-def build(config: dict[str, Any], backend: Any, keys: dict[str, Any], tiny: bool) -> Engine:
+def build(config: dict[str, Any], layers: Any, keys: dict[str, Any], tiny: bool) -> Engine:
     archon = {"ac_mode": "none", "reshard_after_forward_policy": "never", **keys}
     if tiny:
         archon["enable_compile"] = False
@@ -98,7 +116,9 @@ def build(config: dict[str, Any], backend: Any, keys: dict[str, Any], tiny: bool
         }
     )
     settings = EngineSettings(model=model, total_steps=100, max_row_tokens=4096)
-    device = "cpu" if tiny else "cuda"
+    device, backend = "cpu" if tiny else "cuda", "archon"
+    if layers != "archon":
+        backend, settings = "megatron", replace(settings, transformer_impl=layers)
     options: dict[str, Any] = {"init_from_scratch": True, "seed": 1, "backend": backend}
     return build_engine(config, settings, device=device, **options)
 
@@ -134,13 +154,16 @@ def compare(name: str, config: dict[str, Any], tiny: bool, num_steps: int) -> bo
     print(f"\n{name}: {len(rows)} rows, {num_tokens} tokens a step")
     print(f"{'learner':22} {'tokens/s':>9} {'ms':>8} {'GiB':>6}  losses of the first steps, norm")
     found = {}
-    for label, (backend, keys) in LEARNERS.items():
+    for label, (layers, keys) in LEARNERS.items():
         if tiny and "not compiled" in label:
+            continue
+        if layers == "transformer_engine" and (tiny or not installed("transformer-engine")):
             continue
         if not tiny:
             torch.cuda.reset_peak_memory_stats()
-        engine = build(config, backend, keys, tiny)
-        found[label] = one = measure(engine, rows, num_steps)
+        engine = build(config, layers, keys, tiny)
+        logprobs = torch.cat([out["logprobs"] for out in engine.forward(rows)])
+        found[label] = one = measure(engine, rows, num_steps) | {"logprobs": logprobs.cpu()}
         shown = " ".join(f"{x:.5f}" for x in one["losses"][:4])
         print(
             f"{label:22} {num_tokens / one['seconds']:9.0f} {1e3 * one['seconds']:8.1f} "
@@ -152,17 +175,78 @@ def compare(name: str, config: dict[str, Any], tiny: bool, num_steps: int) -> bo
         if not tiny:
             torch._dynamo.reset()
             torch.cuda.empty_cache()
-    pairs = zip(found["archon"]["losses"], found["megatron"]["losses"], strict=True)
-    worst = max(abs(one - other) / abs(one) for one, other in pairs)
-    print(f"losses differ by at most {worst:.2e} of their size over {num_steps} steps")
+    first, worst = found.pop("archon"), 0.0
+    for label, one in found.items():
+        pairs = zip(first["losses"], one["losses"], strict=True)
+        off = max(abs(mine - other) / abs(mine) for mine, other in pairs)
+        apart = (first["logprobs"] - one["logprobs"]).abs()
+        print(
+            f"{label}, beside archon: losses of {num_steps} steps differ by at most {off:.1e} of "
+            f"their size, log-probs before them by {apart.mean():.1e} on average, {apart.max():.1e}"
+        )
+        worst = max(worst, off)
     return worst < AGREE
+
+
+def sums(model: str, words: list[str]) -> int:
+    """Runs the recipe with each learner, all at once; returns how many failed."""
+    with tempfile.TemporaryDirectory(prefix="pentad-megatron-") as name:
+        root = Path(name)
+        subprocess.run([sys.executable, str(SUMS / "sums.py"), str(root / "sums")], check=True)
+        recipe = ["-m", "pentad", "train", str(SUMS / "sums.yaml"), f"fileroot={root}"]
+        runs = {}
+        for layers in ("archon", "local", "transformer_engine"):
+            if layers == "transformer_engine" and not installed("transformer-engine"):
+                continue
+            keys = [f"actor.path={model}", f"trial_name={layers}", *SHARED, *words]
+            keys.append("allocation_mode=embedded:d1|archon:d1")
+            if layers != "archon":
+                keys[-1] = "allocation_mode=embedded:d1|megatron:d1"
+                keys.append(f"megatron.transformer_impl={layers}")
+            log = (root / f"{layers}.log").open("w")
+            runs[layers] = subprocess.Popen(
+                [sys.executable, *recipe, *keys], stdout=log, stderr=subprocess.STDOUT
+            )
+        failed = 0
+        for layers, run in runs.items():
+            if run.wait():
+                failed += 1
+                print(f"{layers} failed:", (root / f"{layers}.log").read_text()[-4000:])
+                continue
+            steps, evals = (
+                [json.loads(line) for line in path.read_text().splitlines()]
+                for file in ("steps.jsonl", "evals.jsonl")
+                for path in root.rglob(file)
+                if layers in path.parts
+            )
+            show_run(layers, steps, evals)
+    return failed
+
+
+def show_run(layers: str, steps: list[dict[str, Any]], evals: list[dict[str, Any]]) -> None:
+    accuracy = ", ".join(f"{one['version']}: {one['accuracy']:.3f}" for one in evals)
+    seconds = sum(one["wall_clock_ms"] for one in steps) / 1e3
+    median = statistics.median(one["wall_clock_ms"] for one in steps)
+    name = "archon:d1" if layers == "archon" else f"megatron:d1, {layers}"
+    print(f"\n{name}: {len(steps)} steps, median {median:.0f} ms, {seconds:.0f} s in all")
+    print(f"held-out accuracy by step  {accuracy}")
+    print("reward of each step        " + " ".join(f"{s['rl']['reward_mean']:.2f}" for s in steps))
+    phases = {
+        phase: round(statistics.median(one["phases"].get(phase, 0.0) for one in steps), 1)
+        for phase in steps[-1]["phases"]
+    }
+    print(f"median ms of phases        {phases}", flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--sums", metavar="MODEL", help="GRPO of a pretrained model instead")
+    parser.add_argument("--words", nargs="*", default=[], help="overrides of the recipe of --sums")
     given = parser.parse_args()
+    if given.sums:
+        return 1 if sums(given.sums, given.words) else 0
     models = {"Qwen3-0.6B": DENSE, "Qwen3-30B-A3B, 2 layers": MIXTURE}
     agree = []
     for name, config in models.items():

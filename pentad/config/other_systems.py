@@ -280,7 +280,7 @@ RLINF = {
 """Key of RLinf's Megatron recipes -> (key here, remark)."""
 
 ONE_FORMAT = "recovery checkpoints have one format, and pentad convert writes Megatron's"
-NO_ENGINE = "Megatron's own layers compute, and Transformer Engine is not used"
+NO_OVERLAP = "Megatron's tensor-parallel communication is not overlapped with computation"
 NO_CHOICE = {
     "actor.group_name": "processes have the names of their roles",
     "resource.actor_fwd": "the actor computes the log-probs of its samples on its own devices",
@@ -296,9 +296,8 @@ NO_CHOICE = {
     "megatron.distributed_backend": "ranks communicate by NCCL on GPUs and by gloo on CPUs",
     "megatron.ckpt_format": ONE_FORMAT,
     "megatron.use_dist_ckpt": ONE_FORMAT,
-    "megatron.tp_comm_bootstrap_backend": NO_ENGINE,
-    "megatron.tp_comm_overlap_cfg": NO_ENGINE,
-    "megatron.transformer_impl": NO_ENGINE,
+    "megatron.tp_comm_bootstrap_backend": NO_OVERLAP,
+    "megatron.tp_comm_overlap_cfg": NO_OVERLAP,
 }
 """Key of another system -> why Pentad has no such key."""
 

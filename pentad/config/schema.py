@@ -23,7 +23,7 @@ from pentad.core.section import Count, NonNegativeInt, Seconds, Section, chosen
 from pentad.core.sizes import DeviceKind
 from pentad.data.rows import STREAMS, SUFFIXES
 from pentad.data.section import DatasetConfig, TemplateArgs
-from pentad.engine.section import ModelConfig
+from pentad.engine.section import ModelConfig, TransformerImpl
 from pentad.models.families import register
 from pentad.rewards.section import RewardConfig
 from pentad.rl.section import AlgorithmConfig, GuardsConfig, PreferenceConfig
@@ -100,6 +100,9 @@ class ConvertorConfig(Section):
 
 
 class MegatronConfig(Section):
+    transformer_impl: TransformerImpl = "auto"
+    """Layers of `megatron:`. transformer_engine: those of Transformer Engine, with grouped kernels
+    for experts; local: Megatron's own; auto: Transformer Engine's if it is installed."""
     use_hf_ckpt: bool = False
     """Converts the HF model into a legacy Megatron checkpoint before the first run and starts from
     it. Not needed for training, which reads HF folders directly."""

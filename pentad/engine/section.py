@@ -34,6 +34,9 @@ from pentad.core.sizes import DTYPE_BYTES, default_microbatch_tokens
 
 ParamDType = Annotated[Literal["float32", "bfloat16"], ShortNames]
 ComputeDType = Annotated[Literal["auto", "float32", "bfloat16"], ShortNames]
+TransformerImpl = Literal["auto", "local", "transformer_engine"]
+TRANSFORMER_ENGINES = ("2.9", "2.10", "2.11")
+"""The releases of Transformer Engine that megatron-core 0.16 takes."""
 ScheduleName = Annotated[
     Literal["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"], ShortNames
 ]
@@ -382,6 +385,8 @@ class EngineSettings:
     """Dtype of published and saved weights; None: the compute dtype."""
     logprob_bytes: int | None = None
     """Memory for one chunk of logits; None: `ops.logprob.CHUNK_BYTES`."""
+    transformer_impl: TransformerImpl = "auto"
+    """The layers of the backend megatron."""
 
     def settled(self, device: str, layout: Layout) -> EngineSettings:
         """Returns these settings with a value for every unset key."""

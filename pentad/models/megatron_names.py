@@ -7,7 +7,8 @@ recovery checkpoints of its learners can be read without it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -87,6 +88,22 @@ def _as_native(entry: Entry, native: WeightMap) -> Entry:
         dtype=entry.rule.dtype or rule.dtype,
     )
     return replace(entry, rule=kept)
+
+
+def whole_name(name: str, layers: Sequence[int], first_expert: int) -> str:
+    """Translates a name in a stage, where Megatron counts layers per stage and experts per rank, to
+    that in the whole model. Transformer Engine's grouped experts are weight0, weight1, ... of one
+    module, Megatron's own are modules."""
+    words = name.split(".")
+    if "layers" in words:
+        at = words.index("layers") + 1
+        words[at] = str(layers[int(words[at])])
+    if "local_experts" in words:
+        at = words.index("local_experts") + 1
+        words[at] = str(int(words[at]) + first_expert)
+    elif "experts" in words and (one := re.fullmatch(r"weight(\d+)", words[-1])):
+        words[-1] = f"weight{int(one[1]) + first_expert}"
+    return ".".join(words)
 
 
 class NamedModel(FamilyModel):

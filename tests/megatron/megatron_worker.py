@@ -18,7 +18,6 @@ sys.path += [str(HERE), str(HERE / "unit" / "engine")]
 
 from engine_toys import CONFIG, PolicyLoss, ValueLoss, make_rows  # noqa: E402
 from sections import engine_settings  # noqa: E402
-from transformers_loop import TransformersLoop  # noqa: E402
 
 from pentad.checkpoint.folders import find_checkpoints, info_folder, state_folder  # noqa: E402
 from pentad.checkpoint.job import CommitJob, run_job  # noqa: E402
@@ -42,7 +41,8 @@ def engine_of(case, backend, **more):
     settings = engine_settings(
         **{"optimizer": OPTIMIZER, "total_steps": 10, "pp_schedule": "1F1B"} | case.get("keys", {})
     )
-    settings = replace(settings, temperature=case.get("temperature", 1.0))
+    impl = case.get("transformer_impl", "auto")
+    settings = replace(settings, temperature=case.get("temperature", 1.0), transformer_impl=impl)
     return build_engine(
         config_of(case),
         settings,
@@ -51,6 +51,7 @@ def engine_of(case, backend, **more):
         seed=3,
         backend=backend,
         value_head=case.get("value_head", False),
+        device=case.get("device", "cpu"),
         **more,
     )
 
@@ -101,7 +102,7 @@ def gradients_of(engine):
         place = local(engine.masters[name])
         kept[name] = place.clone()
         place.copy_(local(gradient))
-    found = {name: x.clone() for name, x in engine.iter_weights()}
+    found = {name: x.to("cpu", copy=True) for name, x in engine.iter_weights()}
     for name, weight in kept.items():
         local(engine.masters[name]).copy_(weight)
     return found
@@ -113,7 +114,7 @@ def parity(case):
     found = {}
     for backend in ("archon", "megatron"):
         engine = engine_of(case, backend)
-        first = {name: x.clone() for name, x in engine.iter_weights()}
+        first = {name: x.to("cpu", copy=True) for name, x in engine.iter_weights()}
         column = "values" if case.get("value_head") else "logprobs"
         before = [out[column] for out in engine.forward(rows_of(case, 4, 9))]
         engine.save_tag("ref")
@@ -122,11 +123,11 @@ def parity(case):
         after = [out[column] for out in engine.forward(rows_of(case, 4, 9))]
         ref = [out[column] for out in engine.forward(rows_of(case, 4, 9), "ref")]
         assert all(torch.equal(one, other) for one, other in zip(before, ref, strict=True))
-        weights = {name: x.clone() for name, x in engine.iter_weights()}
+        weights = {name: x.to("cpu", copy=True) for name, x in engine.iter_weights()}
         found[backend] = {
             "steps": steps,
-            "before": torch.cat(before),
-            "after": torch.cat(after),
+            "before": torch.cat(before).cpu(),
+            "after": torch.cat(after).cpu(),
             "weights": weights,
         }
     is_plain = not any(case.get(key) for key in ("value_head", "routes", "close"))
@@ -136,6 +137,8 @@ def parity(case):
 
 
 def steps_of_transformers(case, weights, loss):
+    from transformers_loop import TransformersLoop  # imports transformers, on one rank only
+
     loop = TransformersLoop(config_of(case), weights, OPTIMIZER, case.get("temperature", 1.0))
     before = loop.logprobs(rows_of(case, 4, 9))
     rows = [rows_of(case, 12, number) for number in range(3)]
@@ -219,7 +222,7 @@ def moved(case):
 
 def main():
     cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    dist.init_process_group("gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     torch.set_num_threads(1)
     found = {case["name"]: globals()[case["do"]](case) for case in cases}
     if dist.get_rank() == 0:

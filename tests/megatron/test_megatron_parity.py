@@ -2,6 +2,7 @@
 weights after steps."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -156,7 +157,21 @@ def test_losses_gradients_and_weights_are_those_of_archon_and_transformers(
     environment, tmp_path, num_ranks, table
 ):
     cases = [{"name": name, "do": "parity", **case} for name, case in table.items()]
-    found = run(environment, tmp_path, num_ranks, cases)
+    compare_all(run(environment, tmp_path, num_ranks, cases), table)
+
+
+@pytest.mark.gpu
+def test_layers_of_transformer_engine_compute_the_same(tmp_path):
+    """In float32, which cuBLAS must not round to TensorFloat-32 as Transformer Engine lets it."""
+    pytest.importorskip("transformer_engine.pytorch")
+    environment = {**os.environ, "NVIDIA_TF32_OVERRIDE": "0"}
+    beside = {"do": "parity", "device": "cuda", "transformer_impl": "transformer_engine"}
+    table = {name: {"close": 1e-4, "most": 5e-4, **case} for name, case in CASES[1].items()}
+    cases = [{"name": name, **beside, **case} for name, case in table.items()]
+    compare_all(run(environment, tmp_path, 1, cases), table)
+
+
+def compare_all(found, table):
     for name, learners in found.items():
         mine = learners.pop("megatron")
         for other, truth in learners.items():

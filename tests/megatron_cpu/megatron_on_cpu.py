@@ -2,6 +2,7 @@
 random states. Called when all modules of megatron-core that are used are imported."""
 
 import sys
+from contextlib import contextmanager
 
 
 class Nothing:
@@ -45,6 +46,23 @@ def plain_splits(function):
         return function(out, given, *plain, **kwargs)
 
     return call
+
+
+@contextmanager
+def imported_lightly():
+    """For imports of megatron-core, most of whose time is that of the compiler, which its fused
+    functions ask for, and of TensorBoard. The functions compute as they are written."""
+    import torch
+
+    compiled = torch.compile
+    torch.compile = lambda function: function
+    board = sys.modules.setdefault("torch.utils.tensorboard", None)
+    try:
+        yield
+    finally:
+        torch.compile = compiled
+        if board is None:
+            del sys.modules["torch.utils.tensorboard"]
 
 
 def replace_cuda():

@@ -21,9 +21,10 @@ class Finder(importlib.abc.MetaPathFinder):
         run = spec.loader.exec_module
 
         def exec_module(module):
-            from megatron_on_cpu import replace_cuda
+            from megatron_on_cpu import imported_lightly, replace_cuda
 
-            run(module)
+            with imported_lightly():
+                run(module)
             replace_cuda()
 
         spec.loader.exec_module = exec_module

@@ -13,6 +13,7 @@ from pentad.config.rules.rule import RUNS, Rules, RunFacts
 from pentad.config.schema import Config
 from pentad.core.errors import Problem
 from pentad.core.machine import installed
+from pentad.engine.section import TRANSFORMER_ENGINES
 from pentad.models.catalog import known_dims
 from pentad.weights.megatron.model_args import unsayable
 
@@ -49,9 +50,37 @@ def megatron_is_installed(config: Config, facts: RunFacts) -> Iterator[Problem]:
         yield Problem(where, rule, "pip install 'pentad[megatron]', or use archon")
 
 
-def is_known(version: str) -> bool:
+@RULES.add(commands=("train", "sft"), is_noted=True)
+def transformer_engine_is_installed(config: Config, facts: RunFacts) -> Iterator[Problem]:
+    """With `auto`, an absent package is no problem, and one of another version is."""
+    wanted, version = config.megatron.transformer_impl, installed("transformer-engine")
+    if wanted == "local" or not megatron_parts(config, facts):
+        return
+    where = f"megatron.transformer_impl = {wanted}"
+    if version is None and wanted == "transformer_engine":
+        rule = "needs the package transformer-engine, which is not installed"
+        yield Problem(where, rule, "pip install 'transformer-engine[pytorch]', or set it to local")
+    elif version is not None and not is_known(version, TRANSFORMER_ENGINES):
+        rule = (
+            f"megatron-core {', '.join(VERSIONS)} takes Transformer Engine "
+            f"{', '.join(TRANSFORMER_ENGINES)}, and {version} is installed"
+        )
+        yield Problem(where, rule, "install one of these, or set it to local")
+
+
+@RULES.add(commands=("train", "sft"))
+def transformer_engine_needs_a_gpu(config: Config, facts: RunFacts) -> Iterator[Problem]:
+    wanted = config.megatron.transformer_impl
+    if wanted == "transformer_engine" and megatron_parts(config, facts) and facts.kind == "cpu":
+        where = f"megatron.transformer_impl = {wanted}"
+        yield Problem(
+            where, "its layers need CUDA, and this run computes on cpu", "set it to local"
+        )
+
+
+def is_known(version: str, releases: tuple[str, ...] = VERSIONS) -> bool:
     """Whether a version belongs to a supported release, as 0.16.1, 0.16rc0 and 0.16.0+local do."""
-    return any(re.match(rf"{re.escape(known)}(?!\d)", version) for known in VERSIONS)
+    return any(re.match(rf"{re.escape(known)}(?!\d)", version) for known in releases)
 
 
 @RULES.add(commands=("train", "sft"))

@@ -184,6 +184,11 @@ READERS = (
         "only algorithm.name = distill has a teacher",
     ),
     KeyUse(
+        ("megatron.transformer_impl",),
+        lambda config: any(part.backend == "megatron" for part in config.parsed_allocation or ()),
+        "the layout trains nothing by megatron",
+    ),
+    KeyUse(
         ("megatron.ckpt_convertor.use_gpu_num", "megatron.ckpt_convertor.use_gpu_index"),
         lambda _: False,
         "the conversion runs on the CPU",

@@ -10,7 +10,11 @@ from torch.nn import functional as F
 from pentad.core.device import DTYPES
 from pentad.core.dims import ModelDims
 from pentad.core.layout import Layout
-from pentad.engine.megatron.core import TransformerConfig, virtual_stages
+from pentad.engine.megatron.core import (
+    TransformerConfig,
+    uses_transformer_engine,
+    virtual_stages,
+)
 from pentad.engine.section import EngineSettings
 from pentad.parallel.pipeline import Pipeline
 from pentad.weights.megatron.model_args import model_args
@@ -34,9 +38,10 @@ def transformer_config(
     pipeline: Pipeline | None,
     device: str,
 ) -> TransformerConfig:
-    """Builds the TransformerConfig of a model and its layout. Attention and norms are Pentad's,
-    dropout is 0, and options for fused kernels are off."""
+    """Builds the TransformerConfig of a model and its layout. Attention is Pentad's, dropout is 0,
+    and options for fused kernels are off without Transformer Engine."""
     args, model = model_args(dims), settings.model
+    has_te = uses_transformer_engine(settings.transformer_impl, device)
     dtype = DTYPES[model.dtype]
     mode = model.archon.ac_mode if model.gradient_checkpointing else "none"
     config = TransformerConfig(
@@ -51,6 +56,7 @@ def transformer_config(
         add_bias_linear=args["add_bias_linear"],
         add_qkv_bias=args["add_qkv_bias"],
         qk_layernorm=args["qk_layernorm"],
+        transformer_impl="transformer_engine" if has_te else "local",
         no_rope_freq=args["no_rope_freq"],
         gated_linear_unit=True,
         activation_func=F.silu,
@@ -66,7 +72,7 @@ def transformer_config(
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=has_te,
         apply_rope_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
@@ -75,7 +81,7 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",  # pipelines require it also without experts
         **RECOMPUTED[mode],
         **(_stages(pipeline) if pipeline is not None else {}),
-        **(_mixture(dims, args, layout) if dims.num_experts else {}),
+        **(_mixture(dims, args, layout, has_te=has_te) if dims.num_experts else {}),
     )
     for name, value in args.items():
         if name.startswith("yarn_"):  # read by its attention, but not declared
@@ -100,7 +106,9 @@ def _stages(pipeline: Pipeline) -> dict[str, Any]:
     }
 
 
-def _mixture(dims: ModelDims, args: dict[str, Any], layout: Layout) -> dict[str, Any]:
+def _mixture(
+    dims: ModelDims, args: dict[str, Any], layout: Layout, *, has_te: bool
+) -> dict[str, Any]:
     names = (
         *("moe_ffn_hidden_size", "moe_layer_freq", "moe_shared_expert_intermediate_size"),
         *("moe_shared_expert_gate", "moe_router_topk", "moe_router_score_function"),
@@ -114,7 +122,8 @@ def _mixture(dims: ModelDims, args: dict[str, Any], layout: Layout) -> dict[str,
         "moe_router_dtype": "fp32" if dims.router_bias else None,
         "moe_router_bias_update_rate": 0.0,  # Megatron would also apply it in skipped steps
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": False,
+        "moe_grouped_gemm": has_te,
+        "moe_permute_fusion": has_te,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
     }

@@ -10,7 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pentad.core.errors import RunError
 from pentad.core.layout import Layout
+from pentad.core.machine import installed
+from pentad.engine.section import TransformerImpl
 from pentad.parallel.mesh import solo_mesh
 from pentad.parallel.pipeline import Pipeline
 
@@ -35,6 +38,8 @@ if not hasattr(moe_utils, "te_general_gemm"):
     # 0.16.1 defines it only with Transformer Engine, but always checks whether it is None.
     moe_utils.te_general_gemm = None
 
+TRANSFORMER_ENGINE = "transformer-engine"
+
 __all__ = [
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
@@ -45,6 +50,7 @@ __all__ = [
     "get_forward_backward_func",
     "get_gpt_decoder_block_spec",
     "join_groups",
+    "uses_transformer_engine",
     "virtual_stages",
 ]
 
@@ -52,6 +58,21 @@ Key = tuple[object, Layout, int | None]
 """Key of a set of groups: world, layout and stages per rank."""
 _MADE: dict[Key, dict[str, Any]] = {}
 """For each key, the variables of Megatron's module of process groups."""
+
+
+def uses_transformer_engine(wanted: TransformerImpl, device: str) -> bool:
+    """Whether the layers are those of Transformer Engine. Its layers need CUDA."""
+    version = installed(TRANSFORMER_ENGINE)
+    if wanted == "local" or (wanted == "auto" and (version is None or device != "cuda")):
+        return False
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except (ImportError, OSError, AssertionError) as error:
+        raise RunError(
+            f"Transformer Engine {version or ''} cannot be imported ({error}); install "
+            "transformer-engine[pytorch], or set megatron.transformer_impl=local."
+        ) from error
+    return True
 
 
 def virtual_stages(pipeline: Pipeline | None) -> int | None:

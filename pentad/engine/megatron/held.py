@@ -37,7 +37,15 @@ from pentad.engine.pipelined import PipelinedPasses
 from pentad.engine.predictor import Predicted, Predictor, present_cut, vocab_shard
 from pentad.engine.section import EngineSettings
 from pentad.models.hf_weights import hf_metadata
-from pentad.models.megatron_names import HEAD, PLAN, SELECTION_BIAS, TABLE, build_named, learner_map
+from pentad.models.megatron_names import (
+    HEAD,
+    PLAN,
+    SELECTION_BIAS,
+    TABLE,
+    build_named,
+    learner_map,
+    whole_name,
+)
 from pentad.models.moe import Routes
 from pentad.parallel.cuts import Cut, storage_dim
 from pentad.parallel.mesh import ALONE, Axis, Meshes
@@ -222,7 +230,8 @@ def names_of(gpt: GPTModel, weight_map: WeightMap, first_expert: int) -> dict[st
     """Returns the weights of a stage by their names in the map, in map order."""
     biases = [pair for pair in gpt.named_buffers() if pair[0].endswith(SELECTION_BIAS)]
     tensors = (*gpt.named_parameters(), *biases)
-    held = {_global_name(name, gpt, first_expert): x for name, x in tensors}
+    layers = [layer.layer_number - 1 for layer in gpt.decoder.layers]
+    held = {whole_name(name, layers, first_expert): x for name, x in tensors}
     found: dict[str, Tensor] = {}
     for entry in weight_map.entries.values():
         place = {"i": entry.layer, "e": entry.expert}
@@ -231,18 +240,6 @@ def names_of(gpt: GPTModel, weight_map: WeightMap, first_expert: int) -> dict[st
                 found[entry.name] = held.pop(name)
     assert not held, f"the map has no name for {', '.join(held)}"
     return found
-
-
-def _global_name(name: str, gpt: GPTModel, first_expert: int) -> str:
-    """Translates a local name: Megatron counts layers per stage and experts per rank."""
-    words = name.split(".")
-    if "layers" in words:
-        at = words.index("layers") + 1
-        words[at] = str(gpt.decoder.layers[int(words[at])].layer_number - 1)
-    if "local_experts" in words:
-        at = words.index("local_experts") + 1
-        words[at] = str(int(words[at]) + first_expert)
-    return ".".join(words)
 
 
 def as_block(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -1,7 +1,8 @@
 """Megatron's GPTModel, or a pipeline stage of it, as a `LanguageModel` over packed rows.
 
-Its layers are built from Megatron's local spec. Attention uses Pentad's core, because Megatron's
-ignores the boundaries of packed rows. Rotary angles use positions within rows.
+Its layers are built from Megatron's local spec or from that of Transformer Engine. Attention uses
+Pentad's core: Megatron's ignores the boundaries of packed rows, and a run has one attention under
+every backend. Rotary angles use positions within rows.
 """
 
 from __future__ import annotations
@@ -105,17 +106,21 @@ def build_gpt(
     lm_head: bool,
 ) -> GPTModel:
     """Builds a stage with uninitialised weights. `chunk`: its index among those of this rank."""
+    has_te = config.transformer_impl == "transformer_engine"
     spec = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=chunk
+        config, use_transformer_engine=has_te, normalization="RMSNorm", vp_stage=chunk
     )
     for layer in spec.layer_specs:
         parts = layer.submodules
-        parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
         attention = parts.self_attention.submodules
         attention.core_attention = partial(PackedCore, dims)
+        if has_te:
+            continue
+        parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
         if dims.qk_norm:
             attention.q_layernorm = attention.k_layernorm = RmsNorm
-    spec.layer_norm = RmsNorm
+    if not has_te:
+        spec.layer_norm = RmsNorm
     gpt = GPTModel(
         config=config,
         transformer_layer_spec=spec,
@@ -127,6 +132,10 @@ def build_gpt(
         position_embedding_type="none",
         vp_stage=chunk,
     )
+    for module in gpt.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            # Of Transformer Engine's layers only: the output layer would need Apex for it.
+            module.fuse_wgrad_accumulation = True
     for name, parameter in gpt.named_parameters():
         if ".experts." in name:
             # Without expert parallelism Megatron would reduce their gradients over the ranks of

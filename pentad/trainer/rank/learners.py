@@ -208,6 +208,7 @@ def build_role(
         max_row_tokens=max_row_tokens,
         strict=strict,
         balance_data=config.balance_data,
+        transformer_impl=config.megatron.transformer_impl,
     )
     return build_engine(
         path,
@@ -240,6 +241,7 @@ def build_scorer(
         temperature=config.gconfig.temperature,
         max_row_tokens=max_row_tokens,
         strict=config.strict,
+        transformer_impl=config.megatron.transformer_impl,
     )
     if weights is None:
         weights = Path(given).expanduser() if given else weights_folder(config, "actor")

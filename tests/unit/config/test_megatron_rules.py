@@ -116,6 +116,41 @@ def test_a_cpu_is_refused_unless_its_calls_of_cuda_are_replaced(monkeypatch):
     ],
 )
 def test_a_plan_notes_a_package_that_is_absent_or_of_another_version(monkeypatch, version, said):
-    monkeypatch.setattr(megatron, "installed", lambda name: version)
+    monkeypatch.setattr(megatron, "installed", {"megatron-core": version}.get)
     found = [str(problem) for problem in noted(config_of()) if "megatron-core" in str(problem)]
     assert found == [] if said is None else said in found[0]
+
+
+@pytest.mark.parametrize(
+    ("version", "wanted", "said"),
+    [
+        (None, "auto", None),
+        (None, "local", None),
+        (None, "transformer_engine", "needs the package transformer-engine, which is not inst"),
+        ("2.11.0", "transformer_engine", None),
+        ("2.9.0.post1", "auto", None),
+        (
+            "2.12.0",
+            "auto",
+            "0.16 takes Transformer Engine 2.9, 2.10, 2.11, and 2.12.0 is installed",
+        ),
+        ("1.13.0", "transformer_engine", "and 1.13.0 is installed"),
+        ("2.12.0", "local", None),
+    ],
+)
+def test_a_plan_notes_a_transformer_engine_that_is_absent_or_of_another_version(
+    monkeypatch, version, wanted, said
+):
+    packages = {"megatron-core": "0.16.1", "transformer-engine": version}
+    monkeypatch.setattr(megatron, "installed", packages.get)
+    found = noted(config_of(f"megatron.transformer_impl={wanted}"))
+    found = [str(problem) for problem in found if "megatron" in str(problem)]
+    assert found == [] if said is None else said in found[0]
+
+
+def test_transformer_engine_is_refused_on_a_cpu(monkeypatch):
+    monkeypatch.setenv(megatron.ON_CPU, "1")
+    for wanted, count in (("transformer_engine", 1), ("auto", 0), ("local", 0)):
+        config = config_of(f"megatron.transformer_impl={wanted}")
+        problems = check(config, RunFacts(command="train", device="cpu"))
+        assert sum("its layers need CUDA" in str(problem) for problem in problems) == count

@@ -51,6 +51,11 @@ def said(*overrides, command="plan"):
         ("critic.optimizer.lr=0.5", "has no critic", [PPO]),
         ("ref.path=x", "no reference model", ["algorithm.kl_coef=0.01"]),
         ("teacher.path=x", "distill has a teacher", ["algorithm.name=distill"]),
+        (
+            "megatron.transformer_impl=local",
+            "nothing by megatron",
+            ["allocation_mode=embedded:d1|megatron:d1"],
+        ),
         ("megatron.ckpt_convertor.process_num=4", "converts", ["megatron.use_hf_ckpt=true"]),
         ("checkpoint.retention=9", "names no store", ["checkpoint.remote_uri=s3://abc/x"]),
         ("evaluator.n_samples=4", "no valid_dataset", ["valid_dataset.path=x"]),

@@ -5,6 +5,7 @@ import torch
 import transformers
 
 from pentad.models.families import dims_of, known_families, map_of, spec_of
+from pentad.models.megatron_names import whole_name
 from pentad.models.spec import padded_vocab
 from pentad.weights import transfer
 from pentad.weights.transfer import PairsReader, whole_shards
@@ -116,3 +117,28 @@ def test_names_and_aliases_are_those_of_megatron_core(family):
         given = {rule.target: rule.alias[0] if rule.alias else rule.target}
         assert len(rule.alias) <= 1
         assert given.items() <= {**{name: name for name in SAME_NAMES}, **LOCAL_NAMES}.items()
+
+
+SECOND_STAGE = {
+    "embedding.word_embeddings.weight": "embedding.word_embeddings.weight",
+    "decoder.layers.1.mlp.linear_fc1.layer_norm_weight": (
+        "decoder.layers.5.mlp.linear_fc1.layer_norm_weight"
+    ),
+    "decoder.layers.0.mlp.experts.linear_fc1.weight1": (
+        "decoder.layers.4.mlp.experts.linear_fc1.weight9"
+    ),
+    "decoder.layers.1.mlp.experts.local_experts.0.linear_fc2.weight": (
+        "decoder.layers.5.mlp.experts.local_experts.8.linear_fc2.weight"
+    ),
+    "decoder.layers.0.mlp.router.weight": "decoder.layers.4.mlp.router.weight",
+    "decoder.layers.1.mlp.shared_experts.linear_fc2.weight": (
+        "decoder.layers.5.mlp.shared_experts.linear_fc2.weight"
+    ),
+    "decoder.final_layernorm.weight": "decoder.final_layernorm.weight",
+}
+
+
+@pytest.mark.parametrize(("name", "whole"), SECOND_STAGE.items())
+def test_names_in_a_stage_are_counted_from_its_first_layer_and_expert(name, whole):
+    """In both spellings: layers 4 and 5, and experts from the ninth on."""
+    assert whole_name(name, [4, 5], first_expert=8) == whole

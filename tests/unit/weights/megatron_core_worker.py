@@ -21,11 +21,12 @@ sys.path.append(str(Path(__file__).parents[2] / "megatron_cpu"))
 
 
 def run_on_cpu():
-    import megatron.core.models.gpt.gpt_model  # noqa: F401
-    import megatron.core.transformer.moe.moe_layer  # noqa: F401
-    import megatron.core.transformer.moe.moe_utils as moe_utils
-    from megatron_on_cpu import replace_cuda
+    from megatron_on_cpu import imported_lightly, replace_cuda
 
+    with imported_lightly():
+        import megatron.core.models.gpt.gpt_model  # noqa: F401
+        import megatron.core.transformer.moe.moe_layer  # noqa: F401
+        import megatron.core.transformer.moe.moe_utils as moe_utils
     moe_utils.te_general_gemm = None  # which it does not define without Transformer Engine
     replace_cuda()
 
