@@ -262,6 +262,7 @@ def preload() -> None:
     import uvicorn  # noqa: F401
 
     import pentad.cli.runs
+    import pentad.engine.transformers_model
     import pentad.runtime.rank_host
     import pentad.runtime.role_host
     import pentad.samplers.remote

@@ -38,6 +38,8 @@ NUM_THREADS = 4
 """Number of threads; each one hashes and writes whole pieces."""
 CHUNK_BYTES = 8 << 20
 """Number of bytes hashed and written at once."""
+ALONE_BYTES = 64 << 10
+"""Bytes below which the writing thread hashes too: handing them to another takes longer."""
 POLL_S = 0.02
 NUM_PARENTS = 4
 """Number of folders above the root that a run creates."""
@@ -367,16 +369,21 @@ def _write_in_threads(fd: int, pieces: tuple[Piece, ...], disk: Disk) -> list[Pi
 
 
 def _write_in_order(fd: int, pieces: tuple[Piece, ...], disk: Disk) -> Iterator[PieceEntry]:
-    """Writes one part at a time, hashing it in parallel: the next part may reuse its memory."""
+    """Writes one part at a time, hashing a large one in parallel: the next part may reuse its
+    memory."""
     end = 0
     with ThreadPoolExecutor(1) as pool:
         for piece in pieces:
             digest = hashlib.sha256()
             start = end
             for part in _parts(piece):
-                summing = pool.submit(digest.update, part)
-                disk.write(fd, part, end)
-                summing.result()
+                if len(part) < ALONE_BYTES:
+                    digest.update(part)
+                    disk.write(fd, part, end)
+                else:
+                    summing = pool.submit(digest.update, part)
+                    disk.write(fd, part, end)
+                    summing.result()
                 end += len(part)
             yield PieceEntry(piece.name, start, end - start, digest.hexdigest())
 

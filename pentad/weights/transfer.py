@@ -25,6 +25,8 @@ from pentad.weights.regions import Box, Region, Shape, box_shape, clip_all, full
 
 NUM_READERS = 4
 """Number of threads that read and sum files, or generate random weights."""
+ALONE_BYTES = 4 << 20
+"""Bytes below which one thread fills the tensors: starting others takes longer."""
 WORDS = {
     torch.bfloat16: (numpy.int16, 0x7F80),
     torch.float16: (numpy.int16, 0x7C00),
@@ -135,7 +137,8 @@ def fill(
         for region in clip_all(entry.regions, shards[name].box):
             blocks.append((region, target_block(tensor, region)))
             used.add(region.source)
-    if isinstance(reader, DirectReader | RandomReader):
+    is_large = sum(block.nbytes for _, block in blocks) >= ALONE_BYTES
+    if is_large and isinstance(reader, DirectReader | RandomReader):
         # Reading, casting, copying to a GPU and generating random numbers use one core per thread.
         with ThreadPoolExecutor(NUM_READERS) as readers:
             for _ in readers.map(read, *zip(*blocks, strict=True)):

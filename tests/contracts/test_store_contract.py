@@ -125,9 +125,12 @@ def opened(request: pytest.FixtureRequest) -> Iterator[GroupStore]:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_forkserver():
+    before = forkserver._forkserver._preload_modules
     CLEAN.set_forkserver_preload(["pentad.data.store"])
     yield
     forkserver._forkserver._stop()
+    # A later server of this process, such as that of `pentad chaos`, has its own modules again.
+    CLEAN.set_forkserver_preload(before)
 
 
 @pytest.fixture(params=["memory", "files", *ON_RAY])

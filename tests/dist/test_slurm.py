@@ -86,7 +86,8 @@ def start_job(folder, script, num_nodes, **more):
     )
 
 
-def test_a_job_is_written_submitted_and_trains_on_two_nodes(task, tmp_path, commands):
+def submitted(task, tmp_path, commands):
+    """The script of a job of two nodes, which `sbatch` has been given."""
     put(commands, "sbatch", '#!/bin/sh\necho "Submitted batch job 17"\ncp "$1" "$0.given"\n')
     words = settings_of(task, tmp_path, "train", "slurm", "total_train_steps=2")
     layout = ["allocation_mode=embedded:d1|archon:d2", "cluster.n_nodes=2", "scheduler.type=slurm"]
@@ -98,7 +99,16 @@ def test_a_job_is_written_submitted_and_trains_on_two_nodes(task, tmp_path, comm
     text = (commands / "sbatch.given").read_text()
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n" in text
     assert "--nnodes=2 --nproc-per-node=1" in text and "#SBATCH --requeue" in text
-    job = start_job(commands, script, 2)
+    return script
+
+
+def test_a_job_is_written_and_submitted(task, tmp_path, commands):
+    assert submitted(task, tmp_path, commands).is_file()
+
+
+@pytest.mark.full
+def test_a_job_trains_on_two_nodes(task, tmp_path, commands):
+    job = start_job(commands, submitted(task, tmp_path, commands), 2)
     said, _ = job.communicate(timeout=500)
     assert job.returncode == 0, said
     assert said.count("2 steps done. Records: ") == 1

@@ -29,7 +29,7 @@ from pentad.ops import paged_decode  # noqa: E402
 
 @pytest.mark.parametrize("vocab_size", [50, 2048, 5000])
 def test_the_fused_draw_is_the_plain_one(vocab_size):
-    num = 64
+    num = 64 if DEVICE == "cuda" else 16  # Triton's interpreter takes seconds for more
     logits = torch.randn(num, vocab_size, generator=torch.Generator().manual_seed(0)) * 2
     logits[:, 3] = float("-inf")
     numbers = uniforms(np.arange(num, dtype=np.uint64), np.zeros(num, np.int64))

@@ -73,8 +73,9 @@ def test_threads_draw_the_bits_of_one_thread_whole_and_in_parts(family, monkeypa
         rows = (start + stop // 3, start + 2 * stop // 3)
         parts[name] = Shard(torch.empty_like(shard.tensor[slice(*rows)]), (rows, *rest))
     drawn = {}
-    for num in (1, transfer.NUM_READERS):
+    for num, alone_bytes in ((1, transfer.ALONE_BYTES), (4, 0)):
         monkeypatch.setattr(transfer, "NUM_READERS", num)
+        monkeypatch.setattr(transfer, "ALONE_BYTES", alone_bytes)
         for shards in (whole, parts):
             transfer.fill(shards, model.weight_map, RandomReader(model.weight_map, shards, 3))
         drawn[num] = [s.tensor.detach().clone() for s in (*whole.values(), *parts.values())]
