@@ -26,8 +26,10 @@ from sampler_load import forced, random_model, requests  # noqa: E402
 from pentad.core.dims import ModelDims  # noqa: E402
 from pentad.core.errors import InfraFailure  # noqa: E402
 from pentad.core.types import Generation, Request, SamplingParams  # noqa: E402
+from pentad.engine.section import LoraConfig  # noqa: E402
 from pentad.models.decoder import Decoder, causal_attend  # noqa: E402
 from pentad.models.hf_weights import iter_hf  # noqa: E402
+from pentad.models.lora import apply_lora, blank_factors, factors_of  # noqa: E402
 from pentad.ops.digest import digest_of  # noqa: E402
 from pentad.samplers import sglang, vllm  # noqa: E402
 from pentad.samplers.server_sampler import ServerSampler  # noqa: E402
@@ -89,6 +91,22 @@ class Policies:
         told = f"mean |log-prob difference| {max(own):.4f}, from the other weights {min(other):.2f}"
         assert max(own) < min(NEAR, min(other) / 4), told
         return told
+
+
+class Adapters(Policies):
+    """Two adapters of one random base."""
+
+    def __init__(self, dims: ModelDims, lora: LoraConfig) -> None:
+        self.models = [random_model(dims, 3) for _ in range(2)]
+        self.pairs = []
+        for seed, model in enumerate(self.models):
+            apply_lora(model, lora)
+            blank_factors(model.requires_grad_(False), torch.device("cuda"))
+            generator = torch.Generator("cuda").manual_seed(seed)
+            for factor in (t for f in factors_of(model) for t in f.parameters()):
+                factor.data.normal_(0.0, 0.04, generator=generator)
+            pairs = iter_hf(model, torch.float32, model.adapter_map)
+            self.pairs.append([(name, tensor.clone()) for name, tensor in pairs])
 
 
 def ask(name: str, num: int = 1, new: int = 32, **params: Any) -> Request:
@@ -341,3 +359,85 @@ async def mixture(kind: str, sampler: ServerSampler, two: Policies, report: Repo
     await report.part(kind, "mixture: an expert that is not as published", damaged)
     await report.part(kind, "mixture: install with answers under way", under_way)
     await report.part(kind, "mixture: throughput with routes", speed)
+
+
+# An adapter.
+
+
+async def adapter(kind: str, sampler: ServerSampler, two: Adapters, report: Report) -> None:
+    """Factors by ipc, replaced in place, every factor as held, and log-probs."""
+    dialect: Any = sampler.dialect
+
+    async def first() -> str:
+        began = time.perf_counter()
+        receipt = await sampler.install(0, two.pairs[0])
+        seconds = time.perf_counter() - began
+        assert receipt.digest == digest_of(two.pairs[0]).hex()
+        request = ask("adapter", 4)
+        told = two.check(0, request, await sampler.generate(request))
+        return f"{len(two.pairs[0])} factors, first install {seconds:.2f} s; {told}"
+
+    async def under_way() -> str:
+        request = ask("replaced", 2, new=2000)
+        task = asyncio.create_task(sampler.generate(request))
+        await asyncio.sleep(DRAWING_S)
+        await sampler.install(1, two.pairs[1])
+        gaps, old = [], []
+        for g in await task:
+            old.append(g.versions.count(0))
+            assert set(g.versions) == {0, 1} and len(g.ids) == 2000, old
+            parts = ((0, slice(0, old[-1])), (1, slice(old[-1], None)))
+            gaps += [two.difference(which, request, g, part) for which, part in parts]
+        assert max(gaps) < NEAR, gaps
+        return f"{old} of 2000 tokens are old; differences {[f'{x:.3f}' for x in gaps]}"
+
+    async def damaged() -> str:
+        """A factor is replaced behind the published ones, and must be found."""
+        name, tensor = two.pairs[1][-1]
+        bad = [*two.pairs[1][:-1], (name, tensor + 1e-2)]
+        await sampler.dialect.pause()
+        await dialect.transport.send(bad, dialect.call_workers)
+        sent, dialect.transport.send = dialect.transport.send, lost
+        try:
+            await sampler.dialect.load(2, two.pairs[1])
+        except InfraFailure as failure:
+            told = str(failure).partition(": ")[2].split(" has ")[0]
+        else:
+            raise AssertionError(f"{name} was replaced and not found")
+        finally:
+            dialect.transport.send = sent
+        await sampler.dialect.load(2, two.pairs[1])
+        await sampler.dialect.resume()
+        sampler.version = 2
+        return f"replaced {name}, found in {told}"
+
+    async def lost(weights: Any, call: Any, **_: Any) -> list[dict[str, Any]]:
+        """A transfer that reports success, and does not arrive."""
+        whole = digest_of(weights)
+        return [{"num_tensors": len(whole.entries), "digest": whole.hex()}]
+
+    async def publish() -> str:
+        seconds = []
+        for number in range(7):
+            began = time.perf_counter()
+            await sampler.install(3 + number, two.pairs[number % 2])
+            seconds.append(1e3 * (time.perf_counter() - began))
+        request = ask("again", 2)
+        told = two.check(0, request, await sampler.generate(request))
+        return f"publish, each compared as held [ms]: {sorted(map(round, seconds))}; {told}"
+
+    async def speed() -> str:
+        rates = []
+        for turn in range(2):
+            load = [replace(r, id=f"speed-{turn}-{r.id}") for r in requests(256)]
+            began = time.perf_counter()
+            results = await asyncio.gather(*(sampler.generate(r) for r in load))
+            tokens = sum(len(g.ids) for answers in results for g in answers)
+            rates.append(tokens / (time.perf_counter() - began))
+        return f"256 requests of 128 + 256: {rates[-1]:.0f} tok/s"
+
+    await report.part(kind, "adapter: factors, log-probs", first)
+    await report.part(kind, "adapter: replaced with answers under way", under_way)
+    await report.part(kind, "adapter: a factor that is not as published", damaged)
+    await report.part(kind, "adapter: publish", publish)
+    await report.part(kind, "adapter: throughput", speed)
