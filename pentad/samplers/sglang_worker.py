@@ -23,7 +23,7 @@ from pentad.sync.group import PROTOCOL
 from pentad.weights.peft import FUSED, A, B, expanded
 
 RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
-Part = tuple[str, Tensor, Tensor, float]
+PoolPart = tuple[str, Tensor, Tensor, float]
 """Module name as in files, its memory for A and for B, and the factor by which B is stored."""
 
 
@@ -136,7 +136,7 @@ class FactorReceiver(Receiver):
         found: int = self.manager.memory_pool.get_buffer_id(uid)
         return found
 
-    def parts(self, slot: int) -> Iterator[Part]:
+    def parts(self, slot: int) -> Iterator[PoolPart]:
         """Yields the parts of a slot of every layer with adapter capacity."""
         assert self.lora is not None
         rank = self.lora["rank"]
@@ -148,7 +148,7 @@ class FactorReceiver(Receiver):
                     yield from dense_parts(name, module, slot, rank)
 
 
-def dense_parts(name: str, module: Any, slot: int, rank: int) -> Iterator[Part]:
+def dense_parts(name: str, module: Any, slot: int, rank: int) -> Iterator[PoolPart]:
     """Parts of a linear layer: SGLang stores A of fused matrices one after another, and scales
     their product instead of B."""
     kind = "_qkv" if hasattr(module, "A_buffer_qkv") else ""
@@ -165,7 +165,7 @@ def dense_parts(name: str, module: Any, slot: int, rank: int) -> Iterator[Part]:
 
 def expert_parts(
     name: str, module: Any, slot: int, lora: dict[str, Any], manager: Any
-) -> Iterator[Part]:
+) -> Iterator[PoolPart]:
     """Parts of stacked experts, whose B is stored scaled; a shared factor may be stored once."""
     gate_a, gate_b = module.gate_up_lora_a_weights[slot], module.gate_up_lora_b_weights[slot]
     down_a, down_b = module.down_lora_a_weights[slot], module.down_lora_b_weights[slot]
