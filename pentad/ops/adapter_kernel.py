@@ -42,36 +42,54 @@ def add_expanded(
     y_TO: Tensor, h_TR: Tensor, b_Or: Tensor, widths: Sequence[int], scale: float
 ) -> Tensor:
     """Adds scale * (h B^T) to y in place. Widths are multiples of 16; at most three parts."""
-    num_tokens, rank = len(y_TO), b_Or.shape[1]
+    assert y_TO.is_contiguous() and h_TR.is_contiguous()
+    return _launch(y_TO, h_TR, y_TO, b_Or, widths, scale)
+
+
+def expanded(found_TW: Tensor, b_Or: Tensor, widths: Sequence[int], scale: float) -> Tensor:
+    """Returns y + scale * (h B^T) for a product that contains y and, in its last columns, h."""
+    num_out = sum(widths)
+    assert found_TW.is_contiguous()
+    y_TO = found_TW.new_empty(len(found_TW), num_out)
+    return _launch(found_TW, found_TW[:, num_out:], y_TO, b_Or, widths, scale)
+
+
+def _launch(
+    y_TO: Tensor, h_TR: Tensor, out_TO: Tensor, b_Or: Tensor, widths: Sequence[int], scale: float
+) -> Tensor:
+    num_tokens, rank = len(out_TO), b_Or.shape[1]
     columns = columns_of(widths)
-    assert y_TO.is_contiguous() and h_TR.is_contiguous() and b_Or.is_contiguous()
+    assert b_Or.is_contiguous() and h_TR.shape[1] == len(widths) * rank
     assert columns and len(widths) <= 3 and rank % 16 == 0 and num_tokens > 0
     first, second = widths[0], sum(widths[:2])
     tokens = min(MAX_TOKENS, max(16, triton.next_power_of_2(num_tokens)))
-    _add_expanded[(triton.cdiv(num_tokens, tokens), y_TO.shape[1] // columns)](
+    _add_expanded[(triton.cdiv(num_tokens, tokens), out_TO.shape[1] // columns)](
         y_TO,
         h_TR,
+        out_TO,
         b_Or,
         scale,
         num_tokens,
-        NUM_OUT=y_TO.shape[1],
+        NUM_OUT=out_TO.shape[1],
         FIRST=first,
         SECOND=second,
         RANK=rank,
-        WIDTH=h_TR.shape[1],
+        Y_STEP=y_TO.stride(0),
+        H_STEP=h_TR.stride(0),
         SCALES=scale != 1.0,
         TOKENS=tokens,
         COLUMNS=columns,
         STEP=RANK_STEP if rank % RANK_STEP == 0 else 16,
         num_warps=4,
     )
-    return y_TO
+    return out_TO
 
 
 @triton.jit
 def _add_expanded(
     y_ptr: tl.tensor,
     h_ptr: tl.tensor,
+    out_ptr: tl.tensor,
     b_ptr: tl.tensor,
     scale: tl.tensor,
     num_tokens: tl.tensor,
@@ -79,7 +97,8 @@ def _add_expanded(
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
     RANK: tl.constexpr,
-    WIDTH: tl.constexpr,
+    Y_STEP: tl.constexpr,
+    H_STEP: tl.constexpr,
     SCALES: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -94,12 +113,12 @@ def _add_expanded(
     total = tl.zeros((TOKENS, COLUMNS), dtype=tl.float32)
     for at in range(0, RANK, STEP):
         r = at + tl.arange(0, STEP)
-        h = tl.load(h_ptr + row[:, None] * WIDTH + part * RANK + r[None, :], mask=mask, other=0.0)
+        h = tl.load(h_ptr + row[:, None] * H_STEP + part * RANK + r[None, :], mask=mask, other=0.0)
         b = tl.load(b_ptr + column[None, :] * RANK + r[:, None])
         total = tl.dot(h, b, total, input_precision="ieee")
     more = total.to(dtype)
     if SCALES:
         more = (more.to(tl.float32) * scale).to(dtype)
-    place = y_ptr + row[:, None] * NUM_OUT + column[None, :]
-    y = tl.load(place, mask=mask, other=0.0)
+    y = tl.load(y_ptr + row[:, None] * Y_STEP + column[None, :], mask=mask, other=0.0)
+    place = out_ptr + row[:, None] * NUM_OUT + column[None, :]
     tl.store(place, (y.to(tl.float32) + more.to(tl.float32)).to(dtype), mask=mask)

@@ -262,9 +262,11 @@ def test_factors_are_added_part_by_part(dtype, num, widths, rank, scale):
     y = rand(num, sum(widths), dtype=dtype)
     h, b = rand(num, len(widths) * rank, dtype=dtype), rand(sum(widths), rank, dtype=dtype)
     wanted = adapter_kernel.reference_add_expanded(y, h, b, widths, scale)
-    found = adapter_kernel.add_expanded(y, h, b, widths, scale)
-    assert found is y
-    torch.testing.assert_close(found, wanted, atol=10 * ATOL[dtype], rtol=ATOL[dtype])
+    joined = adapter_kernel.expanded(torch.cat([y, h], -1), b, widths, scale)
+    added = adapter_kernel.add_expanded(y, h, b, widths, scale)
+    assert added is y and joined.is_contiguous()
+    for found in (added, joined):
+        torch.testing.assert_close(found, wanted, atol=10 * ATOL[dtype], rtol=ATOL[dtype])
 
 
 def test_a_tile_of_outputs_is_of_one_part():
