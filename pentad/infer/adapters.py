@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pentad.infer.fuse import FusedAttention
+from pentad.infer.fuse import FusedAttention, FusedMlp
 from pentad.models.decoder import Decoder
 from pentad.models.joined import adapted_hosts, join_with_room, num_planes, padded
 from pentad.models.layers import GateUp, Linear
 from pentad.models.lora import ExpertFactors, Factors, factors_of
-from pentad.ops.adapter_kernel import add_expanded, columns_of, expanded
+from pentad.ops.adapter_kernel import add_expanded, columns_of, expanded, gated
 from pentad.ops.experts import grouped_linear
+from pentad.ops.fused import silu_mul
 
 MAX_WIDE_TOKENS = 1024
 """Above it, the output of A has a product of its own: it is a small part of the time, and the
@@ -66,7 +67,7 @@ class JoinedFactors:
 
     def product(self, x_TI: Tensor) -> Tensor:
         """Returns the output of the frozen weights with the adapter's."""
-        if self.some.is_on and 0 < len(x_TI) <= MAX_WIDE_TOKENS:
+        if self._is_wide(x_TI):
             found_TW = F.linear(x_TI, self.wide_WI, self.bias_W)
             return expanded(found_TW, self.b_Or, self.widths, self.some.scale)
         bias_O = None if self.bias_W is None else self.bias_W[: self.num_out]
@@ -75,6 +76,16 @@ class JoinedFactors:
             return y_TO
         h_TR = F.linear(x_TI, self.a_PrI.flatten(0, 1))
         return add_expanded(y_TO, h_TR, self.b_Or, self.widths, self.some.scale)
+
+    def gated(self, x_TI: Tensor) -> Tensor:
+        """Returns silu(gate) * up for the factors of both."""
+        if self._is_wide(x_TI):
+            found_TW = F.linear(x_TI, self.wide_WI, self.bias_W)
+            return gated(found_TW, self.b_Or, self.some.scale)
+        return silu_mul(*self.product(x_TI).chunk(2, dim=-1))
+
+    def _is_wide(self, x_TI: Tensor) -> bool:
+        return self.some.is_on and 0 < len(x_TI) <= MAX_WIDE_TOKENS
 
 
 class JoinedExperts:
@@ -150,6 +161,8 @@ def join_factors(model: Decoder) -> JoinedAdapter:
     for module in model.modules():
         if isinstance(module, FusedAttention):
             module.adapter = adapter.groups.get(module.q)
+        elif isinstance(module, FusedMlp):
+            module.adapter = adapter.groups.get(module.gate_up)
     for part in factors_of(model):
         if isinstance(part, ExpertFactors):
             part.stacked = JoinedExperts(part, model.head_weight)

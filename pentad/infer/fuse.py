@@ -24,7 +24,12 @@ class FusedNorm(Norm):
 
 
 class FusedMlp(Mlp):
+    adapter: AddsFactors | None = None
+    """Computes gate and up with their factors (`infer.adapters`)."""
+
     def forward(self, x_TD: Tensor) -> Tensor:
+        if self.adapter is not None:
+            return self.down(self.adapter.gated(x_TD))
         return self.down(fused.silu_mul(*self.gate_up(x_TD).chunk(2, dim=-1)))
 
 

@@ -36,6 +36,7 @@ PAIRS = (".gate_up.lora", ".gate_up_lora")
 
 class AddsFactors(Protocol):
     def product(self, x_TI: Tensor) -> Tensor: ...
+    def gated(self, x_TI: Tensor) -> Tensor: ...
 
 
 class GivesRows(Protocol):

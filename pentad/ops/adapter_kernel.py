@@ -1,4 +1,4 @@
-"""Triton kernel for the second half of LoRA, forward only: y += scale * (h B^T) for each part.
+"""Triton kernels for the second half of LoRA, forward only: y += scale * (h B^T) for each part.
 
 A fused projection (q, k and v; gate and up) has one LoRA pair per part, stored concatenated: h
 holds the rank activations of all parts, B the rows of all parts. The kernel rounds where the eager
@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
 
 MAX_COLUMNS = 64
 MIN_COLUMNS = 16
@@ -85,6 +86,70 @@ def _launch(
     return out_TO
 
 
+def reference_gated(found_TW: Tensor, b_Or: Tensor, scale: float) -> Tensor:
+    width = len(b_Or) // 2
+    y_TO, h_TR = found_TW.split([2 * width, found_TW.shape[1] - 2 * width], dim=-1)
+    gate_TF, up_TF = reference_add_expanded(y_TO, h_TR, b_Or, (width, width), scale).chunk(2, -1)
+    return F.silu(gate_TF) * up_TF
+
+
+def gated(found_TW: Tensor, b_Or: Tensor, scale: float) -> Tensor:
+    """Like `expanded` for gate and up, and returns silu(gate) * up."""
+    num_tokens, width, rank = len(found_TW), len(b_Or) // 2, b_Or.shape[1]
+    columns = columns_of((width, width))
+    assert found_TW.is_contiguous() and b_Or.is_contiguous() and num_tokens > 0
+    assert columns and rank % 16 == 0 and found_TW.shape[1] == 2 * (width + rank)
+    out_TF = found_TW.new_empty(num_tokens, width)
+    tokens = min(MAX_TOKENS, max(16, triton.next_power_of_2(num_tokens)))
+    _gated[(triton.cdiv(num_tokens, tokens), width // columns)](
+        found_TW,
+        b_Or,
+        out_TF,
+        scale,
+        num_tokens,
+        WIDTH=width,
+        RANK=rank,
+        SCALES=scale != 1.0,
+        TOKENS=tokens,
+        COLUMNS=columns,
+        STEP=RANK_STEP if rank % RANK_STEP == 0 else 16,
+        num_warps=4,
+    )
+    return out_TF
+
+
+@triton.jit
+def _adapted(
+    y_ptr: tl.tensor,
+    h_ptr: tl.tensor,
+    b_ptr: tl.tensor,
+    scale: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    mask: tl.tensor,
+    RANK: tl.constexpr,
+    Y_STEP: tl.constexpr,
+    H_STEP: tl.constexpr,
+    SCALES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+) -> tl.tensor:
+    """A tile of y + scale * (h B^T). `h_ptr`: of the part that the columns belong to."""
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    total = tl.zeros((TOKENS, COLUMNS), dtype=tl.float32)
+    for at in range(0, RANK, STEP):
+        r = at + tl.arange(0, STEP)
+        h = tl.load(h_ptr + row[:, None] * H_STEP + r[None, :], mask=mask, other=0.0)
+        b = tl.load(b_ptr + column[None, :] * RANK + r[:, None])
+        total = tl.dot(h, b, total, input_precision="ieee")
+    more = total.to(dtype)
+    if SCALES:
+        more = (more.to(tl.float32) * scale).to(dtype)
+    y = tl.load(y_ptr + row[:, None] * Y_STEP + column[None, :], mask=mask, other=0.0)
+    return (y.to(tl.float32) + more.to(tl.float32)).to(dtype)
+
+
 @triton.jit
 def _add_expanded(
     y_ptr: tl.tensor,
@@ -104,21 +169,40 @@ def _add_expanded(
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
-    dtype: tl.constexpr = y_ptr.dtype.element_ty
     begin = tl.program_id(1) * COLUMNS
     part = (begin >= FIRST).to(tl.int32) + (begin >= SECOND).to(tl.int32)
     row = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     column = begin + tl.arange(0, COLUMNS)
     mask = (row < num_tokens)[:, None]
-    total = tl.zeros((TOKENS, COLUMNS), dtype=tl.float32)
-    for at in range(0, RANK, STEP):
-        r = at + tl.arange(0, STEP)
-        h = tl.load(h_ptr + row[:, None] * H_STEP + part * RANK + r[None, :], mask=mask, other=0.0)
-        b = tl.load(b_ptr + column[None, :] * RANK + r[:, None])
-        total = tl.dot(h, b, total, input_precision="ieee")
-    more = total.to(dtype)
-    if SCALES:
-        more = (more.to(tl.float32) * scale).to(dtype)
-    y = tl.load(y_ptr + row[:, None] * Y_STEP + column[None, :], mask=mask, other=0.0)
-    place = out_ptr + row[:, None] * NUM_OUT + column[None, :]
-    tl.store(place, (y.to(tl.float32) + more.to(tl.float32)).to(dtype), mask=mask)
+    h_ptr += part * RANK
+    sizes: tl.constexpr = (RANK, Y_STEP, H_STEP, SCALES, TOKENS, COLUMNS, STEP)
+    y = _adapted(y_ptr, h_ptr, b_ptr, scale, row, column, mask, *sizes)
+    tl.store(out_ptr + row[:, None] * NUM_OUT + column[None, :], y, mask=mask)
+
+
+@triton.jit
+def _gated(
+    found_ptr: tl.tensor,
+    b_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    scale: tl.tensor,
+    num_tokens: tl.tensor,
+    WIDTH: tl.constexpr,
+    RANK: tl.constexpr,
+    SCALES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+) -> None:
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    row = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (row < num_tokens)[:, None]
+    wide: tl.constexpr = 2 * (WIDTH + RANK)
+    sizes: tl.constexpr = (RANK, wide, wide, SCALES, TOKENS, COLUMNS, STEP)
+    h_ptr = found_ptr + 2 * WIDTH
+    gate = _adapted(found_ptr, h_ptr, b_ptr, scale, row, column, mask, *sizes).to(tl.float32)
+    other = column + WIDTH
+    up = _adapted(found_ptr, h_ptr + RANK, b_ptr, scale, row, other, mask, *sizes).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    tl.store(out_ptr + row[:, None] * WIDTH + column[None, :], (silu * up).to(dtype), mask=mask)

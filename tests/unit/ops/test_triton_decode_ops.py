@@ -269,6 +269,16 @@ def test_factors_are_added_part_by_part(dtype, num, widths, rank, scale):
         torch.testing.assert_close(found, wanted, atol=10 * ATOL[dtype], rtol=ATOL[dtype])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num", "width", "rank", "scale"), [(5, 48, 16, 2.0), (70, 64, 32, 1.0)])
+def test_gate_and_up_are_multiplied_with_their_factors(dtype, num, width, rank, scale):
+    found, b = rand(num, 2 * (width + rank), dtype=dtype), rand(2 * width, rank, dtype=dtype)
+    wanted = adapter_kernel.reference_gated(found, b, scale)
+    product = adapter_kernel.gated(found, b, scale)
+    limit = wanted.abs().max().item() * ATOL[dtype]
+    torch.testing.assert_close(product, wanted, atol=limit, rtol=10 * ATOL[dtype])
+
+
 def test_a_tile_of_outputs_is_of_one_part():
     found = [adapter_kernel.columns_of(w) for w in ((4096, 1024, 1024), (576, 192), (48,), (24,))]
     assert found == [64, 64, 16, 0]
