@@ -32,6 +32,7 @@ from pentad.models.hf_weights import iter_hf  # noqa: E402
 from pentad.models.lora import apply_lora, blank_factors, factors_of  # noqa: E402
 from pentad.ops.digest import digest_of  # noqa: E402
 from pentad.samplers import sglang, vllm  # noqa: E402
+from pentad.samplers.process import ServerSettings  # noqa: E402
 from pentad.samplers.server_sampler import ServerSampler  # noqa: E402
 
 ATTACH = {"vllm": vllm.attach, "sglang": sglang.attach}
@@ -114,13 +115,28 @@ def ask(name: str, num: int = 1, new: int = 32, **params: Any) -> Request:
     return replace(request, id=name, params=SamplingParams(max_new_tokens=new, **params))
 
 
+def by(transport: str, sampler: ServerSampler) -> ServerSettings:
+    """The settings of the server, with another transport of weights."""
+    settings = sampler.dialect.settings
+    server = settings.server.model_copy(update={"weight_transport": transport})
+    rollout = settings.rollout.model_copy(update={"server": server})
+    return settings.model_copy(update={"rollout": rollout})
+
+
+async def compare_held(sampler: ServerSampler, pairs: Any) -> None:
+    """Raises InfraFailure unless the server holds these weights."""
+    dialect: Any = sampler.dialect
+    dialect.num_loads = 0  # the first install is compared
+    await dialect._prove_if_due(pairs, is_part=False)
+
+
 # The contract.
 
 
 async def contract(kind: str, sampler: ServerSampler, two: Policies, report: Report) -> None:
     async def prove(which: int, seconds: list[float]) -> None:
         began = time.perf_counter()
-        await sampler.dialect._prove(two.pairs[which])  # type: ignore[attr-defined]
+        await compare_held(sampler, two.pairs[which])
         seconds.append(time.perf_counter() - began)
 
     async def first() -> str:
@@ -207,7 +223,7 @@ async def contract(kind: str, sampler: ServerSampler, two: Policies, report: Rep
         took = []
         for number, name in enumerate(("disk", "broadcast", "ipc")):
             which = (number + 1) % 2
-            settings = replace(sampler.dialect.settings, transport=name)  # type: ignore[attr-defined]
+            settings = by(name, sampler)
             client = await ATTACH[kind](sampler.dialect.wire.address, settings)  # type: ignore[attr-defined]
             # NCCL takes no two processes of one GPU: these travel by gloo.
             pairs = two.pairs[which]
@@ -218,12 +234,12 @@ async def contract(kind: str, sampler: ServerSampler, two: Policies, report: Rep
             request = ask(f"by-{name}", 2)
             two.check(which, request, await client.generate(request))
             await client.close()
-            sampler._version = 10 + number
+            sampler.version = 10 + number
         return "randomised, published, compared: " + ", ".join(took)
 
     async def delta() -> str:
         """By disk, and only one layer changes: there and back."""
-        settings = replace(sampler.dialect.settings, transport="disk")  # type: ignore[attr-defined]
+        settings = by("disk", sampler)
         client = await ATTACH[kind](sampler.dialect.wire.address, settings)  # type: ignore[attr-defined]
         other = dict(two.pairs[1])
         mixed = [(n, other[n] if ".layers.1." in n else t) for n, t in two.pairs[0]]
@@ -237,7 +253,7 @@ async def contract(kind: str, sampler: ServerSampler, two: Policies, report: Rep
         request = ask("delta", 2)
         told = two.check(0, request, await client.generate(request))
         await client.close()
-        sampler._version = 22
+        sampler.version = 22
         return f"all, one layer, it back: {', '.join(took)}; {told}"
 
     await report.part(kind, "generate: n samples, log-probs, versions", first)
@@ -321,7 +337,7 @@ async def mixture(kind: str, sampler: ServerSampler, two: Policies, report: Repo
         await sampler.dialect.pause()
         await sampler.dialect.load(0, bad)
         try:
-            await sampler.dialect._prove(two.pairs[1])  # type: ignore[attr-defined]
+            await compare_held(sampler, two.pairs[1])
         except InfraFailure as failure:
             found = str(failure).partition(": ")[2].split(" has ")[0]
         else:

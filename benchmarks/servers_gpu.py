@@ -282,7 +282,7 @@ samplers: dict[str, ServerSampler] = {}
 
 async def started(kind: str, name: str, wanted: ServerSettings, report: Report) -> None:
     """Waits for the environment, which may still be on its way."""
-    while not (Path(str(wanted.python)) / "bin" / "python").exists():
+    while not (Path(str(wanted.server.python)) / "bin" / "python").exists():
         await asyncio.sleep(0.5)
 
     async def start() -> str:
