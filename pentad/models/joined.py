@@ -39,8 +39,9 @@ def adapted_hosts(
     """Yields layers with factors, grouped by input: q, k and v of a `joint` attention, or one."""
     seen: set[nn.Module] = set()
     for module in model.modules():
-        is_joint = type(module) is joint and isinstance(module, Attention)
-        hosts = list(module.projections) if is_joint else [module]
+        hosts: list[nn.Module] = [module]
+        if isinstance(module, joint) and type(module) is joint:
+            hosts = [*module.projections]
         if seen.isdisjoint(hosts) and any("lora" in host._modules for host in hosts):
             seen.update(hosts)
             yield hosts

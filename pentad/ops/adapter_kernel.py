@@ -175,8 +175,22 @@ def _add_expanded(
     column = begin + tl.arange(0, COLUMNS)
     mask = (row < num_tokens)[:, None]
     h_ptr += part * RANK
-    sizes: tl.constexpr = (RANK, Y_STEP, H_STEP, SCALES, TOKENS, COLUMNS, STEP)
-    y = _adapted(y_ptr, h_ptr, b_ptr, scale, row, column, mask, *sizes)
+    y = _adapted(
+        y_ptr,
+        h_ptr,
+        b_ptr,
+        scale,
+        row,
+        column,
+        mask,
+        RANK,
+        Y_STEP,
+        H_STEP,
+        SCALES,
+        TOKENS,
+        COLUMNS,
+        STEP,
+    )
     tl.store(out_ptr + row[:, None] * NUM_OUT + column[None, :], y, mask=mask)
 
 
@@ -199,10 +213,38 @@ def _gated(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = (row < num_tokens)[:, None]
     wide: tl.constexpr = 2 * (WIDTH + RANK)
-    sizes: tl.constexpr = (RANK, wide, wide, SCALES, TOKENS, COLUMNS, STEP)
     h_ptr = found_ptr + 2 * WIDTH
-    gate = _adapted(found_ptr, h_ptr, b_ptr, scale, row, column, mask, *sizes).to(tl.float32)
-    other = column + WIDTH
-    up = _adapted(found_ptr, h_ptr + RANK, b_ptr, scale, row, other, mask, *sizes).to(tl.float32)
+    gate = _adapted(
+        found_ptr,
+        h_ptr,
+        b_ptr,
+        scale,
+        row,
+        column,
+        mask,
+        RANK,
+        wide,
+        wide,
+        SCALES,
+        TOKENS,
+        COLUMNS,
+        STEP,
+    ).to(tl.float32)
+    up = _adapted(
+        found_ptr,
+        h_ptr + RANK,
+        b_ptr,
+        scale,
+        row,
+        column + WIDTH,
+        mask,
+        RANK,
+        wide,
+        wide,
+        SCALES,
+        TOKENS,
+        COLUMNS,
+        STEP,
+    ).to(tl.float32)
     silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
     tl.store(out_ptr + row[:, None] * WIDTH + column[None, :], (silu * up).to(dtype), mask=mask)

@@ -95,7 +95,7 @@ class FactorReceiver(Receiver):
     def pentad_held_factors(self) -> Reply:
         """Returns the digest of every factor in the memory that the layers read; omits modules
         without factors, whose values are 0."""
-        held = {}
+        held: dict[str, Tensor] = {}
         for name, a, b, _ in self.parts(self.slot()):
             held |= {f"{name}{A}": a, f"{name}{B}": b}
         kept = [(n, t.contiguous()) for n, t in held.items() if n in self.taken or bool(t.any())]
