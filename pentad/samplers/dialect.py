@@ -22,7 +22,6 @@ from pentad.core.errors import InfraFailure, Problem, RunError, UserError
 from pentad.core.roles import Installed, TensorPairs
 from pentad.core.types import FinishReason, Generation, SamplingParams
 from pentad.infer.sequence import filled
-from pentad.ops.digest import digest_of
 from pentad.samplers.http import Wire
 from pentad.samplers.process import ROUTES_FLAG, ServerSettings
 from pentad.samplers.weight_proof import prove
@@ -73,10 +72,6 @@ class Receipt(BaseModel):
 
 class HeldTensors(BaseModel):
     held: dict[str, str]
-
-
-def entry_of(tensor: Tensor) -> str:
-    return digest_of([("", tensor)]).entries[""]
 
 
 class Dialect:

@@ -44,7 +44,6 @@ from pentad.samplers.dialect import (
     check_routes,
     command_line,
     dotted,
-    entry_of,
     finish_of,
     joined,
     release,
@@ -285,7 +284,7 @@ class Sglang(LoadingDialect):
         receipt = self.wire.read("/weights_checker", Receipt, reply)
         (reply,) = await self.call_workers("pentad_held_factors")
         held = self.wire.read("/weights_checker", HeldTensors, reply).held
-        args = (self.where, held, weights, lora, DTYPES[self.dtype], entry_of)
+        args = (self.where, held, weights, lora, DTYPES[self.dtype])
         await asyncio.to_thread(prove_factors, *args, scaled=".experts.")
         label = {"new_version": str(version), "abort_all_requests": False}
         await self._done("/update_weight_version", label)

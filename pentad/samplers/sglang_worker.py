@@ -119,7 +119,8 @@ class FactorReceiver(Receiver):
                 if factor is None:
                     memory.zero_()
                 else:
-                    memory.copy_(factor.to(memory.dtype) * by)
+                    stored = factor.to(memory.dtype)
+                    memory.copy_(stored if by == 1 else stored * by)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.manager._notify_lora_slots_updated({slot})

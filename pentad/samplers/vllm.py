@@ -24,6 +24,7 @@ from pentad.core.roles import Installed, TensorPairs
 from pentad.core.sizes import PASS_TOKENS
 from pentad.core.types import Generation, SamplingParams
 from pentad.engine.section import LoraConfig
+from pentad.ops.digest import digest_of
 from pentad.samplers.dialect import (
     CUTS,
     LOAD_TIMEOUT_S,
@@ -36,7 +37,6 @@ from pentad.samplers.dialect import (
     check_routes,
     command_line,
     dotted,
-    entry_of,
     finish_of,
     release,
     sampling_params,
@@ -101,6 +101,10 @@ class VllmAnswer(BaseModel):
 
 class Results(BaseModel):
     results: list[dict[str, Any]]
+
+
+def entry_of(tensor: Tensor) -> str:
+    return digest_of([("", tensor)]).entries[""]
 
 
 class Vllm(LoadingDialect):
@@ -230,7 +234,7 @@ class Vllm(LoadingDialect):
         if self.about.parallel.world_size == 1:
             (answer, *_) = await self.call_workers("pentad_held_factors")
             held = self.wire.read("/collective_rpc", HeldTensors, answer).held
-            args = (self.where, held, weights, lora, DTYPES[self.dtype], entry_of)
+            args = (self.where, held, weights, lora, DTYPES[self.dtype])
             await asyncio.to_thread(prove_factors, *args)
         if not self.has_adapter:
             body = {"lora_name": ADAPTER, "lora_path": NO_FOLDER}

@@ -134,15 +134,14 @@ def take_factors(worker: WeightReceiver, factors: dict[str, Tensor], lora: Reply
     config = {"r": lora["rank"], "lora_alpha": lora["alpha"], "target_modules": []}
     # A copy for each expert: vLLM scales B in place.
     named = {PREFIX + name: tensor.clone() for name, tensor in expanded(factors).items()}
-    mapper = getattr(worker.model_runner.get_model(), "hf_to_vllm_mapper", None)
     adapter = LoRAModel.from_lora_tensors(
         ADAPTER_ID,
         named,
         PEFTHelper.from_dict(config),
-        device="cpu",
+        device=str(worker.device),
         dtype=outer.lora_config.lora_dtype,
         model_vocab_size=outer.vocab_size,
-        weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
+        weights_mapper=renames_of(worker.model_runner.get_model()),
     )
     adapter.pentad_names = {name.removeprefix(PREFIX) for name in named}
     manager = outer._adapter_manager
@@ -150,6 +149,16 @@ def take_factors(worker: WeightReceiver, factors: dict[str, Tensor], lora: Reply
     manager.add_adapter(adapter)
     manager.activate_adapter(ADAPTER_ID)
     return {"num_tensors": len(arrived.entries), "digest": arrived.hex()}
+
+
+def renames_of(model: torch.nn.Module) -> Any:
+    """The model's map of names without the fusion of matrices, whose name depends on the
+    version."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return None
+    make = getattr(mapper, "get_rename_mapper", None) or mapper.get_unstacked_mapper
+    return make()
 
 
 def held_factors(worker: WeightReceiver, slot: int) -> TensorStream:

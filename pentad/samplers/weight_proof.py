@@ -26,7 +26,7 @@ from pentad.core.roles import TensorPairs
 from pentad.engine.section import LoraConfig
 from pentad.models.families import lora_map_of, map_of
 from pentad.models.registry import build_whole
-from pentad.ops.digest import words_of
+from pentad.ops.digest import digest_of, words_of
 from pentad.weights.map import WeightMap
 from pentad.weights.peft import FUSED, A, B, expanded, without_number, word_of
 
@@ -228,17 +228,20 @@ def prove_factors(
     weights: TensorPairs,
     lora: LoraConfig,
     dtype: torch.dtype,
-    checksum: Callable[[Tensor], str],
     scaled: str = "",
 ) -> None:
     """Raises InfraFailure unless `held` (checksums by names of factors) are those of `weights` in
     the server's dtype, and nothing else. B is scaled by alpha / rank in modules whose name contains
     `scaled`."""
     published = expanded(dict(weights))
-    for name, tensor in published.items():
-        factor = tensor.to("cpu", dtype)
-        is_scaled = name.endswith(B) and scaled in name
-        expected = checksum(factor * lora.scale if is_scaled else factor)
+
+    def as_stored() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in published.items():
+            factor = tensor.detach().to(dtype)
+            is_scaled = name.endswith(B) and scaled in name and lora.scale != 1
+            yield name, (factor * lora.scale if is_scaled else factor).contiguous()
+
+    for name, expected in digest_of(as_stored()).entries.items():
         if held.get(name) != expected:
             found = f"{name} has checksum {held.get(name)} where the published gives {expected}"
             raise InfraFailure(f"{where}: {found}; its policy is not the trained one")
