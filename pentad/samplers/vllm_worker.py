@@ -138,7 +138,7 @@ def take_factors(worker: WeightReceiver, factors: dict[str, Tensor], lora: Reply
         ADAPTER_ID,
         named,
         PEFTHelper.from_dict(config),
-        device=str(worker.device),
+        device="cpu",
         dtype=outer.lora_config.lora_dtype,
         model_vocab_size=outer.vocab_size,
         weights_mapper=renames_of(worker.model_runner.get_model()),
