@@ -41,6 +41,7 @@ from pentad.config.rules.lora import (  # noqa: E402
     RULES,
     frozen_weights_come_from_a_folder,
 )
+from pentad.core.roles import NativeWeights  # noqa: E402
 from pentad.core.seeds import derive_seed  # noqa: E402
 from pentad.core.types import Request  # noqa: E402
 from pentad.data.toy import write_byte_model  # noqa: E402
@@ -50,12 +51,14 @@ from pentad.infer.sampler import EmbeddedSampler  # noqa: E402
 from pentad.infer.section import SamplerSettings  # noqa: E402
 from pentad.models.catalog import known_config  # noqa: E402
 from pentad.models.families import dims_of  # noqa: E402
-from pentad.models.hf_weights import iter_hf  # noqa: E402
+from pentad.models.hf_weights import iter_hf, native_tensors  # noqa: E402
 from pentad.models.lora import factors_of  # noqa: E402
 from pentad.models.registry import build_model, initialise  # noqa: E402
+from pentad.ops.digest import WeightDigest  # noqa: E402
 from pentad.planner.prepare import prepare  # noqa: E402
 from pentad.rl.losses import SftLoss  # noqa: E402
 from pentad.rollout.section import RolloutConfig  # noqa: E402
+from pentad.sync.publisher import LiveSnapshot  # noqa: E402
 from pentad.trainer.sources.rollouts import run_train  # noqa: E402
 from pentad.weights.regions import Box, box_shape  # noqa: E402
 from pentad.weights.transfer import RandomReader  # noqa: E402
@@ -261,21 +264,21 @@ def followed(folder: Path, start: float) -> Iterator[None]:
 
 
 def decode(given: argparse.Namespace) -> None:
-    say("\n| model | requests | base tok/s | adapter tok/s | slower | install ms |")
-    say("|---|---|---|---|---|---|")
+    say("\n| model | requests | base tok/s | adapter tok/s | slower | install ms | by name ms |")
+    say("|---|---|---|---|---|---|---|")
     for name in ("Qwen3-0.6B", "Qwen3-8B"):
         for num in (4, 8) if given.tiny else (32, 256):
             attempt(name, lambda name=name, num=num: decode_one(name, num, given))
 
 
 def decode_one(name: str, num: int, given: argparse.Namespace) -> None:
-    speeds, install_ms = {}, 0.0
+    speeds, install_ms, named_ms = {}, 0.0, 0.0
     for rank in (None, RANK):
         free_memory(DEVICE)
         sampler = make_sampler(config_of(name, given), rank, num)
         load = decode_load(sampler, num, given)
         if rank is not None:
-            install_ms = asyncio.run(installs(sampler))
+            named_ms, install_ms = asyncio.run(installs(sampler))
         asyncio.run(generate(sampler, load))
         rates = [asyncio.run(generate(sampler, load)) for _ in range(3)]
         speeds[rank] = statistics.median(rates)
@@ -285,7 +288,7 @@ def decode_one(name: str, num: int, given: argparse.Namespace) -> None:
     base, adapted = speeds[None], speeds[RANK]
     say(
         f"| {name} | {num} | {base:,.0f} | {adapted:,.0f} | {1 - adapted / base:.1%} "
-        f"| {install_ms:.1f} |"
+        f"| {install_ms:.1f} | {named_ms:.1f} |"
     )
 
 
@@ -317,21 +320,29 @@ async def generate(sampler: EmbeddedSampler, load: list[Request]) -> float:
     return tokens / (time.perf_counter() - start)
 
 
-async def installs(sampler: EmbeddedSampler) -> float:
-    """Median milliseconds until new factors of this process are in place, digested."""
+async def installs(sampler: EmbeddedSampler) -> list[float]:
+    """Median milliseconds until new factors are in place and verified: tensors by their names in
+    files, and those of a learner in this process."""
     model = sampler.engine.model
     for factors in factors_of(model):
         for factor in factors.parameters():
             factor.data.normal_(std=0.01)  # in place: kernels read copies of this memory
     pairs = [(n, t.clone()) for n, t in iter_hf(model, torch.float32, model.adapter_map)]
-    times = []
-    for version in range(1, 8):
-        settle()
-        start = time.perf_counter()
-        await sampler.install(version, pairs)
-        settle()
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times[2:])
+    own = native_tensors(model, model.adapter_map)
+    native = NativeWeights({n: t.clone() for n, t in own.items()}, len(pairs), lambda: pairs)
+    live = LiveSnapshot(0, native, WeightDigest(native))
+    medians = []
+    for first, weights in ((1, pairs), (9, live)):
+        times = []
+        for version in range(first, first + 8):
+            settle()
+            start = time.perf_counter()
+            receipt = await sampler.install(version, weights)
+            settle()
+            times.append(1e3 * (time.perf_counter() - start))
+        medians.append(statistics.median(times[3:]))
+    assert receipt.is_same
+    return medians
 
 
 # A pretrained model

@@ -26,10 +26,13 @@ from sampler_load import forced, random_model, requests  # noqa: E402
 from pentad.core.dims import ModelDims  # noqa: E402
 from pentad.core.errors import InfraFailure  # noqa: E402
 from pentad.core.types import Generation, Request, SamplingParams  # noqa: E402
+from pentad.engine.section import LoraConfig  # noqa: E402
 from pentad.models.decoder import Decoder, causal_attend  # noqa: E402
 from pentad.models.hf_weights import iter_hf  # noqa: E402
+from pentad.models.lora import apply_lora, blank_factors, factors_of  # noqa: E402
 from pentad.ops.digest import digest_of  # noqa: E402
 from pentad.samplers import sglang, vllm  # noqa: E402
+from pentad.samplers.process import ServerSettings  # noqa: E402
 from pentad.samplers.server_sampler import ServerSampler  # noqa: E402
 
 ATTACH = {"vllm": vllm.attach, "sglang": sglang.attach}
@@ -91,9 +94,40 @@ class Policies:
         return told
 
 
+class Adapters(Policies):
+    """Two adapters of one random base."""
+
+    def __init__(self, dims: ModelDims, lora: LoraConfig) -> None:
+        self.models = [random_model(dims, 3) for _ in range(2)]
+        self.pairs = []
+        for seed, model in enumerate(self.models):
+            apply_lora(model, lora)
+            blank_factors(model.requires_grad_(False), torch.device("cuda"))
+            generator = torch.Generator("cuda").manual_seed(seed)
+            for factor in (t for f in factors_of(model) for t in f.parameters()):
+                factor.data.normal_(0.0, 0.04, generator=generator)
+            pairs = iter_hf(model, torch.float32, model.adapter_map)
+            self.pairs.append([(name, tensor.clone()) for name, tensor in pairs])
+
+
 def ask(name: str, num: int = 1, new: int = 32, **params: Any) -> Request:
     (request,) = requests(1, n=num, prompt=40, new=new)
     return replace(request, id=name, params=SamplingParams(max_new_tokens=new, **params))
+
+
+def by(transport: str, sampler: ServerSampler) -> ServerSettings:
+    """The settings of the server, with another transport of weights."""
+    settings = sampler.dialect.settings
+    server = settings.server.model_copy(update={"weight_transport": transport})
+    rollout = settings.rollout.model_copy(update={"server": server})
+    return settings.model_copy(update={"rollout": rollout})
+
+
+async def compare_held(sampler: ServerSampler, pairs: Any) -> None:
+    """Raises InfraFailure unless the server holds these weights."""
+    dialect: Any = sampler.dialect
+    dialect.num_loads = 0  # the first install is compared
+    await dialect._prove_if_due(pairs, is_part=False)
 
 
 # The contract.
@@ -102,7 +136,7 @@ def ask(name: str, num: int = 1, new: int = 32, **params: Any) -> Request:
 async def contract(kind: str, sampler: ServerSampler, two: Policies, report: Report) -> None:
     async def prove(which: int, seconds: list[float]) -> None:
         began = time.perf_counter()
-        await sampler.dialect._prove(two.pairs[which])  # type: ignore[attr-defined]
+        await compare_held(sampler, two.pairs[which])
         seconds.append(time.perf_counter() - began)
 
     async def first() -> str:
@@ -189,7 +223,7 @@ async def contract(kind: str, sampler: ServerSampler, two: Policies, report: Rep
         took = []
         for number, name in enumerate(("disk", "broadcast", "ipc")):
             which = (number + 1) % 2
-            settings = replace(sampler.dialect.settings, transport=name)  # type: ignore[attr-defined]
+            settings = by(name, sampler)
             client = await ATTACH[kind](sampler.dialect.wire.address, settings)  # type: ignore[attr-defined]
             # NCCL takes no two processes of one GPU: these travel by gloo.
             pairs = two.pairs[which]
@@ -200,12 +234,12 @@ async def contract(kind: str, sampler: ServerSampler, two: Policies, report: Rep
             request = ask(f"by-{name}", 2)
             two.check(which, request, await client.generate(request))
             await client.close()
-            sampler._version = 10 + number
+            sampler.version = 10 + number
         return "randomised, published, compared: " + ", ".join(took)
 
     async def delta() -> str:
         """By disk, and only one layer changes: there and back."""
-        settings = replace(sampler.dialect.settings, transport="disk")  # type: ignore[attr-defined]
+        settings = by("disk", sampler)
         client = await ATTACH[kind](sampler.dialect.wire.address, settings)  # type: ignore[attr-defined]
         other = dict(two.pairs[1])
         mixed = [(n, other[n] if ".layers.1." in n else t) for n, t in two.pairs[0]]
@@ -219,7 +253,7 @@ async def contract(kind: str, sampler: ServerSampler, two: Policies, report: Rep
         request = ask("delta", 2)
         told = two.check(0, request, await client.generate(request))
         await client.close()
-        sampler._version = 22
+        sampler.version = 22
         return f"all, one layer, it back: {', '.join(took)}; {told}"
 
     await report.part(kind, "generate: n samples, log-probs, versions", first)
@@ -303,7 +337,7 @@ async def mixture(kind: str, sampler: ServerSampler, two: Policies, report: Repo
         await sampler.dialect.pause()
         await sampler.dialect.load(0, bad)
         try:
-            await sampler.dialect._prove(two.pairs[1])  # type: ignore[attr-defined]
+            await compare_held(sampler, two.pairs[1])
         except InfraFailure as failure:
             found = str(failure).partition(": ")[2].split(" has ")[0]
         else:
@@ -341,3 +375,85 @@ async def mixture(kind: str, sampler: ServerSampler, two: Policies, report: Repo
     await report.part(kind, "mixture: an expert that is not as published", damaged)
     await report.part(kind, "mixture: install with answers under way", under_way)
     await report.part(kind, "mixture: throughput with routes", speed)
+
+
+# An adapter.
+
+
+async def adapter(kind: str, sampler: ServerSampler, two: Adapters, report: Report) -> None:
+    """Factors by ipc, replaced in place, every factor as held, and log-probs."""
+    dialect: Any = sampler.dialect
+
+    async def first() -> str:
+        began = time.perf_counter()
+        receipt = await sampler.install(0, two.pairs[0])
+        seconds = time.perf_counter() - began
+        assert receipt.digest == digest_of(two.pairs[0]).hex()
+        request = ask("adapter", 4)
+        told = two.check(0, request, await sampler.generate(request))
+        return f"{len(two.pairs[0])} factors, first install {seconds:.2f} s; {told}"
+
+    async def under_way() -> str:
+        request = ask("replaced", 2, new=2000)
+        task = asyncio.create_task(sampler.generate(request))
+        await asyncio.sleep(DRAWING_S)
+        await sampler.install(1, two.pairs[1])
+        gaps, old = [], []
+        for g in await task:
+            old.append(g.versions.count(0))
+            assert set(g.versions) == {0, 1} and len(g.ids) == 2000, old
+            parts = ((0, slice(0, old[-1])), (1, slice(old[-1], None)))
+            gaps += [two.difference(which, request, g, part) for which, part in parts]
+        assert max(gaps) < NEAR, gaps
+        return f"{old} of 2000 tokens are old; differences {[f'{x:.3f}' for x in gaps]}"
+
+    async def damaged() -> str:
+        """A factor is replaced behind the published ones, and must be found."""
+        name, tensor = two.pairs[1][-1]
+        bad = [*two.pairs[1][:-1], (name, tensor + 1e-2)]
+        await sampler.dialect.pause()
+        await dialect.transport.send(bad, dialect.call_workers)
+        sent, dialect.transport.send = dialect.transport.send, lost
+        try:
+            await sampler.dialect.load(2, two.pairs[1])
+        except InfraFailure as failure:
+            told = str(failure).partition(": ")[2].split(" has ")[0]
+        else:
+            raise AssertionError(f"{name} was replaced and not found")
+        finally:
+            dialect.transport.send = sent
+        await sampler.dialect.load(2, two.pairs[1])
+        await sampler.dialect.resume()
+        sampler.version = 2
+        return f"replaced {name}, found in {told}"
+
+    async def lost(weights: Any, call: Any, **_: Any) -> list[dict[str, Any]]:
+        """A transfer that reports success, and does not arrive."""
+        whole = digest_of(weights)
+        return [{"num_tensors": len(whole.entries), "digest": whole.hex()}]
+
+    async def publish() -> str:
+        seconds = []
+        for number in range(7):
+            began = time.perf_counter()
+            await sampler.install(3 + number, two.pairs[number % 2])
+            seconds.append(1e3 * (time.perf_counter() - began))
+        request = ask("again", 2)
+        told = two.check(0, request, await sampler.generate(request))
+        return f"publish, each compared as held [ms]: {sorted(map(round, seconds))}; {told}"
+
+    async def speed() -> str:
+        rates = []
+        for turn in range(2):
+            load = [replace(r, id=f"speed-{turn}-{r.id}") for r in requests(256)]
+            began = time.perf_counter()
+            results = await asyncio.gather(*(sampler.generate(r) for r in load))
+            tokens = sum(len(g.ids) for answers in results for g in answers)
+            rates.append(tokens / (time.perf_counter() - began))
+        return f"256 requests of 128 + 256: {rates[-1]:.0f} tok/s"
+
+    await report.part(kind, "adapter: factors, log-probs", first)
+    await report.part(kind, "adapter: replaced with answers under way", under_way)
+    await report.part(kind, "adapter: a factor that is not as published", damaged)
+    await report.part(kind, "adapter: publish", publish)
+    await report.part(kind, "adapter: throughput", speed)

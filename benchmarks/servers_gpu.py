@@ -9,6 +9,8 @@ ENV is the environment that holds the server (`rollout.server.python`). Parts, a
 - `publish`, `throughput`: with nothing else running, the embedded sampler beside them;
 - `grpo`: a short GRPO (examples/math, two numbers to be added) with each server; SMOLLM2 is a
   folder of SmolLM2-135M-Instruct;
+- `adapter`: factors of rank 32 on all matrices: log-probs, replaced in place, a damaged factor,
+  publish; `adapter-mixture` the same with a small mixture;
 - `mixture`: a cut of Qwen3-30B-A3B (4 layers, 128 experts, 8 a token): weights, log-probs, and
   which experts each token went to, beside the trainer's own routers.
 
@@ -42,13 +44,22 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "contracts"))
 
 from sampler_load import MOE_SLICE, QWEN3_06B, random_model, requests  # noqa: E402
 from server_models import config_of  # noqa: E402
-from servers_contract import Policies, Report, contract, mixture  # noqa: E402
+from servers_contract import (
+    Adapters,
+    Policies,
+    Report,
+    adapter,
+    contract,
+    mixture,
+)  # noqa: E402
 
 from pentad.core.dims import ModelDims  # noqa: E402
 from pentad.data.toy import write_model  # noqa: E402
+from pentad.engine.section import LoraConfig  # noqa: E402
 from pentad.infer.sampler import EmbeddedSampler  # noqa: E402
 from pentad.infer.section import SamplerSettings  # noqa: E402
 from pentad.models.families import dims_of  # noqa: E402
+from pentad.models.registry import save_model  # noqa: E402
 from pentad.rollout.section import RolloutConfig  # noqa: E402
 from pentad.runtime.local_roles import LocalRuntime  # noqa: E402
 from pentad.runtime.restarts import RestartPolicy  # noqa: E402
@@ -72,7 +83,18 @@ MIXTURE = replace(
     initializer_range=0.04,
     max_position=4096,
 )
-PARTS = ("contract", "publish", "throughput", "grpo", "mixture")
+SMALL_MIXTURE = replace(
+    MIXTURE,
+    hidden_size=1024,
+    num_experts=16,
+    num_experts_per_token=4,
+    moe_intermediate_size=512,
+)
+PARTS = ("contract", "publish", "throughput", "grpo", "mixture", "adapter", "adapter-mixture")
+ADAPTED = {"adapter": DIMS, "adapter-mixture": SMALL_MIXTURE}
+ALONE = {"mixture", *ADAPTED}
+"""Parts that start servers of their own."""
+LORA = LoraConfig(rank=32)
 START_S, GRPO_S = 420.0, 110.0
 ARGS = {
     "vllm": (),
@@ -260,7 +282,7 @@ samplers: dict[str, ServerSampler] = {}
 
 async def started(kind: str, name: str, wanted: ServerSettings, report: Report) -> None:
     """Waits for the environment, which may still be on its way."""
-    while not (Path(str(wanted.python)) / "bin" / "python").exists():
+    while not (Path(str(wanted.server.python)) / "bin" / "python").exists():
         await asyncio.sleep(0.5)
 
     async def start() -> str:
@@ -277,8 +299,10 @@ async def run(given: argparse.Namespace, folder: Path) -> None:
     envs = {k: e for k, e in (("vllm", given.vllm), ("sglang", given.sglang)) if e is not None}
     parts = set(given.parts)
     try:
-        if parts - {"mixture"}:
+        if parts - ALONE:
             await dense(parts, envs, given, folder, report)
+        if chosen := [part for part in ADAPTED if part in parts]:
+            await adapters(chosen, envs, folder, report)
         if "mixture" in parts:
             await mixtures(envs, folder, report)
     finally:
@@ -366,6 +390,28 @@ async def mixtures(envs: dict[str, Path], folder: Path, report: Report) -> None:
     for kind in envs:
         if (sampler := samplers.get(f"{kind}-mixture")) is not None:
             await mixture(kind, sampler, two, report)
+    await close_all()
+
+
+async def adapters(chosen: list[str], envs: dict[str, Path], folder: Path, report: Report) -> None:
+    """All servers start together; each is asked alone."""
+    asked: list[tuple[str, str, asyncio.Task[None], Adapters]] = []
+    for part in chosen:
+        two, place = Adapters(ADAPTED[part], LORA), write_folder(folder / part, ADAPTED[part])
+        config = json.loads((place / "config.json").read_text())
+        save_model(random_model(ADAPTED[part], 3), place / "model", hf_config=config)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(place / name, place / "model")
+        for kind, env in envs.items():
+            wanted = settings_of(kind, env, place / "model", ADAPTED[part], 4096)
+            server = wanted.server.model_copy(update={"gpu_memory_share": 0.2})
+            wanted = changed(wanted, {"server": server}, can_sleep=False, lora=LORA)
+            task = asyncio.create_task(started(kind, f"{kind}-{part}", wanted, report))
+            asked.append((kind, part, task, two))
+    for kind, part, task, two in asked:
+        await task
+        if (sampler := samplers.get(f"{kind}-{part}")) is not None:
+            await adapter(f"{kind}-{part}", sampler, two, report)
     await close_all()
 
 

@@ -222,6 +222,7 @@ def test_an_import_of_what_is_gone_is_seen(tmp_path):
 OF_ANOTHER = {
     "triton": "torch brings it where there is a GPU",
     "vllm": "the file runs in the environment of a vLLM server",
+    "sglang": "the file runs in the environment of an SGLang server",
     "verifiers": "the file runs in the environment of verifiers",
 }
 DISTRIBUTIONS = {  # else the module's name

@@ -52,7 +52,7 @@ from pentad.engine.tags import Offload, WeightTags
 from pentad.models.balance import measure_balance, move_biases, scale_losses
 from pentad.models.families import ConfigLike, dims_of, read_config
 from pentad.models.hf_weights import hf_metadata
-from pentad.models.joined import join_all_projections
+from pentad.models.joined import join_all_projections, leave_room
 from pentad.models.lora import switched_off
 from pentad.models.moe import Routes
 from pentad.models.registry import build_whole, carried_by, plan_export
@@ -498,7 +498,10 @@ class Engine:
         if self.base is None or not self._is_lendable:
             return None
         self.base.is_shared = True
+        lora = self.settings.model.lora
         for decoder in self.held.decoders:
+            if lora is not None and self.device.type == "cuda" and not self.settings.strict:
+                leave_room(decoder, lora.rank)
             join_all_projections(decoder)
         return self.held.frozen()
 

@@ -3,45 +3,57 @@ install.
 
 Factors are installed and compared in float32. Products use copies in their own dtype, which keep
 their memory for captured graphs and are padded to a rank that the kernels support. Factors of
-several matrices with one input are concatenated: a product with A and a kernel for B add their
-output to the base's.
+several matrices with one input are concatenated. In memory, A follows the rows of the frozen
+weights: one product gives their output and that of A, and a kernel for B adds the adapter's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pentad.infer.fuse import FusedAttention
+from pentad.infer.fuse import FusedAttention, FusedMlp
 from pentad.models.decoder import Decoder
+from pentad.models.joined import adapted_hosts, join_with_room, num_planes, padded
+from pentad.models.layers import GateUp, Linear
 from pentad.models.lora import ExpertFactors, Factors, factors_of
-from pentad.ops.adapter_kernel import add_expanded, columns_of
+from pentad.ops.adapter_kernel import add_expanded, columns_of, expanded, gated
 from pentad.ops.experts import grouped_linear
+from pentad.ops.fused import silu_mul
 
-RANK_STEP = 16
-"""Kernels and grouped products support multiples of this rank; factors are padded with zeros."""
+MAX_WIDE_TOKENS = 1024
+"""Above it, the output of A has a product of its own: it is a small part of the time, and the
+output of the frozen weights is then written in place."""
 FactorCopies = Iterator[tuple[Tensor, Tensor]]
 """A part of a copy, and the factor it copies."""
-
-
-def padded(rank: int) -> int:
-    return -(-rank // RANK_STEP) * RANK_STEP
 
 
 class JoinedFactors:
     """Concatenated factors of matrices with one input; None: a matrix without factors."""
 
-    def __init__(self, parts: Sequence[Factors | None], widths: Sequence[int], like: Tensor):
-        self.parts, self.widths = parts, list(widths)
+    def __init__(self, hosts: Sequence[nn.Module], widths: Sequence[int]):
+        self.parts: list[Factors | None] = [getattr(host, "lora", None) for host in hosts]
+        self.widths = list(widths)
         """Number of outputs of each plane; gate and up are two planes of one part."""
-        self.some = next(part for part in parts if part is not None)
-        self.rank, size = self.some.a.shape[-2:]
-        self.a_PrI = like.new_zeros(len(self.widths), padded(self.rank), size)
-        self.b_Or = like.new_zeros(sum(self.widths), padded(self.rank))
+        self.some = next(part for part in self.parts if part is not None)
+        self.rank = self.some.a.shape[-2]
+        weights: list[Any] = [host.weight for host in hosts]
+        size, rank = weights[0].shape[-1], padded(self.rank)
+        self.wide_WI = join_with_room(weights, len(self.widths) * rank)
+        self.num_out = sum(self.widths)
+        self.a_PrI = self.wide_WI[self.num_out :].view(-1, rank, size)
+        self.b_Or = self.wide_WI.new_zeros(self.num_out, rank)
+        biases: list[Any] = [host.bias for host in hosts if host.bias is not None]
+        self.bias_W: Tensor | None = None
+        """Bias of the frozen weights, and zeros for A."""
+        if biases:
+            flat = torch.cat([bias.detach().flatten() for bias in biases])
+            self.bias_W = F.pad(flat, (0, len(self.wide_WI) - self.num_out))
 
     def copies(self) -> FactorCopies:
         at = row = 0
@@ -53,12 +65,27 @@ class JoinedFactors:
                 yield self.b_Or[row : row + height, : self.rank], part.b.view(height, self.rank)
             at, row = at + planes, row + height
 
-    def add(self, x_TI: Tensor, y_TO: Tensor) -> Tensor:
-        """Adds the adapter's output to the product of the base, in place."""
+    def product(self, x_TI: Tensor) -> Tensor:
+        """Returns the output of the frozen weights with the adapter's."""
+        if self._is_wide(x_TI):
+            found_TW = F.linear(x_TI, self.wide_WI, self.bias_W)
+            return expanded(found_TW, self.b_Or, self.widths, self.some.scale)
+        bias_O = None if self.bias_W is None else self.bias_W[: self.num_out]
+        y_TO = F.linear(x_TI, self.wide_WI[: self.num_out], bias_O)
         if not self.some.is_on or not len(x_TI):
             return y_TO
         h_TR = F.linear(x_TI, self.a_PrI.flatten(0, 1))
         return add_expanded(y_TO, h_TR, self.b_Or, self.widths, self.some.scale)
+
+    def gated(self, x_TI: Tensor) -> Tensor:
+        """Returns silu(gate) * up for the factors of both."""
+        if self._is_wide(x_TI):
+            found_TW = F.linear(x_TI, self.wide_WI, self.bias_W)
+            return gated(found_TW, self.b_Or, self.some.scale)
+        return silu_mul(*self.product(x_TI).chunk(2, dim=-1))
+
+    def _is_wide(self, x_TI: Tensor) -> bool:
+        return self.some.is_on and 0 < len(x_TI) <= MAX_WIDE_TOKENS
 
 
 class JoinedExperts:
@@ -100,6 +127,8 @@ class JoinedAdapter:
     dense: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     other: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Non-contiguous copies, kept separate, because one would slow down the copy of all."""
+    groups: dict[nn.Module, JoinedFactors] = field(default_factory=dict)
+    """Joined factors, by the first of their layers."""
 
     def take(self, joined: JoinedFactors | JoinedExperts) -> None:
         for copy, factor in joined.copies():
@@ -117,23 +146,25 @@ class JoinedAdapter:
 def join_factors(model: Decoder) -> JoinedAdapter:
     """Gives layers their factors in the layout of the kernels; layers with unsupported widths keep
     the general path."""
-    adapter, like = JoinedAdapter(), model.head_weight
-    taken: set[Factors] = set()
+    adapter = JoinedAdapter()
+    for hosts in adapted_hosts(model, FusedAttention):
+        if not all(isinstance(host, Linear | GateUp) for host in hosts):
+            continue
+        weights: list[Any] = [host.weight for host in hosts]
+        widths = [one.shape[-2] for one in weights for _ in range(num_planes(one))]
+        if columns_of(widths):
+            joined = JoinedFactors(hosts, widths)
+            adapter.take(joined)
+            for part in filter(None, joined.parts):
+                part.joined = joined if len(hosts) == 1 else None
+            adapter.groups[hosts[0]] = joined
     for module in model.modules():
         if isinstance(module, FusedAttention):
-            hosts = module.q, module.k, module.v
-            parts = [getattr(host, "lora", None) for host in hosts]
-            widths = [len(host.weight) for host in hosts]
-            if any(parts) and columns_of(widths):
-                module.adapter = JoinedFactors(parts, widths, like)
-                adapter.take(module.adapter)
-                taken |= {part for part in parts if part is not None}
+            module.adapter = adapter.groups.get(module.q)
+        elif isinstance(module, FusedMlp):
+            module.adapter = adapter.groups.get(module.gate_up)
     for part in factors_of(model):
-        widths = [part.b.shape[-2]] * part.num_planes
         if isinstance(part, ExpertFactors):
-            part.stacked = JoinedExperts(part, like)
+            part.stacked = JoinedExperts(part, model.head_weight)
             adapter.take(part.stacked)
-        elif part not in taken and columns_of(widths):
-            part.joined = JoinedFactors([part], widths, like)
-            adapter.take(part.joined)
     return adapter

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -314,12 +314,17 @@ class InferenceEngine:
         nothing written, if they do not match one by one."""
         if not isinstance(weights, NativeWeights):
             return None
-        own = native_tensors(self.model, self.model.trained_map)
+        own = self.factors
         if _kinds(own) != _kinds(weights.native):
             return None
         torch._foreach_copy_(list(own.values()), [weights.native[name] for name in own])
         self.runner.refresh()
         return own
+
+    @cached_property
+    def factors(self) -> dict[str, Tensor]:
+        """The factors of an adapter by native name, which stay in place."""
+        return native_tensors(self.model, self.model.trained_map)
 
     def rewind(self) -> None:
         self.version = -1

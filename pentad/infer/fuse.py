@@ -24,7 +24,12 @@ class FusedNorm(Norm):
 
 
 class FusedMlp(Mlp):
+    adapter: AddsFactors | None = None
+    """Computes gate and up with their factors (`infer.adapters`)."""
+
     def forward(self, x_TD: Tensor) -> Tensor:
+        if self.adapter is not None:
+            return self.down(self.adapter.gated(x_TD))
         return self.down(fused.silu_mul(*self.gate_up(x_TD).chunk(2, dim=-1)))
 
 
@@ -35,25 +40,25 @@ class FusedAttention(Attention):
     joined: tuple[Tensor, Tensor | None] | None = None
     """Weight and bias of all three; the parameters are views of them."""
     adapter: AddsFactors | None = None
-    """Factors of all three, added to that product (`infer.adapters`)."""
+    """Computes that product with the factors of all three (`infer.adapters`)."""
 
     def project(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if self.joined is None:
+        if self.joined is None and self.adapter is None:
             return super().project(x_TD)
         widths = [len(part.weight) for part in (self.q, self.k, self.v)]
-        found = F.linear(x_TD, *self.joined)
         if self.adapter is not None:
-            found = self.adapter.add(x_TD, found)
+            found = self.adapter.product(x_TD)
+        else:
+            assert self.joined is not None
+            found = F.linear(x_TD, *self.joined)
         heads = (x.unflatten(-1, (-1, self.head_dim)) for x in found.split(widths, dim=-1))
         q_THd, k_TKd, v_TKd = heads
         return q_THd, k_TKd, v_TKd
 
     @property
     def joins(self) -> bool:
-        """Whether one product can replace the three: it would omit factors of a single
-        projection."""
-        adapted = any(hasattr(part, "lora") for part in (self.q, self.k, self.v))
-        return self.adapter is not None or not adapted
+        """Whether one product can replace the three: it would omit factors."""
+        return not any(hasattr(part, "lora") for part in (self.q, self.k, self.v))
 
     def turned(
         self, q_THd: Tensor, k_TKd: Tensor, cos_Td: Tensor, sin_Td: Tensor

@@ -35,7 +35,8 @@ PAIRS = (".gate_up.lora", ".gate_up_lora")
 
 
 class AddsFactors(Protocol):
-    def add(self, x_TI: Tensor, y_TO: Tensor) -> Tensor: ...
+    def product(self, x_TI: Tensor) -> Tensor: ...
+    def gated(self, x_TI: Tensor) -> Tensor: ...
 
 
 class GivesRows(Protocol):
@@ -60,12 +61,11 @@ class Factors(nn.Module):
         """Number of matrices: two if gate and up have a separate axis."""
         self.is_on = True
         self.joined: AddsFactors | None = None
-        """In a sampler with kernels: object that computes with copies of the factors instead."""
+        """In a sampler with kernels: object that computes the output of the layer instead, with
+        copies of the factors."""
 
     def add_to(self, y_TO: Tensor, x_TI: Tensor) -> Tensor:
         """Adds the product of the factors with the input to the output of the frozen matrix."""
-        if self.joined is not None:
-            return self.joined.add(x_TI, y_TO)
         return y_TO + self(x_TI) if self.is_on else y_TO
 
     def forward(self, x_TI: Tensor) -> Tensor:
@@ -121,6 +121,8 @@ def _adapted(cls: Any) -> type[nn.Module]:
         lora: Factors
 
         def forward(self, x_TI: Tensor) -> Tensor:
+            if self.lora.joined is not None:
+                return self.lora.joined.product(x_TI)
             y_TO: Tensor = super().forward(x_TI)
             return self.lora.add_to(y_TO, x_TI)
 

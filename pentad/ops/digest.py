@@ -26,6 +26,8 @@ BATCH_WORDS = 1 << 24
 """Words hashed at once; the workspace is about 40 bytes per word."""
 FUSED_WORDS = 1 << 24
 """Words hashed at once by the kernel, which needs no workspace."""
+SMALL_WORDS, SMALL_AT_ONCE = 1 << 20, 128
+"""Tensors below this size are compared together, so many at once."""
 HOST_WORDS = DIGEST_WORDS["cpu"]
 MASK = 0xFFFFFFFFFFFFFFFF
 GOLDEN, FIRST, SECOND = (
@@ -244,6 +246,7 @@ def are_same(one: Iterable[tuple[str, Tensor]], other: Iterable[tuple[str, Tenso
     different devices, where they are not compared. Synchronizes with a GPU once."""
     known = dict(other)
     found: list[Tensor] = []
+    small: list[tuple[Tensor, Tensor]] = []
     for name, tensor in one:
         twin = known.pop(name, None)
         if twin is None or any(
@@ -251,13 +254,23 @@ def are_same(one: Iterable[tuple[str, Tensor]], other: Iterable[tuple[str, Tenso
         ):
             return False
         mine, theirs = words_of(tensor), words_of(twin)
-        if not (len(mine) % 2 or mine.storage_offset() % 2 or theirs.storage_offset() % 2):
-            mine, theirs = mine.view(torch.int64), theirs.view(torch.int64)  # twice as fast
-        if mine.is_cuda:
-            found.append((mine != theirs).any())
-        elif not torch.equal(mine, theirs):
-            return False
+        if not mine.is_cuda:
+            if not torch.equal(mine, theirs):
+                return False
+        elif len(mine) < SMALL_WORDS:
+            small.append((mine, theirs))
+        else:
+            found.append(_differ(mine, theirs))
+    for start in range(0, len(small), SMALL_AT_ONCE):  # few kernels: their launches cost most
+        parts = zip(*small[start : start + SMALL_AT_ONCE], strict=True)
+        found.append(_differ(*(torch.cat(part) for part in parts)))
     return not known and not (found and bool(torch.stack(found).any()))
+
+
+def _differ(mine: Tensor, theirs: Tensor) -> Tensor:
+    if not (len(mine) % 2 or mine.storage_offset() % 2 or theirs.storage_offset() % 2):
+        mine, theirs = mine.view(torch.int64), theirs.view(torch.int64)  # twice as fast
+    return (mine != theirs).any()
 
 
 def words_of(tensor: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from pentad.samplers.http import Wire
 from pentad.samplers.process import ROUTES_FLAG, ServerSettings
 from pentad.samplers.weight_proof import prove
 from pentad.sync.deltas import ChangedOnly
+from pentad.sync.transport import Broadcast, CudaIpc, DiskTransport, Transport
 
 LOGPROB_ROUNDING = 1e-3
 """A log-prob of at most this above 0 is rounding in low precision; more is an error."""
@@ -60,6 +61,17 @@ class Call:
     seed: int
     version: int
     """Weight version at the time of the request."""
+
+
+class Receipt(BaseModel):
+    """A worker's report on installed weights."""
+
+    num_tensors: int
+    digest: str
+
+
+class HeldTensors(BaseModel):
+    held: dict[str, str]
 
 
 class Dialect:
@@ -187,6 +199,23 @@ class LoadingDialect(Dialect):
             dtype = DTYPES.get(self.dtype, weights[0][1].dtype)
             await asyncio.to_thread(prove, self.where, held, weights, dtype, checksum)
         self.num_loads += 1
+
+    def _sound(self, method: str, replies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Returns the replies of all workers; InfraFailure if one failed."""
+        errors = [reply["error"] for reply in replies if "error" in reply]
+        if errors or not replies:
+            reason = errors[0] if errors else "no worker answered"
+            raise InfraFailure(f"{self.where}: {method} failed ({reason})")
+        return replies
+
+
+def transport_of(settings: ServerSettings, address: str, num_workers: int) -> Transport:
+    if settings.server.weight_transport == "broadcast":
+        folder = settings.transfer_folder if settings.is_started else None
+        return Broadcast(address, num_workers, folder)
+    if settings.server.weight_transport == "ipc":
+        return CudaIpc()
+    return DiskTransport(settings.transfer_folder, is_private=settings.is_started)
 
 
 def check_context(where: str, found: int, settings: ServerSettings, flag: str) -> None:

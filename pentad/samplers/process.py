@@ -154,10 +154,18 @@ async def soon_lost(lost: asyncio.Future[str]) -> bool:
     return lost.done()
 
 
+PLUGIN = "[sglang.srt.plugins]\npentad = pentad.samplers.sglang_worker:register\n"
+
+
 def package_path(folder: Path) -> str:
     """Makes an import folder with only this package, so that our site-packages do not shadow torch
-    and other packages of the server's environment."""
+    and other packages of the server's environment, and with its plugin for SGLang."""
     (folder / "pentad").symlink_to(Path(pentad.__file__).parent, target_is_directory=True)
+    info = folder / "pentad_server.dist-info"
+    info.mkdir()
+    about = f"Metadata-Version: 2.1\nName: pentad-server\nVersion: {pentad.__version__}\n"
+    (info / "METADATA").write_text(about)
+    (info / "entry_points.txt").write_text(PLUGIN)
     return str(folder)
 
 

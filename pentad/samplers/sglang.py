@@ -8,6 +8,7 @@ weights; its tensors are compared at the start, at every n-th update and after e
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +22,13 @@ import torch.distributed as dist
 from pydantic import BaseModel, NonNegativeInt
 from torch import Tensor
 
+from pentad.core.device import DTYPES
 from pentad.core.errors import InfraFailure, Problem, UserError
 from pentad.core.roles import Installed, TensorPairs
 from pentad.core.seeds import derive_seed
 from pentad.core.sizes import DTYPE_BYTES, kv_token_bytes
 from pentad.core.types import Generation
+from pentad.engine.section import LoraConfig
 from pentad.ops.digest import digest_of
 from pentad.samplers import server_key
 from pentad.samplers.dialect import (
@@ -33,7 +36,9 @@ from pentad.samplers.dialect import (
     LOAD_TIMEOUT_S,
     MEMORIES,
     Call,
+    HeldTensors,
     LoadingDialect,
+    Receipt,
     VersionSpan,
     check_context,
     check_routes,
@@ -42,14 +47,22 @@ from pentad.samplers.dialect import (
     finish_of,
     joined,
     release,
+    transport_of,
 )
 from pentad.samplers.http import Wire
 from pentad.samplers.process import ServerProcess, ServerSettings, free_port, server_environment
 from pentad.samplers.server_sampler import ServerSampler
 from pentad.samplers.started_server import StartedServer, attach_server, start_server
-from pentad.samplers.weight_proof import sglang_checksum
+from pentad.samplers.weight_proof import (
+    ADAPTER,
+    NO_FOLDER,
+    adapted_modules,
+    check_targets,
+    prove_factors,
+    sglang_checksum,
+)
 from pentad.sync.deltas import size_of
-from pentad.sync.group import BroadcastGroup, send_all, weight_group
+from pentad.sync.group import PROTOCOL, BroadcastGroup, send_all, weight_group
 from pentad.sync.transport import (
     JOIN_TIMEOUT_S,
     file_for,
@@ -120,6 +133,11 @@ class Checksums(Done):
     ranks: list[RankChecksums] = []
 
 
+class AdapterLoaded(BaseModel):
+    success: bool
+    error_message: str | None = None
+
+
 class Sglang(LoadingDialect):
     """The dialect of SGLang. Its log-probs are after temperature and before top-k and top-p, like
     ours."""
@@ -136,6 +154,10 @@ class Sglang(LoadingDialect):
         self.group: BroadcastGroup | None = None
         self.group_name = ""
         self.num_sent = 0
+        self.transport = transport_of(settings, wire.address, 1)
+        """For factors; weights are sent by the server's own endpoints."""
+        self.has_adapter = False
+        """Whether its front end has registered the adapter of its workers."""
         self.rids: dict[str, str] = {}
         """Server-side ids of calls in progress. An id is never reused: a late abort must not end a
         later call."""
@@ -184,6 +206,8 @@ class Sglang(LoadingDialect):
             "extra_key": f"pentad-{call.version}",  # cached prefixes belong to one weight version
             "return_routed_experts": self.settings.rollout.replay_routes,
         }
+        if self.settings.lora is not None:
+            body["lora_path"] = ADAPTER
         meta = self._read(await self.wire.post("/generate", body, timeout_s=None))
         ids = [token for _, token, _ in meta.output_token_logprobs]
         logprobs = [logprob for logprob, _, _ in meta.output_token_logprobs]
@@ -229,6 +253,8 @@ class Sglang(LoadingDialect):
     async def load(self, version: int, weights: TensorPairs) -> Installed:
         # The cache cannot be flushed while requests are running.
         is_idle = self.reprefill or not self.tells_versions
+        if self.settings.lora is not None:
+            return await self._load_factors(version, weights, self.settings.lora, flush=is_idle)
         last = {"weight_version": str(version), "flush_cache": is_idle}
         part = await self.changed.choose(weights)
         if self.settings.server.weight_transport == "disk":
@@ -242,6 +268,36 @@ class Sglang(LoadingDialect):
         await self._prove_if_due(weights, is_part=len(part) < len(weights))
         self.changed.keep(version)
         return Installed(version, len(weights), digest, num_bytes=size_of(part))
+
+    async def _load_factors(
+        self, version: int, weights: TensorPairs, lora: LoraConfig, *, flush: bool
+    ) -> Installed:
+        """Replaces the factors in place; all are verified as the layers read them."""
+        if not self.has_adapter:
+            path, body = "/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": NO_FOLDER}
+            answer = await self.wire.post(path, {**body, "pinned": True}, timeout_s=LOAD_TIMEOUT_S)
+            done = self.wire.read(path, AdapterLoaded, answer)
+            if not done.success:
+                raise InfraFailure(f"{self.where}: {path} failed ({done.error_message})")
+            self.has_adapter = True
+        (reply,) = await self.transport.send(weights, self.call_workers)
+        receipt = self.wire.read("/weights_checker", Receipt, reply)
+        (reply,) = await self.call_workers("pentad_held_factors")
+        held = self.wire.read("/weights_checker", HeldTensors, reply).held
+        args = (self.where, held, weights, lora, DTYPES[self.dtype])
+        await asyncio.to_thread(prove_factors, *args, scaled=".experts.")
+        label = {"new_version": str(version), "abort_all_requests": False}
+        await self._done("/update_weight_version", label)
+        if flush:
+            await self.wire.post("/flush_cache", is_json=False)
+        return Installed(version, receipt.num_tensors, receipt.digest, num_bytes=size_of(weights))
+
+    async def call_workers(self, method: str, *arguments: str) -> list[dict[str, Any]]:
+        """Calls a method of `sglang_worker.FactorReceiver`."""
+        path, action = "/weights_checker", json.dumps({"method": method, "args": arguments})
+        answer = await self.wire.post(path, {"action": action}, timeout_s=LOAD_TIMEOUT_S)
+        ranks = self.wire.read(path, Checksums, answer).ranks
+        return self._sound(method, [json.loads(one.checksums["reply"]) for one in ranks])
 
     async def held(self) -> tuple[Mapping[str, str], Callable[[Tensor], str]]:
         path, body = "/weights_checker", {"action": "checksum"}
@@ -323,6 +379,7 @@ class Sglang(LoadingDialect):
 
     async def close(self) -> None:
         self.group = None
+        await self.transport.close()
         await super().close()
 
 
@@ -363,12 +420,45 @@ async def attach(
         about = wire.read("/server_info", ServerInfo, await wire.get("/server_info"))
         check_server(where, about, settings)
         dialect = Sglang(wire, settings, about)
+        if settings.lora is not None:
+            await open_adapter(dialect, settings.lora)
         if "seeds" not in dialect.capabilities:
             text = "%s: without --enable-deterministic-inference samples do not follow seeds"
             log.info(text, where)
         return dialect
 
     return await attach_server(address, "SGLang", open_dialect, settings, process)
+
+
+async def open_adapter(dialect: Sglang, lora: LoraConfig) -> None:
+    """Prepares the server for factors; UserError if it does not support some of them."""
+    where, settings, about = dialect.where, dialect.settings, dialect.about
+    if about.tp_size * about.pp_size > 1:
+        rule = "its factors are shards, which cannot be compared with the published ones"
+        raise UserError(Problem(where, rule, "use one GPU for each SGLang, or vllm"))
+    spec = json.dumps({"name": ADAPTER, "rank": lora.rank, "alpha": lora.alpha})
+    try:
+        (answer,) = await dialect.call_workers("pentad_adapter", spec)
+    except InfraFailure as failure:
+        remedy = (
+            f"install Pentad in its environment and start it with {' '.join(lora_flags(settings))} "
+            "--load-format auto"
+        )
+        raise UserError(Problem(where, f"takes no adapter ({failure})", remedy)) from None
+    if answer["protocol"] != PROTOCOL:
+        rule = f"its workers run another version of Pentad (protocol {answer['protocol']})"
+        raise UserError(Problem(where, rule, "restart it"))
+    dialect.has_adapter = answer["is_registered"]
+    check_targets(where, answer["modules"], settings.dims, lora, settings.model_folder)
+
+
+def lora_flags(settings: ServerSettings) -> list[str]:
+    """The memory pool has one slot for the adapter and one for requests without it."""
+    assert settings.lora is not None
+    names, _ = adapted_modules(settings.dims, settings.lora, settings.model_folder)
+    modules = sorted({name.rpartition(".")[2] for name in names})
+    sizes = ["--max-loras-per-batch", "2", "--max-lora-rank", str(settings.lora.rank)]
+    return ["--enable-lora", *sizes, "--lora-target-modules", *modules]
 
 
 def check_server(where: str, about: ServerInfo, settings: ServerSettings) -> None:
@@ -400,7 +490,7 @@ def flags(settings: ServerSettings, port: int) -> list[str]:
         "--max-running-requests": settings.rollout.max_sequences,
         "--tp-size": settings.tensor_parallel,
         "--pp-size": settings.pipeline_parallel,
-        "--load-format": "dummy",
+        "--load-format": "dummy" if settings.lora is None else "auto",
     }
     if settings.device == "cpu":
         words["--device"] = "cpu"
@@ -420,4 +510,8 @@ def flags(settings: ServerSettings, port: int) -> list[str]:
     switches = ["--skip-server-warmup"]
     if settings.can_sleep:
         switches.append("--enable-memory-saver")
+        if settings.lora is not None:  # the frozen weights are not published again
+            switches.append("--enable-weights-cpu-backup")
+    if settings.lora is not None:
+        switches += lora_flags(settings)
     return command_line(words, switches, settings)

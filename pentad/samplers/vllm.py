@@ -29,7 +29,9 @@ from pentad.samplers.dialect import (
     CUTS,
     LOAD_TIMEOUT_S,
     Call,
+    HeldTensors,
     LoadingDialect,
+    Receipt,
     VersionSpan,
     check_context,
     check_routes,
@@ -38,15 +40,16 @@ from pentad.samplers.dialect import (
     finish_of,
     release,
     sampling_params,
+    transport_of,
 )
 from pentad.samplers.http import Wire
 from pentad.samplers.process import ServerProcess, ServerSettings, server_environment
 from pentad.samplers.server_sampler import ServerSampler
 from pentad.samplers.started_server import StartedServer, attach_server, start_server
-from pentad.samplers.weight_proof import ADAPTER, check_targets, max_rank, prove_factors
+from pentad.samplers.weight_proof import ADAPTER, NO_FOLDER, check_targets, max_rank, prove_factors
 from pentad.sync.deltas import size_of
 from pentad.sync.group import PROTOCOL
-from pentad.sync.transport import Broadcast, CudaIpc, DiskTransport, Transport
+from pentad.sync.transport import Transport
 
 log = logging.getLogger(__name__)
 
@@ -98,17 +101,6 @@ class VllmAnswer(BaseModel):
 
 class Results(BaseModel):
     results: list[dict[str, Any]]
-
-
-class Receipt(BaseModel):
-    """A worker's report on installed weights."""
-
-    num_tensors: int
-    digest: str
-
-
-class HeldTensors(BaseModel):
-    held: dict[str, str]
 
 
 def entry_of(tensor: Tensor) -> str:
@@ -242,12 +234,10 @@ class Vllm(LoadingDialect):
         if self.about.parallel.world_size == 1:
             (answer, *_) = await self.call_workers("pentad_held_factors")
             held = self.wire.read("/collective_rpc", HeldTensors, answer).held
-            args = (self.where, held, weights, lora, DTYPES[self.dtype], entry_of)
+            args = (self.where, held, weights, lora, DTYPES[self.dtype])
             await asyncio.to_thread(prove_factors, *args)
         if not self.has_adapter:
-            # The path does not exist: workers that lost their factors fail instead of loading
-            # others.
-            body = {"lora_name": ADAPTER, "lora_path": "/held-by-the-workers"}
+            body = {"lora_name": ADAPTER, "lora_path": NO_FOLDER}
             await self.wire.post("/v1/load_lora_adapter", body, is_json=False)
             self.has_adapter = True
 
@@ -260,12 +250,7 @@ class Vllm(LoadingDialect):
         path = "/collective_rpc"
         body = {"method": method, "args": arguments, "timeout": LOAD_TIMEOUT_S}
         answer = await self.wire.post(path, body, timeout_s=LOAD_TIMEOUT_S)
-        results = self.wire.read(path, Results, answer).results
-        errors = [result["error"] for result in results if "error" in result]
-        if errors or not results:
-            reason = errors[0] if errors else "no worker answered"
-            raise InfraFailure(f"{self.where}: {method} failed ({reason})")
-        return results
+        return self._sound(method, self.wire.read(path, Results, answer).results)
 
     async def sleep(self) -> None:
         await self.wire.post("/sleep", level="1", mode="keep")
@@ -401,15 +386,6 @@ async def open_adapter(dialect: Vllm, lora: LoraConfig) -> None:
 
 def lora_flags(lora: LoraConfig) -> list[str]:
     return ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(max_rank(lora.rank))]
-
-
-def transport_of(settings: ServerSettings, address: str, num_workers: int) -> Transport:
-    if settings.server.weight_transport == "broadcast":
-        folder = settings.transfer_folder if settings.is_started else None
-        return Broadcast(address, num_workers, folder)
-    if settings.server.weight_transport == "ipc":
-        return CudaIpc()
-    return DiskTransport(settings.transfer_folder, is_private=settings.is_started)
 
 
 async def start(settings: ServerSettings, name: str, log_file: Path) -> StartedServer:

@@ -1,8 +1,7 @@
 """Extension of vLLM's workers: installs weights by file, broadcast or CUDA IPC, and verifies them.
 
 vLLM adds `WeightReceiver` as a mixin to its worker (`--worker-extension-cls`) in its own
-environment, where only modules of Pentad that need nothing but torch may be imported. Arguments are
-JSON text. A call returns a receipt or {"error": ...}: an exception would end vLLM's engine.
+environment, where only modules of Pentad that need nothing but torch may be imported.
 
 Weights go through the worker's `reload_weights`: on a CPU vLLM keeps them packed for its kernels,
 and writing to the model directly would corrupt them.
@@ -11,52 +10,27 @@ and writing to the model directly would corrupt them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from datetime import timedelta
-from functools import wraps
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from pentad.ops.digest import RunningDigest, digest_of
-from pentad.sync.group import (
-    PROTOCOL,
-    BroadcastGroup,
-    broadcast,
-    open_gpu_handle,
-    weight_group,
-)
+from pentad.samplers.receiver import Receiver, Reply, TensorStream, reports_errors
+from pentad.sync.group import PROTOCOL
 from pentad.weights.peft import PREFIX, A, B, expanded
 
-TensorStream = Iterator[tuple[str, Tensor]]
-Reply = dict[str, Any]
 ADAPTER_ID = 1
 """Id of the first adapter in vLLM's front end."""
 
 
-def reports_errors(call: Callable[..., Reply]) -> Callable[..., Reply]:
-    @wraps(call)
-    def safe(*args: Any) -> Reply:
-        try:
-            return call(*args)
-        except Exception as error:
-            return {"error": f"{type(error).__name__}: {error}"}
-
-    return safe
-
-
-class WeightReceiver:
+class WeightReceiver(Receiver):
     """Methods added to vLLM's worker, with unique names; state is kept on the worker."""
 
-    rank: int
-    device: torch.device
     model_runner: Any
     reload_weights: Callable[..., None]
-    pentad_group: BroadcastGroup
     pentad_version: str = "none"
     pentad_lora: dict[str, Any] | None = None
     """Rank and alpha of the adapter, if its factors are received instead of weights."""
@@ -95,64 +69,8 @@ class WeightReceiver:
         held = [(n, t) for n, t in held_factors(self, slot) if n in taken or bool(t.any())]
         return {"held": digest_of((name, tensor.contiguous()) for name, tensor in held).entries}
 
-    @reports_errors
-    def pentad_load_file(self, path: str) -> Reply:
-        return take(self, read(path, self.device))
-
-    @reports_errors
-    def pentad_load_part(self, path: str) -> Reply:
-        """Loads the tensors of some modules; the others keep theirs."""
-        return take(self, read(path, self.device), is_part=True)
-
-    @reports_errors
-    def pentad_join(self, spec: str) -> Reply:
-        """Joins a separate process group with the sender, which is rank 0."""
-        wanted = json.loads(spec)
-        timeout = timedelta(seconds=wanted["timeout_s"])
-        rank, world = self.rank + 1, wanted["world"]
-        store: dist.Store
-        if "file" in wanted:
-            store = dist.FileStore(wanted["file"], world)
-        else:
-            store = dist.TCPStore(wanted["host"], wanted["port"], world, False, timeout)
-        self.pentad_group = weight_group(store, rank, world, wanted["backend"], timeout)
-        return {"rank": rank}
-
-    @reports_errors
-    def pentad_receive(self, spec: str) -> Reply:
-        """Receives the tensors that the sender broadcasts, in the order of `spec`."""
-        return take(self, received(self.pentad_group, json.loads(spec), self.device))
-
-    @reports_errors
-    def pentad_open(self, spec: str) -> Reply:
-        """Opens tensors that the sender's process shares on this worker's GPU (CUDA IPC)."""
-        handles = json.loads(spec)
-        mine = str(torch.cuda.get_device_properties(self.device).uuid)
-        if mine not in handles:
-            raise RuntimeError(
-                f"the weights are on GPU {', '.join(handles)}, this worker on {mine}"
-            )
-        return take(self, opened(handles[mine], self.device))
-
-
-def read(path: str, device: torch.device) -> TensorStream:
-    with safe_open(path, "pt") as file:
-        for name in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
-            yield name, file.get_tensor(name).to(device)
-
-
-def received(
-    group: BroadcastGroup, names: list[tuple[str, list[int], str]], device: torch.device
-) -> TensorStream:
-    for name, shape, dtype in names:
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-        broadcast(group, tensor)
-        yield name, tensor
-
-
-def opened(handles: dict[str, Any], device: torch.device) -> TensorStream:
-    """Yields the opened tensors, all kept to the end: freeing one makes torch wait for the GPU."""
-    yield from {n: open_gpu_handle(one, device.index or 0) for n, one in handles.items()}.items()
+    def pentad_take(self, pairs: TensorStream, *, is_part: bool = False) -> Reply:
+        return take(self, pairs, is_part=is_part)
 
 
 def take(worker: WeightReceiver, pairs: TensorStream, *, is_part: bool = False) -> Reply:
@@ -216,7 +134,6 @@ def take_factors(worker: WeightReceiver, factors: dict[str, Tensor], lora: Reply
     config = {"r": lora["rank"], "lora_alpha": lora["alpha"], "target_modules": []}
     # A copy for each expert: vLLM scales B in place.
     named = {PREFIX + name: tensor.clone() for name, tensor in expanded(factors).items()}
-    mapper = getattr(worker.model_runner.get_model(), "hf_to_vllm_mapper", None)
     adapter = LoRAModel.from_lora_tensors(
         ADAPTER_ID,
         named,
@@ -224,7 +141,7 @@ def take_factors(worker: WeightReceiver, factors: dict[str, Tensor], lora: Reply
         device="cpu",
         dtype=outer.lora_config.lora_dtype,
         model_vocab_size=outer.vocab_size,
-        weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
+        weights_mapper=renames_of(worker.model_runner.get_model()),
     )
     adapter.pentad_names = {name.removeprefix(PREFIX) for name in named}
     manager = outer._adapter_manager
@@ -232,6 +149,16 @@ def take_factors(worker: WeightReceiver, factors: dict[str, Tensor], lora: Reply
     manager.add_adapter(adapter)
     manager.activate_adapter(ADAPTER_ID)
     return {"num_tensors": len(arrived.entries), "digest": arrived.hex()}
+
+
+def renames_of(model: torch.nn.Module) -> Any:
+    """The model's map of names without the fusion of matrices, whose name depends on the
+    version."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return None
+    make = getattr(mapper, "get_rename_mapper", None) or mapper.get_unstacked_mapper
+    return make()
 
 
 def held_factors(worker: WeightReceiver, slot: int) -> TensorStream:

@@ -26,10 +26,10 @@ from pentad.core.roles import TensorPairs
 from pentad.engine.section import LoraConfig
 from pentad.models.families import lora_map_of, map_of
 from pentad.models.registry import build_whole
-from pentad.ops.digest import words_of
-from pentad.weights.peft import A, B, expanded, without_number, word_of
+from pentad.ops.digest import digest_of, words_of
+from pentad.weights.map import WeightMap
+from pentad.weights.peft import FUSED, A, B, expanded, without_number, word_of
 
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 VOCAB_MULTIPLE = 64
 
@@ -184,6 +184,8 @@ def splitmix64(x: int) -> int:
 
 ADAPTER = "adapter"
 """The adapter's name on the server."""
+NO_FOLDER = "/held-by-the-workers"
+"""Path of the adapter: workers that lost its factors fail instead of loading others."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts as maximum rank; others crash its engine."""
 
@@ -198,12 +200,7 @@ def check_targets(
     """Raises UserError if the server has no adapter capacity for some target. Without a model file
     the targets come from transformers' model of the folder."""
     found = set(modules)
-    if dims.is_whole:
-        adapter, base = lora_map_of(dims, lora), map_of(dims)
-    else:
-        model = build_whole(folder, "fsdp")
-        adapter, base = model.lora_map(lora), model.weight_map
-    factors = {name.removesuffix(A) for name in adapter.sources}
+    factors, base = adapted_modules(dims, lora, folder)
     names = [name.removesuffix(".weight") for name in base.sources]
     skipped = [n for n in names if {n, without_number(n)} & factors and n not in found]
     if skipped:
@@ -213,20 +210,38 @@ def check_targets(
         raise UserError(Problem(where, rule, remedy))
 
 
+def adapted_modules(
+    dims: ModelDims, lora: LoraConfig, folder: str = ""
+) -> tuple[set[str], WeightMap]:
+    """Returns the names of the modules with factors, and the weights of the base."""
+    if dims.is_whole:
+        adapter, base = lora_map_of(dims, lora), map_of(dims)
+    else:
+        model = build_whole(folder, "fsdp")
+        adapter, base = model.lora_map(lora), model.weight_map
+    return {name.removesuffix(A) for name in adapter.sources if name.endswith(A)}, base
+
+
 def prove_factors(
     where: str,
     held: Mapping[str, str],
     weights: TensorPairs,
     lora: LoraConfig,
     dtype: torch.dtype,
-    checksum: Callable[[Tensor], str],
+    scaled: str = "",
 ) -> None:
     """Raises InfraFailure unless `held` (checksums by names of factors) are those of `weights` in
-    the server's dtype, with B scaled by alpha / rank, and nothing else."""
+    the server's dtype, and nothing else. B is scaled by alpha / rank in modules whose name contains
+    `scaled`."""
     published = expanded(dict(weights))
-    for name, tensor in published.items():
-        factor = tensor.to("cpu", dtype)
-        expected = checksum(factor * lora.scale if name.endswith(B) else factor)
+
+    def as_stored() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in published.items():
+            factor = tensor.detach().to(dtype)
+            is_scaled = name.endswith(B) and scaled in name and lora.scale != 1
+            yield name, (factor * lora.scale if is_scaled else factor).contiguous()
+
+    for name, expected in digest_of(as_stored()).entries.items():
         if held.get(name) != expected:
             found = f"{name} has checksum {held.get(name)} where the published gives {expected}"
             raise InfraFailure(f"{where}: {found}; its policy is not the trained one")

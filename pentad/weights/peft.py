@@ -52,6 +52,8 @@ ROUTER = re.compile(r"\.(router|gate)\.")
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)")
 OUTER = {"gate_proj": A, "up_proj": A, "down_proj": B}
 """The factor of an expert's matrix on the side of the hidden dimension."""
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Matrices that servers store as one."""
 HARMLESS = {
     *("auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version"),
     *("peft_type", "task_type", "r", "lora_alpha", "target_modules", "exclude_modules"),

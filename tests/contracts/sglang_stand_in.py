@@ -16,16 +16,19 @@ import json
 import pickle
 import re
 import sys
+import uuid
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 import uvicorn
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors.torch import load_file
+from sglang_pool import LoraPool
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -45,6 +48,7 @@ from pentad.models.families import dims_of
 from pentad.models.hf_weights import iter_hf
 from pentad.models.registry import create_model
 from pentad.rollout.section import RolloutConfig
+from pentad.samplers import sglang_worker
 from pentad.sync.group import broadcast
 
 
@@ -74,6 +78,7 @@ class Generate(Body):
     extra_key: str | None = None
     return_routed_experts: bool = False
     routed_experts_start_len: int = 0
+    lora_path: str | None = None
 
 
 class Pause(Body):
@@ -132,8 +137,30 @@ class Abort(Body):
 
 
 class Check(Body):
-    action: Literal["checksum"] = "checksum"
+    action: str = "checksum"
     allow_quant_error: bool = False
+
+
+class LoadAdapter(Body):
+    lora_name: str
+    lora_path: str
+    pinned: bool = False
+
+
+class NewVersion(Body):
+    new_version: str
+    abort_all_requests: bool = True
+
+
+class Place(BaseModel):
+    """Of a rank, in the checksums of SGLang."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+
+
+def refuse(*_args, **_keys):
+    raise AssertionError("it was passed on to SGLang")
 
 
 def as_sent(pairs):
@@ -141,9 +168,12 @@ def as_sent(pairs):
 
 
 class StandIn:
-    def __init__(self, make_sampler, damage=as_sent, eos_ids=(), **info: Any) -> None:
+    def __init__(
+        self, make_sampler, damage=as_sent, eos_ids=(), pool: LoraPool | None = None, **info: Any
+    ) -> None:
         """`damage` makes other weights of those that arrive. `eos_ids` are those of its model,
-        which end answers unless it is asked to ignore all ids that do."""
+        which end answers unless it is asked to ignore all ids that do. `pool`: that of a server
+        with adapters and our plugin."""
         self.eos_ids = eos_ids
         self.make_sampler = make_sampler
         self.damage = damage
@@ -162,6 +192,9 @@ class StandIn:
         }
         self.tells_versions = self.info["version"] >= "0.5.23"
         self.label = "default"
+        checker = SimpleNamespace(_parallelism_info=Place)
+        self.runner = SimpleNamespace(lora_manager=pool, _weight_checker=checker)
+        self.has_plugin = pool is not None
         self.pause_mode: str | None = None
         self.released: set[str] = set()
         self.pending: list[tuple[str, torch.Tensor]] = []
@@ -187,6 +220,8 @@ class StandIn:
             "/abort_request": (Abort, self.abort),
             "/weights_checker": (Check, self.checksums),
             "/flush_cache": (None, self.flush),
+            "/load_lora_adapter": (LoadAdapter, self.load_adapter),
+            "/update_weight_version": (NewVersion, self.relabel),
         }
         posts = [
             Route(path, self.route(*entry), methods=["POST"]) for path, entry in routes.items()
@@ -223,6 +258,9 @@ class StandIn:
         self.extra_keys.append(body.extra_key)
         if body.return_routed_experts and self.info["enable_return_routed_experts"]:
             self.routed.add(body.rid)
+        if self.has_plugin:
+            names = [ref.lora_name for ref in self.runner.lora_manager.lora_refs.values()]
+            assert body.lora_path in names, "an adapter that is not loaded"
         params = SamplingParams(
             max_new_tokens=wanted.max_new_tokens,
             temperature=wanted.temperature,
@@ -381,7 +419,33 @@ class StandIn:
                 await self.sampler.abort(rid)
         return Response()
 
-    async def checksums(self, _body: Check) -> Response:
+    async def load_adapter(self, body: LoadAdapter) -> Response:
+        ref = SimpleNamespace(lora_id=uuid.uuid4().hex, **body.model_dump())
+        done = sglang_worker.registered(refuse, self.runner, ref)
+        return JSONResponse({"success": done.success, "error_message": done.error_message})
+
+    async def relabel(self, body: NewVersion) -> Response:
+        """The engine behind draws with the adapter that is in the pool."""
+        assert not body.abort_all_requests and self.pause_mode is not None
+        (uid,) = self.runner.lora_manager.lora_refs
+        held = self.runner.lora_manager.factors(uid)
+        factors = self.damage([(name, factor) for name, factor in held.items() if factor.any()])
+        self.sampler.engine.version = min(self.sampler.engine.version, int(body.new_version))
+        await self.sampler.install(int(body.new_version), factors)
+        self.label = body.new_version
+        return JSONResponse({"success": True, "message": "Weight version updated"})
+
+    async def checksums(self, body: Check) -> Response:
+        if self.has_plugin:
+            asked = {"action": body.action, "allow_quant_error": body.allow_quant_error}
+            rank = sglang_worker.answered(refuse, self.runner, **asked)
+            return JSONResponse({"success": True, "message": "Success.", "ranks": [rank]})
+        if body.action != "checksum":
+            told = f"Unsupported action={body.action!r}"
+            return JSONResponse({"success": False, "message": told}, status_code=400)
+        return await self.weight_checksums()
+
+    async def weight_checksums(self) -> Response:
         """Of what the engine holds, under the names that SGLang's models have for it."""
         held: dict[str, list[torch.Tensor]] = {}
         for name, tensor in iter_hf(self.sampler.engine.model):

@@ -121,9 +121,9 @@ def samplers_of_adapters(config: Config, facts: RunFacts) -> Iterator[Problem]:
     rollout = config.part("rollout")
     if config.actor.lora is None or rollout is None or not facts.samples(config):
         return
-    if rollout.backend == "sglang":
-        rule = "SGLang cannot report which factors it holds, so the sampling policy is not known"
-        remedy = "sample with embedded or vllm, or leave actor.lora out"
+    if rollout.backend == "sglang" and rollout.size("t") * rollout.size("p") > 1:
+        rule = "the factors of an SGLang on several GPUs are shards, which cannot be verified"
+        remedy = "use t1p1 for it, or sample with vllm"
         yield Problem(f"allocation_mode = {config.allocation_mode}", rule, remedy)
     if config.only is not None:
         rule = "is not supported with actor.lora"

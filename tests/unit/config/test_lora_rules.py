@@ -46,13 +46,17 @@ def said(*words: str, command: str = "train") -> list[str]:
             "critic.lora",
         ),
         (["algorithm.kl_coef=0.1", "ref.path=Qwen/Qwen3-1.7B"], "holds the frozen weights of"),
-        (["allocation_mode=sglang:d1+archon:d1"], "SGLang cannot report which factors it holds"),
+        (["allocation_mode=sglang:d1t2+archon:d1"], "shards, which cannot be verified"),
         (["only=rollout"], "is not supported with actor.lora"),
     ],
 )
 def test_what_an_adapter_does_not_go_with_is_refused(words, answer):
     found = said("actor.lora.rank=8", *words)
     assert len(found) == 1 and answer in found[0], found
+
+
+def test_an_sglang_of_one_gpu_takes_adapters():
+    assert said("actor.lora.rank=8", "allocation_mode=sglang:d2+archon:d1") == []
 
 
 @pytest.mark.parametrize("command", ["plan", "train", "sft"])

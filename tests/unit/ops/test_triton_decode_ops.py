@@ -344,9 +344,21 @@ def test_factors_are_added_part_by_part(dtype, num, widths, rank, scale):
     y = rand(num, sum(widths), dtype=dtype)
     h, b = rand(num, len(widths) * rank, dtype=dtype), rand(sum(widths), rank, dtype=dtype)
     wanted = adapter_kernel.reference_add_expanded(y, h, b, widths, scale)
-    found = adapter_kernel.add_expanded(y, h, b, widths, scale)
-    assert found is y
-    torch.testing.assert_close(found, wanted, atol=10 * ATOL[dtype], rtol=ATOL[dtype])
+    joined = adapter_kernel.expanded(torch.cat([y, h], -1), b, widths, scale)
+    added = adapter_kernel.add_expanded(y, h, b, widths, scale)
+    assert added is y and joined.is_contiguous()
+    for found in (added, joined):
+        torch.testing.assert_close(found, wanted, atol=10 * ATOL[dtype], rtol=ATOL[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num", "width", "rank", "scale"), [(5, 48, 16, 2.0), (70, 64, 32, 1.0)])
+def test_gate_and_up_are_multiplied_with_their_factors(dtype, num, width, rank, scale):
+    found, b = rand(num, 2 * (width + rank), dtype=dtype), rand(2 * width, rank, dtype=dtype)
+    wanted = adapter_kernel.reference_gated(found, b, scale)
+    product = adapter_kernel.gated(found, b, scale)
+    limit = wanted.abs().max().item() * ATOL[dtype]
+    torch.testing.assert_close(product, wanted, atol=limit, rtol=10 * ATOL[dtype])
 
 
 def test_a_tile_of_outputs_is_of_one_part():

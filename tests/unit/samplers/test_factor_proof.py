@@ -49,7 +49,7 @@ def held(factors) -> dict[str, str]:
 
 
 def prove(found, factors):
-    prove_factors(WHERE, found, list(factors.items()), LORA, torch.bfloat16, entry_of)
+    prove_factors(WHERE, found, list(factors.items()), LORA, torch.bfloat16)
 
 
 def test_a_server_with_room_for_every_target_is_taken():

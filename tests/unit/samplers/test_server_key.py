@@ -108,10 +108,11 @@ def test_no_other_user_reads_the_log_of_a_server(tmp_path):
     asyncio.run(process.stop())
 
 
-def test_nothing_on_the_way_of_weights_to_vllm_is_unpickled():
+def test_nothing_on_the_way_of_weights_to_vllm_or_factors_to_sglang_is_unpickled():
     """Also not by a name from elsewhere: torch.load and its like read pickles too."""
     package = Path(server_key.__file__).parents[1]
-    for file in ("samplers/vllm_worker.py", "samplers/vllm.py", "sync/group.py"):
+    names = ("vllm_worker", "vllm", "sglang_worker", "receiver")
+    for file in (*(f"samplers/{name}.py" for name in names), "sync/group.py"):
         text = (package / file).read_text()
         ways = ("import pickle", "pickle.", "torch.load", "eval(")
         assert not [way for way in ways if way in text]
