@@ -38,7 +38,7 @@ PACKAGE = os.sep + "pentad" + os.sep
 
 
 class Stacks:
-    """Samples the stacks of all threads: seconds by (phase, thread, function), inclusive and own."""
+    """Samples the stacks of all threads: seconds by (phase, thread, line), inclusive and own."""
 
     def __init__(self) -> None:
         self.phase = "other"
@@ -89,7 +89,7 @@ def is_idle(seen: list[str]) -> bool:
 def shown(place: str, line: bool = False) -> str:
     path, name, number = place.rsplit(":", 2)
     at = path.rfind(PACKAGE)
-    path = path[at + 1 :] if at >= 0 else "/".join(path.split(os.sep)[-3:])
+    path = path[at + 1 :] if at >= 0 else "/".join(Path(path).parts[-3:])
     return f"{path}:{name}:{number}" if line else f"{path}:{name}"
 
 
