@@ -285,7 +285,7 @@ class InferenceEngine:
                 Problem(f"install of version {version}", f"version {self.version} is already here")
             )
         started = time.perf_counter()
-        own = self._place_native(weights) if compares else None
+        own = self._place_native(weights) if compares else None  # None: by the names on disk
         num_tensors = self.place(weights) if own is None else len(weights)
         hit("install", step=version)
         self.version = version
@@ -295,7 +295,8 @@ class InferenceEngine:
         self.pool.forget_prefixes()
         held = partial(iter_hf, self.model, weight_map=self.model.trained_map)
         if own is not None and isinstance(weights, NativeWeights):
-            is_same = are_same(own.items(), weights.native.items())
+            sent = ((name, x.to(own[name].dtype)) for name, x in weights.native.items())
+            is_same = are_same(sent, own.items())
         else:
             is_same = compares and are_same(held(), weights)
         digest = "" if is_same else digest_of(held()).hex()
@@ -311,11 +312,14 @@ class InferenceEngine:
     @torch.no_grad()
     def _place_native(self, weights: Seq[tuple[str, Tensor]]) -> dict[str, Tensor] | None:
         """Writes weights that the sender provides by native name; returns their memory. None, with
-        nothing written, if they do not match one by one."""
+        nothing written, if they do not match one by one, or if their values by name on disk would
+        be rounded in another way."""
         if not isinstance(weights, NativeWeights):
             return None
-        own = native_tensors(self.model, self.model.trained_map)
-        if _kinds(own) != _kinds(weights.native):
+        own, native = native_tensors(self.model, self.model.trained_map), weights.native
+        if _kinds(own) != _kinds(native):
+            return None
+        if any(weights.dtypes[name] not in (own[name].dtype, native[name].dtype) for name in own):
             return None
         torch._foreach_copy_(list(own.values()), [weights.native[name] for name in own])
         self.runner.refresh()
@@ -354,7 +358,7 @@ class InferenceEngine:
 
 
 def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[object, ...]]:
-    return {name: (x.shape, x.dtype, x.device) for name, x in tensors.items()}
+    return {name: (x.shape, x.device) for name, x in tensors.items()}
 
 
 def count_blocks(
