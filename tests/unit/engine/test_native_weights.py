@@ -1,5 +1,5 @@
-"""A learner of one rank publishes to a sampler of its process by native name: the same numbers as by
-the names on disk, without a tensor for each of them."""
+"""A learner of one rank publishes to a sampler of its process by native name: the same numbers as
+by the names on disk, without a tensor for each of them."""
 
 import asyncio
 
