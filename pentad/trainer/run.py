@@ -283,7 +283,7 @@ class Run:
         snapshots = await self._take(source, timer)
         if source.saves_first:
             await self._save(source, trained, sentence)
-            self.timer = PhaseTimer()
+            assert self.timer is not None, "it begins with the record"
             await self._hand_on(source, snapshots, self.timer)
         else:
             await self._hand_on(source, snapshots, timer)
@@ -340,9 +340,11 @@ class Run:
                 trained.batch, trained.progress, is_doubtful=self.bounds.is_doubtful
             )
         record = source.record(self, trained)
-        source.keep(trained)
-        self.context.recorder.step(record, trained.groups)
-        self.recover.commit_staged()
+        self.timer = PhaseTimer(after=trained.timer)  # the next step's
+        with self.timer.phase("record"):
+            source.keep(trained)
+            self.context.recorder.step(record, trained.groups)
+            self.recover.commit_staged()
 
     # The end
 

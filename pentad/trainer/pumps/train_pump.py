@@ -160,10 +160,10 @@ class BatchTrainer:
 
     def _finish(self, timer: PhaseTimer) -> BatchFacts:
         """Finishes the step and records it without an interruption in between: every step in the
-        weights is recorded."""
+        weights is recorded. Metrics follow with the record, while the next batch is sampled."""
         self.learner.call_all("finish")
         with timer.phase("record"):
-            return BatchFacts.read(self.learner.query("measure"))
+            return BatchFacts.read(self.learner.query("measure", metrics=False))
 
     async def _chunks(self, batch: int, timer: PhaseTimer) -> AsyncIterator[list[Group]]:
         """Yields the batch's groups in slot order, each chunk as soon as it is ready."""

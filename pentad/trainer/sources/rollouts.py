@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -437,6 +437,9 @@ class RolloutSource(BatchSource):
         self.batches.keep(trained.batch + 1, trained.groups, write_trained)
 
     def record(self, run: Run, trained: TrainedBatch) -> StepRecord:
+        with trained.timer.phase("record"):
+            metrics = run.learner.query("batch_metrics")
+            trained.facts = replace(trained.facts, metrics=metrics)
         turns = dict(self.side.device_turns.turns_gb) or None
         memory = MemoryUse(**run.learner.query("memory"), turns_gb=turns)
         times = self.side.publisher.times
