@@ -9,6 +9,7 @@ all threads sampled every millisecond, and with CUDA's activities traced.
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import os
@@ -103,6 +104,16 @@ class Watch:
         self.done = 0
         self.profiler: Any = None
         self.is_cuda = is_cuda
+        self.collected: Counter[int] = Counter()
+        """Milliseconds of garbage collections by step."""
+        self.collecting = 0.0
+        gc.callbacks.append(self.note_collection)
+
+    def note_collection(self, when: str, info: dict[str, int]) -> None:
+        if when == "start":
+            self.collecting = time.perf_counter()
+        else:
+            self.collected[self.done] += round(1e3 * (time.perf_counter() - self.collecting))
 
     def before(self) -> None:
         self.stacks.is_on = NUM_WARM + self.num_steps <= self.done < NUM_WARM + 2 * self.num_steps
@@ -267,6 +278,11 @@ def main() -> None:
         )
         print("losses", [record["loss"] for record in counted])
         print("digest", summary.records and records[-1].get("grad_norm"), records[-1]["loss"])
+        for record in records:
+            phases = {name: round(ms) for name, ms in record["phases"].items()}
+            collected = watch.collected[record["step"] - 1]
+            print(f"step {record['step']}: {record['wall_clock_ms']:.0f} ms, {phases},", end=" ")
+            print(f"garbage collections {collected} ms")
         report_stacks(watch.stacks, given.steps, given.most)
         if not given.cpu:
             report_trace(watch, Path(folder))
