@@ -36,7 +36,7 @@ from pentad.infer.section import SamplerSettings
 from pentad.infer.sequence import Sequence, Table
 from pentad.models.hf_weights import install_hf, iter_hf, native_tensors
 from pentad.models.language_model import LanguageModel
-from pentad.ops.digest import are_same, digest_of
+from pentad.ops.digest import are_same, are_same_cast, digest_of
 
 if TYPE_CHECKING:
     from pentad.infer.graphs import Launched
@@ -295,8 +295,8 @@ class InferenceEngine:
         self.pool.forget_prefixes()
         held = partial(iter_hf, self.model, weight_map=self.model.trained_map)
         if own is not None and isinstance(weights, NativeWeights):
-            sent = ((name, x.to(own[name].dtype)) for name, x in weights.native.items())
-            is_same = are_same(sent, own.items())
+            joins = self.model.head_weight.is_cuda
+            is_same = are_same_cast(own, weights.native, joins=joins)
         else:
             is_same = compares and are_same(held(), weights)
         digest = "" if is_same else digest_of(held()).hex()
