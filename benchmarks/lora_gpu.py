@@ -3,6 +3,8 @@
     train4b   Qwen3-4B: tokens/s and peak memory of an adapter beside all weights, 16k tokens a step
     grpo8b    Qwen3-8B: GRPO of 32 x 16 answers of up to 1,024 tokens, a step by phase
     grpo30b   Qwen3-30B-A3B, all 48 layers: GRPO of 16 x 8 answers of up to 512 tokens, by phase
+    full8b    Qwen3-8B: GRPO of all weights, 16 x 8 answers of up to 512 tokens, by the place and
+              the dtype of weights and optimizer state; --only for some of them
     decode    Qwen3-0.6B and 8B: decoding with and without an adapter, and its install
     sums      SmolLM2 on two-digit sums: all weights, rank 32, rank 1; --model FOLDER, --seeds 1 2 3
 
@@ -179,7 +181,7 @@ def grpo8b(given: argparse.Namespace) -> None:
         mean_length=16 if given.tiny else given.mean or 700,
         max_new_tokens=24 if given.tiny else 1024,
     )
-    grpo(case, given)
+    grpo(case, given, [f"actor.lora.rank={RANK}"])
 
 
 def grpo30b(given: argparse.Namespace) -> None:
@@ -191,17 +193,41 @@ def grpo30b(given: argparse.Namespace) -> None:
         mean_length=16 if given.tiny else given.mean or 350,
         max_new_tokens=24 if given.tiny else 512,
     )
-    grpo(case, given)
+    grpo(case, given, [f"actor.lora.rank={RANK}"])
 
 
-def grpo(case: RlCase, given: argparse.Namespace) -> None:
+PLACES = {
+    "fp32 on the GPU": [],
+    "bf16 on the GPU": ["actor.param_dtype=bfloat16", "offload_rollout=true"],
+    "fp32 on the host": ["actor.archon.offload_params=true"],
+    "bf16 on the host": ["actor.archon.offload_params=true", "actor.param_dtype=bfloat16"],
+}
+"""Place and dtype of weights and optimizer state -> keys."""
+
+
+def full8b(given: argparse.Namespace) -> None:
+    case = RlCase(
+        model="Qwen3-8B",
+        config=config_of("Qwen3-8B", given),
+        num_prompts=4 if given.tiny else 16,
+        num_samples=4 if given.tiny else 8,
+        mean_length=16 if given.tiny else given.mean or 350,
+        max_new_tokens=24 if given.tiny else 512,
+    )
+    for name in given.only or PLACES:
+        # Checkpoints of 46 to 92 GiB are not what is measured.
+        words = [*PLACES[name], "recover.mode=off", "saver.freq_steps=null"]
+        attempt(name, lambda words=words: grpo(case, given, words))
+
+
+def grpo(case: RlCase, given: argparse.Namespace, keys: list[str]) -> None:
     """The first step compiles and captures, and is shown beside the median of the rest."""
     free_memory(DEVICE)
     total = given.steps or 4
-    say(f"\n{case.name}, at most {case.max_new_tokens}; adapter of rank {RANK}, defaults")
+    say(f"\n{case.name}, at most {case.max_new_tokens}; {' '.join(keys)}, else defaults")
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="pentad-lora-") as name:
-        words = [f"actor.lora.rank={RANK}", *given.words]
+        words = [*keys, *given.words]
         recipe = write_recipe(case, Path(name), total)
         with noise_on_device(), followed(Path(name), start):
             config, notes = prepare(recipe, words, "train")
@@ -432,6 +458,7 @@ CASES: dict[str, Callable[[argparse.Namespace], None]] = {
     "train4b": train4b,
     "grpo8b": grpo8b,
     "grpo30b": grpo30b,
+    "full8b": full8b,
     "decode": decode,
     "sums": sums,
 }
@@ -445,7 +472,8 @@ def main() -> None:
     parser.add_argument("--mean", type=int, help="mean tokens of an answer that nothing cuts")
     parser.add_argument("--model", default="models/SmolLM2-135M-Instruct", help="for sums")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
-    parser.add_argument("--only", nargs="+", help="of sums: 'all weights', 'rank 32', 'rank 1'")
+    only = f"of sums: 'all weights', 'rank 32', 'rank 1'; of full8b: {', '.join(map(repr, PLACES))}"
+    parser.add_argument("--only", nargs="+", help=only)
     parser.add_argument("--words", nargs="*", default=[], help="overrides of the recipe")
     given = parser.parse_args()
     kind = torch.cuda.get_device_name() if IS_GPU else "cpu"

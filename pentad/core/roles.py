@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from pentad.core.types import Accumulated, Generation, Group, Loss, Request, Row, StepResult
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 NamedTensors: TypeAlias = "Iterable[tuple[str, Tensor]]"
@@ -24,15 +25,25 @@ class NativeWeights(Sequence["tuple[str, Tensor]"]):
     adapter of a mixture has a pair for each expert, while native tensors contain all experts."""
 
     def __init__(
-        self, native: Mapping[str, Tensor], num_pairs: int, pairs: Callable[[], NamedTensors]
+        self,
+        native: Mapping[str, Tensor],
+        dtypes: Mapping[str, torch.dtype],
+        num_pairs: int,
+        pairs: Callable[[], NamedTensors],
     ) -> None:
+        """`dtypes`: of the pairs made from each native tensor, which may be the learner's masters
+        in a longer one."""
         self.native = native
+        self.dtypes = dtypes
         self.num_pairs = num_pairs
         self.make_pairs = pairs
 
     @cached_property
     def pairs(self) -> TensorPairs:
         return list(self.make_pairs())
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self.make_pairs())  # one at a time: all of them are a copy of the model
 
     def __len__(self) -> int:
         return self.num_pairs

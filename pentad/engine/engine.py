@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ from pentad.weights.map import WeightMap
 from pentad.weights.megatron.model_args import unsayable
 from pentad.weights.peft import Adapter
 from pentad.weights.regions import Box, Region
-from pentad.weights.transfer import Shard, TensorInfo
+from pentad.weights.transfer import Shard, TensorInfo, held_sources, native_dtypes
 
 log = logging.getLogger(__name__)
 
@@ -291,10 +292,15 @@ class Engine:
         if self.optimizer is None:
             raise RunError("this engine only scores: its settings have no optimizer")
         self.tags.require_actor("a step")
+        self.drop_step()
+        self.step = OpenStep(self.optimizer)
+
+    def drop_step(self) -> None:
+        """Discards an unfinished step with its gradient, if there is one."""
         self._drop_gradients()
         self.passes.loads.reset()
         self.meter.reset()
-        self.step = OpenStep(self.optimizer)
+        self.step = None
 
     def _drop_gradients(self) -> None:
         self.passes.give_up()
@@ -437,13 +443,21 @@ class Engine:
 
     def iter_weights(self) -> NamedTensors:
         """Yields whole tensors on every rank, gathered one at a time: all ranks must iterate to the
-        end. If one rank of archon has all factors of an adapter, they also have native names,
-        without copies."""
-        if self.base is None or not self._is_lendable:
+        end. If one rank of archon has all weights, they also have native names, without copies."""
+        if not self._is_lendable:
             return self._gathered()
         self._require_actor("handing out weights")
         native = {name: tensor.detach() for name, tensor in self.tensors.items()}
-        return NativeWeights(native, len(self.held.whole.trained_map.sources), self._gathered)
+        return NativeWeights(native, *self._native_kinds, self._gathered)
+
+    @cached_property
+    def _native_kinds(self) -> tuple[dict[str, torch.dtype], int]:
+        """The dtype of each weight when published, by native name, and the number of tensors."""
+        sources = held_sources(self.tensors, self.held.whole.trained_map)
+        dtypes = {name: tensor.dtype for name, tensor in self.tensors.items()}
+        if self.base is None:  # factors are published as they are
+            dtypes |= native_dtypes(sources, self._publish_dtype)
+        return dtypes, len(sources)
 
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
         self.onload()

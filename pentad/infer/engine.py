@@ -36,7 +36,7 @@ from pentad.infer.section import SamplerSettings
 from pentad.infer.sequence import Sequence, Table
 from pentad.models.hf_weights import install_hf, iter_hf, native_tensors
 from pentad.models.language_model import LanguageModel
-from pentad.ops.digest import are_same, digest_of
+from pentad.ops.digest import are_same, are_same_cast, digest_of
 
 if TYPE_CHECKING:
     from pentad.infer.graphs import Launched
@@ -285,7 +285,7 @@ class InferenceEngine:
                 Problem(f"install of version {version}", f"version {self.version} is already here")
             )
         started = time.perf_counter()
-        own = self._place_native(weights) if compares else None
+        own = self._place_native(weights) if compares else None  # None: by the names on disk
         num_tensors = self.place(weights) if own is None else len(weights)
         hit("install", step=version)
         self.version = version
@@ -295,7 +295,8 @@ class InferenceEngine:
         self.pool.forget_prefixes()
         held = partial(iter_hf, self.model, weight_map=self.model.trained_map)
         if own is not None and isinstance(weights, NativeWeights):
-            is_same = are_same(own.items(), weights.native.items())
+            joins = self.model.head_weight.is_cuda
+            is_same = are_same_cast(own, weights.native, joins=joins)
         else:
             is_same = compares and are_same(held(), weights)
         digest = "" if is_same else digest_of(held()).hex()
@@ -311,20 +312,25 @@ class InferenceEngine:
     @torch.no_grad()
     def _place_native(self, weights: Seq[tuple[str, Tensor]]) -> dict[str, Tensor] | None:
         """Writes weights that the sender provides by native name; returns their memory. None, with
-        nothing written, if they do not match one by one."""
+        nothing written, if they do not match one by one, or if their values by name on disk would
+        be rounded in another way."""
         if not isinstance(weights, NativeWeights):
             return None
-        own = self.factors
-        if _kinds(own) != _kinds(weights.native):
+        own = self.factors or native_tensors(self.model, self.model.trained_map)
+        native = weights.native
+        if _kinds(own) != _kinds(native):
             return None
-        torch._foreach_copy_(list(own.values()), [weights.native[name] for name in own])
+        if any(weights.dtypes[name] not in (own[name].dtype, native[name].dtype) for name in own):
+            return None
+        torch._foreach_copy_(list(own.values()), [native[name] for name in own])
         self.runner.refresh()
         return own
 
     @cached_property
     def factors(self) -> dict[str, Tensor]:
-        """The factors of an adapter by native name, which stay in place."""
-        return native_tensors(self.model, self.model.trained_map)
+        """The factors of an adapter by native name, which stay in place; empty without one."""
+        factors = self.model.adapter_map
+        return {} if factors is None else native_tensors(self.model, factors)
 
     def rewind(self) -> None:
         self.version = -1
@@ -360,7 +366,7 @@ class InferenceEngine:
 
 
 def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[object, ...]]:
-    return {name: (x.shape, x.dtype, x.device) for name, x in tensors.items()}
+    return {name: (x.shape, x.device) for name, x in tensors.items()}
 
 
 def count_blocks(

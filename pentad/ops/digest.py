@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -26,8 +26,10 @@ BATCH_WORDS = 1 << 24
 """Words hashed at once; the workspace is about 40 bytes per word."""
 FUSED_WORDS = 1 << 24
 """Words hashed at once by the kernel, which needs no workspace."""
-SMALL_WORDS, SMALL_AT_ONCE = 1 << 20, 128
-"""Tensors below this size are compared together, so many at once."""
+JOINED_ELEMENTS = 1 << 26
+"""Elements that are joined and compared at once."""
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by the bytes of a dtype."""
 HOST_WORDS = DIGEST_WORDS["cpu"]
 MASK = 0xFFFFFFFFFFFFFFFF
 GOLDEN, FIRST, SECOND = (
@@ -246,7 +248,6 @@ def are_same(one: Iterable[tuple[str, Tensor]], other: Iterable[tuple[str, Tenso
     different devices, where they are not compared. Synchronizes with a GPU once."""
     known = dict(other)
     found: list[Tensor] = []
-    small: list[tuple[Tensor, Tensor]] = []
     for name, tensor in one:
         twin = known.pop(name, None)
         if twin is None or any(
@@ -254,23 +255,50 @@ def are_same(one: Iterable[tuple[str, Tensor]], other: Iterable[tuple[str, Tenso
         ):
             return False
         mine, theirs = words_of(tensor), words_of(twin)
-        if not mine.is_cuda:
-            if not torch.equal(mine, theirs):
-                return False
-        elif len(mine) < SMALL_WORDS:
-            small.append((mine, theirs))
-        else:
-            found.append(_differ(mine, theirs))
-    for start in range(0, len(small), SMALL_AT_ONCE):  # few kernels: their launches cost most
-        parts = zip(*small[start : start + SMALL_AT_ONCE], strict=True)
-        found.append(_differ(*(torch.cat(part) for part in parts)))
+        if not (len(mine) % 2 or mine.storage_offset() % 2 or theirs.storage_offset() % 2):
+            mine, theirs = mine.view(torch.int64), theirs.view(torch.int64)  # twice as fast
+        if mine.is_cuda:
+            found.append((mine != theirs).any())
+        elif not torch.equal(mine, theirs):
+            return False
     return not known and not (found and bool(torch.stack(found).any()))
 
 
-def _differ(mine: Tensor, theirs: Tensor) -> Tensor:
-    if not (len(mine) % 2 or mine.storage_offset() % 2 or theirs.storage_offset() % 2):
-        mine, theirs = mine.view(torch.int64), theirs.view(torch.int64)  # twice as fast
-    return (mine != theirs).any()
+def are_same_cast(one: Mapping[str, Tensor], other: Mapping[str, Tensor], *, joins: bool) -> bool:
+    """Whether the tensors of `one` have the bits of the equally named ones of `other`, of equal
+    shape and device, cast to their dtype. `joins`: compares many at once, for a GPU, where kernels
+    for each tensor take the host longer than they run."""
+    if one.keys() != other.keys():
+        return False
+    if not joins:
+        return are_same(((name, x.to(one[name].dtype)) for name, x in other.items()), one.items())
+    differ: list[Tensor] = []
+    parts: dict[torch.dtype, list[str]] = {}
+    for name, tensor in one.items():
+        parts.setdefault(tensor.dtype, []).append(name)
+    for dtype, names in parts.items():
+        word = WORDS[dtype.itemsize]
+        for some in _chunks(names, [one[name].numel() for name in names]):
+            mine = torch.cat([one[name].detach().reshape(-1) for name in some])
+            cast = torch.empty_like(mine)
+            theirs = [other[name].detach().reshape(-1) for name in some]
+            torch._foreach_copy_(list(cast.split([len(x) for x in theirs])), theirs)
+            differ.append((mine.view(word) != cast.view(word)).any())
+    return not (differ and bool(torch.stack(differ).any()))
+
+
+def _chunks(names: Sequence[str], sizes: Sequence[int]) -> Iterator[list[str]]:
+    """Splits names so that the sizes of a part with several sum to at most JOINED_ELEMENTS."""
+    part: list[str] = []
+    total = 0
+    for name, size in zip(names, sizes, strict=True):
+        if part and total + size > JOINED_ELEMENTS:
+            yield part
+            part, total = [], 0
+        part.append(name)
+        total += size
+    if part:
+        yield part
 
 
 def words_of(tensor: Tensor) -> Tensor:

@@ -315,7 +315,7 @@ class StepRecord:
     )
     num_microbatches: int | None = about("forward and backward passes", "passes")
     tokens_per_sec: float | None = measured("num_tokens over the wall clock", "tokens/s")
-    wall_clock_ms: float | None = measured("duration of the step", "ms")
+    wall_clock_ms: float | None = measured("duration of the step, since the previous record", "ms")
     phases: dict[str, float] | None = measured(
         "duration of each phase; they exclude each other and sum to wall_clock_ms", "ms"
     )
@@ -438,9 +438,16 @@ class PhaseTimer:
     For a single thread: phases that overlap (two tasks of an event loop) need separate timers.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.clock = clock
-        self.start = clock()
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        after: PhaseTimer | None = None,
+    ) -> None:
+        """`after`: the timer of the previous step; this one starts where that one was last read, so
+        that no time is in neither."""
+        self.clock = clock if after is None else after.clock
+        self.start = self.clock() if after is None else after._mark
         self._mark = self.start
         self._open: list[str] = []
         self._totals: dict[str, float] = {}

@@ -132,6 +132,9 @@ class BatchSource(ABC):
         # Learners in other processes are monitored by their rank group.
         await Scheduler(run.stop.request, watch if run.learner.is_alone else None).run(steps)
 
+    async def before_record(self, trained: TrainedBatch) -> None:  # noqa: B027
+        """Called before a step is saved and recorded."""
+
     def doing(self, what: str) -> AbstractContextManager[None]:
         """Names the work in progress while active, for the report of a stalled run."""
         return nullcontext()
@@ -283,7 +286,7 @@ class Run:
         snapshots = await self._take(source, timer)
         if source.saves_first:
             await self._save(source, trained, sentence)
-            self.timer = PhaseTimer()
+            assert self.timer is not None, "it begins with the record"
             await self._hand_on(source, snapshots, self.timer)
         else:
             await self._hand_on(source, snapshots, timer)
@@ -323,6 +326,7 @@ class Run:
     async def _save(self, source: BatchSource, trained: TrainedBatch, sentence: str) -> None:
         step = trained.batch + 1
         with source.doing(f"saving and recording step {step}"):
+            await source.before_record(trained)
             await self.learner.run(lambda: self.save_and_record(source, trained))
         if sentence:
             raise RunError(f"step {step}: {sentence}")
@@ -340,9 +344,11 @@ class Run:
                 trained.batch, trained.progress, is_doubtful=self.bounds.is_doubtful
             )
         record = source.record(self, trained)
-        source.keep(trained)
-        self.context.recorder.step(record, trained.groups)
-        self.recover.commit_staged()
+        self.timer = PhaseTimer(after=trained.timer)  # the next step's
+        with self.timer.phase("record"):
+            source.keep(trained)
+            self.context.recorder.step(record, trained.groups)
+            self.recover.commit_staged()
 
     # The end
 

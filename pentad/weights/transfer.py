@@ -332,6 +332,15 @@ def written_dtype(source: Source, dtype: torch.dtype | None) -> torch.dtype | No
     return DTYPES[source.dtype] if source.dtype and dtype is not None else dtype
 
 
+def native_dtypes(sources: Iterable[Source], dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Returns, by native name, the dtype in which `iter_sources` yields a tensor's values."""
+    return {
+        region.source: written_dtype(source, dtype) or dtype
+        for source in sources
+        for region in source.regions
+    }
+
+
 def _assemble(source: Source, ready: Mapping[str, Tensor], dtype: torch.dtype | None) -> Tensor:
     first = source.regions[0]
     dtype = dtype or ready[first.source].dtype

@@ -121,10 +121,16 @@ class BatchTrainer:
     placement: Placement
     device_turns: DeviceTurns
     num_chunks: int
+    is_warm: bool = False
+    """Whether a batch was begun."""
 
     async def train(self, batch: int, timer: PhaseTimer) -> TrainedBatch | None:
         """Trains a batch; None if the run was stopped before the batch was complete."""
         groups: list[Group] = []
+        if not (self.is_warm or self.device_turns.alternates):
+            with self.state.doing("compiling the training passes"):
+                await self.learner.call("warm_up")  # meanwhile the samplers draw the batch
+        self.is_warm = True
         with self.state.doing(f"the start of step {batch + 1}"):
             await self.learner.call("begin", batch=batch)
         async for chunk in self._chunks(batch, timer):
@@ -160,10 +166,10 @@ class BatchTrainer:
 
     def _finish(self, timer: PhaseTimer) -> BatchFacts:
         """Finishes the step and records it without an interruption in between: every step in the
-        weights is recorded."""
+        weights is recorded. Metrics follow with the record, while the next batch is sampled."""
         self.learner.call_all("finish")
         with timer.phase("record"):
-            return BatchFacts.read(self.learner.query("measure"))
+            return BatchFacts.read(self.learner.query("measure", metrics=False))
 
     async def _chunks(self, batch: int, timer: PhaseTimer) -> AsyncIterator[list[Group]]:
         """Yields the batch's groups in slot order, each chunk as soon as it is ready."""

@@ -29,6 +29,7 @@ from pentad.core.sizes import RunSize
 from pentad.core.types import Prompt, Row
 from pentad.data.store import GroupStore, open_store
 from pentad.engine.engine import Engine
+from pentad.engine.warm import warm_up
 from pentad.parallel.gradients import differing_copies
 from pentad.rl.bounds import compare
 from pentad.rl.metrics import compute_metrics
@@ -303,6 +304,11 @@ class LearnerService(EngineService):
         """Connects to the store of groups; training does not need their prompts."""
         self.store = open_store(address, lambda gid: Prompt(gid, (), {}))
 
+    def warm_up(self) -> None:
+        """Compiles the training passes, if they are compiled, without training."""
+        for engine in self.engines.values():
+            warm_up(engine)
+
     def begin(self, batch: int) -> None:
         self.rank.report(batch + 1)
         self.batch, self.result = batch, None
@@ -331,8 +337,9 @@ class LearnerService(EngineService):
         )
         self.after_step(number + 1)
 
-    def measure(self) -> dict[str, Any]:
-        """Returns `BatchFacts` of the last finished batch, on rank 0."""
+    def measure(self, metrics: bool = True) -> dict[str, Any]:
+        """Returns `BatchFacts` of the last finished batch, on rank 0; `metrics` can also be asked
+        for later, by `batch_metrics`."""
         result = self.result
         assert result is not None, "a batch is finished first"
         samples = [sample for sample, _ in result.scored]
@@ -341,13 +348,19 @@ class LearnerService(EngineService):
             result.steps,
             result.critic_steps,
             [row.ids.numel() for row in result.rows],
-            compute_metrics(
-                self.update.groups, result.rows, result.outputs, self.algorithm, stats=result.stats
-            ),
+            self.batch_metrics() if metrics else {},
             result.rerouted_share,
             compare(samples, said, self.batch),
             result.adapter_effect,
         ).as_json()
+
+    def batch_metrics(self) -> dict[str, float | None]:
+        """Returns the metrics of the last finished batch, until the next begins."""
+        result = self.result
+        assert result is not None, "a batch is finished first"
+        rows, outputs = result.rows, result.outputs
+        groups = self.update.groups
+        return compute_metrics(groups, rows, outputs, self.algorithm, stats=result.stats)
 
     def keep_trained(self, path: str) -> str | None:
         """Writes advantage and log-prob of the tokens of the batch's first optimizer step. Returns

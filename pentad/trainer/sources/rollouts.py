@@ -6,11 +6,13 @@ Pumps on the run's event loop sample groups, score them and publish weights
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -60,6 +62,10 @@ from pentad.trainer.saving.batches import BatchKeeper
 from pentad.trainer.saving.recovery import GROUPS, Identity
 
 log = logging.getLogger(__name__)
+
+FIRST_PASS_S, POLL_S = 0.1, 0.002
+"""Longest time that the record of a step waits for the first pass of the next batch, and the
+interval of the checks."""
 
 
 def run_train(
@@ -311,6 +317,8 @@ class RolloutSource(BatchSource):
     batches: BatchKeeper
     sinks: Sequence[WeightSink]
     saves_first: bool
+    num_drawn: float = 0
+    """Tokens drawn by the samplers of this process up to the end of the last batch."""
 
     # Before the first step
 
@@ -419,7 +427,24 @@ class RolloutSource(BatchSource):
         trained = await self.trainer.train(step, timer)
         if trained is not None:
             self.state.budget.count_trained()
+        self.num_drawn = self._count_drawn()
         return trained
+
+    async def before_record(self, trained: TrainedBatch) -> None:
+        """Lets samplers of this process begin the next batch first: the host limits their first
+        pass, and would compute the record at the same time. Later ones leave it time."""
+        is_last = trained.batch + 1 == self.run.num_steps
+        if is_last or self.saves_first or not (self.placement.takes_turns and self.num_drawn):
+            return
+        with trained.timer.phase("rollout"):
+            end = time.monotonic() + FIRST_PASS_S
+            while self._count_drawn() == self.num_drawn and time.monotonic() < end:
+                await asyncio.sleep(POLL_S)
+
+    def _count_drawn(self) -> float:
+        """Returns the number of tokens drawn by the samplers of this process."""
+        own = [one for one in self.side.samplers.values() if isinstance(one, EmbeddedSampler)]
+        return sum(one.engine.num_drawn for one in own)
 
     async def after_update(self, trained: TrainedBatch) -> None:
         """Refreshes the reference with the actor's weights if that is due."""
@@ -437,6 +462,9 @@ class RolloutSource(BatchSource):
         self.batches.keep(trained.batch + 1, trained.groups, write_trained)
 
     def record(self, run: Run, trained: TrainedBatch) -> StepRecord:
+        with trained.timer.phase("record"):
+            metrics = run.learner.query("batch_metrics")
+            trained.facts = replace(trained.facts, metrics=metrics)
         turns = dict(self.side.device_turns.turns_gb) or None
         memory = MemoryUse(**run.learner.query("memory"), turns_gb=turns)
         times = self.side.publisher.times

@@ -8,6 +8,7 @@ from pentad.ops.digest import (
     Hasher,
     _mix,
     are_same,
+    are_same_cast,
     digest_of,
     tensor_checksum,
     words_of,
@@ -159,3 +160,24 @@ def test_weights_that_are_compared_must_be_the_same_bytes(device):
     del fewer["b"]
     assert not are_same(one, fewer.items()) and not are_same(one[:2], copies().items())
     assert not are_same(one, [*copies().items()][:2] + [("c", whole[0, :1].float())])
+
+
+@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_weights_are_compared_in_the_dtype_in_which_they_arrived(monkeypatch, device, joins):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    monkeypatch.setattr("pentad.ops.digest.JOINED_ELEMENTS", 20)
+    torch.manual_seed(0)
+    sent = {name: torch.randn(3, 4, device=device) for name in "abcd"}
+    sent["d"][0, 0] = 0.0
+    kept = torch.randn(6, 4, device=device).bfloat16()
+    kept[1:4] = sent["a"]
+    own = {"a": kept[1:4], "b": sent["b"].clone(), "c": sent["c"].bfloat16(), "d": sent["d"].half()}
+    assert are_same_cast(own, sent, joins=joins)
+    for name in "abcd":
+        at = own[name].view(-1)
+        at[0] = -at[0]
+        assert not are_same_cast(own, sent, joins=joins), f"another sign in {name} is not seen"
+        at[0] = -at[0]
+    assert not are_same_cast(own, {name: sent[name] for name in "abc"}, joins=joins)

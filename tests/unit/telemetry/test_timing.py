@@ -64,3 +64,15 @@ def test_overlapping_phases_are_refused(clock):
     other.__enter__()
     with pytest.raises(AssertionError, match="phase one ended while other one was open"):
         one.__exit__(None, None, None)
+
+
+def test_a_timer_after_another_begins_where_that_one_was_read(clock):
+    first = PhaseTimer(clock)
+    with first.phase("train"):
+        clock.now += 2
+    assert first.phases_ms() == {"train": 2000, "other": 0}
+    clock.now += 3  # the record of the first is written
+    second = PhaseTimer(after=first)
+    with second.phase("record"):
+        clock.now += 1
+    assert second.phases_ms() == {"record": 1000, "other": 3000}
