@@ -251,7 +251,7 @@ def evaluate(
         list[str] | None,
         Argument(
             metavar="MODEL|RECIPE KEY=VALUE",
-            help="A model's folder or a YAML file, then overrides.",
+            help="A model's folder or Hub name, or a YAML file; then overrides.",
         ),
     ] = None,
     data: Annotated[str | None, Option(help="JSONL, Parquet or a saved HF dataset.")] = None,

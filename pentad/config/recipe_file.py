@@ -268,7 +268,7 @@ def _apply_override(override: str, tree: Tree, texts: Collection[str]) -> None:
         rule = "is not of the form dotted.key=value"
         remedy = "write it without spaces, for example gconfig.n_samples=16"
         if key.endswith((".yaml", ".yml")):
-            remedy = "give the recipe first, then the overrides"
+            remedy = "name one recipe, before the overrides"
         tree.problems.append(Problem(where, rule, remedy))
         return
     try:
