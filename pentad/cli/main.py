@@ -252,7 +252,7 @@ def evaluate(
         list[str] | None,
         Argument(
             metavar="MODEL|RECIPE KEY=VALUE",
-            help="A model's folder or a YAML file, then overrides.",
+            help="A model's folder or Hub name, or a YAML file; then overrides.",
         ),
     ] = None,
     data: Annotated[str | None, Option(help="JSONL, Parquet or a saved HF dataset.")] = None,
@@ -384,7 +384,7 @@ def export(
 @app.command()
 @reporting
 def serve(
-    model: Annotated[str, Argument(help="A model's folder.")],
+    model: Annotated[str, Argument(help="A model's folder, or its name on the Hub.")],
     host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, Option(min=0, max=65535, help="Port; 0 selects a free one.")] = 8000,
     name: Annotated[

@@ -55,7 +55,8 @@ def run_view(words: list[str], host: str, port: int | None, listener_fd: int | N
     pages = RunPages(places, plan_of, overrides)
     pages.look()
     if listener_fd is None:
-        print(f"{len(pages.runs)} found at {', '.join(map(str, places))}")
+        count = "1 run" if len(pages.runs) == 1 else f"{len(pages.runs)} runs"
+        print(f"{count} found at {', '.join(map(str, places))}")
         print(describe_address(listener, token), flush=True)
     asyncio.run(until_signal(ViewGuard(pages.app(), token=token, hosts=[host]), listener))
 

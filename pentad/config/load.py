@@ -46,6 +46,9 @@ from pentad.core.hub import name_in_cache
 from pentad.core.section import MAX_FLOAT, MAX_INT
 from pentad.rl.facts import ELSEWHERE
 
+MAIN_KEYS = ("path", "fn", "name", "rank")
+"""Keys that are meant where a block is given as one value, such as `algorithm=ppo`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:
@@ -257,6 +260,11 @@ def _wrong_value(key: str, value: object, tree: Tree) -> Problem:
     field = fields().get(without_numbers(key))
     if field is None:  # in a block with free names
         return Problem(_where(key, value, tree), "must be true, false, a number or text")
+    if (block := section_of(field.annotation)) and not isinstance(value, dict | list):
+        main = next((name for name in MAIN_KEYS if name in block.model_fields), None)
+        remedy = f"did you mean {key}.{main} = {show(value)}?" if main and value is not None else ""
+        remedy = remedy or f"its keys are {', '.join(block.model_fields)}"
+        return Problem(_where(key, value, tree), f"must be {takes(field)}", remedy)
     near = difflib.get_close_matches(str(value), choices(field), cutoff=0.5)
     near.sort(key=lambda one: sorted(one) != sorted(str(value)))  # letters in another order first
     remedy = f"did you mean {near[0]}?" if near else ""

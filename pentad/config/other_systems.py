@@ -281,7 +281,11 @@ RLINF = {
 
 ONE_FORMAT = "recovery checkpoints have one format, and pentad convert writes Megatron's"
 NO_OVERLAP = "Megatron's tensor-parallel communication is not overlapped with computation"
+DEVICE = "runs use the GPUs that are visible, or the CPU; CUDA_VISIBLE_DEVICES selects them"
 NO_CHOICE = {
+    "device": DEVICE,
+    "actor.device": DEVICE,
+    "trainer.device": DEVICE,
     "actor.group_name": "processes have the names of their roles",
     "resource.actor_fwd": "the actor computes the log-probs of its samples on its own devices",
     "resource.advantages": "the trainer computes advantages, on no extra device",

@@ -266,7 +266,10 @@ def _apply_override(override: str, tree: Tree, texts: Collection[str]) -> None:
     key = key.strip().lstrip("+")
     if not equals or not KEY.fullmatch(key):
         rule = "is not of the form dotted.key=value"
-        tree.problems.append(Problem(where, rule, "for example gconfig.n_samples=16"))
+        remedy = "write it without spaces, for example gconfig.n_samples=16"
+        if key.endswith((".yaml", ".yml")):
+            remedy = "name one recipe, before the overrides"
+        tree.problems.append(Problem(where, rule, remedy))
         return
     try:
         value = _read_value(text, key, texts)

@@ -366,6 +366,8 @@ class _Parser:
             return self.stop(start, "a backend is expected here", remedy)
         near = difflib.get_close_matches(word, known, 1)
         guess = f"did you mean {near[0]}? " if near else ""
+        if re.fullmatch(r"([a-z]\d+)+", word):
+            guess = f"did you mean embedded:{word}|archon:{word}? "
         return self.stop(start, f"{word!r} is not a backend", guess + remedy)
 
     def name(self) -> str:

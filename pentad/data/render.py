@@ -268,7 +268,9 @@ def messages_of(row: Mapping[str, Any], name: str, source: DataSource) -> Messag
 def column_of(row: Mapping[str, Any], name: str, source: DataSource) -> Any:
     if name not in row:
         has = ", ".join(sorted(row)) or "nothing"
-        raise BadRow(f'there is no "{name}"; the row has {has}', f"set {source.key}.*_key")
+        kinds = [kind for kind, column in source.data if kind.endswith("_key") and column == name]
+        remedy = f"set {' or '.join(f'{source.key}.{kind}' for kind in kinds)} to a column it has"
+        raise BadRow(f'there is no "{name}"; the row has {has}', remedy)
     return row[name]
 
 

@@ -141,7 +141,9 @@ def load_tokenizer(
     # Not Path's, which raises where there is no such user.
     where, path = f"{key} = {folder}", Path(os.path.expanduser(folder))  # noqa: PTH111
     if not path.is_dir():
-        raise UserError(Problem(where, "no such folder", "give a folder with a tokenizer"))
+        raise UserError(
+            Problem(where, "no such folder", "give a model's folder, with its tokenizer")
+        )
     check_plain(path)
     companion_files(path)
     if not any((path / name).exists() for name in TOKENIZER_FILES):

@@ -30,7 +30,7 @@ def answers_are_scored(config: Config) -> Problem | None:
         rule = f"is not set, and without it the answers to {valid} have no score"
         problem = Problem(where, rule, f"name it, or leave {valid} out")
         return None if all(one.valid is None for one in open_ones) else problem
-    remedy = "name a built-in reward or give package.module:function"
+    remedy = "name a built-in reward or give path/to/file.py:function"
     return Problem(where, f"is not set, and {config.algorithm.name} needs rewards", remedy)
 
 
@@ -38,7 +38,7 @@ def answers_are_scored(config: Config) -> Problem | None:
 def evaluated_answers_are_scored(config: Config) -> Problem | None:
     if config.reward.functions or not config.rollout.is_single_turn:
         return None
-    remedy = f"give --reward with one of {', '.join(REWARD_NAMES)}, or package.module:function"
+    remedy = f"give --reward with one of {', '.join(REWARD_NAMES)}, or path/to/file.py:function"
     return Problem("reward.fn", "is not set, so answers cannot be scored", remedy)
 
 

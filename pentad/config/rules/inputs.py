@@ -30,7 +30,9 @@ MAX_NAME_BYTES = 255
 def a_model_is_named(config: Config) -> Problem | None:
     if config.actor.path is not None:
         return None
-    return Problem("actor.path", "is not set", "give the folder of the model")
+    return Problem(
+        "actor.path", "is not set", "give a model's folder, or its name on the hub, OWNER/NAME"
+    )
 
 
 @RULES.add(commands=("eval",))

@@ -194,7 +194,7 @@ ref: {path: "${nope}"}
         ("gconfig.n_samples = 1", "grpo compares", "use at least 2"),
         ("updates_per_batch = 7", "must divide", "use for instance 4"),
         ("train_dataset.path", "is not set", "JSONL"),
-        ("reward.fn", "is not set", "package.module:function"),
+        ("reward.fn", "is not set", "path/to/file.py:function"),
     ]
     for where, rule, remedy in expected:
         assert any(p.startswith(where) and rule in p and remedy in p for p in problems), where
@@ -215,6 +215,25 @@ def test_a_misspelt_key_beside_a_wrong_one_is_no_excuse_for_it():
     for start in starts:
         assert sum(problem.startswith(start) for problem in problems) == 1, problems
     assert len(problems) == len(starts)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("algorithm=ppo", "did you mean algorithm.name = ppo?"),
+        ("actor=models/m", "did you mean actor.path = models/m?"),
+        ("reward=gsm8k", "did you mean reward.fn = gsm8k?"),
+        ("actor.lora=16", "did you mean actor.lora.rank = 16?"),
+        ("cluster=8", "its keys are n_nodes, n_gpus_per_node, "),
+        ("telemetry.wandb=true", "its keys are project, "),
+        ("device=cpu", "CUDA_VISIBLE_DEVICES selects them"),
+        ("gsm8k/recipe.yaml", "name one recipe, before the overrides"),
+        ("gconfig.n_samples", "write it without spaces"),
+    ],
+)
+def test_a_newcomers_slip_is_answered_with_what_was_meant(given, meant):
+    (problem,) = problems_of(None, [given])
+    assert meant in problem
 
 
 def test_a_value_in_a_list_is_blamed_on_its_key():

@@ -178,6 +178,7 @@ def test_layout_prints_the_line_of_the_start_log():
         ("archon", 6, "':' and the axes must follow archon", "archon:d1"),
         ("archon:", 7, "an axis such as d1 is expected here", "axes of archon"),
         ("archn:d1", 0, "'archn' is not a backend", "did you mean archon"),
+        ("d4t2", 0, "'d4t2' is not a backend", "did you mean embedded:d4t2|archon:d4t2?"),
         ("archon:d1+", 10, "a backend is expected here", "vllm, sglang"),
         ("archon:d1,vllm:d1", 9, "',' is not an axis", "d (data parallel)"),
         ("archon:d2x2", 9, "'x' is not an axis", "e (expert parallel)"),

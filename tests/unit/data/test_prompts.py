@@ -126,7 +126,8 @@ def test_all_bad_rows_are_reported_together(open_stream):
         open_stream(rows)
     sentences = [str(problem).split("train.jsonl:")[1] for problem in caught.value.problems]
     assert sentences == [
-        '2: there is no "prompt"; the row has answer, question; set train_dataset.*_key.',
+        '2: there is no "prompt"; the row has answer, question; set '
+        "train_dataset.prompt_key to a column it has.",
         '3: "prompt" holds a int, not text.',
         "4: the prompt is empty.",
         '5: "prompt" holds a list, not text; set train_dataset.messages_key: prompt.',
