@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from pentad.core.device import DTYPES
 from pentad.core.errors import RunError
 from pentad.core.faults import hit, is_armed
-from pentad.core.types import Loss, TokenOutputs
+from pentad.core.types import Attend, Loss, TokenOutputs
 from pentad.engine.batch import PackedRows
 from pentad.engine.explain import explain
 from pentad.engine.outputs import Sums
@@ -121,7 +121,7 @@ def run_part(
     """Runs a model part on one microbatch, from its ids or from the output of the previous part.
     `routes` are filled in, or used if the rows have them."""
     dims, tree = part.decoder.dims, packed.tree
-    build = partial(build_attend, capped=dims.score_cap is not None)
+    build: Callable[..., Attend] = partial(build_attend, capped=dims.score_cap is not None)
     if tree is not None:
         build = partial(build_tree_attend, tree.plan, tree.rows)
     build_here = partial(

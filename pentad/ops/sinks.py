@@ -102,8 +102,8 @@ def in_parts(
     for part in (slice(at, at + step) for at in range(0, length, step)):
         own_sinks = sinks if sinks is None or sinks.shape[1] == 1 else sinks[:, part]
         own_mask = mask if mask is None or mask.shape[-2] == 1 else mask[..., part, :]
-        how = {"is_causal": is_causal, "cap": cap, "first": part.start}
-        parts.append(_written_out(q[:, :, part], k, v, own_sinks, own_mask, **how))
+        given = (q[:, :, part], k, v, own_sinks, own_mask, is_causal)
+        parts.append(_written_out(*given, cap=cap, first=part.start))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 

@@ -166,7 +166,7 @@ def scalar_heads_are_of_language_models(config: Config, facts: RunFacts) -> Iter
     try:
         language_config_of(read_object(Path(path) / "config.json"))
     except UserError as error:
-        yield from error.problems
+        yield Problem(f"model folder = {path}", str(error))
     if lora is not None:
         rule = f"{path} is a multimodal folder, and transformers has no class of it with a scalar "
         rule += "head, beside which the factors could be loaded"

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pentad.models.config_reader import ConfigReader
-from pentad.models.families.gemma3_text import CAPS, LATER_TOKENS, RULES, scales
+from pentad.core.dims import ModelDims
+from pentad.models.config_reader import ConfigReader, ConfigValues
+from pentad.models.families.gemma3_text import LATER_TOKENS, RULES, SMALL_CAP, scales
 from pentad.models.spec import ModelSpec, sizes
 
 DEFAULTS = {
@@ -26,6 +27,10 @@ def slides(layer: int, first: int) -> bool:
     return layer % 2 == 0
 
 
+def caps(read: ConfigValues, dims: ModelDims) -> dict[str, Any]:
+    return {**scales(read, dims), "score_cap": read.maybe("attn_logit_softcapping")}
+
+
 SPEC = ModelSpec(
     family="gemma2",
     rules=RULES,
@@ -35,7 +40,7 @@ SPEC = ModelSpec(
         post_norms=True,
         norm_offset=1.0,
         activation=("hidden_activation", "gelu_tanh"),
-        more=scales,
+        more=caps,
         refused=LATER_TOKENS,
         slides=slides,
         window_switch=True,
@@ -43,7 +48,8 @@ SPEC = ModelSpec(
     classes=("Gemma2ForCausalLM", "Gemma2ForSequenceClassification"),
     variants={
         "queries scaled": {"query_pre_attn_scalar": 23},
-        **CAPS,
+        "scores limited": {"attn_logit_softcapping": 0.7},
+        **SMALL_CAP,
         "no limits": {"attn_logit_softcapping": None, "final_logit_softcapping": None},
     },
     public={

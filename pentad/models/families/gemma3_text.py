@@ -30,10 +30,7 @@ DEFAULTS = {
 BEFORE_FFN = {FFN_NORM: LAYER + "pre_feedforward_layernorm.weight"}
 RULES = around_zero(with_sources((*DECODER, *POST_NORMS), BEFORE_FFN))
 LATER_TOKENS = {"use_bidirectional_attention": "attention to later tokens"}
-CAPS = {
-    "scores limited": {"attn_logit_softcapping": 0.7},
-    "logits limited": {"final_logit_softcapping": 1.7},
-}
+SMALL_CAP = {"logits limited": {"final_logit_softcapping": 1.7}}
 RELEASED: dict[str, Any] = {"tied": True, "head_dim": 256, "sliding_window": 512}
 
 
@@ -47,7 +44,6 @@ def scales(read: ConfigValues, dims: ModelDims) -> dict[str, Any]:
     return {
         "embed_scale": dims.hidden_size**0.5,
         "query_scale": (dims.head_dim / divisor) ** 0.5,
-        "score_cap": read.maybe("attn_logit_softcapping"),
         "logit_cap": read.maybe("final_logit_softcapping"),
     }
 
@@ -63,14 +59,17 @@ SPEC = ModelSpec(
         norm_offset=1.0,
         activation=("hidden_activation", "gelu_tanh"),
         more=scales,
-        refused=LATER_TOKENS,
+        refused={
+            "attn_logit_softcapping": "a limit on attention scores, which transformers ignores,",
+            **LATER_TOKENS,
+        },
         sliding_theta=("rope_local_base_freq", 1e4),
         slides=slides,
         slides_key=("sliding_window_pattern", 6, 1),
         window_switch=True,
     ),
     classes=("Gemma3ForCausalLM", "Gemma3TextForSequenceClassification"),
-    variants={"queries scaled": {"query_pre_attn_scalar": 23}, **CAPS},
+    variants={"queries scaled": {"query_pre_attn_scalar": 23}, **SMALL_CAP},
     public={
         "google/gemma-3-270m": sizes(640, 2048, 18, 4, 1, 262144, **RELEASED),
         "google/gemma-3-1b-pt": sizes(1152, 6912, 26, 4, 1, 262144, **RELEASED),

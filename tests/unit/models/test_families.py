@@ -146,6 +146,11 @@ REFUSED = {
         "no_rope_layers = .*must be a list of 0 and 1 for at least 3 layers",
     ),
     "an mlp bias that is not there": ("olmo2", {"mlp_bias": True}, "mlp_bias"),
+    "a limit on scores that transformers passes over": (
+        "gemma3_text",
+        {"attn_logit_softcapping": 30.0},
+        "attn_logit_softcapping = 30.0: a limit on attention scores, which transformers ignores",
+    ),
     "a limit on scores that is no number": (
         "gemma2",
         {"attn_logit_softcapping": "high"},

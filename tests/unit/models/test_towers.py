@@ -188,7 +188,7 @@ def test_embeddings_are_tied_as_transformers_ties_them(kind):
 @pytest.mark.parametrize(
     ("kind", "text", "words"),
     [
-        ("gemma3", {"attn_logit_softcapping": -1}, "attn_logit_softcapping = -1: must be a number"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("qwen3_vl", {"hidden_act": "gelu"}, "hidden_act = 'gelu', only silu is built"),
         ("qwen2_5_vl", {"kv_lora_rank": 8}, "kv_lora_rank = 8: it uses latent attention"),
