@@ -79,10 +79,13 @@ def row_tiles(
     """Returns tiles of at most `max_rows` rows; None if no group is worth it. `blocks`: the block
     table; `num_full`: for each row its blocks before the one that is written."""
     num_rows = len(blocks)
-    if num_rows < MIN_ROWS:
+    least = -(-min_tokens // block_size)
+    if num_rows < MIN_ROWS or num_full.max() < least:
+        return None
+    if not (blocks[1:, least - 1] == blocks[:-1, least - 1]).any():
         return None
     equal = num_equal(blocks, num_full)
-    equal[equal * block_size < min_tokens] = 0
+    equal[equal < least] = 0
     # A group ends where two rows share less than one of them shares with its other neighbour.
     around = np.maximum(np.append(0, equal[:-1]), np.append(equal[1:], 0))
     edges = np.flatnonzero((equal == 0) | (equal < around)) + 1
@@ -105,7 +108,7 @@ def row_tiles(
 
 def num_equal(blocks: np.ndarray, num_full: np.ndarray) -> np.ndarray:
     """Returns for each pair of neighbouring rows the number of their equal first full blocks."""
-    width = max(int(num_full.max()), 1)
+    width = int(num_full.max())
     differ = np.ones((len(blocks) - 1, width + 1), bool)
     np.not_equal(blocks[1:, :width], blocks[:-1, :width], out=differ[:, :width])
     first = differ.argmax(axis=1)
