@@ -93,7 +93,9 @@ class Runner:
 
             groups = [own.num_heads // own.num_kv_heads for own in model.dims.kinds]
             if reads_prompts(model.dims):
-                self.grouping = Grouping(table, min(map(rows_per_tile, groups)))
+                is_small = settings.rollout.kv_cache_dtype in EIGHT_BITS
+                most = min(map(rows_per_tile, groups))
+                self.grouping = Grouping(table, most, is_small=is_small)
         self.adapter: JoinedAdapter | None = None
         if isinstance(model, Decoder):
             self.swap_layers(model)

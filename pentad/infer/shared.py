@@ -14,9 +14,10 @@ from pentad.infer.sequence import Table
 
 MIN_ROWS = 4
 """Smallest group that is read together."""
-MIN_TOKENS = 128
-"""Shortest shared beginning that is read together: below, the second kernel costs what the reads
-save (`benchmarks/shared_prompts_gpu.py`)."""
+MIN_TOKENS = 256
+MIN_TOKENS_8_BITS = 1024
+"""Shortest shared beginning that is read together, with a cache in 16 and in 8 bits. Below, the
+second kernel costs more than the reads save (`benchmarks/shared_prompts_gpu.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +38,11 @@ class RowTiles:
 class Grouping:
     """Tiles of successive steps, and how many places they read."""
 
-    def __init__(self, table: Table, max_rows: int) -> None:
-        """`max_rows`: most rows of a tile."""
+    def __init__(self, table: Table, max_rows: int, *, is_small: bool) -> None:
+        """`max_rows`: most rows of a tile; `is_small`: whether the cache has 8 bits."""
         self.table = table
         self.max_rows = max_rows
+        self.min_tokens = MIN_TOKENS_8_BITS if is_small else MIN_TOKENS
         self.num_places = 0
         """Places that rows attended to, in all steps."""
         self.num_saved = 0
@@ -58,8 +60,9 @@ class Grouping:
         is_known = self.known is not None and np.array_equal(self.known[0], rows)
         if self.known is None or not (is_known and np.array_equal(self.known[1], seats)):
             size = table.block_size
-            found = row_tiles(table.blocks[rows], (lengths - 1) // size, size, self.max_rows)
-            self.known = rows, seats, found
+            num_full = (lengths - 1) // size
+            sizes = (size, self.min_tokens, self.max_rows)
+            self.known = rows, seats, row_tiles(table.blocks[rows], num_full, *sizes)
         found = self.known[2]
         self.num_places += int(lengths.sum())
         self.num_saved += 0 if found is None else found.num_saved
@@ -71,15 +74,18 @@ def max_tiles(num_rows: int) -> int:
 
 
 def row_tiles(
-    blocks: np.ndarray, num_full: np.ndarray, block_size: int, max_rows: int
+    blocks: np.ndarray, num_full: np.ndarray, block_size: int, min_tokens: int, max_rows: int
 ) -> RowTiles | None:
     """Returns tiles of at most `max_rows` rows; None if no group is worth it. `blocks`: the block
     table; `num_full`: for each row its blocks before the one that is written."""
     num_rows = len(blocks)
-    if num_rows < MIN_ROWS:
+    least = -(-min_tokens // block_size)
+    if num_rows < MIN_ROWS or num_full.max() < least:
+        return None
+    if not (blocks[1:, least - 1] == blocks[:-1, least - 1]).any():
         return None
     equal = num_equal(blocks, num_full)
-    equal[equal * block_size < max(MIN_TOKENS, 1)] = 0
+    equal[equal < least] = 0
     # A group ends where two rows share less than one of them shares with its other neighbour.
     around = np.maximum(np.append(0, equal[:-1]), np.append(equal[1:], 0))
     edges = np.flatnonzero((equal == 0) | (equal < around)) + 1
@@ -102,7 +108,7 @@ def row_tiles(
 
 def num_equal(blocks: np.ndarray, num_full: np.ndarray) -> np.ndarray:
     """Returns for each pair of neighbouring rows the number of their equal first full blocks."""
-    width = max(int(num_full.max()), 1)
+    width = int(num_full.max())
     differ = np.ones((len(blocks) - 1, width + 1), bool)
     np.not_equal(blocks[1:, :width], blocks[:-1, :width], out=differ[:, :width])
     first = differ.argmax(axis=1)

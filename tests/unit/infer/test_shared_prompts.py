@@ -56,7 +56,7 @@ def test_tiles_of_random_groups_hold_each_long_enough_group_once(seed):
     sizes = generator.integers(1, 40, 6)
     prompts = generator.integers(1, 3 * least, 6)
     blocks, num_full = tables(generator, sizes, prompts)
-    found = row_tiles(blocks, num_full, SIZE, max_rows=16)
+    found = row_tiles(blocks, num_full, SIZE, shared.MIN_TOKENS, max_rows=16)
     wanted = np.repeat(np.where((sizes >= shared.MIN_ROWS) & (prompts >= least), prompts, 0), sizes)
     if not wanted.any():
         assert found is None
@@ -71,7 +71,7 @@ def test_a_beginning_that_all_prompts_share_does_not_shorten_those_of_groups():
     least = shared.MIN_TOKENS // SIZE
     blocks, num_full = tables(np.random.default_rng(0), [5, 6, 2, 1, 4], [least + 4] * 5)
     blocks[:, :least] = np.arange(1, least + 1)
-    found = row_tiles(blocks, num_full, SIZE, max_rows=16)
+    found = row_tiles(blocks, num_full, SIZE, shared.MIN_TOKENS, max_rows=16)
     check_tiles(found, blocks, num_full, 16)
     assert (found.shared[:11] == SIZE * (least + 4)).all()
     assert (found.shared[14:] == SIZE * (least + 4)).all()
@@ -80,9 +80,9 @@ def test_a_beginning_that_all_prompts_share_does_not_shorten_those_of_groups():
 def test_empty_columns_are_not_equal_blocks():
     blocks = np.zeros((8, 40), np.int32)
     blocks[:, 0] = 1 + np.arange(8)
-    assert row_tiles(blocks, np.zeros(8, int), SIZE, max_rows=16) is None
+    assert row_tiles(blocks, np.zeros(8, int), SIZE, SIZE, max_rows=16) is None
     blocks[:, 0] = 1
-    assert row_tiles(blocks, np.ones(8, int), SIZE, max_rows=16) is None
+    assert row_tiles(blocks, np.ones(8, int), SIZE, 2 * SIZE, max_rows=16) is None
 
 
 def test_tiles_are_kept_while_the_same_sequences_run():
@@ -90,7 +90,7 @@ def test_tiles_are_kept_while_the_same_sequences_run():
     table = Table(8, SIZE)
     blocks, num_full = tables(np.random.default_rng(0), [8], [least])
     table.blocks = blocks
-    grouping, rows = Grouping(table, 4), np.arange(8)
+    grouping, rows = Grouping(table, 4, is_small=False), np.arange(8)
     found = grouping.tiles(rows, (num_full + 1) * SIZE)
     assert found.counts.tolist() == [4, 4]
     table.blocks = blocks[::-1] * 0
